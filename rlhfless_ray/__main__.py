@@ -1,0 +1,5 @@
+"""`python -m rlhfless_ray …` is `rlhfless …`."""
+
+from rlhfless_ray.cli.main import main
+
+main()

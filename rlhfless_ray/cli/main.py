@@ -1,0 +1,84 @@
+"""`rlhfless train | report`: errors become one sentence and an exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlhfless_ray.errors import RunError, Stopped, UserError
+
+app = typer.Typer(
+    help="Elastic RLHF on Ray.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        from rlhfless_ray import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A recipe in YAML.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value", show_default=False)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the latest run of this name from its checkpoint.")] = False,
+) -> None:
+    """Train a policy. Exit code 0 after the final save, 2 for a mistake in the input, 1 for a failed run."""
+    from rlhfless_ray.recipe import Recipe
+
+    parsed = Recipe.load(recipe, overrides or [])
+    from rlhfless_ray.runtime import Runtime
+
+    with Runtime(parsed, resume=resume) as run:
+        for _ in run:
+            pass
+    print(f"model:  {run.folder.path / 'model'}")
+    print(f"report: {(run.folder.path / 'report.html').resolve()}")
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="A run folder, finished, stopped or crashed.")]) -> None:
+    """Write report.html and timeline.json anew from what the run folder holds."""
+    if not run.is_dir():
+        raise UserError(f"{run}: no such run folder")
+    from rlhfless_ray.watch.report import write_report
+    from rlhfless_ray.watch.timeline import write_timeline
+
+    if (run / "ledger.csv").exists():
+        write_timeline(run)
+    print(write_report(run).resolve())
+
+
+def main() -> None:
+    """Entry point: exit code 2 for a user's mistake, 1 for a failed run, 128 + signal when stopped."""
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        _say(f"error: {error}")
+        code = 2
+    except RunError as error:
+        _say(f"run failed: {error}")
+        code = 1
+    except Stopped as stop:
+        _say("stopped: leases are freed; continue with --resume")
+        code = 128 + stop.signal_number
+    except KeyboardInterrupt:
+        _say("interrupted")
+        code = 128 + signal.SIGINT
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # libraries' exit hooks (vLLM, wandb, Ray) may linger: everything of ours is closed already
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,17 @@
+"""Errors that end a run, by whose they are."""
+
+
+class UserError(Exception):
+    """A mistake in what the user gave: one sentence that says what, where and what to do. Exit code 2."""
+
+
+class RunError(Exception):
+    """The run failed for a reason the message names. Exit code 1."""
+
+
+class Stopped(Exception):
+    """The run was asked to stop (Ctrl-C or SIGTERM): state is saved, leases are freed. Exit code 130 or 143."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by signal {signal_number}")
+        self.signal_number = signal_number

@@ -1,0 +1,100 @@
+"""Starting or joining Ray, and proof that nothing of ours is left on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+from pathlib import Path
+
+from rlhfless_ray.errors import UserError
+from rlhfless_ray.recipe import Recipe
+
+PACKAGES = ("rlhfless_ray", "placement")
+
+
+class RayCluster:
+    """A private Ray on loopback with token authentication, or somebody else's that we are a guest on."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.private = False
+        self.joined = False
+
+    def start(self) -> None:
+        import ray
+
+        if ray.is_initialized():  # a notebook or a test that already is on a cluster
+            self.joined = True
+            return
+        section = self.recipe.cluster
+        address = section.address or os.environ.get("RAY_ADDRESS", "")
+        if address:
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=_shipped())
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise UserError(f"cluster.address {address}: no Ray cluster answers there: {_one_line(error)}") from None
+            return
+        self.private = True
+        # A local Ray asks for a token unless RAY_AUTH_MODE says otherwise; one of this run's own, never on disk.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ENABLE_METRICS_COLLECTION", "0")
+        ray.init(
+            address="local",
+            num_cpus=section.cpus or len(os.sched_getaffinity(0)),
+            object_store_memory=section.object_store_mb * 2**20,
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+
+    def stop(self) -> None:
+        """Leave the cluster; a private one ends with it."""
+        import ray
+
+        if not self.joined and ray.is_initialized():
+            ray.shutdown()
+
+    def resource(self) -> str:
+        """What a slot is here: "cpu" or "gpu". Raises UserError when the recipe asks for what the cluster lacks."""
+        import ray
+
+        wanted = self.recipe.functions.slot
+        has_gpus = ray.cluster_resources().get("GPU", 0) >= 1
+        if wanted == "gpu" and not has_gpus:
+            raise UserError("functions.slot: gpu, but the cluster has no GPU; set it to cpu or auto")
+        return "gpu" if wanted == "gpu" or (wanted == "auto" and has_gpus) else "cpu"
+
+    def check_size(self, resource: str) -> int:
+        """Slots of the cluster. Raises UserError when the recipe needs more at once than there are."""
+        from rlhfless_ray.functions.lease import cluster_slots
+
+        slots = cluster_slots(resource)
+        for name, needed in (("learner.ranks", self.recipe.learner.ranks), ("rollout.min_actors", self.recipe.rollout.min_actors)):
+            if needed > slots:
+                unit = "GPUs" if resource == "gpu" else "CPU cores"
+                raise UserError(f"{name}: {needed} slots at once, but the cluster has {slots} ({unit}); lower it or add nodes")
+        return slots
+
+    def node(self) -> str:
+        """Id of a node that has slots: the driver's own if it has any."""
+        import ray
+
+        here = ray.get_runtime_context().get_node_id()
+        name = "GPU" if self.resource() == "gpu" else "CPU"
+        able = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get(name, 0) >= 1]
+        return here if here in able or not able else able[0]
+
+
+def _shipped() -> dict[str, list[str]] | None:
+    """Our packages for the cluster's nodes, where a surrounding Ray job has not shipped them with its working folder."""
+    if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
+        return None
+    return {"py_modules": [str(Path(sys.modules[name].__file__ or "").parent) for name in PACKAGES if name in sys.modules]}
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

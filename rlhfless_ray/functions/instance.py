@@ -1,0 +1,75 @@
+"""One warm process (or more) of a function, pinned to its node, working only under a lease."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlhfless_ray.functions.lease import Lease, Slot
+
+
+class State(Enum):
+    """COLD → STARTING → STALE → READY ⇄ PARKED → GONE.
+
+    There is no way from STARTING to READY but through STALE: an instance never serves before it has the current
+    weights. One that needs none goes through STALE in no time.
+    """
+
+    COLD = "cold"
+    STARTING = "starting"
+    STALE = "stale"
+    READY = "ready"
+    PARKED = "parked"
+    GONE = "gone"
+
+
+_numbers = itertools.count(1)
+
+
+@dataclass(eq=False)
+class Instance:
+    """A handle on the actor, what it holds and what it is."""
+
+    kind: str
+    slot: Slot
+    actor: Any
+    id: str = field(default="")
+    state: State = State.STARTING
+    leases: list[Lease] = field(default_factory=list)
+    opened: Any = None  # reference that resolves when the start is done
+    version: int | None = None
+    loading: Any = None  # reference that resolves when `version` is in the engine
+    parked_since_s: float = 0.0
+    memory_mb: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.id = self.id or f"{self.kind}-{next(_numbers)}"
+
+
+def start_actor(cls: type, slot: Slot, resource: str, environment: dict[str, str], *args: Any) -> Any:
+    """An actor without Ray resources of its own, on the slot's node, seeing only the slot's device.
+
+    `num_gpus=0` leaves CUDA_VISIBLE_DEVICES alone, so an actor would see every device: it is set here. Restarts are
+    off: an actor that Ray may restart hangs for ever once its group is removed; the pool replaces it instead.
+    """
+    environment = dict(environment)
+    if resource == "gpu":
+        environment["CUDA_VISIBLE_DEVICES"] = str(slot.device)
+    return (
+        ray.remote(cls)
+        .options(
+            num_cpus=0,
+            num_gpus=0,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(slot.node, soft=False),
+            runtime_env={"env_vars": environment} if environment else None,
+        )
+        .remote(*args)
+    )
+

@@ -1,0 +1,198 @@
+"""Who held which slot, from when to when, doing what.
+
+A lease is billed from the moment it is granted until it is released. Inside it the ledger keeps *holdings* (which
+function had it) and, reported by the instances, *spans* (what they did). What no span covers is idle. Two figures
+stand side by side: busy cost, working slot-seconds only (the papers' metric), and full cost, every leased second.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from rlhfless_ray.types import Span
+
+BUSY = ("work",)
+
+
+@dataclass
+class Row:
+    """One line of ledger.csv; times in seconds since the run started."""
+
+    lease: str
+    node: str
+    device: str
+    resource: str
+    kind: str
+    instance: str
+    activity: str
+    step: int
+    from_s: float
+    to_s: float
+    seconds: float
+    slots: int
+    memory_mb: float
+    money: float
+
+
+@dataclass
+class Holding:
+    """A function's time with a lease; `until_s` is None while it lasts. Wall-clock seconds since the epoch."""
+
+    lease: str
+    node: str
+    device: str
+    kind: str
+    instance: str
+    step: int
+    from_s: float
+    until_s: float | None = None
+    memory_mb: float = 0.0
+    slots: int = 1  # 0: parked, warm memory without a lease
+    spans: list[Span] = field(default_factory=list)
+
+
+class Ledger:
+    def __init__(self, resource: str, price_per_hour: float, started_s: float | None = None) -> None:
+        self.resource = resource
+        self.price_per_hour = price_per_hour
+        self.started_s = time.time() if started_s is None else started_s
+        self.open: dict[str, Holding] = {}
+        self.rows: list[Row] = []
+        self.written = 0
+        self.step = 0
+
+    # ---- what happens -----------------------------------------------------------------------------------------
+
+    def hold(self, lease: str, node: str, device: str, kind: str, instance: str) -> None:
+        """A function takes a lease: freshly granted, or handed over by the function that had it."""
+        now = time.time()
+        if lease in self.open:
+            self._close(lease, now)
+        self.open[lease] = Holding(lease, node, device, kind, instance, self.step, now)
+
+    def spans(self, leases: Iterable[str], spans: Iterable[Span]) -> None:
+        """What the instance holding `leases` did with them, on its own clock."""
+        for lease in leases:
+            if lease in self.open:
+                self.open[lease].spans += spans
+
+    def release(self, lease: str) -> None:
+        self._close(lease, time.time())
+
+    def park(self, instance: str, node: str, device: str, kind: str, memory_mb: float) -> None:
+        """An instance stays warm without a lease: no slot is billed, its memory is shown."""
+        if instance not in self.open:
+            self.open[instance] = Holding(
+                "", node, device, kind, instance, self.step, time.time(), memory_mb=memory_mb, slots=0
+            )
+
+    def unpark(self, instance: str) -> None:
+        self._close(instance, time.time())
+
+    def cut(self, step: int) -> None:
+        """A step begins: close every holding into rows and reopen it, so that rows belong to one step each."""
+        now = time.time()
+        for key, holding in list(self.open.items()):
+            self._close(key, now)
+            self.open[key] = Holding(
+                holding.lease, holding.node, holding.device, holding.kind, holding.instance, step, now,
+                memory_mb=holding.memory_mb, slots=holding.slots,
+            )
+        self.step = step
+
+    def close(self) -> None:
+        now = time.time()
+        for key in list(self.open):
+            self._close(key, now)
+
+    # ---- what it adds up to -----------------------------------------------------------------------------------
+
+    def _close(self, key: str, now: float) -> None:
+        holding = self.open.pop(key, None)
+        if holding is None:
+            return
+        if holding.slots == 0:
+            self._row(holding, "parked", holding.from_s, now)
+            return
+        at = holding.from_s
+        for span in sorted(holding.spans, key=lambda s: s.from_s):
+            # clocks of two nodes differ a little, and a span may have begun before the lease was handed over
+            begin, end = max(span.from_s, at), min(span.to_s, now)
+            if end <= begin:
+                continue
+            self._row(holding, "idle", at, begin)
+            self._row(holding, span.activity, begin, end)
+            at = end
+        self._row(holding, "idle", at, now)
+
+    def _row(self, holding: Holding, activity: str, begin: float, end: float) -> None:
+        seconds = end - begin
+        if seconds <= 0:
+            return
+        money = seconds * holding.slots * self.price_per_hour / 3600
+        self.rows.append(
+            Row(
+                holding.lease, holding.node, holding.device, self.resource, holding.kind, holding.instance, activity,
+                holding.step, round(begin - self.started_s, 6), round(end - self.started_s, 6), round(seconds, 6),
+                holding.slots, round(holding.memory_mb, 1), money,
+            )
+        )
+
+    def totals(self, since_row: int = 0) -> dict[str, float]:
+        """Slot-seconds and money of the rows from `since_row` on: busy, full, idle share, money."""
+        full = busy = money = idle = 0.0
+        for row in self.rows[since_row:]:
+            used = row.seconds * row.slots
+            full += used
+            money += row.money
+            busy += used if row.activity in BUSY else 0.0
+            idle += used if row.activity == "idle" else 0.0
+        return {
+            "busy_slot_s": busy, "full_slot_s": full, "idle_share": idle / full if full else 0.0, "money": money,
+        }
+
+    # ---- on disk ----------------------------------------------------------------------------------------------
+
+    def append_to(self, path: Path) -> None:
+        """Write the rows that are not on disk yet."""
+        new = not path.exists()
+        with path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, [f.name for f in fields(Row)])
+            if new:
+                writer.writeheader()
+            writer.writerows(asdict(row) for row in self.rows[self.written :])
+        self.written = len(self.rows)
+
+    def resume_from(self, path: Path, last_step: int) -> None:
+        """Take over the rows of the run before, up to `last_step`; later ones belong to steps that are done again.
+
+        The clock continues after the last row: time in which nothing ran is not billed.
+        """
+        if not path.exists():
+            return
+        kept = []
+        with path.open(newline="") as file:
+            for line in csv.DictReader(file):
+                try:
+                    row = _row_of(line)
+                except (TypeError, ValueError):
+                    continue  # the torn last line of a killed run
+                if row.step <= last_step:
+                    kept.append(row)
+        self.rows = kept
+        self.started_s = time.time() - max((row.to_s for row in kept), default=0.0)
+        self.written = 0
+        temporary = path.with_suffix(".tmp")
+        temporary.unlink(missing_ok=True)
+        self.append_to(temporary)
+        os.replace(temporary, path)
+
+
+def _row_of(line: dict[str, str]) -> Row:
+    types = {"step": int, "slots": int, **dict.fromkeys(("from_s", "to_s", "seconds", "memory_mb", "money"), float)}
+    return Row(**{f.name: types.get(f.name, str)(line[f.name]) for f in fields(Row)})

@@ -1,0 +1,135 @@
+"""The instances of one function: resized under leases, parked, kept alive, replaced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from rlhfless_ray.functions.instance import Instance, State
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.lease import Lease, Leases, Slot
+
+
+class Pool:
+    """Every instance works under leases it was handed; without one it is parked until its keep-alive ends."""
+
+    def __init__(
+        self, kind: str, start: Callable[[Slot], Any], leases: Leases, ledger: Ledger, keep_alive_s: float
+    ) -> None:
+        """`start(slot)` makes the actor; its `open(threads)` must return {"memory_mb": …, "spans": […]}."""
+        self.kind = kind
+        self.start = start
+        self.leases = leases
+        self.ledger = ledger
+        self.keep_alive_s = keep_alive_s
+        self.working: list[Instance] = []
+        self.parked: list[Instance] = []
+        self.replaced = 0
+        self.warm_starts = 0
+        self.cold_starts = 0
+
+    # ---- size -------------------------------------------------------------------------------------------------
+
+    def resize(self, count: int, spare: list[Lease], *, need: int = 1, wait_s: float | None = None) -> list[Lease]:
+        """Work with `count` instances, one lease each; returns the leases of `spare` that were not used.
+
+        Spare leases are handed over first, those of slots with a parked instance before others; Ray is asked for the
+        rest. With fewer than `need` after the deadline the run ends; between `need` and `count` it goes on smaller.
+        """
+        while len(self.working) > count:
+            spare = [*spare, *self.park(self.working[-1])]
+        spare = sorted(spare, key=lambda lease: self._find(lease.slot) is None)
+        for lease in spare[: count - len(self.working)]:
+            self.staff([lease])
+            spare = [other for other in spare if other is not lease]
+        missing = count - len(self.working)
+        if missing > 0:
+            prefer = [instance.slot.node for instance in self.parked]
+            urgent = max(0, need - len(self.working))
+            got = self.leases.take(missing, self.kind, prefer, need=urgent, wait_s=wait_s if urgent == 0 else None)
+            for lease in got:
+                self.staff([lease])
+        return spare
+
+    def staff(self, leases: list[Lease]) -> Instance:
+        """An instance for these leases of one node: the parked one of the slot (warm start), else a new one."""
+        slot = leases[0].slot
+        instance = self._find(slot)
+        if instance is None:
+            instance = Instance(self.kind, slot, self.start(slot))
+            self.cold_starts += 1
+        else:
+            self.parked.remove(instance)
+            self.ledger.unpark(instance.id)
+            self.warm_starts += instance.opened is not None
+            instance.slot = slot
+            instance.state = State.STALE
+        instance.leases = leases
+        for lease in leases:
+            self.leases.hand_over(lease, self.kind, instance.id)
+        if instance.opened is None:
+            instance.state = State.STARTING
+            instance.opened = instance.actor.open.remote(len(leases))
+        self.working.append(instance)
+        return instance
+
+    def _find(self, slot: Slot) -> Instance | None:
+        """On CPU any parked instance of the node will do; on GPU it must be of the device, where its memory was."""
+        for instance in self.parked:
+            if instance.slot == slot or (self.leases.resource == "cpu" and instance.slot.node == slot.node):
+                return instance
+        return None
+
+    def prewarm(self, slot: Slot) -> Instance:
+        """Start a process ahead of its lease: imports only, no device memory. It waits as parked."""
+        instance = Instance(self.kind, slot, self.start(slot), state=State.PARKED, parked_since_s=time.monotonic())
+        self.ledger.park(instance.id, slot.node, str(slot.device), self.kind, 0.0)
+        self.parked.append(instance)
+        return instance
+
+    # ---- parking and ending -----------------------------------------------------------------------------------
+
+    def park(self, instance: Instance) -> list[Lease]:
+        """Take the leases from an instance; the caller hands them on or releases them. Its process stays warm."""
+        self.working.remove(instance)
+        leases, instance.leases = instance.leases, []
+        instance.state = State.PARKED
+        instance.parked_since_s = time.monotonic()
+        self.parked.append(instance)
+        self.ledger.park(instance.id, instance.slot.node, str(instance.slot.device), self.kind, instance.memory_mb)
+        return leases
+
+    def park_all(self) -> list[Lease]:
+        return [lease for instance in list(self.working) for lease in self.park(instance)]
+
+    def reap(self) -> int:
+        """End the parked instances whose keep-alive is over; returns how many."""
+        now = time.monotonic()
+        over = [i for i in self.parked if now - i.parked_since_s > self.keep_alive_s]
+        for instance in over:
+            self._end(instance)
+        return len(over)
+
+    def _end(self, instance: Instance) -> None:
+        instance.state = State.GONE
+        ray.kill(instance.actor, no_restart=True)
+        self.ledger.unpark(instance.id)
+        self.parked = [i for i in self.parked if i is not instance]
+        self.working = [i for i in self.working if i is not instance]
+
+    def replace(self, instance: Instance) -> Instance:
+        """A dead instance's leases get a new one. The process is killed first: it may only look dead."""
+        leases = instance.leases
+        self._end(instance)
+        self.replaced += 1
+        return self.staff(leases)
+
+    def close(self) -> list[Lease]:
+        """End every instance; returns their leases."""
+        leases = [lease for instance in self.working for lease in instance.leases]
+        for instance in [*self.working, *self.parked]:
+            self._end(instance)
+        return leases

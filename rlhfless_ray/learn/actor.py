@@ -1,0 +1,69 @@
+"""The learner function's process: one rank, wrapped so that the gang can start, join and ask it."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+import numpy as np
+
+from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.types import Span, UpdateStats
+
+
+class LearnerActor:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        """Imports only: the model is built under a lease."""
+        start = time.time()
+        from rlhfless_ray.learn.learner import Learner
+
+        self.learner = Learner(settings)
+        self.imported = Span("start", "import torch and deepspeed", start, time.time())
+
+    def open(self, threads: int) -> dict[str, Any]:
+        import psutil
+
+        return {"memory_mb": psutil.Process().memory_info().rss / 2**20, "spans": [self.imported]}
+
+    def rendezvous(self, loopback: bool) -> tuple[str, int]:
+        """An address and a free port for the gang's process group, on this (rank 0's) node."""
+        import ray
+
+        address = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return address, probe.getsockname()[1]
+
+    def warm_start(self, files: dict[str, bytes], recipe: dict[str, Any], threads: int) -> tuple[dict[str, bytes], list[Span]]:
+        from rlhfless_ray.learn.warm_start import warm_start
+        from rlhfless_ray.recipe import Recipe
+
+        start = time.time()
+        return warm_start(files, Recipe.parse(recipe), threads), [Span("work", "warm start", start, time.time())]
+
+    def build(
+        self, files: dict[str, bytes], rendezvous: tuple[str, int], threads: int, state: dict[str, bytes] | None
+    ) -> list[Span]:
+        from rlhfless_ray.learn.learner import state_from_bytes
+
+        return self.learner.open(files, rendezvous, threads, None if state is None else state_from_bytes(state))
+
+    def update(self, batch: Batch, threads: int) -> tuple[UpdateStats, list[Span]]:
+        return self.learner.update(batch, threads)
+
+    def weights(self) -> tuple[dict[str, np.ndarray] | None, tuple[int, list[Span]]]:
+        """Two return values: the weights, which stay where they are until pulled, and their checksum."""
+        from rlhfless_ray.weights.version import checksum
+
+        weights, spans = self.learner.weights()
+        return weights, (checksum(weights) if weights is not None else 0, spans)
+
+    def snapshot(self) -> dict[str, bytes] | None:
+        return self.learner.snapshot_bytes()
+
+    def park(self) -> None:
+        self.learner.park()
+
+    def unpark(self) -> None:
+        self.learner.unpark()

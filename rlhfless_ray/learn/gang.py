@@ -1,0 +1,148 @@
+"""The learner gang: its ranks' instances, staffed with leases for an update and parked between updates."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import ray
+
+from rlhfless_ray.errors import RunError
+from rlhfless_ray.functions.instance import Instance, State
+from rlhfless_ray.functions.lease import Lease
+from rlhfless_ray.functions.pool import Pool
+from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.types import UpdateStats, WeightVersion
+from rlhfless_ray.waits import STOP, get
+
+ATTEMPT_S = 5.0  # two gangs that each hold half of what both need let go after this long
+
+
+class Gang:
+    """`staff` → `update`, `publish`, `snapshot` → `park`. The optimizer lives in the instances, which stay parked."""
+
+    def __init__(self, pool: Pool, recipe: Recipe) -> None:
+        self.pool = pool
+        self.ranks = recipe.learner.ranks
+        self.slots = recipe.learner.ranks * recipe.learner.max_slots_per_rank
+        self.deadline_s = recipe.learner.deadline_s
+        self.max_skipped = recipe.learner.max_skipped_updates
+        self.skipped_in_a_row = 0
+        self.by_rank: list[Instance] = []
+
+    def staff(self, spare: list[Lease]) -> list[Lease]:
+        """Hand leases to the ranks: one each, then more (threads, on CPU) as far as they are free. Returns the rest.
+
+        A gang needs all its ranks at once. On a shared cluster another gang may hold what is missing here while it waits
+        for what is held here: after a few seconds everything is let go, and asked for again at a random moment.
+        """
+        leases = self.pool.leases
+        start = time.monotonic()
+        missing = self.ranks - len(spare)
+        while missing > 0:
+            asked = leases.ask(missing, [i.slot.node for i in self.by_rank])
+            got = leases.collect(asked, "learn", ATTEMPT_S)
+            spare, missing = [*spare, *got], missing - len(got)
+            if missing:
+                leases.release(spare)
+                spare, missing = [], self.ranks
+                if time.monotonic() - start > leases.deadline_s:
+                    raise RunError(
+                        f"the learner gang needs {self.ranks} × {leases.bundle} at once and did not get them within "
+                        f"{leases.deadline_s:.0f} s; {leases.availability()}"
+                    )
+                STOP.check()
+                time.sleep(random.uniform(0.2, 1.0))
+        wanted = self.slots - len(spare)
+        if wanted > 0:
+            spare = [*spare, *leases.take(wanted, "learn", need=0, wait_s=0.05)]
+        shares: list[list[Lease]] = [[] for _ in range(self.ranks)]
+        used, spare = spare[: self.slots], spare[self.slots :]
+        for i, lease in enumerate(used):
+            shares[i % self.ranks].append(lease)
+        staffed = [self.pool.staff(share) for share in shares]
+        if not self.by_rank:
+            self.by_rank = staffed
+            self._opened()
+        else:
+            self._same_processes(staffed, shares)
+        return spare
+
+    def _opened(self) -> None:
+        for instance in self.by_rank:
+            told = get(instance.opened, self.deadline_s, "the learner to start")
+            instance.memory_mb = told["memory_mb"]
+            self._spans(instance, told["spans"])
+
+    def _same_processes(self, staffed: list[Instance], shares: list[list[Lease]]) -> None:
+        """Ranks keep their state, so the instances must be the ones there were, in any order."""
+        if {id(i) for i in staffed} != {id(i) for i in self.by_rank}:
+            raise RunError("the learner's slots are on other nodes than its processes; its state cannot follow yet")
+        for instance in self.by_rank:
+            instance.state = State.READY
+            if self.pool.leases.resource == "gpu":
+                instance.actor.unpark.remote()
+
+    def park(self) -> list[Lease]:
+        if self.pool.leases.resource == "gpu":
+            for instance in self.pool.working:
+                get(instance.actor.park.remote(), self.deadline_s, "the learner to leave its device")
+        return self.pool.park_all()
+
+    # ---- work -------------------------------------------------------------------------------------------------
+
+    def warm_start(self, files: Any, recipe: Recipe) -> dict[str, bytes]:
+        first = self.by_rank[0]
+        ref = first.actor.warm_start.remote(files, recipe.model_dump(), len(first.leases))
+        content, spans = get(ref, self.deadline_s, "the supervised warm start")
+        self._spans(first, spans)
+        return content
+
+    def build(self, files: Any, loopback: bool, state: dict[str, bytes] | None) -> None:
+        """Load the policy (or a checkpoint's state) into every rank and join them."""
+        place = get(self.by_rank[0].actor.rendezvous.remote(loopback), self.deadline_s, "the gang's address")
+        refs = [i.actor.build.remote(files, place, len(i.leases), state) for i in self.by_rank]
+        for instance, spans in zip(self.by_rank, self._all(refs, "the learner to load the policy"), strict=True):
+            self._spans(instance, spans)
+
+    def update(self, batch: Batch) -> UpdateStats:
+        """One update on every rank; all of them report the same. Raises RunError after too many skipped in a row."""
+        shared = ray.put(batch)
+        refs = [i.actor.update.remote(shared, len(i.leases)) for i in self.by_rank]
+        replies = self._all(refs, "the learner's update")
+        for instance, (_, spans) in zip(self.by_rank, replies, strict=True):
+            self._spans(instance, spans)
+        stats = replies[0][0]
+        self.skipped_in_a_row = self.skipped_in_a_row + stats.skipped if stats.skipped else 0
+        if self.skipped_in_a_row > self.max_skipped:
+            raise RunError(
+                f"{self.skipped_in_a_row} optimizer steps in a row were skipped (learner.max_skipped_updates = "
+                f"{self.max_skipped}): {stats.reason}; lower learner.learning_rate or look at the rewards"
+            )
+        return stats
+
+    def publish(self, version: int) -> WeightVersion:
+        """The current weights as a version that engines can pull. The arrays stay in the object store."""
+        refs = [i.actor.weights.options(num_returns=2).remote() for i in self.by_rank]
+        replies = self._all([told for _, told in refs], "the learner to publish weights")
+        for instance, (_, spans) in zip(self.by_rank, replies, strict=True):
+            self._spans(instance, spans)
+        return WeightVersion(version, refs[0][0], replies[0][0])
+
+    def snapshot(self, deadline_s: float | None = None) -> dict[str, bytes]:
+        """Model, optimizer and random state as files. Works without leases too: it reads memory, on the host."""
+        refs = [i.actor.snapshot.remote() for i in self.by_rank]
+        return self._all(refs, "the learner's snapshot", deadline_s)[0]
+
+    def _all(self, refs: list[Any], what: str, deadline_s: float | None = None) -> list[Any]:
+        try:
+            return get(refs, deadline_s or self.deadline_s, what)
+        except ray.exceptions.RayTaskError as error:
+            raise RunError(f"{what} failed: {error.cause or error}") from error
+        except ray.exceptions.RayActorError as error:
+            raise RunError(f"{what} failed: a learner process died; continue from the last checkpoint with --resume") from error
+
+    def _spans(self, instance: Instance, spans: list[Any]) -> None:
+        self.pool.ledger.spans([lease.id for lease in instance.leases], spans)

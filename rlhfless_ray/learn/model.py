@@ -1,0 +1,75 @@
+"""The policy as the learner runs it: token ids in, log-probabilities of the response tokens out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlhfless_ray.learn.batch import Batch
+
+
+class TokenLogprobs(nn.Module):
+    """A causal LM whose forward pass gives log-probabilities of given next tokens, at the sampling temperature.
+
+    The head runs on the response positions only: over a large vocabulary the logits are the largest tensor there is.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """ids (sequences, length), padded on the right; rows, columns, targets (tokens,): the position before each
+        response token and the token itself. Returns log-probabilities and entropies, both (tokens,) float32.
+
+        No attention mask: padding is on the right, and a causal model never looks there from a real token.
+        """
+        hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
+        logits = self.model.lm_head(hidden[rows, columns]).float() / temperature
+        logprobs = torch.log_softmax(logits, dim=-1)
+        with torch.no_grad():
+            entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
+        return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
+
+
+def load_model(folder: Path, dtype: str, trust_remote_code: bool) -> nn.Module:
+    """A causal LM from a Hugging Face folder, dropout off (sampler and learner must compute the same policy)."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code, local_files_only=True
+    )
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if hasattr(model.config, "attention_dropout"):
+        model.config.attention_dropout = 0.0
+    return model
+
+
+def padded(batch: Batch, indices: np.ndarray, device: torch.device) -> dict[str, Tensor]:
+    """Tensors of one micro-batch for `TokenLogprobs`, with the flat position of each token in `batch.logprobs`.
+
+    ids (sequences, longest), rows, columns, targets, flat (response tokens,), sequence (response tokens,): the
+    sequence's index in the batch.
+    """
+    starts = np.concatenate([[0], np.cumsum(batch.lengths)])
+    response_starts = np.concatenate([[0], np.cumsum(batch.response_lengths)])
+    longest = int(batch.lengths[indices].max())
+    ids = np.zeros((len(indices), longest), np.int64)
+    rows, columns, flat, sequence = [], [], [], []
+    for row, i in enumerate(indices):
+        length, prompt = int(batch.lengths[i]), int(batch.prompt_lengths[i])
+        ids[row, :length] = batch.tokens[starts[i] : starts[i] + length]
+        rows.append(np.full(length - prompt, row))
+        columns.append(np.arange(prompt - 1, length - 1))
+        flat.append(np.arange(response_starts[i], response_starts[i + 1]))
+        sequence.append(np.full(length - prompt, i))
+    arrays = {"rows": rows, "columns": columns, "flat": flat, "sequence": sequence}
+    tensors = {name: torch.from_numpy(np.concatenate(parts)).to(device) for name, parts in arrays.items()}
+    tensors["ids"] = torch.from_numpy(ids).to(device)
+    tensors["targets"] = tensors["ids"][tensors["rows"], tensors["columns"] + 1]
+    return tensors

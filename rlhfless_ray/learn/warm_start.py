@@ -1,0 +1,134 @@
+"""Supervised steps before the first rollout, in plain torch: the policy learns to read the task and to answer at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from rlhfless_ray.errors import RunError
+from rlhfless_ray.learn.scratch import folder_files
+
+if TYPE_CHECKING:
+    from rlhfless_ray.prompts.tasks import Task
+    from rlhfless_ray.recipe import Recipe
+
+VERSION = 1  # raise it when anything here, in scratch.py or in a task changes what comes out
+BUCKET_BATCHES = 32  # batches drawn together and sorted by length, so that a batch holds little padding
+IGNORE = -100
+
+
+def warm_start_key(recipe: Recipe) -> str:
+    """Hash of all that determines the warm-started policy, except the thread count (it moves the last bits only)."""
+    import tokenizers
+    import transformers
+
+    parts = {
+        "version": VERSION,
+        "versions": [torch.__version__, transformers.__version__, tokenizers.__version__],
+        "task": recipe.prompts.task,
+        "seed": recipe.run.seed,
+        "policy": recipe.policy.model_dump(mode="json", include={"hidden_size", "layers", "dtype"}),
+        "warm_start": recipe.warm_start.model_dump(mode="json"),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def warm_start(
+    files: dict[str, bytes],
+    recipe: Recipe,
+    threads: int,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> dict[str, bytes]:
+    """Train a model folder on the task's generated responses and return it as a folder again.
+
+    The loss is the mean cross-entropy over response tokens, end-of-sequence included; prompts are context only. The result
+    follows from the recipe's seed and the thread count. `progress(step, steps, loss)` is called after every step.
+    Raises RunError when the loss is not finite.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from rlhfless_ray.prompts.tasks import task
+
+    section = recipe.warm_start
+    if section.steps == 0:
+        return files
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in files.items():
+            (Path(folder) / name).write_bytes(content)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=section.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+        )
+        model.train()
+        batches = _batches(task(recipe.prompts.task), tokenizer, section.batch_size, recipe.run.seed)
+        for step in range(section.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = section.learning_rate * _schedule(step, section.steps)
+            tokens, labels = next(batches)
+            # Padding is on the right, so the causal mask alone keeps it out of sight.
+            logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+            loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
+            value = loss.item()
+            if not math.isfinite(value):
+                raise RunError(
+                    f"warm start: the loss is {value} at step {step + 1} of {section.steps}; lower warm_start.learning_rate"
+                )
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if progress is not None:
+                progress(step + 1, section.steps, value)
+    finally:
+        torch.set_num_threads(threads_before)
+    return folder_files(model.to(getattr(torch, recipe.policy.dtype)), tokenizer)
+
+
+def _schedule(step: int, steps: int) -> float:
+    """Linear warm-up over the first tenth, then cosine to zero."""
+    warmup = max(1, steps // 10)
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def _batches(task: Task, tokenizer, batch_size: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Token ids and labels, both (batch, tokens) int64; labels are IGNORE outside the response."""
+    rng = np.random.default_rng([seed % 2**63, 2])
+    bucket = 0
+    while True:
+        # Another seed per bucket: fresh rows for ever, from the training split only.
+        rows = task.rows(batch_size * BUCKET_BATCHES, int(rng.integers(2**62)), "train")
+        prompts = tokenizer([row["prompt"] for row in rows], add_special_tokens=False)["input_ids"]
+        responses = tokenizer([task.example(row, rng) for row in rows], add_special_tokens=False)["input_ids"]
+        pairs = [(p, [*r, tokenizer.eos_token_id]) for p, r in zip(prompts, responses, strict=True)]
+        pairs.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
+        starts = np.arange(0, len(pairs), batch_size)
+        for start in rng.permutation(starts):
+            yield _padded(pairs[start : start + batch_size], tokenizer.pad_token_id)
+        bucket += 1
+
+
+def _padded(pairs: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(len(prompt) + len(response) for prompt, response in pairs)
+    tokens = torch.full((len(pairs), width), pad)
+    labels = torch.full((len(pairs), width), IGNORE)
+    for i, (prompt, response) in enumerate(pairs):
+        end = len(prompt) + len(response)
+        tokens[i, :end] = torch.tensor(prompt + response)
+        labels[i, len(prompt) : end] = torch.tensor(response)
+    return tokens, labels

@@ -1,0 +1,45 @@
+"""The page: one step of GRPO, stage by stage.
+
+    recipe → Prompt → Forecast → Plan → lease → rollout → reward → Advantage → learn → WeightVersion ↺
+
+Each line is one stage; stages do not call each other, the loop hands nouns from one to the next. What a stage does lies in
+the folder of its name, what it holds (pools, leases, ledger) in `runtime.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rlhfless_ray.types import Step
+
+if TYPE_CHECKING:
+    from rlhfless_ray.runtime import Runtime
+
+
+def steps(run: Runtime) -> Iterator[Step]:
+    """Train from the step after the last one done to the recipe's last; yields every finished step."""
+    if run.steps_done == 0:
+        run.record_evaluation(run.evaluate())
+    for number in range(run.steps_done + 1, run.recipe.run.steps + 1):
+        step = run.begin_step(number)
+
+        step.prompts = run.next_prompts()
+        step.forecast = run.forecast(step.prompts)
+        step.plan = run.plan(step.forecast)
+
+        with run.rollout_phase(step.plan):
+            step.samples = run.generate(step)
+        with run.score_phase():
+            run.score(step.samples)
+
+        batch = run.advantages(step.samples)
+        with run.learn_phase():
+            step.stats = run.update(batch)
+            run.weights = run.publish(number)
+
+        if run.evaluation_is_due(number):
+            step.evaluation = run.evaluate()
+        run.end_step(step)
+        yield step
+    run.finish()

@@ -1,0 +1,1 @@
+"""Rows of a data set or of a built-in task → Prompt."""

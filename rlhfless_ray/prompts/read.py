@@ -1,0 +1,138 @@
+"""Rows of a file, each with a name for error messages. Nothing is dropped or repaired."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+from rlhfless_ray.errors import UserError
+
+Named = tuple[str, dict[str, Any]]  # ("line 7", the row)
+
+
+def read_rows(path: str) -> list[Named]:
+    """Every row of a JSONL, JSON, CSV or parquet file, or of a folder written by `Dataset.save_to_disk`.
+
+    Raises UserError for a missing file, an unknown type, a malformed row (naming its line) and an empty file.
+    """
+    file = Path(path)
+    where = f"prompts.path {path}"
+    if file.is_dir():
+        rows = _saved_dataset(file, where)
+    elif not file.is_file():
+        raise UserError(f"{where}: no such file; give the path of a JSONL, JSON, CSV or parquet file")
+    elif (reader := _READERS.get(file.suffix.lower())) is None:
+        raise UserError(f"{where}: unknown file type `{file.suffix}`; use .jsonl, .json, .csv or .parquet")
+    else:
+        try:
+            rows = reader(file, where)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: not valid UTF-8 at byte {error.start}; save the file as UTF-8") from None
+    if not rows:
+        raise UserError(f"{where}: the data set is empty; give a file with at least one row")
+    return rows
+
+
+def _jsonl(file: Path, where: str) -> list[Named]:
+    rows: list[Named] = []
+    with file.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{where}, line {number}: not valid JSON ({error.msg}); fix or remove the line") from None
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"{where}, line {number}: expected an object with columns, found {_kind(row)}; fix or remove the line"
+                )
+            rows.append((f"line {number}", row))
+    return rows
+
+
+def _json(file: Path, where: str) -> list[Named]:
+    text = file.read_text(encoding="utf-8-sig")
+    try:
+        tree = json.loads(text) if text.strip() else []
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # several values after each other: JSON lines under another name
+            return _jsonl(file, where)
+        raise UserError(f"{where}, line {error.lineno}: not valid JSON ({error.msg}); fix the file") from None
+    if isinstance(tree, dict):
+        tree = [tree]
+    if not isinstance(tree, list):
+        raise UserError(f"{where}: expected a list of objects, found {_kind(tree)}; write one object per row")
+    for number, row in enumerate(tree, 1):
+        if not isinstance(row, dict):
+            raise UserError(f"{where}, row {number}: expected an object with columns, found {_kind(row)}; fix or remove the row")
+    return [(f"row {number}", row) for number, row in enumerate(tree, 1)]
+
+
+def _csv(file: Path, where: str) -> list[Named]:
+    rows: list[Named] = []
+    csv.field_size_limit(2**31 - 1)
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.reader(lines, strict=True)
+        try:
+            header = next(reader, [])
+            for cells in reader:
+                if not cells:
+                    continue
+                if len(cells) != len(header):
+                    raise UserError(
+                        f"{where}, line {reader.line_num}: {len(cells)} cells, but the header names {len(header)} columns; "
+                        "quote cells that hold commas or line breaks"
+                    )
+                rows.append((f"line {reader.line_num}", dict(zip(header, cells, strict=True))))
+        except csv.Error as error:
+            raise UserError(f"{where}, line {reader.line_num}: not valid CSV ({error}); fix or remove the line") from None
+    return rows
+
+
+def _parquet(file: Path, where: str) -> list[Named]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(file)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise UserError(f"{where}: not a readable parquet file ({_first_line(error)}); write it again") from None
+    return [(f"row {number}", row) for number, row in enumerate(table.to_pylist(), 1)]
+
+
+def _saved_dataset(folder: Path, where: str) -> list[Named]:
+    import datasets
+
+    try:
+        data = datasets.load_from_disk(str(folder))
+    except Exception as error:  # datasets raises many types, all of which mean that this is no such folder
+        raise UserError(
+            f"{where}: a folder that `datasets` cannot load ({_first_line(error)}); give a file, or a folder written by "
+            "Dataset.save_to_disk"
+        ) from None
+    if isinstance(data, datasets.DatasetDict):
+        raise UserError(
+            f"{where}: the folder holds several splits ({', '.join(data)}); give the folder of one, for example "
+            f"{folder / next(iter(data), 'train')}"
+        )
+    return [(f"row {number}", dict(row)) for number, row in enumerate(data, 1)]
+
+
+_READERS = {
+    ".jsonl": _jsonl,
+    ".ndjson": _jsonl,
+    ".json": _json,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}
+
+
+def _kind(value: Any) -> str:
+    return {list: "a list", str: "a string", dict: "an object", type(None): "null"}.get(type(value), "a number")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,132 @@
+"""Writes down what a run does: metrics, ledger, samples, timeline, progress, report."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from placement.lengths import forecast_error
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.run_folder import RunFolder
+from rlhfless_ray.types import Sample, Step
+from rlhfless_ray.watch.metrics import Metrics
+from rlhfless_ray.watch.progress import Progress
+
+
+class Record:
+    def __init__(self, recipe: Recipe, folder: RunFolder, ledger: Ledger, steps_done: int) -> None:
+        self.recipe, self.folder, self.ledger = recipe, folder, ledger
+        self.progress = Progress(recipe.watch.progress, recipe.run.steps, title=folder.path.name)
+        after = steps_done if steps_done or (folder.path / "metrics.jsonl").exists() else None
+        self.metrics = Metrics(
+            folder.path, recipe.watch, folder.path.name, resume_after_step=after, say=self.progress.message
+        )
+        self.step_times: list[float] = []
+        self.replaced_before = 0
+
+    def step_zero(self, found: dict[str, float]) -> None:
+        """The evaluation before training."""
+        if found:
+            row = {"step": 0, "time_s": time.time() - self.ledger.started_s, **found}
+            self.metrics.write(row)
+            self.progress.step(row)
+
+    def evaluated(self, samples: list[Sample]) -> None:
+        self.heldout = samples
+
+    def step(
+        self, step: Step, seconds: dict[str, float], wall_s: float, first_row: int, lengths: list[np.ndarray],
+        epoch: int, replaced: int, leases: Any,
+    ) -> None:
+        """The step's row, samples and ledger lines. `seconds`: per phase; `first_row`: of the step in the ledger."""
+        self.ledger.cut(step.number)  # so that the rows so far are this step's
+        own, total = self.ledger.totals(first_row), self.ledger.totals()
+        step.ledger = own
+        self.step_times.append(wall_s)
+        recent = float(np.median(self.step_times[-20:]))
+        row = {
+            "step": step.number, "time_s": time.time() - self.ledger.started_s, "step_s": wall_s,
+            "version": step.number, "epoch": epoch,
+            **self._of_samples(step.samples), **self._of_forecast(step, lengths),
+            "pool/rollout_actors": step.plan.actors, "pool/decision": step.plan.action, "pool/reason": step.plan.reason,
+            "plan/rollout_s": step.plan.time_s, "plan/cost_slot_s": step.plan.cost_slot_s,
+            **self._of_phases(seconds, wall_s, leases),
+            "cost/busy_slot_s": own["busy_slot_s"], "cost/full_slot_s": own["full_slot_s"],
+            "cost/idle_share": own["idle_share"], "cost/money": own["money"],
+            "cost/total_busy_slot_s": total["busy_slot_s"], "cost/total_full_slot_s": total["full_slot_s"],
+            "cost/total_money": total["money"],
+            "faults/replaced": replaced - self.replaced_before,
+            "time_left_s": recent * (self.recipe.run.steps - step.number), **step.evaluation,
+        }
+        self.replaced_before = replaced
+        if step.stats is not None:
+            stats = asdict(step.stats)
+            row["tokens/trained"] = stats.pop("trained_tokens")
+            stats.pop("reason")
+            row |= {f"learn/{name}": value for name, value in stats.items()}
+        row["tokens/per_s"] = row["tokens/generated"] / wall_s if wall_s else 0.0
+        step.metrics = row
+        self.metrics.write(row)
+        shown = self.recipe.watch.samples_per_step
+        failed = [s for s in step.samples if s.error is not None]
+        kept = step.samples if not shown else [*step.samples[:shown], *(s for s in failed if s not in step.samples[:shown])]
+        self.folder.write_samples(step.number, kept, self._answer_column())
+        self.ledger.append_to(self.folder.path / "ledger.csv")
+        self.folder.write_status(steps_done=step.number)
+        self.progress.step(row)
+
+    def _answer_column(self) -> str:
+        return "answer" if self.recipe.prompts.task else self.recipe.prompts.answer_column
+
+    def _of_samples(self, samples: list[Sample]) -> dict[str, Any]:
+        rewards = np.array([s.reward for s in samples if s.reward is not None])
+        lengths = np.array([len(s.completion.token_ids) for s in samples])
+        quantiles = np.quantile(lengths, [0.5, 0.9, 0.99])
+        return {
+            "reward/mean": float(rewards.mean()) if len(rewards) else None,
+            "reward/std": float(rewards.std()) if len(rewards) else None,
+            "reward/failed": sum(s.error is not None for s in samples),
+            "length/mean": float(lengths.mean()), "length/p50": float(quantiles[0]), "length/p90": float(quantiles[1]),
+            "length/p99": float(quantiles[2]), "length/max": int(lengths.max()),
+            "length/truncated_share": float(np.mean([s.completion.finish_reason == "length" for s in samples])),
+            "tokens/generated": int(lengths.sum()),
+        }
+
+    def _of_forecast(self, step: Step, lengths: list[np.ndarray]) -> dict[str, Any]:
+        error = forecast_error(step.forecast, np.array([group.mean() for group in lengths]))
+        return {
+            "forecast/mae_tokens": error.mae_tokens, "forecast/bias_tokens": error.bias_tokens,
+            "forecast/spearman": error.spearman,
+        }
+
+    def _of_phases(self, seconds: dict[str, float], wall_s: float, leases: Any) -> dict[str, float]:
+        """`learn` without the publishing inside it; `driver` is what no phase covers."""
+        publish = seconds.get("publish", 0.0)
+        phases = {
+            "rollout": seconds.get("rollout", 0.0), "score": seconds.get("score", 0.0),
+            "learn": seconds.get("learn", 0.0) - publish, "publish": publish, "eval": seconds.get("eval", 0.0),
+        }
+        if phases["eval"]:  # its scoring is counted inside it
+            phases["score"] = max(0.0, phases["score"] - self._scored_in_eval(seconds))
+        driver = max(0.0, wall_s - sum(phases.values()))
+        return {f"phase/{name}_s": value for name, value in {**phases, "lease": leases.waited_s, "driver": driver}.items()}
+
+    def _scored_in_eval(self, seconds: dict[str, float]) -> float:
+        return seconds.get("eval_score", 0.0)
+
+    def close(self, status: str, reason: str) -> None:
+        """The last lines, the timeline and the report; called however the run ended."""
+        from rlhfless_ray.watch.report import write_report
+        from rlhfless_ray.watch.timeline import write_timeline
+
+        self.ledger.close()
+        self.ledger.append_to(self.folder.path / "ledger.csv")
+        self.metrics.close()
+        self.folder.end(status, reason)
+        self.progress.close()
+        write_timeline(self.folder.path)
+        write_report(self.folder.path)

@@ -1,0 +1,1 @@
+"""Rollout: engines that turn requests into completions."""

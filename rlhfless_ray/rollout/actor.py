@@ -1,0 +1,71 @@
+"""The rollout function's process: one engine, its weights by version. A plain class; the pool wraps it in an actor."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhfless_ray.types import Completion, EngineStep, Request, Span
+from rlhfless_ray.weights.folder import write_folder
+from rlhfless_ray.weights.version import checksum
+
+
+class RolloutActor:
+    def __init__(self, files: dict[str, bytes], settings: dict[str, Any]) -> None:
+        """Imports only, so that a process can be prewarmed without a lease. `files`: config and tokenizer."""
+        start = time.time()
+        self.files, self.settings = files, settings
+        self.engine: Any = None
+        import rlhfless_ray.rollout.engine as engine
+
+        engine.prepare()
+        self.imported = Span("start", "import vllm", start, time.time())
+
+    def open(self, threads: int) -> dict[str, Any]:
+        """Build the engine, without weights of its own."""
+        import psutil
+
+        from rlhfless_ray.rollout.engine import Engine
+
+        start = time.time()
+        set_threads(threads)
+        with tempfile.TemporaryDirectory(prefix="rlhfless-engine-") as name:
+            self.engine = Engine(write_folder(Path(name), self.files), self.settings)
+        memory_mb = psutil.Process().memory_info().rss / 2**20
+        spans = [self.imported, Span("start", "build engine", start, time.time())]
+        return {"memory_mb": memory_mb, "spans": spans}
+
+    def load(self, version: int, weights: dict[str, np.ndarray], expected: int) -> list[Span]:
+        """Take a weight version. Raises ValueError when the bytes are not those that were published."""
+        start = time.time()
+        if checksum(weights) != expected:
+            raise ValueError(f"weight version {version} arrived damaged: its checksum is not the published one")
+        self.engine.unpark()
+        self.engine.load(version, weights)
+        return [Span("transfer", f"load version {version}", start, time.time())]
+
+    def rollout(
+        self, requests: list[Request], interval_s: float, threads: int
+    ) -> Iterator[tuple[list[Completion], list[EngineStep], list[Span]]]:
+        """Answer requests; yields finished completions about every `interval_s`, with the step records since."""
+        set_threads(threads)
+        start = time.time()
+        for completions in self.engine.generate(requests, interval_s):
+            end = time.time()
+            yield completions, self.engine.take_steps(), [Span("work", "generate", start, end)]
+            start = end
+
+    def park(self) -> None:
+        self.engine.park()
+
+
+def set_threads(threads: int) -> None:
+    """As many threads as leased cores; set before each call, in the thread that will work: OpenMP keeps it there."""
+    import torch
+
+    torch.set_num_threads(threads)

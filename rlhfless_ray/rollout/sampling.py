@@ -1,0 +1,124 @@
+"""Sampling inside vLLM whose noise is a function of (request seed, response position) only.
+
+vLLM's own per-request generator restarts when a request is continued elsewhere, so a cut request would repeat its
+noise. Here every request owns one Philox stream (a counter-based generator: number i of the stream depends on the key
+and i alone; Salmon et al., SC 2011), and the token at response position i is drawn with number i by inverting the
+cumulative distribution. Neither the batch around a request nor the engine it runs on takes part.
+
+The log-probability of the token is that of the sampling distribution: temperature applied, taken before the noise.
+vLLM offers it before the temperature or after all processors only, so it is kept here and fetched by request key.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.v1.sample.logits_processor import LogitsProcessor
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.config import VllmConfig
+    from vllm.v1.sample.logits_processor import BatchUpdate
+
+FORCED = 1e30  # logit of the drawn token: greater than any real one, so vLLM's greedy pick takes it
+
+
+def uniforms(seed: int, count: int) -> np.ndarray:
+    """The first `count` numbers of the request's stream, float64 in [0, 1)."""
+    return np.random.Generator(np.random.Philox(key=seed)).random(count)
+
+
+def draw(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per row.
+
+    logits (rows, vocabulary) float; temperature (rows,), 0 meaning greedy; uniform (rows,) float64 in [0, 1).
+    Returns tokens (rows,) int64 and their log-probabilities (rows,) float32 (a greedy row's at temperature 1).
+    """
+    greedy = temperature == 0
+    scaled = logits.float() / torch.where(greedy, torch.ones_like(temperature), temperature).unsqueeze(1)
+    logprobs = torch.log_softmax(scaled, dim=-1)
+    # float64: a float32 sum over a large vocabulary would move the edges of rare tokens
+    cumulative = torch.cumsum(logprobs.double().exp(), dim=-1)
+    sampled = torch.searchsorted(cumulative, (uniform * cumulative[:, -1]).unsqueeze(1), right=True).squeeze(1)
+    tokens = torch.where(greedy, logprobs.argmax(dim=-1), sampled.clamp_(max=logits.shape[1] - 1))
+    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+class KeyedSampler(LogitsProcessor):
+    """vLLM logits processor that draws every token itself; requests run greedily as far as vLLM is concerned.
+
+    A request's `SamplingParams.extra_args` carry `key` (int), `seed` (int), `temperature` (float) and `offset` (tokens
+    generated before, when a cut request is continued).
+    """
+
+    latest: KeyedSampler | None = None  # the engine in this process finds its sampler here (vLLM builds it)
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self.device = device
+        self.rows: dict[int, dict[str, Any]] = {}
+        self.records: list[tuple[np.ndarray, np.ndarray, torch.Tensor]] = []
+        self.running = 0
+        self.context_tokens = 0
+        KeyedSampler.latest = self
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        if not (sampling_params.extra_args or {}).keys() >= {"key", "seed", "temperature"}:
+            raise ValueError("a request needs key, seed and temperature in SamplingParams.extra_args")
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self.rows.pop(index, None)
+        for index, params, prompt_ids, output_ids in batch_update.added:
+            extra = params.extra_args
+            offset = extra.get("offset", 0)
+            self.rows[index] = {
+                "key": extra["key"],
+                "temperature": extra["temperature"],
+                "noise": uniforms(extra["seed"], offset + params.max_tokens)[offset:],
+                "output": output_ids,
+                "prompt_tokens": len(prompt_ids or ()),
+            }
+        for a, b, direction in batch_update.moved:
+            row_a, row_b = self.rows.pop(a, None), self.rows.pop(b, None)
+            if row_a is not None:
+                self.rows[b] = row_a
+            if row_b is not None and direction.name == "SWAP":
+                self.rows[a] = row_b
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        rows = [self.rows[i] for i in range(logits.shape[0])]
+        positions = np.array([len(row["output"]) for row in rows])
+        noise = torch.tensor([row["noise"][p] for row, p in zip(rows, positions, strict=True)], dtype=torch.float64)
+        temperature = torch.tensor([row["temperature"] for row in rows], dtype=torch.float32)
+        tokens, logprobs = draw(logits, temperature.to(self.device), noise.to(self.device))
+        self.records.append((np.array([row["key"] for row in rows]), positions, logprobs))
+        self.running = len(rows)
+        self.context_tokens = int(positions.sum()) + sum(row["prompt_tokens"] for row in rows)
+        return logits.scatter_(1, tokens.unsqueeze(1), FORCED)
+
+    def take(self, lengths: dict[int, int]) -> dict[int, np.ndarray]:
+        """Log-probabilities of finished requests: {key: (length,) float32}; `lengths` are their response lengths.
+
+        A row of a chunked prefill is drawn and dropped by vLLM; the last record of a position is the one that counts.
+        """
+        out = {key: np.full(length, np.nan, np.float32) for key, length in lengths.items()}
+        keep = []
+        for keys, positions, logprobs in self.records:
+            wanted = np.array([key in out for key in keys])
+            if wanted.any():
+                values = logprobs.cpu().numpy()
+                for key, position, value in zip(keys[wanted], positions[wanted], values[wanted], strict=True):
+                    if position < len(out[key]):
+                        out[key][position] = value
+            if not wanted.all():
+                keep.append((keys[~wanted], positions[~wanted], logprobs[torch.from_numpy(~wanted)]))
+        self.records = keep
+        return out

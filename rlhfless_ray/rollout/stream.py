@@ -1,0 +1,131 @@
+"""The driver's side of a rollout: share requests out, gather completions, replace engines that die.
+
+A completion depends on its request and the weights only, so the requests of a dead engine are simply asked again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from placement.policy import Decision, after_drain, deal
+from rlhfless_ray.errors import RunError
+from rlhfless_ray.functions.instance import Instance, State
+from rlhfless_ray.functions.pool import Pool
+from rlhfless_ray.types import Completion, EngineStep, Request, WeightVersion
+from rlhfless_ray.waits import wait_any
+
+RETAKE_S = 0.8  # taking a released slot again, at worst (Ray's retry tick)
+
+
+@dataclass
+class Stream:
+    """What a rollout has given so far."""
+
+    completions: dict[int, Completion] = field(default_factory=dict)
+    steps: list[EngineStep] = field(default_factory=list)
+    drained: list[Decision] = field(default_factory=list)
+    replaced: int = 0
+
+
+def fetch_weights(pool: Pool, weights: WeightVersion) -> None:
+    """Every working instance pulls the version it lacks; the calls queue in its actor before the next rollout."""
+    for instance in pool.working:
+        if instance.version != weights.version:
+            checksum = weights.checksum
+            instance.loading = instance.actor.load.remote(weights.version, weights.ref, checksum)
+            instance.version = weights.version
+        instance.state = State.READY
+
+
+def run_rollout(
+    pool: Pool,
+    requests: list[Request],
+    forecast: np.ndarray,
+    groups: np.ndarray,
+    weights: WeightVersion,
+    *,
+    interval_s: float,
+    deadline_s: float,
+    max_replacements: int,
+    needed_next: int,
+    give_back: Callable[[Instance, Decision], None],
+    on_progress: Callable[[int, int], None],
+) -> Stream:
+    """Answer every request on the pool's working instances.
+
+    forecast, groups (n,): expected tokens and prompt of each request. `needed_next`: slots the next phase will want.
+    `give_back` is told when an instance has nothing left to do while others work. Raises RunError past the deadline or
+    when more engines died than may be replaced.
+    """
+    start = time.monotonic()
+    stream = Stream()
+    fetch_weights(pool, weights)
+    by_key = {request.key: i for i, request in enumerate(requests)}
+    running: dict[Any, tuple[Instance, list[Request]]] = {}
+
+    def launch(instance: Instance, share: list[Request]) -> None:
+        generator = instance.actor.rollout.options(num_returns="streaming").remote(
+            share, interval_s, len(instance.leases)
+        )
+        running[generator] = (instance, share)
+
+    for instance, part in zip(list(pool.working), deal(forecast, groups, len(pool.working)), strict=True):
+        if len(part):
+            launch(instance, [requests[i] for i in part])
+
+    while running:
+        left = deadline_s - (time.monotonic() - start)
+        missing = len(requests) - len(stream.completions)
+        ready = wait_any(list(running), left, f"{missing} of {len(requests)} responses from {len(running)} engines")
+        for generator in ready:
+            instance, share = running[generator]
+            try:
+                completions, steps, spans = ray.get(next(generator))
+            except StopIteration:
+                del running[generator]
+                remaining = max((float(forecast[by_key[r.key]]) for _, s in running.values() for r in s), default=0.0)
+                if running:
+                    kept = len(pool.working) <= needed_next
+                    decision = after_drain(remaining * _step_s(stream.steps), RETAKE_S, kept)
+                    stream.drained.append(decision)
+                    give_back(instance, decision)
+                continue
+            except RayActorError as error:
+                del running[generator]
+                stream.replaced += 1
+                if pool.replaced >= max_replacements:
+                    raise RunError(
+                        f"rollout engine {instance.id} died and functions.max_replacements = {max_replacements} are used up: "
+                        f"{_first_line(error)}"
+                    ) from error
+                replacement = pool.replace(instance)
+                fetch_weights(pool, weights)
+                launch(replacement, [r for r in share if r.key not in stream.completions])
+                continue
+            except RayTaskError as error:
+                raise RunError(f"rollout engine {instance.id} failed: {_first_line(error.cause or error)}") from error
+            for completion in completions:
+                stream.completions[completion.key] = completion
+            stream.steps += steps
+            pool.ledger.spans([lease.id for lease in instance.leases], spans)
+            on_progress(len(stream.completions), len(requests))
+    lost = len(requests) - len(stream.completions)
+    if lost:
+        raise RunError(f"{lost} of {len(requests)} responses are missing although every engine reported to be done")
+    return stream
+
+
+def _step_s(steps: list[EngineStep]) -> float:
+    return float(np.median([s.seconds for s in steps[-64:]])) if steps else 0.0
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__

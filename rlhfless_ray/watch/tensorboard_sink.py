@@ -1,0 +1,41 @@
+"""TensorBoard event files, written with TensorBoard's own writer.
+
+Of the installed writers this one is the lightest: it imports in 0.4 s, torch.utils.tensorboard and tensorboardX in 2.7 s
+each (both import torch, which the driver does not need).
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+
+class TensorBoard:
+    """One scalar per number of a row, under the row's `step`. Not thread-safe.
+
+    resume_after_step: tells TensorBoard to hide what an earlier process wrote for later steps.
+    """
+
+    def __init__(self, folder: Path, *, resume_after_step: int | None = None) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._writer = EventFileWriter(str(folder), max_queue_size=64, flush_secs=5)
+        if resume_after_step is not None:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._writer.add_event(self._event(wall_time=time.time(), step=resume_after_step + 1, session_log=start))
+
+    def write(self, row: dict[str, Any]) -> None:
+        step = row.get("step")
+        values = [
+            self._summary.Value(tag=key, simple_value=float(value))
+            for key, value in row.items()
+            if key != "step" and isinstance(value, (int, float))
+        ]
+        if isinstance(step, int) and values:
+            self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,189 @@
+"""The timeline: the ledger as Chrome trace events, for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+What one asks of it is who held which slot when. So a process is a node, a thread is a slot of it, and a slot's track
+shows the holder (`rollout`) with its activity (`work`, `transfer`, `idle`, `start`) nested below. Warm memory without a
+lease has its own process, one thread per parked instance. Process `run` has the steps and a counter of the leased slots by kind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from rlhfless_ray.watch.units import finite
+
+STEP_KEYS = (
+    "reward/mean",
+    "pool/rollout_actors",
+    "pool/reason",
+    "cost/busy_slot_s",
+    "cost/full_slot_s",
+    "phase/lease_s",
+    "phase/rollout_s",
+    "phase/score_s",
+    "phase/learn_s",
+    "phase/publish_s",
+    "phase/eval_s",
+    "phase/driver_s",
+)
+
+Row = Mapping[str, Any]
+Event = dict[str, Any]
+
+
+def trace_events(rows: Iterable[Row], metrics: Iterable[Row] = ()) -> list[Event]:
+    """Trace events (times in microseconds) of ledger rows (times in seconds) and, for the steps, of metrics rows.
+
+    Every ledger row is one complete event of category `activity`, except rows whose times are not numbers or run backwards.
+    """
+    usable = [row for row in rows if _interval(row) is not None]
+    usable.sort(key=lambda row: _interval(row) or (0, 0))
+    events = _process(1, "run", 0)
+    events.append({"ph": "M", "pid": 1, "tid": 1, "name": "thread_name", "args": {"name": "steps"}})
+    events += _steps(metrics)
+    nodes: dict[str, int] = {}
+    numbers = count(10)
+    for (node, parked), group in _grouped(usable):
+        key = f"{node} (parked)" if parked else node
+        pid = nodes.setdefault(key, next(numbers))
+        events += _process(pid, f"{'parked instances on' if parked else 'node'} {node}", 900 + pid if parked else pid)
+        events += _tracks(pid, group, parked)
+    return events + _counters(usable)
+
+
+def write_timeline(run_folder: Path) -> Path:
+    """Write `timeline.json` from `ledger.csv` and `metrics.jsonl` (either may be missing or torn) and return its path."""
+    from rlhfless_ray.watch.runfolder import RunRecord
+
+    record = RunRecord.read(Path(run_folder))
+    path = Path(run_folder) / "timeline.json"
+    trace = {"displayTimeUnit": "ms", "traceEvents": trace_events(record.ledger, record.metrics)}
+    fresh = path.with_suffix(".json.new")
+    fresh.write_text(json.dumps(trace, separators=(",", ":"), allow_nan=False))
+    os.replace(fresh, path)
+    return path
+
+
+def _interval(row: Row) -> tuple[int, int] | None:
+    from_s, to_s = finite(row.get("from_s")), finite(row.get("to_s"))
+    if from_s is None or to_s is None or to_s < from_s:
+        return None
+    return round(from_s * 1e6), round(to_s * 1e6)
+
+
+def _grouped(rows: list[Row]) -> list[tuple[tuple[str, bool], list[Row]]]:
+    groups: dict[tuple[str, bool], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((str(row.get("node") or "?"), row.get("activity") == "parked"), []).append(row)
+    return sorted(groups.items(), key=lambda item: (item[0][1], item[0][0]))
+
+
+def _process(pid: int, name: str, order: int) -> list[Event]:
+    return [
+        {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}},
+        {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": order}},
+    ]
+
+
+def _tracks(pid: int, rows: list[Row], parked: bool) -> list[Event]:
+    """One thread per slot (or parked instance); rows that overlap on it go to a further thread, since slices must nest."""
+    tracks: dict[str, list[list[Row]]] = {}
+    ends: dict[str, list[int]] = {}
+    for row in rows:
+        slot = str(row.get("instance")) if parked else f"{row.get('resource') or 'slot'} {row.get('device')}"
+        begin, end = _interval(row) or (0, 0)
+        lanes, lane_ends = tracks.setdefault(slot, []), ends.setdefault(slot, [])
+        lane = next((i for i, last in enumerate(lane_ends) if last <= begin), len(lanes))
+        if lane == len(lanes):
+            lanes.append([])
+            lane_ends.append(end)
+        lanes[lane].append(row)
+        lane_ends[lane] = end
+    events: list[Event] = []
+    tid = 0
+    for slot in sorted(tracks, key=_natural):
+        for lane, members in enumerate(tracks[slot]):
+            tid += 1
+            name = slot if lane == 0 else f"{slot} (also)"
+            events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}})
+            events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+            events += _slices(pid, tid, members)
+    return events
+
+
+def _slices(pid: int, tid: int, rows: list[Row]) -> list[Event]:
+    events: list[Event] = []
+    holder: Event | None = None
+    for row in rows:
+        begin, end = _interval(row) or (0, 0)
+        kind = str(row.get("kind"))
+        tied = (kind, row.get("instance"), row.get("lease"))
+        # Rows of one holder that follow each other share a slice, so that a zoomed-out view shows holders, not crumbs.
+        if holder is None or holder["_tied"] != tied or begin - (holder["ts"] + holder["dur"]) > 1000:
+            holder = {"ph": "X", "cat": "holder", "name": kind, "pid": pid, "tid": tid, "ts": begin, "dur": 0, "_tied": tied}
+            holder["args"] = {"instance": row.get("instance"), "lease": row.get("lease")}
+            events.append(holder)
+        holder["dur"] = end - holder["ts"]
+        args = {
+            key: row[key] for key in ("step", "slots", "memory_mb", "money", "instance", "lease") if row.get(key) is not None
+        }
+        args["kind"] = kind
+        name = str(row.get("activity"))
+        events.append({"ph": "X", "cat": "activity", "name": name, "pid": pid, "tid": tid, "ts": begin, "dur": end - begin})
+        events[-1]["args"] = args
+    for event in events:
+        event.pop("_tied", None)
+    return events
+
+
+def _steps(metrics: Iterable[Row]) -> list[Event]:
+    events: list[Event] = []
+    floor = 0
+    for row in metrics:
+        to_s, step_s = finite(row.get("time_s")), finite(row.get("step_s"))
+        if to_s is None or step_s is None or step_s < 0:
+            continue
+        begin = max(floor, round((to_s - step_s) * 1e6))
+        floor = max(begin, round(to_s * 1e6))
+        args = {key: row[key] for key in STEP_KEYS if row.get(key) is not None}
+        name = f"step {row.get('step')}"
+        events.append(
+            {"ph": "X", "cat": "step", "name": name, "pid": 1, "tid": 1, "ts": begin, "dur": floor - begin, "args": args}
+        )
+    return events
+
+
+def _counters(rows: list[Row]) -> list[Event]:
+    """Leased slots by kind, as a stacked counter that changes whenever a row begins or ends."""
+    changes: dict[int, dict[str, float]] = {}
+    kinds: dict[str, float] = {}
+    for row in rows:
+        slots = finite(row.get("slots")) or 0.0
+        begin, end = _interval(row) or (0, 0)
+        if slots <= 0 or end <= begin:
+            continue
+        kind = str(row.get("kind"))
+        kinds[kind] = 0.0
+        for at, delta in ((begin, slots), (end, -slots)):
+            change = changes.setdefault(at, {})
+            change[kind] = change.get(kind, 0.0) + delta
+    events: list[Event] = []
+    for at in sorted(changes):
+        moved = {kind: delta for kind, delta in changes[at].items() if delta}
+        if not moved:
+            continue
+        for kind, delta in moved.items():
+            kinds[kind] = round(kinds[kind] + delta, 6)
+        events.append({"ph": "C", "pid": 1, "name": "leased slots", "ts": at, "args": dict(kinds)})
+    return events
+
+
+def _natural(text: str) -> list[Any]:
+    """Sort key that puts `cpu 10` behind `cpu 9`."""
+    import re
+
+    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", text)]

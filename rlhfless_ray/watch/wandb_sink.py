@@ -1,0 +1,63 @@
+"""Weights & Biases, online or into an offline folder inside the run folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+
+class WandbRun:
+    """One run per process; the processes of a resumed run share the group `name` and plot over `step`.
+
+    folder: the run folder; files go to its `wandb/`, and its `recipe.yaml`, when there, becomes the config.
+    mode: `auto` is online when WANDB_API_KEY is set, else offline.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        mode: Literal["auto", "online", "offline", "off"],
+        project: str,
+        name: str,
+        say: Callable[[str], None],
+    ) -> None:
+        import wandb
+
+        if mode == "auto":
+            mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
+        recipe = folder / "recipe.yaml"
+        settings = wandb.Settings(
+            silent=True,
+            console="off",  # it would put itself between us and the terminal
+            disable_git=True,
+            disable_code=True,
+            init_timeout=60,
+            finish_timeout=60,
+        )
+        run = wandb.init(
+            project=project,
+            name=name or None,
+            group=name or None,
+            dir=str(folder),
+            mode="online" if mode == "online" else "offline",
+            config=yaml.safe_load(recipe.read_text()) if recipe.is_file() else None,
+            settings=settings,
+        )
+        # Steps of a resumed run start again from a checkpoint; wandb's own counter would refuse to go back.
+        run.define_metric("*", step_metric="step")
+        self._run = run
+        if mode == "offline":
+            say(f"Weights & Biases is offline: `wandb sync {Path(run.dir).parent}` uploads the run")
+        elif getattr(run, "url", None):
+            say(f"Weights & Biases: {run.url}")
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._run.log({key: value for key, value in row.items() if isinstance(value, (int, float))})
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,1 @@
+"""Weights as values: folders as bytes, versions pulled by whoever needs them."""

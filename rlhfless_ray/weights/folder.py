@@ -1,0 +1,36 @@
+"""A Hugging Face model folder as a dict of files, so that it can travel through Ray instead of a shared file system."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhfless_ray.errors import UserError
+
+KEPT = (".json", ".safetensors", ".txt", ".model", ".jinja", ".py")
+WEIGHTS = ".safetensors"
+
+
+def read_folder(path: Path) -> dict[str, bytes]:
+    """{file name: content}. Raises UserError when it is no model folder with safetensors weights and a tokenizer."""
+    if not path.is_dir():
+        raise UserError(f"policy.path: {path} is not a folder; give a local Hugging Face model folder")
+    files = {file.name: file for file in sorted(path.iterdir()) if file.is_file() and file.suffix in KEPT}
+    if "config.json" not in files:
+        raise UserError(f"policy.path: {path} has no config.json, so it is not a Hugging Face model folder")
+    if not {"tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"} & files.keys():
+        raise UserError(f"policy.path: {path} has no tokenizer (tokenizer.json); save one with tokenizer.save_pretrained")
+    if not any(name.endswith(WEIGHTS) for name in files):
+        raise UserError(f"policy.path: {path} has no *.safetensors weights; save them with model.save_pretrained")
+    return {name: file.read_bytes() for name, file in files.items()}
+
+
+def without_weights(files: dict[str, bytes]) -> dict[str, bytes]:
+    """Config and tokenizer: what an engine needs before it pulls a weight version."""
+    return {name: content for name, content in files.items() if not name.endswith((WEIGHTS, ".index.json"))}
+
+
+def write_folder(path: Path, files: dict[str, bytes]) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+    return path
