@@ -146,6 +146,7 @@ class Runtime:
             for number in range(self.max_actors):  # on GPU a guess: the device is known with the lease only
                 if self.leases.resource == "cpu":
                     self.rollout.prewarm(Slot(self.gang.by_rank[0].slot.node, number))
+            self.reward.prewarm(self.gang.by_rank[0].slot)
             if self.owes_warm_start and checkpoint is None:
                 self.record.progress.phase("supervised warm start (cached afterwards)")
                 self.files = self.gang.warm_start(ray.put(self.files), self.recipe)

@@ -39,6 +39,7 @@ class RayCluster:
         self.private = True
         # A local Ray asks for a token unless RAY_AUTH_MODE says otherwise; one of this run's own, never on disk.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        _loopback_only(True)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ENABLE_METRICS_COLLECTION", "0")
         ray.init(
@@ -46,7 +47,6 @@ class RayCluster:
             num_cpus=section.cpus or len(os.sched_getaffinity(0)),
             object_store_memory=section.object_store_mb * 2**20,
             include_dashboard=False,
-            _node_ip_address="127.0.0.1",
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
@@ -57,6 +57,8 @@ class RayCluster:
 
         if not self.joined and ray.is_initialized():
             ray.shutdown()
+        if self.private:
+            _loopback_only(False)
 
     def resource(self) -> str:
         """What a slot is here: "cpu" or "gpu". Raises UserError when the recipe asks for what the cluster lacks."""
@@ -94,6 +96,18 @@ def _shipped() -> dict[str, list[str]] | None:
     if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
         return None
     return {"py_modules": [str(Path(sys.modules[name].__file__ or "").parent) for name in PACKAGES if name in sys.modules]}
+
+
+def _loopback_only(on: bool) -> None:
+    """Make a local Ray bind to 127.0.0.1 alone. Ray replaces a loopback address by the machine's own unless it was told
+    that this is no cluster, for which it has one switch, read when it is imported (here) and by its child processes."""
+    import ray._private.ray_constants as constants
+
+    constants.ENABLE_RAY_CLUSTER = not on
+    if on:
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    else:
+        os.environ.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)
 
 
 def _one_line(error: Exception) -> str:

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.waits import STOP
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,11 @@ class Leases:
         start = time.monotonic()
         leases = []
         for request in requests:
-            left = max(0.0, wait_s - (time.monotonic() - start))
-            if request.group.wait(left if left > 0 else 0.001):
-                leases.append(self._granted(request, kind))
-            else:
+            node = self._wait_granted(request, start + wait_s)
+            if node is None:
                 self.withdraw([request])
+            else:
+                leases.append(self._granted(request, node, kind))
         self.waited_s += time.monotonic() - start
         if len(leases) < need:
             self.release(leases)
@@ -100,9 +101,21 @@ class Leases:
         """Ask and collect: `count` slots, of which `need` (default all) must come within the deadline."""
         return self.collect(self.ask(count, prefer), kind, wait_s or self.deadline_s, count if need is None else need)
 
-    def _granted(self, request: Request, kind: str) -> Lease:
+    def _wait_granted(self, request: Request, until: float) -> str | None:
+        """The node of the granted slot, None past the deadline. Ray's own wait rounds a timeout down to whole seconds."""
+        pause = 0.001
+        while True:
+            table = placement_group_table(request.group)
+            if table["state"] == "CREATED":
+                return table["bundles_to_node_id"][0]
+            STOP.check()
+            if time.monotonic() >= until:
+                return None
+            time.sleep(pause)
+            pause = min(0.05, 1.5 * pause)
+
+    def _granted(self, request: Request, node: str, kind: str) -> Lease:
         self.asked.pop(request.id, None)
-        node = placement_group_table(request.group)["bundles_to_node_id"][0]
         device = self._device(request.group) if self.resource == "gpu" else self._number(node)
         lease = Lease(request.id, Slot(node, device), request.group)
         self.held[lease.id] = lease

@@ -11,7 +11,7 @@ from rlhfless_ray.prompts.tasks import Row, Split, belongs, heavy_tailed_count, 
 
 class Sort:
     name = "sort"
-    symbols = string.ascii_lowercase + "="
+    symbols = (*string.ascii_lowercase, "=")
     max_response_tokens = 25
 
     def rows(self, n: int, seed: int, split: Split) -> list[Row]:

@@ -17,7 +17,7 @@ class Task(Protocol):
     """What a built-in task offers. Instances hold no state: everything follows from the arguments."""
 
     name: str
-    symbols: str  # every character of its prompts and responses, each one token
+    symbols: tuple[str, ...]  # the vocabulary of its prompts and responses, each one token
     max_response_tokens: int  # of a supervised response, the end-of-sequence token included
 
     def rows(self, n: int, seed: int, split: Split) -> list[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ def build_tokenizer(task: Task) -> PreTrainedTokenizerFast:
 
     vocabulary = {token: i for i, token in enumerate([PAD, EOS, *task.symbols])}
     core = Tokenizer(models.WordLevel(vocabulary))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    long = sorted((re.escape(symbol) for symbol in task.symbols if len(symbol) > 1), key=len, reverse=True)
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*long, r"[\s\S]"])), behavior="isolated")
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=core,

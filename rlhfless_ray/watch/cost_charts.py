@@ -38,8 +38,9 @@ def pool(rows: Sequence[Row]) -> Chart | None:
     hover = [_decision(row) for row in known]
     steady = {"shape": "hv", "color": "@rollout", "width": 1.2 if len(known) > 150 else 2}
     data: list[Row] = [{
-        "type": "scatter", "mode": "lines", "x": steps, "y": sizes, "name": "rollout actors", "line": steady, "customdata": hover,
-        "hovertemplate": "%{customdata}<extra></extra>", "fill": "tozeroy", "fillcolor": "@rollout/0.08",
+        "type": "scatter", "mode": "lines", "x": steps, "y": sizes, "name": "rollout actors", "line": steady,
+        "customdata": hover, "hovertemplate": "%{customdata}<extra></extra>",
+        "fill": "tozeroy", "fillcolor": "@rollout/0.08",
     }]  # fmt: skip
     for decision, symbol, colour in (("Grow", "triangle-up", "@score"), ("Shrink", "triangle-down", "@learn")):
         chosen = [i for i, row in enumerate(known) if row.get("pool/decision") == decision]
@@ -161,7 +162,7 @@ def phases(rows: Sequence[Row]) -> Chart | None:
     if not known:
         return None
     thinned = thin(known, 80)
-    data = []
+    data: list[Row] = []
     for phase in PHASES:
         ys = [rounded(finite(row.get(f"phase/{phase}_s")) or 0.0) for row in thinned]
         if any(ys):
@@ -183,7 +184,7 @@ def phases(rows: Sequence[Row]) -> Chart | None:
 
 def phase_table(rows: Sequence[Row]) -> list[Row]:
     """Median, 95th percentile (seconds) and share of all step time by phase, the largest first."""
-    lines = []
+    lines: list[Row] = []
     whole = 0.0
     for phase in PHASES:
         values = sorted(x for x in (finite(row.get(f"phase/{phase}_s")) for row in rows) if x is not None)

@@ -66,7 +66,7 @@ def _merge(lanes: dict[str, list[list[Any]]]) -> float | None:
     if total <= MOST_SEGMENTS:
         return None
     spans = sorted(segment[1] - segment[0] for segments in lanes.values() for segment in segments)
-    threshold = spans[total - MOST_SEGMENTS]
+    threshold: float = spans[total - MOST_SEGMENTS]
     for label, segments in lanes.items():
         kept: list[list[Any]] = []
         for segment in segments:

@@ -65,12 +65,12 @@ def line(row: dict[str, Any], steps: int) -> str:
     if finite(row.get("tokens/per_s")) is not None:
         parts.append(f"{short(row['tokens/per_s'])} tok/s")
     for key, what in (
-        ("reward/failed", "rewards failed"),
-        ("learn/skipped", "updates skipped"),
-        ("faults/replaced", "replaced"),
+        ("reward/failed", "failed rewards"),
+        ("learn/skipped", "skipped updates"),
+        ("faults/replaced", "replaced instances"),
     ):
         if finite(row.get(key)):
-            parts.append(f"{number(row[key])} {what}")
+            parts.append(f"{what}: {number(row[key])}")
     if finite(row.get("time_left_s")) is not None:
         parts.append(f"{duration(row['time_left_s'])} left")
     return "  ".join(parts)
@@ -141,7 +141,7 @@ def _body(state: ProgressState, row: dict[str, Any], now: float, room: int, asci
         ("now", Text(f"{state.phase}  {duration(now - state.phase_at_s)}", style="cyan")),
     ]
     troubles = [
-        f"{n} {what}" for n, what in ((state.failed_rewards, "rewards failed"), (state.replaced, "instances replaced")) if n
+        f"{what}: {n}" for what, n in (("failed rewards", state.failed_rewards), ("replaced instances", state.replaced)) if n
     ]
     if troubles:
         lines.append(("warnings", Text(", ".join(troubles), style="yellow")))

@@ -119,8 +119,8 @@ class Progress:
         self.close()
 
 
-def _resolve(mode: str, stream: TextIO) -> Literal["live", "plain", "off"]:
-    if mode == "live" or mode == "plain" or mode == "off":
+def _resolve(mode: Literal["auto", "live", "plain", "off"], stream: TextIO) -> Literal["live", "plain", "off"]:
+    if mode != "auto":
         return mode
     try:
         is_terminal = stream.isatty()

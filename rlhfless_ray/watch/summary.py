@@ -95,6 +95,9 @@ def _cost_cards(record: RunRecord, last_row: Row) -> list[Row]:
     """From the ledger when there is one, since it knows the start-up before the first step; else from the metrics."""
     steps, out = record.steps, []
     table = by_kind(record.ledger)
+    busy: float | None
+    idle: float | None
+    full: float | None
     if table:
         activities = {name: sum(cells.get(name, 0.0) for cells in table.values()) for name in ("work", "idle")}
         busy, idle = activities["work"], activities["idle"]
@@ -207,8 +210,8 @@ def _sample(label: str, row: Row) -> Row:
     return {
         "label": label, "prompt": _clip(row.get("prompt")), "response": _clip(row.get("response")),
         "reward": number(row.get("reward")), "advantage": number(row.get("advantage")),
-        "tokens": number(row.get("tokens"), 9), "cut": row.get("finish") == "length", "answer": _clip(row.get("answer"), 200),
-        "error": _clip(row.get("error"), 400),
+        "tokens": number(row.get("tokens"), 9), "cut": row.get("finish") == "length",
+        "answer": _clip(row.get("answer"), 200), "error": _clip(row.get("error"), 400),
     }  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 What one asks of it is who held which slot when. So a process is a node, a thread is a slot of it, and a slot's track
 shows the holder (`rollout`) with its activity (`work`, `transfer`, `idle`, `start`) nested below. Warm memory without a
-lease has its own process, one thread per parked instance. Process `run` has the steps and a counter of the leased slots by kind.
+lease has its own process, one thread per parked instance. Process `run` has the steps and a counter of the leased slots
+by kind.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def test_plain_prints_one_line_per_step_with_what_matters() -> None:
 
 def test_troubles_are_on_the_line_of_their_step() -> None:
     text = line(ROW | {"reward/failed": 3, "learn/skipped": 1, "faults/replaced": 0}, 100)
-    assert "3 rewards failed" in text and "1 updates skipped" in text and "replaced" not in text
+    assert "failed rewards: 3" in text and "skipped updates: 1" in text and "replaced" not in text
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), "text"])

@@ -98,7 +98,7 @@ def test_what_stays_constant_is_said_instead_of_drawn(page: Page) -> None:
 
 def test_warnings_name_the_steps(page: Page, finished_run: Path) -> None:
     failed = sum(row["reward/failed"] for row in RunRecord.read(finished_run).steps)
-    assert f"{failed} samples in step 17 could not be scored" in page.text
+    assert f"{failed} sample{'s' * (failed != 1)} in step 17 could not be scored" in page.text
     assert "1 optimizer step skipped in step 23" in page.text
     assert "1 instance died and was replaced in step 12" in page.text
 

@@ -193,7 +193,9 @@ function drawGantt(root, data, palette, dark) {
     tip.hidden = i < 0;
     if (i < 0) return;
     const step = data.step[i] === null ? "" : `step ${data.step[i]}, `;
-    tip.textContent = `${kindName(data.kind[i])}, ${data.activities[data.activity[i]]}\n${step}${seconds(data.to[i] - data.from[i])} from ${(data.from[i] / 1000).toFixed(2)} s\n${data.instances[data.instance[i]]}`;
+    const lines = [`${kindName(data.kind[i])}, ${data.activities[data.activity[i]]}`];
+    lines.push(`${step}${seconds(data.to[i] - data.from[i])} from ${(data.from[i] / 1000).toFixed(2)} s`, data.instances[data.instance[i]]);
+    tip.textContent = lines.join("\n");
     tip.style.left = Math.max(0, Math.min(x + 14, root.clientWidth - tip.offsetWidth - 4)) + "px";
     tip.style.top = main.offsetTop + y + 16 + "px";
   });
@@ -208,7 +210,10 @@ function drawGantt(root, data, palette, dark) {
     event.preventDefault(); zoom((event.deltaY || event.deltaX) > 0 ? 1.25 : 0.8, toMs(place(event)[0]));
   }, { passive: false });
   main.addEventListener("keydown", event => {
-    const act = { ArrowLeft: () => shift(-0.2), ArrowRight: () => shift(0.2), "+": () => zoom(0.7, (view[0] + view[1]) / 2), "-": () => zoom(1.4, (view[0] + view[1]) / 2) }[event.key];
+    const middle = (view[0] + view[1]) / 2;
+    const act = {
+      ArrowLeft: () => shift(-0.2), ArrowRight: () => shift(0.2), "+": () => zoom(0.7, middle), "-": () => zoom(1.4, middle),
+    }[event.key];
     if (act) { event.preventDefault(); act(); }
   });
   const jump = event => {
