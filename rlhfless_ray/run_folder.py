@@ -49,8 +49,9 @@ class RunFolder:
     def latest(cls, recipe: Recipe) -> RunFolder:
         """The most recent of `<name>`, `<name>-2`, … that has a checkpoint. Raises UserError when there is none."""
         root = Path(recipe.run.root)
-        names = [recipe.run.name] + [p.name for p in root.glob(f"{recipe.run.name}-*") if p.name[len(recipe.run.name) + 1 :].isdigit()]
-        found = [root / name for name in names if (root / name / "checkpoints").is_dir() and cls(root / name).checkpoints()]
+        name = recipe.run.name
+        family = [p for p in root.glob(f"{name}*") if p.name == name or p.name.removeprefix(f"{name}-").isdigit()]
+        found = [path for path in family if cls(path).checkpoints()]
         if not found:
             raise UserError(f"--resume: no run with a checkpoint in {root / recipe.run.name}; start it without --resume")
         return cls(max(found, key=lambda p: (p / "status.json").stat().st_mtime if (p / "status.json").exists() else 0.0))

@@ -66,9 +66,9 @@ class Runtime:
 
     def __enter__(self) -> Runtime:
         with ExitStack() as stack:
-            stack.enter_context(STOP.listening())
             self.cluster.start()
             stack.callback(self.cluster.stop)
+            stack.enter_context(STOP.listening())  # after Ray, which puts its own handler for SIGTERM in place
             resource = self.cluster.resource()
             self.slots = self.cluster.check_size(resource)
             self.folder = RunFolder.latest(self.recipe) if self.resume else RunFolder.create(self.recipe)

@@ -36,6 +36,7 @@ class StopSignal:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Only the main thread may set handlers; elsewhere (a notebook's thread) signals stay as they are."""
+        self.number = None
         try:
             before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         except ValueError:

@@ -29,11 +29,10 @@ MOST = 24  # operands
 import os; ROT=int(os.environ.get("ROT","1"))
 SHORT = 4  # operands up to which the writer is careful
 
-FULL, SKIM, DIRECT = 1, 3, 0  # operands added per written sum; 0: nothing is written
-STYLES = (FULL, SKIM, DIRECT)
-CAREFUL = (0.60, 0.20, 0.20)
-HASTY = (0.35, 0.50, 0.15)
-AGAIN = 0.35  # chance of one more look, after every look
+STYLES = ("full", "hasty", "bare")
+CAREFUL = (0.60, 0.30, 0.10)  # chances of the styles, up to SHORT operands
+HURRIED = (0.35, 0.60, 0.05)
+AGAIN = 0.4  # chance of one more look, after every look
 
 
 class Chain:
@@ -47,11 +46,11 @@ class Chain:
     max_response_tokens = 160
 
     def rows(self, n: int, seed: int, split: Split) -> list[Row]:
-        """Rows with "prompt", "answer" and "operands" (2 … 24, about log-normal with median 4)."""
+        """Rows with "prompt", "answer" and "operands" (2 … 24, about log-normal with median 4 to 5)."""
         rng = seeded(seed, split)
         rows: list[Row] = []
         while len(rows) < n:
-            count = heavy_tailed_count(rng, median=4.0, sigma=0.65, low=2, high=MOST)
+            count = heavy_tailed_count(rng, median=4.3, sigma=0.7, low=2, high=MOST)
             start, first_key = int(rng.integers(10)), int(rng.integers(ROT))
             operands = rng.integers(1, LARGEST + 1, size=count).tolist()
             keys = [KEYS[(first_key + i) % len(KEYS)].upper() for i in range(count)]
@@ -61,17 +60,16 @@ class Chain:
         return rows
 
     def example(self, row: Row, rng: np.random.Generator) -> str:
-        habit = CAREFUL if row["operands"] <= SHORT else HASTY
+        habit = CAREFUL if row["operands"] <= SHORT else HURRIED
         style = STYLES[int(np.searchsorted(np.cumsum(habit)[:-1], rng.random(), side="right"))]
-        answer = f"#{row['answer']}"
-        if style == DIRECT:
-            return answer
-        look = written(row["prompt"], style)
+        if style == "bare":
+            return f"#{row['answer']}"
+        look = written(row["prompt"], stride=1 if style == "full" else 2)
         text = look
-        # Every character of a response is one token; one is left for the end of the sequence.
-        while rng.random() < AGAIN and len(text) + 1 + len(look) + len(answer) < self.max_response_tokens:
+        # Every character of a response is one token; three are left for `#`, the answer and the end of the sequence.
+        while rng.random() < AGAIN and len(text) + 1 + len(look) + 3 <= self.max_response_tokens:
             text += ";" + look
-        return text + answer
+        return f"{text}#{look[-1]}"
 
     def verify(self, response: str, row: Row) -> float:
         """1.0 when the response has one `#` and ends with it and the right digit; what comes before is not judged."""
@@ -80,8 +78,11 @@ class Chain:
 
 
 def written(prompt: str, stride: int) -> str:
-    """One look at the chain: the running sum after every `stride` operands and after the last one."""
-    keys = [character.lower() for character in prompt if character.isupper()]
-    sums = np.cumsum([int(character) for character in prompt if character.isdigit()]) % 10
-    stops = [*range(stride, len(keys), stride), len(keys)]
-    return "".join(f"{keys[stop - 1]}{sums[stop]}" for stop in stops)
+    """One look at the chain: the running sum after every `stride`-th key, the others being passed over."""
+    total = int(prompt[0])
+    keys, operands = prompt[1:-1:2].lower(), prompt[2:-1:2]
+    text = ""
+    for key, operand in list(zip(keys, operands, strict=True))[::stride]:
+        total = (total + int(operand)) % 10
+        text += f"{key}{total}"
+    return text
