@@ -77,29 +77,33 @@ class Leases:
         return requests
 
     def collect(self, requests: list[Request], kind: str, wait_s: float, need: int = 0) -> list[Lease]:
-        """The granted ones of `requests`, waiting at most `wait_s`; what is not granted by then is withdrawn.
+        """The granted ones of `requests`; what is not granted in time is withdrawn.
 
-        Raises RunError, naming what is missing, when fewer than `need` were granted.
+        The first `need` have until the lease deadline, the others `wait_s`. Raises RunError, naming what is missing, when
+        fewer than `need` were granted.
         """
         start = time.monotonic()
-        leases = []
+        leases: list[Lease] = []
         for request in requests:
-            node = self._wait_granted(request, start + wait_s)
+            seconds = self.deadline_s if len(leases) < need else wait_s
+            node = self._wait_granted(request, start + seconds)
             if node is None:
                 self.withdraw([request])
             else:
                 leases.append(self._granted(request, node, kind))
-        self.waited_s += time.monotonic() - start
+        seconds = time.monotonic() - start
+        self.waited_s += seconds
         if len(leases) < need:
+            missing = f"{kind} needs {need} × {self.bundle} and got {len(leases)} within {seconds:.0f} s; {self.availability()}"
             self.release(leases)
-            raise RunError(
-                f"{kind} needs {need} × {self.bundle} and got {len(leases)} within {wait_s:.0f} s; {self.availability()}"
-            )
+            raise RunError(missing)
         return leases
 
-    def take(self, count: int, kind: str, prefer: list[str] | None = None, need: int | None = None, wait_s: float | None = None) -> list[Lease]:
-        """Ask and collect: `count` slots, of which `need` (default all) must come within the deadline."""
-        return self.collect(self.ask(count, prefer), kind, wait_s or self.deadline_s, count if need is None else need)
+    def take(
+        self, count: int, kind: str, prefer: list[str] | None = None, need: int | None = None, wait_s: float = 0.0
+    ) -> list[Lease]:
+        """Ask and collect: `count` slots, of which `need` (default all) must come within the lease deadline."""
+        return self.collect(self.ask(count, prefer), kind, wait_s, count if need is None else need)
 
     def _wait_granted(self, request: Request, until: float) -> str | None:
         """The node of the granted slot, None past the deadline. Ray's own wait rounds a timeout down to whole seconds."""
@@ -125,11 +129,7 @@ class Leases:
 
     def _device(self, group: Any) -> int:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-        # max_calls=0: Ray would end a GPU task's process after one call, and the next would pay for a new one
-        ids = ray.get(
-            _device_ids.options(scheduling_strategy=strategy, num_cpus=0, num_gpus=1, max_calls=0).remote(),
-            timeout=self.deadline_s,
-        )
+        ids = ray.get(_device_ids.options(scheduling_strategy=strategy).remote(), timeout=self.deadline_s)
         return int(ids[0])
 
     def _number(self, node: str) -> int:
@@ -184,6 +184,7 @@ def cluster_slots(resource: str) -> int:
     return sum(int(node["Resources"].get(name, 0)) for node in ray.nodes() if node["Alive"])
 
 
-@ray.remote
+# max_calls=0: Ray would end a GPU task's process after one call, and the next would pay for a new one
+@ray.remote(num_cpus=0, num_gpus=1, max_calls=0)
 def _device_ids() -> list[str]:
     return ray.get_runtime_context().get_accelerator_ids().get("GPU", [])

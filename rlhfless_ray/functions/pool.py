@@ -33,11 +33,11 @@ class Pool:
 
     # ---- size -------------------------------------------------------------------------------------------------
 
-    def resize(self, count: int, spare: list[Lease], *, need: int = 1, wait_s: float | None = None) -> list[Lease]:
+    def resize(self, count: int, spare: list[Lease], *, need: int = 1, wait_s: float = 0.0) -> list[Lease]:
         """Work with `count` instances, one lease each; returns the leases of `spare` that were not used.
 
         Spare leases are handed over first, those of slots with a parked instance before others; Ray is asked for the
-        rest. With fewer than `need` after the deadline the run ends; between `need` and `count` it goes on smaller.
+        rest: `need` instances in all must be staffed within the lease deadline, for more it waits `wait_s`.
         """
         while len(self.working) > count:
             spare = [*spare, *self.park(self.working[-1])]
@@ -49,7 +49,7 @@ class Pool:
         if missing > 0:
             prefer = [instance.slot.node for instance in self.parked]
             urgent = max(0, need - len(self.working))
-            got = self.leases.take(missing, self.kind, prefer, need=urgent, wait_s=wait_s if urgent == 0 else None)
+            got = self.leases.take(missing, self.kind, prefer, need=urgent, wait_s=wait_s)
             for lease in got:
                 self.staff([lease])
         return spare

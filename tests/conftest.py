@@ -1,0 +1,64 @@
+"""Shared by all tiers: where things are, a small recipe, and one Ray for the tests that need one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+REWARD = '''
+def shorter(prompt, response, row):
+    """Any reward with a gradient will do: short responses are better."""
+    return -len(response) / 10
+'''
+
+
+def small_recipe(folder: Path, **overrides: Any) -> dict[str, Any]:
+    """A recipe of a few seconds: four steps, a policy of 0.1 M parameters without warm start, a reward from a file."""
+    (folder / "reward_file.py").write_text(REWARD)
+    tree: dict[str, Any] = {
+        "run": {"name": "small", "root": str(folder / "runs"), "steps": 4, "seed": 3},
+        "policy": {"hidden_size": 64, "layers": 2},
+        "prompts": {"task": "chain", "batch_prompts": 8, "rows": 64},
+        "evaluate": {"prompts": 8},
+        "rollout": {"samples_per_prompt": 4, "max_tokens": 24, "kv_cache_mb": 64, "max_running": 64},
+        "reward": {"function": f"{folder / 'reward_file.py'}:shorter"},
+        "learner": {"learning_rate": 0.001},
+        "checkpoint": {"every_steps": 2},
+        "watch": {"progress": "plain", "tensorboard": False, "samples_per_step": 0},
+    }
+    for key, value in overrides.items():
+        section, _, field = key.partition("__")
+        tree.setdefault(section, {})[field] = value
+    return tree
+
+
+def command(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run `rlhfless …` as a user would and return what it said."""
+    return subprocess.run(
+        [sys.executable, "-m", "rlhfless_ray", *arguments], capture_output=True, text=True, timeout=240, cwd=more.pop("cwd", ROOT),
+        env=environment(), **more,
+    )
+
+
+def environment() -> dict[str, str]:
+    """Ours, without a Ray of the machine and with the repository importable from anywhere."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "WANDB_API_KEY")}
+    return {**kept, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One local Ray with four logical cores and four logical GPUs, for all tests of leases and pools."""
+    import ray
+
+    ray.init(address="local", num_cpus=4, num_gpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()

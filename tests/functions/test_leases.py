@@ -1,0 +1,92 @@
+"""Leases on real placement groups: granted, handed over, released, refused with a reason."""
+
+import time
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group_table
+
+from rlhfless_ray.errors import RunError
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.lease import Leases, cluster_slots
+
+pytestmark = pytest.mark.ray
+
+
+def leases_of(resource: str, deadline_s: float = 10.0) -> Leases:
+    return Leases(resource, Ledger(resource, 1.0), deadline_s, f"test{time.time_ns()}")
+
+
+def groups_alive(leases: Leases) -> int:
+    return sum(
+        info["state"] != "REMOVED" and info["name"].startswith(f"rlhfless-{leases.run_id}")
+        for info in placement_group_table().values()
+    )
+
+
+def test_a_lease_is_a_placement_group_and_its_release_removes_it(ray_cluster):
+    leases = leases_of("cpu")
+    taken = leases.take(3, "rollout")
+    assert len(leases.held) == 3 == groups_alive(leases)
+    assert len({lease.slot for lease in taken}) == 3
+    leases.release(taken)
+    assert not leases.held
+    assert groups_alive(leases) == 0
+
+
+def test_gpu_leases_have_distinct_devices(ray_cluster):
+    leases = leases_of("gpu")
+    taken = leases.take(4, "rollout")
+    assert sorted(lease.slot.device for lease in taken) == [0, 1, 2, 3]
+    leases.release_all()
+
+
+def test_what_is_missing_is_said_after_the_deadline_and_nothing_is_kept(ray_cluster):
+    leases = leases_of("gpu", deadline_s=4.0)
+    start = time.monotonic()
+    with pytest.raises(RunError, match=r"rollout needs 5 × \{'GPU': 1\} and got 4 within 4 s; the cluster has 4 GPU, 0 free"):
+        leases.take(5, "rollout")
+    assert time.monotonic() - start < 8
+    assert groups_alive(leases) == 0 and not leases.held and not leases.asked
+
+
+def test_fewer_than_asked_for_are_taken_where_that_is_enough(ray_cluster):
+    leases = leases_of("gpu")
+    taken = leases.take(6, "rollout", need=1, wait_s=4.0)
+    assert len(taken) == 4
+    assert groups_alive(leases) == 4  # the two that were not granted are withdrawn
+    leases.release_all()
+
+
+def test_handing_over_does_not_touch_the_group_and_changes_the_holder_in_the_ledger(ray_cluster):
+    leases = leases_of("cpu")
+    [lease] = leases.take(1, "rollout")
+    group = lease.group.id
+    leases.hand_over(lease, "rollout", "rollout-1")
+    time.sleep(0.02)
+    leases.hand_over(lease, "learn", "learn-1")
+    time.sleep(0.02)
+    leases.release([lease])
+    assert lease.group.id == group and leases.handed_over == 1
+    kinds = [row.kind for row in leases.ledger.rows]
+    assert kinds[-1] == "learn" and "rollout" in kinds
+    held = leases.ledger.rows[-1].to_s - leases.ledger.rows[0].from_s
+    assert sum(row.seconds for row in leases.ledger.rows) == pytest.approx(held, abs=1e-4)  # no second is lost or counted twice
+
+
+def test_somebody_elses_pending_group_is_seen(ray_cluster):
+    ours, theirs = leases_of("gpu"), leases_of("gpu")
+    ours.take(4, "rollout")
+    assert not ours.others_wait()
+    asked = theirs.ask(1)
+    deadline = time.monotonic() + 10
+    while not ours.others_wait() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ours.others_wait()
+    theirs.withdraw(asked)
+    ours.release_all()
+
+
+def test_slots_are_counted_over_nodes(ray_cluster):
+    assert cluster_slots("gpu") == 4 and cluster_slots("cpu") == 4
+    assert ray.is_initialized()

@@ -1,0 +1,114 @@
+"""Pools of real actors under real leases: warm and cold starts, parking, keep-alive, replacement."""
+
+import os
+import time
+
+import pytest
+import ray
+
+from rlhfless_ray.functions.instance import State, start_actor
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.lease import Leases
+from rlhfless_ray.functions.pool import Pool
+
+pytestmark = pytest.mark.ray
+
+
+def worker_class() -> type:
+    """A function without content: pools are tested here, not engines. Local, so that Ray ships it by value."""
+
+    class Worker:
+        def open(self, threads: int) -> dict:
+            return {"memory_mb": 1.0, "spans": []}
+
+        def pid(self) -> int:
+            return os.getpid()
+
+        def devices(self) -> str | None:
+            return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    return Worker
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def pool(request, ray_cluster):
+    ledger = Ledger(request.param, 1.0)
+    leases = Leases(request.param, ledger, 20.0, f"pool{time.time_ns()}")
+    pool = Pool("work", lambda slot: start_actor(worker_class(), slot, request.param, {}), leases, ledger, keep_alive_s=60.0)
+    yield pool
+    pool.close()
+    leases.release_all()
+
+
+def pids(pool: Pool) -> set[int]:
+    return set(ray.get([instance.actor.pid.remote() for instance in pool.working], timeout=30))
+
+
+def test_resize_takes_spare_leases_first_and_returns_the_rest(pool):
+    spare = pool.leases.take(3, "other")
+    left = pool.resize(2, spare)
+    assert len(pool.working) == 2 and len(left) == 1 and pool.leases.asked_leases == 3
+    left = pool.resize(3, left)
+    assert left == [] and len(pool.working) == 3 and pool.leases.asked_leases == 3
+
+
+def test_shrinking_parks_and_growing_again_is_a_warm_start_of_the_same_process(pool):
+    pool.resize(2, [])
+    before = pids(pool)
+    spare = pool.resize(1, [])
+    assert len(spare) == 1 and len(pool.parked) == 1 and pool.parked[0].state is State.PARKED
+    pool.resize(2, spare)
+    assert pids(pool) == before and pool.warm_starts == 1 and pool.cold_starts == 2
+
+
+def test_a_parked_instance_holds_no_lease_and_its_memory_is_in_the_ledger(pool):
+    pool.resize(1, [])
+    ray.get(pool.working[0].opened, timeout=30)
+    pool.leases.release(pool.park_all())
+    assert not pool.leases.held and pool.parked[0].leases == []
+    time.sleep(0.05)
+    pool.resize(1, [])
+    assert any(row.activity == "parked" and row.slots == 0 for row in pool.ledger.rows)
+
+
+def test_keep_alive_ends_parked_processes_only(pool):
+    pool.resize(2, [])
+    gone = ray.get(pool.working[1].actor.pid.remote(), timeout=30)
+    pool.leases.release(pool.resize(1, []))
+    pool.keep_alive_s = 0.0
+    time.sleep(0.01)
+    assert pool.reap() == 1 and not pool.parked and len(pool.working) == 1
+    deadline = time.monotonic() + 10
+    while _alive(gone) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _alive(gone)
+
+
+def test_a_killed_instance_is_replaced_under_its_lease(pool):
+    pool.resize(1, [])
+    old = pool.working[0]
+    lease = old.leases[0]
+    pid = ray.get(old.actor.pid.remote(), timeout=30)
+    os.kill(pid, 9)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(old.actor.pid.remote(), timeout=30)
+    new = pool.replace(old)
+    assert ray.get(new.actor.pid.remote(), timeout=30) != pid
+    assert new.leases == [lease] and old.state is State.GONE and pool.working == [new] and pool.replaced == 1
+
+
+def test_an_instance_sees_its_own_device_only(pool):
+    if pool.leases.resource == "cpu":
+        pytest.skip("cores are not devices")
+    pool.resize(3, [])
+    seen = ray.get([instance.actor.devices.remote() for instance in pool.working], timeout=30)
+    assert seen == [str(instance.slot.device) for instance in pool.working] and len(set(seen)) == 3
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rsplit(")", 1)[1].split()[0] != "Z"

@@ -1,0 +1,122 @@
+"""Every learner case of the tests, run once in three processes: a gang of one rank and a gang of two."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhfless_ray.recipe import Recipe
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+
+def learner_settings(ranks: int = 1, stage: int = 0, temperature: float = 1.0, **changes: Any) -> dict[str, Any]:
+    """Every part of the update is at work: warm-up, weight decay, clipping of gradients and ratios, importance weights."""
+    learner = {
+        "ranks": ranks, "zero_stage": stage, "learning_rate": 1e-3, "warmup_steps": 2, "weight_decay": 0.1, "betas": [0.9, 0.95],
+        "grad_clip": 0.1, "micro_batch_tokens": 100,
+    }
+    tree: dict[str, Any] = {
+        "prompts": {"task": "chain"}, "reward": {"function": "task"},
+        "learner": {**learner, **changes.get("learner", {})},
+        "algorithm": {"clip_low": 0.01, "clip_high": 0.015, "importance_cap": 1.5, **changes.get("algorithm", {})},
+        "policy": {"dtype": changes.get("dtype", "float32")},
+    }
+    dump = Recipe.parse(tree).model_dump()
+    return {**{name: dump[name] for name in ("learner", "algorithm", "policy")}, "temperature": temperature}
+
+
+def run_gangs(folder: Path, jobs: dict[int, dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    """{ranks: cases} → {ranks: [results of rank 0, …]}; the gangs work side by side."""
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    running = []
+    for ranks, cases in jobs.items():
+        (folder / f"cases{ranks}").write_bytes(pickle.dumps(cases))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(ranks):
+            out, log = folder / f"results{ranks}-{rank}", folder / f"log{ranks}-{rank}"
+            command = [sys.executable, HERE / "learner_process.py", rank, ranks, port, folder / f"cases{ranks}", out]
+            with log.open("wb") as sink:
+                process = subprocess.Popen([str(c) for c in command], env=environment, stdout=sink, stderr=sink)
+            running.append((ranks, process, out, log))
+    results: dict[int, list[dict[str, Any]]] = {ranks: [] for ranks in jobs}
+    try:
+        for ranks, process, out, log in running:
+            code = process.wait(timeout=200)
+            assert code == 0, f"a learner process ended with {code}:\n{log.read_text()[-4000:]}"
+            results[ranks].append(pickle.loads(out.read_bytes()))
+    finally:
+        for _, process, _, _ in running:
+            process.kill()
+    return results
+
+
+class Cases:
+    """What the gangs are asked and what they answered."""
+
+    def __init__(self, folder: Path) -> None:
+        from tiny_policy import random_batch, tiny_policy
+
+        self.folder = folder
+        rng = np.random.default_rng(7)
+        self.files = tiny_policy()
+        self.tied = tiny_policy(3, tied=True)
+        self.bf16 = tiny_policy(0, dtype="bfloat16")
+        self.batches = [random_batch(rng) for _ in range(3)]
+        self.few = [random_batch(rng, groups=1, samples=1) for _ in range(2)]
+        spoilt = self.batches[1].advantages.copy()
+        spoilt[4] = np.nan
+        self.with_nan = [self.batches[0], replace(self.batches[1], advantages=spoilt), self.batches[2]]
+        drawn = self.batches[1].logprobs.copy()
+        drawn[2] = np.nan
+        self.with_nan_sampler = [replace(self.batches[1], logprobs=drawn)]
+
+    def first(self, ranks: int) -> dict[str, Any]:
+        full = {"updates_per_step": 2, "loss_mean": "sequence", "kl": {"coefficient": 0.3, "estimator": "k3"}}
+        cases: dict[str, Any] = {}
+
+        def add(name: str, files: dict[str, bytes], batches: list[Any], snapshot: bool = False, **changes: Any) -> None:
+            for stage in changes.pop("stages", range(4)):
+                settings = learner_settings(ranks, stage, **changes)
+                cases[f"{name}/{stage}"] = {"settings": settings, "files": files, "batches": batches, "snapshot": snapshot}
+
+        add("plain", self.files, self.batches, snapshot=True)
+        add("full", self.files, self.batches, temperature=0.7, algorithm=full)
+        add("nan", self.files, self.with_nan)
+        add("few", self.files, self.few, stages=(0, 2, 3))
+        add("tied", self.tied, self.batches, snapshot=True, stages=(0, 2, 3))
+        add("wide", self.files, self.batches, stages=(0,), learner={"micro_batch_tokens": 10**6})
+        add("narrow", self.files, self.batches, stages=(0,), learner={"micro_batch_tokens": 1})
+        add("recompute", self.files, self.batches, stages=(0,), learner={"gradient_checkpointing": True})
+        add("nan sampler", self.files, self.with_nan_sampler, stages=(0,))
+        add("uncorrected", self.files, self.batches, stages=(0,), algorithm={"importance_cap": 0, "kl": {"coefficient": 0.1, "estimator": "k1"}})
+        add("bf16", self.bf16, self.batches, snapshot=True, dtype="bfloat16")
+        return cases
+
+    def run_first(self) -> None:
+        self.results = run_gangs(self.folder / "first", {ranks: self.first(ranks) for ranks in (1, 2)})
+
+    def result(self, name: str, ranks: int, rank: int = 0) -> dict[str, Any]:
+        found = self.results[ranks][rank][name]
+        assert "error" not in found, found["error"]
+        return found
+
+
+@pytest.fixture(scope="session")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    made = Cases(tmp_path_factory.mktemp("learner"))
+    made.run_first()
+    return made

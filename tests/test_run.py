@@ -1,0 +1,153 @@
+"""Whole runs on real parts: what they leave behind, stopping, resuming, faults, and that everything is released."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.conftest import ROOT, command, environment, small_recipe
+
+pytestmark = [pytest.mark.ray, pytest.mark.engine]
+
+
+def write(folder: Path, **overrides) -> str:
+    path = folder / "small.yaml"
+    path.write_text(yaml.safe_dump(small_recipe(folder, **overrides)))
+    return str(path)
+
+
+def samples(run: Path, step: int) -> list[dict]:
+    return [json.loads(line) for line in (run / "samples" / f"step_{step}.jsonl").read_text().splitlines()]
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def ours_alive(marker: str) -> list[str]:
+    """Command lines of living processes with the marker in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if marker.encode() in (entry / "environ").read_bytes():
+                    found.append((entry / "cmdline").read_bytes().decode().replace("\0", " "))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Path:
+    """A run of four steps from start to end, as a user starts it."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    done = command("train", write(folder))
+    assert done.returncode == 0, done.stderr
+    assert "report.html" in done.stdout
+    return folder / "runs" / "small"
+
+
+def test_the_run_folder_holds_what_was_promised(uninterrupted):
+    names = {path.name for path in uninterrupted.iterdir()}
+    assert names >= {
+        "recipe.yaml", "metrics.jsonl", "ledger.csv", "timeline.json", "samples", "checkpoints", "model", "report.html", "status.json",
+    }
+    rows = metrics(uninterrupted)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert json.loads((uninterrupted / "status.json").read_text())["status"] == "done"
+    for step in range(1, 5):
+        written = samples(uninterrupted, step)
+        assert len(written) == 32
+        assert rows[step]["reward/mean"] == pytest.approx(np.mean([s["reward"] for s in written]))
+        assert {s["version"] for s in written} == {step - 1}  # sampled with the weights of the step before
+        assert rows[step]["learn/mismatch_max"] < 1e-4
+        assert rows[step]["learn/grad_norm"] > 0
+    assert rows[-1]["reward/mean"] > rows[1]["reward/mean"]  # it learns to be short
+
+
+def test_the_ledger_accounts_for_every_phase_and_engines_hold_nothing_while_the_learner_works(uninterrupted):
+    with (uninterrupted / "ledger.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["kind"] for row in rows} == {"rollout", "score", "learn"}
+    held = [(float(r["from_s"]), float(r["to_s"]), r) for r in rows if r["slots"] == "1"]
+    learning = [(a, b) for a, b, r in held if r["kind"] == "learn" and r["activity"] == "work"]
+    rollout = [(a, b) for a, b, r in held if r["kind"] == "rollout"]
+    assert len(learning) >= 4
+    for a, b in learning:
+        assert not [1 for c, d in rollout if min(b, d) - max(a, c) > 1e-3]  # overlap is off: no rollout lease exists
+    by_lease: dict[str, list[tuple[float, float]]] = {}
+    for a, b, row in held:
+        by_lease.setdefault(row["lease"], []).append((a, b))
+    for intervals in by_lease.values():  # one holder at a time
+        ordered = sorted(intervals)
+        assert all(later[0] - earlier[1] > -1e-3 for earlier, later in zip(ordered, ordered[1:], strict=False))
+
+
+def test_the_final_model_loads_in_transformers_and_is_the_last_checkpoint(uninterrupted):
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(uninterrupted / "model")
+    tokenizer = AutoTokenizer.from_pretrained(uninterrupted / "model")
+    saved = load_file(uninterrupted / "checkpoints" / "step_4" / "model.safetensors")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items() if name in saved)
+    assert tokenizer.decode(tokenizer("5Q3=").input_ids) == "5Q3="
+
+
+@pytest.fixture(scope="module")
+def stopped_and_resumed(tmp_path_factory) -> Path:
+    """The same run, told to stop by SIGTERM after its third step, then resumed."""
+    folder = tmp_path_factory.mktemp("stopped")
+    recipe, marker = write(folder), f"RLHFLESS_TEST={folder}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlhfless_ray", "train", recipe], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT, env={**environment(), "RLHFLESS_TEST": str(folder)},
+    )
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            break
+    start = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=30)
+    seconds = time.monotonic() - start
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert "continue with --resume" in said
+    run = folder / "runs" / "small"
+    assert json.loads((run / "status.json").read_text())["status"] == "stopped"
+    assert (run / "report.html").exists() and (run / "checkpoints" / "step_3").is_dir()
+    deadline = time.monotonic() + 10
+    while ours_alive(marker) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert ours_alive(marker) == []
+    assert seconds < 10  # the machine of a test may be busy; `ray job stop` allows 3 s
+    resumed = command("train", recipe, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    return run
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(uninterrupted, stopped_and_resumed):
+    for step in range(1, 5):
+        assert samples(stopped_and_resumed, step) == samples(uninterrupted, step)
+    one, other = (run / "model" / "model.safetensors" for run in (uninterrupted, stopped_and_resumed))
+    assert one.read_bytes() == other.read_bytes()
+    assert [row["step"] for row in metrics(stopped_and_resumed)] == [0, 1, 2, 3, 4]
+
+
+def test_a_resumed_run_continues_its_ledger(stopped_and_resumed):
+    with (stopped_and_resumed / "ledger.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {int(row["step"]) for row in rows} == {0, 1, 2, 3, 4}
+    last = metrics(stopped_and_resumed)[-1]
+    full = sum(float(row["seconds"]) * int(row["slots"]) for row in rows if float(row["to_s"]) <= last["time_s"])
+    assert last["cost/total_full_slot_s"] == pytest.approx(full, rel=0.02)
