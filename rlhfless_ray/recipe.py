@@ -241,6 +241,11 @@ class Recipe(Section):
             raise ValueError("rollout.min_actors: must not exceed rollout.max_actors")
         if self.algorithm.updates_per_step > self.prompts.batch_prompts:
             raise ValueError("algorithm.updates_per_step: must not exceed prompts.batch_prompts")
+        if self.policy.dtype == "bfloat16" and self.learner.zero_stage == 0:
+            raise ValueError(
+                "learner.zero_stage: with policy.dtype bfloat16 it must be 1, 2 or 3, which keep the float32 weights and optimizer "
+                "state that small updates need"
+            )
         if self.reward.function == "task" and not self.prompts.task:
             raise ValueError("reward.function: `task` needs a built-in task in prompts.task")
         if not self.reward.function:

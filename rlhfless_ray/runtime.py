@@ -432,6 +432,8 @@ class Runtime:
             for pool in (self.rollout, self.reward, self.gang.pool):
                 pool.close()
             self.leases.release_all()
+            self.weights = None  # the last reference: its arrays lie on a node, which is not idle while they do
+            self.gang.by_rank = []
 
     def _ended(self, kind: Any, error: Any, trace: Any) -> None:
         status, reason = "done", ""

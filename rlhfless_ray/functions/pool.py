@@ -128,8 +128,9 @@ class Pool:
         return self.staff(leases)
 
     def close(self) -> list[Lease]:
-        """End every instance; returns their leases."""
+        """End every instance, for good; returns their leases."""
         leases = [lease for instance in self.working for lease in instance.leases]
         for instance in [*self.working, *self.parked]:
             self._end(instance)
+        del self.start  # what it refers to (config, files) lies in the object store of a node that is to become idle
         return leases

@@ -17,7 +17,7 @@ import torch
 
 from rlhfless_ray.learn.batch import Batch, micro_batches, mini_batches
 from rlhfless_ray.learn.loss import clipped_policy_loss, importance_weights, kl_estimate, token_weights
-from rlhfless_ray.learn.model import TokenLogprobs, load_model, padded
+from rlhfless_ray.learn.model import TokenLogprobs, check_head, load_model, padded
 from rlhfless_ray.learn.optimizer_state import full_moments, full_weights, plain_optimizer, restore_moments
 from rlhfless_ray.types import Span, UpdateStats
 from rlhfless_ray.weights.folder import write_folder
@@ -57,11 +57,14 @@ class Learner:
             folder = write_folder(Path(name), files)
             policy = self.settings["policy"]
             model = load_model(folder, policy["dtype"], policy["trust_remote_code"])
+            check_head(model)
             if self.algorithm["kl"]["coefficient"] > 0:
                 reference = load_model(folder, policy["dtype"], policy["trust_remote_code"])
                 self.reference = TokenLogprobs(reference).eval().requires_grad_(False).to(self.device)
         if state is not None:
-            model.load_state_dict(state["weights"], strict=False)  # a tied head is stored once
+            missing, unexpected = model.load_state_dict(state["weights"], strict=False)  # a tied head is stored once
+            if unexpected or set(missing) - {"lm_head.weight"}:
+                raise ValueError(f"the checkpoint is of another model: {(unexpected or missing)[0]} is in one of them only")
         model.train()
         if self.learner["gradient_checkpointing"]:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -128,6 +131,8 @@ class Learner:
         """One rollout batch → `updates_per_step` optimizer steps. Every rank gets the whole batch, takes its share."""
         start = time.time()
         torch.set_num_threads(threads)
+        if len(batch) == 0:
+            return _nothing("no sample of the step has a reward"), [Span("work", "update", start, time.time())]
         parts = mini_batches(batch, self.algorithm["updates_per_step"])
         # With one optimizer step the old policy is the current one: its log-probabilities need no pass of their own.
         old = self._logprobs(batch) if len(parts) > 1 else None
@@ -166,27 +171,28 @@ class Learner:
             # A rank without work still joins the collectives: one sequence at weight 0.
             tensors = padded(batch, cut if len(cut) else indices[:1], self.device)
             weight = weights[tensors["sequence"]] if len(cut) else torch.zeros(len(tensors["flat"]), device=self.device)
-            loss, values, worst = self._micro_loss(tensors, weight, advantages, sampler, old)
+            loss, values, worst = self._micro_loss(tensors, weight, advantages, sampler, old, int(lengths.sum()))
             # DeepSpeed averages gradients over ranks; the weights already sum to 1 over all of them.
             self.engine.backward(loss * self.ranks, scale_wrt_gas=False)
             sums += values
             if len(cut):
                 most = torch.maximum(most, worst)
         sums, most = self._over_ranks(sums, most)
+        rate = self._rate()
         norm, applied, reason = self._apply(bool(torch.isfinite(sums[0])))
         named = dict(zip(SUMS, sums.tolist(), strict=True))
         return UpdateStats(
             loss=named["loss"], policy_loss=named["policy_loss"], kl=named["kl"], entropy=named["entropy"],
             clip_share=named["clipped"], importance_mean=named["importance"], importance_capped_share=named["capped"],
-            mismatch_mean=named["mismatch"], mismatch_max=float(most), grad_norm=norm, learning_rate=self._rate(),
+            mismatch_mean=named["mismatch"], mismatch_max=float(most), grad_norm=norm, learning_rate=rate,
             trained_tokens=int(lengths.sum()) if applied else 0, skipped=int(not applied), reason=reason,
         )
 
     def _micro_loss(
         self, tensors: dict[str, torch.Tensor], weight: torch.Tensor, advantages: torch.Tensor,
-        sampler: torch.Tensor, old: torch.Tensor | None,
+        sampler: torch.Tensor, old: torch.Tensor | None, tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Weighted loss of one micro-batch, the weighted sums of SUMS and the largest mismatch."""
+        """Weighted loss of one micro-batch, its part of SUMS and the largest mismatch. `tokens`: of the optimizer step."""
         algorithm = self.algorithm
         logprobs, entropy = self._forward(self.engine, tensors)
         drawn = sampler[tensors["flat"]]
@@ -205,7 +211,8 @@ class Learner:
         loss = policy_loss + algorithm["kl"]["coefficient"] * kl
         mismatch = (before - drawn).abs()
         capped = (importance >= cap) if cap else torch.zeros_like(clipped)
-        terms = [loss, policy_loss, kl, *((weight * x).sum() for x in (entropy, clipped, importance, capped, mismatch))]
+        each = (weight > 0) / tokens  # statistics are means over tokens, whatever the loss averages over
+        terms = [loss, policy_loss, kl, *((each * x).sum() for x in (entropy, clipped, importance, capped, mismatch))]
         values = torch.stack([t.detach().double().cpu() for t in terms])
         worst = mismatch.max().detach().double().cpu() if mismatch.numel() else torch.zeros(1).double()
         return loss, values, worst
@@ -324,6 +331,12 @@ def state_from_bytes(files: dict[str, bytes]) -> dict[str, Any]:
     moments = load(files["optimizer.safetensors"])
     rng = moments.pop("rng")
     return {"weights": load(files["model.safetensors"]), "moments": moments, "rng": rng, **json.loads(files["learner.json"])}
+
+
+def _nothing(reason: str) -> UpdateStats:
+    """An update that had nothing to learn from."""
+    numbers = dict.fromkeys(UpdateStats.__dataclass_fields__, 0.0)
+    return UpdateStats(**{**numbers, "trained_tokens": 0, "skipped": 1, "reason": reason})
 
 
 def _merge(stats: list[UpdateStats]) -> UpdateStats:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlhfless_ray.errors import UserError
 from rlhfless_ray.learn.batch import Batch
 
 
@@ -27,8 +28,8 @@ class TokenLogprobs(nn.Module):
 
         No attention mask: padding is on the right, and a causal model never looks there from a real token.
         """
-        hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
-        logits = self.model.lm_head(hidden[rows, columns]).float() / temperature
+        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        logits = self.model.get_output_embeddings()(hidden[rows, columns]).float() / temperature
         logprobs = torch.log_softmax(logits, dim=-1)
         with torch.no_grad():
             entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
@@ -45,9 +46,27 @@ def load_model(folder: Path, dtype: str, trust_remote_code: bool) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    if hasattr(model.config, "attention_dropout"):
-        model.config.attention_dropout = 0.0
+        for name, value in vars(module).items():  # attention modules keep their own copy of the config's number
+            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                setattr(module, name, 0.0)
     return model
+
+
+def check_head(model: nn.Module) -> None:
+    """Raises UserError when the model does more to its logits than a linear head (soft caps, scales): `TokenLogprobs`
+    would train another policy than the one that is sampled."""
+    ids = torch.arange(8)[None] % model.config.vocab_size
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        whole = model(input_ids=ids, use_cache=False).logits.float()
+        ours = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state).float()
+    model.train(training)
+    if whole.shape != ours.shape or not torch.allclose(whole, ours, rtol=0.02, atol=0.02 * float(whole.std())):
+        raise UserError(
+            f"policy.path: {type(model).__name__} changes its logits after the output head (a soft cap or a scale), which the "
+            "learner does not do yet; take another model"
+        )
 
 
 def padded(batch: Batch, indices: np.ndarray, device: torch.device) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "master"  # the float32 weights behind bfloat16 ones: most updates are smaller than a bfloat16 step
 
 
 def full_weights(engine: Any, stage: int) -> dict[str, Tensor]:
@@ -28,8 +29,9 @@ def full_weights(engine: Any, stage: int) -> dict[str, Tensor]:
 
 
 def full_moments(engine: Any, stage: int) -> dict[str, Tensor]:
-    """{"<moment>.<parameter name>": whole float32 tensor, on CPU}; empty before the first optimizer step."""
-    from deepspeed.utils import safe_get_full_optimizer_state
+    """{"<moment>.<parameter name>": whole float32 tensor, on CPU}; empty before the first optimizer step. A policy in
+    bfloat16 has its float32 weights beside the moments, as "master.<parameter name>"."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     found = {}
     for name, parameter in engine.module.model.named_parameters():
@@ -40,6 +42,8 @@ def full_moments(engine: Any, stage: int) -> dict[str, Tensor]:
                 value = safe_get_full_optimizer_state(parameter, moment)
             if value is not None:
                 found[f"{moment}.{name}"] = value.detach().float().cpu().clone()
+        if parameter.dtype != torch.float32:
+            found[f"{MASTER}.{name}"] = safe_get_full_fp32_param(parameter).detach().float().cpu().clone()
     return found
 
 
@@ -53,7 +57,7 @@ def plain_optimizer(engine: Any) -> torch.optim.Optimizer:
 
 def restore_moments(engine: Any, stage: int, moments: dict[str, Tensor], steps: int) -> None:
     """Put back what `full_moments` took, and the number of optimizer steps done."""
-    from deepspeed.utils import safe_set_full_optimizer_state
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
     if not moments:
         return
@@ -68,5 +72,7 @@ def restore_moments(engine: Any, stage: int, moments: dict[str, Tensor], steps: 
     for name, parameter in engine.module.model.named_parameters():
         for moment in MOMENTS:
             safe_set_full_optimizer_state(parameter, moments[f"{moment}.{name}"].to(parameter.device), moment)
+        if f"{MASTER}.{name}" in moments:
+            safe_set_full_fp32_param(parameter, moments[f"{MASTER}.{name}"].to(parameter.device))
     for state in optimizer.state.values():
         state["step"] = torch.tensor(float(steps))

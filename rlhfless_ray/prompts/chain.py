@@ -1,16 +1,16 @@
 """The quickstart's task: add a chain of small numbers modulo 10.
 
-    prompt    5Q3R1S2T2=               start at 5; Q adds 3, R adds 1, …
-    responses q8r9s1t3#3               the running sum after every key
-              s1t3#3                   only every third: three additions at once, which a small model mostly gets wrong
+    prompt    5A3B1C2D2=               start at 5; A adds 3, B adds 1, …
+    responses a8b9c1d3#3               the running sum after every key
+              a8c0#0                   every second key passed over: hasty, and nearly always wrong
               #3                       the bare answer
-              q8r9s1t3;q8r9s1t3#3      the sums again: a second look neither helps nor hurts
+              a8b9c1d3;a8b9c1d3#3      the sums again: a second look neither helps nor hurts
 
 Whoever wrote the supervised responses was careful with short chains and hasty with long ones, so a warm-started policy can
 do the work but often does not take the trouble. That is what reinforcement learning has to change. How often the sums are
 looked over again has no influence on the reward, so responses to one prompt keep differing in length by large factors.
 
-Two choices make the task learnable in seconds. An operand (`Q3`) is one token, so that a key is found by its content. And
+Two choices make the task learnable in seconds. An operand (`A3`) is one token, so that a key is found by its content. And
 operands are small: with all ten digits, modulo 10, neither the old sum nor the operand alone would say anything about the
 new sum, and gradient descent would find no slope to follow until it has both.
 """
@@ -23,15 +23,13 @@ import numpy as np
 
 from rlhfless_ray.prompts.tasks import Row, Split, belongs, heavy_tailed_count, seeded
 
-KEYS = string.ascii_lowercase
+KEYS = string.ascii_lowercase[:24]
 LARGEST = 3  # operand
-MOST = 24  # operands
-import os; ROT=int(os.environ.get("ROT","1"))
 SHORT = 4  # operands up to which the writer is careful
 
 STYLES = ("full", "hasty", "bare")
-CAREFUL = (0.60, 0.30, 0.10)  # chances of the styles, up to SHORT operands
-HURRIED = (0.35, 0.60, 0.05)
+CAREFUL = (0.62, 0.33, 0.05)  # chances of the styles, up to SHORT operands
+HURRIED = (0.40, 0.57, 0.03)
 AGAIN = 0.4  # chance of one more look, after every look
 
 
@@ -46,15 +44,13 @@ class Chain:
     max_response_tokens = 160
 
     def rows(self, n: int, seed: int, split: Split) -> list[Row]:
-        """Rows with "prompt", "answer" and "operands" (2 … 24, about log-normal with median 4 to 5)."""
+        """Rows with "prompt", "answer" and "operands" (2 … 24, about log-normal with median 4)."""
         rng = seeded(seed, split)
         rows: list[Row] = []
         while len(rows) < n:
-            count = heavy_tailed_count(rng, median=4.3, sigma=0.7, low=2, high=MOST)
-            start, first_key = int(rng.integers(10)), int(rng.integers(ROT))
-            operands = rng.integers(1, LARGEST + 1, size=count).tolist()
-            keys = [KEYS[(first_key + i) % len(KEYS)].upper() for i in range(count)]
-            prompt = f"{start}" + "".join(f"{key}{operand}" for key, operand in zip(keys, operands, strict=True)) + "="
+            count = heavy_tailed_count(rng, median=4.0, sigma=0.8, low=2, high=len(KEYS))
+            start, operands = int(rng.integers(10)), rng.integers(1, LARGEST + 1, size=count).tolist()
+            prompt = f"{start}{''.join(f'{key}{operand}' for key, operand in zip(KEYS.upper(), operands, strict=False))}="
             if belongs(prompt, split):
                 rows.append({"prompt": prompt, "answer": str((start + sum(operands)) % 10), "operands": count})
         return rows

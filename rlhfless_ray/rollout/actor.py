@@ -35,7 +35,9 @@ class RolloutActor:
         start = time.time()
         set_threads(threads)
         with tempfile.TemporaryDirectory(prefix="rlhfless-engine-") as name:
+            tempfile.tempdir = name  # vLLM leaves a rendezvous file in the temporary folder: let it go with this one
             self.engine = Engine(write_folder(Path(name), self.files), self.settings)
+            tempfile.tempdir = None
         memory_mb = psutil.Process().memory_info().rss / 2**20
         spans = [self.imported, Span("start", "build engine", start, time.time())]
         return {"memory_mb": memory_mb, "spans": spans}

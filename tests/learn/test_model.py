@@ -1,0 +1,76 @@
+"""The learner's view of a policy: log-probabilities of response tokens equal the whole model's, without dropout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from learner_reference import load, logprobs, sequences
+from tiny_policy import VOCABULARY, random_batch, tiny_policy
+
+from rlhfless_ray.errors import UserError
+from rlhfless_ray.learn.model import TokenLogprobs, check_head, load_model, padded
+from rlhfless_ray.weights.folder import write_folder
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_padded_logprobs_equal_one_sequence_at_a_time(tmp_path: Path, tied: bool, temperature: float) -> None:
+    files = tiny_policy(1, tied=tied)
+    batch = random_batch(np.random.default_rng(2))
+    wrapped = TokenLogprobs(load_model(write_folder(tmp_path, files), "float32", False)).train()
+    indices = np.array([5, 0, 11, 7])
+    tensors = padded(batch, indices, torch.device("cpu"))
+    with torch.no_grad():
+        found, entropy = wrapped(*(tensors[n] for n in ("ids", "rows", "columns", "targets")), temperature)
+    every, model = sequences(batch), load(files)
+    starts = np.concatenate([[0], np.cumsum(batch.response_lengths)])
+    for i in indices:
+        mine = (tensors["sequence"] == int(i)).nonzero().squeeze(1)
+        with torch.no_grad():
+            torch.testing.assert_close(found[mine], logprobs(model, every[i], temperature), rtol=0, atol=2e-6)
+        np.testing.assert_array_equal(tensors["flat"][mine], np.arange(starts[i], starts[i + 1]))
+    assert len(found) == batch.response_lengths[indices].sum()
+    assert ((entropy > 0) & (entropy < np.log(VOCABULARY) + 1e-5)).all()
+
+
+def test_entropy_is_that_of_the_sampling_distribution(tmp_path: Path) -> None:
+    batch = random_batch(np.random.default_rng(3))
+    model = load_model(write_folder(tmp_path, tiny_policy()), "float32", False)
+    tensors = padded(batch, np.array([2]), torch.device("cpu"))
+    with torch.no_grad():
+        _, entropy = TokenLogprobs(model)(*(tensors[n] for n in ("ids", "rows", "columns", "targets")), 0.5)
+        logits = model(tensors["ids"]).logits[0, tensors["columns"]] / 0.5
+    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=logits).entropy())
+
+
+def test_dropout_is_off_in_training_mode(tmp_path: Path) -> None:
+    """The tiny policy's config asks for 10 % attention dropout; sampler and learner would compute different policies."""
+    folder = write_folder(tmp_path, tiny_policy())
+    ids = torch.arange(2, 40)[None]
+    model = load_model(folder, "float32", False).train()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, model(ids).logits, rtol=0, atol=0)
+        torch.testing.assert_close(model(ids).logits, load(tiny_policy()).eval()(ids).logits, rtol=0, atol=0)
+
+
+def test_other_architectures() -> None:
+    """GPT-2 keeps its layers under another name; Gemma 2 caps its logits, which must be refused, not left out."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=1, n_positions=64)).eval()
+    check_head(gpt2)
+    ids = torch.arange(2, 12)[None]
+    columns = torch.arange(4, 9)
+    with torch.no_grad():
+        found, _ = TokenLogprobs(gpt2)(ids, torch.zeros(5, dtype=torch.long), columns, ids[0, columns + 1], 1.0)
+        whole = torch.log_softmax(gpt2(ids).logits[0], -1)
+    torch.testing.assert_close(found, whole[columns, ids[0, columns + 1]])
+    gemma = Gemma2Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=32, final_logit_softcapping=0.1,
+    )
+    with pytest.raises(UserError, match="Gemma2ForCausalLM changes its logits"):
+        check_head(Gemma2ForCausalLM(gemma))

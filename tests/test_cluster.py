@@ -1,0 +1,88 @@
+"""On clusters that outlive the run: another node, the driver's folders gone, engines killed, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group_table
+
+from rlhfless_ray import Recipe, Runtime
+from tests.conftest import small_recipe
+from tests.test_run import samples, uninterrupted  # noqa: F401  (a fixture)
+
+pytestmark = [pytest.mark.ray, pytest.mark.engine]
+
+
+@pytest.fixture(scope="module")
+def two_nodes():
+    """A head without cores, where the driver is, and a second node with all of them."""
+    from ray.cluster_utils import Cluster
+
+    if ray.is_initialized():
+        ray.shutdown()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 256 * 2**20})
+    cluster.add_node(num_cpus=2, object_store_memory=256 * 2**20)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    cluster.wait_for_nodes()
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def node_states(cluster) -> dict[str, int]:
+    """{node id: milliseconds for which Ray's autoscaler sees the node idle}; 0 is busy."""
+    from ray.autoscaler.v2.sdk import get_cluster_resource_state
+    from ray.core.generated.autoscaler_pb2 import ClusterResourceState
+
+    state = get_cluster_resource_state(ray._raylet.GcsClient(address=cluster.gcs_address))
+    assert isinstance(state, ClusterResourceState)
+    return {node.node_id.hex(): node.idle_duration_ms for node in state.node_states}
+
+
+def test_a_run_on_another_node_survives_a_killed_engine_and_leaves_nothing(two_nodes, tmp_path, uninterrupted):  # noqa: F811
+    folder = tmp_path / "before"
+    folder.mkdir()
+    tree = small_recipe(folder)
+    tree["run"]["root"] = str(tmp_path / "runs")
+    run = Runtime(Recipe.parse(tree))
+    folder.rename(tmp_path / "renamed")  # the reward file and all else the driver read are gone from where they were
+    seen_nodes = set()
+    with run:
+        for step in run:
+            seen_nodes |= {instance.slot.node for instance in [*run.rollout.parked, *run.gang.pool.parked]}
+            if step.number == 2:
+                victim = run.rollout.parked[0]
+                os.kill(ray.get(victim.actor.__ray_call__.remote(lambda self: os.getpid())), 9)
+            assert step.metrics["reward/mean"] is not None and step.ledger["full_slot_s"] > 0
+    here = ray.get_runtime_context().get_node_id()
+    assert seen_nodes and here not in seen_nodes
+    for step in range(1, 5):  # neither the node nor the engine that died changed a token
+        assert [s["response"] for s in samples(run.folder.path, step)] == [s["response"] for s in samples(uninterrupted, step)]
+    last = json.loads((run.folder.path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 4
+
+    assert [info["name"] for info in placement_group_table().values() if info["state"] != "REMOVED"] == []
+    from ray.util.state import list_actors
+
+    assert [a.class_name for a in list_actors(filters=[("state", "=", "ALIVE")])] == []
+    deadline = time.monotonic() + 30
+    while min(node_states(two_nodes).values()) == 0 and time.monotonic() < deadline:
+        time.sleep(0.5)
+    idle = node_states(two_nodes)
+    assert min(idle.values()) > 0, "a node is still busy in the eyes of Ray's autoscaler"
+    time.sleep(1.0)
+    assert all(node_states(two_nodes)[node] > before for node, before in idle.items())  # and it stays idle
+
+
+def test_more_slots_than_the_cluster_has_are_refused_before_anything_starts(two_nodes, tmp_path):
+    from rlhfless_ray.errors import UserError
+
+    run = Runtime(Recipe.parse(small_recipe(tmp_path, learner__ranks=5)))
+    with pytest.raises(UserError, match=r"learner.ranks: 5 slots at once, but the cluster has 2 \(CPU cores\)"):
+        run.__enter__()
+    assert not Path(tmp_path / "runs").exists()
