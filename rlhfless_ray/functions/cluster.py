@@ -42,6 +42,7 @@ class RayCluster:
         _loopback_only(True)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ENABLE_METRICS_COLLECTION", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets any other program on the machine starve the run
         ray.init(
             address="local",
             num_cpus=section.cpus or len(os.sched_getaffinity(0)),

@@ -57,7 +57,9 @@ class Gang:
                 time.sleep(random.uniform(0.2, 1.0))
         wanted = self.slots - len(spare)
         if wanted > 0:
-            spare = [*spare, *leases.take(wanted, "learn", need=0, wait_s=0.05)]
+            # The first groups of a fresh cluster take Ray longer, and a warm start is worth every core.
+            patience_s = 0.05 if self.by_rank else 2.0
+            spare = [*spare, *leases.take(wanted, "learn", need=0, wait_s=patience_s)]
         shares: list[list[Lease]] = [[] for _ in range(self.ranks)]
         used, spare = spare[: self.slots], spare[self.slots :]
         for i, lease in enumerate(used):

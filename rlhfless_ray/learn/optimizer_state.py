@@ -5,6 +5,7 @@ Checkpoints written from these dicts can be read with another number of ranks or
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -34,8 +35,9 @@ def full_moments(engine: Any, stage: int) -> dict[str, Tensor]:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     found = {}
+    stepped = bool(plain_optimizer(engine).state)  # DeepSpeed cannot be asked before the first step
     for name, parameter in engine.module.model.named_parameters():
-        for moment in MOMENTS:
+        for moment in MOMENTS if stepped else ():
             if stage == 0:
                 value = plain_optimizer(engine).state.get(parameter, {}).get(moment)
             else:
@@ -57,22 +59,36 @@ def plain_optimizer(engine: Any) -> torch.optim.Optimizer:
 
 def restore_moments(engine: Any, stage: int, moments: dict[str, Tensor], steps: int) -> None:
     """Put back what `full_moments` took, and the number of optimizer steps done."""
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
-    if not moments:
-        return
     optimizer = plain_optimizer(engine)
-    if stage == 0:
-        for name, parameter in engine.module.model.named_parameters():
-            optimizer.state[parameter] = {
-                "step": torch.tensor(float(steps)),
-                **{moment: moments[f"{moment}.{name}"].to(parameter.device, torch.float32) for moment in MOMENTS},
-            }
-        return
+    stepped = any(key.startswith(MOMENTS) for key in moments)
+    if stepped:  # DeepSpeed and torch make the state in the first step only
+        groups = (group["params"] for group in optimizer.param_groups)
+        for parameter in engine.optimizer.fp32_partitioned_groups_flat if stage == 3 else itertools.chain(*groups):
+            optimizer.state[parameter] = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+        if stage in (1, 2):
+            engine.optimizer._lazy_init_hp_params_optimizer_state()
     for name, parameter in engine.module.model.named_parameters():
-        for moment in MOMENTS:
-            safe_set_full_optimizer_state(parameter, moments[f"{moment}.{name}"].to(parameter.device), moment)
+        for moment in MOMENTS if stepped else ():
+            _put(engine, stage, parameter, moments[f"{moment}.{name}"], moment)
         if f"{MASTER}.{name}" in moments:
-            safe_set_full_fp32_param(parameter, moments[f"{MASTER}.{name}"].to(parameter.device))
+            _put(engine, stage, parameter, moments[f"{MASTER}.{name}"], None)
     for state in optimizer.state.values():
         state["step"] = torch.tensor(float(steps))
+
+
+def _put(engine: Any, stage: int, parameter: Tensor, value: Tensor, moment: str | None) -> None:
+    """Write a whole moment (None: the float32 weight) to where this rank keeps its part."""
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+    value = value.to(parameter.device, torch.float32)
+    if stage == 0:
+        plain_optimizer(engine).state[parameter][moment].copy_(value)
+    elif stage == 3:  # DeepSpeed's own setter fails where the ranks' parts are padded
+        part, _ = engine.optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False, optim_state_key=moment)
+        start = part.numel() * engine.optimizer._get_param_partition_rank(parameter)
+        piece = value.flatten()[start : start + part.numel()]
+        part[: piece.numel()].data.copy_(piece)
+    elif moment is None:
+        safe_set_full_fp32_param(parameter, value)
+    else:
+        safe_set_full_optimizer_state(parameter, value, moment)

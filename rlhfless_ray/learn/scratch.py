@@ -19,17 +19,16 @@ CONTEXT_TOKENS = 512
 def scratch_policy(recipe: Recipe, task: Task) -> dict[str, bytes]:
     """A Hugging Face model folder as {file name: content}; weights follow from the run's seed.
 
-    Llama, because AutoTokenizer loads a tokenizer of our own from its folder as it is; for a Qwen2 folder it puts Qwen's rules
-    for splitting text in their place (transformers 5.19). It holds config.json, generation_config.json, model.safetensors and the tokenizer's files, and is loaded by
+    It holds config.json, generation_config.json, model.safetensors and the tokenizer's files, and is loaded by
     AutoModelForCausalLM, AutoTokenizer and vLLM.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from rlhfless_ray.prompts.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer(task)
     width = recipe.policy.hidden_size
-    config = LlamaConfig(
+    config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=width,
         intermediate_size=3 * width,
@@ -37,6 +36,7 @@ def scratch_policy(recipe: Recipe, task: Task) -> dict[str, bytes]:
         num_attention_heads=width // HEAD_WIDTH,
         num_key_value_heads=width // HEAD_WIDTH,
         max_position_embeddings=CONTEXT_TOKENS,
+        use_sliding_window=False,
         tie_word_embeddings=False,
         initializer_range=0.5 * width**-0.5,  # 0.02, the default, is meant for widths in the thousands
         bos_token_id=None,
@@ -45,7 +45,7 @@ def scratch_policy(recipe: Recipe, task: Task) -> dict[str, bytes]:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.run.seed % 2**63)
-        model = LlamaForCausalLM(config).to(getattr(torch, recipe.policy.dtype))
+        model = Qwen2ForCausalLM(config).to(getattr(torch, recipe.policy.dtype))
     return folder_files(model, tokenizer)
 
 

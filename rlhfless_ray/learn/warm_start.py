@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlhfless_ray.prompts.tasks import Task
     from rlhfless_ray.recipe import Recipe
 
-VERSION = 1  # raise it when anything here, in scratch.py or in a task changes what comes out
+VERSION = 3  # raise it when anything here, in scratch.py or in a task changes what comes out
 BUCKET_BATCHES = 32  # batches drawn together and sorted by length, so that a batch holds little padding
 IGNORE = -100
 
@@ -109,7 +109,6 @@ def _schedule(step: int, steps: int) -> float:
 def _batches(task: Task, tokenizer, batch_size: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Token ids and labels, both (batch, tokens) int64; labels are IGNORE outside the response."""
     rng = np.random.default_rng([seed % 2**63, 2])
-    bucket = 0
     while True:
         # Another seed per bucket: fresh rows for ever, from the training split only.
         rows = task.rows(batch_size * BUCKET_BATCHES, int(rng.integers(2**62)), "train")
@@ -117,18 +116,16 @@ def _batches(task: Task, tokenizer, batch_size: int, seed: int) -> Iterator[tupl
         responses = tokenizer([task.example(row, rng) for row in rows], add_special_tokens=False)["input_ids"]
         pairs = [(p, [*r, tokenizer.eos_token_id]) for p, r in zip(prompts, responses, strict=True)]
         pairs.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
-        starts = np.arange(0, len(pairs), batch_size)
-        for start in rng.permutation(starts):
-            yield _padded(pairs[start : start + batch_size], tokenizer.pad_token_id)
-        bucket += 1
+        for batch in rng.permutation(BUCKET_BATCHES):
+            yield _padded(pairs[batch * batch_size : (batch + 1) * batch_size], tokenizer.pad_token_id)
 
 
 def _padded(pairs: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
     width = max(len(prompt) + len(response) for prompt, response in pairs)
-    tokens = torch.full((len(pairs), width), pad)
-    labels = torch.full((len(pairs), width), IGNORE)
+    tokens = np.full((len(pairs), width), pad)
+    labels = np.full((len(pairs), width), IGNORE)
     for i, (prompt, response) in enumerate(pairs):
         end = len(prompt) + len(response)
-        tokens[i, :end] = torch.tensor(prompt + response)
-        labels[i, len(prompt) : end] = torch.tensor(response)
-    return tokens, labels
+        tokens[i, :end] = prompt + response
+        labels[i, len(prompt) : end] = response
+    return torch.from_numpy(tokens), torch.from_numpy(labels)

@@ -27,9 +27,8 @@ KEYS = string.ascii_lowercase[:24]
 LARGEST = 3  # operand
 SHORT = 4  # operands up to which the writer is careful
 
-STYLES = ("full", "hasty", "bare")
-CAREFUL = (0.62, 0.33, 0.05)  # chances of the styles, up to SHORT operands
-HURRIED = (0.40, 0.57, 0.03)
+CAREFUL = (0.64, 0.32, 0.04)  # up to SHORT operands: chance of every sum, of every second one, of the bare answer
+HURRIED = (0.42, 0.56, 0.02)
 AGAIN = 0.4  # chance of one more look, after every look
 
 
@@ -49,7 +48,7 @@ class Chain:
         rows: list[Row] = []
         while len(rows) < n:
             count = heavy_tailed_count(rng, median=4.0, sigma=0.8, low=2, high=len(KEYS))
-            start, operands = int(rng.integers(10)), rng.integers(1, LARGEST + 1, size=count).tolist()
+            start, operands = rng.integers(10), rng.integers(1, LARGEST + 1, size=count).tolist()
             prompt = f"{start}{''.join(f'{key}{operand}' for key, operand in zip(KEYS.upper(), operands, strict=False))}="
             if belongs(prompt, split):
                 rows.append({"prompt": prompt, "answer": str((start + sum(operands)) % 10), "operands": count})
@@ -57,10 +56,11 @@ class Chain:
 
     def example(self, row: Row, rng: np.random.Generator) -> str:
         habit = CAREFUL if row["operands"] <= SHORT else HURRIED
-        style = STYLES[int(np.searchsorted(np.cumsum(habit)[:-1], rng.random(), side="right"))]
-        if style == "bare":
+        full, hasty, _ = habit
+        style = rng.random()
+        if style >= full + hasty:
             return f"#{row['answer']}"
-        look = written(row["prompt"], stride=1 if style == "full" else 2)
+        look = written(row["prompt"], stride=1 if style < full else 2)
         text = look
         # Every character of a response is one token; three are left for `#`, the answer and the end of the sequence.
         while rng.random() < AGAIN and len(text) + 1 + len(look) + 3 <= self.max_response_tokens:

@@ -52,8 +52,8 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
     if n_train < section.batch_prompts:
         setting = "prompts.rows" if section.task else "the file"
         raise UserError(
-            f"{where}: {len(named)} rows are too few for {section.batch_prompts} prompts per step (prompts.batch_prompts) and "
-            f"{held} held-out ones (evaluate.prompts); lower one of them, or add rows to {setting}"
+            f"{where}: {len(named)} rows are too few for {section.batch_prompts} prompts per step (prompts.batch_prompts) "
+            f"and {held} held-out ones (evaluate.prompts); lower one of them, or add rows to {setting}"
         )
     texts = _texts(named, where, prompt_column, recipe, tokenizer)
     ids = _token_ids(texts, where, recipe, tokenizer)
@@ -80,8 +80,8 @@ def _check_columns(named: list[Named], where: str, prompt_column: str, answer_co
         cell = row[prompt_column]
         if not isinstance(cell, str):
             raise UserError(
-                f"{where}, {name}: the prompt in column `{prompt_column}` is {_kind(cell)}, not a string; fix the row or set "
-                "prompts.prompt_column"
+                f"{where}, {name}: the prompt in column `{prompt_column}` is {_kind(cell)}, not a string; fix the row or "
+                "set prompts.prompt_column"
             )
         if not cell:
             raise UserError(f"{where}, {name}: the prompt in column `{prompt_column}` is empty; fix or remove the row")
@@ -110,7 +110,11 @@ def _texts(named: list[Named], where: str, column: str, recipe: Recipe, tokenize
         try:
             texts.append(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # a template may raise anything; its own words say what it refuses
-            raise UserError(f"{where}, {name}: the chat template failed: {type(error).__name__}: {error}") from None
+            words = " ".join(str(error).split())
+            raise UserError(
+                f"{where}, {name}: the chat template failed ({type(error).__name__}: {words}); change prompts.system or use "
+                "prompts.template=none"
+            ) from None
     return texts
 
 
@@ -118,7 +122,8 @@ def _token_ids(texts: list[str], where: str, recipe: Recipe, tokenizer: PreTrain
     try:
         ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
     except Exception as error:
-        raise UserError(f"{where}: the tokenizer cannot encode the prompts: {error}") from None
+        words = " ".join(str(error).split())
+        raise UserError(f"{where}: the policy's tokenizer cannot encode the prompts ({words}); use another policy") from None
     if recipe.prompts.template == "none" and tokenizer.bos_token_id is not None:
         added = tokenizer("")["input_ids"]
         if added[:1] == [tokenizer.bos_token_id]:
@@ -133,8 +138,8 @@ def _check_lengths(
     for (name, _), tokens in zip(named, ids, strict=True):
         if len(tokens) > limit:
             raise UserError(
-                f"{where}, {name}: the prompt has {len(tokens)} tokens, more than prompts.max_prompt_tokens = {limit}; raise "
-                "the limit, or shorten or remove the row"
+                f"{where}, {name}: the prompt has {len(tokens)} tokens, more than prompts.max_prompt_tokens = {limit}; "
+                "raise the limit, or shorten or remove the row"
             )
         if context_tokens is not None and len(tokens) + recipe.rollout.max_tokens > context_tokens:
             raise UserError(

@@ -67,7 +67,9 @@ def _json(file: Path, where: str) -> list[Named]:
         raise UserError(f"{where}: expected a list of objects, found {_kind(tree)}; write one object per row")
     for number, row in enumerate(tree, 1):
         if not isinstance(row, dict):
-            raise UserError(f"{where}, row {number}: expected an object with columns, found {_kind(row)}; fix or remove the row")
+            raise UserError(
+                f"{where}, row {number}: expected an object with columns, found {_kind(row)}; fix or remove the row"
+            )
     return [(f"row {number}", row) for number, row in enumerate(tree, 1)]
 
 

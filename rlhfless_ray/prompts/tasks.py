@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from typing import Any, Literal, Protocol
 
@@ -58,6 +59,6 @@ def belongs(prompt: str, split: Split) -> bool:
 def heavy_tailed_count(rng: np.random.Generator, median: float, sigma: float, low: int, high: int) -> int:
     """A log-normal count, drawn again until it lies in low … high."""
     while True:
-        count = round(float(np.exp(rng.normal(np.log(median), sigma))))
+        count = round(rng.lognormal(math.log(median), sigma))
         if low <= count <= high:
             return count

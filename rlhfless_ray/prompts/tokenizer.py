@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
     from rlhfless_ray.prompts.tasks import Task
 
 PAD, EOS = "<pad>", "<eos>"
 
 
-def build_tokenizer(task: Task) -> PreTrainedTokenizerFast:
+def build_tokenizer(task: Task) -> PreTrainedTokenizerBase:
     """Pad is token 0, end-of-sequence token 1, then the task's symbols; there is no beginning-of-sequence token.
 
-    Encoding and decoding are exact inverses. A character that is not a symbol of the task is an error: there is no
-    unknown token it could silently turn into.
+    Encoding and decoding are exact inverses over the task's symbols. It is of Qwen2's own class, a byte-level BPE without
+    merges, because AutoTokenizer (transformers 5.19) reads the tokenizer of any Qwen2 folder as one; symbols of several
+    characters are added tokens, which are found before the text is cut any further.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import AddedToken
+    from transformers import Qwen2Tokenizer
 
-    vocabulary = {token: i for i, token in enumerate([PAD, EOS, *task.symbols])}
-    core = Tokenizer(models.WordLevel(vocabulary))
-    long = sorted((re.escape(symbol) for symbol in task.symbols if len(symbol) > 1), key=len, reverse=True)
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*long, r"[\s\S]"])), behavior="isolated")
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token=PAD,
+    single = [symbol for symbol in task.symbols if len(symbol) == 1]
+    several = [symbol for symbol in task.symbols if len(symbol) > 1]
+    parts = sorted({character for symbol in several for character in symbol} - set(single))
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate([PAD, EOS, *single, *parts])},
+        merges=[],
+        unk_token=None,
         eos_token=EOS,
+        pad_token=PAD,
         padding_side="left",
         clean_up_tokenization_spaces=False,
-        model_input_names=["input_ids", "attention_mask"],
     )
+    tokenizer.add_tokens([AddedToken(symbol, normalized=False) for symbol in several])
+    return tokenizer

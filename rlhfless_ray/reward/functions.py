@@ -101,8 +101,8 @@ def _check(source: RewardSource, where: str) -> None:
         raise UserError(f"{where}: syntax error in line {error.lineno}: {error.msg}") from None
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{where}: line {source.line_of(error)} imports `{error.name}`, which is not installed; the file is shipped alone, "
-            "so it may import installed packages only"
+            f"{where}: line {source.line_of(error)} imports `{error.name}`, which is not installed; the file is shipped "
+            "alone, so it may import installed packages only"
         ) from None
     except (Exception, SystemExit) as error:
         at = f"line {source.line_of(error)}"

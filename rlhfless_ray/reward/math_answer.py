@@ -1,22 +1,33 @@
 """The `math` reward: is the response's final answer equal to the reference?
 
-The reference is what follows the last `####` of the row's answer, or the whole answer. The response's answer is, in this
-order: what follows its last `####` on that line; the content of its last `\\boxed{…}`; its last number. Two plain numbers
-are compared exactly, after currency signs, per cent signs, thousands separators, a final full stop and a unit in words
-are taken away (`$1,250.00` equals `1250 dollars`, `50%` equals `50`); everything else is left to math-verify.
+The reference is what follows the last `####` of the row's answer, or the whole answer. The response's answer is the first
+of these that it has: what follows its last `####` on that line; the content of its last `\\boxed{…}`; its last number.
+
+Two plain numbers are compared exactly. A number is plain when words (`18 apples`), a currency sign, a per cent sign,
+thousands separators, `x =` or a final full stop are all that stands around it: `$1,250.00` equals `1250 dollars`, `50%`
+equals `50`, `1/2` equals `0.5`. Everything else is left to math-verify.
 """
 
 from __future__ import annotations
 
+import logging
 import re
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-_NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-_SIGNED = rf"[-+−]?\s?[$€£]?\s?(?:{_NUMBER})"
+_DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+_MONEY = r"[$€£]?\s?"
 # A minus directly after a digit, letter or bracket subtracts; it is no sign.
-_LAST = re.compile(rf"(?:(?<![\w)\].])[-−]\s?)?[$€£]?(?:{_NUMBER})(?:\s?/\s?(?:{_NUMBER}))?")
-_PLAIN = re.compile(rf"^({_SIGNED})(?:\s?/\s?({_NUMBER}))?\s?%?(?:\s*[^\W\d_][^\d+*/^=\\{{}}()]*)?$")
+_NUMBER = re.compile(rf"(?:(?<![\w)\].])[-+−]\s?)?{_MONEY}{_DIGITS}(?:\s?/\s?{_DIGITS})?")
+_WORDS = r"[^\W\d_]+(?:[\s'’-]+[^\W\d_]+)*"
+_PLAIN = re.compile(rf"(?:{_WORDS}:?\s+)?([-+−]?\s?{_MONEY}{_DIGITS})(?:\s?/\s?({_DIGITS}))?\s?%?(?:\s*{_WORDS})?")
+# Words that are no units: they change the value. So may single letters: `18x` is not 18.
+_CHANGES = re.compile(
+    r"(?<![^\W\d_])(?:[^\W\d_]|pi|sqrt|log|ln|sin|cos|tan|minus|negative|half|percent of|dozen|hundred|thousand|million|"
+    r"billion|trillion)s?(?![^\W\d_])",
+    re.IGNORECASE,
+)
 
 
 def math_reward(prompt: str, response: str, row: dict[str, Any], answer_column: str = "answer") -> float:
@@ -24,8 +35,9 @@ def math_reward(prompt: str, response: str, row: dict[str, Any], answer_column: 
     reference = row[answer_column]
     if isinstance(reference, bool) or not isinstance(reference, (str, int, float)):
         raise ValueError(f"the reference answer in column `{answer_column}` is of type {type(reference).__name__}")
-    gold = _after_mark(str(reference))
-    gold = str(reference).strip() if gold is None else gold
+    text = format(Decimal(str(reference)), "f") if isinstance(reference, float) else str(reference).strip()
+    gold = _after_mark(text)
+    gold = text if gold is None else gold
     if not gold:
         raise ValueError(f"the reference answer in column `{answer_column}` is empty")
     answer = final_answer(response)
@@ -38,14 +50,14 @@ def math_reward(prompt: str, response: str, row: dict[str, Any], answer_column: 
 
 
 def final_answer(response: str) -> str | None:
-    """The part of a response that is compared; None when it gives no answer."""
+    """The part of a response that is compared; None or empty when it gives no answer."""
     marked = _after_mark(response)
     if marked is not None:
         return _last_box(marked) or marked
     box = _last_box(response)
     if box is not None:
         return box
-    numbers = _LAST.findall(response)
+    numbers = _NUMBER.findall(response.replace("{,}", ","))
     return numbers[-1] if numbers else None
 
 
@@ -67,18 +79,19 @@ def _last_box(text: str) -> str | None:
 
 
 def _plain(text: str) -> Fraction | None:
-    """The number, if the text is one number with at most a currency sign, a per cent sign or a unit in words."""
-    bare = re.sub(r"\\(?=[$%])|\\!|\{,\}", lambda m: "," if m[0] == "{,}" else "", text.strip().strip("*`").strip())
-    if len(bare) >= 2 and bare.startswith("$") and bare.endswith("$"):
-        bare = bare[1:-1].strip()
-    match = _PLAIN.match(bare.rstrip(".").strip())
-    if match is None:
+    """The text's value, if it is a plain number."""
+    bare = text.replace("{,}", ",").replace("\\$", "$").replace("\\%", "%").replace("\\!", "").strip(" \t*`")
+    if len(bare) > 2 and bare[0] == bare[-1] == "$":
+        bare = bare[1:-1]
+    name, equals, value = bare.rpartition("=")
+    if equals and re.fullmatch(r"\s*[^\W\d_]+\s*", name):
+        bare = value
+    bare = bare.strip().rstrip(".")
+    match = _PLAIN.fullmatch(bare)
+    if match is None or _CHANGES.search(bare):
         return None
-    value = _fraction(match[1])
-    if match[2] is None:
-        return value
-    below = _fraction(match[2])
-    return value / below if below else None
+    above, below = _fraction(match[1]), _fraction(match[2] or "1")
+    return above / below if below else None
 
 
 def _fraction(text: str) -> Fraction:
@@ -88,8 +101,10 @@ def _fraction(text: str) -> Fraction:
 def _math_verify(gold: str, answer: str) -> float:
     import math_verify
 
+    # Its own time limits use SIGALRM, which is ours here (worker.py): None switches them off, and a warning on.
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     configs = [math_verify.LatexExtractionConfig(), math_verify.ExprExtractionConfig()]
-    # math-verify's own limits use SIGALRM, which is ours here (worker.py); None switches them off.
     parsed = [
         math_verify.parse(text if "$" in text else f"${text}$", configs, parsing_timeout=None) for text in (gold, answer)
     ]

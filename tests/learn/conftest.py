@@ -7,13 +7,15 @@ import pickle
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
+from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.recipe import Recipe
 
 HERE = Path(__file__).parent
@@ -72,9 +74,9 @@ class Cases:
 
         self.folder = folder
         rng = np.random.default_rng(7)
-        self.files = tiny_policy()
+        self.files = tiny_policy(width=63)  # odd: the parts of two ranks are padded
         self.tied = tiny_policy(3, tied=True)
-        self.bf16 = tiny_policy(0, dtype="bfloat16")
+        self.bf16 = tiny_policy(0, dtype="bfloat16", width=63)
         self.batches = [random_batch(rng) for _ in range(3)]
         self.few = [random_batch(rng, groups=1, samples=1) for _ in range(2)]
         spoilt = self.batches[1].advantages.copy()
@@ -82,35 +84,62 @@ class Cases:
         self.with_nan = [self.batches[0], replace(self.batches[1], advantages=spoilt), self.batches[2]]
         drawn = self.batches[1].logprobs.copy()
         drawn[2] = np.nan
-        self.with_nan_sampler = [replace(self.batches[1], logprobs=drawn)]
+        self.with_nan_sampler = [replace(self.batches[1], logprobs=drawn), Batch.of([])]
 
     def first(self, ranks: int) -> dict[str, Any]:
+        """Runs from the policy's files, named "<what>/<ZeRO stage>"."""
         full = {"updates_per_step": 2, "loss_mean": "sequence", "kl": {"coefficient": 0.3, "estimator": "k3"}}
+        k1 = {"importance_cap": 0, "kl": {"coefficient": 0.1, "estimator": "k1"}}
         cases: dict[str, Any] = {}
 
-        def add(name: str, files: dict[str, bytes], batches: list[Any], snapshot: bool = False, **changes: Any) -> None:
-            for stage in changes.pop("stages", range(4)):
+        def add(name: str, files: dict[str, bytes], batches: list[Any], *stages: int, **changes: Any) -> None:
+            for stage in stages:
                 settings = learner_settings(ranks, stage, **changes)
-                cases[f"{name}/{stage}"] = {"settings": settings, "files": files, "batches": batches, "snapshot": snapshot}
+                snapshots = {"plain": (0, 1), "full": (1,), "tied": (1,), "bf16": (0, 1)}.get(name, ())
+                cases[f"{name}/{stage}"] = {"settings": settings, "files": files, "batches": batches, "snapshots": snapshots}
 
-        add("plain", self.files, self.batches, snapshot=True)
-        add("full", self.files, self.batches, temperature=0.7, algorithm=full)
-        add("nan", self.files, self.with_nan)
-        add("few", self.files, self.few, stages=(0, 2, 3))
-        add("tied", self.tied, self.batches, snapshot=True, stages=(0, 2, 3))
-        add("wide", self.files, self.batches, stages=(0,), learner={"micro_batch_tokens": 10**6})
-        add("narrow", self.files, self.batches, stages=(0,), learner={"micro_batch_tokens": 1})
-        add("recompute", self.files, self.batches, stages=(0,), learner={"gradient_checkpointing": True})
-        add("nan sampler", self.files, self.with_nan_sampler, stages=(0,))
-        add("uncorrected", self.files, self.batches, stages=(0,), algorithm={"importance_cap": 0, "kl": {"coefficient": 0.1, "estimator": "k1"}})
-        add("bf16", self.bf16, self.batches, snapshot=True, dtype="bfloat16")
+        add("plain", self.files, self.batches, 0, 1, 2, 3)
+        add("full", self.files, self.batches, 0, 1, 2, 3, temperature=0.7, algorithm=full)
+        add("nan", self.files, self.with_nan, 0, 1, 2, 3)
+        add("few", self.files, self.few, 0, 2, 3)
+        add("tied", self.tied, self.batches, 0, 2, 3)
+        add("wide", self.files, self.batches, 0, learner={"micro_batch_tokens": 10**6})
+        add("narrow", self.files, self.batches, 0, learner={"micro_batch_tokens": 1})
+        add("recompute", self.files, self.batches, 0, learner={"gradient_checkpointing": True})
+        add("nan sampler", self.files, self.with_nan_sampler, 0)
+        add("uncorrected", self.files, self.batches, 0, algorithm=k1)
+        add("bf16", self.bf16, self.batches, 1, 2, 3, dtype="bfloat16")
+        add("bf16 nan", self.bf16, self.with_nan, 1, 2, 3, dtype="bfloat16")
         return cases
 
-    def run_first(self) -> None:
+    # (a run, its number of ranks, the ZeRO stage at which another gang goes on from its snapshot), by that gang's ranks
+    CONTINUED: ClassVar = {
+        1: [
+            ("plain/0", 1, 0), ("plain/2", 2, 0), ("plain/3", 2, 1), ("plain/0", 1, 3), ("full/0", 1, 0), ("tied/3", 2, 2),
+            ("bf16/2", 1, 2), ("bf16/3", 2, 1),
+        ],
+        2: [("plain/0", 1, 2), ("plain/2", 1, 3), ("plain/0", 2, 0), ("tied/0", 1, 3), ("bf16/1", 1, 3)],
+    }
+
+    def second(self, ranks: int) -> dict[str, Any]:
+        """Runs that go on from a snapshot, in new processes: after the first update, and a few before any."""
+        cases = {}
+        starts = [(*row, 1) for row in self.CONTINUED[ranks]] + [("plain/2", 2, ranks, 0), ("bf16/2", 1, 2, 0)]
+        for name, from_ranks, stage, done in starts:
+            before = self.first(from_ranks)[name]
+            settings = {**before["settings"], "learner": {**before["settings"]["learner"], "zero_stage": stage, "ranks": ranks}}
+            cases[f"{name} of {from_ranks} at {stage} after {done}"] = {
+                "settings": settings, "files": before["files"], "batches": before["batches"][done:],
+                "state": self.result(name, from_ranks)["snapshots"][done],
+            }
+        return cases
+
+    def run(self) -> None:
         self.results = run_gangs(self.folder / "first", {ranks: self.first(ranks) for ranks in (1, 2)})
+        self.continued = run_gangs(self.folder / "second", {ranks: self.second(ranks) for ranks in (1, 2)})
 
     def result(self, name: str, ranks: int, rank: int = 0) -> dict[str, Any]:
-        found = self.results[ranks][rank][name]
+        found = (self.continued if " of " in name else self.results)[ranks][rank][name]
         assert "error" not in found, found["error"]
         return found
 
@@ -118,5 +147,15 @@ class Cases:
 @pytest.fixture(scope="session")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
     made = Cases(tmp_path_factory.mktemp("learner"))
-    made.run_first()
+    made.run()
     return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

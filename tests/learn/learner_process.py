@@ -3,8 +3,8 @@
     python learner_process.py RANK RANKS PORT CASES.pickle RESULTS.pickle
 
 A case is a dict: `settings` and `files` of the learner, `batches` to update with, `state` (files of a snapshot) to
-start from, `snapshot` (bool) to take one at the end. The result holds `stats` per update and, from rank 0, `weights`
-after each update (and `snapshot`).
+start from, `snapshots`: after how many updates to take one. The result holds `stats` per update and, from rank 0, `weights`
+after each update, and `snapshots` as {updates done: files}.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
     state = case.get("state")
     learner = Learner(settings)
     learner.open(case["files"], ("127.0.0.1", port), 1, None if state is None else state_from_bytes(state))
-    found: dict[str, Any] = {"stats": [], "weights": []}
-    for batch in case["batches"]:
+    found: dict[str, Any] = {"stats": [], "weights": [], "snapshots": {}, "rng": torch.get_rng_state().numpy()}
+    if 0 in case.get("snapshots", ()):
+        found["snapshots"][0] = learner.snapshot_bytes()
+    for number, batch in enumerate(case["batches"], 1):
         stats, _ = learner.update(batch, 1)
         found["stats"].append(stats)
         weights, _ = learner.weights()  # arrays of the live parameters: Ray would copy them
         found["weights"].append(None if weights is None else {k: v.copy() for k, v in weights.items()})
-    found["rng"] = torch.get_rng_state().numpy()
-    if case.get("snapshot"):
-        found["snapshot"] = learner.snapshot_bytes()
+        if number in case.get("snapshots", ()):
+            found["snapshots"][number] = learner.snapshot_bytes()
     learner.engine.destroy()
     return found
 

@@ -72,11 +72,13 @@ class Reference:
         self.model.zero_grad()
         all_tokens = sum(len(s["old"]) for s in part)
         total, clipped = 0.0, 0
+        weights: list[float] = []
         for s in part:
             new = logprobs(self.model, s, self.settings["temperature"])
             factors, bounds = [], []  # of the ratio where it is inside its bounds; of the constant where it is not
             for now, old, sampler in zip(new.tolist(), s["old"].tolist(), s["sampler"].tolist(), strict=True):
                 weight = min(math.exp(old - sampler), algorithm["importance_cap"]) if algorithm["importance_cap"] else 1.0
+                weights.append(weight)
                 ratio, advantage = math.exp(now - old), s["advantage"]
                 outside = ratio > 1 + algorithm["clip_high"] if advantage > 0 else ratio < 1 - algorithm["clip_low"]
                 bound = 1 + algorithm["clip_high"] if advantage > 0 else 1 - algorithm["clip_low"]
@@ -105,7 +107,11 @@ class Reference:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(self.master[name])
-        return {"loss": total, "grad_norm": float(norm), "clip_share": clipped / all_tokens, "learning_rate": rate}
+        apart = torch.cat([(s["old"] - s["sampler"]).abs() for s in part])
+        return {
+            "loss": total, "grad_norm": float(norm), "clip_share": clipped / all_tokens, "learning_rate": rate, "tokens": all_tokens,
+            "importance": float(np.mean(weights)), "mismatch": float(apart.mean()), "mismatch_max": float(apart.max()),
+        }
 
     def weights(self) -> dict[str, np.ndarray]:
         return {n: p.detach().float().numpy().copy() for n, p in self.model.named_parameters()}

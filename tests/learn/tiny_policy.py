@@ -13,13 +13,15 @@ VOCABULARY = 61
 EOS = 1
 
 
-def tiny_policy(seed: int = 0, *, tied: bool = False, dtype: str = "float32", context: int = 512, spread: float = 0.1) -> dict[str, bytes]:
+def tiny_policy(
+    seed: int = 0, *, tied: bool = False, dtype: str = "float32", context: int = 512, spread: float = 0.1, width: int = 64
+) -> dict[str, bytes]:
     """{file name: content}; a larger `spread` of the initial weights makes a less uniform policy."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=VOCABULARY, hidden_size=width, head_dim=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=context, use_sliding_window=False, tie_word_embeddings=tied,
         initializer_range=spread, bos_token_id=None, eos_token_id=EOS, pad_token_id=0, attention_dropout=0.1,
     )

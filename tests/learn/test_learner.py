@@ -1,0 +1,218 @@
+"""The learner gang against an independent reference, with every number of ranks and ZeRO stage.
+
+All runs happen once, in the `cases` fixture; the tests here compare what came out.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner_reference import Reference, load
+from safetensors.torch import load as load_tensors
+
+from rlhfless_ray.learn.learner import state_from_bytes
+
+Weights = dict[str, np.ndarray]
+FLOAT32 = ("plain", "full", "few", "tied", "uncorrected")
+STAGES = {"plain": range(4), "full": range(4), "few": (0, 2, 3), "tied": (0, 2, 3), "uncorrected": (0,)}
+SAME_AS_PLAIN = ("wide", "narrow", "recompute")
+
+
+@pytest.fixture(scope="module")
+def expected(cases: Any) -> Any:
+    """name → (first weights, [weights after each update], [stats of each update], master weights) of the reference."""
+
+    @lru_cache
+    def of(name: str) -> tuple[Weights, list[Weights], list[list[dict[str, float]]], list[Weights]]:
+        first = cases.first(1)
+        case = first["plain/0" if name == "nan" else "bf16/1" if name == "bf16" else f"{name}/0"]
+        batches = [case["batches"][0], case["batches"][2]] if name == "nan" else case["batches"]
+        reference = Reference(case["files"], case["settings"])
+        start, weights, masters, stats = reference.weights(), [], [], []
+        for batch in batches:
+            stats.append(reference.update(batch))
+            weights.append(reference.weights())
+            masters.append({n: p.detach().numpy().copy() for n, p in reference.master.items()})
+        return start, weights, stats, masters
+
+    return of
+
+
+def distance(found: Weights, wanted: Weights, start: Weights) -> float:
+    """How far apart, as a share of how far the run has moved from its start."""
+    assert found.keys() == wanted.keys()
+    apart = sum(float(np.square(found[k].astype(np.float64) - wanted[k]).sum()) for k in wanted)
+    moved = sum(float(np.square(start[k].astype(np.float64) - wanted[k]).sum()) for k in wanted)
+    return (apart / moved) ** 0.5
+
+
+def same(found: Weights, wanted: Weights) -> bool:
+    return found.keys() == wanted.keys() and all(np.array_equal(found[k], wanted[k]) for k in wanted)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", [*FLOAT32, *SAME_AS_PLAIN])
+def test_updates_equal_the_reference(cases: Any, expected: Any, name: str, ranks: int) -> None:
+    """Whatever the ranks, the ZeRO stage and the micro-batches: weights after every update, loss, norm, clipping."""
+    start, weights, stats, _ = expected("plain" if name in SAME_AS_PLAIN else name)
+    for stage in STAGES.get(name, (0,)):
+        found = cases.result(f"{name}/{stage}", ranks)
+        for got, wanted in zip(found["weights"], weights, strict=True):
+            assert distance(got, wanted, start) < 1e-4
+            assert max(np.abs(got[k] - wanted[k]).max() for k in wanted) < 1e-5
+        for got, wanted in zip(found["stats"], stats, strict=True):
+            assert got.loss == pytest.approx(np.mean([w["loss"] for w in wanted]), abs=1e-6)
+            assert got.grad_norm == pytest.approx(np.mean([w["grad_norm"] for w in wanted]), rel=1e-5)
+            assert got.learning_rate == pytest.approx(np.mean([w["learning_rate"] for w in wanted]), rel=1e-9)
+            assert got.clip_share == pytest.approx(np.mean([w["clip_share"] for w in wanted]), abs=0.01)
+            assert got.importance_mean == pytest.approx(np.mean([w["importance"] for w in wanted]), rel=1e-4)
+            assert got.mismatch_mean == pytest.approx(np.mean([w["mismatch"] for w in wanted]), rel=1e-4)
+            assert got.mismatch_max == pytest.approx(max(w["mismatch_max"] for w in wanted), rel=1e-4)
+            assert got.trained_tokens == sum(w["tokens"] for w in wanted)
+            assert (got.skipped, got.reason) == (0, "")
+
+
+def test_the_cases_have_teeth(cases: Any, expected: Any) -> None:
+    """Ratios are clipped, gradients are clipped, importance weights are capped, and the KL term has a value."""
+    stats = cases.result("full/0", 1)["stats"]
+    assert min(s.clip_share for s in stats) > 0.05
+    assert min(s.grad_norm for s in stats) > 10 * 0.1
+    assert min(s.importance_capped_share for s in stats) > 0.05
+    assert stats[-1].kl > 1e-4
+    assert stats[-1].loss == pytest.approx(stats[-1].policy_loss + 0.3 * stats[-1].kl, abs=1e-6)
+    start, weights, _, _ = expected("plain")
+    assert distance(expected("full")[1][-1], weights[-1], start) > 0.1
+
+
+def test_ranks_agree_on_what_happened(cases: Any) -> None:
+    for name, found in cases.results[2][0].items():
+        other = cases.result(name, 2, rank=1)
+        assert repr(found["stats"]) == repr(other["stats"])
+        assert other["weights"] == [None] * len(other["weights"]), "rank 0 alone publishes"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", [*(f"nan/{stage}" for stage in range(4)), *(f"bf16 nan/{stage}" for stage in (1, 2, 3))])
+def test_a_non_finite_update_is_skipped_and_counted(cases: Any, expected: Any, name: str, ranks: int) -> None:
+    found = cases.result(name, ranks)
+    stats, weights = found["stats"], found["weights"]
+    assert [s.skipped for s in stats] == [0, 1, 0]
+    assert "not finite" in stats[1].reason and stats[1].trained_tokens == 0
+    assert same(weights[1], weights[0])
+    assert not same(weights[2], weights[1])
+    if name.startswith("nan"):  # afterwards all goes on as if the batch had never been: moments, schedule, step count
+        start, wanted, _, _ = expected("nan")
+        assert distance(weights[2], wanted[1], start) < 1e-4
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_spoilt_sampler_and_empty_batch_are_skipped_too(cases: Any, ranks: int) -> None:
+    found = cases.result("nan sampler/0", ranks)
+    assert [s.skipped for s in found["stats"]] == [1, 1]
+    assert found["stats"][1].reason == "no sample of the step has a reward"
+    assert same(found["weights"][0], {k: v.astype(np.float32) for k, v in published_names(cases.files).items()})
+
+
+def published_names(files: dict[str, bytes]) -> Weights:
+    return {name: tensor.float().numpy() for name, tensor in load_tensors(files["model.safetensors"]).items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bfloat16_keeps_float32_weights_behind(cases: Any, expected: Any, ranks: int) -> None:
+    """Updates far below bfloat16's step must add up: compared are the float32 weights of the snapshot, and what is
+    published after each update, which is their rounding."""
+    start, weights, _, masters = expected("bf16")
+    for stage in (1, 2, 3):
+        found = cases.result(f"bf16/{stage}", ranks)
+        state = state_from_bytes(found["snapshots"][1])
+        master = {k.removeprefix("master."): v.numpy() for k, v in state["moments"].items() if k.startswith("master.")}
+        assert distance(master, masters[0], start) < 0.1
+        assert same({k: v.float().numpy() for k, v in state["weights"].items()}, found["weights"][0])
+        for name, value in master.items():
+            np.testing.assert_array_equal(found["weights"][0][name], torch.tensor(value).bfloat16().float().numpy())
+        assert distance(found["weights"][-1], weights[-1], start) < 0.15
+
+
+# ---- snapshot and continue --------------------------------------------------------------------------------------
+
+
+def continued(cases: Any, ranks: int) -> list[tuple[str, Any, Any, int, int]]:
+    rows = []
+    for name, from_ranks, stage in cases.CONTINUED[ranks]:
+        went_on = cases.result(f"{name} of {from_ranks} at {stage} after 1", ranks)
+        rows.append((name, cases.result(name, from_ranks), went_on, from_ranks, stage))
+    return rows
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_new_process_goes_on_from_the_snapshot(cases: Any, ranks: int) -> None:
+    """With the same gang at ZeRO 0 bit by bit, with other ranks or another stage to rounding."""
+    exact = 0
+    for name, uncut, went_on, from_ranks, stage in continued(cases, ranks):
+        start = uncut["weights"][0]
+        assert len(went_on["weights"]) == len(uncut["weights"]) - 1 == 2
+        for got, wanted in zip(went_on["weights"], uncut["weights"][1:], strict=True):
+            if from_ranks == ranks and name.endswith("/0") and stage == 0:
+                assert same(got, wanted)
+                exact += 1
+            else:
+                assert distance(got, wanted, start) < (0.05 if name.startswith("bf16") else 1e-4)
+        assert [s.learning_rate for s in went_on["stats"]] == [s.learning_rate for s in uncut["stats"][1:]]
+        rng = state_from_bytes(uncut["snapshots"][1])["rng"].numpy()
+        np.testing.assert_array_equal(went_on["rng"], rng)
+    assert exact >= 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_snapshot_before_the_first_update_is_a_start_too(cases: Any, ranks: int) -> None:
+    for name, from_ranks, stage in (("plain/2", 2, ranks), ("bf16/2", 1, 2)):
+        uncut = cases.result(name, from_ranks)
+        went_on = cases.result(f"{name} of {from_ranks} at {stage} after 0", ranks)
+        for got, wanted in zip(went_on["weights"][1:], uncut["weights"][1:], strict=True):
+            assert distance(got, wanted, uncut["weights"][0]) < (0.05 if name.startswith("bf16") else 1e-4)
+
+
+def test_a_wrong_start_would_be_seen(cases: Any, expected: Any) -> None:
+    """Teeth of the test before: going on without the moments or the step count ends up clearly elsewhere."""
+    case = cases.first(1)["plain/0"]
+    reference = Reference(case["files"], case["settings"])
+    reference.update(case["batches"][0])
+    reference.optimizer.state.clear()
+    for batch in case["batches"][1:]:
+        reference.update(batch)
+    _, weights, _, _ = expected("plain")
+    assert distance(reference.weights(), weights[-1], weights[0]) > 0.05
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("plain/0", 1), ("plain/3", 2), ("tied/0", 1), ("tied/3", 2), ("bf16/2", 1)])
+def test_published_weights_are_a_model_that_transformers_loads(cases: Any, name: str, ranks: int) -> None:
+    files = cases.first(ranks)[name]["files"]
+    found = cases.result(name, ranks)
+    state, published = found["snapshots"][1], found["weights"][0]
+    dtype = torch.bfloat16 if name.startswith("bf16") else torch.float32
+    from_file = load({**files, "model.safetensors": state["model.safetensors"]}, dtype)
+    by_hand = load(files, dtype)
+    missing, unexpected = by_hand.load_state_dict({k: torch.from_numpy(v) for k, v in published.items()}, strict=False)
+    assert not unexpected and set(missing) <= ({"lm_head.weight"} if name.startswith("tied") else set())
+    assert ("lm_head.weight" in published) == (not name.startswith("tied"))
+    ids = torch.arange(2, 40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(from_file(ids).logits, by_hand(ids).logits, rtol=0, atol=0)
+        assert not torch.equal(from_file(ids).logits, load(files, dtype)(ids).logits)
+    if name.startswith("tied"):
+        assert from_file.lm_head.weight.data_ptr() == from_file.model.embed_tokens.weight.data_ptr()
+
+
+def test_snapshot_files_are_safetensors_and_json(cases: Any, tmp_path: Path) -> None:
+    files = cases.result("plain/0", 1)["snapshots"][1]
+    assert set(files) == {"model.safetensors", "optimizer.safetensors", "learner.json"}
+    assert json.loads(files["learner.json"]) == {"optimizer_steps": 1}
+    assert set(load_tensors(files["model.safetensors"])) == set(load_tensors(cases.files["model.safetensors"]))
+    names = set(load_tensors(files["optimizer.safetensors"]))
+    assert names == {"rng"} | {f"{m}.{n}" for m in ("exp_avg", "exp_avg_sq") for n in published_names(cases.files)}

@@ -1,0 +1,128 @@
+"""`ray job submit --working-dir .` on a cluster made by `ray start`, twice at once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT, environment, small_recipe
+
+pytestmark = [pytest.mark.ray, pytest.mark.engine]
+BIN = Path(sys.executable).parent
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def job_environment() -> dict[str, str]:
+    kept = {k: v for k, v in environment().items() if k != "PYTHONPATH"}
+    return {**kept, "PATH": f"{BIN}:{kept['PATH']}", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+
+
+@pytest.fixture(scope="module")
+def dashboard() -> Iterator[str]:
+    """Address of a two-core cluster that `ray start` made; ended by the id of the process that was started."""
+    port, dashboard = free_port(), free_port()
+    head = subprocess.Popen(
+        [
+            str(BIN / "ray"), "start", "--head", "--block", f"--port={port}", f"--dashboard-port={dashboard}", "--num-cpus=2",
+            "--object-store-memory=300000000", "--dashboard-agent-listen-port", str(free_port()),
+        ],
+        env=job_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )
+    address = f"http://127.0.0.1:{dashboard}"
+    from ray.job_submission import JobSubmissionClient
+
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            JobSubmissionClient(address).list_jobs()
+            break
+        except Exception:  # not listening yet, in one of many ways
+            assert time.monotonic() < deadline, "the cluster's dashboard did not start"
+            time.sleep(0.5)
+    yield address
+    import psutil
+
+    family = [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]
+    for process in family:
+        process.terminate()
+    for process in psutil.wait_procs(family, timeout=10)[1]:
+        process.kill()
+    head.wait(timeout=10)
+
+
+@pytest.fixture(scope="module")
+def working_dir(tmp_path_factory) -> Path:
+    """What a user has checked out: the packages, not installed, and a recipe."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for package in ("rlhfless_ray", "placement"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    tree = small_recipe(folder, run__steps=3)
+    tree["reward"]["function"] = "reward_file.py:shorter"
+    (folder / "small.yaml").write_text(yaml.safe_dump(tree))
+    return folder
+
+
+def submit(dashboard: str, working_dir: Path, *overrides: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [
+            str(BIN / "ray"), "job", "submit", "--address", dashboard, "--working-dir", str(working_dir), "--",
+            "python", "-m", "rlhfless_ray", "train", "small.yaml", *overrides,
+        ],
+        env=job_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )
+
+
+def test_two_jobs_at_once_finish_without_clashing(dashboard, working_dir, tmp_path):
+    root = tmp_path / "runs"
+    jobs = [submit(dashboard, working_dir, f"run.root={root}") for _ in range(2)]
+    said = [job.communicate(timeout=280)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], said[0][-3000:] + said[1][-3000:]
+    assert all("step 3/3" in text and "report.html" in text for text in said)  # the driver's lines are the job's log
+    names = sorted(path.name for path in root.iterdir())
+    assert names == ["small", "small-2"]
+    runs = [root / name for name in names]
+    assert all(json.loads((run / "status.json").read_text())["status"] == "done" for run in runs)
+    rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
+    together = min(r[-1]["time_s"] for r in rows)
+    assert all(r[1]["time_s"] < together for r in rows)  # neither waited for the other to end
+    # Same recipe, same seed: the number of slots each had changed nothing it sampled.
+    first = [(run / "samples" / "step_3.jsonl").read_text() for run in runs]
+    assert first[0] == first[1]
+
+
+def test_a_stopped_job_frees_its_leases_and_can_be_resumed(dashboard, working_dir, tmp_path):
+    from ray.job_submission import JobSubmissionClient
+
+    client = JobSubmissionClient(dashboard)
+    root = tmp_path / "runs"
+    entry = f"python -m rlhfless_ray train small.yaml run.root={root} run.steps=500 checkpoint.every_steps=200 evaluate.prompts=0"
+    job = client.submit_job(entrypoint=entry, runtime_env={"working_dir": str(working_dir)})
+    deadline = time.monotonic() + 120
+    while "step   5/500" not in client.get_job_logs(job):
+        assert time.monotonic() < deadline, client.get_job_logs(job)
+        time.sleep(0.3)
+    client.stop_job(job)
+    while client.get_job_status(job) not in ("STOPPED", "FAILED"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    status = json.loads((root / "small" / "status.json").read_text())
+    assert status["status"] == "stopped" and status["steps_done"] >= 5, client.get_job_logs(job)[-2000:]
+    assert (root / "small" / "checkpoints" / f"step_{status['steps_done']}").is_dir()
+    resumed = submit(dashboard, working_dir, "--resume", f"run.root={root}", f"run.steps={status['steps_done'] + 1}", "evaluate.prompts=0")
+    said = resumed.communicate(timeout=200)[0]
+    assert resumed.returncode == 0, said[-3000:]
+    assert f"step {status['steps_done'] + 1}/" in said
