@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from rlhfless_ray.errors import UserError
 
@@ -197,12 +197,17 @@ class Checkpoint(Section):
     """Older ones are removed."""
 
 
+def _yaml_off(value: Any) -> Any:
+    """YAML reads a bare `off` as false; where a setting has the word, the word is meant."""
+    return "off" if value is False else value
+
+
 class Watch(Section):
-    progress: Literal["auto", "live", "plain", "off"] = "auto"
+    progress: Annotated[Literal["auto", "live", "plain", "off"], BeforeValidator(_yaml_off)] = "auto"
     """`live`: a panel that redraws; `plain`: a line per step; `auto`: live on a terminal, else plain."""
     tensorboard: bool = True
-    wandb: Literal["auto", "online", "offline", "off"] = "off"
-    """`auto`: online with an API key, else offline."""
+    wandb: Annotated[Literal["auto", "online", "offline", "off"], BeforeValidator(_yaml_off)] = "auto"
+    """Weights & Biases. `auto`: online with an API key, else offline (into the run folder)."""
     wandb_project: str = "rlhfless-ray"
     samples_per_step: int = Field(64, ge=0)
     """Samples written to `samples/step_<n>.jsonl`; 0: all of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,12 +34,22 @@ def small_recipe(folder: Path, **overrides: Any) -> dict[str, Any]:
         "reward": {"function": f"{folder / 'reward_file.py'}:shorter"},
         "learner": {"learning_rate": 0.001},
         "checkpoint": {"every_steps": 2},
-        "watch": {"progress": "plain", "tensorboard": False, "samples_per_step": 0},
+        "watch": {"progress": "plain", "tensorboard": False, "wandb": "off", "samples_per_step": 0},
     }
     for key, value in overrides.items():
         section, _, field = key.partition("__")
         tree.setdefault(section, {})[field] = value
     return tree
+
+
+def write_recipe(folder: Path, **overrides: Any) -> str:
+    path = folder / "small.yaml"
+    path.write_text(yaml.safe_dump(small_recipe(folder, **overrides)))
+    return str(path)
+
+
+def samples(run: Path, step: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "samples" / f"step_{step}.jsonl").read_text().splitlines()]
 
 
 def command(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
@@ -52,6 +64,16 @@ def environment() -> dict[str, str]:
     """Ours, without a Ray of the machine and with the repository importable from anywhere."""
     kept = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "WANDB_API_KEY")}
     return {**kept, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of four steps from start to end, started as a user starts it."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    done = command("train", write_recipe(folder))
+    assert done.returncode == 0, done.stderr
+    assert "report.html" in done.stdout
+    return folder / "runs" / "small"
 
 
 @pytest.fixture(scope="session")

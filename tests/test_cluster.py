@@ -12,8 +12,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from rlhfless_ray import Recipe, Runtime
-from tests.conftest import small_recipe
-from tests.test_run import samples, uninterrupted  # noqa: F401  (a fixture)
+from tests.conftest import samples, small_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 
@@ -44,7 +43,7 @@ def node_states(cluster) -> dict[str, int]:
     return {node.node_id.hex(): node.idle_duration_ms for node in state.node_states}
 
 
-def test_a_run_on_another_node_survives_a_killed_engine_and_leaves_nothing(two_nodes, tmp_path, uninterrupted):  # noqa: F811
+def test_a_run_on_another_node_survives_a_killed_engine_and_leaves_nothing(two_nodes, tmp_path, uninterrupted):
     folder = tmp_path / "before"
     folder.mkdir()
     tree = small_recipe(folder)

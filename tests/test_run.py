@@ -13,21 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
-from tests.conftest import ROOT, command, environment, small_recipe
+from tests.conftest import ROOT, command, environment, samples, write_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
-
-
-def write(folder: Path, **overrides) -> str:
-    path = folder / "small.yaml"
-    path.write_text(yaml.safe_dump(small_recipe(folder, **overrides)))
-    return str(path)
-
-
-def samples(run: Path, step: int) -> list[dict]:
-    return [json.loads(line) for line in (run / "samples" / f"step_{step}.jsonl").read_text().splitlines()]
 
 
 def metrics(run: Path) -> list[dict]:
@@ -45,16 +34,6 @@ def ours_alive(marker: str) -> list[str]:
             except OSError:
                 continue
     return found
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory) -> Path:
-    """A run of four steps from start to end, as a user starts it."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    done = command("train", write(folder))
-    assert done.returncode == 0, done.stderr
-    assert "report.html" in done.stdout
-    return folder / "runs" / "small"
 
 
 def test_the_run_folder_holds_what_was_promised(uninterrupted):
@@ -109,7 +88,7 @@ def test_the_final_model_loads_in_transformers_and_is_the_last_checkpoint(uninte
 def stopped_and_resumed(tmp_path_factory) -> Path:
     """The same run, told to stop by SIGTERM after its third step, then resumed."""
     folder = tmp_path_factory.mktemp("stopped")
-    recipe, marker = write(folder), f"RLHFLESS_TEST={folder}"
+    recipe, marker = write_recipe(folder), f"RLHFLESS_TEST={folder}"
     process = subprocess.Popen(
         [sys.executable, "-m", "rlhfless_ray", "train", recipe], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         cwd=ROOT, env={**environment(), "RLHFLESS_TEST": str(folder)},

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlhfless_ray.prompts.tasks import Task
     from rlhfless_ray.recipe import Recipe
 
-VERSION = 3  # raise it when anything here, in scratch.py or in a task changes what comes out
+VERSION = 4  # raise it when anything here, in scratch.py or in a task changes what comes out
 BUCKET_BATCHES = 32  # batches drawn together and sorted by length, so that a batch holds little padding
 IGNORE = -100
 

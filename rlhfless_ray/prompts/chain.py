@@ -27,9 +27,9 @@ KEYS = string.ascii_lowercase[:24]
 LARGEST = 3  # operand
 SHORT = 4  # operands up to which the writer is careful
 
-CAREFUL = (0.64, 0.32, 0.04)  # up to SHORT operands: chance of every sum, of every second one, of the bare answer
-HURRIED = (0.42, 0.56, 0.02)
-AGAIN = 0.4  # chance of one more look, after every look
+CAREFUL = (0.60, 0.36, 0.04)  # up to SHORT operands: chance of every sum, of every second one, of the bare answer
+HURRIED = (0.40, 0.58, 0.02)
+AGAIN = 0.44  # chance of one more look, after every look
 
 
 class Chain:

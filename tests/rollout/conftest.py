@@ -1,0 +1,51 @@
+"""Engines are shared: each takes seconds to build. vLLM is imported when the first test needs it, not at collection."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "learn"))  # tiny_policy, learner_reference
+
+BLOCK = 32
+
+
+@pytest.fixture(scope="session")
+def sampling() -> Iterator[ModuleType]:
+    """`rlhfless_ray.rollout.sampling`; the variables that vLLM wants are taken back afterwards."""
+    import torch
+
+    before, threads = dict(os.environ), torch.get_num_threads()
+    from rlhfless_ray.rollout import engine
+
+    engine.prepare()
+    torch.set_num_threads(1)
+    from rlhfless_ray.rollout import sampling
+
+    yield sampling
+    torch.set_num_threads(threads)
+    for name in engine.ENVIRONMENT:
+        if name not in before:
+            os.environ.pop(name, None)
+
+
+@pytest.fixture(scope="session")
+def new_engine(sampling: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """An engine for a policy's files, without weights."""
+    from rlhfless_ray.rollout.engine import Engine
+    from rlhfless_ray.weights.folder import without_weights, write_folder
+
+    def build(files: dict[str, bytes], **changes: Any) -> Any:
+        settings = {
+            "device": "cpu", "max_model_len": 320, "dtype": "float32", "trust_remote_code": False, "max_running": 64,
+            "block_size": BLOCK, "kv_cache_mb": 64, "gpu_memory_share": 0.5, **changes,
+        }
+        return Engine(write_folder(tmp_path_factory.mktemp("engine"), without_weights(files)), settings)
+
+    return build

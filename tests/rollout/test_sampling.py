@@ -1,0 +1,94 @@
+"""Drawing a token from logits and a uniform number: exactly the inverse of the cumulative distribution."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+pytestmark = pytest.mark.engine  # the module imports vLLM
+
+
+def probabilities(logits: torch.Tensor, temperature: float) -> np.ndarray:
+    scaled = logits.double().numpy() / temperature
+    weights = np.exp(scaled - scaled.max())
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_draws_follow_the_softmax(sampling: ModuleType, temperature: float) -> None:
+    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -40.0, 0.5])
+    count = 20_000
+    uniform = torch.from_numpy(np.random.default_rng(3).random(count))
+    tokens, _ = sampling.draw(logits.expand(count, -1), torch.full((count,), temperature), uniform)
+    expected = probabilities(logits, temperature)
+    seen = np.bincount(tokens.numpy(), minlength=6)
+    assert seen[4] == 0
+    possible = expected > 1e-6
+    assert chisquare(seen[possible], count * expected[possible] / expected[possible].sum()).pvalue > 1e-3
+
+
+def test_a_token_is_drawn_exactly_in_its_interval(sampling: ModuleType) -> None:
+    """Just inside both ends of every token's piece of [0, 1), and not in the neighbours'."""
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(1))
+    edges = np.concatenate([[0.0], np.cumsum(probabilities(logits, 0.8))])
+    inside = 1e-6  # the log-probabilities are float32
+    uniform = np.concatenate([edges[:-1] + inside, edges[1:] - inside])
+    expected = np.tile(np.arange(50), 2)
+    rows = logits.expand(len(uniform), -1)
+    tokens, _ = sampling.draw(rows, torch.full((len(uniform),), 0.8), torch.from_numpy(uniform))
+    assert (np.diff(edges) > 3 * inside).all()
+    np.testing.assert_array_equal(tokens.numpy(), expected)
+
+
+@given(st.integers(0, 2**32), st.floats(0.2, 3.0), st.floats(0, 1, exclude_max=True))
+@settings(max_examples=60, deadline=None)
+def test_log_probability_is_that_of_the_drawn_token(sampling: ModuleType, seed: int, temperature: float, uniform: float) -> None:
+    logits = 4 * torch.randn(1, 33, generator=torch.Generator().manual_seed(seed))
+    tokens, logprobs = sampling.draw(logits, torch.tensor([temperature]), torch.tensor([uniform], dtype=torch.float64))
+    expected = np.log(probabilities(logits[0], temperature))[int(tokens)]
+    assert float(logprobs) == pytest.approx(expected, abs=2e-5)
+
+
+def test_the_ends_of_the_unit_interval_draw_possible_tokens(sampling: ModuleType) -> None:
+    logits = torch.tensor([-float("inf"), 0.0, 1.0, -float("inf")])
+    uniform = torch.tensor([0.0, np.nextafter(1.0, 0.0)], dtype=torch.float64)
+    tokens, logprobs = sampling.draw(logits.expand(2, -1), torch.ones(2), uniform)
+    assert tokens.tolist() == [1, 2]
+    assert torch.isfinite(logprobs).all()
+
+
+def test_temperature_zero_is_the_argmax_at_temperature_one(sampling: ModuleType) -> None:
+    """Also beside rows that are sampled."""
+    logits = torch.randn(8, 40, generator=torch.Generator().manual_seed(5))
+    temperature = torch.tensor([0.0, 1.0] * 4)
+    uniform = torch.rand(8, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    tokens, logprobs = sampling.draw(logits, temperature, uniform)
+    greedy = temperature == 0
+    assert torch.equal(tokens[greedy], logits[greedy].argmax(-1))
+    torch.testing.assert_close(logprobs[greedy], torch.log_softmax(logits[greedy], -1).max(-1).values)
+    alone, _ = sampling.draw(logits[~greedy], temperature[~greedy], uniform[~greedy])
+    assert torch.equal(tokens[~greedy], alone)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 300), st.integers(0, 300))
+@settings(max_examples=50, deadline=None)
+def test_a_stream_does_not_depend_on_how_much_of_it_is_asked_for(sampling: ModuleType, seed: int, some: int, more: int) -> None:
+    """A request that is cut after `some` tokens goes on with the noise it would have had."""
+    whole = sampling.uniforms(seed, some + more)
+    np.testing.assert_array_equal(sampling.uniforms(seed, some), whole[:some])
+    assert ((whole >= 0) & (whole < 1)).all()
+
+
+def test_streams_of_neighbouring_seeds_are_unrelated(sampling: ModuleType) -> None:
+    streams = np.stack([sampling.uniforms(seed, 2000) for seed in range(20)])
+    correlation = np.corrcoef(streams)[np.triu_indices(20, 1)]
+    assert np.abs(correlation).max() < 5 / np.sqrt(2000)
+    assert len(np.unique(streams)) == streams.size
+    counts = np.histogram(streams, bins=50, range=(0, 1))[0]
+    assert chisquare(counts).pvalue > 1e-3
