@@ -46,6 +46,8 @@ def new_engine(sampling: ModuleType, tmp_path_factory: pytest.TempPathFactory) -
             "device": "cpu", "max_model_len": 320, "dtype": "float32", "trust_remote_code": False, "max_running": 64,
             "block_size": BLOCK, "kv_cache_mb": 64, "gpu_memory_share": 0.5, **changes,
         }
-        return Engine(write_folder(tmp_path_factory.mktemp("engine"), without_weights(files)), settings)
+        kept.append(Engine(write_folder(tmp_path_factory.mktemp("engine"), without_weights(files)), settings))
+        return kept[-1]
 
+    kept: list[Any] = []  # an engine that ends takes down what all engines of a process share
     return build

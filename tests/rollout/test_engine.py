@@ -1,0 +1,361 @@
+"""A real vLLM engine on CPU, against transformers and the learner's own forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner_reference import load, logprobs
+from safetensors.torch import load as load_tensors
+from tiny_policy import EOS, VOCABULARY, tiny_policy
+
+from rlhfless_ray.types import Completion, Request
+
+pytestmark = pytest.mark.engine
+
+BLOCK = 32
+FILES = {name: tiny_policy(seed, spread=0.15) for seed, name in enumerate("AB")}
+TIED = tiny_policy(5, tied=True, spread=0.15)
+
+
+def weights_of(files: dict[str, bytes]) -> dict[str, np.ndarray]:
+    """As the learner publishes them; read-only, as they come out of Ray's object store."""
+    arrays = {name: tensor.float().numpy() for name, tensor in load_tensors(files["model.safetensors"]).items()}
+    for array in arrays.values():
+        array.setflags(write=False)
+    return arrays
+
+
+def requests(count: int = 24, temperature: float = 1.0, seed: int = 0, longest: int = 40) -> list[Request]:
+    """Every third prompt is longer than two KV blocks; prompts come in pairs, as groups do."""
+    rng = np.random.default_rng(seed)
+    made: list[Request] = []
+    for key in range(count):
+        if key % 2 == 0:
+            size = int(rng.integers(70, 110)) if key % 6 == 0 else int(rng.integers(1, 30))
+            prompt = tuple(rng.integers(2, VOCABULARY, size).tolist())
+        made.append(Request(key, prompt, 1000 + 7 * key, longest, temperature))
+    return made
+
+
+def answer(engine: Any, asked: list[Request], **options: Any) -> dict[int, Completion]:
+    return {done.key: done for part in engine.generate(asked, **options) for done in part}
+
+
+def assert_same(found: dict[int, Completion], wanted: dict[int, Completion]) -> None:
+    assert found.keys() == wanted.keys()
+    for key, one in wanted.items():
+        np.testing.assert_array_equal(found[key].token_ids, one.token_ids)
+        np.testing.assert_allclose(found[key].logprobs, one.logprobs, atol=1e-4)
+        assert found[key].finish_reason == one.finish_reason
+
+
+def torch_logprobs(model: torch.nn.Module, request: Request, done: Completion, temperature: float) -> np.ndarray:
+    ids = torch.tensor([*request.token_ids, *done.token_ids.tolist()])
+    with torch.no_grad():
+        return logprobs(model, {"ids": ids, "prompt": len(request.token_ids)}, temperature).numpy()
+
+
+@pytest.fixture(scope="module")
+def bare(new_engine: Callable[..., Any]) -> Any:
+    return new_engine(FILES["A"])
+
+
+@pytest.fixture(scope="module")
+def engine(bare: Any) -> Any:
+    """With weights A; tests that load others put A back under a new version."""
+    with pytest.raises(RuntimeError, match="no weights"):
+        answer(bare, requests(1))
+    bare.load(1, weights_of(FILES["A"]))
+    return bare
+
+
+@pytest.fixture
+def with_a(engine: Any) -> Iterator[Any]:
+    yield engine
+    engine.load(engine.version + 1, weights_of(FILES["A"]))
+
+
+@pytest.fixture(scope="module")
+def small(new_engine: Callable[..., Any]) -> Any:
+    """Another engine, for weights B only at first: few sequences at once, other blocks, a cache that does not hold them all."""
+    made = new_engine(FILES["B"], max_running=7, block_size=16, kv_cache_mb=1)
+    made.load(0, weights_of(FILES["B"]))
+    return made
+
+
+@pytest.fixture(scope="module")
+def answers(engine: Any) -> dict[int, Completion]:
+    return answer(engine, requests())
+
+
+# ---- log-probabilities ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_logprobs_equal_the_learners(engine: Any, temperature: float, record_property: Callable[..., None]) -> None:
+    asked = requests(temperature=temperature)
+    model = load(FILES["A"])
+    worst = 0.0
+    for key, done in answer(engine, asked).items():
+        assert done.logprobs.dtype == np.float32 and len(done.logprobs) == len(done.token_ids) > 0
+        expected = torch_logprobs(model, asked[key], done, temperature)
+        worst = max(worst, float(np.abs(done.logprobs - expected).max()))
+    record_property("largest_mismatch", worst)
+    print(f"T = {temperature}: largest mismatch {worst:.1e}")
+    assert worst < 1e-4
+
+
+def test_samples_follow_the_policy(engine: Any) -> None:
+    """First tokens over many seeds, against the policy's probabilities."""
+    from scipy.stats import chisquare
+
+    prompt, count = (5, 9, 17), 1500
+    asked = [Request(i, prompt, 10_000 + i, 1, 1.0) for i in range(count)]
+    seen = np.bincount([int(done.token_ids[0]) for done in answer(engine, asked).values()], minlength=VOCABULARY)
+    with torch.no_grad():
+        expected = torch.softmax(load(FILES["A"])(torch.tensor([prompt])).logits[0, -1].double(), -1).numpy() * count
+    order = np.argsort(expected)
+    bins = np.array_split(order, 20)  # at least five expected in each
+    assert min(expected[b].sum() for b in bins) > 5
+    assert chisquare([seen[b].sum() for b in bins], [expected[b].sum() for b in bins]).pvalue > 1e-3
+
+
+def test_greedy_equals_transformers(engine: Any) -> None:
+    asked = requests(temperature=0.0)
+    model = load(FILES["A"])
+    for key, done in answer(engine, asked).items():
+        ids = torch.tensor([asked[key].token_ids])
+        whole = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40, pad_token_id=0)
+        np.testing.assert_array_equal(done.token_ids, whole[0, ids.shape[1] :].numpy())
+        np.testing.assert_allclose(done.logprobs, torch_logprobs(model, asked[key], done, 1.0), atol=1e-4)
+
+
+def test_tied_embeddings_and_bfloat16(new_engine: Callable[..., Any]) -> None:
+    """A published tied policy has no head of its own. In bfloat16 weights travel as float32, which holds them exactly."""
+    for files, dtype, bound in ((TIED, "float32", 1e-4), (tiny_policy(6, dtype="bfloat16", spread=0.15), "bfloat16", 0.1)):
+        weights = weights_of(files)
+        made = new_engine(files, dtype=dtype)
+        made.load(1, weights)
+        asked = requests(6)
+        model = load(files, getattr(torch, dtype))
+        done = answer(made, asked)
+        apart = [np.abs(done[r.key].logprobs - torch_logprobs(model, r, done[r.key], 1.0)) for r in asked]
+        assert ("lm_head.weight" in weights) == (files is not TIED)
+        assert np.concatenate(apart).max() < bound
+        assert np.concatenate(apart).mean() < bound / 5
+
+
+# ---- independence -----------------------------------------------------------------------------------------------
+
+
+def test_samples_do_not_depend_on_batching_or_order(engine: Any, answers: dict[int, Completion]) -> None:
+    asked = requests()
+    alone = {}
+    for request in asked[:4]:
+        alone |= answer(engine, [request])
+    assert_same(alone, {key: answers[key] for key in alone})
+    assert_same(answer(engine, asked[::-1], interval_s=0.0), answers)
+    mixed = [asked[i] for i in np.random.default_rng(1).permutation(len(asked))]
+    assert_same(answer(engine, mixed[:5]) | answer(engine, mixed[5:6]) | answer(engine, mixed[6:]), answers)
+
+
+def test_samples_do_not_depend_on_the_engine(small: Any, with_a: Any) -> None:
+    """Seven at once, other blocks, and a cache so small that sequences are thrown out and computed again."""
+    asked = requests(longest=120)
+    with_a.load(50, weights_of(FILES["B"]))
+    before = preemptions(small)
+    assert_same(answer(small, asked), answer(with_a, asked))
+    assert preemptions(small) > before
+
+
+def preemptions(engine: Any) -> int:
+    scheduler = engine.engine.engine_core.engine_core.scheduler
+    return getattr(scheduler, "counted", 0)
+
+
+def test_long_prompts_in_pieces(engine: Any) -> None:
+    """More prompt tokens than one engine step takes: vLLM cuts prompts, and draws for their pieces must not count."""
+    budget = engine.engine.vllm_config.scheduler_config.max_num_batched_tokens
+    rng = np.random.default_rng(4)
+    count = budget // 280 + 3
+    asked = [Request(i, tuple(rng.integers(2, VOCABULARY, 280).tolist()), i, 5, 1.0) for i in range(count)]
+    engine.take_steps()
+    done = answer(engine, asked)
+    assert sum(len(r.token_ids) for r in asked) > budget
+    model = load(FILES["A"])
+    for request in asked[:: max(1, count // 8)]:
+        expected = torch_logprobs(model, request, done[request.key], 1.0)
+        np.testing.assert_allclose(done[request.key].logprobs, expected, atol=1e-4)
+
+
+def test_another_seed_is_another_sample(engine: Any, answers: dict[int, Completion]) -> None:
+    asked = [replace(r, seed=r.seed + 1) for r in requests()]
+    other = answer(engine, asked)
+    assert all(not np.array_equal(other[key].token_ids, answers[key].token_ids) for key in other)
+
+
+def test_a_cut_request_goes_on_as_if_it_had_not_been_cut(engine: Any, answers: dict[int, Completion]) -> None:
+    """What migration will rest on: prompt and first tokens as the new prompt, noise from the offset on."""
+    from vllm import SamplingParams, TokensPrompt
+
+    for key in (0, 3, 6):
+        whole, request = answers[key], requests()[key]
+        cut = len(whole.token_ids) // 2
+        extra = {"key": key, "seed": request.seed, "temperature": 1.0, "offset": cut}
+        rest = SamplingParams(
+            temperature=0.0, max_tokens=40 - cut, stop_token_ids=[EOS], ignore_eos=True, detokenize=False, extra_args=extra
+        )
+        prompt = TokensPrompt(prompt_token_ids=[*request.token_ids, *whole.token_ids[:cut].tolist()], cache_salt="cut")
+        engine.engine.add_request(str(key), prompt, rest)
+        outputs: list[Any] = []
+        while engine.engine.has_unfinished_requests():
+            outputs += engine.engine.step()
+        np.testing.assert_array_equal(outputs[-1].outputs[0].token_ids, whole.token_ids[cut:])
+        found = engine.sampler.take({key: len(whole.token_ids) - cut})[key]
+        np.testing.assert_allclose(found, whole.logprobs[cut:], atol=1e-4)
+
+
+# ---- versions ---------------------------------------------------------------------------------------------------
+
+
+def long_requests() -> list[Request]:
+    made = [r for r in requests(48, seed=3) if len(r.token_ids) > 2 * BLOCK]
+    assert len(made) >= 8
+    return made
+
+
+def test_a_new_version_never_sees_old_kv(small: Any, with_a: Any) -> None:
+    """Weights A, then B, the same prompts: what comes out is what an engine gives that never knew A."""
+    asked = long_requests()
+    small.load(1, weights_of(FILES["B"]))
+    fresh = answer(small, asked)
+    old = answer(with_a, asked)
+    with_a.load(51, weights_of(FILES["B"]))
+    new = answer(with_a, asked)
+    assert_same(new, fresh)
+    assert {done.version for done in old.values()} != {done.version for done in new.values()} == {51}
+    assert any(not np.array_equal(old[key].token_ids, new[key].token_ids) for key in old)
+
+
+def test_without_the_salt_it_would(small: Any, with_a: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test before has teeth: with one salt for all versions the old KV is served, and the samples are others."""
+    import vllm
+
+    class Unsalted(vllm.TokensPrompt):
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**{**given, "cache_salt": "always the same"})
+
+    monkeypatch.setattr(vllm, "TokensPrompt", Unsalted)
+    asked = long_requests()
+    small.load(2, weights_of(FILES["B"]))
+    fresh = answer(small, asked)
+    answer(with_a, asked)
+    with_a.load(52, weights_of(FILES["B"]))
+    stale = answer(with_a, asked)
+    different = [key for key in fresh if not np.array_equal(stale[key].token_ids, fresh[key].token_ids)]
+    assert len(different) > len(fresh) / 2
+    firsts = [abs(stale[k].logprobs[0] - fresh[k].logprobs[0]) for k in fresh if stale[k].token_ids[0] == fresh[k].token_ids[0]]
+    assert max(firsts, default=1.0) > 1e-3
+
+
+def test_prefixes_are_shared_within_a_version(engine: Any) -> None:
+    """The cache works at all: a repeated long prompt is not computed again."""
+    asked = [replace(r, seed=5, max_tokens=1) for r in long_requests()[:1]]
+    engine.load(engine.version + 1, weights_of(FILES["A"]))
+    cached = []
+    for _ in range(2):
+        request = asked[0]
+        from vllm import SamplingParams, TokensPrompt
+
+        extra = {"key": request.key, "seed": 5, "temperature": 1.0}
+        prompt = TokensPrompt(prompt_token_ids=list(request.token_ids), cache_salt=f"version {engine.version}")
+        engine.engine.add_request("0", prompt, SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, extra_args=extra))
+        outputs: list[Any] = []
+        while engine.engine.has_unfinished_requests():
+            outputs += engine.engine.step()
+        cached.append(outputs[-1].num_cached_tokens)
+        engine.sampler.take({request.key: 1})
+    assert cached == [0, len(asked[0].token_ids) // BLOCK * BLOCK]
+
+
+def test_weights_are_copied_and_repeatable(with_a: Any, answers: dict[int, Completion]) -> None:
+    """There and back again; and what happens to the caller's arrays afterwards does not matter."""
+    with_a.load(60, weights_of(FILES["B"]))
+    assert any(not np.array_equal(d.token_ids, answers[k].token_ids) for k, d in answer(with_a, requests()).items())
+    mine = {name: array.copy() for name, array in weights_of(FILES["A"]).items()}
+    with_a.load(61, mine)
+    for array in mine.values():
+        array[...] = 7.0
+    again = answer(with_a, requests())
+    assert_same(again, answers)
+    assert {done.version for done in again.values()} == {61}
+
+
+# ---- the ends of responses and the engine's reports -----------------------------------------------------------------
+
+
+def test_finish_reasons(engine: Any, answers: dict[int, Completion]) -> None:
+    stopped = {key: done for key, done in answers.items() if done.finish_reason == "stop"}
+    cut = {key: done for key, done in answers.items() if done.finish_reason == "length"}
+    assert stopped and cut and len(stopped) + len(cut) == len(answers)
+    for done in stopped.values():
+        assert done.token_ids[-1] == EOS and EOS not in done.token_ids[:-1]
+    for done in cut.values():
+        assert len(done.token_ids) == 40 and EOS not in done.token_ids
+    key, done = max(stopped.items(), key=lambda item: len(item[1].token_ids))
+    length = len(done.token_ids)
+    assert length > 1
+    by_max = {
+        n: answer(engine, [replace(requests()[key], max_tokens=n)])[key] for n in (length - 1, length, length + 1)
+    }
+    assert {n: d.finish_reason for n, d in by_max.items()} == {length - 1: "length", length: "stop", length + 1: "stop"}
+    assert [len(d.token_ids) for d in by_max.values()] == [length - 1, length, length]
+
+
+def test_several_stop_tokens(tmp_path: Any) -> None:
+    from rlhfless_ray.rollout.engine import stop_tokens
+
+    assert stop_tokens(tmp_path) == []
+    (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
+    assert stop_tokens(tmp_path) == [3]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 5]}')
+    assert stop_tokens(tmp_path) == [4, 5]
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert stop_tokens(tmp_path) == [3]
+
+
+def test_completions_are_streamed(engine: Any, answers: dict[int, Completion]) -> None:
+    asked = requests()
+    parts = list(engine.generate(asked, interval_s=0.0))
+    assert len(parts) > 3
+    keys = [done.key for part in parts for done in part]
+    assert sorted(keys) == list(range(len(asked)))
+    assert [part for part in engine.generate([])] == []
+
+
+def test_step_records(engine: Any) -> None:
+    asked = requests()
+    engine.take_steps()
+    done = answer(engine, asked)
+    steps = engine.take_steps()
+    assert engine.take_steps() == []
+    tokens = sum(len(d.token_ids) for d in done.values())
+    assert sum(step.running for step in steps) == tokens
+    assert steps[0].running == len(asked)
+    assert steps[0].context_tokens == sum(len(r.token_ids) for r in asked) == steps[0].new_tokens
+    assert all(step.new_tokens == step.running for step in steps[1:])
+    assert steps[1].context_tokens == steps[0].context_tokens + len(asked)
+    assert all(step.seconds > 0 for step in steps)
+
+
+def test_an_abandoned_rollout_leaves_nothing_behind(engine: Any, answers: dict[int, Completion]) -> None:
+    """A caller that stops listening half-way: the next rollout, with the same keys, is not disturbed."""
+    listening = engine.generate(requests(), interval_s=0.0)
+    next(listening)
+    listening.close()
+    assert_same(answer(engine, requests()), answers)

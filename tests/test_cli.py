@@ -1,0 +1,122 @@
+"""Every mistake of a user gets one clear sentence and exit code 2, before Ray starts."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.errors import UserError
+from tests.conftest import ROOT, command, environment, small_recipe, write_recipe
+
+
+def sentence(done: subprocess.CompletedProcess) -> str:
+    """The one line that was said; no stack trace."""
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith(("error:", "run failed:"))]
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def test_help_answers_in_half_a_second():
+    seconds = []
+    for _ in range(3):
+        start = time.monotonic()
+        subprocess.run([sys.executable, "-m", "rlhfless_ray", "--help"], check=True, capture_output=True, cwd=ROOT, env=environment())
+        seconds.append(time.monotonic() - start)
+    assert min(seconds) < 0.5
+
+
+def test_an_unknown_key_on_the_command_line(tmp_path):
+    done = command("train", write_recipe(tmp_path), "rollout.temprature=1")
+    assert done.returncode == 2
+    assert "unknown key `rollout.temprature`; did you mean `rollout.temperature`?" in sentence(done)
+
+
+def test_a_recipe_that_is_not_there(tmp_path):
+    done = command("train", str(tmp_path / "nothing.yaml"))
+    assert done.returncode == 2 and "no such file" in sentence(done)
+
+
+def test_resuming_what_never_ran(tmp_path):
+    done = command("train", write_recipe(tmp_path), "--resume")
+    assert done.returncode == 2 and "no run with a checkpoint" in sentence(done)
+    assert not (tmp_path / "runs").exists()
+
+
+def policy_folder(tmp_path, **config) -> str:
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).write_bytes(json.dumps(config).encode())
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"prompts__task": "", "prompts__path": "rows.jsonl"}, "name a local Hugging Face model folder"),
+        ({"prompts__path": "rows.jsonl"}, "set exactly one of `task`"),
+        ({"rollout__samples_per_prompt": 1}, "must be at least 2"),
+        ({"rollout__temperature": -1}, "`rollout.temperature`: input should be greater than 0"),
+        ({"learner__zero_stage": 4}, "`learner.zero_stage`"),
+        ({"prompts__task": "chess"}, "no built-in task is called `chess`"),
+        ({"prompts__rows": 4}, "too few"),
+        ({"reward__function": "nowhere.py:f"}, "no such file `nowhere.py`"),
+        ({"prompts__max_prompt_tokens": 3}, "max_prompt_tokens"),
+        ({"rollout__max_tokens": 1000}, "512"),
+        ({"policy__path": "/nowhere"}, "is not a folder"),
+    ],
+)
+def test_mistakes_in_a_recipe(tmp_path, change, said):
+    with pytest.raises(UserError) as caught:
+        Runtime(Recipe.parse(small_recipe(tmp_path, **change)))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [("config.json", "has no config.json"), ("tokenizer.json", "has no tokenizer"), ("model.safetensors", "has no *.safetensors")],
+)
+def test_model_folders_that_are_none(tmp_path, missing, said):
+    folder = policy_folder(tmp_path)
+    (tmp_path / "policy" / missing).unlink()
+    with pytest.raises(UserError, match=said.replace("*", r"\*")):
+        Runtime(Recipe.parse(small_recipe(tmp_path, policy__path=folder)))
+
+
+@pytest.mark.engine
+@pytest.mark.ray
+def test_a_reward_that_fails_too_often_ends_the_run_and_shows_the_sample(tmp_path):
+    recipe = write_recipe(tmp_path, reward__function=f"{tmp_path / 'bad.py'}:bad")
+    (tmp_path / "bad.py").write_text("def bad(prompt, response, row):\n    return 1 / (len(response) - len(response))\n")
+    done = command("train", recipe, "evaluate.prompts=0", "run.steps=1")
+    assert done.returncode == 1
+    said = sentence(done)
+    assert "32 of 32 samples could not be scored" in said and "ZeroDivisionError" in said and "line 2" in said
+    status = json.loads((tmp_path / "runs" / "small" / "status.json").read_text())
+    assert status["status"] == "failed" and "ZeroDivisionError" in status["reason"]
+
+
+@pytest.mark.engine
+@pytest.mark.ray
+def test_rewards_that_fail_seldom_are_counted_left_out_and_shown(tmp_path):
+    recipe = write_recipe(tmp_path, reward__function=f"{tmp_path / 'some.py'}:some", reward__max_failed_share=0.9)
+    (tmp_path / "some.py").write_text(
+        "def some(prompt, response, row):\n    return float('nan') if len(response) % 2 else -len(response) / 10\n"
+    )
+    done = command("train", recipe, "evaluate.prompts=0", "run.steps=1")
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "small"
+    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    kept = [json.loads(line) for line in (run / "samples" / "step_1.jsonl").read_text().splitlines()]
+    failed = [s for s in kept if s["error"]]
+    assert row["reward/failed"] == len(failed) > 0
+    assert all(s["reward"] is None and s["advantage"] is None and len(s["response"]) % 2 for s in failed)
+    assert row["tokens/trained"] == sum(s["tokens"] for s in kept if not s["error"])
+    assert "could not be scored and are left out" in done.stdout
+    assert yaml.safe_load((run / "recipe.yaml").read_text())["reward"]["max_failed_share"] == 0.9
