@@ -58,7 +58,7 @@ def final_answer(response: str) -> str | None:
     if box is not None:
         return box
     numbers = _NUMBER.findall(response.replace("{,}", ","))
-    return numbers[-1] if numbers else None
+    return numbers[-1].strip() if numbers else None
 
 
 def _after_mark(text: str) -> str | None:
@@ -106,7 +106,8 @@ def _math_verify(gold: str, answer: str) -> float:
         logging.getLogger(name).setLevel(logging.ERROR)
     configs = [math_verify.LatexExtractionConfig(), math_verify.ExprExtractionConfig()]
     parsed = [
-        math_verify.parse(text if "$" in text else f"${text}$", configs, parsing_timeout=None) for text in (gold, answer)
+        math_verify.parse(text if "$" in text else f"${text}$", configs, fallback_mode="no_fallback", parsing_timeout=None)
+        for text in (gold, answer)
     ]
     if not parsed[0]:
         raise ValueError(f"math-verify cannot read the reference answer {gold!r}")

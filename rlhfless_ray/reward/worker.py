@@ -70,9 +70,13 @@ class RewardWorker:
             return late
         if not isinstance(value, (numbers.Real, bool)) and type(value).__name__ not in ("bool", "bool_"):
             return Score(key, None, f"`{self.source.name}` returned {type(value).__name__} {value!r:.100}, not a number")
-        if not math.isfinite(value):
-            return Score(key, None, f"`{self.source.name}` returned {float(value)}, not a finite number")
-        return Score(key, float(value))
+        try:
+            reward = float(value)
+        except OverflowError:
+            return Score(key, None, f"`{self.source.name}` returned a number too large for a float")
+        if not math.isfinite(reward):
+            return Score(key, None, f"`{self.source.name}` returned {reward}, not a finite number")
+        return Score(key, reward)
 
     def _ring(self, *_: object) -> None:
         if self._armed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,11 +78,14 @@ class Engine:
 
     def load(self, version: int, weights: dict[str, np.ndarray]) -> None:
         """Replace the weights in place. Requests after this carry `version` in their cache salt, so KV of older
-        weights is unreachable although it may still lie in the cache."""
-        import torch
+        weights is unreachable although it may still lie in the cache.
 
-        named = [(name, torch.from_numpy(np.asarray(array))) for name, array in weights.items()]
-        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
+        Raises ValueError when the model has weights that are not among them.
+        """
+        missing = self.engine.collective_rpc(_reload, args=(weights, self.on_cpu))[0]
+        if missing:
+            self.version = None
+            raise ValueError(f"weight version {version} lacks {len(missing)} weights of the engine's model, {min(missing)} first")
         self.version = version
 
     def generate(self, requests: list[Request], interval_s: float = float("inf")) -> Iterator[list[Completion]]:
@@ -91,7 +95,6 @@ class Engine:
 
         if self.version is None:
             raise RuntimeError("this engine has no weights yet: load a version first")
-        asked = {}
         for request in requests:
             params = SamplingParams(
                 temperature=0.0,  # the sampler draws; vLLM only takes its pick
@@ -104,24 +107,26 @@ class Engine:
             )
             prompt = TokensPrompt(prompt_token_ids=list(request.token_ids), cache_salt=f"version {self.version}")
             self.engine.add_request(str(request.key), prompt, params)
-            asked[request.key] = request
         pending: list[Any] = []
         last = time.perf_counter()
-        admitted = 0
-        while self.engine.has_unfinished_requests():
-            start = time.perf_counter()
-            outputs = self.engine.step()
-            now = time.perf_counter()
-            running = self.sampler.running
-            new_prompts = max(0, running - admitted) * (len(requests[0].token_ids) if requests else 0)
-            self.steps.append(EngineStep(running, running + new_prompts, self.sampler.context_tokens, now - start))
-            admitted = max(admitted, running)
-            pending += [output for output in outputs if output.finished]
-            if pending and now - last >= interval_s:
+        try:
+            while self.engine.has_unfinished_requests():
+                start = time.perf_counter()
+                self.sampler.count_nothing()
+                outputs = self.engine.step()
+                now = time.perf_counter()
+                drawn = self.sampler
+                self.steps.append(EngineStep(drawn.running, drawn.new_tokens, drawn.context_tokens, now - start))
+                pending += [output for output in outputs if output.finished]
+                if pending and now - last >= interval_s:
+                    yield self._completions(pending)
+                    pending, last = [], now
+            if pending:
                 yield self._completions(pending)
-                pending, last = [], now
-        if pending:
-            yield self._completions(pending)
+        finally:
+            if self.engine.has_unfinished_requests():  # the caller stopped listening
+                self.engine.abort_request([str(request.key) for request in requests])
+                self.sampler.records.clear()
 
     def _completions(self, outputs: list[Any]) -> list[Completion]:
         lengths = {int(output.request_id): len(output.outputs[0].token_ids) for output in outputs}
@@ -148,6 +153,37 @@ class Engine:
     def unpark(self) -> None:
         if not self.on_cpu:
             self.engine.wake_up()
+
+
+def _reload(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) -> set[str]:
+    """Runs in vLLM's worker: load the weights, return the names of the parameters that got none."""
+    import torch
+
+    model = worker.get_model()
+    missing = {name for name, _ in model.named_parameters()}
+    load = model.load_weights
+
+    def remembered(named: Any) -> Any:
+        loaded = load(named)
+        missing.difference_update(missing if loaded is None else loaded)  # vLLM itself only warns
+        return loaded
+
+    model.load_weights = remembered
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # they are copied
+            named = [(name, torch.from_numpy(np.asarray(array))) for name, array in weights.items()]
+        worker.reload_weights(weights_iterator=named)
+    finally:
+        del model.load_weights
+    if on_cpu:  # a head tied to the embeddings keeps a packed copy of its own, which a reload passes over
+        seen = set()
+        for module in model.modules():
+            weight = getattr(module, "weight", None)
+            if hasattr(module, "cpu_linear") and id(weight) in seen:
+                module.quant_method.process_weights_after_loading(module)
+            seen.add(id(weight))
+    return missing
 
 
 def stop_tokens(folder: Path) -> list[int]:

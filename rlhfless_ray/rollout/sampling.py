@@ -59,9 +59,12 @@ class KeyedSampler(LogitsProcessor):
         self.device = device
         self.rows: dict[int, dict[str, Any]] = {}
         self.records: list[tuple[np.ndarray, np.ndarray, torch.Tensor]] = []
-        self.running = 0
-        self.context_tokens = 0
+        self.count_nothing()
         KeyedSampler.latest = self
+
+    def count_nothing(self) -> None:
+        """An engine step begins: sequences in it, tokens it computes, tokens in its contexts."""
+        self.running = self.new_tokens = self.context_tokens = 0
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -85,6 +88,7 @@ class KeyedSampler(LogitsProcessor):
                 "noise": uniforms(extra["seed"], offset + params.max_tokens)[offset:],
                 "output": output_ids,
                 "prompt_tokens": len(prompt_ids or ()),
+                "started": False,
             }
         for a, b, direction in batch_update.moved:
             row_a, row_b = self.rows.pop(a, None), self.rows.pop(b, None)
@@ -102,6 +106,9 @@ class KeyedSampler(LogitsProcessor):
         self.records.append((np.array([row["key"] for row in rows]), positions, logprobs))
         self.running = len(rows)
         self.context_tokens = int(positions.sum()) + sum(row["prompt_tokens"] for row in rows)
+        for row in rows:
+            self.new_tokens += 1 if row["started"] else row["prompt_tokens"]
+            row["started"] = True
         return logits.scatter_(1, tokens.unsqueeze(1), FORCED)
 
     def take(self, lengths: dict[int, int]) -> dict[int, np.ndarray]:

@@ -1,0 +1,208 @@
+"""Prompts from files and tasks: what comes in comes out, and every mistake is one sentence that names its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from rlhfless_ray.errors import UserError
+from rlhfless_ray.prompts.load import PromptSet, load_prompts
+from rlhfless_ray.prompts.tasks import task
+from rlhfless_ray.prompts.tokenizer import build_tokenizer
+from rlhfless_ray.recipe import Recipe
+
+CHAT = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def letters(bos: bool = False, eos: bool = False, chat: str | None = None) -> PreTrainedTokenizerFast:
+    """One token per ASCII character; `bos` and `eos` are what the tokenizer adds when it is not told otherwise."""
+    vocabulary = {"<bos>": 0, "<eos>": 1} | {chr(c): c - 30 for c in range(32, 127)}
+    core = Tokenizer(models.WordLevel(vocabulary))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    if bos or eos:
+        single = f"{'<bos> ' if bos else ''}$A{' <eos>' if eos else ''}"
+        core.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<bos>", 0), ("<eos>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token="<eos>", chat_template=chat)
+
+
+ROWS = [{"question": f"What is {i}?", "answer": str(i), "extra": [i]} for i in range(10)]
+
+
+def write(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
+    file = folder / name
+    if name.endswith((".jsonl", ".ndjson")):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif name.endswith(".json"):
+        file.write_text(json.dumps(rows, indent=1))
+    elif name.endswith(".csv"):
+        import csv
+
+        with file.open("w", newline="") as out:
+            writer = csv.DictWriter(out, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        import datasets
+
+        data = datasets.Dataset.from_list(rows)
+        _ = data.to_parquet(file) if name.endswith(".parquet") else data.save_to_disk(file)
+    return file
+
+
+def recipe(path: Path | str, **overrides: Any) -> Recipe:
+    prompts = {"path": str(path), "batch_prompts": 2, **{k: v for k, v in overrides.items() if k not in ("held", "max_tokens")}}
+    return Recipe.parse(
+        {
+            "policy": {"path": "model"},
+            "prompts": prompts,
+            "evaluate": {"prompts": overrides.get("held", 3)},
+            "rollout": {"max_tokens": overrides.get("max_tokens", 16)},
+            "reward": {"function": "math"},
+        }
+    )
+
+
+def refused(recipe: Recipe, tokenizer: Any = None, context_tokens: int | None = None) -> str:
+    with pytest.raises(UserError) as caught:
+        load_prompts(recipe, tokenizer or letters(), context_tokens)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    return sentence
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "folder"])
+def test_every_format_gives_the_same_prompts(tmp_path: Path, name: str) -> None:
+    found = load_prompts(recipe(write(tmp_path, name, ROWS)), letters())
+    assert [p.row for p in found.train + found.heldout] == ROWS
+    assert [p.index for p in found.train + found.heldout] == list(range(10))
+    assert [p.text for p in found.heldout] == [row["question"] for row in ROWS[-3:]]
+    assert found.train[4].token_ids == tuple(ord(c) - 30 for c in "What is 4?")
+    assert all(type(token) is int for token in found.train[0].token_ids)
+
+
+def test_csv_cells_are_strings_with_commas_and_line_breaks_kept(tmp_path: Path) -> None:
+    rows = [{"question": "one,\ntwo", "answer": "1"}, *({"question": f"q{i}", "answer": ""} for i in range(5))]
+    found = load_prompts(recipe(write(tmp_path, "rows.csv", rows), held=0, template="none"), chat_for_line_breaks())
+    assert [p.row for p in found.train] == rows
+
+
+def chat_for_line_breaks() -> PreTrainedTokenizerFast:
+    tokenizer = letters()
+    tokenizer.add_tokens(["\n"])
+    return tokenizer
+
+
+def test_json_lines_under_the_name_json_and_blank_lines_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text("\n\n".join(json.dumps(row) for row in ROWS) + "\n\n")
+    assert len(load_prompts(recipe(file), letters()).train) == 7
+
+
+@pytest.mark.parametrize(("bos", "eos"), [(False, False), (True, False), (True, True), (False, True)])
+def test_bos_comes_first_where_the_tokenizer_puts_it_and_eos_never_last(tmp_path: Path, bos: bool, eos: bool) -> None:
+    found = load_prompts(recipe(write(tmp_path, "rows.jsonl", ROWS)), letters(bos, eos))
+    expected = tuple(ord(c) - 30 for c in "What is 0?")
+    assert found.train[0].token_ids == ((0, *expected) if bos else expected)
+
+
+def test_chat_template_is_rendered_with_system_turn_and_nothing_added(tmp_path: Path) -> None:
+    tokenizer = letters(bos=True, chat=CHAT)
+    found = load_prompts(recipe(write(tmp_path, "rows.jsonl", ROWS), template="chat", system="Be brief."), tokenizer)
+    assert found.train[1].text == "[system]Be brief.[user]What is 1?[assistant]"
+    assert found.train[1].token_ids == tuple(ord(c) - 30 for c in found.train[1].text)
+
+
+def test_built_in_task_keeps_held_out_rows_apart() -> None:
+    settings = {"prompts": {"task": "chain", "rows": 100}, "evaluate": {"prompts": 40}, "reward": {"function": "task"}}
+    tokenizer = build_tokenizer(task("chain"))
+    found: PromptSet = load_prompts(Recipe.parse(settings), tokenizer, 512)
+    assert (len(found.train), len(found.heldout)) == (100, 40)
+    assert not {p.text for p in found.train} & {p.text for p in found.heldout}
+    assert [p.index for p in found.train + found.heldout] == list(range(140))
+    assert all(tokenizer.decode(p.token_ids) == p.text == p.row["prompt"] for p in found.train)
+
+
+def changed(i: int, **cells: Any) -> list[dict[str, Any]]:
+    return [{**row, **cells} if j == i else row for j, row in enumerate(ROWS)]
+
+
+def test_mistakes_in_rows_name_the_row(tmp_path: Path) -> None:
+    say = lambda rows, **more: refused(recipe(write(tmp_path, "r.jsonl", rows), **more))  # noqa: E731
+    assert "r.jsonl, line 3: the prompt in column `question` is of type int, not a string" in say(changed(2, question=7))
+    assert "line 4: the prompt in column `question` is null" in say(changed(3, question=None))
+    assert "line 1: the prompt in column `question` is empty" in say(changed(0, question=""))
+    assert "line 6: the answer in column `answer` is null" in say(changed(5, answer=None))
+    missing = [{k: v for k, v in row.items() if k != "answer" or i != 8} for i, row in enumerate(ROWS)]
+    assert "line 9: no column `answer`, only `question`, `extra`; set prompts.answer_column" in say(missing)
+    sentence = say(ROWS, prompt_column="questions")
+    assert "line 1: no column `questions`, only `question`, `answer`, `extra`; did you mean `question`?" in sentence
+
+
+def test_mistakes_in_files_name_file_and_line(tmp_path: Path) -> None:
+    def say(name: str, text: str | bytes) -> str:
+        file = tmp_path / name
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        sentence = refused(recipe(file))
+        assert str(file) in sentence
+        return sentence
+
+    assert "no such file" in refused(recipe(tmp_path / "nowhere.jsonl"))
+    assert "unknown file type `.txt`; use .jsonl, .json, .csv or .parquet" in say("rows.txt", "a")
+    for name in ("e.jsonl", "e.json", "e.csv"):
+        assert "the data set is empty" in say(name, "")
+    assert "the data set is empty" in say("header.csv", "question,answer\n")
+    assert "the data set is empty" in say("list.json", "[]")
+    assert "line 2: not valid JSON" in say("bad.jsonl", '{"question": "a", "answer": "b"}\n{"question": \n')
+    assert "line 1: expected an object with columns, found a list" in say("list.jsonl", "[1]\n")
+    assert "line 2: not valid JSON" in say("bad.json", '[{"question": "a"},\n {"question" 3}]')
+    assert "row 2: expected an object with columns, found a string" in say("mixed.json", '[{"question": "a"}, "b"]')
+    assert "line 3: 3 cells, but the header names 2 columns" in say("wide.csv", "question,answer\na,1\nb,2,3\n")
+    assert "line 3: 1 cells" in say("narrow.csv", "question,answer\na,1\nb\n")
+    assert "not valid UTF-8 at byte" in say("latin.jsonl", '{"question": "é"}'.encode("latin-1"))
+    assert "not a readable parquet file" in say("bad.parquet", "nothing")
+    (tmp_path / "empty_folder").mkdir()
+    assert "a folder that `datasets` cannot load" in refused(recipe(tmp_path / "empty_folder"))
+
+
+def test_splits_of_a_saved_dataset_are_named(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "dict")
+    assert "several splits (train); give the folder of one" in refused(recipe(tmp_path / "dict"))
+    assert len(load_prompts(recipe(tmp_path / "dict" / "train"), letters()).train) == 7
+
+
+def test_what_does_not_fit_is_refused_by_row_never_cut(tmp_path: Path) -> None:
+    file = write(tmp_path, "r.jsonl", changed(4, question="x" * 50))
+    sentence = refused(recipe(file, max_prompt_tokens=49))
+    assert "line 5: the prompt has 50 tokens, more than prompts.max_prompt_tokens = 49" in sentence
+    sentence = refused(recipe(file, max_tokens=16), context_tokens=65)
+    assert "line 5: 50 prompt tokens and rollout.max_tokens = 16 exceed the policy's context of 65 tokens" in sentence
+    found = load_prompts(recipe(file, max_prompt_tokens=50, max_tokens=16), letters(), context_tokens=66)
+    assert len(found.train[4].token_ids) == 50
+    sentence = refused(recipe(file, batch_prompts=8))
+    assert "10 rows are too few for 8 prompts per step (prompts.batch_prompts) and 3 held-out ones" in sentence
+    assert len(load_prompts(recipe(file, batch_prompts=7), letters()).train) == 7
+
+
+def test_templates_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    file = write(tmp_path, "r.jsonl", ROWS)
+    assert "the tokenizer of model has no chat template" in refused(recipe(file, template="chat"))
+    assert "a system turn needs prompts.template=chat" in refused(recipe(file, system="Be brief."))
+    strict = letters(chat="{{ raise_exception('no system\nturns') }}")
+    sentence = refused(recipe(file, template="chat", system="Be brief."), strict)
+    assert "line 1: the chat template failed (TemplateError: no system turns)" in sentence
+
+
+def test_a_character_the_policy_does_not_know_is_refused(tmp_path: Path) -> None:
+    assert "the policy's tokenizer cannot encode the prompts" in refused(
+        recipe(write(tmp_path, "r.jsonl", changed(0, question="é"))), letters()
+    )

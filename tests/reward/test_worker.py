@@ -1,0 +1,137 @@
+"""The worker: one bad sample harms no other, and says what was wrong with it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhfless_ray.reward.functions import RewardSource
+from rlhfless_ray.reward.worker import RewardWorker, Score
+
+CASES = '''
+import json, sys, time
+import numpy as np
+
+def score(prompt, response, row):
+    if response == "slow":
+        time.sleep(30)
+    if response == "loop":
+        while True:
+            pass
+    if response == "swallow":
+        for _ in range(20):
+            try:
+                time.sleep(0.05)
+            except:
+                pass
+        return 1.0
+    if response == "swallow Exception":
+        try:
+            time.sleep(30)
+        except Exception:
+            return 1.0
+    if response == "raise":
+        return json.loads("{")
+    if response == "exit":
+        sys.exit(3)
+    if response == "mutate":
+        row["answer"] = "changed"
+    return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1", "list": [1], "complex": 1j, "true": True,
+            "numpy": np.float32(0.5), "numpy bool": np.bool_(True), "int": 3, "huge": 10**400}.get(response, len(row["answer"]) / 4)
+'''
+
+
+def worker(timeout_s: float = 0.3) -> RewardWorker:
+    return RewardWorker(RewardSource("file", "score", file="mine.py", text=CASES), timeout_s)
+
+
+def one(response: str, timeout_s: float = 0.3) -> Score:
+    return worker(timeout_s).score([(5, "p", response, {"answer": "1"})])[0]
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"), [("other", 0.25), ("true", 1.0), ("numpy", 0.5), ("numpy bool", 1.0), ("int", 3.0)]
+)
+def test_numbers_of_any_kind_become_floats(response: str, reward: float) -> None:
+    score = one(response)
+    assert score == Score(5, reward) and type(score.reward) is float
+
+
+@pytest.mark.parametrize(
+    ("response", "error"),
+    [
+        ("nan", "`score` returned nan, not a finite number"),
+        ("inf", "`score` returned inf, not a finite number"),
+        ("none", "`score` returned NoneType None, not a number"),
+        ("text", "`score` returned str '1', not a number"),
+        ("list", "`score` returned list [1], not a number"),
+        ("complex", "`score` returned complex 1j, not a number"),
+        ("huge", "`score` returned a number too large for a float"),
+        ("raise", "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1) (mine.py, line 24)"),
+        ("exit", "SystemExit: 3 (mine.py, line 26)"),
+    ],
+)
+def test_what_cannot_be_used_is_an_error_that_names_it(response: str, error: str) -> None:
+    assert one(response) == Score(5, None, error)
+
+
+@pytest.mark.parametrize("response", ["slow", "loop", "swallow", "swallow Exception"])
+def test_a_slow_sample_ends_in_time(response: str) -> None:
+    start = time.monotonic()
+    score = one(response)
+    assert score == Score(5, None, "took longer than reward.timeout_s = 0.3 s")
+    assert time.monotonic() - start < 2.5
+
+
+def test_a_batch_keeps_order_and_keys_around_bad_samples() -> None:
+    responses = ["int", "raise", "slow", "nan", "numpy", "swallow Exception", "int"]
+    scores = worker(0.1).score([(10 + i, "p", r, {"answer": "1"}) for i, r in enumerate(responses)])
+    assert [score.key for score in scores] == list(range(10, 17))
+    assert [score.reward for score in scores] == [3.0, None, None, None, 0.5, None, 3.0]
+    assert all((score.reward is None) != (score.error is None) for score in scores)
+
+
+def test_a_function_that_changes_its_row_changes_it_for_nobody_else() -> None:
+    row = {"answer": "1"}
+    assert [s.reward for s in worker().score([(0, "p", "mutate", row), (1, "p", "other", row)])] == [7 / 4, 1 / 4]
+
+
+def test_timer_and_handler_are_as_before() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    worker(0.05).score([(0, "p", "slow", {"answer": "1"}), (1, "p", "int", {"answer": "1"})])
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_another_thread_is_refused() -> None:
+    caught: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            worker().score([])
+        except RuntimeError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert "must run in the main thread" in str(caught[0])
+
+
+def test_math_and_task_run_under_the_same_limit() -> None:
+    scores = RewardWorker(RewardSource("math", "math_reward", answer_column="answer"), 5.0).score(
+        [(0, "", "\\boxed{\\frac{1}{2}}", {"answer": "0.5"}), (1, "", "2", {"answer": "0.5"}), (2, "", "2", {"answer": "?"})]
+    )
+    assert [score.reward for score in scores] == [1.0, 0.0, None]
+    assert scores[2].error == "ValueError: math-verify cannot read the reference answer '?'"
+    assert RewardWorker(RewardSource("task", "chain"), 1.0).score([(0, "5A3=", "#8", {"answer": "8"})]) == [Score(0, 1.0)]
+
+
+def test_source_lines_in_messages_are_those_of_the_users_file(tmp_path: Path) -> None:
+    text = "def deep(x):\n    return {}[x]\n\ndef score(prompt, response, row):\n    return deep(response)\n"
+    score = RewardWorker(RewardSource("file", "score", file="other.py", text=text), 1.0).score([(0, "", "k", {})])[0]
+    assert score.error == "KeyError: 'k' (other.py, line 2)"
