@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,12 +13,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from rlhfless_ray.errors import UserError
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
 
 
 class Run(Section):
-    name: str = Field("", pattern=r"^[\w.-]*$")
+    name: str = Field("", pattern=r"^(\w[\w.-]*)?$")
     """Folder below `root`. Empty: the recipe's file name; a number is added when that folder exists already."""
     root: str = "runs"
     """Where run folders go."""
@@ -44,6 +48,7 @@ class WarmStart(Section):
     steps: int = Field(0, ge=0)
     """Supervised steps before the first rollout, for a policy made from scratch. The result is cached."""
     batch_size: int = Field(64, ge=1)
+    """Supervised responses per step."""
     learning_rate: float = Field(3e-3, gt=0)
     """Peak; linear warm-up over the first tenth, then cosine to zero."""
 
@@ -54,6 +59,7 @@ class Prompts(Section):
     path: str = ""
     """A JSONL, JSON, CSV or parquet file."""
     prompt_column: str = "question"
+    """Column with the prompt's text."""
     answer_column: str = "answer"
     """Column with the reference answer, handed to the reward function as part of the row. Empty: there is none."""
     template: Literal["none", "chat"] = "none"
@@ -85,7 +91,9 @@ class Rollout(Section):
     max_tokens: int = Field(256, ge=1)
     """Longest response; a response cut there has finish reason `length`."""
     temperature: float = Field(1.0, gt=0)
+    """Of the sampling distribution, which is also the one that is trained."""
     min_actors: int = Field(1, ge=1)
+    """Fewest engines; a rollout waits until it has a slot for each."""
     max_actors: int = Field(2, ge=1)
     """Most engines at once. The plan of each step decides how many there are."""
     max_running: int = Field(256, ge=1)
@@ -126,8 +134,9 @@ class Algorithm(Section):
     normalize_std: bool = True
     """Divide a group's centred rewards by their standard deviation (GRPO); off: centred only (Dr. GRPO)."""
     clip_low: float = Field(0.2, gt=0)
-    clip_high: float = Field(0.2, gt=0)
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    clip_high: float = Field(0.2, gt=0)
+    """Its upper side, see `clip_low`."""
     importance_cap: float = Field(2.0, ge=0)
     """Cap of the truncated importance weight learner / sampler. 0: no correction."""
     loss_mean: Literal["token", "sequence"] = "token"
@@ -135,6 +144,7 @@ class Algorithm(Section):
     updates_per_step: int = Field(1, ge=1)
     """Optimizer steps per rollout batch, each on its share of the prompts."""
     kl: Kl = Kl()
+    """Distance to the policy the run started from."""
 
 
 class Learner(Section):
@@ -145,14 +155,19 @@ class Learner(Section):
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage."""
     learning_rate: float = Field(1e-6, gt=0)
+    """Constant after `warmup_steps`."""
     warmup_steps: int = Field(0, ge=0)
     """Linear warm-up of the learning rate, in optimizer steps."""
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's, on every weight."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay of AdamW's two moments."""
     grad_clip: float = Field(1.0, gt=0)
+    """Longest gradient (Euclidean norm over all weights); a longer one is shortened to it."""
     micro_batch_tokens: int = Field(8192, ge=1)
     """Padded tokens of one micro-batch."""
     gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, more time."""
     max_skipped_updates: int = Field(3, ge=0)
     """The run ends after this many optimizer steps in a row were skipped for a non-finite loss or gradient."""
     deadline_s: float = Field(1800, gt=0)
@@ -162,7 +177,7 @@ class Learner(Section):
 class Functions(Section):
     slot: Literal["auto", "cpu", "gpu"] = "auto"
     """What a slot is: one core or one GPU. `auto`: GPUs where the cluster has any."""
-    keep_alive_s: float = Field(300.0, ge=0)
+    keep_alive_s: float = Field(300.0, ge=0, allow_inf_nan=True)
     """How long a parked rollout or reward instance stays warm without work. The learner keeps the optimizer state and
     stays parked for the whole run."""
     lease_deadline_s: float = Field(300.0, gt=0)
@@ -187,12 +202,14 @@ class Objective(Section):
 
 class Price(Section):
     cpu_slot_per_hour: float = Field(0.04, ge=0)
+    """Money per hour of a leased core, for the money column of the ledger."""
     gpu_slot_per_hour: float = Field(2.5, ge=0)
-    """Money per slot-hour, for the money column of the ledger."""
+    """Money per hour of a leased GPU."""
 
 
 class Checkpoint(Section):
     every_steps: int = Field(20, ge=1)
+    """Steps between two checkpoints; the last step always has one."""
     keep: int = Field(2, ge=1)
     """Older ones are removed."""
 
@@ -206,9 +223,11 @@ class Watch(Section):
     progress: Annotated[Literal["auto", "live", "plain", "off"], BeforeValidator(_yaml_off)] = "auto"
     """`live`: a panel that redraws; `plain`: a line per step; `auto`: live on a terminal, else plain."""
     tensorboard: bool = True
+    """Write the metrics for TensorBoard too, below the run folder."""
     wandb: Annotated[Literal["auto", "online", "offline", "off"], BeforeValidator(_yaml_off)] = "auto"
     """Weights & Biases. `auto`: online with an API key, else offline (into the run folder)."""
     wandb_project: str = "rlhfless-ray"
+    """Project in Weights & Biases."""
     samples_per_step: int = Field(64, ge=0)
     """Samples written to `samples/step_<n>.jsonl`; 0: all of them."""
 
@@ -276,7 +295,7 @@ class Recipe(Section):
             _apply(tree, override)
         run = tree.get("run")
         if run is None or (isinstance(run, dict) and not run.get("name")):
-            tree["run"] = {**(run or {}), "name": path.stem}
+            tree["run"] = {**(run or {}), "name": re.sub(r"[^\w.-]+", "-", path.stem).lstrip(".-")}
         return cls.parse(tree, where=f"recipe {path}")
 
     @classmethod

@@ -107,7 +107,11 @@ class RunFolder:
         path.parent.mkdir(exist_ok=True)
         _swap_folder(path, {**learner, "driver.json": json.dumps(driver).encode()})
         for _, old in self.checkpoints()[:-keep]:
-            shutil.rmtree(old)
+            gone = old.with_name(f".{old.name}.gone")  # a checkpoint is there whole or not at all, also while it is removed
+            os.rename(old, gone)
+            shutil.rmtree(gone)
+        for left_over in path.parent.glob(".step_*"):  # of a process that was killed
+            shutil.rmtree(left_over, ignore_errors=True)
         return path
 
     def load_checkpoint(self) -> tuple[int, dict[str, bytes], dict[str, Any]]:
@@ -122,12 +126,15 @@ class RunFolder:
 
 
 def _swap_folder(path: Path, files: dict[str, bytes]) -> Path:
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    """Write beside it and rename: a process that is killed leaves the old folder or the new one."""
+    temporary, old = (path.with_name(f".{path.name}.{kind}-{os.getpid()}") for kind in ("tmp", "old"))
+    for left_over in path.parent.glob(f".{path.name}.*-*"):
+        shutil.rmtree(left_over, ignore_errors=True)
     write_folder(temporary, files)
     if path.exists():
-        shutil.rmtree(path)
+        os.rename(path, old)
     os.replace(temporary, path)
+    shutil.rmtree(old, ignore_errors=True)
     return path
 
 

@@ -175,15 +175,16 @@ class Ledger:
         """
         if not path.exists():
             return
+        text = path.read_text()
+        whole = text[: text.rfind("\n") + 1]  # without the torn last line of a killed run
         kept = []
-        with path.open(newline="") as file:
-            for line in csv.DictReader(file):
-                try:
-                    row = _row_of(line)
-                except (TypeError, ValueError):
-                    continue  # the torn last line of a killed run
-                if row.step <= last_step:
-                    kept.append(row)
+        for line in csv.DictReader(whole.splitlines()):
+            try:
+                row = _row_of(line)
+            except (TypeError, ValueError):
+                continue
+            if row.step <= last_step:
+                kept.append(row)
         self.rows = kept
         self.started_s = time.time() - max((row.to_s for row in kept), default=0.0)
         self.written = 0

@@ -108,7 +108,7 @@ def _texts(named: list[Named], where: str, column: str, recipe: Recipe, tokenize
     for name, row in named:
         turns = [*system, {"role": "user", "content": row[column]}]
         try:
-            texts.append(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+            texts.append(str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)))
         except Exception as error:  # a template may raise anything; its own words say what it refuses
             words = " ".join(str(error).split())
             raise UserError(

@@ -105,8 +105,10 @@ def _check(source: RewardSource, where: str) -> None:
             "alone, so it may import installed packages only"
         ) from None
     except (Exception, SystemExit) as error:
-        at = f"line {source.line_of(error)}"
-        raise UserError(f"{where}: {at} failed when the file was loaded: {type(error).__name__}: {error}") from None
+        line = source.line_of(error)
+        at = f"line {line}" if line is not None else "the file"
+        words = " ".join(str(error).split())
+        raise UserError(f"{where}: {at} failed when it was loaded: {type(error).__name__}: {words}") from None
     if not hasattr(module, source.name):
         own = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
         found = f"it defines {', '.join(f'`{n}`' for n in own)}" if own else "it defines no function"

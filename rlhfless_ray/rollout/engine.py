@@ -19,7 +19,6 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
 }
 
@@ -28,6 +27,7 @@ def prepare() -> None:
     """Import vLLM: the slow part of a start that needs neither lease nor device."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the recipe's kv_cache_mb
     import vllm  # noqa: F401
 
 

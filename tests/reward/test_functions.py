@@ -76,12 +76,12 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     assert f"`score` is not a function; {contract}" in refused(tmp_path, "class score: ...")
     assert f"`score` is async; {contract}" in refused(tmp_path, "async def score(p, r, row): return 1")
     assert f"`score(response)` cannot take three arguments; {contract}" in refused(tmp_path, "def score(response): return 1")
-    assert f"`score(p, r, row, x)` cannot take three arguments; {contract}" in refused(tmp_path, "def score(p, r, row, x): return 1")
+    assert "`score(a, b, c, d)` cannot take three arguments" in refused(tmp_path, "def score(a, b, c, d): return 1")
     assert "line 2 imports `no_such_package`, which is not installed" in refused(tmp_path, "\nimport no_such_package\n")
-    assert "line 3 failed when the file was loaded: ZeroDivisionError: division by zero" in refused(
+    assert "line 3 failed when it was loaded: ZeroDivisionError: division by zero" in refused(
         tmp_path, "def f():\n\n    return 1 / 0\nf()\n"
     )
-    assert "failed when the file was loaded: SystemExit: 3" in refused(tmp_path, "import sys\nsys.exit(3)")
+    assert "failed when it was loaded: SystemExit: 3" in refused(tmp_path, "import sys\nsys.exit(3)")
 
 
 def test_the_file_must_exist_and_be_text(tmp_path: Path) -> None:
@@ -91,13 +91,13 @@ def test_the_file_must_exist_and_be_text(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not UTF-8 text"):
         load_reward(recipe(f"{tmp_path / 'binary.py'}:score"))
     (tmp_path / "null.py").write_bytes(b"a\x00b")
-    with pytest.raises(UserError, match=r"null.py:score"):
+    with pytest.raises(UserError, match=r"null\.py:score: .*null bytes"):
         load_reward(recipe(f"{tmp_path / 'null.py'}:score"))
 
 
 @pytest.mark.parametrize("function", ["exact", "file.py", ":score", "file.py:"])
 def test_other_spellings_are_refused(function: str) -> None:
-    with pytest.raises(UserError, match="is none of `task`, `math` and `path/to/file.py:name`"):
+    with pytest.raises(UserError, match=r"is none of `task`, `math` and `path/to/file\.py:name`"):
         load_reward(recipe(function))
 
 

@@ -35,13 +35,14 @@ def score(prompt, response, row):
         except Exception:
             return 1.0
     if response == "raise":
-        return json.loads("{")
+        return json.loads("")
     if response == "exit":
         sys.exit(3)
     if response == "mutate":
         row["answer"] = "changed"
     return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1", "list": [1], "complex": 1j, "true": True,
-            "numpy": np.float32(0.5), "numpy bool": np.bool_(True), "int": 3, "huge": 10**400}.get(response, len(row["answer"]) / 4)
+            "numpy": np.float32(0.5), "numpy bool": np.bool_(True), "int": 3, "huge": 10**400,
+            }.get(response, len(row["answer"]) / 4)
 '''
 
 
@@ -71,7 +72,7 @@ def test_numbers_of_any_kind_become_floats(response: str, reward: float) -> None
         ("list", "`score` returned list [1], not a number"),
         ("complex", "`score` returned complex 1j, not a number"),
         ("huge", "`score` returned a number too large for a float"),
-        ("raise", "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1) (mine.py, line 24)"),
+        ("raise", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) (mine.py, line 24)"),
         ("exit", "SystemExit: 3 (mine.py, line 26)"),
     ],
 )

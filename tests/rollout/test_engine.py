@@ -173,6 +173,13 @@ def test_samples_do_not_depend_on_batching_or_order(engine: Any, answers: dict[i
     assert_same(answer(engine, mixed[:5]) | answer(engine, mixed[5:6]) | answer(engine, mixed[6:]), answers)
 
 
+def test_the_cache_has_the_size_that_was_asked_for(bare: Any, small: Any) -> None:
+    token_bytes = 2 * 2 * 32 * 4  # keys and values of two layers, one head of 32, float32
+    for engine, megabytes in ((bare, 64), (small, 1)):
+        config = engine.engine.vllm_config.cache_config
+        assert config.num_gpu_blocks * config.block_size * token_bytes == megabytes * 2**20
+
+
 def test_samples_do_not_depend_on_the_engine(small: Any, with_a: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer at once, other blocks, and a cache so small that sequences are thrown out and computed again."""
     asked = [replace(r, max_tokens=120) for r in long_requests()]
@@ -253,11 +260,8 @@ def test_without_the_salt_it_would(small: Any, with_a: Any, monkeypatch: pytest.
     """The test before has teeth: with one salt for all versions the old KV is served, and the samples are others."""
     import vllm
 
-    class Unsalted(vllm.TokensPrompt):
-        def __init__(self, **given: Any) -> None:
-            super().__init__(**{**given, "cache_salt": "always the same"})
-
-    monkeypatch.setattr(vllm, "TokensPrompt", Unsalted)
+    salted = vllm.TokensPrompt
+    monkeypatch.setattr(vllm, "TokensPrompt", lambda **given: salted(**{**given, "cache_salt": "always the same"}))
     asked = long_requests()
     put(small, weights_of(FILES["B"]))
     fresh = answer(small, asked)

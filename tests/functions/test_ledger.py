@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfless_ray.functions import ledger as module
+from rlhfless_ray.functions.ledger import Ledger, Row
+from rlhfless_ray.types import Span
+
+START = 1_000_000.0
+
+
+class Clock:
+    """Stands in for the `time` module."""
+
+    def __init__(self) -> None:
+        self.now = START
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    return made
+
+
+def short(row: Row) -> tuple[Any, ...]:
+    return row.lease, row.instance, row.activity, row.step, row.from_s, row.to_s
+
+
+def work(begin: float, end: float, activity: str = "work") -> Span:
+    return Span(activity, "", START + begin, START + end)
+
+
+def test_a_lease_is_billed_from_grant_to_release(clock: Clock) -> None:
+    ledger = Ledger("cpu", 3600.0)
+    clock.now += 5
+    ledger.hold("L", "node", "0", "rollout", "A")
+    clock.now += 10
+    ledger.spans(["L"], [work(7, 9, "start"), work(10, 14)])
+    ledger.release("L")
+    assert [short(row) for row in ledger.rows] == [
+        ("L", "A", "idle", 0, 5, 7), ("L", "A", "start", 0, 7, 9), ("L", "A", "idle", 0, 9, 10), ("L", "A", "work", 0, 10, 14),
+        ("L", "A", "idle", 0, 14, 15),
+    ]
+    assert ledger.totals() == {"busy_slot_s": 4.0, "full_slot_s": 10.0, "idle_share": 0.4, "money": pytest.approx(10.0)}
+    row = ledger.rows[3]
+    assert (row.node, row.device, row.resource, row.kind, row.slots, row.money) == ("node", "0", "cpu", "rollout", 1, 4.0)
+
+
+def test_hand_over_leaves_no_gap_and_no_double_billing(clock: Clock) -> None:
+    ledger = Ledger("cpu", 0.0)
+    ledger.hold("L", "n", "0", "rollout", "A")
+    clock.now += 3
+    ledger.spans(["L"], [work(0, 3)])
+    ledger.hold("L", "n", "0", "learn", "B")
+    clock.now += 4
+    ledger.spans(["L"], [work(2, 6)])  # B's clock is ahead: its work began before it had the lease
+    ledger.release("L")
+    assert [short(row)[1:] for row in ledger.rows] == [
+        ("A", "work", 0, 0, 3), ("B", "work", 0, 3, 6), ("B", "idle", 0, 6, 7),
+    ]
+
+
+def test_spans_are_clipped_and_overlaps_counted_once(clock: Clock) -> None:
+    ledger = Ledger("cpu", 0.0)
+    ledger.hold("L", "n", "0", "rollout", "A")
+    clock.now += 10
+    ledger.spans(["L"], [work(6, 99), work(-5, 2), work(1, 4, "transfer"), work(3, 3.5), work(20, 30), work(5, 5)])
+    ledger.release("L")
+    assert [short(row)[2:] for row in ledger.rows] == [
+        ("work", 0, 0, 2), ("transfer", 0, 2, 4), ("idle", 0, 4, 6), ("work", 0, 6, 10),
+    ]
+
+
+def test_spans_of_a_released_lease_are_nobodys(clock: Clock) -> None:
+    ledger = Ledger("cpu", 0.0)
+    ledger.spans(["gone"], [work(0, 1)])
+    ledger.release("gone")
+    ledger.unpark("gone")
+    assert ledger.rows == []
+
+
+def test_a_gang_works_on_all_its_leases(clock: Clock) -> None:
+    ledger = Ledger("cpu", 0.0)
+    for lease in ("L0", "L1"):
+        ledger.hold(lease, "n", lease, "learn", "A")
+    clock.now += 2
+    ledger.spans(["L0", "L1"], [work(0, 2)])
+    ledger.close()
+    assert ledger.totals()["busy_slot_s"] == 4.0
+
+
+def test_parked_memory_is_shown_and_not_billed(clock: Clock) -> None:
+    ledger = Ledger("gpu", 10.0)
+    ledger.park("A", "n", "0", "rollout", 1800.04)
+    clock.now += 3
+    ledger.park("A", "n", "0", "rollout", 5.0)  # it is parked already
+    ledger.cut(1)
+    clock.now += 1
+    ledger.unpark("A")
+    assert [(short(row)[2:], row.slots, row.memory_mb, row.money) for row in ledger.rows] == [
+        (("parked", 0, 0, 3), 0, 1800.0, 0.0), (("parked", 1, 3, 4), 0, 1800.0, 0.0),
+    ]
+    assert ledger.totals() == {"busy_slot_s": 0.0, "full_slot_s": 0.0, "idle_share": 0.0, "money": 0.0}
+
+
+def test_a_cut_gives_every_row_one_step(clock: Clock) -> None:
+    ledger = Ledger("cpu", 0.0)
+    ledger.hold("L", "n", "0", "rollout", "A")
+    clock.now += 2
+    ledger.spans(["L"], [work(1, 2)])
+    ledger.cut(1)
+    first = len(ledger.rows)
+    clock.now += 2
+    ledger.spans(["L"], [work(1.5, 3)])  # it began in the step before, where it was not known yet
+    ledger.hold("M", "n", "1", "score", "B")
+    clock.now += 1
+    ledger.cut(2)
+    assert [short(row) for row in ledger.rows] == [
+        ("L", "A", "idle", 0, 0, 1), ("L", "A", "work", 0, 1, 2), ("L", "A", "work", 1, 2, 3), ("L", "A", "idle", 1, 3, 5),
+        ("M", "B", "idle", 1, 4, 5),
+    ]
+    assert ledger.totals(first)["full_slot_s"] == 4.0
+
+
+# ---- any history ------------------------------------------------------------------------------------------------
+
+TICK = 1 / 8
+EVENT = st.tuples(
+    st.sampled_from(["hold", "release", "spans", "cut", "park", "unpark"]), st.sampled_from(["L0", "L1", "L2"]),
+    st.integers(0, 9), st.integers(0, 12), st.integers(0, 12), st.sampled_from(["work", "start", "transfer"]),
+)
+
+
+@given(st.lists(EVENT, max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_every_leased_second_is_billed_exactly_once(events: list[tuple[str, str, int, int, int, str]]) -> None:
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "time", clock)
+        ledger = Ledger("cpu", 36.0)
+        held_ticks: defaultdict[str, int] = defaultdict(int)
+        parked_ticks = 0
+        held, parked, step = set(), set(), 0
+        for what, lease, wait, back, length, activity in events:
+            clock.now += wait * TICK
+            for key in held:
+                held_ticks[key] += wait
+            parked_ticks += wait * len(parked)
+            instance = f"I{lease}"
+            if what == "hold":
+                ledger.hold(lease, "n", "0", "rollout", instance)
+                held.add(lease)
+            elif what == "release":
+                ledger.release(lease)
+                held.discard(lease)
+            elif what == "spans":
+                begin = clock.now - START - back * TICK
+                ledger.spans([lease], [work(begin, begin + length * TICK, activity)])
+            elif what == "cut":
+                step += 1
+                ledger.cut(step)
+            elif what == "park":
+                ledger.park(instance, "n", "0", "rollout", 1.0)
+                parked.add(instance)
+            else:
+                ledger.unpark(instance)
+                parked.discard(instance)
+        ledger.close()
+    assert ledger.open == {}
+    by_lease = defaultdict(list)
+    for row in ledger.rows:
+        assert row.seconds == row.to_s - row.from_s > 0
+        by_lease[row.lease].append(row)
+    parked_rows = by_lease.pop("", [])
+    assert sum(row.seconds for row in parked_rows) == parked_ticks * TICK
+    for lease, ticks in held_ticks.items():
+        rows = sorted(by_lease[lease], key=lambda row: row.from_s)
+        assert sum(row.seconds for row in rows) == ticks * TICK
+        assert all(a.to_s <= b.from_s for a, b in zip(rows, rows[1:], strict=False)), "billed twice"
+        assert [row.step for row in rows] == sorted(row.step for row in rows)
+    totals = ledger.totals()
+    assert totals["full_slot_s"] == sum(held_ticks.values()) * TICK
+    assert totals["money"] == pytest.approx(totals["full_slot_s"] * 0.01)
+    assert totals["busy_slot_s"] == sum(row.seconds for row in ledger.rows if row.activity == "work")
+    assert 0 <= totals["idle_share"] <= 1
+
+
+# ---- on disk ----------------------------------------------------------------------------------------------------
+
+
+def three_steps(clock: Clock, path: Path) -> Ledger:
+    ledger = Ledger("cpu", 7.0)
+    ledger.hold("L", "n", "0", "rollout", "A")
+    for step in (1, 2, 3):
+        ledger.cut(step)
+        clock.now += 1.123456
+        ledger.spans(["L"], [Span("work", "", clock.now - 1, clock.now)])
+        ledger.cut(step)
+        ledger.append_to(path)
+    ledger.close()
+    return ledger
+
+
+def test_rows_are_written_once(clock: Clock, tmp_path: Path) -> None:
+    path = tmp_path / "ledger.csv"
+    ledger = three_steps(clock, path)
+    ledger.append_to(path)
+    ledger.append_to(path)
+    with path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["activity"], line["step"]) for line in lines] == [
+        (activity, step) for step in "123" for activity in ("idle", "work")
+    ]
+    assert sum(float(line["seconds"]) * int(line["slots"]) for line in lines) == pytest.approx(ledger.totals()["full_slot_s"])
+
+
+def test_resume_drops_later_steps_and_a_torn_line(clock: Clock, tmp_path: Path) -> None:
+    path = tmp_path / "ledger.csv"
+    before = three_steps(clock, path)
+    text = path.read_text()
+    path.write_text(text + text.splitlines()[-1][:40])
+    clock.now += 10_000  # nothing ran for hours
+    ledger = Ledger("cpu", 7.0)
+    ledger.resume_from(path, last_step=2)
+    assert ledger.rows == before.rows[:4]
+    assert ledger.totals() == totals_of(before.rows[:4])
+    ledger.cut(3)
+    ledger.hold("M", "n", "0", "rollout", "B")
+    clock.now += 2
+    ledger.close()
+    assert short(ledger.rows[-1])[2:] == ("idle", 3, pytest.approx(2.246912), pytest.approx(4.246912))
+    ledger.append_to(path)
+    again = Ledger("cpu", 7.0)
+    again.resume_from(path, last_step=99)
+    assert again.rows == ledger.rows
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ledger.csv"]
+
+
+def totals_of(rows: list[Row]) -> dict[str, float]:
+    part = Ledger("cpu", 7.0)
+    part.rows = rows
+    return part.totals()
+
+
+@pytest.mark.parametrize("keep", range(2, 60, 3))
+def test_a_file_torn_anywhere_keeps_its_whole_lines(clock: Clock, tmp_path: Path, keep: int) -> None:
+    """Killed while writing: of the last line only some characters are there. What is wrong must not be taken over."""
+    path = tmp_path / "ledger.csv"
+    before = three_steps(clock, path)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]) + lines[-1][:keep])
+    ledger = Ledger("cpu", 7.0)
+    ledger.resume_from(path, last_step=99)
+    assert ledger.rows == before.rows[: len(lines) - 2]
+
+
+def test_a_new_run_has_nothing_to_take_over(tmp_path: Path) -> None:
+    ledger = Ledger("cpu", 1.0)
+    ledger.resume_from(tmp_path / "ledger.csv", 5)
+    assert ledger.rows == [] and not (tmp_path / "ledger.csv").exists()

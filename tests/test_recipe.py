@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import ast
+import inspect
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from rlhfless_ray import recipe as module
+from rlhfless_ray.errors import UserError
+from rlhfless_ray.recipe import Recipe, known_keys
+
+BASE: dict[str, Any] = {"prompts": {"task": "chain"}, "reward": {"function": "task"}}
+
+
+def merged(*dotted: tuple[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {name: dict(section) for name, section in BASE.items()}
+    for key, value in dotted:
+        section, _, rest = key.partition(".")
+        node = tree.setdefault(section, {})
+        *parents, leaf = rest.split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return tree
+
+
+def refused(*dotted: tuple[str, Any]) -> str:
+    with pytest.raises(UserError) as error:
+        Recipe.parse(merged(*dotted))
+    said = str(error.value)
+    assert said.startswith("recipe: ") and "\n" not in said, "one sentence"
+    return said.removeprefix("recipe: ")
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "my-run.yaml"
+    path.write_text(text)
+    return path
+
+
+# ---- every field ------------------------------------------------------------------------------------------------
+
+
+def sections(model: type[BaseModel] = Recipe, prefix: str = "") -> list[tuple[str, type[BaseModel]]]:
+    found = []
+    for name, info in model.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            found += [(f"{prefix}{name}", info.annotation), *sections(info.annotation, f"{prefix}{name}.")]
+    return found
+
+
+def test_every_field_is_described() -> None:
+    found = [(f"{path}.{name}", info) for path, model in sections() for name, info in model.model_fields.items()]
+    assert len(found) > 60
+    assert [name for name, info in found if not info.description] == []
+
+
+def test_docstrings_follow_their_field() -> None:
+    """A string that follows nothing, or a second one, would be lost silently."""
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for before, after in zip(node.body, node.body[1:], strict=False):
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and before is not node.body[0]:
+                assert isinstance(before, ast.AnnAssign), f"{node.name}: {after.value.value!r}"
+
+
+def test_defaults_are_valid_and_survive_yaml() -> None:
+    recipe = Recipe.parse(merged())
+    assert Recipe.parse(yaml.safe_load(recipe.to_yaml())) == recipe
+    assert Recipe.parse(recipe.model_dump()) == recipe
+    assert set(known_keys(Recipe)) >= {"run.seed", "algorithm.kl.estimator", "rollout"}
+
+
+@settings(deadline=None)
+@given(st.text(string.printable + "äß→", max_size=30), st.integers(-(2**70), 2**70), st.floats(0, 1e9, exclude_min=True))
+def test_any_value_survives_yaml(text: str, seed: int, rate: float) -> None:
+    changes = [("prompts.system", text), ("run.seed", seed), ("learner.learning_rate", rate), ("learner.betas", [0.5, 0.9])]
+    recipe = Recipe.parse(merged(*changes))
+    assert Recipe.parse(yaml.safe_load(recipe.to_yaml())) == recipe
+
+
+# ---- mistakes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("rollout.temprature", "rollout.temperature"), ("rollout.max_token", "rollout.max_tokens"), ("lerner.ranks", "learner"),
+        ("algorithm.kl.coeficient", "algorithm.kl.coefficient"), ("learner.temperature", "rollout.temperature"),
+        ("run.learning_rate", "learning_rate"), ("policy.hidden", "policy.hidden_size"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
+    said = refused((key, 1))
+    assert f"unknown key `{key if not key.startswith('lerner') else 'lerner'}`" in said
+    assert f"did you mean `{nearest}" in said or f".{nearest}`?" in said
+
+
+def test_an_unknown_key_without_a_neighbour_names_none() -> None:
+    assert refused(("run.qqqqqqqqqqqqqqqq", 1)) == "unknown key `run.qqqqqqqqqqqqqqqq`"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("run.steps", "many", "`run.steps`: input should be a valid integer"), ("run.steps", -1, "greater than or equal to 0 (got -1)"),
+        ("run.steps", 1.5, "`run.steps`"), ("run.name", "a/b", "`run.name`"), ("run.name", "..", "`run.name`"),
+        ("policy.hidden_size", 40, "multiple of 32 (got 40)"), ("policy.dtype", "float16", "`policy.dtype`: input should be 'float32' or"),
+        ("rollout.temperature", 0, "greater than 0 (got 0)"), ("rollout.temperature", float("nan"), "`rollout.temperature`"),
+        ("learner.learning_rate", float("inf"), "`learner.learning_rate`"), ("learner.zero_stage", 4, "`learner.zero_stage`"),
+        ("learner.betas", [0.9], "`learner.betas"), ("learner.betas", [0.9, 1.0], "`learner.betas"), ("learner.betas", [-0.1, 0.9], "`learner.betas"),
+        ("objective.prefer", 1.01, "less than or equal to 1"), ("algorithm.kl.estimator", "k4", "`algorithm.kl.estimator`"),
+        ("rollout.samples_per_prompt", 1, "at least 2"), ("rollout.min_actors", 3, "must not exceed rollout.max_actors"),
+        ("algorithm.updates_per_step", 33, "must not exceed prompts.batch_prompts"), ("reward.function", "", "name one"),
+        ("prompts.path", "x.jsonl", "exactly one of `task` (built in) and `path`"), ("prompts.task", "", "exactly one of"),
+        ("policy.dtype", "bfloat16", "learner.zero_stage: with policy.dtype bfloat16"),
+        ("reward.max_failed_share", 2, "`reward.max_failed_share`"), ("algorithm.clip_low", 0, "`algorithm.clip_low`"),
+        ("functions.keep_alive_s", float("nan"), "`functions.keep_alive_s`"),
+    ],
+)
+def test_wrong_types_ranges_and_combinations(key: str, value: Any, said: str) -> None:
+    assert said in refused((key, value))
+
+
+def test_combinations_across_sections() -> None:
+    assert "only built-in tasks make their own policy" in refused(("prompts.task", ""), ("prompts.path", "x.jsonl"))
+    said = refused(("prompts.task", ""), ("prompts.path", "x.jsonl"), ("policy.path", "m"))
+    assert "`task` needs a built-in task" in said
+    Recipe.parse(merged(("policy.dtype", "bfloat16"), ("learner.zero_stage", 1)))
+
+
+def test_a_section_that_is_a_value() -> None:
+    with pytest.raises(UserError, match="`rollout`"):
+        Recipe.parse({**BASE, "rollout": 3})
+
+
+# ---- files and overrides ----------------------------------------------------------------------------------------
+
+YAML = "prompts: {task: chain}\nreward: {function: task}\n"
+
+
+def test_load_names_the_run_after_the_file(tmp_path: Path) -> None:
+    assert Recipe.load(write(tmp_path, YAML)).run.name == "my-run"
+    assert Recipe.load(write(tmp_path, YAML + "run:\n")).run.name == "my-run"
+    assert Recipe.load(write(tmp_path, YAML + "run: {name: other}\n")).run.name == "other"
+    assert Recipe.load(write(tmp_path, YAML + "run: {steps: 3}\n"), ["run.name=third"]).run.name == "third"
+
+
+@pytest.mark.parametrize(("file", "name"), [("my run (2).yaml", "my-run-2-"), (".hidden.yaml", "hidden"), ("größe.yaml", "größe")])
+def test_any_file_name_makes_a_folder_name(tmp_path: Path, file: str, name: str) -> None:
+    (tmp_path / file).write_text(YAML)
+    assert Recipe.load(tmp_path / file).run.name == name
+
+
+def test_overrides_are_yaml(tmp_path: Path) -> None:
+    overrides = [
+        "rollout.temperature=0.7", "algorithm.kl.coefficient=1e-2", "learner.betas=[0.8, 0.95]", "watch.tensorboard=false",
+        "prompts.system=Answer: shortly", "cluster.address=", "evaluate={prompts: 8}", "run.seed=7", "run.seed=8",
+    ]
+    recipe = Recipe.load(write(tmp_path, YAML + "evaluate: {greedy: false}\ncluster: {address: auto}\nrollout:\n"), overrides[:4] + overrides[5:])
+    assert recipe.rollout.temperature == 0.7
+    assert recipe.algorithm.kl.coefficient == 0.01
+    assert recipe.learner.betas == (0.8, 0.95)
+    assert recipe.watch.tensorboard is False
+    assert recipe.cluster.address == ""
+    assert (recipe.evaluate.prompts, recipe.evaluate.greedy) == (8, True), "a whole section is replaced"
+    assert recipe.run.seed == 8, "the last one counts"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.temperature", "expected section.key=value"), ("=3", "expected section.key=value"),
+        ("rollout.temperature.x=1", "`temperature` is a value"), ("rollout.temperature=[", "not valid YAML"),
+        ("rollout.temprature=1", "did you mean `rollout.temperature`"), ("rollout.temperature=hot", "`rollout.temperature`"),
+        ("temperature=1", "did you mean"), ("rollout=3", "`rollout`"), ("rollout..temperature=1", "unknown key"),
+        ("run=3", "`run`"),
+    ],
+)
+def test_wrong_overrides(tmp_path: Path, override: str, said: str) -> None:
+    with pytest.raises(UserError) as error:
+        Recipe.load(write(tmp_path, YAML + "rollout: {temperature: 1.0}\n"), [override])
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("- a\n", "expected sections"), ("a: [\n", "not valid YAML"), ("just words", "expected sections"), ("1: 2\n" + YAML, "keys should be strings (got 1)")],
+)
+def test_wrong_files(tmp_path: Path, text: str, said: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(UserError, match="recipe .*my-run.yaml: ") as error:
+        Recipe.load(path)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        Recipe.load(tmp_path / "none.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(UserError, match="not valid YAML"):
+        Recipe.load(tmp_path / "binary.yaml")
+    with pytest.raises(UserError):
+        Recipe.load(write(tmp_path, ""))

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhfless_ray import run_folder as module
+from rlhfless_ray.errors import UserError
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.run_folder import RunFolder
+from rlhfless_ray.types import Completion, Prompt, Sample
+
+
+def recipe(root: Path, name: str = "try") -> Recipe:
+    return Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "run": {"root": str(root), "name": name, "steps": 7}})
+
+
+def learner(size: int = 10, content: bytes = b"w") -> dict[str, bytes]:
+    return {"model.safetensors": content * size, "optimizer.safetensors": b"o" * size}
+
+
+# ---- names ------------------------------------------------------------------------------------------------------
+
+
+def test_names_never_clash(tmp_path: Path) -> None:
+    found = []
+
+    def create() -> None:
+        for _ in range(5):
+            found.append(RunFolder.create(recipe(tmp_path / "runs")).path)
+
+    threads = [threading.Thread(target=create) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 40
+    assert {p.name for p in found} == {"try", *(f"try-{n}" for n in range(2, 41))}
+    assert Recipe.load(found[17] / "recipe.yaml") == recipe(tmp_path / "runs")
+
+
+def test_a_root_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"run.root .*: cannot make a run folder there"):
+        RunFolder.create(recipe(tmp_path / "file"))
+
+
+def test_latest_is_the_one_written_last_that_has_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run with a checkpoint"):
+        RunFolder.latest(recipe(tmp_path))
+    folders = [RunFolder.create(recipe(tmp_path)) for _ in range(4)]
+    with pytest.raises(UserError, match="start it without --resume"):
+        RunFolder.latest(recipe(tmp_path))
+    for age, folder in zip((30, 20, 10), folders, strict=False):
+        folder.begin(recipe(tmp_path), "machine", 0)
+        folder.save_checkpoint(1, learner(), {}, keep=2)
+        os.utime(folder.path / "status.json", (time.time() - age,) * 2)
+    folders[3].begin(recipe(tmp_path), "machine", 0)  # the newest, without a checkpoint
+    for other in ("try-again", "tryx", "try-2-3"):
+        RunFolder(tmp_path / other).path.mkdir()
+        RunFolder(tmp_path / other).save_checkpoint(9, learner(), {}, keep=2)
+    assert RunFolder.latest(recipe(tmp_path)).path.name == "try-3"
+    os.utime(folders[0].path / "status.json")
+    assert RunFolder.latest(recipe(tmp_path)).path.name == "try"
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.checkpoints() == []
+    driver = {"step": 3, "cursor": [1, 2.5, None], "history": {"7": 0.1 + 0.2}}
+    folder.save_checkpoint(3, learner(1000), driver, keep=1)
+    assert RunFolder(tmp_path).load_checkpoint() == (3, learner(1000), driver)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (8, 9, 10, 11, 100):  # by number, not by name
+        folder.save_checkpoint(step, learner(content=bytes([step])), {"step": step}, keep)
+    assert [step for step, _ in folder.checkpoints()] == [8, 9, 10, 11, 100][-keep:]
+    assert folder.load_checkpoint()[0] == 100
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == sorted(f"step_{s}" for s in [8, 9, 10, 11, 100][-keep:])
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.save_checkpoint(2, {**learner(), "extra": b""}, {"a": 1}, keep=2)
+    folder.save_checkpoint(2, learner(content=b"n"), {"a": 2}, keep=2)
+    assert folder.load_checkpoint() == (2, learner(content=b"n"), {"a": 2})
+
+
+@pytest.mark.parametrize("spoilt", ["gone", "{torn"])
+def test_an_incomplete_checkpoint_is_named(tmp_path: Path, spoilt: str) -> None:
+    path = RunFolder(tmp_path).save_checkpoint(4, learner(), {"a": 1}, keep=2)
+    (path / "driver.json").unlink()
+    if spoilt != "gone":
+        (path / "driver.json").write_text(spoilt)
+    with pytest.raises(UserError, match=r"step_4 is not a complete checkpoint; remove it"):
+        RunFolder(tmp_path).load_checkpoint()
+
+
+@pytest.mark.parametrize("dies_in", ["write_folder", "replace", "rmtree"])
+@pytest.mark.parametrize("step", [5, 6])
+def test_dying_at_any_point_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_in: str, step: int) -> None:
+    """Also while step 5 itself is saved again, as a run does that is stopped right after it was resumed."""
+    folder = RunFolder(tmp_path)
+    folder.save_checkpoint(5, learner(), {"step": 5}, keep=1)
+
+    def die(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    def torn(path: Path, files: dict[str, bytes]) -> None:
+        path.mkdir(parents=True)
+        (path / "model.safetensors").write_bytes(b"w")
+        die()
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if dies_in == "write_folder":
+            patch.setattr(module, "write_folder", torn)
+        else:
+            patch.setattr(*((module.os, "replace") if dies_in == "replace" else (module.shutil, "rmtree")), die)
+        folder.save_checkpoint(step, learner(content=b"n"), {"step": step}, keep=1)
+    if not (dies_in == "replace" and step == 5):  # the one instant in which the old one is aside and the new one not there
+        found, files, driver = RunFolder(tmp_path).load_checkpoint()
+        assert driver == {"step": found} and files in (learner(), learner(content=b"n"))
+    folder.save_checkpoint(7, learner(), {"step": 7}, keep=1)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_7"], "what was left over is cleared away"
+
+
+def save_for_ever(path: Path) -> None:
+    folder = RunFolder(path)
+    step = 0
+    while True:
+        step += 1
+        folder.save_checkpoint(step, learner(300_000, bytes([step % 250])), {"step": step}, keep=2)
+
+
+def test_a_killed_process_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for trial in range(6):
+        path = tmp_path / str(trial)
+        process = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(path,))
+        path.mkdir()
+        process.start()
+        while not RunFolder(path).checkpoints():
+            time.sleep(0.002)
+        time.sleep(float(rng.uniform(0, 0.03)))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        found = RunFolder(path).checkpoints()
+        assert found
+        for step, folder in found:
+            assert json.loads((folder / "driver.json").read_text()) == {"step": step}
+            assert (folder / "model.safetensors").read_bytes() == bytes([step % 250]) * 300_000
+            assert len(list(folder.iterdir())) == 3
+        shutil.rmtree(path)
+
+
+def test_the_model_is_replaced_whole(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_model({"config.json": b"1", "old.txt": b""})
+    path = folder.write_model({"config.json": b"2", "model.safetensors": b"\x00"})
+    assert {p.name: p.read_bytes() for p in path.iterdir()} == {"config.json": b"2", "model.safetensors": b"\x00"}
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+# ---- samples and status -----------------------------------------------------------------------------------------
+
+
+def test_samples_are_one_json_object_per_line(tmp_path: Path) -> None:
+    prompt = Prompt(12, 'say "ä\n"', (1, 2), {"answer": np.int64(4), "other": 1})
+    done = [Completion(k, np.arange(k + 1), np.zeros(k + 1), reason, 3) for k, reason in ((0, "stop"), (5, "length"))]
+    samples = [
+        Sample(prompt, 0, done[0], "line\nbreak", reward=1.0, advantage=0.5), Sample(prompt, 1, done[1], "", error="ValueError: no"),
+    ]
+    RunFolder(tmp_path).write_samples(4, samples, "answer")
+    rows = [json.loads(line) for line in (tmp_path / "samples" / "step_4.jsonl").read_text().splitlines()]
+    same = {"step": 4, "prompt_index": 12, "prompt": 'say "ä\n"', "version": 3, "answer": "4"}
+    assert rows == [
+        {**same, "sample": 0, "response": "line\nbreak", "tokens": 1, "finish": "stop", "reward": 1.0, "error": None, "advantage": 0.5},
+        {**same, "sample": 1, "response": "", "tokens": 6, "finish": "length", "reward": None, "error": "ValueError: no", "advantage": None},
+    ]
+    assert [p.name for p in (tmp_path / "samples").iterdir()] == ["step_4.jsonl"]
+
+
+def test_status_is_readable_at_every_moment(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.begin(recipe(tmp_path), "x86, 2 slots", 3)
+    path = tmp_path / "status.json"
+    begun = json.loads(path.read_text())
+    assert (begun["status"], begun["steps_done"], begun["steps_total"], begun["ended_at"]) == ("running", 3, 7, None)
+    assert begun["pid"] == os.getpid() and "python" in begun["versions"] and begun["machine"] == "x86, 2 slots"
+    torn: list[str] = []
+    over = threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            try:
+                json.loads(path.read_text())
+            except ValueError as error:
+                torn.append(str(error))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for step in range(300):
+        folder.write_status(steps_done=step, padding="x" * (step * 37 % 5000))
+    over.set()
+    reader.join()
+    assert torn == []
+    folder.end("failed", "why")
+    ended = json.loads(path.read_text())
+    assert (ended["status"], ended["reason"], ended["steps_done"]) == ("failed", "why", 299) and ended["ended_at"]

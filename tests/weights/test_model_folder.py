@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhfless_ray.errors import UserError
+from rlhfless_ray.weights.folder import read_folder, without_weights, write_folder
+
+COMPLETE = {
+    "config.json": b"{}", "tokenizer.json": b"{}", "model-00001-of-00002.safetensors": b"\x00\xff", "model-00002-of-00002.safetensors": b"x",
+    "model.safetensors.index.json": b"{}", "chat_template.jinja": b"{{ m }}",
+}
+
+
+def test_a_folder_travels_as_bytes(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "a" / "b", COMPLETE)
+    (folder / "optimizer.bin").write_bytes(b"not part of it")
+    (folder / "sub").mkdir()
+    assert read_folder(folder) == COMPLETE
+    assert set(without_weights(COMPLETE)) == {"config.json", "tokenizer.json", "chat_template.jinja"}
+
+
+@pytest.mark.parametrize(
+    ("left_out", "said"),
+    [("config.json", "no config.json"), ("tokenizer.json", "no tokenizer"), ("safetensors", r"no \*\.safetensors weights")],
+)
+def test_what_is_missing_is_said(tmp_path: Path, left_out: str, said: str) -> None:
+    folder = write_folder(tmp_path / "model", {k: v for k, v in COMPLETE.items() if not k.endswith(left_out)})
+    with pytest.raises(UserError, match=said) as error:
+        read_folder(folder)
+    assert str(folder) in str(error.value) and str(error.value).startswith("policy.path: ")
+    assert "\n" not in str(error.value)
+
+
+def test_no_folder_at_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "nowhere", tmp_path / "file"):
+        with pytest.raises(UserError, match="is not a folder"):
+            read_folder(path)
