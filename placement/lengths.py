@@ -61,7 +61,8 @@ class LengthForecaster:
 
     def state(self) -> dict[str, Any]:
         return {
-            "history": {str(k): v for k, v in self.history.items()}, "sums": self.sums.tolist(), "low": self.low, "high": self.high,
+            "history": {str(k): v for k, v in self.history.items()}, "sums": self.sums.tolist(),
+            "low": self.low, "high": self.high,
         }
 
     def restore(self, state: dict[str, Any]) -> None:

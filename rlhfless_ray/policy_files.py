@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -21,6 +22,7 @@ def cache_folder() -> Path:
 
 def initial_policy(recipe: Recipe) -> tuple[dict[str, bytes], bool]:
     """The policy's files, and whether a warm start is still owed. Raises UserError for a folder that is no model."""
+    _quiet_libraries()
     if recipe.policy.path:
         return read_folder(Path(recipe.policy.path)), False
     from rlhfless_ray.learn.scratch import scratch_policy
@@ -47,11 +49,18 @@ def keep_policy(recipe: Recipe, files: dict[str, bytes]) -> None:
         shutil.rmtree(temporary)
 
 
+def _quiet_libraries() -> None:
+    """Drop what libraries say that is no news to a user: progress bars over one file, and that there is no GPU here."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+
+
 def load_tokenizer(files: dict[str, bytes], trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
-    from transformers.utils import logging
 
-    logging.set_verbosity_error()
     with tempfile.TemporaryDirectory(prefix="rlhfless-tokenizer-") as name:
         folder = write_folder(Path(name), {k: v for k, v in files.items() if not k.endswith(".safetensors")})
         try:

@@ -12,7 +12,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from rlhfless_ray.errors import UserError
 
-
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -267,8 +266,8 @@ class Recipe(Section):
             raise ValueError("algorithm.updates_per_step: must not exceed prompts.batch_prompts")
         if self.policy.dtype == "bfloat16" and self.learner.zero_stage == 0:
             raise ValueError(
-                "learner.zero_stage: with policy.dtype bfloat16 it must be 1, 2 or 3, which keep the float32 weights and optimizer "
-                "state that small updates need"
+                "learner.zero_stage: with policy.dtype bfloat16 it must be 1, 2 or 3, which keep the float32 weights that "
+                "small updates need"
             )
         if self.reward.function == "task" and not self.prompts.task:
             raise ValueError("reward.function: `task` needs a built-in task in prompts.task")

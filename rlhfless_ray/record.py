@@ -35,9 +35,6 @@ class Record:
             self.metrics.write(row)
             self.progress.step(row)
 
-    def evaluated(self, samples: list[Sample]) -> None:
-        self.heldout = samples
-
     def step(
         self, step: Step, seconds: dict[str, float], wall_s: float, first_row: int, lengths: list[np.ndarray],
         epoch: int, replaced: int, leases: Any,
@@ -110,13 +107,8 @@ class Record:
             "rollout": seconds.get("rollout", 0.0), "score": seconds.get("score", 0.0),
             "learn": seconds.get("learn", 0.0) - publish, "publish": publish, "eval": seconds.get("eval", 0.0),
         }
-        if phases["eval"]:  # its scoring is counted inside it
-            phases["score"] = max(0.0, phases["score"] - self._scored_in_eval(seconds))
         driver = max(0.0, wall_s - sum(phases.values()))
         return {f"phase/{name}_s": value for name, value in {**phases, "lease": leases.waited_s, "driver": driver}.items()}
-
-    def _scored_in_eval(self, seconds: dict[str, float]) -> float:
-        return seconds.get("eval_score", 0.0)
 
     def close(self, status: str, reason: str) -> None:
         """The last lines, the timeline and the report; called however the run ended."""

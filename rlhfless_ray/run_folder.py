@@ -107,7 +107,7 @@ class RunFolder:
         path.parent.mkdir(exist_ok=True)
         _swap_folder(path, {**learner, "driver.json": json.dumps(driver).encode()})
         for _, old in self.checkpoints()[:-keep]:
-            gone = old.with_name(f".{old.name}.gone")  # a checkpoint is there whole or not at all, also while it is removed
+            gone = old.with_name(f".{old.name}.gone")  # whole or not there at all, also while it is removed
             os.rename(old, gone)
             shutil.rmtree(gone)
         for left_over in path.parent.glob(".step_*"):  # of a process that was killed

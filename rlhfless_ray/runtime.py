@@ -21,7 +21,7 @@ import numpy as np
 from placement.lengths import LengthForecaster
 from placement.policy import Decision, rollout_size, slots_to_yield
 from placement.speed import Speed, SpeedFit
-from rlhfless_ray.errors import RunError, Stopped, UserError
+from rlhfless_ray.errors import RunError, Stopped
 from rlhfless_ray.functions.cluster import RayCluster
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.phases import Phases
@@ -50,8 +50,6 @@ class Runtime:
         self.tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
         self.prompts = load_prompts(recipe, self.tokenizer, context_tokens(self.files))
         self.reward_source = load_reward(recipe)
-        if recipe.algorithm.updates_per_step > 1 and recipe.prompts.batch_prompts < recipe.algorithm.updates_per_step:
-            raise UserError("algorithm.updates_per_step: more optimizer steps than prompts in a batch")
         self.cursor = Cursor(len(self.prompts.train), recipe.prompts.batch_prompts, recipe.prompts.shuffle, recipe.run.seed)
         self.forecaster = LengthForecaster(recipe.rollout.max_tokens / 2)
         self.speed = SpeedFit(FIRST_SPEED)
@@ -207,8 +205,8 @@ class Runtime:
         return self._samples([prompt for prompt in step.prompts for _ in range(count)], done, count)
 
     @contextmanager
-    def score_phase(self) -> Iterator[None]:
-        with self.phases.phase("score"):
+    def score_phase(self, phase: str = "score") -> Iterator[None]:
+        with self.phases.phase(phase):
             self.spare = self.reward.resize(min(self.recipe.reward.workers, max(1, len(self.spare))), self.spare)
             yield
             self._told_start(self.reward)
@@ -292,13 +290,12 @@ class Runtime:
             self._park_engines()
             self.spare += self.rollout.park_all()
             samples = self._samples(prompts * len(temperatures), done, 1)
-            with self.score_phase():
+            with self.score_phase("eval_score"):  # its time is part of the evaluation's
                 self.score(samples)
             found = {"eval/length_mean": float(np.mean([len(s.completion.token_ids) for s in samples]))}
             for k, name in enumerate(temperatures):
                 part = samples[k * len(prompts) : (k + 1) * len(prompts)]
                 found[f"eval/accuracy_{name}"] = float(np.mean([s.reward for s in part if s.reward is not None]))
-            self.record.evaluated(samples[: len(prompts)])
         return found
 
     def record_evaluation(self, found: dict[str, float]) -> None:

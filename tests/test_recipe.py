@@ -94,7 +94,8 @@ def test_any_value_survives_yaml(text: str, seed: int, rate: float) -> None:
     ("key", "nearest"),
     [
         ("rollout.temprature", "rollout.temperature"), ("rollout.max_token", "rollout.max_tokens"), ("lerner.ranks", "learner"),
-        ("algorithm.kl.coeficient", "algorithm.kl.coefficient"), ("learner.temperature", "rollout.temperature"),
+        ("algorithm.kl.coeficient", "algorithm.kl.coefficient"),
+        ("learner.temperature", "rollout.temperature"),
         ("run.learning_rate", "learning_rate"), ("policy.hidden", "policy.hidden_size"),
     ],
 )
@@ -111,12 +112,15 @@ def test_an_unknown_key_without_a_neighbour_names_none() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("run.steps", "many", "`run.steps`: input should be a valid integer"), ("run.steps", -1, "greater than or equal to 0 (got -1)"),
+        ("run.steps", "many", "`run.steps`: input should be a valid integer"),
+        ("run.steps", -1, "greater than or equal to 0 (got -1)"),
         ("run.steps", 1.5, "`run.steps`"), ("run.name", "a/b", "`run.name`"), ("run.name", "..", "`run.name`"),
-        ("policy.hidden_size", 40, "multiple of 32 (got 40)"), ("policy.dtype", "float16", "`policy.dtype`: input should be 'float32' or"),
+        ("policy.hidden_size", 40, "multiple of 32 (got 40)"),
+        ("policy.dtype", "float16", "`policy.dtype`: input should be 'float32' or"),
         ("rollout.temperature", 0, "greater than 0 (got 0)"), ("rollout.temperature", float("nan"), "`rollout.temperature`"),
         ("learner.learning_rate", float("inf"), "`learner.learning_rate`"), ("learner.zero_stage", 4, "`learner.zero_stage`"),
-        ("learner.betas", [0.9], "`learner.betas"), ("learner.betas", [0.9, 1.0], "`learner.betas"), ("learner.betas", [-0.1, 0.9], "`learner.betas"),
+        ("learner.betas", [0.9], "`learner.betas"), ("learner.betas", [0.9, 1.0], "`learner.betas"),
+        ("learner.betas", [-0.1, 0.9], "`learner.betas"),
         ("objective.prefer", 1.01, "less than or equal to 1"), ("algorithm.kl.estimator", "k4", "`algorithm.kl.estimator`"),
         ("rollout.samples_per_prompt", 1, "at least 2"), ("rollout.min_actors", 3, "must not exceed rollout.max_actors"),
         ("algorithm.updates_per_step", 33, "must not exceed prompts.batch_prompts"), ("reward.function", "", "name one"),
@@ -154,7 +158,10 @@ def test_load_names_the_run_after_the_file(tmp_path: Path) -> None:
     assert Recipe.load(write(tmp_path, YAML + "run: {steps: 3}\n"), ["run.name=third"]).run.name == "third"
 
 
-@pytest.mark.parametrize(("file", "name"), [("my run (2).yaml", "my-run-2-"), (".hidden.yaml", "hidden"), ("größe.yaml", "größe")])
+NAMES = [("my run (2).yaml", "my-run-2-"), (".hidden.yaml", "hidden"), ("größe.yaml", "größe")]
+
+
+@pytest.mark.parametrize(("file", "name"), NAMES)
 def test_any_file_name_makes_a_folder_name(tmp_path: Path, file: str, name: str) -> None:
     (tmp_path / file).write_text(YAML)
     assert Recipe.load(tmp_path / file).run.name == name
@@ -163,13 +170,15 @@ def test_any_file_name_makes_a_folder_name(tmp_path: Path, file: str, name: str)
 def test_overrides_are_yaml(tmp_path: Path) -> None:
     overrides = [
         "rollout.temperature=0.7", "algorithm.kl.coefficient=1e-2", "learner.betas=[0.8, 0.95]", "watch.tensorboard=false",
-        "prompts.system=Answer: shortly", "cluster.address=", "evaluate={prompts: 8}", "run.seed=7", "run.seed=8",
+        "prompts.system=Answer, shortly", "cluster.address=", "evaluate={prompts: 8}", "run.seed=7", "run.seed=8",
     ]
-    recipe = Recipe.load(write(tmp_path, YAML + "evaluate: {greedy: false}\ncluster: {address: auto}\nrollout:\n"), overrides[:4] + overrides[5:])
+    path = write(tmp_path, YAML + "evaluate: {greedy: false}\ncluster: {address: auto}\nrollout:\n")
+    recipe = Recipe.load(path, overrides)
     assert recipe.rollout.temperature == 0.7
     assert recipe.algorithm.kl.coefficient == 0.01
     assert recipe.learner.betas == (0.8, 0.95)
     assert recipe.watch.tensorboard is False
+    assert recipe.prompts.system == "Answer, shortly"
     assert recipe.cluster.address == ""
     assert (recipe.evaluate.prompts, recipe.evaluate.greedy) == (8, True), "a whole section is replaced"
     assert recipe.run.seed == 8, "the last one counts"
@@ -193,11 +202,14 @@ def test_wrong_overrides(tmp_path: Path, override: str, said: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("- a\n", "expected sections"), ("a: [\n", "not valid YAML"), ("just words", "expected sections"), ("1: 2\n" + YAML, "keys should be strings (got 1)")],
+    [
+        ("- a\n", "expected sections"), ("a: [\n", "not valid YAML"), ("just words", "expected sections"),
+        ("1: 2\n" + YAML, "keys should be strings (got 1)"),
+    ],
 )
 def test_wrong_files(tmp_path: Path, text: str, said: str) -> None:
     path = write(tmp_path, text)
-    with pytest.raises(UserError, match="recipe .*my-run.yaml: ") as error:
+    with pytest.raises(UserError, match=r"recipe .*my-run.yaml: ") as error:
         Recipe.load(path)
     assert said in str(error.value) and "\n" not in str(error.value)
 

@@ -21,7 +21,8 @@ from rlhfless_ray.types import Completion, Prompt, Sample
 
 
 def recipe(root: Path, name: str = "try") -> Recipe:
-    return Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "run": {"root": str(root), "name": name, "steps": 7}})
+    run = {"root": str(root), "name": name, "steps": 7}
+    return Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "run": run})
 
 
 def learner(size: int = 10, content: bytes = b"w") -> dict[str, bytes]:
@@ -89,9 +90,10 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
     folder = RunFolder(tmp_path)
     for step in (8, 9, 10, 11, 100):  # by number, not by name
         folder.save_checkpoint(step, learner(content=bytes([step])), {"step": step}, keep)
-    assert [step for step, _ in folder.checkpoints()] == [8, 9, 10, 11, 100][-keep:]
+    left = [8, 9, 10, 11, 100][-keep:]
+    assert [step for step, _ in folder.checkpoints()] == left
     assert folder.load_checkpoint()[0] == 100
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == sorted(f"step_{s}" for s in [8, 9, 10, 11, 100][-keep:])
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == sorted(f"step_{s}" for s in left)
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
@@ -113,7 +115,9 @@ def test_an_incomplete_checkpoint_is_named(tmp_path: Path, spoilt: str) -> None:
 
 @pytest.mark.parametrize("dies_in", ["write_folder", "replace", "rmtree"])
 @pytest.mark.parametrize("step", [5, 6])
-def test_dying_at_any_point_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_in: str, step: int) -> None:
+def test_dying_at_any_point_leaves_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_in: str, step: int
+) -> None:
     """Also while step 5 itself is saved again, as a run does that is stopped right after it was resumed."""
     folder = RunFolder(tmp_path)
     folder.save_checkpoint(5, learner(), {"step": 5}, keep=1)
@@ -126,15 +130,22 @@ def test_dying_at_any_point_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pyt
         (path / "model.safetensors").write_bytes(b"w")
         die()
 
+    def half_removed(path: Path, **_: Any) -> None:
+        if path.exists():
+            next(path.iterdir()).unlink()
+            die()
+
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         if dies_in == "write_folder":
             patch.setattr(module, "write_folder", torn)
         else:
-            patch.setattr(*((module.os, "replace") if dies_in == "replace" else (module.shutil, "rmtree")), die)
+            where = (module.os, "replace", die) if dies_in == "replace" else (module.shutil, "rmtree", half_removed)
+            patch.setattr(*where)
         folder.save_checkpoint(step, learner(content=b"n"), {"step": step}, keep=1)
     if not (dies_in == "replace" and step == 5):  # the one instant in which the old one is aside and the new one not there
         found, files, driver = RunFolder(tmp_path).load_checkpoint()
         assert driver == {"step": found} and files in (learner(), learner(content=b"n"))
+    assert all(len(list(path.iterdir())) == 3 for _, path in RunFolder(tmp_path).checkpoints())
     folder.save_checkpoint(7, learner(), {"step": 7}, keep=1)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_7"], "what was left over is cleared away"
 
@@ -183,15 +194,20 @@ def test_samples_are_one_json_object_per_line(tmp_path: Path) -> None:
     prompt = Prompt(12, 'say "ä\n"', (1, 2), {"answer": np.int64(4), "other": 1})
     done = [Completion(k, np.arange(k + 1), np.zeros(k + 1), reason, 3) for k, reason in ((0, "stop"), (5, "length"))]
     samples = [
-        Sample(prompt, 0, done[0], "line\nbreak", reward=1.0, advantage=0.5), Sample(prompt, 1, done[1], "", error="ValueError: no"),
+        Sample(prompt, 0, done[0], "line\nbreak", reward=1.0, advantage=0.5),
+        Sample(prompt, 1, done[1], "", error="ValueError: no"),
     ]
     RunFolder(tmp_path).write_samples(4, samples, "answer")
     rows = [json.loads(line) for line in (tmp_path / "samples" / "step_4.jsonl").read_text().splitlines()]
     same = {"step": 4, "prompt_index": 12, "prompt": 'say "ä\n"', "version": 3, "answer": "4"}
-    assert rows == [
-        {**same, "sample": 0, "response": "line\nbreak", "tokens": 1, "finish": "stop", "reward": 1.0, "error": None, "advantage": 0.5},
-        {**same, "sample": 1, "response": "", "tokens": 6, "finish": "length", "reward": None, "error": "ValueError: no", "advantage": None},
-    ]
+    first = {
+        "sample": 0, "response": "line\nbreak", "tokens": 1, "finish": "stop", "reward": 1.0, "error": None, "advantage": 0.5,
+    }
+    second = {
+        "sample": 1, "response": "", "tokens": 6, "finish": "length", "reward": None, "error": "ValueError: no",
+        "advantage": None,
+    }
+    assert rows == [{**same, **first}, {**same, **second}]
     assert [p.name for p in (tmp_path / "samples").iterdir()] == ["step_4.jsonl"]
 
 

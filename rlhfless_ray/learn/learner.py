@@ -42,7 +42,9 @@ class Learner:
 
     # ---- life -------------------------------------------------------------------------------------------------
 
-    def open(self, files: dict[str, bytes], rendezvous: tuple[str, int], threads: int, state: dict[str, Any] | None = None) -> list[Span]:
+    def open(
+        self, files: dict[str, bytes], rendezvous: tuple[str, int], threads: int, state: dict[str, Any] | None = None
+    ) -> list[Span]:
         """Build the engine from a model folder's files; `state` (see `snapshot`) continues a stopped run.
 
         rendezvous: address and port of rank 0.
@@ -71,7 +73,7 @@ class Learner:
         betas = tuple(self.learner["betas"])
         wrapped = TokenLogprobs(model).to(self.device)
         optimizer = torch.optim.AdamW(
-            wrapped.parameters(), lr=self._rate(), betas=betas, weight_decay=self.learner["weight_decay"]
+            wrapped.parameters(), lr=self._rate(), betas=betas, weight_decay=self.learner["weight_decay"], fused=True
         )
         bf16 = self.settings["policy"]["dtype"] == "bfloat16"
         self.engine, *_ = deepspeed.initialize(

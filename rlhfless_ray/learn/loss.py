@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 
-def clipped_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+def clipped_policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
     """PPO's clipped surrogate per token (Schulman et al. 2017, equation 7), with its own bound on either side.
 
     All tensors (tokens,). loss = -min(r·A, clip(r, 1 - low, 1 + high)·A) with r = exp(logprobs - old_logprobs).

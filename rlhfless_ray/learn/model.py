@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +21,11 @@ class TokenLogprobs(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
 
-    def forward(self, ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         """ids (sequences, length), padded on the right; rows, columns, targets (tokens,): the position before each
         response token and the token itself. Returns log-probabilities and entropies, both (tokens,) float32.
 
@@ -52,7 +55,7 @@ def load_model(folder: Path, dtype: str, trust_remote_code: bool) -> nn.Module:
     return model
 
 
-def check_head(model: nn.Module) -> None:
+def check_head(model: Any) -> None:
     """Raises UserError when the model does more to its logits than a linear head (soft caps, scales): `TokenLogprobs`
     would train another policy than the one that is sampled."""
     ids = torch.arange(8)[None] % model.config.vocab_size
@@ -64,8 +67,8 @@ def check_head(model: nn.Module) -> None:
     model.train(training)
     if whole.shape != ours.shape or not torch.allclose(whole, ours, rtol=0.02, atol=0.02 * float(whole.std())):
         raise UserError(
-            f"policy.path: {type(model).__name__} changes its logits after the output head (a soft cap or a scale), which the "
-            "learner does not do yet; take another model"
+            f"policy.path: {type(model).__name__} changes its logits after the output head (a soft cap or a scale), which "
+            "the learner does not do yet; take another model"
         )
 
 

@@ -84,8 +84,9 @@ def _put(engine: Any, stage: int, parameter: Tensor, value: Tensor, moment: str 
     if stage == 0:
         plain_optimizer(engine).state[parameter][moment].copy_(value)
     elif stage == 3:  # DeepSpeed's own setter fails where the ranks' parts are padded
-        part, _ = engine.optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False, optim_state_key=moment)
-        start = part.numel() * engine.optimizer._get_param_partition_rank(parameter)
+        zero = engine.optimizer
+        part, _ = zero._get_fp32_opt_state_partition(parameter, release_swap_buffers=False, optim_state_key=moment)
+        start = part.numel() * zero._get_param_partition_rank(parameter)
         piece = value.flatten()[start : start + part.numel()]
         part[: piece.numel()].data.copy_(piece)
     elif moment is None:

@@ -85,7 +85,7 @@ class Engine:
         missing = self.engine.collective_rpc(_reload, args=(weights, self.on_cpu))[0]
         if missing:
             self.version = None
-            raise ValueError(f"weight version {version} lacks {len(missing)} weights of the engine's model, {min(missing)} first")
+            raise ValueError(f"weight version {version} lacks {len(missing)} of the engine's weights, {min(missing)} first")
         self.version = version
 
     def generate(self, requests: list[Request], interval_s: float = float("inf")) -> Iterator[list[Completion]]:

@@ -80,7 +80,7 @@ class KeyedSampler(LogitsProcessor):
         for index in batch_update.removed:
             self.rows.pop(index, None)
         for index, params, prompt_ids, output_ids in batch_update.added:
-            extra = params.extra_args
+            extra = params.extra_args or {}
             offset = extra.get("offset", 0)
             self.rows[index] = {
                 "key": extra["key"],

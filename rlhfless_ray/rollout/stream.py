@@ -18,7 +18,7 @@ from placement.policy import Decision, after_drain, deal
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.instance import Instance, State
 from rlhfless_ray.functions.pool import Pool
-from rlhfless_ray.types import Completion, EngineStep, Request, WeightVersion
+from rlhfless_ray.types import Completion, EngineStep, Request, Span, WeightVersion
 from rlhfless_ray.waits import wait_any
 
 RETAKE_S = 0.8  # taking a released slot again, at worst (Ray's retry tick)
@@ -88,6 +88,7 @@ def run_rollout(
             instance, share = running[generator]
             try:
                 completions, steps, spans = ray.get(next(generator))
+                spans = [*_loaded(instance), *spans]
             except StopIteration:
                 del running[generator]
                 remaining = max((float(forecast[by_key[r.key]]) for _, s in running.values() for r in s), default=0.0)
@@ -120,6 +121,12 @@ def run_rollout(
     if lost:
         raise RunError(f"{lost} of {len(requests)} responses are missing although every engine reported to be done")
     return stream
+
+
+def _loaded(instance: Instance) -> list[Span]:
+    """What the instance said of its last weight loading, once: it is done when the rollout after it has answers."""
+    loading, instance.loading = instance.loading, None
+    return ray.get(loading) if loading is not None else []
 
 
 def _step_s(steps: list[EngineStep]) -> float:

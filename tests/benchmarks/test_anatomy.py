@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.anatomy import LedgerRow, anatomy, complement, length, union, warm_starts, without
+from benchmarks.anatomy import LedgerRow, anatomy, complement, gaps, length, union, warm_starts, without
 
 
 def row(kind: str, activity: str, begin: float, end: float, slots: int = 1, instance: str = "", step: int = 1) -> LedgerRow:
@@ -44,6 +44,15 @@ def test_a_step_taken_apart() -> None:
 def test_parts_and_overhead_make_up_the_step_when_nothing_runs_side_by_side() -> None:
     found = anatomy(STEP)[1]
     assert sum(found.parts.values()) + found.overhead_s == pytest.approx(found.wall_s)
+
+
+def test_gaps_are_named_by_what_lies_on_either_side() -> None:
+    found = gaps(STEP, [1])
+    assert found == {
+        "step begins → load": [0.5], "generate → score": [0.5], "score → learn": [0.25], "learn → publish": [0.25],
+        "publish → next step": [0.5],
+    }
+    assert sum(map(sum, found.values())) == pytest.approx(anatomy(STEP)[1].overhead_s)
 
 
 def test_steps_are_kept_apart() -> None:

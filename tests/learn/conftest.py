@@ -25,8 +25,8 @@ sys.path.insert(0, str(HERE))
 def learner_settings(ranks: int = 1, stage: int = 0, temperature: float = 1.0, **changes: Any) -> dict[str, Any]:
     """Every part of the update is at work: warm-up, weight decay, clipping of gradients and ratios, importance weights."""
     learner = {
-        "ranks": ranks, "zero_stage": stage, "learning_rate": 1e-3, "warmup_steps": 2, "weight_decay": 0.1, "betas": [0.9, 0.95],
-        "grad_clip": 0.1, "micro_batch_tokens": 100,
+        "ranks": ranks, "zero_stage": stage, "learning_rate": 1e-3, "warmup_steps": 2, "weight_decay": 0.1,
+        "betas": [0.9, 0.95], "grad_clip": 0.1, "micro_batch_tokens": 100,
     }
     tree: dict[str, Any] = {
         "prompts": {"task": "chain"}, "reward": {"function": "task"},
@@ -127,9 +127,10 @@ class Cases:
         starts = [(*row, 1) for row in self.CONTINUED[ranks]] + [("plain/2", 2, ranks, 0), ("bf16/2", 1, 2, 0)]
         for name, from_ranks, stage, done in starts:
             before = self.first(from_ranks)[name]
-            settings = {**before["settings"], "learner": {**before["settings"]["learner"], "zero_stage": stage, "ranks": ranks}}
+            changed = {**before["settings"]["learner"], "zero_stage": stage, "ranks": ranks}
             cases[f"{name} of {from_ranks} at {stage} after {done}"] = {
-                "settings": settings, "files": before["files"], "batches": before["batches"][done:],
+                "settings": {**before["settings"], "learner": changed}, "files": before["files"],
+                "batches": before["batches"][done:],
                 "state": self.result(name, from_ranks)["snapshots"][done],
             }
         return cases

@@ -109,8 +109,9 @@ class Reference:
                 parameter.copy_(self.master[name])
         apart = torch.cat([(s["old"] - s["sampler"]).abs() for s in part])
         return {
-            "loss": total, "grad_norm": float(norm), "clip_share": clipped / all_tokens, "learning_rate": rate, "tokens": all_tokens,
-            "importance": float(np.mean(weights)), "mismatch": float(apart.mean()), "mismatch_max": float(apart.max()),
+            "loss": total, "grad_norm": float(norm), "clip_share": clipped / all_tokens, "learning_rate": rate,
+            "tokens": all_tokens, "importance": float(np.mean(weights)), "mismatch": float(apart.mean()),
+            "mismatch_max": float(apart.max()),
         }
 
     def weights(self) -> dict[str, np.ndarray]:

@@ -21,8 +21,9 @@ def tiny_policy(
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=width, head_dim=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=context, use_sliding_window=False, tie_word_embeddings=tied,
+        vocab_size=VOCABULARY, hidden_size=width, head_dim=32, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=context, use_sliding_window=False,
+        tie_word_embeddings=tied,
         initializer_range=spread, bos_token_id=None, eos_token_id=EOS, pad_token_id=0, attention_dropout=0.1,
     )
     with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:

@@ -57,7 +57,10 @@ def test_prompts_of_one_size_give_their_mean() -> None:
     assert forecaster.forecast([5], [80])[0] == pytest.approx(20.0)
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 50), st.lists(st.integers(1, 300), min_size=1, max_size=4)), max_size=12))
+VISIT = st.tuples(st.integers(0, 9), st.integers(1, 50), st.lists(st.integers(1, 300), min_size=1, max_size=4))
+
+
+@given(st.lists(VISIT, max_size=12))
 @settings(max_examples=60, deadline=None)
 def test_state_survives_json(visits: list[tuple[int, int, list[int]]]) -> None:
     forecaster = LengthForecaster(64.0)

@@ -38,14 +38,17 @@ def test_deal_is_a_partition_into_whole_groups_longest_first(case: tuple[np.ndar
     assert all(part.dtype.kind == "i" for part in parts), "they are used as indices"
     owners = [set(groups[part].tolist()) for part in parts]
     assert sum(map(len, owners)) == len(set(groups.tolist()))
-    np.testing.assert_allclose(sorted(lengths[part].sum() for part in parts), dealt_by_hand(lengths, groups, actors), rtol=1e-9)
+    loads = sorted(lengths[part].sum() for part in parts)
+    np.testing.assert_allclose(loads, dealt_by_hand(lengths, groups, actors), rtol=1e-9)
 
 
 def test_deal_of_nothing() -> None:
     assert [len(part) for part in deal(np.empty(0), np.empty(0, int), 3)] == [0, 0, 0]
 
 
-def by_brute_force(lengths: np.ndarray, speed: Speed, low: int, high: int, prefer: float) -> list[tuple[float, float, float]]:
+def by_brute_force(
+    lengths: np.ndarray, speed: Speed, low: int, high: int, prefer: float
+) -> list[tuple[float, float, float]]:
     """(score, time, cost) for every allowed number of actors."""
     rows = []
     for actors in range(low, max(low, min(high, len(lengths))) + 1):

@@ -46,9 +46,21 @@ def test_a_token_is_drawn_exactly_in_its_interval(sampling: ModuleType) -> None:
     np.testing.assert_array_equal(tokens.numpy(), expected)
 
 
+def test_the_intervals_stay_in_place_over_a_large_vocabulary(sampling: ModuleType) -> None:
+    logits = torch.randn(1, 150_000, generator=torch.Generator().manual_seed(2))
+    edges = np.cumsum(probabilities(torch.log_softmax(logits[0], -1), 1.0))
+    uniform = np.random.default_rng(0).random(400)
+    tokens, _ = sampling.draw(logits.expand(400, -1), torch.ones(400), torch.from_numpy(uniform))
+    expected = np.searchsorted(edges, uniform, side="right")
+    assert (tokens.numpy() == expected).mean() > 0.99
+    assert np.abs(tokens.numpy() - expected).max() <= 1
+
+
 @given(st.integers(0, 2**32), st.floats(0.2, 3.0), st.floats(0, 1, exclude_max=True))
 @settings(max_examples=60, deadline=None)
-def test_log_probability_is_that_of_the_drawn_token(sampling: ModuleType, seed: int, temperature: float, uniform: float) -> None:
+def test_log_probability_is_that_of_the_drawn_token(
+    sampling: ModuleType, seed: int, temperature: float, uniform: float
+) -> None:
     logits = 4 * torch.randn(1, 33, generator=torch.Generator().manual_seed(seed))
     tokens, logprobs = sampling.draw(logits, torch.tensor([temperature]), torch.tensor([uniform], dtype=torch.float64))
     expected = np.log(probabilities(logits[0], temperature))[int(tokens)]
@@ -78,7 +90,9 @@ def test_temperature_zero_is_the_argmax_at_temperature_one(sampling: ModuleType)
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 300), st.integers(0, 300))
 @settings(max_examples=50, deadline=None)
-def test_a_stream_does_not_depend_on_how_much_of_it_is_asked_for(sampling: ModuleType, seed: int, some: int, more: int) -> None:
+def test_a_stream_does_not_depend_on_how_much_of_it_is_asked_for(
+    sampling: ModuleType, seed: int, some: int, more: int
+) -> None:
     """A request that is cut after `some` tokens goes on with the noise it would have had."""
     whole = sampling.uniforms(seed, some + more)
     np.testing.assert_array_equal(sampling.uniforms(seed, some), whole[:some])
@@ -92,3 +106,58 @@ def test_streams_of_neighbouring_seeds_are_unrelated(sampling: ModuleType) -> No
     assert len(np.unique(streams)) == streams.size
     counts = np.histogram(streams, bins=50, range=(0, 1))[0]
     assert chisquare(counts).pvalue > 1e-3
+
+
+def test_rows_follow_the_batch_when_it_is_reordered(sampling: ModuleType) -> None:
+    """vLLM removes, adds, moves and swaps the rows of its batch; every request keeps its noise, position and key."""
+    from types import SimpleNamespace
+
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
+
+    sampler = sampling.KeyedSampler(SimpleNamespace(), torch.device("cpu"), False)
+
+    def added(row: int, key: int, output: list[int]) -> tuple:
+        extra = {"key": key, "seed": key, "temperature": 1.0}
+        return row, SamplingParams(temperature=0.0, max_tokens=9, extra_args=extra), [1, 2, 3], output
+
+    def update(**changes: list) -> list[int]:
+        given = {"removed": [], "added": [], "moved": [], **changes}
+        sampler.update_state(BatchUpdate(batch_size=len(sampler.rows), **given))
+        logits = torch.zeros(len(sampler.rows), 1000)
+        drawn = sampler.apply(logits).argmax(-1).tolist()
+        keys, positions, _ = sampler.records[-1]
+        for key, position, token in zip(keys.tolist(), positions.tolist(), drawn, strict=True):
+            assert position == len(outputs[key])
+            assert token == int(sampling.uniforms(key, 9)[position] * 1000)
+        return keys.tolist()
+
+    outputs: dict[int, list[int]] = {key: [0] * (key % 3) for key in range(10, 20)}
+    assert update(added=[added(row, 10 + row, outputs[10 + row]) for row in range(4)]) == [10, 11, 12, 13]
+    outputs[11].append(5)  # vLLM's own list: the position moves with it
+    sampler.update_state(None)
+    assert update(moved=[(0, 2, MoveDirectionality.SWAP)]) == [12, 11, 10, 13]
+    assert update(removed=[1], moved=[(3, 1, MoveDirectionality.UNIDIRECTIONAL)]) == [12, 13, 10]
+    assert update(removed=[0], added=[added(0, 17, outputs[17])]) == [17, 13, 10]
+    assert sampler.running == 3 and sampler.context_tokens == 9 + sum(len(outputs[key]) for key in (17, 13, 10))
+
+
+def test_log_probabilities_are_handed_out_once_by_key(sampling: ModuleType) -> None:
+    from types import SimpleNamespace
+
+    sampler = sampling.KeyedSampler(SimpleNamespace(), torch.device("cpu"), False)
+    for position in range(3):
+        logprobs = torch.tensor([-1.0 - position, -10.0 - position])
+        sampler.records.append((np.array([7, 8]), np.full(2, position), logprobs))
+    sampler.records.append((np.array([7]), np.array([2]), torch.tensor([-9.0])))  # drawn again: the last one counts
+    np.testing.assert_array_equal(sampler.take({7: 3})[7], np.float32([-1, -2, -9]))
+    np.testing.assert_array_equal(sampler.take({8: 2})[8], np.float32([-10, -11]))
+    assert np.isnan(sampler.take({7: 1})[7]).all()
+    assert sampler.records == []
+
+
+def test_a_request_without_its_seed_is_refused(sampling: ModuleType) -> None:
+    from vllm import SamplingParams
+
+    with pytest.raises(ValueError, match="needs key, seed and temperature"):
+        sampling.KeyedSampler.validate_params(SamplingParams(extra_args={"key": 1}))

@@ -8,7 +8,8 @@ from rlhfless_ray.errors import UserError
 from rlhfless_ray.weights.folder import read_folder, without_weights, write_folder
 
 COMPLETE = {
-    "config.json": b"{}", "tokenizer.json": b"{}", "model-00001-of-00002.safetensors": b"\x00\xff", "model-00002-of-00002.safetensors": b"x",
+    "config.json": b"{}", "tokenizer.json": b"{}", "model-00001-of-00002.safetensors": b"\x00\xff",
+    "model-00002-of-00002.safetensors": b"x",
     "model.safetensors.index.json": b"{}", "chat_template.jinja": b"{{ m }}",
 }
 

@@ -10,7 +10,8 @@ from rlhfless_ray.weights.version import checksum
 def some_weights() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     return {
-        "layers.0.weight": rng.normal(size=(5, 7)).astype(np.float32), "layers.0.bias": rng.normal(size=7).astype(np.float32),
+        "layers.0.weight": rng.normal(size=(5, 7)).astype(np.float32),
+        "layers.0.bias": rng.normal(size=7).astype(np.float32),
         "scale": np.array(1.5, np.float32), "empty": np.zeros((0, 4), np.float32),
     }
 

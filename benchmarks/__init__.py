@@ -1,0 +1,1 @@
+"""Benchmarks: each is one command that prints a table and writes `benchmarks/results/<name>.json`."""
