@@ -9,8 +9,8 @@ from typing import Any
 import ray
 
 from rlhfless_ray.functions.instance import Instance, State
-from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.lease import Lease, Leases, Slot
+from rlhfless_ray.functions.ledger import Ledger
 
 
 class Pool:

@@ -337,7 +337,7 @@ def state_from_bytes(files: dict[str, bytes]) -> dict[str, Any]:
 
 def _nothing(reason: str) -> UpdateStats:
     """An update that had nothing to learn from."""
-    numbers = dict.fromkeys(UpdateStats.__dataclass_fields__, 0.0)
+    numbers: dict[str, Any] = dict.fromkeys(UpdateStats.__dataclass_fields__, 0.0)
     return UpdateStats(**{**numbers, "trained_tokens": 0, "skipped": 1, "reason": reason})
 
 
@@ -345,7 +345,7 @@ def _merge(stats: list[UpdateStats]) -> UpdateStats:
     """One record for a step of several optimizer steps: means weighted by nothing, maxima and counts as such."""
     if len(stats) == 1:
         return stats[0]
-    merged = {}
+    merged: dict[str, Any] = {}
     for name in UpdateStats.__dataclass_fields__:
         values = [getattr(s, name) for s in stats]
         if name == "reason":

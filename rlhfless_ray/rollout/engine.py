@@ -82,7 +82,8 @@ class Engine:
 
         Raises ValueError when the model has weights that are not among them.
         """
-        missing = self.engine.collective_rpc(_reload, args=(weights, self.on_cpu))[0]
+        reload: Any = _reload
+        missing = self.engine.collective_rpc(reload, args=(weights, self.on_cpu))[0]
         if missing:
             self.version = None
             raise ValueError(f"weight version {version} lacks {len(missing)} of the engine's weights, {min(missing)} first")

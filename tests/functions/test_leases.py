@@ -7,8 +7,8 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from rlhfless_ray.errors import RunError
-from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.lease import Leases, cluster_slots
+from rlhfless_ray.functions.ledger import Ledger
 
 pytestmark = pytest.mark.ray
 

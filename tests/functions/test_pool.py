@@ -7,8 +7,8 @@ import pytest
 import ray
 
 from rlhfless_ray.functions.instance import State, start_actor
-from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.lease import Leases
+from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool import Pool
 
 pytestmark = pytest.mark.ray
