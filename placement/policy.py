@@ -23,19 +23,22 @@ class Decision:
 
 
 def rollout_size(
-    lengths: np.ndarray, speed: Speed, *, current: int, min_actors: int, max_actors: int, prefer: float
+    lengths: np.ndarray, speed: Speed, *, current: int, min_actors: int, max_actors: int, prefer: float,
+    groups: np.ndarray | None = None,
 ) -> Decision:
     """How many engines the next rollout gets: the first simple rule.
 
-    lengths (n,) forecast response tokens. For every count the sequences are dealt as `deal` does and timed by `speed`;
-    the count with the least prefer·time/fastest + (1 - prefer)·cost/cheapest wins, fewer on a tie.
+    lengths (n,) forecast response tokens; groups (n,) the prompt of each (none given: every sequence is its own). For every
+    count the sequences are dealt as `deal` does and timed by `speed`; the count with the least
+    prefer·time/fastest + (1 - prefer)·cost/cheapest wins, fewer on a tie.
     """
     if not 1 <= min_actors <= max_actors:
         raise ValueError(f"need 1 ≤ min_actors ≤ max_actors, got {min_actors} and {max_actors}")
-    counts = range(min_actors, max(min_actors, min(max_actors, len(lengths))) + 1)
+    groups = np.arange(len(lengths)) if groups is None else groups
+    counts = range(min_actors, max(min_actors, min(max_actors, len(np.unique(groups)))) + 1)
     times, costs = [], []
     for count in counts:
-        parts = deal(lengths, np.arange(len(lengths)), count)
+        parts = deal(lengths, groups, count)
         each = [speed.rollout_s(lengths[part]) for part in parts]
         times.append(max(each, default=0.0))
         costs.append(sum(each))

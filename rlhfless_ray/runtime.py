@@ -21,7 +21,7 @@ import numpy as np
 from placement.lengths import LengthForecaster
 from placement.policy import Decision, rollout_size, slots_to_yield
 from placement.speed import Speed, SpeedFit
-from rlhfless_ray.errors import RunError, Stopped
+from rlhfless_ray.errors import RunError, Stopped, UserError
 from rlhfless_ray.functions.cluster import RayCluster
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.phases import Phases
@@ -34,7 +34,7 @@ from rlhfless_ray.reward.functions import load_reward
 from rlhfless_ray.run_folder import RunFolder
 from rlhfless_ray.types import Completion, Prompt, Request, Sample, Step, UpdateStats, WeightVersion
 from rlhfless_ray.waits import STOP
-from rlhfless_ray.weights.folder import without_weights
+from rlhfless_ray.weights.folder import read_folder, without_weights, write_folder
 
 FIRST_SPEED = Speed(base_s=0.01, per_seq_s=0.0001)  # before the first step record; any order of magnitude will do
 UPDATE_GRACE_S = 1.5  # `ray job stop` kills 3 s after SIGTERM: an update may take this much of them to end
@@ -106,6 +106,8 @@ class Runtime:
         from rlhfless_ray.rollout.actor import RolloutActor
 
         recipe, dump = self.recipe, self.recipe.model_dump()
+        if resource == "cpu" and recipe.rollout.block_size % 32:
+            raise UserError(f"rollout.block_size: vLLM on CPU needs a multiple of 32 (got {recipe.rollout.block_size})")
         run_id = hashlib.blake2b(f"{self.folder.path.resolve()} {time.time_ns()}".encode(), digest_size=4).hexdigest()
         self.leases = Leases(resource, self.ledger, recipe.functions.lease_deadline_s, run_id)
         self.spare: list[Any] = []  # leases between two functions
@@ -150,6 +152,12 @@ class Runtime:
                 self.files = self.gang.warm_start(ray.put(self.files), self.recipe)
                 keep_policy(self.recipe, self.files)
             self.record.progress.phase("loading the policy")
+            if self.recipe.algorithm.kl.coefficient > 0:  # the reference is what the run began with, also after a resume
+                reference = self.folder.path / "reference"
+                if checkpoint:
+                    self.files = read_folder(reference)
+                else:
+                    write_folder(reference, self.files)
             state = checkpoint[1] if checkpoint else None
             self.gang.build(ray.put(self.files), self.cluster.private, ray.put(state) if state else None)
             if checkpoint:
@@ -175,9 +183,9 @@ class Runtime:
         return self.forecaster.forecast([p.index for p in prompts], [len(p.token_ids) for p in prompts])
 
     def plan(self, forecast: np.ndarray) -> Decision:
-        lengths = np.repeat(forecast, self.recipe.rollout.samples_per_prompt)
+        count = self.recipe.rollout.samples_per_prompt
         return rollout_size(
-            lengths, self.speed.speed, current=self.actors, min_actors=self.recipe.rollout.min_actors,
+            np.repeat(forecast, count), self.speed.speed, groups=np.repeat(np.arange(len(forecast)), count), current=self.actors, min_actors=self.recipe.rollout.min_actors,
             max_actors=self.max_actors, prefer=self.recipe.objective.prefer,
         )
 
