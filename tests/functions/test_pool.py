@@ -46,35 +46,35 @@ def pids(pool: Pool) -> set[int]:
 
 def test_resize_takes_spare_leases_first_and_returns_the_rest(pool):
     spare = pool.leases.take(3, "other")
-    left = pool.resize(2, spare)
+    left = pool.resize(2, spare, need=2)
     assert len(pool.working) == 2 and len(left) == 1 and pool.leases.asked_leases == 3
-    left = pool.resize(3, left)
+    left = pool.resize(3, left, need=3)
     assert left == [] and len(pool.working) == 3 and pool.leases.asked_leases == 3
 
 
 def test_shrinking_parks_and_growing_again_is_a_warm_start_of_the_same_process(pool):
-    pool.resize(2, [])
+    pool.resize(2, [], need=2)
     before = pids(pool)
-    spare = pool.resize(1, [])
+    spare = pool.resize(1, [], need=1)
     assert len(spare) == 1 and len(pool.parked) == 1 and pool.parked[0].state is State.PARKED
-    pool.resize(2, spare)
+    pool.resize(2, spare, need=2)
     assert pids(pool) == before and pool.warm_starts == 1 and pool.cold_starts == 2
 
 
 def test_a_parked_instance_holds_no_lease_and_its_memory_is_in_the_ledger(pool):
-    pool.resize(1, [])
+    pool.resize(1, [], need=1)
     ray.get(pool.working[0].opened, timeout=30)
     pool.leases.release(pool.park_all())
     assert not pool.leases.held and pool.parked[0].leases == []
     time.sleep(0.05)
-    pool.resize(1, [])
+    pool.resize(1, [], need=1)
     assert any(row.activity == "parked" and row.slots == 0 for row in pool.ledger.rows)
 
 
 def test_keep_alive_ends_parked_processes_only(pool):
-    pool.resize(2, [])
+    pool.resize(2, [], need=2)
     gone = ray.get(pool.working[1].actor.pid.remote(), timeout=30)
-    pool.leases.release(pool.resize(1, []))
+    pool.leases.release(pool.resize(1, [], need=1))
     pool.keep_alive_s = 0.0
     time.sleep(0.01)
     assert pool.reap() == 1 and not pool.parked and len(pool.working) == 1
@@ -85,7 +85,7 @@ def test_keep_alive_ends_parked_processes_only(pool):
 
 
 def test_a_killed_instance_is_replaced_under_its_lease(pool):
-    pool.resize(1, [])
+    pool.resize(1, [], need=1)
     old = pool.working[0]
     lease = old.leases[0]
     pid = ray.get(old.actor.pid.remote(), timeout=30)
@@ -100,7 +100,7 @@ def test_a_killed_instance_is_replaced_under_its_lease(pool):
 def test_an_instance_sees_its_own_device_only(pool):
     if pool.leases.resource == "cpu":
         pytest.skip("cores are not devices")
-    pool.resize(3, [])
+    pool.resize(3, [], need=3)
     seen = ray.get([instance.actor.devices.remote() for instance in pool.working], timeout=30)
     assert seen == [str(instance.slot.device) for instance in pool.working] and len(set(seen)) == 3
 
