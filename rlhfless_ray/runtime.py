@@ -33,7 +33,7 @@ from rlhfless_ray.record import Record
 from rlhfless_ray.reward.functions import load_reward
 from rlhfless_ray.run_folder import RunFolder
 from rlhfless_ray.types import Completion, Prompt, Request, Sample, Step, UpdateStats, WeightVersion
-from rlhfless_ray.waits import STOP
+from rlhfless_ray.waits import STOP, get
 from rlhfless_ray.weights.folder import read_folder, without_weights, write_folder
 
 FIRST_SPEED = Speed(base_s=0.01, per_seq_s=0.0001)  # before the first step record; any order of magnitude will do
@@ -197,9 +197,7 @@ class Runtime:
             self.spare = []
             self.actors = len(self.rollout.working)
             yield
-            self._told_start(self.rollout)
-            self._park_engines()
-            self.spare = self.rollout.park_all()
+            self.spare = self._park_engines()
 
     def generate(self, step: Step) -> list[Sample]:
         """Every response to the step's prompts, as samples without reward."""
@@ -294,9 +292,7 @@ class Runtime:
             ]
             expected = np.tile(self.forecast(prompts), len(temperatures))
             done = self._run(requests, expected, np.tile(np.arange(len(prompts)), len(temperatures)))
-            self._told_start(self.rollout)
-            self._park_engines()
-            self.spare += self.rollout.park_all()
+            self.spare += self._park_engines()
             samples = self._samples(prompts * len(temperatures), done, 1)
             with self.score_phase("eval_score"):  # its time is part of the evaluation's
                 self.score(samples)
@@ -380,19 +376,18 @@ class Runtime:
 
     def _told_start(self, pool: Any) -> None:
         """Starts that ended are told to the ledger, while the instance still has its leases."""
-        from rlhfless_ray.waits import get
-
         for instance in pool.working:
             if instance.opened is not None and not instance.memory_mb:
                 told = get(instance.opened, self.recipe.functions.lease_deadline_s, f"{instance.id} to start")
                 instance.memory_mb = told["memory_mb"]
                 self.ledger.spans([lease.id for lease in instance.leases], told["spans"])
 
-    def _park_engines(self) -> None:
+    def _park_engines(self) -> list[Any]:
+        """Engines leave their slots; returns the leases."""
+        self._told_start(self.rollout)
         if self.leases.resource == "gpu":  # on CPU vLLM gives nothing back: the ledger shows the memory it keeps
-            from rlhfless_ray.waits import get
-
             get([i.actor.park.remote() for i in self.rollout.working], 60.0, "engines to leave their devices")
+        return self.rollout.park_all()
 
     # ---- state ------------------------------------------------------------------------------------------------
 

@@ -86,15 +86,6 @@ class RayCluster:
                 raise UserError(f"{name}: {needed} slots at once, but the cluster has {slots} ({unit}); lower it or add nodes")
         return slots
 
-    def node(self) -> str:
-        """Id of a node that has slots: the driver's own if it has any."""
-        import ray
-
-        here = ray.get_runtime_context().get_node_id()
-        name = "GPU" if self.resource() == "gpu" else "CPU"
-        able = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get(name, 0) >= 1]
-        return here if here in able or not able else able[0]
-
 
 def _shipped() -> dict[str, Any] | None:
     """Our packages for the cluster's nodes, where a surrounding Ray job has not shipped them with its working folder."""

@@ -41,7 +41,6 @@ class Request:
 
     id: str
     group: Any
-    asked_s: float
 
 
 class Leases:
@@ -71,7 +70,7 @@ class Leases:
             id = f"{self.run_id}-{self.counter}"
             selector = [{"ray.io/node-id": prefer[i]}] if prefer and i < len(prefer) else None
             group = placement_group([dict(self.bundle)], name=f"rlhfless-{id}", bundle_label_selector=selector)
-            request = Request(id, group, time.monotonic())
+            request = Request(id, group)
             self.asked[id] = request
             requests.append(request)
         return requests
