@@ -1,1 +1,6 @@
 """The planner: pure Python and numpy. Imports neither ray nor torch nor rlhfless_ray."""
+
+from placement.plan import Plan, Pool
+from placement.speed import Speed
+
+__all__ = ["Plan", "Pool", "Speed"]

@@ -15,11 +15,17 @@ class Speed:
     per_seq_s: float
     per_ctx_s: float = 0.0
 
-    def rollout_s(self, lengths: np.ndarray) -> float:
-        """Time of one engine that decodes `lengths` (n,) together: base·longest + per_seq·Σ lengths."""
+    def step_s(self, running: float, context_tokens: float = 0.0) -> float:
+        """Seconds of one decode step with `running` sequences that hold `context_tokens` tokens together."""
+        return self.base_s + self.per_seq_s * running + self.per_ctx_s * context_tokens
+
+    def rollout_s(self, lengths: np.ndarray, prompts: np.ndarray | float = 0.0) -> float:
+        """Seconds one engine takes to decode `lengths` (n,) together, prompts (n,) tokens each:
+        base·max L + Σ (per_seq·L + per_ctx·(prompt·L + L²/2)). All sequences are admitted at once."""
         if len(lengths) == 0:
             return 0.0
-        return float(self.base_s * np.max(lengths) + self.per_seq_s * np.sum(lengths))
+        each = self.per_seq_s * lengths + self.per_ctx_s * (prompts * lengths + np.square(lengths) / 2)
+        return float(self.base_s * np.max(lengths) + np.sum(each))
 
 
 class SpeedFit:
