@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import platform
 import struct
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,7 +20,8 @@ import numpy as np
 from placement.lengths import LengthForecaster
 from placement.policy import Decision, rollout_size, slots_to_yield
 from placement.speed import Speed, SpeedFit
-from rlhfless_ray.errors import RunError, Stopped, UserError
+from rlhfless_ray.crew import hire
+from rlhfless_ray.errors import RunError, Stopped
 from rlhfless_ray.functions.cluster import RayCluster
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.phases import Phases
@@ -94,46 +94,11 @@ class Runtime:
         return steps(self)
 
     def _hire(self, resource: str) -> None:
-        """The pools, all empty: nothing is leased yet."""
-        import ray
-
-        from rlhfless_ray.functions.instance import start_actor
-        from rlhfless_ray.functions.lease import Leases
-        from rlhfless_ray.functions.pool import Pool
-        from rlhfless_ray.learn.actor import LearnerActor
-        from rlhfless_ray.learn.gang import Gang
-        from rlhfless_ray.reward.score import RewardActor
-        from rlhfless_ray.rollout.actor import RolloutActor
-
-        recipe, dump = self.recipe, self.recipe.model_dump()
-        if resource == "cpu" and recipe.rollout.block_size % 32:
-            raise UserError(f"rollout.block_size: vLLM on CPU needs a multiple of 32 (got {recipe.rollout.block_size})")
-        run_id = hashlib.blake2b(f"{self.folder.path.resolve()} {time.time_ns()}".encode(), digest_size=4).hexdigest()
-        self.leases = Leases(resource, self.ledger, recipe.functions.lease_deadline_s, run_id)
-        self.spare: list[Any] = []  # leases between two functions
-        config = ray.put(without_weights(self.files))
         longest = max(len(p.token_ids) for p in itertools.chain(self.prompts.train, self.prompts.heldout))
-        engine = {
-            "device": resource, "max_model_len": longest + recipe.rollout.max_tokens, "dtype": recipe.policy.dtype,
-            "trust_remote_code": recipe.policy.trust_remote_code, **dump["rollout"],
-        }
-        ranks = itertools.count()
-
-        def learner(slot: Any) -> Any:
-            sections = {name: dump[name] for name in ("learner", "algorithm", "policy")}
-            settings = {**sections, "temperature": recipe.rollout.temperature, "rank": next(ranks), "device": resource}
-            return start_actor(LearnerActor, slot, resource, {}, settings)
-
-        keep = recipe.functions.keep_alive_s
-        self.rollout = Pool(
-            "rollout", lambda s: start_actor(RolloutActor, s, resource, {}, config, engine), self.leases, self.ledger, keep
-        )
-        self.reward = Pool(
-            "score", lambda s: start_actor(RewardActor, s, resource, {}, self.reward_source, recipe.reward.timeout_s),
-            self.leases, self.ledger, keep,
-        )
-        self.gang = Gang(Pool("learn", learner, self.leases, self.ledger, float("inf")), recipe)
-        self.max_actors = min(recipe.rollout.max_actors, self.slots)
+        crew = hire(self.recipe, resource, self.files, longest, self.reward_source, self.ledger, self.folder.path)
+        self.leases, self.rollout, self.reward, self.gang = crew.leases, crew.rollout, crew.reward, crew.gang
+        self.spare: list[Any] = []  # leases between two functions
+        self.max_actors = min(self.recipe.rollout.max_actors, self.slots)
 
     def _begin(self, checkpoint: tuple[int, dict[str, bytes], dict[str, Any]] | None) -> None:
         """Start the learner, and the engines' processes beside it; publish the first weights."""
@@ -185,8 +150,8 @@ class Runtime:
     def plan(self, forecast: np.ndarray) -> Decision:
         count = self.recipe.rollout.samples_per_prompt
         return rollout_size(
-            np.repeat(forecast, count), self.speed.speed, groups=np.repeat(np.arange(len(forecast)), count), current=self.actors, min_actors=self.recipe.rollout.min_actors,
-            max_actors=self.max_actors, prefer=self.recipe.objective.prefer,
+            np.repeat(forecast, count), self.speed.speed, groups=np.repeat(np.arange(len(forecast)), count),
+            current=self.actors, min_actors=self.recipe.rollout.min_actors, max_actors=self.max_actors, prefer=self.recipe.objective.prefer,
         )
 
     @contextmanager

@@ -74,9 +74,12 @@ def wait_any(refs: list[Any], seconds: float, what: str) -> list[Any]:
 
 
 def get(ref: Any, seconds: float, what: str) -> Any:
-    """The value of one reference or of a list of them."""
-    left = set(ref) if isinstance(ref, list) else {ref}
+    """The value of one reference or of a list of them. The first of them to fail raises at once: its companions may be
+    waiting for it in a collective, and would until the deadline."""
+    refs = ref if isinstance(ref, list) else [ref]
+    values: dict[Any, Any] = {}
     end = time.monotonic() + seconds
-    while left:
-        left -= set(wait_any(list(left), max(0.0, end - time.monotonic()), what))
-    return ray.get(ref)
+    while left := [r for r in refs if r not in values]:
+        for ready in wait_any(left, max(0.0, end - time.monotonic()), what):
+            values[ready] = ray.get(ready)
+    return [values[r] for r in refs] if isinstance(ref, list) else values[ref]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import signal
@@ -69,7 +70,7 @@ def test_the_ledger_accounts_for_every_phase_and_engines_hold_nothing_while_the_
         by_lease.setdefault(row["lease"], []).append((a, b))
     for intervals in by_lease.values():  # one holder at a time
         ordered = sorted(intervals)
-        assert all(later[0] - earlier[1] > -1e-3 for earlier, later in zip(ordered, ordered[1:], strict=False))
+        assert all(later[0] - earlier[1] > -1e-3 for earlier, later in itertools.pairwise(ordered))
 
 
 def test_the_final_model_loads_in_transformers_and_is_the_last_checkpoint(uninterrupted):

@@ -102,7 +102,7 @@ class Gang:
         self._spans(first, spans)
         return content
 
-    def build(self, files: Any, loopback: bool, state: dict[str, bytes] | None) -> None:
+    def build(self, files: Any, loopback: bool, state: Any) -> None:
         """Load the policy (or a checkpoint's state) into every rank and join them."""
         place = get(self.by_rank[0].actor.rendezvous.remote(loopback), self.deadline_s, "the gang's address")
         refs = [i.actor.build.remote(files, place, len(i.leases), state) for i in self.by_rank]

@@ -114,7 +114,7 @@ class Learner:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if self.device.type == "cpu":
             # DeepSpeed would compile a shared-memory all-reduce (about 45 s, needs g++ and ninja); gloo does it too.
-            importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+            setattr(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)  # noqa: B010
         deepspeed.init_distributed(
             dist_backend="nccl" if self.device.type == "cuda" else "gloo",
             init_method=f"tcp://{address}:{port}", rank=self.rank, world_size=self.ranks, verbose=False,

@@ -39,7 +39,7 @@ class TokenLogprobs(nn.Module):
         return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
 
 
-def load_model(folder: Path, dtype: str, trust_remote_code: bool) -> nn.Module:
+def load_model(folder: Path, dtype: str, trust_remote_code: bool) -> Any:
     """A causal LM from a Hugging Face folder, dropout off (sampler and learner must compute the same policy)."""
     from transformers import AutoModelForCausalLM
 

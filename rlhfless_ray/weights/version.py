@@ -16,5 +16,5 @@ def checksum(weights: dict[str, np.ndarray]) -> int:
     for name in sorted(weights):
         array = np.ascontiguousarray(weights[name])
         digest.update(f"{name} {array.dtype} {array.shape}".encode())
-        digest.update(array.reshape(-1).view(np.uint8))
+        digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.intdigest()

@@ -1,0 +1,78 @@
+"""The functions of a run and the leases they share, hired before anything is leased."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhfless_ray.errors import UserError
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.weights.folder import without_weights
+
+if TYPE_CHECKING:
+    from rlhfless_ray.functions.lease import Leases
+    from rlhfless_ray.functions.pool import Pool
+    from rlhfless_ray.learn.gang import Gang
+
+
+@dataclass(frozen=True)
+class Crew:
+    leases: Leases
+    rollout: Pool
+    reward: Pool
+    gang: Gang
+
+
+def hire(
+    recipe: Recipe, resource: str, files: dict[str, bytes], longest_prompt_tokens: int, reward_source: Any, ledger: Ledger,
+    folder: Path,
+) -> Crew:
+    """The pools, all empty. Everything an instance needs goes along as bytes: a node has none of the driver's files.
+
+    `files`: the first policy's folder; `folder`: the run's, whose path and time name its leases on a shared cluster.
+    """
+    import ray
+
+    from rlhfless_ray.functions.instance import start_actor
+    from rlhfless_ray.functions.lease import Leases
+    from rlhfless_ray.functions.pool import Pool
+    from rlhfless_ray.learn.actor import LearnerActor
+    from rlhfless_ray.learn.gang import Gang
+    from rlhfless_ray.reward.score import RewardActor
+    from rlhfless_ray.rollout.actor import RolloutActor
+
+    if resource == "cpu" and recipe.rollout.block_size % 32:
+        raise UserError(f"rollout.block_size: vLLM on CPU needs a multiple of 32 (got {recipe.rollout.block_size})")
+    run_id = hashlib.blake2b(f"{folder.resolve()} {time.time_ns()}".encode(), digest_size=4).hexdigest()
+    leases = Leases(resource, ledger, recipe.functions.lease_deadline_s, run_id)
+    dump = recipe.model_dump()
+    config = ray.put(without_weights(files))
+    engine = {
+        "device": resource, "max_model_len": longest_prompt_tokens + recipe.rollout.max_tokens,
+        "dtype": recipe.policy.dtype, "trust_remote_code": recipe.policy.trust_remote_code, **dump["rollout"],
+    }
+    ranks = itertools.count()
+
+    def start_engine(slot: Any) -> Any:
+        return start_actor(RolloutActor, slot, resource, {}, config, engine)
+
+    def start_reward(slot: Any) -> Any:
+        return start_actor(RewardActor, slot, resource, {}, reward_source, recipe.reward.timeout_s)
+
+    def start_learner(slot: Any) -> Any:
+        sections = {name: dump[name] for name in ("learner", "algorithm", "policy")}
+        settings = {**sections, "temperature": recipe.rollout.temperature, "rank": next(ranks), "device": resource}
+        return start_actor(LearnerActor, slot, resource, {}, settings)
+
+    keep = recipe.functions.keep_alive_s
+    return Crew(
+        leases,
+        Pool("rollout", start_engine, leases, ledger, keep),
+        Pool("score", start_reward, leases, ledger, keep),
+        Gang(Pool("learn", start_learner, leases, ledger, float("inf")), recipe),
+    )
