@@ -21,6 +21,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Actors:
+    """The classes behind the functions. Benchmarks of control overhead put replayed ones in their place."""
+
+    rollout: type
+    reward: type
+    learner: type
+
+    @classmethod
+    def real(cls) -> Actors:
+        from rlhfless_ray.learn.actor import LearnerActor
+        from rlhfless_ray.reward.score import RewardActor
+        from rlhfless_ray.rollout.actor import RolloutActor
+
+        return cls(RolloutActor, RewardActor, LearnerActor)
+
+
+@dataclass(frozen=True)
 class Crew:
     leases: Leases
     rollout: Pool
@@ -30,7 +47,7 @@ class Crew:
 
 def hire(
     recipe: Recipe, resource: str, files: dict[str, bytes], longest_prompt_tokens: int, reward_source: Any, ledger: Ledger,
-    folder: Path,
+    folder: Path, actors: Actors,
 ) -> Crew:
     """The pools, all empty. Everything an instance needs goes along as bytes: a node has none of the driver's files.
 
@@ -41,10 +58,7 @@ def hire(
     from rlhfless_ray.functions.instance import start_actor
     from rlhfless_ray.functions.lease import Leases
     from rlhfless_ray.functions.pool import Pool
-    from rlhfless_ray.learn.actor import LearnerActor
     from rlhfless_ray.learn.gang import Gang
-    from rlhfless_ray.reward.score import RewardActor
-    from rlhfless_ray.rollout.actor import RolloutActor
 
     if resource == "cpu" and recipe.rollout.block_size % 32:
         raise UserError(f"rollout.block_size: vLLM on CPU needs a multiple of 32 (got {recipe.rollout.block_size})")
@@ -59,15 +73,15 @@ def hire(
     ranks = itertools.count()
 
     def start_engine(slot: Any) -> Any:
-        return start_actor(RolloutActor, slot, resource, {}, config, engine)
+        return start_actor(actors.rollout, slot, resource, {}, config, engine)
 
     def start_reward(slot: Any) -> Any:
-        return start_actor(RewardActor, slot, resource, {}, reward_source, recipe.reward.timeout_s)
+        return start_actor(actors.reward, slot, resource, {}, reward_source, recipe.reward.timeout_s)
 
     def start_learner(slot: Any) -> Any:
         sections = {name: dump[name] for name in ("learner", "algorithm", "policy")}
         settings = {**sections, "temperature": recipe.rollout.temperature, "rank": next(ranks), "device": resource}
-        return start_actor(LearnerActor, slot, resource, {}, settings)
+        return start_actor(actors.learner, slot, resource, {}, settings)
 
     keep = recipe.functions.keep_alive_s
     return Crew(

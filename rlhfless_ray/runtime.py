@@ -13,14 +13,14 @@ import platform
 import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from placement.lengths import LengthForecaster
 from placement.policy import Decision, rollout_size, slots_to_yield
 from placement.speed import Speed, SpeedFit
-from rlhfless_ray.crew import hire
+from rlhfless_ray.crew import Actors, hire
 from rlhfless_ray.errors import RunError, Stopped
 from rlhfless_ray.functions.cluster import RayCluster
 from rlhfless_ray.functions.ledger import Ledger
@@ -62,7 +62,7 @@ class Runtime:
 
     # ---- life -------------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Runtime:
+    def __enter__(self) -> Self:
         with ExitStack() as stack:
             self.cluster.start()
             stack.callback(self.cluster.stop)
@@ -93,9 +93,14 @@ class Runtime:
 
         return steps(self)
 
+    def actor_classes(self) -> Actors:
+        return Actors.real()
+
     def _hire(self, resource: str) -> None:
         longest = max(len(p.token_ids) for p in itertools.chain(self.prompts.train, self.prompts.heldout))
-        crew = hire(self.recipe, resource, self.files, longest, self.reward_source, self.ledger, self.folder.path)
+        crew = hire(
+            self.recipe, resource, self.files, longest, self.reward_source, self.ledger, self.folder.path, self.actor_classes()
+        )
         self.leases, self.rollout, self.reward, self.gang = crew.leases, crew.rollout, crew.reward, crew.gang
         self.spare: list[Any] = []  # leases between two functions
         self.max_actors = min(self.recipe.rollout.max_actors, self.slots)

@@ -1,0 +1,100 @@
+"""What control costs at size: `python -m benchmarks.control [--quick]`. Replayed engines, real everything else.
+
+The real loop, pools and placement groups on 32 logical GPUs. Engines and learner are replayed (recorded lengths, modelled
+speed, real time), so every second on the critical path in which no instance works is the runtime's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from rich.table import Table
+
+from benchmarks.anatomy import anatomy, gaps, read_ledger
+from benchmarks.replay import ReplayedRuntime
+from benchmarks.replay_world import build, recipe_for, synthetic_lengths
+from benchmarks.results import Spread, Target, make_console, save, show_targets
+
+OVERHEAD = 0.01  # of the step
+BASE_S, PER_SEQ_S = 8.5e-3, 3e-5  # a 3 B model's decode step on one L40S, by the roofline of its weights and caches
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=32, help="logical GPUs")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--prefer", type=float, default=0.5, help="0 cheapest, 1 fastest")
+    parser.add_argument("--quick", action="store_true", help="8 GPUs, small and fast: shows that it runs, measures nothing")
+    options = parser.parse_args()
+    if options.quick:
+        options.gpus, options.steps, options.prompts, options.samples = 8, 3, 16, 4
+    console = make_console()
+    learn_s, max_tokens, clock = (10.0, 2048, 1.0) if not options.quick else (1.0, 256, 1.0)
+    with tempfile.TemporaryDirectory(prefix="rlhfless-control-") as name:
+        found = measure(Path(name), options, learn_s, max_tokens, clock)
+    table = Table("", "median (quartiles)", title=f"{options.gpus} logical GPUs, replayed engines and learner", title_justify="left")
+    for key, unit in (("step_s", "s"), ("overhead_s", "s"), ("overhead_share", ""), ("driver_cpu_s", "s")):
+        table.add_row(f"{key.removesuffix('_s').replace('_', ' ')}{', ' + unit if unit else ''}", found[key].show())
+    for gap, spread in sorted(found["gaps"].items(), key=lambda item: -item[1].median * item[1].count):
+        in_ms = Spread(1e3 * spread.median, 1e3 * spread.low, 1e3 * spread.high, spread.count)
+        table.add_row(f"  gap {gap} ({spread.count}×), ms", in_ms.show())
+    table.add_row("actors by step", " ".join(map(str, found["actors"])))
+    console.print(table)
+    targets = [Target("control on the critical path, share of a step (median)", found["overhead_share"].median, most=OVERHEAD)]
+    show_targets(console, targets)
+    save("control", {"replayed": True, "options": vars(options), **found}, targets, console=console, quick=options.quick)
+
+
+def measure(folder: Path, options: Any, learn_s: float, max_tokens: int, clock: float) -> dict[str, Any]:
+    import ray
+
+    lengths = synthetic_lengths(4 * options.prompts, options.samples, max_tokens, seed=0)
+    world = build(folder, lengths, base_s=BASE_S, per_seq_s=PER_SEQ_S, start_s=1.0, learn_s=learn_s, clock=clock)
+    recipe = recipe_for(
+        world, folder, steps=options.steps, prompts=options.prompts, samples=options.samples, actors=options.gpus,
+        max_tokens=max_tokens, objective={"prefer": options.prefer}, functions={"slot": "gpu"},
+    )
+    ray.init(
+        address="local", num_cpus=4, num_gpus=options.gpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
+        object_store_memory=2**29,
+    )
+    try:
+        cpu, driver = [], psutil.Process()
+        with ReplayedRuntime(recipe) as run:
+            before = driver.cpu_times()
+            for _ in run:
+                now = driver.cpu_times()
+                cpu.append(now.user + now.system - before.user - before.system)
+                before = now
+            path = run.folder.path
+    finally:
+        ray.shutdown()
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    ledger = read_ledger(path / "ledger.csv")
+    steady = [number for number in range(2, options.steps + 1)]  # the first step starts every process
+    parts = anatomy(ledger)
+    steps = [parts[number] for number in steady]
+    return {
+        "step_s": Spread.of(s.wall_s for s in steps), "overhead_s": Spread.of(s.overhead_s for s in steps),
+        "overhead_share": Spread.of(s.overhead_share for s in steps), "driver_cpu_s": Spread.of(cpu[1:]),
+        "gaps": {name: Spread.of(values) for name, values in gaps(ledger, steady).items()},
+        "actors": [row["pool/rollout_actors"] for row in rows if row["step"] > 0],
+        "cores": len(os.sched_getaffinity(0)), "measured_s": time.time(), "steps": [asdict(s) for s in steps],
+        "lengths": {"mean": float(np.mean(lengths)), "p99": float(np.quantile(lengths, 0.99))},
+    }
+
+
+if __name__ == "__main__":
+    main()
