@@ -176,6 +176,9 @@ class Learner(Section):
 class Functions(Section):
     slot: Literal["auto", "cpu", "gpu"] = "auto"
     """What a slot is: one core or one GPU. `auto`: GPUs where the cluster has any."""
+    elastic: bool = True
+    """Off: every pool holds its most slots from the first step to the last, planned for by nobody. What elasticity is
+    compared with."""
     keep_alive_s: float = Field(300.0, ge=0, allow_inf_nan=True)
     """How long a parked rollout or reward instance stays warm without work. The learner keeps the optimizer state and
     stays parked for the whole run."""
@@ -196,7 +199,24 @@ class Cluster(Section):
 
 class Objective(Section):
     prefer: float = Field(0.5, ge=0, le=1)
-    """0: cheapest, 1: fastest."""
+    """0: cheapest, 1: fastest. Holds where none of the next three is set."""
+    deadline_s: float | None = Field(None, gt=0)
+    """The cheapest rollout that is expected to end by then."""
+    budget: float | None = Field(None, gt=0)
+    """The fastest rollout that is expected to cost no more, in slot-seconds."""
+    knee: bool = False
+    """Where the frontier bends most: a second less would cost much more, a slot-second less would take much longer."""
+    scenarios: int = Field(64, ge=1)
+    """Joint draws of the response lengths that a plan is judged on."""
+    payback: float = Field(0.5, gt=0, le=1)
+    """A resize must cost no more than this share of what it is expected to save while it lasts."""
+
+    @model_validator(mode="after")
+    def _one_goal(self) -> Objective:
+        named = [name for name in ("deadline_s", "budget", "knee") if getattr(self, name)]
+        if len(named) > 1:
+            raise ValueError(f"objective: set one of `{named[0]}` and `{named[1]}`, a plan has one goal")
+        return self
 
 
 class Price(Section):

@@ -199,6 +199,24 @@ def forecast(rows: Sequence[Row]) -> Chart | None:
     return Chart("forecast", "Length forecasts", note, data, layout, height=300)
 
 
+def calibration(rows: Sequence[Row]) -> Chart | None:
+    """How often true lengths lay inside the forecast's intervals, and how well the longest tenth was told apart."""
+    data = []
+    for key, name, colour, style in (
+        ("coverage_90", "inside the 90 % interval", "@rollout", {}),
+        ("coverage_50", "inside the 50 % interval", "@learn", {}),
+        ("auc_longest", "longest tenth told apart (AUC)", "@score", {"dash": "dot"}),
+    ):
+        xs, ys = series(rows, f"forecast/{key}")
+        if xs:
+            data.append(line(xs, ys, name, colour, style=style, width=1.8, hovertemplate="%{y:.1%}"))
+    if not data:
+        return None
+    note = "A calibrated forecast has 90 % and 50 % of the true lengths inside its intervals; an AUC of 50 % is chance."
+    layout: Row = {"yaxis": {"range": [0, 1.03], "tickformat": ".0%"}}
+    return Chart("calibration", "Are the forecasts honest?", note, data, layout, height=300)
+
+
 HEALTH = (
     (
         "learn/mismatch_mean",

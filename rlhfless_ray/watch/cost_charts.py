@@ -1,15 +1,13 @@
-"""Charts of time and cost: the pool, its plans, cost by kind and activity, and where a step's time goes."""
+"""Charts of cost: by kind and activity, and where a step's time goes."""
 
 from __future__ import annotations
 
-import html
 import statistics
-import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from rlhfless_ray.watch.charts import Chart, Row, line, rounded, series, thin
+from rlhfless_ray.watch.charts import Chart, Row, rounded, thin
 from rlhfless_ray.watch.units import finite, number
 
 ACTIVITIES = ("work", "transfer", "start", "idle")
@@ -21,66 +19,6 @@ PHASE_COLOURS |= {"publish": "@publish", "driver": "@driver"}
 
 def kind_colour(kind: str) -> str:
     return f"@{kind}" if kind in KINDS else "@other"
-
-
-def pool(rows: Sequence[Row]) -> Chart | None:
-    """Pool size by step, with each decision and its reason on hover."""
-    known = [row for row in rows if finite(row.get("pool/rollout_actors")) is not None]
-    if not known:
-        return None
-    if len(known) > 1500:  # only where something was decided, and the two ends
-        known = [
-            row for i, row in enumerate(known) if i in (0, len(known) - 1) or row.get("pool/decision") not in (None, "Hold")
-        ]
-    known = known if len(known) <= 1500 else known[:: -(-len(known) // 1500)]
-    sizes = [finite(row["pool/rollout_actors"]) for row in known]
-    steps = [row["step"] for row in known]
-    hover = [_decision(row) for row in known]
-    steady = {"shape": "hv", "color": "@rollout", "width": 1.2 if len(known) > 150 else 2}
-    data: list[Row] = [{
-        "type": "scatter", "mode": "lines", "x": steps, "y": sizes, "name": "rollout actors", "line": steady,
-        "customdata": hover, "hovertemplate": "%{customdata}<extra></extra>",
-        "fill": "tozeroy", "fillcolor": "@rollout/0.08",
-    }]  # fmt: skip
-    for decision, symbol, colour in (("Grow", "triangle-up", "@score"), ("Shrink", "triangle-down", "@learn")):
-        chosen = [i for i, row in enumerate(known) if row.get("pool/decision") == decision]
-        if 0 < len(chosen) <= 40:  # more of them hide the line
-            data.append({
-                "type": "scatter", "mode": "markers", "name": decision.lower(), "x": [steps[i] for i in chosen],
-                "y": [sizes[i] for i in chosen], "marker": {"symbol": symbol, "size": 8, "color": colour},
-                "hoverinfo": "skip",
-            })  # fmt: skip
-    top = max(size for size in sizes if size is not None)
-    layout = {"yaxis": {"title": "actors", "range": [0, top + 0.5], "tickformat": "d", "dtick": max(1, round(top / 5))}}
-    note = "How many rollout actors each step used. Point at a step for the decision and its reason."
-    return Chart("pool", "Pool size", note, data, layout | {"hovermode": "x"})
-
-
-def plan(rows: Sequence[Row]) -> Chart | None:
-    """Predicted and measured rollout time."""
-    rows = thin(rows)
-    data = []
-    for key, name, colour, style in (
-        ("phase/rollout_s", "measured", "@rollout", {}),
-        ("plan/rollout_s", "planned", "@learn", {"dash": "dot"}),
-    ):
-        xs, ys = series(rows, key)
-        if xs:
-            data.append(line(xs, ys, name, colour, style=style, width=1.8, hovertemplate="%{y:.3~g} s"))
-    if not data:
-        return None
-    pairs = [(finite(row.get("plan/rollout_s")), finite(row.get("phase/rollout_s"))) for row in rows]
-    errors = [abs(p - m) / m for p, m in pairs if p is not None and m]
-    note = "Rollout time of a step as planned and as measured."
-    if errors:
-        note += f" The median error is {100 * statistics.median(errors):.0f}%."
-    ys = sorted(y for trace in data for y in trace["y"])
-    layout: Row = {"yaxis": {"title": "seconds", "rangemode": "tozero"}}
-    if len(ys) >= 20 and ys[-1] > 4 * ys[int(0.97 * len(ys))]:
-        top = ys[int(0.97 * len(ys))] * 2  # one cold start would flatten everything else
-        layout["yaxis"] = {"title": "seconds", "range": [0, top]}
-        note += f" Steps above {number(top, 2)} s are cut off; double-click shows them."
-    return Chart("plan", "Rollout time, planned and measured", note, data, layout)
 
 
 def by_kind(ledger: Sequence[Row]) -> dict[str, dict[str, float]]:
@@ -198,13 +136,6 @@ def phase_table(rows: Sequence[Row]) -> list[Row]:
         entry["share"] = entry["sum"] / whole
         entry["colour"] = PHASE_COLOURS[entry["phase"]].removeprefix("@")
     return sorted(lines, key=lambda entry: -entry["sum"])
-
-
-def _decision(row: Row) -> str:
-    # plotly reads a few HTML tags in hover texts, so text from the run is escaped
-    text = f"<b>step {row['step']}, {number(row['pool/rollout_actors'])} actors</b>"
-    what = ": ".join(str(part) for part in (row.get("pool/decision"), row.get("pool/reason")) if part)
-    return "<br>".join([text, *(html.escape(part) for part in textwrap.wrap(what, 60))])
 
 
 def total(rows: Sequence[Row], key: str) -> float | None:

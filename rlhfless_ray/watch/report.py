@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlhfless_ray.watch import charts, cost_charts, summary
+from rlhfless_ray.watch import charts, cost_charts, plan_charts, summary
 from rlhfless_ray.watch.charts import Chart, thin
 from rlhfless_ray.watch.gantt import gantt
 from rlhfless_ray.watch.runfolder import RunRecord
@@ -46,7 +46,10 @@ def render(record: RunRecord) -> str:
         charts.lengths(drawn),
         charts.histogram(summary.length_groups(record)),
     )
-    planning = _there(cost_charts.pool(steps), cost_charts.plan(steps), charts.forecast(drawn))
+    planning = _there(
+        plan_charts.pool(steps), plan_charts.frontier(steps), plan_charts.plan(steps), plan_charts.plan_cost(steps),
+        charts.forecast(drawn), charts.calibration(drawn),
+    )
     health, constant = charts.health(drawn)
     cost = _there(cost_charts.cost(record.ledger))
     phases = _there(cost_charts.phases(steps))
