@@ -1,0 +1,188 @@
+"""From a model's configuration and a device's data sheet to seconds: decoding, forward passes, training, memory, transfers.
+
+The roofline: an operation takes max(bytes / bandwidth, FLOPs / peak), divided by the efficiency that such operations reach.
+Every function is pure; devices and efficiencies come in as data.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from placement.speed import Speed
+
+BYTES = 2  # bf16
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator; bytes, bytes/s, FLOP/s (dense bf16). Efficiencies are shares of the peak. Fields: placement/data/devices.yaml."""
+
+    name: str
+    memory_bytes: float
+    memory_bytes_per_s: float
+    bf16_flops_per_s: float
+    decode_efficiency: float
+    link_bytes_per_s: float
+    reduce_latency_s: float
+    net_bytes_per_s: float
+    host_bytes_per_s: float
+    reshard_bytes_per_s: float
+    broadcast_bytes_per_s: float
+    price_per_hour: float | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """A dense decoder, by the fields of its Hugging Face configuration."""
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab_size: int
+    tied_embeddings: bool
+    head_size: int
+
+    @classmethod
+    def of(cls, name: str, config: dict[str, Any]) -> Model:
+        """From a Hugging Face configuration (Llama and Qwen2 types). Raises ValueError naming the field that is missing or wrong."""
+        needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        for field in needed:
+            value = config.get(field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"model {name}: `{field}` must be a positive integer in its configuration, not {value!r}")
+        heads = config["num_attention_heads"]
+        return cls(
+            name, config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"], heads,
+            config.get("num_key_value_heads") or heads, config["vocab_size"], bool(config.get("tie_word_embeddings", False)),
+            config.get("head_dim") or config["hidden_size"] // heads,
+        )
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of all layers: attention, gated feed-forward and norms (biases of a few thousand left out)."""
+        attention = self.hidden_size * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size)
+
+    @property
+    def parameters(self) -> int:
+        return self.layer_parameters + self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+
+    @property
+    def weight_bytes(self) -> int:
+        return BYTES * self.parameters
+
+    @property
+    def read_bytes(self) -> int:
+        """Weights that one decode step reads: all but the input embedding, of which it reads a row per sequence."""
+        return BYTES * (self.layer_parameters + self.vocab_size * self.hidden_size)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward FLOPs of one token, attention over the context left out: 2 per parameter that multiplies (arXiv 2001.08361)."""
+        return 2.0 * (self.layer_parameters + self.vocab_size * self.hidden_size)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * BYTES * self.layers * self.kv_heads * self.head_size
+
+    @property
+    def activation_bytes_per_token(self) -> float:
+        """What one token moves through memory besides weights and KV: each matrix product's input and output, once each, and the
+        logits three times in float32 (written, read for the maximum, read for the probabilities)."""
+        layer = 2 * BYTES * (2 * self.hidden_size + (self.heads + 2 * self.kv_heads) * self.head_size + 2 * self.intermediate_size)
+        return self.layers * layer + 12.0 * self.vocab_size
+
+
+def reduce_s(device: Device, width: int, size_bytes: float) -> float:
+    """Seconds of an all-reduce of `size_bytes` over `width` devices of a node: latency and a ring's 2(w-1)/w passes."""
+    if width == 1:
+        return 0.0
+    return device.reduce_latency_s + 2 * (width - 1) / width * size_bytes / device.link_bytes_per_s
+
+
+def decode_step_s(model: Model, device: Device, width: int, running: float, context_tokens: float) -> float:
+    """Seconds of one decode step of `running` sequences holding `context_tokens` together, on `width` devices (tensor parallel:
+    two all-reduces of the hidden state per layer, Megatron-LM, arXiv 1909.08053)."""
+    moved = model.read_bytes + running * model.activation_bytes_per_token + context_tokens * model.kv_bytes_per_token
+    attention = 4.0 * context_tokens * model.layers * model.heads * model.head_size
+    flops = running * model.flops_per_token + attention
+    slower = max(moved / device.memory_bytes_per_s, flops / device.bf16_flops_per_s)
+    return slower / width / device.decode_efficiency + 2 * model.layers * reduce_s(device, width, BYTES * running * model.hidden_size)
+
+
+def decode_speed(model: Model, device: Device, width: int = 1, batch: int = 64, context: float = 512.0) -> Speed:
+    """The affine speed of one engine of `width` devices: exact at one sequence, at `batch` sequences, and in the context there.
+
+    batch: sequences at which the chord through the roofline is taken; context: tokens each of them holds then. Below the ridge
+    (some 300-400 sequences) the roofline is affine and the chord is the roofline.
+    """
+    one, empty = decode_step_s(model, device, width, 1, 0.0), decode_step_s(model, device, width, batch, 0.0)
+    full = decode_step_s(model, device, width, batch, batch * context)
+    per_seq = (empty - one) / (batch - 1) if batch > 1 else 0.0
+    return Speed(one - per_seq, per_seq, max(0.0, full - empty) / (batch * context))
+
+
+def kv_capacity(model: Model, device: Device, width: int, memory_share: float) -> int:
+    """KV tokens that an engine of `width` devices holds when it may use `memory_share` of their memory.
+
+    Raises ValueError when the weights do not fit.
+    """
+    room = width * memory_share * device.memory_bytes - model.weight_bytes
+    tokens = int(room // model.kv_bytes_per_token)
+    if tokens < 1:
+        raise ValueError(
+            f"{model.name} ({model.weight_bytes / 1e9:.0f} GB) does not fit {width} x {device.name} with {memory_share:.0%} of "
+            f"{device.memory_bytes / 1e9:.0f} GB each: set a larger `tensor_parallel`"
+        )
+    return tokens
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Seconds of forward passes and training on `devices` devices over which the model's state is sharded (ZeRO 3 / FSDP).
+
+    Per micro-batch the weights are gathered once to go forward, and twice plus one reduction of gradients to train; transfers
+    and computing overlap, so a micro-batch takes the longer of the two. Efficiencies are shares of the dense bf16 peak.
+    """
+
+    model: Model
+    device: Device
+    devices_per_node: int
+    training_efficiency: float
+    forward_efficiency: float
+    micro_batch_tokens: int
+    optimizer_bytes_per_parameter: float
+
+    def forward_s(self, tokens: float, devices: int) -> float:
+        """Seconds of one forward pass over `tokens` tokens (log-probabilities, values, rewards)."""
+        return self._pass_s(tokens, devices, 1.0, 1.0, self.forward_efficiency)
+
+    def train_s(self, tokens: float, devices: int) -> float:
+        """Seconds of forward and backward over `tokens` tokens: 3 x the FLOPs of a forward pass."""
+        return self._pass_s(tokens, devices, 3.0, 3.0, self.training_efficiency)
+
+    def update_s(self, devices: int) -> float:
+        """Seconds of one optimizer update: its state is read and written once."""
+        moved = self.optimizer_bytes_per_parameter * self.model.parameters / devices
+        return moved / self.device.memory_bytes_per_s
+
+    def gather_s(self, devices: int) -> float:
+        """Seconds to gather the sharded weights once, over the slower of the node's links and, beyond a node, its network."""
+        if devices == 1:
+            return 0.0
+        rate = self.device.link_bytes_per_s
+        if devices > self.devices_per_node:
+            rate = min(rate, self.device.net_bytes_per_s)
+        return (devices - 1) / devices * self.model.weight_bytes / rate
+
+    def _pass_s(self, tokens: float, devices: int, work: float, gathers: float, efficiency: float) -> float:
+        if tokens <= 0:
+            return 0.0
+        batches = math.ceil(tokens / (devices * self.micro_batch_tokens))
+        rate = devices * self.device.bf16_flops_per_s * efficiency
+        return max(work * self.model.flops_per_token * tokens / rate, batches * gathers * self.gather_s(devices))

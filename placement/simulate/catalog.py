@@ -1,0 +1,83 @@
+"""Devices, models, phase times, length distributions and settings that ship as data files, and those of the user."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from placement.roofline import Device, Model
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+
+
+@cache
+def read(name: str) -> dict[str, Any]:
+    """A data file as a tree. PyYAML is needed for this alone, so importing the planner does not load it."""
+    import yaml
+
+    return yaml.safe_load((DATA / f"{name}.yaml").read_text())
+
+
+def values(tree: dict[str, Any]) -> dict[str, Any]:
+    """{name: [value, source]} without the sources."""
+    return {name: entry[0] if isinstance(entry, list) else entry for name, entry in tree.items()}
+
+
+def choose(kind: str, name: str, known: list[str]) -> str:
+    """`name`, as it is spelt among `known` (case aside). Raises ValueError naming the nearest."""
+    spelt = {k.lower(): k for k in known}
+    if str(name).lower() in spelt:
+        return spelt[str(name).lower()]
+    near = difflib.get_close_matches(str(name).lower(), list(spelt), n=1, cutoff=0.4)
+    hint = f"did you mean `{spelt[near[0]]}`?" if near else f"known are {', '.join(known)}"
+    raise ValueError(f"unknown {kind} `{name}`; {hint}")
+
+
+def device(entry: str | dict[str, Any]) -> Device:
+    """A device by name, or by a mapping of its fields (`like: H100` takes the others from there).
+
+    Raises ValueError for an unknown name or field, or a figure that is not a positive number.
+    """
+    tables = read("devices")
+    if not isinstance(entry, dict):
+        name = choose("device", entry, list(tables))
+        return Device(name, **values(tables[name]))
+    known = [f.name for f in fields(Device)]
+    base: dict[str, Any] = {}
+    given = values(entry)
+    if "like" in given:
+        like = choose("device", given.pop("like"), list(tables))
+        base = {"name": like, **values(tables[like])}
+    for key, value in given.items():
+        choose("field of a device", key, known)
+        if key != "name" and (not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0):
+            raise ValueError(f"device: `{key}` must be a positive number, not {value!r}")
+    whole = {"name": "custom", **base, **given}
+    missing = [f for f in known if f not in whole and f != "price_per_hour"]
+    if missing:
+        raise ValueError(f"device {whole['name']}: `{missing[0]}` is missing; give it, or `like: <a known device>`")
+    return Device(**whole)
+
+
+def model(entry: str | dict[str, Any]) -> Model:
+    """A model by shipped name, by the path of a Hugging Face config.json (or its folder), or by its fields.
+
+    Raises ValueError for an unknown name, an unreadable file, or a field that is missing.
+    """
+    if isinstance(entry, dict):
+        return Model.of(str(entry.get("name", "custom")), entry)
+    path = Path(str(entry))
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json" and path.exists():
+        try:
+            return Model.of(path.parent.name or path.stem, json.loads(path.read_text()))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: not valid JSON (line {error.lineno})") from None
+    known = sorted(p.stem for p in (DATA / "models").glob("*.json"))
+    name = choose("model", entry, known)
+    return Model.of(name, json.loads((DATA / "models" / f"{name}.json").read_text()))

@@ -1,0 +1,132 @@
+"""What a run generates: prompts, their lengths, and the response lengths of every visit; synthesised or replayed."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from placement.simulate.catalog import choose, read, values
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step after another. Arrays have one row per step: prompts (steps, p) are rows of the data set, prompt_tokens
+    (steps, p), lengths (steps, p, g) the response tokens of each sample; epoch (steps,)."""
+
+    prompts: np.ndarray
+    prompt_tokens: np.ndarray
+    lengths: np.ndarray
+    epoch: np.ndarray
+    source: str
+    limit: int
+
+
+def synthesise(
+    name: str, *, prompts: int, samples: int, steps_per_epoch: int, epochs: int, response_limit: int, prompt_limit: int, seed: int,
+) -> Workload:
+    """Log-normal lengths whose variance of log length splits as published: prompt, sampling, drift of the policy (common to
+    an epoch), and the rest drawn per prompt and epoch. Every epoch visits the same prompts, in a new order.
+
+    name: a distribution of placement/data/lengths.yaml. A data set smaller than steps_per_epoch × prompts shortens the epoch.
+    Raises ValueError for an unknown name, or a data set smaller than one step.
+    """
+    tables = read("lengths")
+    shares = values(tables["shares"])
+    spread = values(tables[choose("length distribution", name, [k for k in tables if k != "shares"])])
+    if prompts > spread["prompts"]:
+        raise ValueError(f"`prompts`: {prompts} per step, but {name} has {spread['prompts']}; take fewer prompts per step")
+    steps = max(1, min(steps_per_epoch, spread["prompts"] // prompts))
+    total, rng = steps * prompts, np.random.default_rng([seed, 1])
+    deviation = spread["log_deviation"] * np.sqrt([
+        shares["prompt"], shares["drift"], 1 - shares["prompt"] - shares["drift"] - shares["sampling"], shares["sampling"]])
+    tokens = spread["prompt_tokens"] * np.exp(spread["prompt_log_deviation"] * rng.standard_normal(total))
+    tokens = np.clip(np.round(tokens), 8, prompt_limit)
+    of_prompt = np.log(spread["median_tokens"]) + deviation[0] * rng.standard_normal(total)
+    rows, lengths = [], []
+    for _ in range(epochs):
+        order = rng.permutation(total)
+        of_visit = of_prompt[order] + deviation[1] * rng.standard_normal() + deviation[2] * rng.standard_normal(total)
+        each = np.exp(of_visit[:, None] + deviation[3] * rng.standard_normal((total, samples)))
+        rows.append(order)
+        lengths.append(np.clip(np.round(each), 1, response_limit))
+    index = np.concatenate(rows).reshape(-1, prompts)
+    return Workload(
+        index, tokens[index], np.concatenate(lengths).reshape(len(index), prompts, samples),
+        np.repeat(np.arange(epochs), steps), name, response_limit,
+    )
+
+
+def replay(path: Path, *, prompts: int, epochs: int, response_limit: int) -> Workload:
+    """Recorded lengths, every epoch the same ones in the order recorded (a prompt's history is then exact after one epoch
+    unless the recording visits it again itself).
+
+    JSON: a list with one entry per prompt, either [lengths…] or {"prompt_tokens": n, "lengths": [lengths…]}, equally many
+    lengths each. CSV: columns response_tokens, and optionally prompt_tokens and prompt (rows of equal `prompt` are its samples;
+    without it every row is a prompt of its own). Lengths above the limit are cut there.
+
+    Raises ValueError naming row and column of the first entry that is wrong.
+    """
+    if not path.exists():
+        raise ValueError(f"{path}: no such file")
+    table = _from_json(path) if path.suffix == ".json" else _from_csv(path)
+    if len(table) < prompts:
+        raise ValueError(f"{path}: {len(table)} prompts, fewer than the {prompts} of one step")
+    counts = {len(lengths) for _, lengths in table}
+    if len(counts) > 1:
+        raise ValueError(f"{path}: prompts have between {min(counts)} and {max(counts)} responses; each needs equally many")
+    steps = len(table) // prompts
+    used = table[: steps * prompts]
+    tokens = np.array([t for t, _ in used], float).reshape(steps, prompts)
+    lengths = np.minimum(np.array([row for _, row in used], float), response_limit).reshape(steps, prompts, -1)
+    index = np.arange(steps * prompts).reshape(steps, prompts)
+    return Workload(
+        np.tile(index, (epochs, 1)), np.tile(tokens, (epochs, 1)), np.tile(lengths, (epochs, 1, 1)),
+        np.repeat(np.arange(epochs), steps), path.name, response_limit,
+    )
+
+
+def _number(value: object, where: str) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = float("nan")
+    if isinstance(value, bool) or not np.isfinite(number) or number < 1:
+        raise ValueError(f"{where}: expected a number of tokens of at least 1, found {value!r}")
+    return number
+
+
+def _from_json(path: Path) -> list[tuple[float, list[float]]]:
+    try:
+        tree = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not valid JSON (line {error.lineno}, column {error.colno})") from None
+    if not isinstance(tree, list) or not tree:
+        raise ValueError(f"{path}: expected a list with one entry per prompt")
+    table = []
+    for i, entry in enumerate(tree, 1):
+        known = entry.get("prompt_tokens", 1) if isinstance(entry, dict) else 1
+        lengths = entry.get("lengths") if isinstance(entry, dict) else entry
+        if not isinstance(lengths, list) or not lengths:
+            raise ValueError(f"{path}: row {i}, column `lengths`: expected a list of response lengths, found {lengths!r}")
+        row = [_number(v, f"{path}: row {i}, column {j}") for j, v in enumerate(lengths, 1)]
+        table.append((_number(known, f"{path}: row {i}, column `prompt_tokens`"), row))
+    return table
+
+
+def _from_csv(path: Path) -> list[tuple[float, list[float]]]:
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+        names = rows[0].keys() if rows else []
+    if "response_tokens" not in names:
+        raise ValueError(f"{path}: row 1: no column `response_tokens` (columns: {', '.join(map(str, names)) or 'none'})")
+    groups: dict[str, tuple[float, list[float]]] = {}
+    for i, row in enumerate(rows, 2):  # the header is row 1
+        length = _number(row["response_tokens"], f"{path}: row {i}, column `response_tokens`")
+        prompt = row.get("prompt", str(i))
+        tokens = _number(row["prompt_tokens"], f"{path}: row {i}, column `prompt_tokens`") if "prompt_tokens" in names else 1.0
+        groups.setdefault(prompt, (tokens, []))[1].append(length)
+    return list(groups.values())
