@@ -32,8 +32,9 @@ def job_environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def dashboard() -> Iterator[str]:
-    """Address of a two-core cluster that `ray start` made; ended by the id of the process that was started."""
+def cluster() -> Iterator[tuple[str, str]]:
+    """Addresses of a two-core cluster that `ray start` made: its own and its dashboard's. Ended by the id of the process
+    that was started."""
     port, dashboard = free_port(), free_port()
     head = subprocess.Popen(
         [
@@ -53,7 +54,7 @@ def dashboard() -> Iterator[str]:
         except Exception:  # not listening yet, in one of many ways
             assert time.monotonic() < deadline, "the cluster's dashboard did not start"
             time.sleep(0.5)
-    yield address
+    yield f"127.0.0.1:{port}", address
     import psutil
 
     family = [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]
@@ -62,6 +63,11 @@ def dashboard() -> Iterator[str]:
     for process in psutil.wait_procs(family, timeout=10)[1]:
         process.kill()
     head.wait(timeout=10)
+
+
+@pytest.fixture(scope="module")
+def dashboard(cluster) -> str:
+    return cluster[1]
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +132,27 @@ def test_a_stopped_job_frees_its_leases_and_can_be_resumed(dashboard, working_di
     said = resumed.communicate(timeout=200)[0]
     assert resumed.returncode == 0, said[-3000:]
     assert f"step {status['steps_done'] + 1}/" in said
+
+
+@pytest.mark.parametrize("how", ["recipe", "environment"])
+def test_a_run_joins_a_cluster_from_outside_a_job(cluster, working_dir, tmp_path, how):
+    root = tmp_path / "runs"
+    command = [sys.executable, "-m", "rlhfless_ray", "train", "small.yaml", f"run.root={root}", "run.steps=1", "evaluate.prompts=0"]
+    extra = {}
+    if how == "recipe":
+        command.append(f"cluster.address={cluster[0]}")
+    else:
+        extra = {"RAY_ADDRESS": cluster[0]}
+    ended = subprocess.run(
+        command, cwd=working_dir, env={**job_environment(), **extra}, capture_output=True, text=True, timeout=200
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    status = json.loads((root / "small" / "status.json").read_text())
+    assert status["status"] == "done"
+
+
+def test_an_address_where_no_cluster_answers_is_named(working_dir, tmp_path):
+    command = [sys.executable, "-m", "rlhfless_ray", "train", "small.yaml", f"run.root={tmp_path}", f"cluster.address=127.0.0.1:{free_port()}"]
+    ended = subprocess.run(command, cwd=working_dir, env=job_environment(), capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 2
+    assert "no Ray cluster answers there" in ended.stderr and "Traceback" not in ended.stderr

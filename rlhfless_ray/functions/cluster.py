@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class RayCluster:
         section = self.recipe.cluster
         address = section.address or os.environ.get("RAY_ADDRESS", "")
         if address:
+            _answers(address)
             try:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=_shipped())
             except (ConnectionError, RuntimeError, ValueError) as error:
@@ -92,6 +94,17 @@ def _shipped() -> dict[str, Any] | None:
     if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
         return None
     return {"py_modules": [str(Path(sys.modules[name].__file__ or "").parent) for name in PACKAGES if name in sys.modules]}
+
+
+def _answers(address: str) -> None:
+    """Raises UserError when nothing listens there; Ray itself would try for minutes before it says so."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():  # `auto` and the like: Ray knows where
+        return
+    try:
+        socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"cluster.address {address}: no Ray cluster answers there: {_one_line(error)}") from None
 
 
 def _loopback_only(on: bool) -> None:
