@@ -1,7 +1,13 @@
 """The planner: pure Python and numpy. Imports neither ray nor torch nor rlhfless_ray."""
 
+from placement.bounds import Bounds, cost_bound, rollout_bounds
+from placement.choice import Choice, NotFeasible, Objective, choose, choose_nearest
+from placement.frontier import frontier
 from placement.plan import Plan, Pool
 from placement.rollout_sim import simulate_rollout
 from placement.speed import Speed
 
-__all__ = ["Plan", "Pool", "Speed", "simulate_rollout"]
+__all__ = [
+    "Bounds", "Choice", "NotFeasible", "Objective", "Plan", "Pool", "Speed", "choose", "choose_nearest",
+    "cost_bound", "frontier", "rollout_bounds", "simulate_rollout",
+]

@@ -29,12 +29,18 @@ class Pool:
 
 @dataclass(frozen=True)
 class Plan:
-    """One point of the frontier: `groups[i]` holds the indices of the sequences on actor i, which is of pool `pools[i]`."""
+    """One point of the frontier: `groups[i]` holds the indices of the sequences on actor i, which is of pool `pools[i]`.
+
+    time_s: seconds until the last sequence has ended; with scenarios the mean over them. cost: price of all actor-seconds,
+    each actor billed until its own last sequence; with scenarios the mean. search_scenarios: columns that the search for
+    this partition looked at (0: lengths were known); time_s and cost are always taken over all columns.
+    """
 
     time_s: float
     cost: float
     groups: tuple[np.ndarray, ...]
     pools: tuple[int, ...] = field(default=())
+    search_scenarios: int = 0
 
     @property
     def actors(self) -> int:

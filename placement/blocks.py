@@ -1,0 +1,149 @@
+"""Sorted sequences under scenarios, in blocks that stay together: what a range of blocks takes in every scenario."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from placement.partition import Partition
+from placement.workload import Kind, Workload
+
+ROWS = 16_384  # sequences gathered at a time
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """edges (B + 1,): positions in the order where blocks start, and n. Per block and scenario, each (B, S): longest, the
+    longest response; tokens, Σ L; context, Σ L·(p + L/2) or None if no kind asks; held, Σ (p + L) or None likewise."""
+
+    edges: np.ndarray
+    longest: np.ndarray
+    tokens: np.ndarray
+    context: np.ndarray | None
+    held: np.ndarray | None
+
+    @classmethod
+    def of(cls, work: Workload, order: np.ndarray, edges: np.ndarray) -> Blocks:
+        shape = (len(edges) - 1, work.lengths.shape[1])
+        asks_context = any(kind.per_ctx_s > 0 for kind in work.kinds)
+        asks_held = any(math.isfinite(kind.capacity) for kind in work.kinds)
+        longest, tokens = np.empty(shape), np.empty(shape)
+        context = np.empty(shape) if asks_context else None
+        held = np.empty(shape) if asks_held else None
+        first = 0
+        while first < shape[0]:
+            # whole blocks, and no more rows at once than needed: the reordered copy of everything would double the memory
+            last = max(first + 1, int(np.searchsorted(edges, edges[first] + ROWS, side="right")) - 1)
+            rows = order[edges[first]: edges[last]]
+            lengths, starts = work.lengths[rows], edges[first:last] - edges[first]
+            longest[first:last] = np.maximum.reduceat(lengths, starts, axis=0)
+            tokens[first:last] = np.add.reduceat(lengths, starts, axis=0)
+            prompts = work.prompts[rows][:, None]
+            if context is not None:
+                context[first:last] = np.add.reduceat(lengths * (prompts + lengths / 2), starts, axis=0)
+            if held is not None:
+                held[first:last] = np.add.reduceat(lengths + prompts, starts, axis=0)
+            first = last
+        return cls(edges, longest, tokens, context, held)
+
+    def coarser(self, edges: np.ndarray) -> Blocks:
+        """Blocks joined at those of my edges that are nearest to `edges`."""
+        at = np.unique(np.minimum(np.searchsorted(self.edges, edges), len(self.edges) - 1))
+        if len(at) == len(self.edges):
+            return self
+        starts = at[:-1]
+
+        def add(values: np.ndarray | None) -> np.ndarray | None:
+            return None if values is None else np.add.reduceat(values, starts, axis=0)
+
+        return Blocks(self.edges[at], np.maximum.reduceat(self.longest, starts, axis=0), np.add.reduceat(self.tokens, starts, axis=0),
+                      add(self.context), add(self.held))
+
+    def judge(self, points: Sequence[Partition], work: Workload) -> list[Partition]:
+        """The same partitions, timed over all scenarios; without those that a cache does not hold. Cuts must be edges."""
+        if not points:
+            return []
+        blocks = self.coarser(np.unique(np.concatenate([point.cuts for point in points])))
+        own_s = [blocks.work_s(kind) for kind in work.kinds]
+        judged = []
+        for point in points:
+            starts = np.searchsorted(blocks.edges, point.cuts[:-1])
+            longest = np.maximum.reduceat(blocks.longest, starts, axis=0)
+            held = None if blocks.held is None else np.add.reduceat(blocks.held, starts, axis=0).max(1)
+            slowest, cost = np.zeros(longest.shape[1]), 0.0
+            fits = True
+            for q, kind in enumerate(work.kinds):
+                mine = np.flatnonzero(np.asarray(point.pools) == q)
+                if not len(mine):
+                    continue
+                seconds = kind.over_s + kind.base_s * longest[mine] + np.add.reduceat(own_s[q], starts, axis=0)[mine]
+                slowest = np.maximum(slowest, seconds.max(0))
+                cost += kind.price * float(seconds.mean(1).sum())
+                fits = fits and (held is None or bool(np.all(held[mine] <= kind.capacity)))
+            if fits:
+                judged.append(Partition(float(slowest.mean()), cost, point.order, point.cuts, point.pools))
+        return judged
+
+    def columns(self, columns: np.ndarray | slice) -> Blocks:
+        def pick(values: np.ndarray | None) -> np.ndarray | None:
+            return None if values is None else values[:, columns]
+
+        return Blocks(self.edges, self.longest[:, columns], self.tokens[:, columns], pick(self.context), pick(self.held))
+
+    def work_s(self, kind: Kind) -> np.ndarray:
+        """(B, S) what each block adds to its actor's time besides base · longest."""
+        seconds = kind.per_seq_s * self.tokens
+        return seconds if self.context is None or kind.per_ctx_s == 0 else seconds + kind.per_ctx_s * self.context
+
+    def reach(self, seconds: float, kinds: Sequence[Kind]) -> np.ndarray:
+        """(B,) for each block the end of the longest range from it that takes at most about `seconds` on any kind, in the
+        mean; at least one block."""
+        count = len(self.edges) - 1
+        stop = np.arange(1, count + 1)
+        for kind in kinds:
+            done = np.concatenate(([0.0], np.cumsum(self.work_s(kind).mean(1))))
+            room = seconds - kind.over_s - kind.base_s * self.longest.mean(1)
+            stop = np.maximum(stop, np.searchsorted(done, done[:-1] + room, side="right") - 1)
+        return stop
+
+
+class Ranges:
+    """Every range of blocks [i, j) with j ≤ stop[i]; they lie one after the other by i, then by j.
+
+    Per kind: seconds (R, S) that an actor takes for the range, cost (R,) its mean cost, fits (R,) whether the cache holds
+    it in every scenario.
+    """
+
+    def __init__(self, blocks: Blocks, stop: np.ndarray, kinds: Sequence[Kind]) -> None:
+        self.blocks, self.stop, self.kinds = blocks, stop, kinds
+        count = len(stop)
+        sizes = stop - np.arange(count)
+        self.first = np.concatenate(([0], np.cumsum(sizes)))
+        left = np.repeat(np.arange(count), sizes)
+        right = np.arange(self.first[-1]) - self.first[left] + left + 1
+        longest = np.empty((self.first[-1], blocks.longest.shape[1]))
+        for i in range(count):
+            np.maximum.accumulate(blocks.longest[i: stop[i]], axis=0, out=longest[self.first[i]: self.first[i + 1]])
+        self.seconds, self.cost, self.fits = [], [], []
+        held = None if blocks.held is None else _between(blocks.held, left, right).max(1)
+        for kind in kinds:
+            seconds = _between(blocks.work_s(kind), left, right)
+            seconds += kind.over_s
+            seconds += kind.base_s * longest
+            self.seconds.append(seconds)
+            self.cost.append(kind.price * seconds.mean(1))
+            self.fits.append(np.ones(len(left), bool) if held is None else held <= kind.capacity)
+
+    def index(self, i: int, j: int) -> int:
+        return int(self.first[i]) + j - i - 1
+
+
+def _between(values: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """(R, S) sums over blocks left to right (excluded) of values (B, S)."""
+    done = np.vstack((np.zeros(values.shape[1]), np.cumsum(values, axis=0)))
+    sums = done[right]
+    sums -= done[left]
+    return sums

@@ -1,0 +1,137 @@
+"""What no plan can beat: lower bounds on the time and the cost of a rollout, over all partitions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from placement.plan import Pool
+from placement.speed import Speed
+from placement.workload import Kind, Workload
+
+CLOSE = 1e-9  # relative width at which the search for the least time stops
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Least time and least cost of any plan, each by itself; which argument gave the time: "longest response alone",
+    "work over actors" or "filling"."""
+
+    time_s: float
+    cost: float
+    reason: str = ""
+
+
+def rollout_bounds(
+    lengths: np.ndarray, speed: Speed | None = None, max_actors: int | None = None, *, capacity: int | None = None,
+    price: float = 1.0, pools: Sequence[Pool] | None = None, prompts: np.ndarray | float | None = None, transfer_s: float = 0.0,
+) -> Bounds:
+    """Bounds for the arguments of `frontier`; with scenarios (n, S) the means over the columns' bounds, which bound the mean.
+
+    Time, one pool: the longest response alone; work over actors, (base · Lmax + Σ work)/actors; and filling, at least as
+    high as both. Filling: let the maxima of a plan's groups be M₁ ≥ M₂ ≥ …; all sequences longer than M_g are in the first
+    g - 1 groups, which hold work Σ (T - over - base · M_h) at most. Filling actors from the longest sequence down with
+    fractions of sequences starts every group at least as late, so if that does not place everything in T, nothing does.
+    Several pools: the first two arguments with the best pool for every term.
+
+    Cost: everything on one actor of the cheapest pool. With a capacity C, waves cannot be fewer and their maxima not lower
+    than if sequences were cut to fill caches exactly: base · Σ over g of the length at which g·C tokens are passed.
+
+    Raises ValueError as `frontier` does.
+    """
+    work = Workload.of(
+        lengths, speed, max_actors=max_actors, capacity=capacity, price=price, pools=pools, prompts=prompts,
+        transfer_s=transfer_s,
+    )
+    each = [_column(work, s) for s in range(work.lengths.shape[1])]
+    reasons = [bounds.reason for bounds in each]
+    return Bounds(
+        float(np.mean([bounds.time_s for bounds in each])), float(np.mean([bounds.cost for bounds in each])),
+        max(sorted(set(reasons)), key=reasons.count),
+    )
+
+
+def cost_bound(lengths: np.ndarray, speed: Speed, time_s: float, *, max_actors: int, price: float = 1.0,
+               prompts: np.ndarray | float | None = None, transfer_s: float = 0.0) -> float:
+    """The least cost of any plan for known lengths (n,) that takes at most time_s on at most max_actors actors of one kind;
+    infinite where the filling argument (rollout_bounds) shows that there is none."""
+    work = Workload.of(lengths, speed, max_actors=max_actors, price=price, prompts=prompts, transfer_s=transfer_s)
+    if not work.known:
+        raise ValueError("cost_bound takes known lengths (n,), not scenarios")
+    return Filling(work, 0, work.kinds[0]).cost(time_s)
+
+
+class Filling:
+    """Filling actors of one kind with fractions of sequences, longest first."""
+
+    def __init__(self, work: Workload, column: int, kind: Kind) -> None:
+        lengths = work.lengths[:, column]
+        order = np.argsort(-lengths, kind="stable")
+        self.kind, self.lengths = kind, lengths[order]
+        own_s = kind.work_s(self.lengths, work.prompts[order])
+        self.longest_s = float((kind.over_s + kind.base_s * self.lengths + own_s).max())
+        self.done_s = np.concatenate(([0.0], np.cumsum(own_s)))
+
+    def cost(self, time_s: float) -> float:
+        """Least cost within time_s, inf if sequences are left over."""
+        kind, total = self.kind, float(self.done_s[-1])
+        if time_s < self.longest_s * (1 - CLOSE):
+            return math.inf
+        placed, spent = 0.0, total
+        for _ in range(kind.max_actors):
+            first = min(int(np.searchsorted(self.done_s, placed * (1 + 1e-12), side="right")) - 1, len(self.lengths) - 1)
+            opened = kind.over_s + kind.base_s * self.lengths[first]
+            spent += opened
+            placed += time_s - opened
+            if placed >= total * (1 - 1e-12):
+                return kind.price * spent
+            if time_s <= opened:
+                return math.inf
+        return math.inf
+
+    def time_s(self) -> float:
+        """Least time in which everything can be placed."""
+        kind = self.kind
+        high = kind.over_s + kind.base_s * float(self.lengths[0]) + float(self.done_s[-1])
+        low = max(self.longest_s, kind.over_s + (high - kind.over_s) / kind.max_actors)
+        if math.isfinite(self.cost(low)):
+            return low
+        while high - low > CLOSE * high:
+            middle = (low + high) / 2
+            if math.isfinite(self.cost(middle)):
+                high = middle
+            else:
+                low = middle
+        return low
+
+
+def _column(work: Workload, column: int) -> Bounds:
+    lengths, kinds = work.lengths[:, column], work.kinds
+    own_s = np.array([kind.work_s(lengths, work.prompts) for kind in kinds])  # (kinds, n)
+    opened = np.array([kind.over_s + kind.base_s * lengths for kind in kinds])
+    alone_s = float((opened + own_s).min(0).max())
+    least_base = min(kind.over_s for kind in kinds) + min(kind.base_s for kind in kinds) * float(lengths.max())
+    shared_s = (least_base + float(own_s.min(0).sum())) / sum(kind.max_actors for kind in kinds)
+    time_s, reason = max((alone_s, "longest response alone"), (shared_s, "work over actors"))
+    if len(kinds) == 1:
+        filled_s = Filling(work, column, kinds[0]).time_s()
+        if filled_s > time_s * (1 + 10 * CLOSE):
+            time_s, reason = filled_s, "filling"
+    price = np.array([kind.price for kind in kinds])
+    cost = float((price[:, None] * own_s).min(0).sum()) + min(kind.price * kind.over_s for kind in kinds)
+    return Bounds(time_s, cost + min(kind.price * kind.base_s for kind in kinds) * _maxima(work, column), reason)
+
+
+def _maxima(work: Workload, column: int) -> float:
+    """Least Σ of wave maxima in tokens: one, or as many as the largest cache makes necessary."""
+    lengths = work.lengths[:, column]
+    capacity = max(kind.capacity for kind in work.kinds)
+    if math.isinf(capacity):
+        return float(lengths.max())
+    order = np.argsort(-lengths, kind="stable")
+    done = np.cumsum((work.prompts + lengths)[order])
+    passed = np.arange(0, done[-1] * (1 - 1e-12), capacity)
+    return float(lengths[order][np.searchsorted(done, passed, side="right")].sum())

@@ -1,0 +1,83 @@
+"""Few sequences: every partition, contiguous or not, on every mix of kinds that could still beat what is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from placement.partition import Partition
+from placement.workload import Workload
+
+SMALL = 11  # sequences up to which every partition is looked at (measured: 20 ms at worst for 11, 130 ms for 12)
+SMALL_OPEN = 9  # the same where no contiguous partition fits the caches, so that nothing prunes the search
+WORTH = 1e-9  # relative gain below which a partition is not a new one
+
+
+def every_partition(work: Workload, known: Sequence[Partition]) -> list[Partition]:
+    """Partitions of known lengths (n ≤ SMALL) that no point of the frontier `known` dominates.
+
+    Breadth first over the sorted sequences: each joins an open group or opens one, on every kind. A group's time and the
+    cost so far only grow, so a state dies as soon as a point of `known` is as fast and as cheap as it is already; among
+    states whose groups have the same loads only the cheapest lives. Contiguous groups leave time unused that shorter
+    sequences could fill (bin packing); with few sequences that matters, with hundreds it does not.
+    """
+    order = np.argsort(-work.lengths[:, 0], kind="stable")
+    lengths, prompts = work.lengths[order, 0], work.prompts[order]
+    held, kinds = prompts + lengths, work.kinds
+    n, slots = len(lengths), min(len(lengths), sum(kind.max_actors for kind in kinds))
+    times = np.array([point.time_s for point in known])
+    costs = np.array([point.cost for point in known])  # falling
+    own_s = np.array([kind.work_s(lengths, prompts) for kind in kinds])  # (kinds, n)
+    price = np.array([kind.price for kind in kinds])
+    rest = np.concatenate((np.cumsum((price[:, None] * own_s).min(0)[::-1])[::-1], [0.0]))
+    load, tokens, cost = np.zeros((1, slots)), np.zeros((1, slots)), np.zeros(1)
+    kind_of, place = np.full((1, slots), -1), np.zeros((1, 0), int)
+    for i in range(n):
+        parts = []
+        for g in range(min(i + 1, slots)):
+            for q, kind in enumerate(kinds):
+                opens = (kind_of[:, g] < 0) & ((kind_of >= 0).sum(1) == g) & ((kind_of == q).sum(1) < kind.max_actors)
+                add_s = own_s[q, i] + np.where(opens, kind.over_s + kind.base_s * lengths[i], 0.0)
+                fits = (opens | (kind_of[:, g] == q)) & (tokens[:, g] + held[i] <= kind.capacity)
+                row = np.flatnonzero(fits & _open(load[:, g] + add_s, cost + price[q] * add_s + rest[i + 1], times, costs))
+                parts.append((row, np.full(len(row), g), np.full(len(row), q), add_s[row]))
+        row, g, q, add_s = (np.concatenate(column) for column in zip(*parts, strict=True))
+        load, tokens, kind_of, cost = load[row], tokens[row], kind_of[row], cost[row] + price[q] * add_s
+        at = np.arange(len(row))
+        load[at, g] += add_s
+        tokens[at, g] += held[i]
+        kind_of[at, g] = q
+        place = np.column_stack((place[row], g))
+        keep = _distinct(load, tokens, kind_of, cost, len(kinds))
+        keep = keep[_open(load[keep].max(1), cost[keep] + rest[i + 1], times, costs)]
+        load, tokens, kind_of, cost, place = load[keep], tokens[keep], kind_of[keep], cost[keep], place[keep]
+    found = []
+    makespan = load.max(1) if len(load) else np.zeros(0)
+    best = np.inf
+    for s in np.lexsort((cost, makespan)):
+        if cost[s] < best:
+            best = cost[s]
+            groups = [order[place[s] == g] for g in range(place[s].max() + 1)]
+            found.append(Partition.of_groups(makespan[s], cost[s], groups, kind_of[s, : len(groups)].tolist()))
+    return found
+
+
+def _open(time_s: np.ndarray, cost: np.ndarray, times: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """States that no known point beats on both axes; the known points' costs fall with their times."""
+    if not len(times):
+        return np.ones(len(time_s), bool)
+    slower = np.searchsorted(times, time_s * (1 + WORTH), side="right") - 1
+    return (slower < 0) | (costs[slower] > cost * (1 + WORTH))
+
+
+def _distinct(load: np.ndarray, tokens: np.ndarray, kind_of: np.ndarray, cost: np.ndarray, kinds: int) -> np.ndarray:
+    """Rows that stay when of states with equal groups, in whatever order, only the cheapest does."""
+    if len(load) < 2:
+        return np.arange(len(load))
+    # one number per group: exact equality is not needed, only that different states rarely get the same
+    mark = load * 1.0 + 0.61803 * np.log1p(tokens) + 7.1 * (kind_of + 1)
+    key = np.round(np.stack([mark.sum(1), np.square(mark).sum(1), np.sqrt(np.abs(mark)).sum(1)]), 9)
+    by = np.lexsort((cost, key[2], key[1], key[0]))
+    same = np.all(np.diff(key[:, by], axis=1) == 0, axis=0)
+    return by[np.concatenate(([True], ~same))]

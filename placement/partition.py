@@ -1,0 +1,50 @@
+"""Partitions on their way to becoming plans: figures first, index arrays only for those that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from placement.plan import Plan
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A point in time and cost. cuts: positions in `order` where groups start, and the end; group i is order[cuts[i]:cuts[i+1]].
+    pools: kind of each group."""
+
+    time_s: float
+    cost: float
+    order: np.ndarray
+    cuts: tuple[int, ...]
+    pools: tuple[int, ...]
+
+    def plan(self, search_scenarios: int = 0) -> Plan:
+        order, cuts = self.order, self.cuts
+        groups = tuple([order[a:b] for a, b in zip(cuts, cuts[1:], strict=False)])
+        return Plan(self.time_s, self.cost, groups, self.pools, search_scenarios)
+
+    @classmethod
+    def of_groups(cls, time_s: float, cost: float, groups: Sequence[np.ndarray], pools: Sequence[int]) -> Partition:
+        """From groups that are no ranges of a common order."""
+        cuts = np.concatenate(([0], np.cumsum([len(g) for g in groups])))
+        return cls(time_s, cost, np.concatenate(groups), tuple(cuts.tolist()), tuple(pools))
+
+
+def pareto(partitions: Iterable[Partition], thin: float = 0.0) -> list[Partition]:
+    """Those not dominated, by time ascending and cost descending. With `thin` a point goes when the next cheaper point kept
+    is less than that share slower; the fastest and the cheapest always stay."""
+    best: list[Partition] = []
+    for point in sorted(partitions, key=lambda p: (p.time_s, p.cost)):
+        if not best or point.cost < best[-1].cost:
+            best.append(point)
+    if thin <= 0 or len(best) <= 2:
+        return best
+    kept = [best[-1]]
+    for point in best[-2:0:-1]:
+        if kept[-1].time_s >= point.time_s * (1 + thin):
+            kept.append(point)
+    kept.append(best[0])
+    return kept[::-1]

@@ -1,0 +1,165 @@
+"""What a plan is made for: sequences, checked and sorted, and the kinds of actor that may take them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from placement.plan import Pool
+from placement.speed import Speed
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A pool in the terms a search needs; seconds include the rework that preemption is expected to cause.
+
+    An actor with sequences G takes over_s + base_s · max L + Σ (per_seq_s · L + per_ctx_s · (p·L + L²/2)) seconds and costs
+    price per second of it.
+
+    Preemption: an actor is taken away at rate r per second of its life (a Poisson process); its token streams resume from
+    the tokens already delivered, so what is lost is bringing up a replacement, over_s = start_s + transfer_s, during which it
+    may be taken again. Useful work and start-up of u seconds then take u + r·over_s·t = t seconds in expectation, that is
+    t = u / (1 - r·over_s): all terms grow by one factor. (Put the re-prefill of the running sequences into transfer_s.)
+    """
+
+    base_s: float
+    per_seq_s: float
+    per_ctx_s: float
+    over_s: float
+    price: float
+    max_actors: int
+    capacity: float
+
+    @classmethod
+    def of(cls, pool: Pool, index: int, transfer_s: float) -> Kind:
+        speed, name = pool.speed, f"pool {index}"
+        terms = (speed.base_s, speed.per_seq_s, speed.per_ctx_s)
+        if not all(math.isfinite(t) and t >= 0 for t in terms) or speed.base_s + speed.per_seq_s <= 0:
+            raise ValueError(f"{name} needs a speed with finite terms ≥ 0 and a decode step of more than 0 s, got {speed}")
+        if pool.max_actors < 1 or pool.devices < 1:
+            raise ValueError(f"{name} needs at least one actor and one device, got {pool.max_actors} and {pool.devices}")
+        if not (math.isfinite(pool.price) and pool.price > 0):
+            raise ValueError(f"{name} needs a finite price above 0, got {pool.price}")
+        if pool.capacity is not None and not pool.capacity > 0:
+            raise ValueError(f"{name} needs a capacity above 0 tokens, got {pool.capacity}")
+        over_s = pool.start_s + transfer_s
+        rate = pool.preempt_per_hour / 3600
+        if not all(math.isfinite(v) and v >= 0 for v in (pool.start_s, transfer_s, rate)):
+            raise ValueError(f"{name} needs finite start_s, transfer_s and preempt_per_hour of at least 0")
+        if rate * over_s >= 1:
+            raise ValueError(
+                f"{name} is taken away {pool.preempt_per_hour:g} times an hour but needs {over_s:g} s to start: it never works"
+            )
+        grow = 1 / (1 - rate * over_s)
+        capacity = math.inf if pool.capacity is None else float(pool.capacity)
+        base_s, per_seq_s, per_ctx_s = (t * grow for t in terms)
+        return cls(base_s, per_seq_s, per_ctx_s, over_s * grow, pool.price * pool.devices, pool.max_actors, capacity)
+
+    def work_s(self, lengths: np.ndarray, prompts: np.ndarray) -> np.ndarray:
+        """What each sequence adds to its actor's time besides base_s · max L; prompts broadcast against lengths."""
+        if self.per_ctx_s == 0:
+            return self.per_seq_s * lengths
+        return self.per_seq_s * lengths + self.per_ctx_s * lengths * (prompts + lengths / 2)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sequences and the kinds of actor: lengths (n, S) response tokens, one column per scenario (S = 1: known lengths),
+    prompts (n,) tokens."""
+
+    lengths: np.ndarray
+    prompts: np.ndarray
+    kinds: tuple[Kind, ...]
+
+    @classmethod
+    def of(
+        cls, lengths: np.ndarray, speed: Speed | None = None, *, max_actors: int | None = None, capacity: int | None = None,
+        price: float = 1.0, pools: Sequence[Pool] | None = None, prompts: np.ndarray | float | None = None,
+        transfer_s: float = 0.0,
+    ) -> Workload:
+        """Raises ValueError for whatever could not be planned; each names what is wrong."""
+        lengths = checked(lengths)
+        if pools is None:
+            if speed is None or max_actors is None:
+                raise ValueError("give either speed and max_actors, or pools")
+            pools = [Pool(speed, price=price, max_actors=max_actors, capacity=capacity)]
+        elif speed is not None or max_actors is not None or capacity is not None:
+            raise ValueError("give either speed, max_actors and capacity, or pools, not both")
+        if not len(pools):
+            raise ValueError("there are no pools to plan on")
+        kinds = tuple(Kind.of(pool, index, transfer_s) for index, pool in enumerate(pools))
+        prompt_tokens = np.zeros(()) if prompts is None else np.asarray(prompts, float)
+        if prompt_tokens.ndim > 1 or (prompt_tokens.ndim and len(prompt_tokens) != len(lengths)):
+            raise ValueError(f"prompts must be one number or one per sequence ({len(lengths)}), got {prompt_tokens.shape}")
+        if not np.all(np.isfinite(prompt_tokens)) or np.any(prompt_tokens < 0):
+            raise ValueError("prompts must be finite token counts of at least 0")
+        prompt_tokens = np.broadcast_to(prompt_tokens, (len(lengths),))
+        most = max(kind.capacity for kind in kinds)
+        if math.isfinite(most):
+            held = prompt_tokens + lengths.max(1)
+            if held.max() > most:
+                worst = int(held.argmax())
+                raise ValueError(
+                    f"sequence {worst} needs {held[worst]:g} KV tokens and no actor holds more than {most:g}: capacity too small"
+                )
+        return cls(lengths, prompt_tokens, kinds)
+
+    @property
+    def known(self) -> bool:
+        return self.lengths.shape[1] == 1
+
+    def work_s(self, kind: Kind) -> np.ndarray:
+        """(n, S) seconds, see Kind.work_s."""
+        return kind.work_s(self.lengths, self.prompts[:, None])
+
+    def held_tokens(self) -> np.ndarray:
+        """(n, S) KV tokens each sequence holds at its end."""
+        return self.prompts[:, None] + self.lengths
+
+    def evaluate(self, groups: Sequence[np.ndarray], pools: Sequence[int]) -> tuple[float, float]:
+        """(time_s, cost) of a partition, straight from the definition; actor i is of kind pools[i]."""
+        last, cost = np.zeros(self.lengths.shape[1]), 0.0
+        for group, pool in zip(groups, pools, strict=True):
+            kind = self.kinds[pool]
+            work = kind.work_s(self.lengths[group], self.prompts[group][:, None]).sum(0)
+            seconds = kind.over_s + kind.base_s * self.longest(group, kind) + work
+            last = np.maximum(last, seconds)
+            cost += kind.price * float(seconds.mean())
+        return float(last.mean()), cost
+
+    def longest(self, group: np.ndarray, kind: Kind) -> np.ndarray:
+        """(S,) decode steps of a group: its longest response, or where it overflows the cache, the sum over its waves."""
+        rows = self.lengths[group]
+        if math.isinf(kind.capacity):
+            return rows.max(0)
+        held = self.prompts[group][:, None] + rows
+        if np.all(held.sum(0) <= kind.capacity):
+            return rows.max(0)
+        return np.array([waves_steps(rows[:, s], held[:, s], kind.capacity) for s in range(rows.shape[1])])
+
+
+def waves_steps(lengths: np.ndarray, held: np.ndarray, capacity: float) -> float:
+    """Decode steps of an actor whose sequences do not fit its cache: longest first, as many at once as fit, wave by wave."""
+    order = np.argsort(-lengths, kind="stable")
+    steps, room = 0.0, -1.0
+    for i in order:
+        if held[i] > room:
+            steps, room = steps + lengths[i], capacity
+        room -= held[i]
+    return float(steps)
+
+
+def checked(lengths: np.ndarray) -> np.ndarray:
+    """Lengths as (n, S) floats; ValueError where they are empty, not finite or not positive."""
+    lengths = np.asarray(lengths, float)
+    if lengths.ndim not in (1, 2) or lengths.size == 0:
+        raise ValueError(f"lengths must be (n,) or (n, scenarios) and not empty, got shape {lengths.shape}")
+    lengths = lengths.reshape(len(lengths), -1)
+    low, high = lengths.min(), lengths.max()  # not-a-number reaches both
+    if not (math.isfinite(low) and math.isfinite(high) and low > 0):
+        row = int(np.flatnonzero(~(np.isfinite(lengths) & (lengths > 0)).all(1))[0])
+        raise ValueError(f"lengths must be finite and positive; sequence {row} has {lengths[row].min()}")
+    return lengths
