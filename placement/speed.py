@@ -1,10 +1,13 @@
-"""How long engines take: one decode step with b running sequences takes base + per_seq·b seconds."""
+"""How long engines take: one decode step with b running sequences that hold c tokens takes base + per_seq·b + per_ctx·c."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from placement.robust import fit_shares, scale, scaled_seed
 
 
 @dataclass(frozen=True)
@@ -28,33 +31,89 @@ class Speed:
         return float(self.base_s * np.max(lengths) + np.sum(each))
 
 
+LEAST_RECORDS = 8
+
+
 class SpeedFit:
-    """Fits `Speed` to step records online: faded sums, so it follows the machine, and least squares over them."""
+    """Fits `Speed` to engines' step records online: faded sums, so that it follows the machine.
 
-    def __init__(self, first_guess: Speed, fade: float = 0.8) -> None:
-        self.speed = first_guess
+    The errors are relative; outliers are down-weighted (Huber) or left out; no term is negative. Where records do not tell the
+    terms apart (all steps alike), the split is the seed's, scaled to the times seen. The seed's own level counts only until the
+    first records.
+    """
+
+    def __init__(self, first_guess: Speed, fade: float = 0.8, spread: float = 0.5) -> None:
+        """`first_guess`: the seed, for instance from a roofline. `fade` of earlier records, per call of `observe`. `spread`: relative
+        error expected of the seed."""
+        self.seed = self.speed = first_guess
         self.fade = fade
-        self.sums = np.zeros(5)
+        self.gram, self.moment = np.zeros((3, 3)), np.zeros(3)
+        self.step_spread = 0.0  # relative standard deviation of single steps around the fit
+        self.overhead = 0.0  # relative: what hiccups and left-out steps add to the sum of the fitted times
+        self.records = 0  # that took part so far
+        # [weighted squares, weight] of the relative error of whole calls, predicted before they were seen
+        self.errors = np.array([spread**2 * 0.5, 0.5])
 
-    def observe(self, running: np.ndarray, seconds: np.ndarray) -> None:
-        """Records of decode steps: sequences in the step (n,), seconds (n,). The slowest 2 % are left out: they are
-        the machine's hiccups and prefill steps, not decoding."""
-        if len(seconds) < 8:
+    @property
+    def spread(self) -> float:
+        """Relative standard error of a predicted rollout time: how far the sums of steps seen later were off (root mean square,
+        newer ones count more), hiccups included."""
+        return float(np.sqrt(self.errors[0] / self.errors[1]))
+
+    def observe(
+        self, running: np.ndarray, seconds: np.ndarray, context_tokens: np.ndarray | None = None, new_tokens: np.ndarray | None = None
+    ) -> None:
+        """Records of decode steps (n,): sequences in the step, seconds, tokens in their contexts, tokens computed.
+
+        Without `context_tokens` per_ctx_s is 0 and its time is part of the other terms. Steps that computed more tokens than they
+        have sequences are prefill and left out where `new_tokens` says so. Fewer than 8 records change nothing. Raises
+        ValueError where arrays differ in length.
+        """
+        running, seconds = np.asarray(running, float), np.asarray(seconds, float)
+        context = np.zeros(len(running)) if context_tokens is None else np.asarray(context_tokens, float)
+        more = running if new_tokens is None else np.asarray(new_tokens, float)
+        if not running.shape == seconds.shape == context.shape == more.shape:
+            raise ValueError("running, seconds, context_tokens and new_tokens must have one length")
+        good = np.isfinite(seconds) & (seconds > 0) & (running > 0) & (more <= running)
+        rows, y = np.column_stack([np.ones(len(running)), running, context])[good], seconds[good]
+        if len(y) < LEAST_RECORDS:
             return
-        keep = seconds <= np.quantile(seconds, 0.98)
-        x, y = np.asarray(running, float)[keep], np.asarray(seconds, float)[keep]
-        self.sums = self.fade * self.sums + np.array([len(x), x.sum(), y.sum(), (x * x).sum(), (x * y).sum()])
-        count, sx, sy, sxx, sxy = self.sums
-        spread = sxx - sx * sx / count
-        slope = max(0.0, (sxy - sx * sy / count) / spread) if spread > 1e-9 else 0.0
-        base = (sy - slope * sx) / count
-        if base <= 0:  # all steps alike: the intercept is not known, charge everything to the sequences
-            base, slope = 0.0, sy / sx
-        self.speed = Speed(base, slope)
+        before = np.array([self.speed.base_s, self.speed.per_seq_s, self.speed.per_ctx_s])
+        self._learn_error(rows @ before * (1 + self.overhead), y)
+        used = np.array([True, True, context_tokens is not None])
+        seed = np.array([self.seed.base_s, self.seed.per_seq_s, self.seed.per_ctx_s])
+        reference, target = scaled_seed(seed, rows, y)
+        picked = np.ix_(used, used)
+        old = (self.fade * self.gram[picked], self.fade * self.moment[used])
+        beta, weights, (gram, moment) = fit_shares(rows[:, used], y, reference[used], target[used], old)
+        self.gram, self.moment = self.fade * self.gram, self.fade * self.moment
+        self.gram[picked] += gram
+        self.moment[used] += moment
+        full = np.zeros(3)
+        full[used] = beta
+        fitted = np.maximum(rows @ full, 1e-12)
+        kept = weights > 0
+        share = 1.0 if self.records == 0 else 1 - self.fade
+        self.step_spread += share * (scale(y[kept] / fitted[kept] - 1) - self.step_spread)
+        self.overhead += share * (float(y.sum() / fitted.sum()) - 1 - self.overhead)
+        self.records += len(y)
+        self.speed = Speed(*(float(x) for x in full))
 
-    def state(self) -> dict[str, object]:
-        return {"sums": self.sums.tolist(), "base_s": self.speed.base_s, "per_seq_s": self.speed.per_seq_s}
+    def _learn_error(self, predicted: np.ndarray, y: np.ndarray) -> None:
+        off = float(np.log(y.sum() / predicted.sum())) if predicted.sum() > 0 else 1.0
+        self.errors = self.fade * self.errors + np.array([min(off**2, 1.0), 1.0])
 
-    def restore(self, state: dict) -> None:
-        self.sums = np.array(state["sums"])
-        self.speed = Speed(state["base_s"], state["per_seq_s"])
+    def state(self) -> dict[str, Any]:
+        speed = self.speed
+        return {
+            "gram": self.gram.tolist(), "moment": self.moment.tolist(), "speed": [speed.base_s, speed.per_seq_s, speed.per_ctx_s],
+            "step_spread": self.step_spread, "overhead": self.overhead, "records": self.records, "errors": self.errors.tolist(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The seed stays what the constructor was given. Raises ValueError for a state of another version."""
+        if "gram" not in state:
+            raise ValueError("the checkpoint's speed fit is of an older version; start the run anew")
+        self.gram, self.moment, self.errors = (np.array(state[name]) for name in ("gram", "moment", "errors"))
+        self.speed = Speed(*state["speed"])
+        self.step_spread, self.overhead, self.records = state["step_spread"], state["overhead"], state["records"]

@@ -1,0 +1,78 @@
+"""Robust non-negative regression on few terms, the core of the online fits."""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.optimize import nnls
+
+HUBER = 1.345  # 95 % efficiency on normal errors (Huber 1964; Holland and Welsch 1977)
+PRIOR_SD = 1.0  # relative: a seed may well be wrong by its own size
+PRIOR_SHARE = 0.5  # of a typical record: so much any term may be wrong
+ROUNDS = 8
+LEAST_NOISE = 0.01  # relative, of a record
+REJECT = 6.0  # scales from the middle: a hiccup, not noise
+
+
+def nonnegative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
+    """The β ≥ 0 (k,) that minimises β'Gβ - 2β'm, for a positive definite G (k, k)."""
+    root = np.linalg.cholesky(gram)
+    return nnls(root.T, np.linalg.solve(root, moment))[0]
+
+
+def scale(residuals: np.ndarray) -> float:
+    """Standard deviation by the median absolute deviation from zero, so that few outliers do not count."""
+    return 1.4826 * float(np.median(np.abs(residuals))) if len(residuals) else 0.0
+
+
+def huber_weights(residuals: np.ndarray, sd: float) -> np.ndarray:
+    """Weights (n,) of an IRLS step: 1 near zero, falling as 1/|r|, 0 beyond six scales."""
+    size = np.abs(residuals) / max(sd, 1e-12)
+    return np.where(size > REJECT, 0.0, 1 / np.maximum(size / HUBER, 1.0))
+
+
+def scaled_seed(seed: np.ndarray, rows: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Reference and target (k,) for `fit_shares`: a seed scaled to the level of the records; a term that the seed does not have is
+    measured in twentieths of a typical record and drawn to zero."""
+    predicted = rows @ seed
+    level = float(np.median(y / predicted)) if (predicted > 0).all() else 0.0
+    small = 0.05 * float(np.median(y)) / np.maximum(rows.mean(0), 1e-12)
+    has = (seed > 0) & (level > 0)
+    return np.where(has, seed * level, small), has.astype(float)
+
+
+def fit_shares(
+    rows: np.ndarray, y: np.ndarray, reference: np.ndarray, target: np.ndarray,
+    old: tuple[np.ndarray, np.ndarray] | None = None, counts: np.ndarray | float = 1.0,
+) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """Fit y ≈ rows·β, β ≥ 0, by relative errors (a step twice as long may err twice as much), robustly.
+
+    rows (n, k), y (n,) > 0. θ = β / reference has a normal prior around `target` (k,), of standard deviation 1 or, if that is
+    more, half of a typical record. Its weight fades as records come; where the rows do not tell the terms apart, the split is
+    the prior's. `old`: gram (k, k) and moment (k,) of earlier records in units of β. `counts` (n,): what each record weighs.
+    Returns β, the weights (n,) and this batch's own gram and moment, for the caller to keep.
+    """
+    beta = reference * target
+    predicted = np.maximum(rows @ beta, 1e-300)
+    predicted = predicted * np.median(y / predicted)  # the level first, so that a machine that changed is not all outliers
+    share = reference * np.mean(rows / predicted[:, None], axis=0)
+    prior_sd = np.maximum(PRIOR_SD, PRIOR_SHARE / np.maximum(share, 1e-12))
+    gram, moment = np.zeros((len(beta),) * 2), np.zeros(len(beta))
+    weights = np.ones(len(y))
+    for turn in range(2 * ROUNDS):
+        residuals = np.log(y / predicted)  # of a hiccup as of its opposite
+        sd = scale(residuals)
+        if turn < ROUNDS:  # least absolute deviations: a start that outliers cannot move
+            weights = counts / np.maximum(np.abs(residuals) / LEAST_NOISE, 1.0)
+        else:
+            weights = counts * huber_weights(residuals, max(sd, 1e-4))
+        relative = rows / predicted[:, None]
+        gram = (relative * weights[:, None]).T @ relative
+        moment = relative.T @ (weights * (y / predicted))
+        whole, right = (gram, moment) if old is None else (gram + old[0], moment + old[1])
+        strength = (max(sd, LEAST_NOISE) / prior_sd) ** 2  # Bayes: the variance of the records over that of the prior
+        theta = nonnegative(
+            whole * np.outer(reference, reference) + np.diag(strength), right * reference + strength * target
+        )
+        beta = reference * theta
+        predicted = np.maximum(rows @ beta, 1e-6 * np.median(y))
+    return beta, weights, (gram, moment)
