@@ -9,6 +9,7 @@ HUBER = 1.345  # 95 % efficiency on normal errors (Huber 1964; Holland and Welsc
 PRIOR_SD = 1.0  # relative: a seed may well be wrong by its own size
 PRIOR_SHARE = 0.5  # of a typical record: so much any term may be wrong
 ROUNDS = 8
+LEAST_S = 1e-12  # a seed of less says nothing
 LEAST_NOISE = 0.01  # relative, of a record
 REJECT = 6.0  # scales from the middle: a hiccup, not noise
 
@@ -34,7 +35,7 @@ def scaled_seed(seed: np.ndarray, rows: np.ndarray, y: np.ndarray) -> tuple[np.n
     """Reference and target (k,) for `fit_shares`: a seed scaled to the level of the records; a term that the seed does not have is
     measured in twentieths of a typical record and drawn to zero."""
     predicted = rows @ seed
-    level = float(np.median(y / predicted)) if (predicted > 0).all() else 0.0
+    level = float(np.median(y / predicted)) if predicted.min() > LEAST_S else 0.0
     small = 0.05 * float(np.median(y)) / np.maximum(rows.mean(0), 1e-12)
     has = (seed > 0) & (level > 0)
     return np.where(has, seed * level, small), has.astype(float)
@@ -52,7 +53,7 @@ def fit_shares(
     Returns β, the weights (n,) and this batch's own gram and moment, for the caller to keep.
     """
     beta = reference * target
-    predicted = np.maximum(rows @ beta, 1e-300)
+    predicted = np.maximum(rows @ beta, 1e-6 * np.median(y))
     predicted = predicted * np.median(y / predicted)  # the level first, so that a machine that changed is not all outliers
     share = reference * np.mean(rows / predicted[:, None], axis=0)
     prior_sd = np.maximum(PRIOR_SD, PRIOR_SHARE / np.maximum(share, 1e-12))

@@ -10,6 +10,7 @@ import numpy as np
 from placement.robust import fit_shares, scale, scaled_seed
 
 KEEP = 64  # records of a term
+LEAST_UNITS = 1e-9
 FADE = 0.97  # of a record's weight, for each newer one
 SPREAD_RECORDS = 3.0  # what the seed's spread weighs
 
@@ -67,7 +68,7 @@ class Term:
         self._fit()
 
     def _fit(self) -> None:
-        used = np.array([True, bool(self.units.any())])  # without units the seed's price per unit stands
+        used = np.array([True, bool(self.units.max() > LEAST_UNITS)])  # without units the seed's price per unit stands
         rows = np.column_stack([np.ones(len(self.units)), self.units])[:, used]
         counts = FADE ** np.arange(len(self.seconds) - 1, -1, -1.0)
         reference, target = scaled_seed(self.seed[used], rows, self.seconds)

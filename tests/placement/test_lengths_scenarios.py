@@ -12,7 +12,9 @@ from placement.residuals import Shape
 NORMAL = Shape(norm.ppf((np.arange(4000) + 0.5) / 4000))
 
 
-def forecast(prompts: int, samples: int, seed: int = 0, sd: float = 0.7, spread: float = 0.45, drift: float = 0.2, **more) -> LengthForecast:
+def forecast(
+    prompts: int, samples: int, seed: int = 0, sd: float = 0.7, spread: float = 0.45, drift: float = 0.2, **more
+) -> LengthForecast:
     center = np.random.default_rng(seed).normal(5, 0.4, prompts)
     n = prompts * samples
     return LengthForecast(

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.choice import Objective, choose
+from placement.frontier import frontier
+from placement.plan import Plan
+from placement.policy import (
+    Decision,
+    Grow,
+    Hold,
+    ResizeHistory,
+    Shrink,
+    Transition,
+    decide,
+    failed,
+    plan_of_current,
+    safe_decide,
+    time_value,
+)
+from placement.speed import Speed
+
+
+def plan(actors: int, time_s: float, cost: float) -> Plan:
+    return Plan(time_s, cost, tuple(np.array([i]) for i in range(actors)), (0,) * actors)
+
+
+def go(current: int, chosen: Plan, stay: Plan | None, **more) -> Decision:
+    named = {"transition": Transition(10.0, return_s=1.0), "history": ResizeHistory(), "step": 1, "second": 1.0, **more}
+    return decide(current, chosen, stay, **named)
+
+
+@given(
+    st.integers(1, 8), st.integers(1, 8), st.floats(0.1, 50), st.floats(0.1, 50), st.floats(0.1, 50), st.floats(0.1, 50),
+    st.floats(0, 5), st.floats(0, 60), st.integers(1, 100), st.floats(0, 2),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_change_is_made_exactly_where_it_pays_back(
+    current: int, wanted: int, t0: float, c0: float, t1: float, c1: float, second: float, start: float, since: int, hidden: float
+) -> None:
+    """The rule by hand: one-time cost ≤ ½ · saving · horizon, and more than 2 % of a step's worth."""
+    move = Transition(start, hidden, 0.3 * start, price=2.0)
+    found = go(current, plan(wanted, t1, c1), plan(min(current, 3), t0, c0), transition=move, step=since, second=second)
+    if wanted == current:
+        assert isinstance(found, Hold) and found.time_s == t1
+        return
+    before, after = c0 + second * t0, c1 + second * t1
+    if wanted > current:
+        once = (wanted - current) * 2.0 * start + second * max(0.0, start - hidden)
+    else:
+        once = (current - wanted) * 2.0 * 0.3 * start
+    pays = before - after > 0.02 * before and once <= 0.5 * (before - after) * since
+    assert found.actors == (wanted if pays else current)
+    assert found.action == ("Hold" if not pays else "Grow" if wanted > current else "Shrink")
+    assert (found.time_s, found.cost) == ((t1, c1) if pays else (t0, c0)), "what is predicted is what will be done"
+    assert found.plan is not None and found.reason
+
+
+def test_urgent_changes_do_not_ask_what_they_cost() -> None:
+    dear = Transition(1e9)
+    assert isinstance(go(0, plan(4, 1, 4), None, transition=dear), Grow)
+    assert "no actor is held" in go(0, plan(4, 1, 4), None, transition=dear).reason
+    assert isinstance(go(8, plan(4, 1, 4), plan(8, 1, 4.1), transition=dear, urgent="four slots are lost"), Shrink)
+    assert "no plan works with 2 actors" in go(2, plan(4, 1, 4), None, transition=dear).reason
+
+
+def test_small_differences_change_nothing_in_either_direction() -> None:
+    free = Transition(0.0)
+    for current, wanted in ((4, 5), (5, 4)):
+        assert isinstance(go(current, plan(wanted, 0.99, 4.0), plan(current, 1.0, 4.0), transition=free), Hold)
+
+
+def test_forecasts_that_go_to_and_fro_do_not_make_the_pool_do_so() -> None:
+    """Two workloads alternate; each change costs more than one step of it saves. The pool settles instead of flapping."""
+    history, current, changes = ResizeHistory(), 2, 0
+    a, b = {2: plan(2, 5.0, 10.0), 4: plan(4, 5.6, 12.0)}, {2: plan(2, 8.0, 13.0), 4: plan(4, 6.0, 12.0)}
+    for step in range(1, 41):
+        here = (a, b)[step % 2]
+        chosen = min(here.values(), key=lambda p: p.cost + p.time_s)
+        history = history.saw(step, chosen.actors)
+        found = decide(
+            current, chosen, here[current], transition=Transition(3.0, return_s=3.0), history=history, step=step, second=1.0
+        )
+        if found.actors != current:
+            current, changes = found.actors, changes + 1
+    assert changes == 0
+
+
+def test_a_wish_that_lasts_is_followed() -> None:
+    """The workload grows for good; a growth that takes more than one step to pay back is made once it has lasted so long."""
+    history, made = ResizeHistory(), []
+    for step in range(1, 12):
+        chosen = plan(4 if step >= 4 else 2, 6.0, 12.0)
+        history = history.saw(step, chosen.actors)
+        found = decide(2, chosen, plan(2, 8.0, 13.0), transition=Transition(3.0), history=history, step=step, second=1.0)
+        made.append(found.action)
+    # 6 + 3 once against 3 a step: six steps of horizon; the wish began at step 4, three steps after the first
+    assert made == ["Hold"] * 9 + ["Grow"] * 2
+
+
+def test_the_horizon_is_how_long_wishes_last() -> None:
+    history = ResizeHistory().saw(1, 4)
+    assert history.horizon(1) == 1 and history.horizon(8) == 7
+    assert history.saw(5, 5) == history, "25 % more is the same wish"
+    history = history.saw(11, 8).saw(15, 2)  # they lasted 10 and 4 steps
+    assert history.horizon(16) == pytest.approx(7) and history.horizon(40) == 25
+
+
+def test_a_change_at_the_end_of_a_run_must_pay_back_before_it() -> None:
+    many = ResizeHistory(4, 0, 100.0)
+    assert isinstance(go(2, plan(4, 5, 10), plan(2, 10, 10), history=many, step=50), Grow)
+    assert isinstance(go(2, plan(4, 5, 10), plan(2, 10, 10), history=many, step=50, steps_left=3), Hold)
+
+
+@given(st.integers(0, 1000), st.floats(0, 1), st.integers(1, 6))
+@settings(max_examples=40, deadline=None)
+def test_the_worth_of_a_second_agrees_with_the_choice(seed: int, prefer: float, current: int) -> None:
+    """The chosen plan is the cheapest at that worth, so staying never looks better than it; free changes go where the choice is."""
+    lengths = np.random.default_rng(seed).lognormal(5, 0.6, 40)
+    plans = frontier(lengths, Speed(0.0085, 3e-5), max_actors=6)
+    objective = Objective(prefer=prefer)
+    chosen, second = choose(plans, objective).plan, time_value(objective, plans)
+    stay = plan_of_current(plans, current, objective)
+    assert stay is None or stay.actors <= current
+    if stay is not None and prefer < 0.99:
+        assert chosen.cost + second * chosen.time_s <= stay.cost + second * stay.time_s + 1e-9
+    found = decide(current, chosen, stay, transition=Transition(0.0), history=ResizeHistory(), step=1, second=second, band=0.0)
+    if stay is not None and prefer < 0.99 and chosen.actors < current:
+        assert found.actors in (chosen.actors, current)
+    assert found.plan is not None and found.plan.actors <= max(found.actors, chosen.actors)
+
+
+def test_staying_keeps_to_the_deadline_and_the_budget_where_it_can() -> None:
+    plans = [plan(4, 1.0, 9.0), plan(3, 2.0, 6.0), plan(2, 3.0, 5.0), plan(1, 5.0, 4.0)]
+    assert plan_of_current(plans, 3, Objective(deadline_s=3.5)).actors == 2
+    assert plan_of_current(plans, 2, Objective(deadline_s=2.5)).actors == 2  # the nearest it can
+    assert plan_of_current(plans, 4, Objective(budget=5.5)).actors == 2
+    assert plan_of_current(plans[:1], 3, Objective(knee=True)) is None
+    assert time_value(Objective(deadline_s=2.0), plans) == 0
+    assert time_value(Objective(knee=True), plans) == pytest.approx(5 / 4)
+    assert time_value(Objective(prefer=0.5), plans) == pytest.approx(4.0)
+
+
+def test_a_planner_that_raises_does_not_stop_the_loop() -> None:
+    def broken(*_: object) -> Decision:
+        raise ZeroDivisionError("lengths sum to\nnothing")
+
+    good = Grow(5, "the plan of step 3", 2.0, 8.0, plan(5, 2.0, 8.0))
+    found = safe_decide(good, broken, 1, 2)
+    assert isinstance(found, Hold) and found.actors == 5 and (found.time_s, found.cost) == (2.0, 8.0)
+    assert "ZeroDivisionError: lengths sum to" in found.reason and "the plan of step 3" in found.reason and failed(found)
+    assert found.plan is None, "the groups were of other sequences"
+    again = safe_decide(found, broken)
+    assert again.reason.count("the planner failed") == 1, "reasons do not pile up"
+    assert safe_decide(None, broken, fallback=2).actors == 2
+    fine = safe_decide(good, lambda: Shrink(2, "fine"))
+    assert fine == Shrink(2, "fine") and not failed(fine)
+
+
+def test_stopping_is_not_a_failed_plan() -> None:
+    def stopped() -> Decision:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        safe_decide(None, stopped)
+
+
+def test_infinite_preference_stays_finite() -> None:
+    assert math.isfinite(time_value(Objective(prefer=1.0), [plan(1, 5.0, 4.0)]))
