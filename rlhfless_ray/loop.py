@@ -26,7 +26,7 @@ def steps(run: Runtime) -> Iterator[Step]:
 
         step.prompts = run.next_prompts()
         step.forecast = run.forecast(step.prompts)
-        step.plan = run.plan(step.forecast)
+        step.plan = run.plan(step)
 
         with run.rollout_phase(step.plan):
             step.samples = run.generate(step)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from placement.lengths import forecast_error
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.run_folder import RunFolder
@@ -36,26 +35,25 @@ class Record:
             self.progress.step(row)
 
     def step(
-        self, step: Step, seconds: dict[str, float], wall_s: float, first_row: int, lengths: list[np.ndarray],
+        self, step: Step, seconds: dict[str, float], wall_s: float, first_row: int, quality: dict[str, Any],
         epoch: int, replaced: int, leases: Any,
     ) -> None:
-        """The step's row, samples and ledger lines. `seconds`: per phase; `first_row`: of the step in the ledger."""
+        """The step's row, samples and ledger lines. `seconds`: per phase; `first_row`: of the step in the ledger; `quality`: of
+        forecast and plan, now that the lengths are known."""
         self.ledger.cut(step.number)  # so that the rows so far are this step's
-        own, total = self.ledger.totals(first_row), self.ledger.totals()
+        own, total = self.ledger.totals_since(first_row), self.ledger.totals()
         step.ledger = own
         self.step_times.append(wall_s)
         recent = float(np.median(self.step_times[-20:]))
         row = {
             "step": step.number, "time_s": time.time() - self.ledger.started_s, "step_s": wall_s,
             "version": step.number, "epoch": epoch,
-            **self._of_samples(step.samples), **self._of_forecast(step, lengths),
-            "pool/rollout_actors": step.plan.actors, "pool/decision": step.plan.action, "pool/reason": step.plan.reason,
-            "plan/rollout_s": step.plan.time_s, "plan/cost_slot_s": step.plan.cost_slot_s,
+            **self._of_samples(step.samples), **step.plan.metrics(), **quality,
             **self._of_phases(seconds, wall_s, leases),
             "cost/busy_slot_s": own["busy_slot_s"], "cost/full_slot_s": own["full_slot_s"],
             "cost/idle_share": own["idle_share"], "cost/money": own["money"],
             "cost/total_busy_slot_s": total["busy_slot_s"], "cost/total_full_slot_s": total["full_slot_s"],
-            "cost/total_money": total["money"],
+            "cost/total_money": total["money"], "cost/rollout_slot_s": self.ledger.held_slot_s("rollout", first_row),
             "faults/replaced": replaced - self.replaced_before,
             "time_left_s": recent * (self.recipe.run.steps - step.number), **step.evaluation,
         }
@@ -91,13 +89,6 @@ class Record:
             "length/p99": float(quantiles[2]), "length/max": int(lengths.max()),
             "length/truncated_share": float(np.mean([s.completion.finish_reason == "length" for s in samples])),
             "tokens/generated": int(lengths.sum()),
-        }
-
-    def _of_forecast(self, step: Step, lengths: list[np.ndarray]) -> dict[str, Any]:
-        error = forecast_error(step.forecast, np.array([group.mean() for group in lengths]))
-        return {
-            "forecast/mae_tokens": error.mae_tokens, "forecast/bias_tokens": error.bias_tokens,
-            "forecast/spearman": error.spearman,
         }
 
     def _of_phases(self, seconds: dict[str, float], wall_s: float, leases: Any) -> dict[str, float]:

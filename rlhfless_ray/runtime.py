@@ -17,9 +17,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from placement.lengths import LengthForecaster
-from placement.policy import Decision, rollout_size, slots_to_yield
-from placement.speed import Speed, SpeedFit
+from placement.lengths import Scenarios
+from placement.policy import Decision, deal, slots_to_yield
+from placement.speed import Speed
+from rlhfless_ray.autoscale import Autoscaler, RolloutPlan
 from rlhfless_ray.crew import Actors, hire
 from rlhfless_ray.errors import RunError, Stopped
 from rlhfless_ray.functions.cluster import RayCluster
@@ -51,8 +52,7 @@ class Runtime:
         self.prompts = load_prompts(recipe, self.tokenizer, context_tokens(self.files))
         self.reward_source = load_reward(recipe)
         self.cursor = Cursor(len(self.prompts.train), recipe.prompts.batch_prompts, recipe.prompts.shuffle, recipe.run.seed)
-        self.forecaster = LengthForecaster(recipe.rollout.max_tokens / 2)
-        self.speed = SpeedFit(FIRST_SPEED)
+        self.autoscaler = Autoscaler(recipe, FIRST_SPEED)
         self.cluster = RayCluster(recipe)
         self.cursor_done = self.cursor.state()  # after the last finished step: a stop inside a step repeats it whole
         self.steps_done = 0
@@ -149,23 +149,20 @@ class Runtime:
     def next_prompts(self) -> list[Prompt]:
         return [self.prompts.train[i] for i in self.cursor.next()]
 
-    def forecast(self, prompts: list[Prompt]) -> np.ndarray:
-        return self.forecaster.forecast([p.index for p in prompts], [len(p.token_ids) for p in prompts])
+    def forecast(self, prompts: list[Prompt]) -> Scenarios:
+        return self.autoscaler.forecast(prompts, self.steps_done + 1)
 
-    def plan(self, forecast: np.ndarray) -> Decision:
-        count = self.recipe.rollout.samples_per_prompt
-        return rollout_size(
-            np.repeat(forecast, count), self.speed.speed, groups=np.repeat(np.arange(len(forecast)), count),
-            current=self.actors, min_actors=self.recipe.rollout.min_actors, max_actors=self.max_actors, prefer=self.recipe.objective.prefer,
-        )
+    def plan(self, step: Step) -> RolloutPlan:
+        warm = len(self.rollout.parked) + len(self.rollout.working)
+        return self.autoscaler.plan(step.forecast, step.prompts, self.max_actors, step=step.number, warm=warm)
 
     @contextmanager
-    def rollout_phase(self, plan: Decision) -> Iterator[None]:
+    def rollout_phase(self, plan: RolloutPlan) -> Iterator[None]:
         with self.phases.phase("rollout"):
             need = self.recipe.rollout.min_actors
             self._release(self.rollout.resize(plan.actors, self.spare, need=need, wait_s=0.2))
             self.spare = []
-            self.actors = len(self.rollout.working)
+            self.autoscaler.actors = len(self.rollout.working)
             yield
             self.spare = self._park_engines()
 
@@ -177,7 +174,9 @@ class Runtime:
             for i, prompt in enumerate(step.prompts)
             for j in range(count)
         ]
-        done = self._run(requests, np.repeat(step.forecast, count), np.repeat(np.arange(len(step.prompts)), count))
+        expected = step.forecast.lengths.mean(1)
+        groups = np.repeat(np.arange(len(step.prompts)), count)
+        done = self._run(requests, step.plan.shares(len(self.rollout.working), expected, groups), expected)
         return self._samples([prompt for prompt in step.prompts for _ in range(count)], done, count)
 
     @contextmanager
@@ -260,8 +259,9 @@ class Runtime:
                 for k, temperature in enumerate(temperatures.values())
                 for i, prompt in enumerate(prompts)
             ]
-            expected = np.tile(self.forecast(prompts), len(temperatures))
-            done = self._run(requests, expected, np.tile(np.arange(len(prompts)), len(temperatures)))
+            expected = np.tile(self.autoscaler.expected(prompts), len(temperatures))
+            groups = np.tile(np.arange(len(prompts)), len(temperatures))
+            done = self._run(requests, deal(expected, groups, len(self.rollout.working)), expected)
             self.spare += self._park_engines()
             samples = self._samples(prompts * len(temperatures), done, 1)
             with self.score_phase("eval_score"):  # its time is part of the evaluation's
@@ -278,13 +278,13 @@ class Runtime:
 
     def end_step(self, step: Step) -> None:
         """Write the step down, learn from it for the next plan, and make room for others on a shared cluster."""
-        lengths = [np.array([len(s.completion.token_ids) for s in group]) for group in self._groups(step.samples)]
-        self.forecaster.observe([p.index for p in step.prompts], [len(p.token_ids) for p in step.prompts], lengths)
+        self.autoscaler.observe_samples(step.prompts, step.samples)
+        quality = self.autoscaler.quality(step.forecast, step.samples, step.prompts, self.max_actors)
         self.steps_done, self.cursor_done = step.number, self.cursor.state()
         self.in_update = False
         seconds, wall_s = self.phases.take()
         replaced = self.rollout.replaced + self.reward.replaced
-        self.record.step(step, seconds, wall_s, self.first_row, lengths, self.cursor.epoch, replaced, self.leases)
+        self.record.step(step, seconds, wall_s, self.first_row, quality, self.cursor.epoch, replaced, self.leases)
         if step.number % self.recipe.checkpoint.every_steps == 0 or step.number == self.recipe.run.steps:
             self._save()
         self.rollout.reap()
@@ -308,22 +308,21 @@ class Runtime:
         seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
         return Request(key, prompt.token_ids, seed, self.recipe.rollout.max_tokens, temperature)
 
-    def _run(self, requests: list[Request], forecast: np.ndarray, groups: np.ndarray) -> dict[int, Completion]:
+    def _run(self, requests: list[Request], shares: list[np.ndarray], expected: np.ndarray) -> dict[int, Completion]:
         from rlhfless_ray.rollout.stream import run_rollout
 
         assert self.weights is not None
         stream = run_rollout(
-            self.rollout, requests, forecast, groups, self.weights,
+            self.rollout, requests, shares, expected, self.weights,
             interval_s=self.recipe.rollout.stream_interval_s, deadline_s=self.recipe.rollout.deadline_s,
             max_replacements=self.recipe.functions.max_replacements, needed_next=self.gang.slots,
             give_back=self._drained, on_progress=self._prewarm_next,
         )
-        steps = stream.steps
-        self.speed.observe(np.array([s.running for s in steps]), np.array([s.seconds for s in steps]))
+        self.autoscaler.observe_steps(stream.steps)
         return stream.completions
 
     def _drained(self, instance: Any, decision: Decision) -> None:
-        if decision.action == "Release":
+        if decision.action == "Release" and self.recipe.functions.elastic:
             self._release(self.rollout.park(instance))
 
     def _prewarm_next(self, done: int, total: int) -> None:
@@ -337,10 +336,6 @@ class Runtime:
         texts = self.tokenizer.batch_decode([c.token_ids for c in ordered], skip_special_tokens=True)
         return [Sample(p, i % count, c, t) for i, (p, c, t) in enumerate(zip(prompts, ordered, texts, strict=True))]
 
-    def _groups(self, samples: list[Sample]) -> list[list[Sample]]:
-        count = self.recipe.rollout.samples_per_prompt
-        return [samples[i : i + count] for i in range(0, len(samples), count)]
-
     def _release(self, leases: list[Any]) -> None:
         self.leases.release(leases)
 
@@ -350,6 +345,8 @@ class Runtime:
             if instance.opened is not None and not instance.memory_mb:
                 told = get(instance.opened, self.recipe.functions.lease_deadline_s, f"{instance.id} to start")
                 instance.memory_mb = told["memory_mb"]
+                if pool is self.rollout:
+                    self.autoscaler.cold_start.observe(0.0, sum(span.to_s - span.from_s for span in told["spans"]))
                 self.ledger.spans([lease.id for lease in instance.leases], told["spans"])
 
     def _park_engines(self) -> list[Any]:
@@ -361,21 +358,17 @@ class Runtime:
 
     # ---- state ------------------------------------------------------------------------------------------------
 
-    actors = 0  # rollout engines of the last step
-
     def _state(self) -> dict[str, Any]:
         return {
             "step": self.steps_done, "version": self.weights.version if self.weights else 0, "cursor": self.cursor_done,
-            "forecaster": self.forecaster.state(), "speed": self.speed.state(), "actors": self.actors,
+            "autoscaler": self.autoscaler.state(),
             "skipped_in_a_row": self.gang.skipped_in_a_row,
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.cursor.restore(state["cursor"])
         self.cursor_done = self.cursor.state()
-        self.forecaster.restore(state["forecaster"])
-        self.speed.restore(state["speed"])
-        self.actors = state["actors"]
+        self.autoscaler.restore(state["autoscaler"])
         self.gang.skipped_in_a_row = state["skipped_in_a_row"]
 
     def _save(self, deadline_s: float | None = None) -> None:

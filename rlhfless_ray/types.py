@@ -113,8 +113,8 @@ class Step:
 
     number: int
     prompts: list[Prompt] = field(default_factory=list)
-    forecast: np.ndarray = field(default_factory=lambda: np.empty(0))  # (prompts,) expected response tokens
-    plan: Any = None  # placement.policy.Decision
+    forecast: Any = None  # placement.lengths.Scenarios: joint draws of every response's length
+    plan: Any = None  # rlhfless_ray.autoscale.RolloutPlan
     samples: list[Sample] = field(default_factory=list)
     stats: UpdateStats | None = None
     evaluation: dict[str, float] = field(default_factory=dict)

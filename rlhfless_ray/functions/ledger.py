@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+import numpy as np
+
 from rlhfless_ray.types import Span
 
 BUSY = ("work",)
@@ -64,6 +66,7 @@ class Ledger:
         self.open: dict[str, Holding] = {}
         self.rows: list[Row] = []
         self.written = 0
+        self.sums, self.summed = np.zeros(4), 0  # of the first `summed` rows
         self.step = 0
 
     # ---- what happens -----------------------------------------------------------------------------------------
@@ -143,18 +146,20 @@ class Ledger:
             )
         )
 
-    def totals(self, since_row: int = 0) -> dict[str, float]:
-        """Slot-seconds and money of the rows from `since_row` on: busy, full, idle share, money."""
-        full = busy = money = idle = 0.0
-        for row in self.rows[since_row:]:
-            used = row.seconds * row.slots
-            full += used
-            money += row.money
-            busy += used if row.activity in BUSY else 0.0
-            idle += used if row.activity == "idle" else 0.0
-        return {
-            "busy_slot_s": busy, "full_slot_s": full, "idle_share": idle / full if full else 0.0, "money": money,
-        }
+    def totals(self) -> dict[str, float]:
+        """Slot-seconds and money of all rows: busy, full, idle share, money. Kept as rows come: a long run's cost no more."""
+        for row in self.rows[self.summed :]:
+            self.sums += _figures(row)
+        self.summed = len(self.rows)
+        return _totals(self.sums)
+
+    def totals_since(self, row: int) -> dict[str, float]:
+        """The same of the rows from number `row` on."""
+        return _totals(sum((_figures(r) for r in self.rows[row:]), np.zeros(4)))
+
+    def held_slot_s(self, kind: str, since_row: int) -> float:
+        """Slot-seconds for which functions of a kind held leases, of the rows from `since_row` on."""
+        return sum(row.seconds * row.slots for row in self.rows[since_row:] if row.kind == kind)
 
     # ---- on disk ----------------------------------------------------------------------------------------------
 
@@ -186,12 +191,24 @@ class Ledger:
             if row.step <= last_step:
                 kept.append(row)
         self.rows = kept
+        self.sums, self.summed = np.zeros(4), 0
         self.started_s = time.time() - max((row.to_s for row in kept), default=0.0)
         self.written = 0
         temporary = path.with_suffix(".tmp")
         temporary.unlink(missing_ok=True)
         self.append_to(temporary)
         os.replace(temporary, path)
+
+
+def _figures(row: Row) -> np.ndarray:
+    """(busy slot-s, full slot-s, idle slot-s, money)"""
+    used = row.seconds * row.slots
+    return np.array([used * (row.activity in BUSY), used, used * (row.activity == "idle"), row.money])
+
+
+def _totals(sums: np.ndarray) -> dict[str, float]:
+    busy, full, idle, money = (float(value) for value in sums)
+    return {"busy_slot_s": busy, "full_slot_s": full, "idle_share": idle / full if full else 0.0, "money": money}
 
 
 def _row_of(line: dict[str, str]) -> Row:

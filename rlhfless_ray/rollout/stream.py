@@ -6,7 +6,7 @@ A completion depends on its request and the weights only, so the requests of a d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from placement.policy import Decision, after_drain, deal
+from placement.policy import Decision, Release, after_drain
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.instance import Instance, State
 from rlhfless_ray.functions.pool import Pool
@@ -47,8 +47,8 @@ def fetch_weights(pool: Pool, weights: WeightVersion) -> None:
 def run_rollout(
     pool: Pool,
     requests: list[Request],
-    forecast: np.ndarray,
-    groups: np.ndarray,
+    shares: Sequence[np.ndarray],
+    expected: np.ndarray,
     weights: WeightVersion,
     *,
     interval_s: float,
@@ -60,9 +60,10 @@ def run_rollout(
 ) -> Stream:
     """Answer every request on the pool's working instances.
 
-    forecast, groups (n,): expected tokens and prompt of each request. `needed_next`: slots the next phase will want.
-    `give_back` is told when an instance has nothing left to do while others work. Raises RunError past the deadline or
-    when more engines died than may be replaced.
+    shares: indices of the requests of each working instance, in the pool's order; instances beyond them get nothing to
+    do and are given back at once. expected (n,): forecast tokens. `needed_next`: slots the next phase will want.
+    `give_back` is told when an instance has nothing left to do while others work. Raises RunError past the deadline or when
+    more engines died than may be replaced.
     """
     start = time.monotonic()
     stream = Stream()
@@ -76,9 +77,15 @@ def run_rollout(
         )
         running[generator] = (instance, share)
 
-    for instance, part in zip(list(pool.working), deal(forecast, groups, len(pool.working)), strict=True):
-        if len(part):
-            launch(instance, [requests[i] for i in part])
+    shares = [share for share in shares if len(share)]
+    if sum(map(len, shares)) != len(requests) or len(shares) > len(pool.working):
+        raise ValueError(
+            f"{len(shares)} shares with {sum(map(len, shares))} requests for {len(pool.working)} engines and {len(requests)} requests"
+        )
+    for instance, part in zip(list(pool.working), shares, strict=False):
+        launch(instance, [requests[i] for i in part])
+    for instance in pool.working[len(shares) :]:
+        give_back(instance, Release(0, "the plan has nothing for it to do"))
 
     while running:
         left = deadline_s - (time.monotonic() - start)
@@ -91,7 +98,7 @@ def run_rollout(
                 spans = [*_loaded(instance), *spans]
             except StopIteration:
                 del running[generator]
-                remaining = max((float(forecast[by_key[r.key]]) for _, s in running.values() for r in s), default=0.0)
+                remaining = max((float(expected[by_key[r.key]]) for _, s in running.values() for r in s), default=0.0)
                 if running:
                     kept = len(pool.working) <= needed_next
                     decision = after_drain(remaining * _step_s(stream.steps), RETAKE_S, kept)

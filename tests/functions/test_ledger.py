@@ -131,7 +131,7 @@ def test_a_cut_gives_every_row_one_step(clock: Clock) -> None:
         ("L", "A", "idle", 0, 0, 1), ("L", "A", "work", 0, 1, 2), ("L", "A", "work", 1, 2, 3), ("L", "A", "idle", 1, 3, 5),
         ("M", "B", "idle", 1, 4, 5),
     ]
-    assert ledger.totals(first)["full_slot_s"] == 4.0
+    assert ledger.totals_since(first)["full_slot_s"] == 4.0
 
 
 # ---- any history ------------------------------------------------------------------------------------------------

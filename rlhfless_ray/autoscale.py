@@ -1,0 +1,185 @@
+"""What the planner knows of a run, and the plan of each step: forecast → frontier → choice → decision.
+
+Everything it decides is a value; the runtime acts on it. It never raises in a running loop: where planning fails the last
+good plan's size is kept, and the reason says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from placement.bounds import rollout_bounds
+from placement.choice import Objective, choose_nearest
+from placement.frontier import frontier
+from placement.lengths import LengthForecaster, Scenarios, forecast_quality
+from placement.plan import Plan
+from placement.policy import (
+    Decision,
+    Hold,
+    ResizeHistory,
+    Transition,
+    deal,
+    decide,
+    failed,
+    plan_of_current,
+    safe_decide,
+    time_value,
+)
+from placement.speed import Speed, SpeedFit
+from placement.terms import Term
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.types import EngineStep, Prompt, Sample
+
+THIN = 0.005  # points of the frontier differ by at least this share
+COLD_START_S, WARM_START_S = 15.0, 0.02  # seeds: measured on two cores, replaced by this run's own starts
+SHOWN = 24  # points of the frontier that go into metrics and report
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """A step's decision, the plan behind it, and what there was to choose from (empty: nothing was, see the reason)."""
+
+    decision: Decision
+    actors: int
+    frontier: tuple[Plan, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        return self.decision.reason
+
+    def shares(self, engines: int, expected: np.ndarray, groups: np.ndarray) -> list[np.ndarray]:
+        """Which sequences each of `engines` engines gets: the plan's groups, or those of the frontier's largest plan that
+        fits when fewer engines could be had; whole prompts by expected tokens where no plan has groups for them."""
+        fitting = [plan for plan in (self.decision.plan, *self.frontier) if plan is not None and plan.actors <= engines]
+        if self.decision.plan in fitting[:1]:
+            return list(fitting[0].groups)
+        best = max(fitting, key=lambda plan: plan.actors, default=None)
+        return list(best.groups) if best is not None else deal(expected, groups, engines)
+
+    def metrics(self) -> dict[str, Any]:
+        points = self.frontier[:: -(-len(self.frontier) // SHOWN)] if self.frontier else ()
+        return {
+            "pool/rollout_actors": self.actors, "pool/decision": self.decision.action, "pool/reason": self.reason,
+            "plan/rollout_s": self.decision.time_s, "plan/cost_slot_s": self.decision.cost_slot_s,
+            "plan/frontier_time_s": [plan.time_s for plan in points], "plan/frontier_cost_slot_s": [p.cost for p in points],
+            "plan/frontier_actors": [plan.actors for plan in points],
+        }
+
+
+class Autoscaler:
+    """Forecasts, plans, and learns from what happened. Its state survives a resume."""
+
+    def __init__(self, recipe: Recipe, first_speed: Speed) -> None:
+        self.recipe = recipe
+        self.samples = recipe.rollout.samples_per_prompt
+        self.forecaster = LengthForecaster(recipe.rollout.max_tokens / 2, max_tokens=recipe.rollout.max_tokens)
+        self.speed = SpeedFit(first_speed)
+        self.objective = _objective(recipe)
+        self.cold_start, self.warm_start = Term(COLD_START_S), Term(WARM_START_S)
+        self.history = ResizeHistory()
+        self.actors = 0  # engines of the last step
+        self.last: Decision | None = None
+
+    def forecast(self, prompts: list[Prompt], step: int) -> Scenarios:
+        """Joint draws of the lengths of every response to `prompts`, siblings side by side."""
+        rows, tokens = [p.index for p in prompts], [len(p.token_ids) for p in prompts]
+        return self.forecaster.predict(rows, tokens, self.samples).draw(self.recipe.objective.scenarios, step)
+
+    def expected(self, prompts: list[Prompt]) -> np.ndarray:
+        """(prompts,) expected tokens of one response to each."""
+        return self.forecaster.forecast([p.index for p in prompts], [len(p.token_ids) for p in prompts])
+
+    def plan(self, scenarios: Scenarios, prompts: list[Prompt], max_actors: int, *, step: int, warm: int) -> RolloutPlan:
+        """How many engines, and which sequences each gets. `warm`: processes that could start without a cold start."""
+        if not self.recipe.functions.elastic:
+            return RolloutPlan(Hold(max_actors, "functions.elastic is off: all engines, always"), max_actors)
+        least = self.recipe.rollout.min_actors
+        plans: list[Plan] = []
+
+        def make() -> Decision:
+            plans.extend(self._frontier(scenarios.lengths, prompts, max_actors))
+            return self._decide(plans, step, warm)
+
+        decision = safe_decide(self.last, make, fallback=min(max(self.actors, least), max_actors))
+        if not failed(decision):
+            self.last = decision
+            if decision.action != "Hold" or step == 1:
+                self.history = self.history.changed(step)
+        return RolloutPlan(decision, max(least, decision.actors), tuple(plans))
+
+    def _frontier(self, lengths: np.ndarray, prompts: list[Prompt], max_actors: int) -> list[Plan]:
+        """lengths (n,) known or (n, S) scenarios."""
+        tokens = np.repeat([len(p.token_ids) for p in prompts], self.samples).astype(float)
+        return frontier(lengths, self.speed.speed, max_actors=max_actors, prompts=tokens, thin=THIN)
+
+    def _decide(self, plans: list[Plan], step: int, warm: int) -> Decision:
+        choice = choose_nearest(plans, self.objective)
+        stay = plan_of_current(plans, self.actors, self.objective) if self.actors else None
+        start = self.warm_start if choice.plan.actors <= warm else self.cold_start
+        decision = decide(
+            self.actors, choice.plan, stay, step=step, history=self.history, second=time_value(self.objective, plans),
+            transition=Transition(start.predict(), return_s=self.warm_start.predict()),
+            steps_left=self.recipe.run.steps - step + 1, gamma=self.recipe.objective.payback,
+        )
+        if decision.plan is choice.plan:
+            return replace(decision, reason=f"{choice.reason}; {decision.reason}")
+        return decision
+
+    # ---- learning from what happened -----------------------------------------------------------------------------
+
+    def observe_steps(self, steps: list[EngineStep]) -> None:
+        """The engines' step records of a rollout."""
+        self.speed.observe(
+            np.array([s.running for s in steps]), np.array([s.seconds for s in steps]),
+            np.array([s.context_tokens for s in steps]), np.array([s.new_tokens for s in steps]),
+        )
+
+    def observe_samples(self, prompts: list[Prompt], samples: list[Sample]) -> None:
+        lengths = response_tokens(samples).reshape(len(prompts), self.samples)
+        self.forecaster.observe([p.index for p in prompts], [len(p.token_ids) for p in prompts], list(lengths))
+
+    def quality(self, scenarios: Scenarios, samples: list[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
+        """How good the step's forecast was, what the same objective would have chosen with the true lengths, and what no
+        plan could have beaten."""
+        lengths = response_tokens(samples)
+        found = asdict(forecast_quality(scenarios.lengths, lengths))
+        row = {f"forecast/{name}": value for name, value in found.items() if name not in ("responses", "pit_deciles")}
+        known = self._frontier(lengths, prompts, max_actors)
+        tokens = np.repeat([len(p.token_ids) for p in prompts], self.samples).astype(float)
+        best = choose_nearest(known, self.objective).plan
+        bounds = rollout_bounds(lengths, self.speed.speed, max_actors, prompts=tokens)
+        return row | {
+            "plan/clairvoyant_s": best.time_s, "plan/clairvoyant_cost_slot_s": best.cost,
+            "plan/bound_s": bounds.time_s, "plan/bound_cost_slot_s": bounds.cost, "plan/speed_spread": self.speed.spread,
+        }
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "forecaster": self.forecaster.state(), "speed": self.speed.state(), "actors": self.actors,
+            "cold_start": self.cold_start.state(), "warm_start": self.warm_start.state(), "history": asdict(self.history),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.forecaster.restore(state["forecaster"])
+        self.speed.restore(state["speed"])
+        self.actors = state["actors"]
+        self.cold_start.restore(state["cold_start"])
+        self.warm_start.restore(state["warm_start"])
+        self.history = ResizeHistory(**state["history"])
+
+
+def response_tokens(samples: list[Sample]) -> np.ndarray:
+    """(samples,) tokens of each response."""
+    return np.array([len(sample.completion.token_ids) for sample in samples], float)
+
+
+def _objective(recipe: Recipe) -> Objective:
+    goal = recipe.objective
+    if goal.knee or goal.deadline_s or goal.budget:
+        return Objective(deadline_s=goal.deadline_s, budget=goal.budget, knee=goal.knee)
+    return Objective(prefer=goal.prefer)
