@@ -143,36 +143,63 @@ def kv_capacity(model: Model, device: Device, width: int, memory_share: float) -
 
 
 @dataclass(frozen=True)
-class Trainer:
-    """Seconds of forward passes and training on `devices` devices over which the model's state is sharded (ZeRO 3 / FSDP).
+class Sharding:
+    """How often weights or gradients cross the links: per forward micro-batch, per training micro-batch, per optimizer update."""
 
-    Per micro-batch the weights are gathered once to go forward, and twice plus one reduction of gradients to train; transfers
-    and computing overlap, so a micro-batch takes the longer of the two. Efficiencies are shares of the dense bf16 peak.
+    name: str
+    per_forward: int
+    per_training: int
+    per_update: int
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Seconds of forward passes and training on `devices` devices that share one model's state.
+
+    The state is sharded as little as memory allows (ZeRO, arXiv 1910.02054): gradients and weights whole on every device, so that a
+    micro-batch needs no transfer; else weights whole and gradients reduced once per micro-batch; else everything sharded (ZeRO 3,
+    FSDP): weights gathered to go forward, and twice plus one reduction of gradients to train. Transfers and computing overlap, so a
+    micro-batch takes the longer of the two. `models`: models that are trained side by side; one frozen reference is held besides.
+    Efficiencies are shares of the dense bf16 peak.
     """
 
     model: Model
     device: Device
     devices_per_node: int
+    models: int
+    usable_memory: float
     training_efficiency: float
     forward_efficiency: float
     micro_batch_tokens: int
+    least_batch_tokens: int
     optimizer_bytes_per_parameter: float
+
+    def sharding(self, devices: int) -> Sharding:
+        n, room = self.model.parameters, self.usable_memory * self.device.memory_bytes
+        if n * (4 * self.models + 2 + 12 * self.models / devices) <= room:
+            return Sharding("optimizer", 0, 0, 1)
+        if n * (2 * self.models + 2 + 14 * self.models / devices) <= room:
+            return Sharding("optimizer and gradients", 0, 1, 0)
+        return Sharding("all", 1, 3, 0)
 
     def forward_s(self, tokens: float, devices: int) -> float:
         """Seconds of one forward pass over `tokens` tokens (log-probabilities, values, rewards)."""
-        return self._pass_s(tokens, devices, 1.0, 1.0, self.forward_efficiency)
+        return self._pass_s(tokens, devices, 1.0, self.sharding(devices).per_forward, self.forward_efficiency)
 
     def train_s(self, tokens: float, devices: int) -> float:
-        """Seconds of forward and backward over `tokens` tokens: 3 x the FLOPs of a forward pass."""
-        return self._pass_s(tokens, devices, 3.0, 3.0, self.training_efficiency)
+        """Seconds of forward and backward of one model over `tokens` tokens: 3 x the FLOPs of a forward pass."""
+        return self._pass_s(tokens, devices, 3.0, self.sharding(devices).per_training, self.training_efficiency)
 
-    def update_s(self, devices: int) -> float:
-        """Seconds of one optimizer update: its state is read and written once."""
-        moved = self.optimizer_bytes_per_parameter * self.model.parameters / devices
-        return moved / self.device.memory_bytes_per_s
+    def update_s(self, devices: int, last_tokens: float) -> float:
+        """Seconds of one optimizer update of one model: its state is read and written once, and gradients that were not reduced yet
+        are, beside the backward pass (2/3 of the time) of the last micro-batch of up to `last_tokens` tokens. The new weights'
+        gathering is charged where they go: to the engines."""
+        moved = self.optimizer_bytes_per_parameter * self.model.parameters / devices / self.device.memory_bytes_per_s
+        behind = 2 / 3 * self.train_s(min(last_tokens, devices * self.micro_batch_tokens), devices)
+        return moved + max(0.0, self.sharding(devices).per_update * self.gather_s(devices) - behind)
 
     def gather_s(self, devices: int) -> float:
-        """Seconds to gather the sharded weights once, over the slower of the node's links and, beyond a node, its network."""
+        """Seconds to gather sharded weights (or reduce gradients) once, over the slower of the node's links and its network."""
         if devices == 1:
             return 0.0
         rate = self.device.link_bytes_per_s
@@ -180,7 +207,16 @@ class Trainer:
             rate = min(rate, self.device.net_bytes_per_s)
         return (devices - 1) / devices * self.model.weight_bytes / rate
 
-    def _pass_s(self, tokens: float, devices: int, work: float, gathers: float, efficiency: float) -> float:
+    def even_tokens(self, devices: int) -> int:
+        """Tokens per device from which a micro-batch computes at least as long as it moves weights, so that smaller ones waste
+        devices; between `least_batch_tokens` and `micro_batch_tokens`."""
+        kind = self.sharding(devices)
+        per_second = self.device.bf16_flops_per_s / self.model.flops_per_token
+        forward = kind.per_forward * self.gather_s(devices) * per_second * self.forward_efficiency
+        train = kind.per_training * self.gather_s(devices) * per_second * self.training_efficiency / 3
+        return int(min(self.micro_batch_tokens, max(self.least_batch_tokens, forward, train)))
+
+    def _pass_s(self, tokens: float, devices: int, work: float, gathers: int, efficiency: float) -> float:
         if tokens <= 0:
             return 0.0
         batches = math.ceil(tokens / (devices * self.micro_batch_tokens))

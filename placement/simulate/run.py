@@ -1,0 +1,136 @@
+"""A run: step after step under several policies on the same workload, with forecasts made from earlier steps only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from placement.lengths import LengthForecaster
+from placement.simulate.bounds import Bounds, step_bounds
+from placement.simulate.catalog import choose
+from placement.simulate.planning import Planner
+from placement.simulate.policies import POLICIES, Policy, fixed
+from placement.simulate.setting import Setting
+from placement.simulate.step import StepInput, StepRun
+from placement.simulate.terms import Terms
+from placement.simulate.workload import Workload, replay, synthesise
+
+SCENARIOS = 32
+
+
+@dataclass(frozen=True)
+class PolicyRun:
+    """All steps of one policy. start_s: the cold start before the first step, the same for all."""
+
+    policy: str
+    steps: tuple[StepRun, ...]
+    cpu_s: float  # of this process: what simulating it took
+
+    @property
+    def step_s(self) -> float:
+        return float(np.mean([s.time_s for s in self.steps]))
+
+    @property
+    def full(self) -> float:
+        return float(np.mean([s.full for s in self.steps]))
+
+    @property
+    def busy(self) -> float:
+        return float(np.mean([s.busy for s in self.steps]))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One simulated run of a setting. bounds: per step, below which no policy can come."""
+
+    setting: Setting
+    seed: int
+    policies: dict[str, PolicyRun]
+    bounds: tuple[Bounds, ...]
+    epochs: tuple[int, ...]  # of each step
+
+    @property
+    def bound_s(self) -> float:
+        return float(np.mean([b.time_s for b in self.bounds]))
+
+    @property
+    def bound_cost(self) -> float:
+        return float(np.mean([b.cost for b in self.bounds]))
+
+
+@dataclass
+class Forecasts:
+    """Scenarios of a step's lengths from the steps before it; `observe` after the step."""
+
+    setting: Setting
+    seed: int
+    forecaster: LengthForecaster = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.forecaster = LengthForecaster(self.setting.response_limit / 4, max_tokens=self.setting.response_limit)
+
+    def scenarios(self, workload: Workload, step: int) -> np.ndarray:
+        drawn = self.forecaster.scenarios(
+            workload.prompts[step], workload.prompt_tokens[step], workload.lengths.shape[2], SCENARIOS, seed=self.seed * 1000 + step
+        )
+        return np.clip(drawn, 1, self.setting.response_limit)
+
+    def observe(self, workload: Workload, step: int) -> None:
+        self.forecaster.observe(workload.prompts[step], workload.prompt_tokens[step], list(workload.lengths[step]))
+
+
+def workload_of(setting: Setting, seed: int) -> Workload:
+    """The setting's workload: its recording, or synthesised lengths. Raises ValueError as `replay` and `synthesise` do."""
+    s = setting
+    if s.trace is not None:
+        return replay(s.trace, prompts=s.prompts, epochs=s.epochs, response_limit=s.response_limit)
+    return synthesise(
+        s.lengths, prompts=s.prompts, samples=s.samples, steps_per_epoch=s.steps_per_epoch, epochs=s.epochs,
+        response_limit=s.response_limit, prompt_limit=s.prompt_limit, seed=seed,
+    )
+
+
+def simulate(
+    setting: Setting, policies: Sequence[str | tuple[str, Policy]] = tuple(POLICIES), seed: int = 0,
+    say: Callable[[str], None] | None = None,
+) -> Run:
+    """Run every policy on the same workload with the same forecasts; deterministic in `seed`.
+
+    policies: names of `POLICIES`, or (name, function) of your own. Raises ValueError for an unknown policy, or whatever is wrong
+    with the setting.
+    """
+    chosen = [(p, POLICIES[choose("policy", p, list(POLICIES))]) if isinstance(p, str) else p for p in policies]
+    terms, workload = Terms.of(setting), workload_of(setting, seed)
+    forecasts = Forecasts(setting, seed)
+    done: dict[str, list[StepRun]] = {name: [] for name, _ in chosen}
+    spent = dict.fromkeys(done, 0.0)
+    bounds: list[Bounds] = []
+    planner: Planner | None = None
+    for step in range(len(workload.epoch)):
+        given = _input(workload, step, forecasts, seed)
+        if planner is None:
+            planner = Planner(given, setting.prefer, lambda view: fixed(terms, view, None))  # type: ignore[arg-type]
+        new_epoch = step > 0 and workload.epoch[step] != workload.epoch[step - 1]
+        planner.renew(given, forget=new_epoch or step == 1)
+        for name, policy in chosen:
+            began = time.process_time()
+            planner.expected = None
+            done[name].append(policy(terms, given, planner))
+            spent[name] += time.process_time() - began
+        bounds.append(step_bounds(terms, given))
+        forecasts.observe(workload, step)
+        if say:
+            say(f"step {step + 1} of {len(workload.epoch)}")
+    runs = {name: PolicyRun(name, tuple(steps), spent[name]) for name, steps in done.items()}
+    return Run(setting, seed, runs, tuple(bounds), tuple(int(e) for e in workload.epoch))
+
+
+def _input(workload: Workload, step: int, forecasts: Forecasts, seed: int) -> StepInput:
+    samples = workload.lengths.shape[2]
+    return StepInput(
+        workload.lengths[step].ravel(), np.repeat(workload.prompt_tokens[step], samples),
+        np.repeat(np.arange(workload.prompts.shape[1]), samples), forecasts.scenarios(workload, step), seed * 1000 + step,
+    )

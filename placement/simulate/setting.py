@@ -1,0 +1,149 @@
+"""A setting: cluster, models, algorithm and workload of one simulated run; from a name, a mapping or a YAML file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from placement.roofline import Device, Model
+from placement.simulate import catalog
+
+ALGORITHMS = ("grpo", "ppo")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that a run needs. `lengths` names a distribution of placement/data/lengths.yaml; `trace` (a file) replaces it.
+
+    tensor_parallel: devices of one engine. updates: optimizer updates per rollout. critic: PPO's second model, as large as the
+    policy. whiten: advantages are normalised over the whole batch (PPO as in VERL), so that the policy's gradients need all
+    responses. reward_model: scores on devices; none: rewards are computed on CPUs and take no device time. dedup_prefill: a
+    prompt shared by a group is computed once. prefer: 0 cheapest … 1 fastest. start_scale, migrate_scale multiply the start-up
+    and migration times; learn_scale the learning FLOPs: for sensitivity. cold: released devices lose their processes, so every lease
+    is a cold start.
+    """
+
+    name: str
+    device: Device
+    model: Model
+    nodes: int
+    devices_per_node: int
+    algorithm: str
+    prompts: int
+    samples: int
+    lengths: str = "gsm8k"
+    trace: Path | None = None
+    tensor_parallel: int = 1
+    updates: int = 1
+    steps_per_epoch: int = 3
+    epochs: int = 3
+    prompt_limit: int = 1024
+    response_limit: int = 2048
+    prefer: float = 0.5
+    whiten: bool = True
+    reward_model: Model | None = None
+    dedup_prefill: bool = True
+    start_scale: float = 1.0
+    migrate_scale: float = 1.0
+    learn_scale: float = 1.0
+    cold: bool = False
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    def but(self, **changes: Any) -> Setting:
+        """The same setting with some fields changed, checked anew. Raises ValueError as `parse` does."""
+        changed = replace(self, **changes)
+        check(changed)
+        return changed
+
+
+def names() -> list[str]:
+    """Settings that ship."""
+    return list(catalog.read("settings")["settings"])
+
+
+def named(name: str) -> Setting:
+    """A shipped setting. Raises ValueError naming the nearest for an unknown name."""
+    tree = catalog.read("settings")["settings"]
+    known = catalog.choose("setting", name, list(tree))
+    return parse({"name": known, **tree[known]})
+
+
+def load(path: Path) -> Setting:
+    """A setting from a YAML file of the same keys as placement/data/settings.yaml, plus `trace` (relative to the file), `like` (a shipped
+    setting to start from), and `device`, `model` as names or mappings. Raises ValueError with one sentence for any mistake."""
+    import yaml
+
+    if not path.exists():
+        raise ValueError(f"{path}: no such file; shipped settings are {', '.join(names())}")
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        line = getattr(getattr(error, "problem_mark", None), "line", None)
+        raise ValueError(f"{path}: not valid YAML" + (f" (line {line + 1})" if line is not None else "")) from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path}: expected a mapping of settings such as `device: L40S`")
+    tree.setdefault("name", path.stem)
+    return parse(tree, path.parent)
+
+
+def parse(tree: dict[str, Any], folder: Path = Path()) -> Setting:
+    """Raises ValueError naming the key that is unknown (with the nearest), missing or out of range."""
+    shipped = catalog.read("settings")
+    merged = dict(shipped["defaults"])
+    tree = dict(tree)
+    if "like" in tree:
+        like = catalog.choose("setting", tree.pop("like"), list(shipped["settings"]))
+        merged.update(shipped["settings"][like])
+    merged.update(tree)
+    fields = list(Setting.__dataclass_fields__)
+    for key in merged:
+        if key not in fields:
+            catalog.choose("key", key, fields)
+    for key in ("device", "model", "nodes", "devices_per_node", "prompts", "samples", "algorithm"):
+        if key not in merged:
+            raise ValueError(f"setting {merged.get('name', '')}: `{key}` is missing")
+    merged["device"], merged["model"] = catalog.device(merged["device"]), catalog.model(merged["model"])
+    if merged.get("reward_model") is not None:
+        merged["reward_model"] = catalog.model(merged["reward_model"])
+    if merged.get("trace") is not None:
+        merged["trace"] = folder / str(merged["trace"])
+    merged["phases"] = {**catalog.values(catalog.read("phases")), **_phases(merged.get("phases") or {})}
+    setting = Setting(**merged)
+    check(setting)
+    return setting
+
+
+def _phases(given: dict[str, Any]) -> dict[str, float]:
+    known = list(catalog.read("phases"))
+    return {catalog.choose("phase parameter", key, known): value for key, value in catalog.values(given).items()}
+
+
+def check(s: Setting) -> None:
+    """Raises ValueError with one sentence for a number out of range or a combination that cannot run."""
+    for key in ("nodes", "devices_per_node"):
+        value = getattr(s, key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"`{key}` must be at least 1, not {value!r}: a cluster without devices runs nothing")
+    for key in ("prompts", "samples", "tensor_parallel", "updates", "steps_per_epoch", "epochs", "prompt_limit", "response_limit"):
+        value = getattr(s, key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"`{key}` must be a whole number of at least 1, not {value!r}")
+    for key in ("start_scale", "migrate_scale", "learn_scale"):
+        value = getattr(s, key)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"`{key}` must not be negative, not {value!r}")
+    for key, value in s.phases.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+            raise ValueError(f"`phases.{key}` must be a positive number, not {value!r}")
+    if not isinstance(s.prefer, (int, float)) or not 0 <= s.prefer <= 1:
+        raise ValueError(f"`prefer` must lie in 0 … 1 (0 cheapest, 1 fastest), not {s.prefer!r}")
+    catalog.choose("algorithm", s.algorithm, list(ALGORITHMS))
+    if s.devices_per_node % s.tensor_parallel:
+        raise ValueError(f"`tensor_parallel`: {s.tensor_parallel} does not divide the {s.devices_per_node} devices of a node")
+    if s.algorithm == "grpo" and s.samples < 2:
+        raise ValueError("`samples`: GRPO compares the responses of one prompt, so it needs at least 2")

@@ -1,0 +1,188 @@
+"""One training step under one policy, in virtual time: who holds which devices from when to when, and what that costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from placement.rollout_policies.fixed import random_split
+from placement.rollout_sim import Lease, Result, simulate_rollout
+from placement.simulate.tail import Costs, Done, Gang, Work, serve
+from placement.simulate.terms import Terms
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """n responses. lengths (n,) are hidden from every policy but the oracle; prompts (n,) prompt tokens; group (n,) index of the
+    prompt; scenarios (n, S) forecast from earlier steps."""
+
+    lengths: np.ndarray
+    prompts: np.ndarray
+    group: np.ndarray
+    scenarios: np.ndarray
+    seed: int = 0
+    memo: dict[tuple, Rollout] = field(default_factory=dict, compare=False, repr=False)  # rollouts made already, by arguments
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """(n,) tokens of prompt and response together: what is learned from."""
+        return self.lengths + self.prompts
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Devices held from one time to another, billed whether they work or not."""
+
+    what: str
+    devices: int
+    from_s: float
+    to_s: float
+
+    @property
+    def cost(self) -> float:
+        return self.devices * (self.to_s - self.from_s)
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """One step. full: device-seconds held. busy: device-seconds of work (decoding until an engine's own last response, forward
+    passes, learning), start-up and idling excluded. reason: the plan in words."""
+
+    policy: str
+    time_s: float
+    full: float
+    busy: float
+    rollout_s: float
+    moves: int
+    holds: tuple[Hold, ...]
+    reason: str = ""
+    planned: tuple[float, float] | None = None  # time and cost that the plan expected
+
+    @property
+    def most_devices(self) -> int:
+        """Most devices held at once."""
+        edges = sorted([(h.from_s, h.devices) for h in self.holds] + [(h.to_s, -h.devices) for h in self.holds], key=lambda e: (e[0], e[1]))
+        return int(max(np.cumsum([d for _, d in edges]), default=0))
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What a step plan chooses: engines at most, the rollout's prefer, the learner's devices during the rollout (0: none) and
+    after it, and the share of responses that must have ended before the early learner is leased."""
+
+    engines: int
+    prefer: float
+    early: int
+    late: int
+    share: float = 0.0
+
+    @property
+    def reason(self) -> str:
+        before = f"{self.early} devices learn once {self.share:.0%} have ended, " if self.early else "nothing learns meanwhile, "
+        return f"at most {self.engines} engines, prefer {self.prefer:g}; {before}{self.late} afterwards"
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A rollout on this cluster's clock: prefill first, then what `simulate_rollout` did, shifted by it."""
+
+    result: Result
+    prefill_s: float
+    start_s: float
+    leases: tuple[Lease, ...] = field(default=())
+
+    @property
+    def end_s(self) -> float:
+        return self.prefill_s + self.result.time_s
+
+    @property
+    def finish_s(self) -> np.ndarray:
+        return self.prefill_s + self.result.finish_s
+
+    def holds(self, width: int) -> list[Hold]:
+        return [Hold("rollout", width, lease.from_s, lease.to_s) for lease in self.leases]
+
+    def busy(self, width: int) -> float:
+        """Device-seconds after each lease's start-up (its prefill is work)."""
+        return width * sum(max(0.0, lease.to_s - lease.from_s - self.start_s) for lease in self.leases)
+
+    def free_from(self, engines: int) -> float:
+        """When at most `engines` engines are held, for good."""
+        edges = sorted([(lease.from_s, 1) for lease in self.leases] + [(lease.to_s, -1) for lease in self.leases])
+        held, last = 0, 0.0
+        for at, change in edges:
+            held += change
+            if held > engines:
+                last = np.inf
+            elif last == np.inf:
+                last = at
+        return float(last)
+
+
+def roll_out(
+    terms: Terms, given: StepInput, policy: str, *, engines: int, prefer: float, capacity: int | None = None, transfer_s: float | None = None,
+    wake_s: float | None = None,
+) -> Rollout:
+    """Generate. Every newly opened engine wakes and receives the weights (start-up, billed); the prompts are prefilled by the
+    engines that the rollout begins with, each prompt once, or once per sample where deduplication is off."""
+    start = (terms.wake_s if wake_s is None else wake_s) + (terms.reshard_s if transfer_s is None else transfer_s)
+    key = (policy, engines, prefer, capacity, start)
+    if key in given.memo:
+        return given.memo[key]
+    result = simulate_rollout(
+        given.lengths, given.scenarios, terms.speed, policy=policy, max_actors=max(1, min(engines, len(given.lengths))), prefer=prefer,
+        migrate_s=terms.migrate_s, start_s=start, seed=given.seed, prompts=given.prompts, capacity=capacity or terms.capacity,
+        interval_s=max(0.1, 8 * terms.speed.base_s),
+    )
+    first = [lease for lease in result.leases if lease.from_s == 0]
+    if terms.setting.dedup_prefill:
+        _, one = np.unique(given.group, return_index=True)
+        tokens = float(given.prompts[one].sum())
+    else:
+        tokens = float(given.prompts.sum())
+    shift = terms.prefill_s(tokens, len(first))
+    leases = tuple(
+        Lease(lease.actor, lease.from_s + (shift if lease.from_s else 0.0), lease.to_s + shift) for lease in result.leases
+    )
+    given.memo[key] = Rollout(result, shift, start, leases)
+    return given.memo[key]
+
+
+def work_of(terms: Terms, given: StepInput, finish_s: np.ndarray, *, gradients: bool) -> Work:
+    """What may run before the last response. Forward passes always; gradients only with one optimizer update per rollout
+    (they add up exactly): GRPO's once a prompt's responses are complete, PPO's critic's at once, PPO's policy's only where
+    advantages are not whitened over the batch."""
+    if not gradients or terms.setting.updates > 1:
+        return Work(finish_s, given.tokens, np.full(len(finish_s), -1), 0.0)
+    if terms.ppo:
+        return Work(finish_s, given.tokens, np.full(len(finish_s), -1), 1.0 if terms.setting.whiten else 2.0)
+    return Work(finish_s, given.tokens, given.group, 1.0)
+
+
+def costs_of(terms: Terms, work: Work) -> Costs:
+    def finish_s(tokens: float, m: int) -> float:
+        if not work.gradients:
+            return terms.learn_s(tokens, m)
+        waiting = terms.models - work.gradients
+        last = tokens if waiting else m * terms.trainer.least_batch_tokens
+        return terms.gradients_s(tokens, m, waiting) + terms.update_s(m, last)
+
+    return Costs(
+        terms.prepare_s, lambda tokens, m: terms.gradients_s(tokens, m, 1.0), terms.regang_s, finish_s,
+        int(terms.setting.phases["micro_batch_tokens"]), terms.trainer.even_tokens,
+    )
+
+
+def learn_beside(terms: Terms, given: StepInput, rollout: Rollout, early: int, late: int, from_s: float, *, gradients: bool = True) -> Done:
+    """The learner's part of a step: `early` devices from `from_s` on, `late` ones when the rollout is over."""
+    work = work_of(terms, given, rollout.finish_s, gradients=gradients)
+    return serve(work, Gang(early, late, from_s, rollout.end_s), costs_of(terms, work))
+
+
+def decode_busy(terms: Terms, given: StepInput, engines: int) -> float:
+    """Device-seconds that a blind equal split decodes, each engine until its own last response."""
+    split = random_split(len(given.lengths), engines, given.seed)
+    return terms.width * sum(
+        terms.speed.rollout_s(given.lengths[split == a], given.prompts[split == a]) for a in range(engines) if (split == a).any()
+    )

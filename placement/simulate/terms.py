@@ -1,0 +1,129 @@
+"""The seconds of a setting's phases: what every step policy is charged alike."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from placement.roofline import Model, Trainer, decode_speed, kv_capacity
+from placement.simulate.setting import Setting
+from placement.speed import Speed
+
+
+@dataclass(frozen=True)
+class Terms:
+    """One setting in seconds. `width`: devices of an engine; `gang`: devices a learner grows by; `least`: its smallest size."""
+
+    setting: Setting
+    speed: Speed
+    capacity: int
+    static_capacity: int
+    trainer: Trainer
+    reward_trainer: Trainer | None
+    width: int
+    devices: int
+    gang: int
+    least: int
+    wake_s: float
+    reshard_s: float
+    broadcast_s: float
+    migrate_s: float
+
+    @classmethod
+    def of(cls, s: Setting) -> Terms:
+        """Raises ValueError where the model does not fit the devices, to generate or to learn."""
+        p, width = s.phases, s.tensor_parallel
+        batch = max(2, math.ceil(s.prompts * s.samples * width / s.devices))
+        context = s.prompt_limit / 2 + 256
+        speed = decode_speed(s.model, s.device, width, batch, context)
+        state = (2 if s.algorithm == "ppo" else 1) * p["state_bytes_per_parameter"] * s.model.parameters
+        gang = width if width > 1 else 1
+        least = math.ceil(state / (p["usable_memory"] * s.device.memory_bytes) / gang) * gang
+        if least > s.devices:
+            raise ValueError(
+                f"training {s.model.name} ({state / 1e9:.0f} GB of state) needs {least} x {s.device.name}; the cluster has {s.devices}"
+            )
+        cold = p["cold_start_parallel_s"] if width > 1 else p["cold_start_s"]
+        warm = p["warm_start_s"] + p["warm_start_per_parameter_s"] * s.model.parameters
+        resident = s.model.kv_bytes_per_token * (s.response_limit / 2 + s.prompt_limit / 2)
+        pause = p["migration_pause_s"] + resident / width / s.device.link_bytes_per_s
+        return cls(
+            s, speed, kv_capacity(s.model, s.device, width, p["engine_memory"]),
+            kv_capacity(s.model, s.device, width, p["static_engine_memory"]), _trainer(s, s.model, 2 if s.algorithm == "ppo" else 1),
+            _trainer(s, s.reward_model, 1) if s.reward_model else None, width, s.devices, gang, least,
+            s.start_scale * (cold if s.cold else warm), s.model.weight_bytes / s.device.reshard_bytes_per_s,
+            s.model.weight_bytes / s.device.broadcast_bytes_per_s, s.migrate_scale * pause,
+        )
+
+    @property
+    def ppo(self) -> bool:
+        return self.setting.algorithm == "ppo"
+
+    @property
+    def engines(self) -> int:
+        """Engines that fit the cluster."""
+        return self.devices // self.width
+
+    def sizes(self, most: int | None = None) -> list[int]:
+        """Sizes the learner may have: from the least that holds its state, in steps of a half or so, up to `most` devices."""
+        most = self.devices if most is None else most
+        found, size = [], self.least
+        while size < most:
+            found.append(size)
+            size = max(size + self.gang, math.ceil(size * 1.5 / self.gang) * self.gang)
+        return found + [most] if most >= self.least else found
+
+    # ---- phases: seconds on `m` devices that hold the learner's state -----------------------------------------
+
+    def prepare_s(self, tokens: float, m: int) -> float:
+        """What follows generation and precedes learning: log-probabilities under the policy that sampled (VERL recomputes them)
+        and under the reference, the critic's values (PPO), and the reward model's scores where there is one."""
+        each = self.trainer.forward_s(tokens, m)
+        reward = self.reward_trainer.forward_s(tokens, m) if self.reward_trainer else 0.0
+        return (3 if self.ppo else 2) * each + reward
+
+    def gradients_s(self, tokens: float, m: int, models: float) -> float:
+        """Forward and backward of `models` models over these tokens."""
+        return models * self.setting.learn_scale * self.trainer.train_s(tokens, m)
+
+    @property
+    def models(self) -> int:
+        """Models that learn: the policy, and PPO's critic."""
+        return 2 if self.ppo else 1
+
+    def update_s(self, m: int, last_tokens: float) -> float:
+        """One optimizer update of every learning model, after a last micro-batch of up to so many tokens."""
+        return self.models * self.trainer.update_s(m, last_tokens)
+
+    def learn_s(self, tokens: float, m: int) -> float:
+        """All learning after the last response: `updates` batches in turn, each with its optimizer update."""
+        u = self.setting.updates
+        return u * (self.gradients_s(tokens / u, m, self.models) + self.update_s(m, tokens / u))
+
+    def prefill_s(self, tokens: float, engines: int) -> float:
+        """Prefill of this many prompt tokens, shared out over engines."""
+        s = self.setting
+        rate = engines * self.width * s.device.bf16_flops_per_s * s.phases["forward_efficiency"]
+        return s.model.flops_per_token * tokens / rate
+
+    def state_s(self, m: int) -> float:
+        """Moving the learner's state (and the frozen reference) between host and device, on one of m devices."""
+        s = self.setting
+        held = (self.models * s.phases["state_bytes_per_parameter"] + 2) * s.model.parameters
+        return held / m / s.device.host_bytes_per_s
+
+    def regang_s(self, before: int, after: int) -> float:
+        """Resharding weights, gradients and optimizer state to a gang of another size."""
+        s = self.setting
+        if before == after:
+            return 0.0
+        held = self.models * s.phases["state_bytes_per_parameter"] * s.model.parameters
+        return held / min(before, after) / s.device.link_bytes_per_s
+
+
+def _trainer(s: Setting, model: Model, models: int) -> Trainer:
+    p = s.phases
+    return Trainer(
+        model, s.device, s.devices_per_node, models, p["usable_memory"], p["training_efficiency"], p["forward_efficiency"],
+        int(p["micro_batch_tokens"]), int(p["least_batch_tokens"]), p["optimizer_bytes_per_parameter"],
+    )
