@@ -62,7 +62,7 @@ class RolloutPlan:
     def metrics(self) -> dict[str, Any]:
         points = self.frontier[:: -(-len(self.frontier) // SHOWN)] if self.frontier else ()
         return {
-            "pool/rollout_actors": self.actors, "pool/decision": self.decision.action, "pool/reason": self.reason,
+            "plan/actors": self.actors, "pool/decision": self.decision.action, "pool/reason": self.reason,
             "plan/rollout_s": self.decision.time_s, "plan/cost_slot_s": self.decision.cost_slot_s,
             "plan/frontier_time_s": [plan.time_s for plan in points], "plan/frontier_cost_slot_s": [p.cost for p in points],
             "plan/frontier_actors": [plan.actors for plan in points],
@@ -106,9 +106,13 @@ class Autoscaler:
         decision = safe_decide(self.last, make, fallback=min(max(self.actors, least), max_actors))
         if not failed(decision):
             self.last = decision
-            if decision.action != "Hold" or step == 1:
-                self.history = self.history.changed(step)
         return RolloutPlan(decision, max(least, decision.actors), tuple(plans))
+
+    def acted(self, step: int, actors: int) -> None:
+        """A rollout begins with so many engines."""
+        if actors != self.actors:
+            self.history = self.history.changed(step)
+        self.actors = actors
 
     def _frontier(self, lengths: np.ndarray, prompts: list[Prompt], max_actors: int) -> list[Plan]:
         """lengths (n,) known or (n, S) scenarios."""
@@ -152,6 +156,7 @@ class Autoscaler:
         best = choose_nearest(known, self.objective).plan
         bounds = rollout_bounds(lengths, self.speed.speed, max_actors, prompts=tokens)
         return row | {
+            "pool/rollout_actors": self.actors,
             "plan/clairvoyant_s": best.time_s, "plan/clairvoyant_cost_slot_s": best.cost,
             "plan/bound_s": bounds.time_s, "plan/bound_cost_slot_s": bounds.cost, "plan/speed_spread": self.speed.spread,
         }

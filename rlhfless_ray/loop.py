@@ -25,7 +25,7 @@ def steps(run: Runtime) -> Iterator[Step]:
         step = run.begin_step(number)
 
         step.prompts = run.next_prompts()
-        step.forecast = run.forecast(step.prompts)
+        step.forecast = run.forecast(step)
         step.plan = run.plan(step)
 
         with run.rollout_phase(step.plan):

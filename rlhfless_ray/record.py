@@ -36,7 +36,7 @@ class Record:
 
     def step(
         self, step: Step, seconds: dict[str, float], wall_s: float, first_row: int, quality: dict[str, Any],
-        epoch: int, replaced: int, leases: Any,
+        replaced: int, leases: Any,
     ) -> None:
         """The step's row, samples and ledger lines. `seconds`: per phase; `first_row`: of the step in the ledger; `quality`: of
         forecast and plan, now that the lengths are known."""
@@ -47,7 +47,7 @@ class Record:
         recent = float(np.median(self.step_times[-20:]))
         row = {
             "step": step.number, "time_s": time.time() - self.ledger.started_s, "step_s": wall_s,
-            "version": step.number, "epoch": epoch,
+            "version": step.number,
             **self._of_samples(step.samples), **step.plan.metrics(), **quality,
             **self._of_phases(seconds, wall_s, leases),
             "cost/busy_slot_s": own["busy_slot_s"], "cost/full_slot_s": own["full_slot_s"],

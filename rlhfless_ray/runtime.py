@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from placement.lengths import Scenarios
-from placement.policy import Decision, deal, slots_to_yield
+from placement.policy import Decision, deal, failed, slots_to_yield
 from placement.speed import Speed
 from rlhfless_ray.autoscale import Autoscaler, RolloutPlan
 from rlhfless_ray.crew import Actors, hire
@@ -56,6 +56,7 @@ class Runtime:
         self.cluster = RayCluster(recipe)
         self.cursor_done = self.cursor.state()  # after the last finished step: a stop inside a step repeats it whole
         self.steps_done = 0
+        self.ahead: Step | None = None  # the next step's prompts, forecast and plan, made while the learner works
         self.weights: WeightVersion | None = None
         self.in_update = False
         self._stack = ExitStack()
@@ -144,17 +145,24 @@ class Runtime:
         self.ledger.cut(number)
         self.first_row = len(self.ledger.rows)
         self.leases.waited_s = 0.0
-        return Step(number)
+        self.step = Step(number)
+        return self.step
 
     def next_prompts(self) -> list[Prompt]:
-        return [self.prompts.train[i] for i in self.cursor.next()]
+        return self.ahead.prompts if self.ahead else [self.prompts.train[i] for i in self.cursor.next()]
 
-    def forecast(self, prompts: list[Prompt]) -> Scenarios:
-        return self.autoscaler.forecast(prompts, self.steps_done + 1)
+    def forecast(self, step: Step) -> Scenarios:
+        return self.ahead.forecast if self.ahead else self.autoscaler.forecast(step.prompts, step.number)
 
     def plan(self, step: Step) -> RolloutPlan:
-        warm = len(self.rollout.parked) + len(self.rollout.working)
-        return self.autoscaler.plan(step.forecast, step.prompts, self.max_actors, step=step.number, warm=warm)
+        if self.ahead:
+            plan, self.ahead = self.ahead.plan, None
+        else:
+            warm = len(self.rollout.parked) + len(self.rollout.working)
+            plan = self.autoscaler.plan(step.forecast, step.prompts, self.max_actors, step=step.number, warm=warm)
+        if failed(plan.decision):
+            self.record.progress.message(f"step {step.number}: {plan.reason}")
+        return plan
 
     @contextmanager
     def rollout_phase(self, plan: RolloutPlan) -> Iterator[None]:
@@ -162,7 +170,7 @@ class Runtime:
             need = self.recipe.rollout.min_actors
             self._release(self.rollout.resize(plan.actors, self.spare, need=need, wait_s=0.2))
             self.spare = []
-            self.autoscaler.actors = len(self.rollout.working)
+            self.autoscaler.acted(self.step.number, len(self.rollout.working))
             yield
             self.spare = self._park_engines()
 
@@ -231,10 +239,24 @@ class Runtime:
             self.spare = self.gang.park()
 
     def update(self, batch: Any) -> UpdateStats:
-        stats = self.gang.update(batch)
+        stats = self.gang.update(batch, meanwhile=self._look_ahead)
         if stats.skipped:
             self.record.progress.message(f"optimizer step skipped: {stats.reason}")
         return stats
+
+    def _look_ahead(self) -> None:
+        """While the learner works: learn from this step's lengths, and plan the next one with what it taught."""
+        step = self.step
+        self.autoscaler.observe_samples(step.prompts, step.samples)
+        self.quality = self.autoscaler.quality(step.forecast, step.samples, step.prompts, self.max_actors)
+        self.quality["epoch"] = self.cursor.epoch
+        self.cursor_after = self.cursor.state()
+        if step.number < self.recipe.run.steps:
+            ahead = Step(step.number + 1)
+            ahead.prompts = self.next_prompts()
+            ahead.forecast = self.forecast(ahead)
+            ahead.plan = self.plan(ahead)
+            self.ahead = ahead
 
     def publish(self, version: int) -> WeightVersion:
         with self.phases.phase("publish"):
@@ -278,13 +300,11 @@ class Runtime:
 
     def end_step(self, step: Step) -> None:
         """Write the step down, learn from it for the next plan, and make room for others on a shared cluster."""
-        self.autoscaler.observe_samples(step.prompts, step.samples)
-        quality = self.autoscaler.quality(step.forecast, step.samples, step.prompts, self.max_actors)
-        self.steps_done, self.cursor_done = step.number, self.cursor.state()
+        self.steps_done, self.cursor_done = step.number, self.cursor_after
         self.in_update = False
         seconds, wall_s = self.phases.take()
         replaced = self.rollout.replaced + self.reward.replaced
-        self.record.step(step, seconds, wall_s, self.first_row, quality, self.cursor.epoch, replaced, self.leases)
+        self.record.step(step, seconds, wall_s, self.first_row, self.quality, replaced, self.leases)
         if step.number % self.recipe.checkpoint.every_steps == 0 or step.number == self.recipe.run.steps:
             self._save()
         self.rollout.reap()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -109,10 +110,12 @@ class Gang:
         for instance, spans in zip(self.by_rank, self._all(refs, "the learner to load the policy"), strict=True):
             self._spans(instance, spans)
 
-    def update(self, batch: Batch) -> UpdateStats:
-        """One update on every rank; all of them report the same. Raises RunError after too many skipped in a row."""
+    def update(self, batch: Batch, meanwhile: Callable[[], None] = lambda: None) -> UpdateStats:
+        """One update on every rank; all of them report the same. `meanwhile` is called while they work. Raises RunError after
+        too many skipped in a row."""
         shared = ray.put(batch)
         refs = [i.actor.update.remote(shared, len(i.leases)) for i in self.by_rank]
+        meanwhile()
         replies = self._all(refs, "the learner's update")
         for instance, (_, spans) in zip(self.by_rank, replies, strict=True):
             self._spans(instance, spans)
