@@ -26,15 +26,15 @@ class PriceTable:
         prices = {"cpu_per_hour": self.cpu_per_hour, "gpu_per_hour": self.gpu_per_hour}
         prices |= {f"devices_per_hour.{name}": price for name, price in self.devices_per_hour.items()}
         for name, price in prices.items():
-            if price is not None and not (_is_number(price) and price > 0):
-                raise ValueError(f"price `{name}` must be a positive number per hour, got {price!r}")
+            if price is not None and not (_is_number(price) and price >= 0):
+                raise ValueError(f"price `{name}` must be a number per hour, at least 0, got {price!r}")
         if not (_is_number(self.preemptible_factor) and 0 < self.preemptible_factor <= 1):
             raise ValueError(f"price `preemptible_factor` must be in (0, 1], got {self.preemptible_factor!r}")
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> PriceTable:
         """From a mapping with the fields of this class. Raises ValueError for an unknown key, naming the nearest one, and for
-        prices that are not positive numbers."""
+        prices that are not numbers or negative."""
         for key in table:
             if key not in FIELDS:
                 raise ValueError(f"unknown price `{key}`{_nearest(key, FIELDS)}")

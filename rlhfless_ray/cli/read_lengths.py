@@ -1,0 +1,164 @@
+"""Response lengths from a file or a run folder, with every malformed entry named."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhfless_ray.errors import UserError
+
+NAMES = ("response_tokens", "tokens", "response_length", "length", "lengths", "generated_tokens", "output_tokens")
+PROMPT_NAMES = ("prompt_tokens", "prompt_length", "input_tokens", "context_tokens")
+GROUP_NAMES = ("prompt_index", "prompt", "prompt_id", "group")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Recorded responses: tokens (n,), the prompt of each (n,) as 0 … P-1 in order of
+    appearance, and the prompts' tokens (n,), 0 where unknown."""
+
+    tokens: np.ndarray
+    group: np.ndarray
+    prompt_tokens: np.ndarray
+    source: str
+
+
+Row = tuple[Any, Any, Any]  # group key, prompt tokens, length
+
+
+def read_lengths(path: Path, column: str | None = None) -> Lengths:
+    """JSON: numbers, or lists of one prompt's responses, or objects. JSONL: one of these per line. CSV: a column of numbers, by name or
+    the only one. A run folder: the samples of its last step. Raises UserError."""
+    if path.is_dir():
+        steps = sorted((path / "samples").glob("step_*.jsonl"), key=lambda p: int(p.stem[5:]) if p.stem[5:].isdigit() else -1)
+        if not steps:
+            raise UserError(f"{path}: a folder without samples/step_<n>.jsonl; give a file of lengths or a run folder")
+        path = steps[-1]
+    readers = {".json": _json, ".jsonl": _jsonl, ".csv": _csv}
+    if path.suffix.lower() not in readers:
+        raise UserError(f"{path}: lengths are read from .json, .jsonl and .csv files and from run folders")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as text: {error}") from None
+    rows = list(readers[path.suffix.lower()](path, text, column))
+    if not rows:
+        raise UserError(f"{path}: no lengths in it")
+    number: dict[str, int] = {}
+    group = np.array([number.setdefault(str(row[0]), len(number)) for row in rows])
+    return Lengths(
+        np.array([row[2] for row in rows], float), group, np.array([row[1] for row in rows], float), str(path)
+    )
+
+
+def _number(value: Any, where: str, least: float) -> float:
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise UserError(f"{where}: `{value}` is not a number") from None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"{where}: {json.dumps(value)[:60]} is not a number")
+    if not math.isfinite(value):
+        raise UserError(f"{where}: {value} is not finite")
+    if value < least:
+        raise UserError(f"{where}: {value:g} is below {least:g}, lengths are tokens")
+    return float(value)
+
+
+def _entry(entry: Any, where: str, key: Any, column: str | None) -> Iterator[Row]:
+    if column is not None and not isinstance(entry, dict):
+        raise UserError(f"{where}: there are no columns here, so --column {column} names nothing")
+    if isinstance(entry, dict):
+        name = _pick(list(entry), column, where)
+        group = next((entry[g] for g in GROUP_NAMES if g in entry), key)
+        prompt = next((p for p in PROMPT_NAMES if p in entry), None)
+        tokens = _number(entry[prompt], f"{where}, column `{prompt}`", 0) if prompt else 0.0
+        value = entry[name]
+        for j, one in enumerate(value if isinstance(value, list) else [value]):
+            place = f", response {j + 1}" if isinstance(value, list) else ""
+            yield group, tokens, _number(one, f"{where}, column `{name}`{place}", 1)
+    elif isinstance(entry, list):
+        for j, one in enumerate(entry):
+            yield key, 0.0, _number(one, f"{where}, response {j + 1}", 1)
+    else:
+        yield key, 0.0, _number(entry, where, 1)
+
+
+def _json(path: Path, text: str, column: str | None) -> Iterator[Row]:
+    try:
+        tree = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+    if not isinstance(tree, list):
+        raise UserError(f"{path}: a list of lengths is needed, or a list of lists, one per prompt")
+    for i, entry in enumerate(tree):
+        yield from _entry(entry, f"{path}: entry {i + 1}", i, column)
+
+
+def _jsonl(path: Path, text: str, column: str | None) -> Iterator[Row]:
+    for i, line in enumerate(text.splitlines()):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}: not JSON: line {i + 1}, column {error.colno}: {error.msg}") from None
+        yield from _entry(entry, f"{path}: line {i + 1}", i, column)
+
+
+def _csv(path: Path, text: str, column: str | None) -> Iterator[Row]:
+    rows = [(i + 1, row) for i, row in enumerate(csv.reader(text.splitlines())) if any(cell.strip() for cell in row)]
+    if not rows:
+        return
+    header = [cell.strip() for cell in rows[0][1]]
+    if all(_reads_as_number(cell) for cell in header):
+        if len(header) > 1:
+            raise UserError(f"{path}: {len(header)} columns without a header; name them in the first line")
+        names, body = ["1"], rows
+    else:
+        names, body = header, rows[1:]
+    name = _pick(names, column, str(path))
+    at = names.index(name)
+    prompt = next((names.index(p) for p in PROMPT_NAMES if p in names), None)
+    group = next((names.index(g) for g in GROUP_NAMES if g in names), None)
+    for line, row in body:
+        where = f"{path}: line {line}"
+        if len(row) != len(names):
+            raise UserError(f"{where}: {len(row)} columns, the header has {len(names)}")
+        tokens = _number(row[prompt].strip(), f"{where}, column `{names[prompt]}`", 0) if prompt is not None else 0.0
+        key = row[group] if group is not None else line
+        yield key, tokens, _number(row[at].strip(), f"{where}, column `{name}`", 1)
+
+
+def _reads_as_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _pick(names: Iterable[str], column: str | None, where: str) -> str:
+    """The column of lengths."""
+    names = list(names)
+    if column is not None:
+        if column not in names:
+            raise UserError(f"{where}: no column `{column}`; there are {', '.join(names)}")
+        return column
+    found = [name for name in names if name in NAMES]
+    if len(found) == 1:
+        return found[0]
+    if len(names) == 1:
+        return names[0]
+    which = "several columns could be" if found else "no column is known to be"
+    raise UserError(f"{where}: {which} the lengths among {', '.join(names)}; say which with --column")

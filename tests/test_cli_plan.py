@@ -1,0 +1,255 @@
+"""`rlhfless plan`: what it says is the planner's, and every mistake gets one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import subprocess
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from placement import Objective, Speed, choose, frontier, rollout_bounds
+from placement.lengths import LengthForecaster
+from rlhfless_ray.cli.frontier_svg import _ticks
+from rlhfless_ray.cli.main import app
+from rlhfless_ray.cli.read_lengths import read_lengths
+from rlhfless_ray.errors import UserError
+from tests.conftest import command
+
+SPEED = ("--actors", "6", "--speed", "0.0085,3e-5")
+
+
+def run(*arguments: object) -> None:
+    """As the command line does, in this process: user mistakes come out as UserError."""
+    app([str(a) for a in ("plan", *arguments)], standalone_mode=False)
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
+    run(*arguments, "--json")
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def grouped(tmp_path: Path) -> Path:
+    """Twelve prompts with four responses each."""
+    rng = np.random.default_rng(0)
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps([np.ceil(np.exp(rng.normal(mean, 0.3, 4))).tolist() for mean in rng.normal(5, 0.6, 12)]))
+    return path
+
+
+# ---- what it says ------------------------------------------------------------------------------------------------
+
+
+def test_json_is_the_planners_frontier_choice_and_bounds(grouped: Path, capsys) -> None:
+    lengths = np.concatenate(json.loads(grouped.read_text()))
+    found = said(capsys, grouped, *SPEED, "--prefer", "0.7")
+    plans = frontier(lengths, Speed(0.0085, 3e-5), max_actors=6, thin=0.005)
+    choice, bounds = choose(plans, Objective(prefer=0.7)), rollout_bounds(lengths, Speed(0.0085, 3e-5), 6)
+    assert [row["time_s"] for row in found["frontier"]] == pytest.approx([p.time_s for p in plans])
+    assert [row["actors"] for row in found["frontier"]] == [p.actors for p in plans]
+    assert (found["bounds"]["time_s"], found["bounds"]["cost"]) == pytest.approx((bounds.time_s, bounds.cost))
+    chosen = found["chosen"]
+    assert (chosen["index"], chosen["reason"]) == (choice.index, choice.reason)
+    assert sorted(i for group in chosen["groups"] for i in group) == list(range(48))
+    by_hand = [0.0085 * lengths[g].max() + 3e-5 * lengths[g].sum() for g in chosen["groups"]]
+    assert max(by_hand) == pytest.approx(chosen["time_s"]) and sum(by_hand) == pytest.approx(chosen["cost"])
+    assert chosen["largest_group"] == max(map(len, chosen["groups"]))
+    assert all(row["time_over_bound"] >= 1 - 1e-9 and row["cost_over_bound"] >= 1 - 1e-9 for row in found["frontier"])
+    assert found["lengths"]["prompts"] == 12
+
+
+def test_goals(grouped: Path, capsys) -> None:
+    every = said(capsys, grouped, *SPEED)["frontier"]
+    deadline, budget = (every[0]["time_s"] + every[-1]["time_s"]) / 2, (every[0]["cost"] + every[-1]["cost"]) / 2
+    in_time = said(capsys, grouped, *SPEED, "--deadline", deadline)["chosen"]
+    assert in_time["cost"] == min(row["cost"] for row in every if row["time_s"] <= deadline)
+    paid = said(capsys, grouped, *SPEED, "--budget", budget)["chosen"]
+    assert paid["time_s"] == min(row["time_s"] for row in every if row["cost"] <= budget)
+    assert said(capsys, grouped, *SPEED, "--prefer", 1)["chosen"]["index"] == 0
+    assert said(capsys, grouped, *SPEED, "--prefer", 0)["chosen"]["index"] == len(every) - 1
+    assert "knee" in said(capsys, grouped, *SPEED, "--knee")["chosen"]["reason"]
+
+
+def test_scenarios_are_draws_of_what_the_same_prompts_do_next(grouped: Path, capsys) -> None:
+    recorded = json.loads(grouped.read_text())
+    forecaster = LengthForecaster(float(np.mean(recorded)))
+    forecaster.observe(range(12), [0] * 12, [np.array(group) for group in recorded])
+    drawn = forecaster.scenarios(range(12), [0] * 12, 4, 32, 5)
+    found = said(capsys, grouped, *SPEED, "--scenarios", 32, "--seed", 5)
+    plans = frontier(drawn, Speed(0.0085, 3e-5), max_actors=6, thin=0.005)
+    assert [(r["time_s"], r["cost"]) for r in found["frontier"]] == [pytest.approx((p.time_s, p.cost), rel=1e-6) for p in plans]
+    alone = found["frontier"][-1]
+    assert alone["time_s"] == pytest.approx(np.mean(0.0085 * drawn.max(0) + 3e-5 * drawn.sum(0)), rel=1e-6)
+    assert found["scenarios"] == 32
+
+
+def test_start_price_and_context(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("prompt_tokens,response_tokens\n100,50\n10,200\n300,120\n")
+    found = said(capsys, path, "--actors", 1, "--speed", "0.01,1e-4,1e-6", "--price", 2, "--start", 3)
+    lengths, prompts = np.array([50, 200, 120.0]), np.array([100, 10, 300.0])
+    time_s = 3 + Speed(0.01, 1e-4, 1e-6).rollout_s(lengths, prompts)
+    assert found["frontier"] == [pytest.approx({
+        "time_s": time_s, "cost": 2 * time_s, "actors": 1, "largest_group": 3, "smallest_group": 3, "time_over_bound": 1,
+        "cost_over_bound": 1,
+    }, rel=1e-6)]
+
+
+def test_by_roofline(grouped: Path, capsys) -> None:
+    one = said(capsys, grouped, "--actors", 4, "--device", "h100", "--model", "qwen2.5-3b")
+    two = said(capsys, grouped, "--actors", 4, "--device", "H100", "--model", "Qwen2.5-3B", "--tensor-parallel", 2)
+    assert 6e9 / 3.35e12 < one["speed"]["base_s"] < 3 * 6.2e9 / 3.35e12, "at least the weights over the bandwidth"
+    assert two["speed"]["base_s"] > one["speed"]["base_s"] / 2, "half the weights each, and the all-reduces"
+    assert one["capacity"] > 100_000 and two["capacity"] > 2 * one["capacity"] and two["devices_per_actor"] == 2
+
+
+def test_the_table_names_the_chosen_point_and_the_reason(grouped: Path, capsys, tmp_path: Path) -> None:
+    found = said(capsys, grouped, *SPEED, "--knee")
+    plot = tmp_path / "frontier.svg"
+    run(grouped, *SPEED, "--knee", "--plot", plot)
+    text = capsys.readouterr().out
+    arrow = next(line for line in text.splitlines() if "→" in line)
+    assert f"{found['chosen']['time_s']:.4g}" in arrow and f"{found['chosen']['cost']:.4g}" in arrow
+    assert "48 responses to 12 prompts" in text and "lengths known" in text
+    flat = " ".join(text.split())
+    assert found["chosen"]["reason"] in flat and str(plot.name) in flat.replace(" ", "")
+    drawn = ElementTree.parse(plot).getroot()
+    circles = [c for c in drawn.iter("{http://www.w3.org/2000/svg}circle") if c.find("{http://www.w3.org/2000/svg}title") is not None]
+    assert len(circles) == len(found["frontier"])
+    ring = next(c for c in drawn.iter("{http://www.w3.org/2000/svg}circle") if c.get("data-chosen"))
+    dot = circles[found["chosen"]["index"]]
+    assert (ring.get("cx"), ring.get("cy")) == (dot.get("cx"), dot.get("cy"))
+    assert [float(c.get("cx")) for c in circles] == sorted(float(c.get("cx")) for c in circles)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (13.4, 24.4), (0.0, 3e-5), (7.0, 7.0), (0.0, 0.0), (99.0, 101.0)])
+def test_ticks_span_what_is_drawn(low: float, high: float) -> None:
+    ticks = _ticks(low, high)
+    assert ticks[0] <= low + 1e-12 and ticks[-1] >= high - 1e-9 and 2 <= len(ticks) <= 9
+    assert all(b > a for a, b in itertools.pairwise(ticks))
+
+
+# ---- what it reads -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "tokens", "prompts"),
+    [
+        ("a.json", "[3, 4, 5.5]", [3, 4, 5.5], 3),
+        ("a.json", "[[3, 4], [5]]", [3, 4, 5], 2),
+        ("a.json", '[{"prompt_tokens": 9, "response_tokens": [3, 4]}]', [3, 4], 1),
+        ("a.jsonl", "3\n\n[4, 5]\n", [3, 4, 5], 2),
+        ("a.jsonl", '{"prompt_index": 7, "tokens": 3}\n{"prompt_index": 7, "tokens": 4}\n{"prompt_index": 8, "tokens": 5}\n', [3, 4, 5], 2),
+        ("a.csv", "3\n4\n5\n", [3, 4, 5], 3),
+        ("a.csv", "\ufeffanything\n3\n4\n", [3, 4], 2),
+        ("a.csv", "prompt_tokens,response_tokens\n9,3\n9,4\n", [3, 4], 2),
+        ("a.csv", "prompt,x,tokens\np,1,3\nq,1,4\np,1,5\n", [3, 4, 5], 2),
+    ],
+)
+def test_formats(tmp_path: Path, name: str, text: str, tokens: list[float], prompts: int) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    found = read_lengths(path)
+    np.testing.assert_array_equal(found.tokens, tokens)
+    assert found.group.max() + 1 == prompts
+
+
+def test_a_run_folder_gives_its_last_step(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    for step, tokens in ((2, 10), (10, 20), (9, 30)):
+        rows = [{"step": step, "prompt_index": i // 2, "prompt": "p", "response": "r", "tokens": tokens + i} for i in range(4)]
+        (tmp_path / "samples" / f"step_{step}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = read_lengths(tmp_path)
+    np.testing.assert_array_equal(found.tokens, [20, 21, 22, 23])
+    np.testing.assert_array_equal(found.group, [0, 0, 1, 1])
+
+
+# ---- what bad input gets -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("a.csv", "response_tokens\n3\nabc\n", "line 3, column `response_tokens`: `abc` is not a number"),
+        ("a.csv", "prompt_tokens,response_tokens\n9,3\nx,4\n", "line 3, column `prompt_tokens`: `x` is not a number"),
+        ("a.csv", "prompt_tokens,response_tokens\n9,3\n9\n", "line 3: 1 columns, the header has 2"),
+        ("a.csv", "a,b\n1,2\n", "no column is known to be the lengths among a, b; say which with --column"),
+        ("a.csv", "tokens,length\n1,2\n", "several columns could be the lengths"),
+        ("a.csv", "1,2\n3,4\n", "2 columns without a header"),
+        ("a.csv", "response_tokens\n", "no lengths in it"),
+        ("a.csv", "", "no lengths in it"),
+        ("a.csv", "5\ninf\n", "line 2, column `1`: inf is not finite"),
+        ("a.csv", "5\n0\n", "line 2, column `1`: 0 is below 1"),
+        ("a.json", "[]", "no lengths in it"),
+        ("a.json", "[[1, 2], [3, NaN]]", "entry 2, response 2: nan is not finite"),
+        ("a.json", "[[1, 2], [3, -4]]", "entry 2, response 2: -4 is below 1"),
+        ("a.json", "[1, null]", "entry 2: null is not a number"),
+        ("a.json", "[1, true]", "entry 2: true is not a number"),
+        ("a.json", '{"a": 1}', "a list of lengths is needed"),
+        ("a.json", "[1, 2", "not JSON: line 1, column"),
+        ("a.jsonl", '{"tokens": 4}\n{"tokens": "x"}\n', "line 2, column `tokens`: `x` is not a number"),
+        ("a.jsonl", "{", "not JSON: line 1"),
+        ("a.txt", "3", "read from .json, .jsonl and .csv"),
+    ],
+)
+def test_malformed_lengths_are_named(tmp_path: Path, name: str, text: str, sentence: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(UserError, match=re.escape(sentence)) as caught:
+        run(path, *SPEED)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--actors", 0, "--speed", "1,1"), "at least one actor"),
+        (("--actors", 2), "say how fast an actor decodes"),
+        (("--actors", 2, "--speed", "1,1", "--device", "H100"), "either --speed"),
+        (("--actors", 2, "--device", "H100"), "belong together"),
+        (("--actors", 2, "--speed", "fast"), "give base,per_seq"),
+        (("--actors", 2, "--speed", "1,-1"), "give base,per_seq"),
+        (("--actors", 2, "--device", "H10", "--model", "qwen2.5-3b"), "unknown device `H10`; did you mean `H100`?"),
+        (("--actors", 2, "--device", "H100", "--model", "qwen-3b"), "unknown model `qwen-3b`; did you mean `qwen2.5-3b`?"),
+        (("--actors", 2, "--device", "L40S", "--model", "llama-2-70b"), "does not fit"),
+        ((*SPEED, "--prefer", 2), "--prefer: prefer lies between 0"),
+        ((*SPEED, "--prefer", 0.5, "--knee"), "--prefer and --knee: a plan has one goal"),
+        ((*SPEED, "--deadline", -1), "--deadline: deadline_s must be"),
+        ((*SPEED, "--scenarios", -1), "--scenarios"),
+        ((*SPEED, "--plot", "a.png"), "written as .svg"),
+        ((*SPEED, "--column", "nothing"), "--column nothing names nothing"),
+        ((*SPEED, "--capacity", 10), "hold"),
+        ((*SPEED, "--price", -1), "must not be negative"),
+    ],
+)
+def test_mistakes_in_options(grouped: Path, arguments: tuple, sentence: str) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)) as caught:
+        run(grouped, *arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_goals_that_cannot_be_met_say_the_nearest_that_can(grouped: Path, capsys) -> None:
+    every = said(capsys, grouped, *SPEED)["frontier"]
+    with pytest.raises(UserError) as caught:
+        run(grouped, *SPEED, "--deadline", every[0]["time_s"] / 2)
+    assert f"the nearest deadline that can be met is {every[0]['time_s']:.4g} s" in str(caught.value)
+    with pytest.raises(UserError) as caught:
+        run(grouped, *SPEED, "--budget", every[-1]["cost"] / 2)
+    assert f"the nearest budget that can be met is {every[-1]['cost']:.4g}" in str(caught.value)
+    met = said(capsys, grouped, *SPEED, "--deadline", math.nextafter(every[0]["time_s"], math.inf))
+    assert met["chosen"]["index"] == 0
+
+
+def test_exit_codes_and_one_sentence(tmp_path: Path) -> None:
+    done: subprocess.CompletedProcess[str] = command("plan", str(tmp_path / "nothing.json"), *SPEED)
+    assert done.returncode == 2 and "no such file" in done.stderr and "Traceback" not in done.stderr
+    path = tmp_path / "a.json"
+    path.write_text("[5, 6, 7]")
+    done = command("plan", str(path), *SPEED, "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["lengths"]["max"] == 7
