@@ -1,4 +1,4 @@
-"""`rlhfless train | report`: errors become one sentence and an exit code."""
+"""`rlhfless train | plan | report`: errors become one sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from rlhfless_ray.cli.plan import plan
 from rlhfless_ray.errors import RunError, Stopped, UserError
 
 app = typer.Typer(
@@ -25,6 +26,9 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
         print(__version__)
         raise typer.Exit
+
+
+app.command()(plan)
 
 
 @app.command()
