@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.policy_files import check_kv_cache
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.folder import without_weights
 
@@ -62,6 +63,8 @@ def hire(
 
     if resource == "cpu" and recipe.rollout.block_size % 32:
         raise UserError(f"rollout.block_size: vLLM on CPU needs a multiple of 32 (got {recipe.rollout.block_size})")
+    if resource == "cpu":
+        check_kv_cache(recipe, files, longest_prompt_tokens)
     run_id = hashlib.blake2b(f"{folder.resolve()} {time.time_ns()}".encode(), digest_size=4).hexdigest()
     leases = Leases(resource, ledger, recipe.functions.lease_deadline_s, run_id)
     dump = recipe.model_dump()

@@ -70,10 +70,55 @@ def load_tokenizer(files: dict[str, bytes], trust_remote_code: bool) -> Any:
             raise UserError(f"policy.path: its tokenizer cannot be loaded: {first}") from None
 
 
+# Names under which a config says it, in the order of their families' age; vLLM looks for the same ones.
+CONTEXT_KEYS = (
+    "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "model_max_length", "max_target_positions",
+    "max_sequence_length", "max_seq_length", "seq_len",
+)
+PLAIN_ATTENTION = ("llama", "qwen2", "qwen3")  # every layer keeps a key and a value of every token, and nothing else
+
+
 def context_tokens(files: dict[str, bytes]) -> int | None:
-    """The longest sequence the policy takes, from its config; None where the config does not say."""
+    """The longest sequence the policy takes, from its config: the shortest of what the config (a multimodal model's: that
+    of its text part) says under any of the usual names. None where it does not say."""
+    config = _text_config(files)
+    said = [config[key] for key in CONTEXT_KEYS if isinstance(config.get(key), int) and config[key] > 0]
+    return min(said, default=None)
+
+
+def kv_cache_bytes(files: dict[str, bytes], tokens: int, block_size: int, dtype: str) -> int | None:
+    """Bytes one sequence of `tokens` takes in the KV cache, in whole blocks. None for kinds of attention not known here."""
+    config = _text_config(files)
+    windows = config.get("use_sliding_window") or set(config.get("layer_types") or ()) - {"full_attention"}
+    if config.get("model_type") not in PLAIN_ATTENTION or windows:
+        return None
+    heads = config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    values = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width
+    return -(-tokens // block_size) * block_size * values * (4 if dtype == "float32" else 2)
+
+
+def check_kv_cache(recipe: Recipe, files: dict[str, bytes], longest_prompt_tokens: int) -> None:
+    """Raises UserError when an engine's KV cache on CPU could not hold the longest sequence there may be."""
+    tokens = longest_prompt_tokens + recipe.rollout.max_tokens
+    needed = kv_cache_bytes(files, tokens, recipe.rollout.block_size, recipe.policy.dtype)
+    if needed is not None and needed > recipe.rollout.kv_cache_mb * 2**20:
+        raise UserError(
+            f"rollout.kv_cache_mb: {recipe.rollout.kv_cache_mb} MiB do not hold one sequence of {tokens} tokens (the longest "
+            f"prompt and rollout.max_tokens), which takes {-(-needed // 2**20)}; raise it, or lower rollout.max_tokens"
+        )
+
+
+def _text_config(files: dict[str, bytes]) -> dict[str, Any]:
+    """config.json with its family's defaults filled in; as it stands for a family that transformers does not know."""
+    from transformers import AutoConfig
+
     try:
-        config = json.loads(files["config.json"])
+        raw = json.loads(files["config.json"])
     except ValueError:
         raise UserError("policy.path: its config.json is not valid JSON") from None
-    return config.get("max_position_embeddings")
+    try:
+        family = AutoConfig.for_model(**raw)
+    except Exception:  # a family of its own, or a value that whoever loads the model will name
+        return raw.get("text_config") or raw
+    return family.get_text_config().to_dict()
