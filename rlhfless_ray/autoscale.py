@@ -6,6 +6,7 @@ good plan's size is kept, and the reason says so.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,11 +15,14 @@ import numpy as np
 from placement.bounds import rollout_bounds
 from placement.choice import Objective, choose_nearest
 from placement.frontier import frontier
+from placement.keep_warm import hold_slot, keep_alive, prewarm, start_cost
 from placement.lengths import LengthForecaster, Scenarios, forecast_quality
 from placement.plan import Plan
 from placement.policy import (
     Decision,
     Hold,
+    Park,
+    Release,
     ResizeHistory,
     Transition,
     deal,
@@ -35,6 +39,7 @@ from rlhfless_ray.types import EngineStep, Prompt, Sample
 
 THIN = 0.005  # points of the frontier differ by at least this share
 COLD_START_S, WARM_START_S = 15.0, 0.02  # seeds: measured on two cores, replaced by this run's own starts
+LEAST_SECOND = 1e-3  # slot-seconds: even to a run that minds cost only, a second is worth something
 SHOWN = 24  # points of the frontier that go into metrics and report
 
 
@@ -80,6 +85,7 @@ class Autoscaler:
         self.objective = _objective(recipe)
         self.cold_start, self.warm_start = Term(COLD_START_S), Term(WARM_START_S)
         self.history = ResizeHistory()
+        self.second = 1.0  # what a second of the step is worth, in slot-seconds
         self.actors = 0  # engines of the last step
         self.last: Decision | None = None
 
@@ -108,11 +114,22 @@ class Autoscaler:
             self.last = decision
         return RolloutPlan(decision, max(least, decision.actors), tuple(plans))
 
-    def acted(self, step: int, actors: int) -> None:
-        """A rollout begins with so many engines."""
-        if actors != self.actors:
-            self.history = self.history.changed(step)
-        self.actors = actors
+    def drained(self, tail_s: float, retake_s: float, needed_next: bool) -> Decision:
+        """An engine has nothing left to do and others will work for `tail_s` more: what becomes of its lease?"""
+        if not needed_next:
+            return Release(0, "the next phase does not need the slot")
+        return hold_slot(tail_s, 1.0, start_cost(retake_s, 1.0, self.second))
+
+    def keep_warm_s(self, gaps_s: Sequence[float]) -> float:
+        """For how long a parked process is worth keeping; `gaps_s`: for how long such processes lay idle before."""
+        start = start_cost(self.cold_start.predict(), 1.0, self.second)
+        decision = keep_alive(gaps_s, self.recipe.price.parked_share, start)
+        return decision.keep_s if isinstance(decision, Park) else 0.0
+
+    def prewarm_now(self, phase_left_s: float, start_s: float) -> bool:
+        """Whether it is time to start the process that the next phase needs."""
+        spread = self.speed.spread * phase_left_s
+        return prewarm(phase_left_s, spread, start_s, 0.5 * start_s, self.recipe.price.parked_share, self.second).at_s <= 0
 
     def _frontier(self, lengths: np.ndarray, prompts: list[Prompt], max_actors: int) -> list[Plan]:
         """lengths (n,) known or (n, S) scenarios."""
@@ -121,10 +138,12 @@ class Autoscaler:
 
     def _decide(self, plans: list[Plan], step: int, warm: int) -> Decision:
         choice = choose_nearest(plans, self.objective)
+        self.second = max(time_value(self.objective, plans), LEAST_SECOND)
+        self.history = self.history.saw(step, choice.plan.actors)
         stay = plan_of_current(plans, self.actors, self.objective) if self.actors else None
         start = self.warm_start if choice.plan.actors <= warm else self.cold_start
         decision = decide(
-            self.actors, choice.plan, stay, step=step, history=self.history, second=time_value(self.objective, plans),
+            self.actors, choice.plan, stay, step=step, history=self.history, second=self.second,
             transition=Transition(start.predict(), return_s=self.warm_start.predict()),
             steps_left=self.recipe.run.steps - step + 1, gamma=self.recipe.objective.payback,
         )
@@ -167,6 +186,7 @@ class Autoscaler:
         return {
             "forecaster": self.forecaster.state(), "speed": self.speed.state(), "actors": self.actors,
             "cold_start": self.cold_start.state(), "warm_start": self.warm_start.state(), "history": asdict(self.history),
+            "second": self.second,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -176,6 +196,7 @@ class Autoscaler:
         self.cold_start.restore(state["cold_start"])
         self.warm_start.restore(state["warm_start"])
         self.history = ResizeHistory(**state["history"])
+        self.second = state["second"]
 
 
 def response_tokens(samples: list[Sample]) -> np.ndarray:

@@ -224,6 +224,9 @@ class Price(Section):
     """Money per hour of a leased core, for the money column of the ledger."""
     gpu_slot_per_hour: float = Field(2.5, ge=0)
     """Money per hour of a leased GPU."""
+    parked_share: float = Field(0.0, ge=0, le=1)
+    """What a parked process costs, as a share of its slot's price: the memory it keeps from others. Above 0 a process is
+    kept warm only while that costs less than the start it saves."""
 
 
 class Checkpoint(Section):

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import platform
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
@@ -38,6 +39,7 @@ from rlhfless_ray.waits import STOP, get
 from rlhfless_ray.weights.folder import read_folder, without_weights, write_folder
 
 FIRST_SPEED = Speed(base_s=0.01, per_seq_s=0.0001)  # before the first step record; any order of magnitude will do
+REWARD_START_S = 3.0  # a reward process: its imports, measured on two cores
 UPDATE_GRACE_S = 1.5  # `ray job stop` kills 3 s after SIGTERM: an update may take this much of them to end
 
 
@@ -170,7 +172,7 @@ class Runtime:
             need = self.recipe.rollout.min_actors
             self._release(self.rollout.resize(plan.actors, self.spare, need=need, wait_s=0.2))
             self.spare = []
-            self.autoscaler.acted(self.step.number, len(self.rollout.working))
+            self.autoscaler.actors = len(self.rollout.working)
             yield
             self.spare = self._park_engines()
 
@@ -307,8 +309,8 @@ class Runtime:
         self.record.step(step, seconds, wall_s, self.first_row, self.quality, replaced, self.leases)
         if step.number % self.recipe.checkpoint.every_steps == 0 or step.number == self.recipe.run.steps:
             self._save()
-        self.rollout.reap()
-        self.reward.reap()
+        for pool in (self.rollout, self.reward):
+            pool.reap(self.autoscaler.keep_warm_s(pool.gaps_s))
         if not self.cluster.private:
             decision = slots_to_yield(len(self.spare), 1, self.leases.others_wait())
             if decision.action == "Release":
@@ -332,11 +334,12 @@ class Runtime:
         from rlhfless_ray.rollout.stream import run_rollout
 
         assert self.weights is not None
+        self.rollout_began_s = time.monotonic()
         stream = run_rollout(
             self.rollout, requests, shares, expected, self.weights,
             interval_s=self.recipe.rollout.stream_interval_s, deadline_s=self.recipe.rollout.deadline_s,
             max_replacements=self.recipe.functions.max_replacements, needed_next=self.gang.slots,
-            give_back=self._drained, on_progress=self._prewarm_next,
+            drained=self.autoscaler.drained, give_back=self._drained, on_progress=self._prewarm_next,
         )
         self.autoscaler.observe_steps(stream.steps)
         return stream.completions
@@ -348,7 +351,10 @@ class Runtime:
     def _prewarm_next(self, done: int, total: int) -> None:
         """The next phase's process starts while this one ends, if none is warm."""
         self.record.progress.phase(f"rollout: {done} of {total} responses")
-        if done > 0.5 * total and not self.reward.parked and not self.reward.working:
+        if self.reward.parked or self.reward.working:
+            return
+        left_s = (time.monotonic() - self.rollout_began_s) * (total - done) / max(done, 1)
+        if self.autoscaler.prewarm_now(left_s, REWARD_START_S):
             self.reward.prewarm(self.rollout.working[0].slot)
 
     def _samples(self, prompts: list[Prompt], done: dict[int, Completion], count: int) -> list[Sample]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -17,28 +17,45 @@ POLL_S = 0.1  # how soon a signal is noticed; ray.wait itself returns at once
 
 
 class StopSignal:
-    """SIGINT and SIGTERM set a flag that the waits look at; `grace` lets a short critical section end first."""
+    """SIGINT and SIGTERM set a flag that the waits look at; `deferred` lets a critical section end first."""
 
     def __init__(self) -> None:
         self.number: int | None = None
         self.at_s = 0.0
-        self.grace_s = 0.0
+        self.grace_s: float | None = None  # what SIGTERM leaves a critical section; None: outside of one
+        self.say: Callable[[str], None] | None = None
 
     def check(self) -> None:
-        if self.number is not None and time.monotonic() - self.at_s >= self.grace_s:
-            raise Stopped(self.number)
+        if self.number is None:
+            return
+        if self.grace_s is not None:
+            if self.number == signal.SIGINT:
+                if self.say is not None:
+                    self.say("the update ends first and is saved; Ctrl-C again gives it up")
+                    self.say = None
+                return
+            if time.monotonic() - self.at_s < self.grace_s:
+                return
+        raise Stopped(self.number)
+
+    def obeyed(self) -> int | None:
+        """The signal, taken back: the waits of the saving that follows must not raise, unless another one comes."""
+        number, self.number = self.number, None
+        return number
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None and number == signal.SIGINT:
             raise KeyboardInterrupt  # a second Ctrl-C does not wait for anything
-        self.number, self.at_s = number, time.monotonic()
+        if number != self.number:
+            self.number, self.at_s = number, time.monotonic()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Only the main thread may set handlers; elsewhere (a notebook's thread) signals stay as they are."""
         self.number = None
         try:
-            before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+            before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+            self.listen()
         except ValueError:
             yield
             return
@@ -46,16 +63,22 @@ class StopSignal:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, handler or signal.SIG_DFL)
+
+    def listen(self) -> None:
+        """Put our handlers in place (again: `ray.init` puts its own for SIGTERM there)."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
 
     @contextmanager
-    def deferred(self, seconds: float) -> Iterator[None]:
-        """Inside, a signal is obeyed only `seconds` after it came: time for a learner update to end."""
-        self.grace_s = seconds
+    def deferred(self, seconds: float, say: Callable[[str], None] | None = None) -> Iterator[None]:
+        """Inside, SIGTERM is obeyed only `seconds` after it came, for whoever sends it kills soon. Ctrl-C is obeyed at the
+        end: who presses it can wait, is told so by `say`, and can press it again."""
+        self.grace_s, self.say = seconds, say
         try:
             yield
         finally:
-            self.grace_s = 0.0
+            self.grace_s = self.say = None
 
 
 STOP = StopSignal()  # one per process, as signals are

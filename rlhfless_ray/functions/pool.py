@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ class Pool:
         self.working: list[Instance] = []
         self.parked: list[Instance] = []
         self.replaced = 0
+        self.gaps_s: deque[float] = deque(maxlen=64)  # for how long instances lay parked before they were needed again
         self.warm_starts = 0
         self.cold_starts = 0
 
@@ -63,6 +65,7 @@ class Pool:
             self.cold_starts += 1
         else:
             self.parked.remove(instance)
+            self.gaps_s.append(time.monotonic() - instance.parked_since_s)
             self.ledger.unpark(instance.id)
             self.warm_starts += instance.opened is not None
             instance.slot = slot
@@ -105,10 +108,10 @@ class Pool:
     def park_all(self) -> list[Lease]:
         return [lease for instance in list(self.working) for lease in self.park(instance)]
 
-    def reap(self) -> int:
-        """End the parked instances whose keep-alive is over; returns how many."""
-        now = time.monotonic()
-        over = [i for i in self.parked if now - i.parked_since_s > self.keep_alive_s]
+    def reap(self, worth_s: float = float("inf")) -> int:
+        """End the parked instances whose keep-alive is over, or who were kept for longer than they are worth it; how many."""
+        now, keep_s = time.monotonic(), min(self.keep_alive_s, worth_s)
+        over = [i for i in self.parked if now - i.parked_since_s > keep_s]
         for instance in over:
             self._end(instance)
         return len(over)

@@ -14,7 +14,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from placement.policy import Decision, Release, after_drain
+from placement.policy import Decision, Release
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.instance import Instance, State
 from rlhfless_ray.functions.pool import Pool
@@ -30,7 +30,6 @@ class Stream:
 
     completions: dict[int, Completion] = field(default_factory=dict)
     steps: list[EngineStep] = field(default_factory=list)
-    drained: list[Decision] = field(default_factory=list)
     replaced: int = 0
 
 
@@ -55,6 +54,7 @@ def run_rollout(
     deadline_s: float,
     max_replacements: int,
     needed_next: int,
+    drained: Callable[[float, float, bool], Decision],
     give_back: Callable[[Instance, Decision], None],
     on_progress: Callable[[int, int], None],
 ) -> Stream:
@@ -62,7 +62,8 @@ def run_rollout(
 
     shares: indices of the requests of each working instance, in the pool's order; instances beyond them get nothing to
     do and are given back at once. expected (n,): forecast tokens. `needed_next`: slots the next phase will want.
-    `give_back` is told when an instance has nothing left to do while others work. Raises RunError past the deadline or when
+    When an instance has nothing left to do, `drained` (seconds of tail left, seconds to take the slot again, whether the
+    next phase needs it) decides what becomes of its lease, and `give_back` carries it out. Raises RunError past the deadline or when
     more engines died than may be replaced.
     """
     start = time.monotonic()
@@ -101,9 +102,7 @@ def run_rollout(
                 remaining = max((float(expected[by_key[r.key]]) for _, s in running.values() for r in s), default=0.0)
                 if running:
                     kept = len(pool.working) <= needed_next
-                    decision = after_drain(remaining * _step_s(stream.steps), RETAKE_S, kept)
-                    stream.drained.append(decision)
-                    give_back(instance, decision)
+                    give_back(instance, drained(remaining * _step_s(stream.steps), RETAKE_S, kept))
                 continue
             except RayActorError as error:
                 del running[generator]
