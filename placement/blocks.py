@@ -113,8 +113,8 @@ class Blocks:
 class Ranges:
     """Every range of blocks [i, j) with j ≤ stop[i]; they lie one after the other by i, then by j.
 
-    Per kind: seconds (R, S) that an actor takes for the range, cost (R,) its mean cost, fits (R,) whether the cache holds
-    it in every scenario.
+    seconds (kinds, R, S) that an actor takes for the range, cost (kinds, R) its mean cost, fits (kinds, R) whether the cache
+    holds it in every scenario.
     """
 
     def __init__(self, blocks: Blocks, stop: np.ndarray, kinds: Sequence[Kind]) -> None:
@@ -127,15 +127,14 @@ class Ranges:
         longest = np.empty((self.first[-1], blocks.longest.shape[1]))
         for i in range(count):
             np.maximum.accumulate(blocks.longest[i: stop[i]], axis=0, out=longest[self.first[i]: self.first[i + 1]])
-        self.seconds, self.cost, self.fits = [], [], []
+        self.seconds = np.empty((len(kinds), *longest.shape))
         held = None if blocks.held is None else _between(blocks.held, left, right).max(1)
-        for kind in kinds:
-            seconds = _between(blocks.work_s(kind), left, right)
-            seconds += kind.over_s
-            seconds += kind.base_s * longest
-            self.seconds.append(seconds)
-            self.cost.append(kind.price * seconds.mean(1))
-            self.fits.append(np.ones(len(left), bool) if held is None else held <= kind.capacity)
+        for q, kind in enumerate(kinds):
+            np.multiply(longest, kind.base_s, out=self.seconds[q])
+            self.seconds[q] += _between(blocks.work_s(kind), left, right)
+            self.seconds[q] += kind.over_s
+        self.cost = np.array([kind.price * each.mean(1) for kind, each in zip(kinds, self.seconds, strict=True)])
+        self.fits = np.array([np.ones(len(left), bool) if held is None else held <= kind.capacity for kind in kinds])
 
     def index(self, i: int, j: int) -> int:
         return int(self.first[i]) + j - i - 1

@@ -80,13 +80,14 @@ class Filling:
         kind, total = self.kind, float(self.done_s[-1])
         if time_s < self.longest_s * (1 - CLOSE):
             return math.inf
+        time_s *= 1 + CLOSE  # a bound must not lose to a plan by rounding
         placed, spent = 0.0, total
         for _ in range(kind.max_actors):
-            first = min(int(np.searchsorted(self.done_s, placed * (1 + 1e-12), side="right")) - 1, len(self.lengths) - 1)
+            first = min(int(np.searchsorted(self.done_s, placed, side="right")) - 1, len(self.lengths) - 1)
             opened = kind.over_s + kind.base_s * self.lengths[first]
             spent += opened
             placed += time_s - opened
-            if placed >= total * (1 - 1e-12):
+            if placed >= total:
                 return kind.price * spent
             if time_s <= opened:
                 return math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -58,10 +59,7 @@ def frontier(
         raise ValueError(f"thin is a share of at least 0 and below 1, got {thin}")
     if not work.known:
         return scenario_partitions(work, thin)
-    if len(work.kinds) == 1:
-        found = sweep(work, work.kinds[0], thin)
-    else:
-        found = pool_partitions(work, thin)
+    found = sweep(work, work.kinds[0], thin) if len(work.kinds) == 1 else pool_partitions(work, thin)
     if len(work.lengths) <= (SMALL if found else SMALL_OPEN):
         found = [*found, *every_partition(work, pareto(found))]
     found = found or in_waves(work)
@@ -104,11 +102,14 @@ class Fill:
             tokens = np.concatenate(([0.0], np.cumsum(held)))
             self.stop = (np.searchsorted(tokens, tokens[:-1] + kind.capacity, side="right") - 1).tolist()
 
-    def cuts(self, bound: float) -> list[int] | None:
-        """Where groups start when each is filled up to `bound` seconds, and n; None if that takes too many actors."""
+    def cuts(self, bound: float, first: int | None = None, early: float = math.inf) -> list[int] | None:
+        """Where groups start when each is filled up to `bound` seconds, and n; None if that takes too many actors. With
+        `first`, only so many groups may take that long and the others only `early` seconds."""
         done_s, open_s, stop, n = self.done_s, self.open_s, self.stop, self.n
         cuts, i = [0], 0
-        for _ in range(self.kind.max_actors):
+        for actor in range(self.kind.max_actors):
+            if actor == first:
+                bound = min(bound, early)
             end = bisect_right(done_s, bound - open_s[i] + done_s[i], i, n + 1) - 1
             if stop is not None and stop[i] < end:
                 end = stop[i]
@@ -122,5 +123,5 @@ class Fill:
 
     def partition(self, order: np.ndarray, cuts: list[int]) -> Partition:
         done_s, open_s = self.done_s, self.open_s
-        seconds = [open_s[a] + done_s[b] - done_s[a] for a, b in zip(cuts, cuts[1:], strict=False)]
+        seconds = [open_s[a] + done_s[b] - done_s[a] for a, b in itertools.pairwise(cuts)]
         return Partition(max(seconds), self.kind.price * math.fsum(seconds), order, tuple(cuts), (0,) * len(seconds))

@@ -9,19 +9,19 @@ import numpy as np
 from placement.blocks import Blocks, Ranges
 from placement.partition import Partition, pareto
 from placement.plan import Plan
+from placement.scenario_search import ScenarioSearch
 from placement.waves import in_waves
 from placement.workload import Workload
 
 SMALL = 12  # sequences up to which every contiguous partition is looked at
 FEW = 64  # sequences up to which a cut may be anywhere
 PER_ACTOR = 12  # blocks that one actor's share is cut into at the shortest time bound of a level
+STEPS, STEPS_FEW = 2, 8  # rounds of steps to neighbours
 RATIO = 2.0  # longest to shortest time bound of a level
 BOUNDS, BOUNDS_FEW = 5, 16  # time bounds of a level, and for few sequences
 LONGEST = 1.3  # times a level's longest bound: how long a range may take to be looked at
-RATES = (0.003, 0.02, 0.1, 0.5)  # seconds of lateness that one actor-second of the cheapest kind is worth
 CELLS = 600_000  # ranges × scenarios of a level; beyond it the search looks at fewer scenarios
 LEAST_SCENARIOS = 8
-ROUNDS = 6  # of dearer actors, when a partition takes more than there are
 
 
 def scenario_partitions(work: Workload, thin: float) -> list[Plan]:
@@ -44,7 +44,7 @@ def sort_orders(work: Workload) -> list[np.ndarray]:
     mean = work.lengths.mean(1)
     spread = work.lengths.std(1)
     orders = [np.argsort(-mean, kind="stable"), np.argsort(-(mean + spread), kind="stable")]
-    return orders[:1] if np.array_equal(*orders) else orders
+    return orders[:1] if np.array_equal(orders[0], orders[1]) else orders
 
 
 def every_cut(work: Workload, order: np.ndarray) -> list[Partition]:
@@ -83,7 +83,7 @@ def search(work: Workload, order: np.ndarray) -> tuple[list[Partition], int]:
     alone_s = tail_s(work)
     levels = _levels(work, order, float(alone_s.min()))
     fine = Blocks.of(work, order, _edges(work, order, levels[-1]))
-    found: dict[Choice, tuple[float, float]] = {}
+    points: list[Partition] = []
     looked = count
     for low in levels:
         blocks = fine.coarser(_edges(work, order, low))
@@ -94,11 +94,12 @@ def search(work: Workload, order: np.ndarray) -> tuple[list[Partition], int]:
         looked = min(looked, used)
         ranges = Ranges(blocks if used == count else blocks.columns(columns), stop, work.kinds)
         bounds = np.geomspace(low * RATIO, low, BOUNDS_FEW if n <= FEW else BOUNDS)
-        new = _level(ranges, alone_s[columns], bounds)
-        if not new:
+        found = ScenarioSearch(ranges)
+        found.by_deadlines(np.maximum(bounds[:, None], alone_s[columns]))
+        found.by_neighbours(STEPS_FEW if n <= FEW else STEPS)
+        if not found.found:
             break  # shorter bounds only take more actors
-        found.update(new)
-    points = [Partition(time_s, cost, order, *choice) for choice, (time_s, cost) in found.items()]
+        points += [Partition(t, c, order, tuple(blocks.edges[list(path)].tolist()), pools) for t, c, (path, pools) in found.best()]
     held = None if fine.held is None else fine.held.sum(0).max()
     whole = [Partition(0.0, 0.0, order, (0, n), (q,)) for q, kind in enumerate(work.kinds) if held is None or held <= kind.capacity]
     if looked < count:
@@ -108,10 +109,10 @@ def search(work: Workload, order: np.ndarray) -> tuple[list[Partition], int]:
 
 def tail_s(work: Workload) -> np.ndarray:
     """(S,) seconds of the longest response alone on the kind that is fastest with it: nobody is faster."""
-    alone = [
-        kind.over_s + kind.base_s * work.lengths + (work.work_s(kind) if kind.per_ctx_s else kind.per_seq_s * work.lengths)
-        for kind in work.kinds
-    ]
+    if all(kind.per_ctx_s == 0 for kind in work.kinds):  # then the longest response is the longest on every kind
+        longest = work.lengths.max(0)
+        return np.minimum.reduce([kind.over_s + (kind.base_s + kind.per_seq_s) * longest for kind in work.kinds])
+    alone = [kind.over_s + kind.base_s * work.lengths + work.work_s(kind) for kind in work.kinds]
     return np.minimum.reduce(alone).max(0)
 
 
@@ -119,9 +120,9 @@ def _levels(work: Workload, order: np.ndarray, shortest: float) -> list[float]:
     """Shortest time bound of each level, from everything on one actor down to the longest response alone."""
     whole = Ranges(Blocks.of(work, order, np.array([0, len(order)])), np.array([1]), work.kinds)
     high = min(float(seconds.mean()) for seconds in whole.seconds)
-    levels = [high / RATIO]
+    levels = [max(high / RATIO, shortest)]
     while levels[-1] > shortest:
-        levels.append(levels[-1] / RATIO)
+        levels.append(max(levels[-1] / RATIO, shortest))
     return levels
 
 
@@ -139,87 +140,3 @@ def _edges(work: Workload, order: np.ndarray, time_s: float) -> np.ndarray:
             step = np.maximum(step, (mean + work.prompts[order]) * (time_s / kind.capacity))
     mark = np.floor(np.cumsum(step) * (PER_ACTOR / time_s))
     return np.concatenate(([0], np.flatnonzero(np.diff(mark) > 0) + 1, [n]))
-
-
-Choice = tuple[tuple[int, ...], tuple[int, ...]]  # cuts (positions in the order), kind of each group
-
-
-def _level(ranges: Ranges, alone_s: np.ndarray, bounds: np.ndarray) -> dict[Choice, tuple[float, float]]:
-    """Partitions of one level with their (time_s, cost), over the scenarios of `ranges`.
-
-    The mean over scenarios of the slowest actor is no sum over actors, so a shortest path cannot minimise it. But for any
-    deadlines D_s it is at most mean D_s + Σ over actors of mean (t_s - D_s)⁺, and close to it when rarely two actors are late
-    at once. That is a sum: for D_s = max(bound, the longest response of s alone), which no plan beats, and several rates
-    between lateness and cost, a shortest path over the ranges minimises it. Every partition found is then timed as it is.
-    """
-    kinds = ranges.kinds
-    dearest = max(kind.price for kind in kinds)
-    late, fare = [], []
-    for q, kind in enumerate(kinds):
-        fare.append(np.where(ranges.fits[q], ranges.cost[q], np.inf))
-        late.append(np.stack([_mean_late(ranges.seconds[q], np.maximum(bound, alone_s)) for bound in bounds]))
-    limits = np.array([kind.max_actors for kind in kinds])
-    rate = np.tile(np.asarray(RATES) / dearest, len(bounds))
-    bound_of = np.repeat(np.arange(len(bounds)), len(RATES))
-    extra = np.zeros((len(rate), len(kinds)))
-    found: dict[Choice, tuple[float, float]] = {}
-    for _ in range(ROUNDS):
-        value = np.full((len(rate), len(ranges.cost[0])), np.inf)
-        kind_of = np.zeros(value.shape, int)
-        for q in range(len(kinds)):
-            own = late[q][bound_of] + rate[:, None] * fare[q] + extra[:, q: q + 1]
-            if len(kinds) == 1:
-                value = own
-            else:
-                better = own < value
-                kind_of[better] = q
-                value = np.where(better, own, value)
-        again = []
-        for row, path in enumerate(_shortest(value, ranges)):
-            if path is None:
-                continue
-            at = [ranges.index(i, j) for i, j in zip(path, path[1:], strict=False)]
-            pools = tuple(int(kind_of[row, r]) for r in at)
-            over = np.bincount(pools, minlength=len(kinds)) > limits
-            if over.any():
-                mean_s = value[row, at].mean()
-                extra[row, over] = np.maximum(2 * extra[row, over], 0.02 * bounds[bound_of[row]] + 0 * mean_s)
-                again.append(row)
-                continue
-            choice = tuple(int(ranges.blocks.edges[i]) for i in path), pools
-            if choice not in found:
-                slowest = np.maximum.reduce([ranges.seconds[q][r] for q, r in zip(pools, at, strict=True)])
-                found[choice] = float(slowest.mean()), float(sum(ranges.cost[q][r] for q, r in zip(pools, at, strict=True)))
-        if not again:
-            break
-        rate, bound_of, extra = rate[again], bound_of[again], extra[again]
-    return found
-
-
-def _mean_late(seconds: np.ndarray, deadlines: np.ndarray) -> np.ndarray:
-    late = seconds - deadlines
-    np.maximum(late, 0.0, out=late)
-    return late.mean(1)
-
-
-def _shortest(value: np.ndarray, ranges: Ranges) -> list[list[int] | None]:
-    """For each row of value (C, R) the blocks where the ranges of the cheapest way from the first to the end start."""
-    rows, count = len(value), len(ranges.stop)
-    best = np.zeros((rows, count + 1))
-    to = np.zeros((rows, count), int)
-    every = np.arange(rows)
-    for i in range(count - 1, -1, -1):
-        ways = value[:, ranges.first[i]: ranges.first[i + 1]] + best[:, i + 1: ranges.stop[i] + 1]
-        j = ways.argmin(1)
-        to[:, i] = i + 1 + j
-        best[:, i] = ways[every, j]
-    paths: list[list[int] | None] = []
-    for row in range(rows):
-        if not math.isfinite(best[row, 0]):
-            paths.append(None)
-            continue
-        path, steps = [0], to[row].tolist()
-        while path[-1] < count:
-            path.append(steps[path[-1]])
-        paths.append(path)
-    return paths

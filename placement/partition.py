@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
+from placement.choice import Point
 from placement.plan import Plan
+
+P = TypeVar("P", bound=Point)
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class Partition:
 
     def plan(self, search_scenarios: int = 0) -> Plan:
         order, cuts = self.order, self.cuts
-        groups = tuple([order[a:b] for a, b in zip(cuts, cuts[1:], strict=False)])
+        groups = tuple([order[a:b] for a, b in itertools.pairwise(cuts)])
         return Plan(self.time_s, self.cost, groups, self.pools, search_scenarios)
 
     @classmethod
@@ -33,11 +38,11 @@ class Partition:
         return cls(time_s, cost, np.concatenate(groups), tuple(cuts.tolist()), tuple(pools))
 
 
-def pareto(partitions: Iterable[Partition], thin: float = 0.0) -> list[Partition]:
+def pareto(points: Iterable[P], thin: float = 0.0) -> list[P]:
     """Those not dominated, by time ascending and cost descending. With `thin` a point goes when the next cheaper point kept
     is less than that share slower; the fastest and the cheapest always stay."""
-    best: list[Partition] = []
-    for point in sorted(partitions, key=lambda p: (p.time_s, p.cost)):
+    best: list[P] = []
+    for point in sorted(points, key=lambda p: (p.time_s, p.cost)):
         if not best or point.cost < best[-1].cost:
             best.append(point)
     if thin <= 0 or len(best) <= 2:

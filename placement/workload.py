@@ -138,18 +138,20 @@ class Workload:
         held = self.prompts[group][:, None] + rows
         if np.all(held.sum(0) <= kind.capacity):
             return rows.max(0)
-        return np.array([waves_steps(rows[:, s], held[:, s], kind.capacity) for s in range(rows.shape[1])])
+        order = np.argsort(-rows, axis=0, kind="stable")
+        rows, held = np.take_along_axis(rows, order, 0), np.take_along_axis(held, order, 0)
+        return np.array([rows[wave_starts(held[:, s], kind.capacity)[:-1], s].sum() for s in range(rows.shape[1])])
 
 
-def waves_steps(lengths: np.ndarray, held: np.ndarray, capacity: float) -> float:
-    """Decode steps of an actor whose sequences do not fit its cache: longest first, as many at once as fit, wave by wave."""
-    order = np.argsort(-lengths, kind="stable")
-    steps, room = 0.0, -1.0
-    for i in order:
-        if held[i] > room:
-            steps, room = steps + lengths[i], capacity
-        room -= held[i]
-    return float(steps)
+def wave_starts(held: np.ndarray, capacity: float) -> list[int]:
+    """Where waves start, and the end, when as many of the next sequences as fit the cache run at once; held (m,) tokens."""
+    starts, room = [], -1.0
+    for i, tokens in enumerate(held):
+        if tokens > room:
+            starts.append(i)
+            room = capacity
+        room -= tokens
+    return [*starts, len(held)]
 
 
 def checked(lengths: np.ndarray) -> np.ndarray:
