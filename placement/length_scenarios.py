@@ -105,6 +105,7 @@ class Scenarios:
         own *= spread
         location += own
         np.exp(location, out=location)
+        np.rint(location, out=location)
         return np.clip(location, 1.0, np.float32(self.forecast.max_tokens), out=location)
 
     def revise(self, generated: np.ndarray, finished_lengths: np.ndarray | None = None) -> np.ndarray:

@@ -10,7 +10,7 @@ from scipy.special import ndtri
 LIMIT, PER_UNIT = 10.0, 64  # the density is estimated over ±10 standard deviations at 1/64 each
 DEEPEST = 16.0  # the inverse is tabled down to a survival of exp(-16)
 CELLS = 1 << 16  # of a table: fine enough that the nearest cell will do, small enough for the second-level cache
-BANDWIDTH = 0.25
+NARROWEST = 0.05  # kernel width in standard deviations
 TAIL = 0.03  # share of the residuals beyond which the hazard is held constant
 PRIOR_COUNT = 32
 STEADY = 256  # with as many real residuals the prior is gone
@@ -20,7 +20,7 @@ class Shape:
     """The distribution of a residual z, as tables: `hazard` H(z) = -log P(Z > z), its inverse, and log density.
 
     Drawing given survival is an addition in H: Z | Z > z₀ is `inverse(H(z₀) + E)` with E standard exponential. The body is
-    a kernel estimate (Gaussian kernel, width 0.25, data shrunk so that the variance is kept); beyond the upper 3 % the
+    a kernel estimate (Gaussian, Silverman's width, data shrunk so that the variance is kept); beyond the upper 3 % the
     hazard is constant at one over the mean excess there, which for log lengths is a Pareto tail with Hill's (1975) index:
     what has outlived everything seen is expected to go on in proportion to its length.
     """
@@ -33,7 +33,8 @@ class Shape:
         if not len(z):
             raise ValueError("a residual distribution needs at least one residual")
         self.mean, self.sd = float(z.mean()), float(z.std())
-        width = BANDWIDTH * max(self.sd, 0.05)
+        middle = float(np.subtract(*np.quantile(z, [0.75, 0.25]))) / 1.349
+        width = max(0.9 * min(self.sd, middle) * len(z) ** -0.2, NARROWEST * self.sd, 1 / PER_UNIT)
         z = self.mean + (z - self.mean) * np.sqrt(max(0.0, 1 - (width / max(self.sd, 1e-9)) ** 2))
         bins = int(2 * LIMIT * PER_UNIT)
         # each residual is shared between its two neighbouring bins: a grid point is the left edge of its bin's interval

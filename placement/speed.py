@@ -100,7 +100,7 @@ class SpeedFit:
         self.speed = Speed(*(float(x) for x in full))
 
     def _learn_error(self, predicted: np.ndarray, y: np.ndarray) -> None:
-        off = float(np.log(y.sum() / predicted.sum())) if predicted.sum() > 0 else 1.0
+        off = float(np.log(y.sum()) - np.log(max(predicted.sum(), 1e-300)))
         self.errors = self.fade * self.errors + np.array([min(off**2, 1.0), 1.0])
 
     def state(self) -> dict[str, Any]:
