@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import platform
+import signal
 import struct
 import time
 from collections.abc import Iterator
@@ -40,7 +41,8 @@ from rlhfless_ray.weights.folder import read_folder, without_weights, write_fold
 
 FIRST_SPEED = Speed(base_s=0.01, per_seq_s=0.0001)  # before the first step record; any order of magnitude will do
 REWARD_START_S = 3.0  # a reward process: its imports, measured on two cores
-UPDATE_GRACE_S = 1.5  # `ray job stop` kills 3 s after SIGTERM: an update may take this much of them to end
+UPDATE_GRACE_S = 1.5  # `ray job stop` kills 3 s after SIGTERM: an update may take this much of them to end,
+SAVE_GRACE_S = 2.0  # and the learner's snapshot this much
 
 
 class Runtime:
@@ -67,9 +69,14 @@ class Runtime:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            self.cluster.start()
+            stack.enter_context(STOP.listening())
             stack.callback(self.cluster.stop)
-            stack.enter_context(STOP.listening())  # after Ray, which puts its own handler for SIGTERM in place
+            try:
+                self.cluster.start()
+            except SystemExit:  # what Ray's own handler, in place while it starts, makes of SIGTERM
+                raise Stopped(signal.SIGTERM) from None
+            STOP.listen()
+            STOP.check()
             resource = self.cluster.resource()
             self.slots = self.cluster.check_size(resource)
             self.folder = RunFolder.latest(self.recipe) if self.resume else RunFolder.create(self.recipe)
@@ -232,16 +239,19 @@ class Runtime:
 
     @contextmanager
     def learn_phase(self) -> Iterator[None]:
-        """Rollout engines hold no lease here; a stop signal waits a little for the update to end."""
-        with self.phases.phase("learn"), STOP.deferred(UPDATE_GRACE_S):
+        """Rollout engines hold no lease here."""
+        with self.phases.phase("learn"):
             self._release(self.gang.staff(self.spare))
             self.spare = []
-            self.in_update = True
             yield
             self.spare = self.gang.park()
 
     def update(self, batch: Any) -> UpdateStats:
-        stats = self.gang.update(batch, meanwhile=self._look_ahead)
+        """A stop signal waits for the update to end: an update that is half done cannot be saved."""
+        self.in_update = True
+        with STOP.deferred(UPDATE_GRACE_S, self.record.progress.message):
+            stats = self.gang.update(batch, meanwhile=self._look_ahead)
+        self.in_update, self.unrecorded = False, True
         if stats.skipped:
             self.record.progress.message(f"optimizer step skipped: {stats.reason}")
         return stats
@@ -298,15 +308,12 @@ class Runtime:
 
     def record_evaluation(self, found: dict[str, float]) -> None:
         self.phases.take()
-        self.record.step_zero(found)
+        self.owes_evaluation = False
+        self.record.evaluation(self.steps_done, found)
 
     def end_step(self, step: Step) -> None:
         """Write the step down, learn from it for the next plan, and make room for others on a shared cluster."""
-        self.steps_done, self.cursor_done = step.number, self.cursor_after
-        self.in_update = False
-        seconds, wall_s = self.phases.take()
-        replaced = self.rollout.replaced + self.reward.replaced
-        self.record.step(step, seconds, wall_s, self.first_row, self.quality, replaced, self.leases)
+        self._record(step)
         if step.number % self.recipe.checkpoint.every_steps == 0 or step.number == self.recipe.run.steps:
             self._save()
         for pool in (self.rollout, self.reward):
@@ -317,10 +324,18 @@ class Runtime:
                 self._release(self.spare[decision.actors :])
                 self.spare = self.spare[: decision.actors]
 
+    def _record(self, step: Step) -> None:
+        """The step is done as soon as this is called: a stop from here on saves it."""
+        self.steps_done, self.cursor_done, self.unrecorded = step.number, self.cursor_after, False
+        seconds, wall_s = self.phases.take()
+        replaced = self.rollout.replaced + self.reward.replaced
+        self.record.step(step, seconds, wall_s, self.first_row, self.quality, replaced, self.leases)
+
     def finish(self) -> None:
         """The final model, beside the tokenizer and config it needs."""
         files = {**without_weights(self.files), "model.safetensors": self.gang.snapshot()["model.safetensors"]}
         self.folder.write_model(files)
+        self.finished = True
 
     # ---- what the stages share --------------------------------------------------------------------------------
 
@@ -369,7 +384,7 @@ class Runtime:
         """Starts that ended are told to the ledger, while the instance still has its leases."""
         for instance in pool.working:
             if instance.opened is not None and not instance.memory_mb:
-                told = get(instance.opened, self.recipe.functions.lease_deadline_s, f"{instance.id} to start")
+                told = instance.told(self.recipe.functions.lease_deadline_s)
                 instance.memory_mb = told["memory_mb"]
                 if pool is self.rollout:
                     self.autoscaler.cold_start.observe(0.0, sum(span.to_s - span.from_s for span in told["spans"]))
@@ -388,7 +403,7 @@ class Runtime:
         return {
             "step": self.steps_done, "version": self.weights.version if self.weights else 0, "cursor": self.cursor_done,
             "autoscaler": self.autoscaler.state(),
-            "skipped_in_a_row": self.gang.skipped_in_a_row,
+            "skipped_in_a_row": self.gang.skipped_in_a_row, "owes_evaluation": self.owes_evaluation,
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
@@ -396,6 +411,7 @@ class Runtime:
         self.cursor_done = self.cursor.state()
         self.autoscaler.restore(state["autoscaler"])
         self.gang.skipped_in_a_row = state["skipped_in_a_row"]
+        self.owes_evaluation = state.get("owes_evaluation", self.steps_done == 0)
 
     def _save(self, deadline_s: float | None = None) -> None:
         learner = self.gang.snapshot(deadline_s)
@@ -404,29 +420,46 @@ class Runtime:
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
-    saved = -1
+    saved = -1  # the step of the newest checkpoint
+    unrecorded = False  # the learner has made a step that is not written down yet
+    owes_evaluation = True
+    finished = False
 
     def _released(self, kind: Any, error: Any, trace: Any) -> None:
         """Save what can be saved, end every process, give back every lease."""
         try:
-            if isinstance(error, Stopped) and self.saved != self.steps_done:
-                if self.in_update:
-                    self.record.progress.message("stopped inside an update: the checkpoint before it stands")
-                else:
-                    STOP.number = None  # it has been obeyed: the waits below must not raise again
-                    self._save(deadline_s=2.0)
+            if isinstance(error, Stopped) or (error is None and not self.finished):
+                self._save_last_step(hurry=isinstance(error, Stopped) and error.signal_number == signal.SIGTERM)
         except Exception as failure:  # the checkpoint before stands; the leases must go all the same
             self.record.progress.message(f"no checkpoint at the stop: {failure}")
         finally:
+            self.folder.end(*self._outcome(error))  # before any word to Ray: it may be gone, and an answer take a minute
             for pool in (self.rollout, self.reward, self.gang.pool):
                 pool.close()
             self.leases.release_all()
             self.weights = None  # the last reference: its arrays lie on a node, which is not idle while they do
             self.gang.by_rank = []
 
+    def _save_last_step(self, hurry: bool) -> None:
+        """The last whole step, if it is not saved yet. `hurry`: whoever asked for the stop kills soon."""
+        STOP.obeyed()
+        if self.in_update:
+            self.record.progress.message("stopped inside an update: the checkpoint before it stands")
+            return
+        if self.unrecorded:
+            self.owes_evaluation = self.evaluation_is_due(self.step.number) and not self.step.evaluation
+            self._record(self.step)
+        if self.weights is not None and self.saved != self.steps_done:  # no weights yet: the learner was not built
+            self._save(SAVE_GRACE_S if hurry else None)
+
+    def _outcome(self, error: Any) -> tuple[str, str]:
+        """Status and reason for status.json."""
+        if error is None:
+            left = f"the loop was left after step {self.steps_done} of {self.recipe.run.steps}"
+            return ("done", "") if self.finished else ("stopped", left)
+        return "stopped" if isinstance(error, (Stopped, KeyboardInterrupt, GeneratorExit)) else "failed", str(error)
+
     def _ended(self, kind: Any, error: Any, trace: Any) -> None:
-        status, reason = "done", ""
-        if error is not None:
-            stopped = isinstance(error, (Stopped, KeyboardInterrupt, GeneratorExit))
-            status, reason = ("stopped" if stopped else "failed"), str(error)
-        self.record.close(status, reason)
+        if isinstance(error, Stopped):
+            error.resumable = bool(self.folder.checkpoints())
+        self.record.close(*self._outcome(error))

@@ -8,9 +8,12 @@ from enum import Enum
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.lease import Lease, Slot
+from rlhfless_ray.waits import get
 
 
 class State(Enum):
@@ -29,6 +32,7 @@ class State(Enum):
 
 
 _numbers = itertools.count(1)
+LONGEST_REASON = 500  # characters of another program's words that go into a message
 
 
 @dataclass(eq=False)
@@ -49,6 +53,38 @@ class Instance:
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.kind}-{next(_numbers)}"
+
+    def told(self, seconds: float) -> dict[str, Any]:
+        """What its start told, see `Pool`. Raises RunError with the cause when the start failed or takes longer."""
+        try:
+            return get(self.opened, seconds, f"{self.id} to start")
+        except (RayTaskError, RayActorError) as error:
+            raise RunError(f"{self.failure()}") from error
+
+    def failure(self) -> str | None:
+        """Why its start, or else its last loading of weights, failed. None when neither has: what a caller sees of such an
+        instance (it has no engine, no weights) follows from this and says nothing."""
+        for what, ref in (("start", self.opened), ("load its weights", self.loading)):
+            if ref is None or not ray.wait([ref], timeout=0)[0]:
+                continue
+            try:
+                ray.get(ref)
+            except (RayTaskError, RayActorError) as error:
+                return f"{self.id} could not {what}: {reason_of(error)}"
+        return None
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error of Ray says of its cause, in one line and without the traceback of another process."""
+    if isinstance(error, RayActorError):
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        # a constructor that raised is told with its traceback, whose last line is the point
+        said = (lines or [type(error).__name__])[-1 if error.actor_init_failed else 0]
+    else:
+        cause = getattr(error, "cause", None) or error
+        said = str(cause) or type(cause).__name__
+    words = " ".join(said.split())
+    return words if len(words) <= LONGEST_REASON else words[: LONGEST_REASON - 1] + "…"
 
 
 def start_actor(cls: type, slot: Slot, resource: str, environment: dict[str, str], *args: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from rlhfless_ray.errors import RunError
-from rlhfless_ray.functions.instance import Instance, State
+from rlhfless_ray.functions.instance import Instance, State, reason_of
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.learn.batch import Batch
@@ -75,7 +75,7 @@ class Gang:
 
     def _opened(self) -> None:
         for instance in self.by_rank:
-            told = get(instance.opened, self.deadline_s, "the learner to start")
+            told = self._all([instance.opened], "the learner's start")[0]
             instance.memory_mb = told["memory_mb"]
             self._spans(instance, told["spans"])
 
@@ -145,8 +145,10 @@ class Gang:
         try:
             return get(refs, deadline_s or self.deadline_s, what)
         except ray.exceptions.RayTaskError as error:
-            raise RunError(f"{what} failed: {error.cause or error}") from error
+            raise RunError(f"{what} failed: {reason_of(error)}") from error
         except ray.exceptions.RayActorError as error:
+            if error.actor_init_failed:
+                raise RunError(f"{what} failed: {reason_of(error)}") from error
             raise RunError(f"{what} failed: a learner process died; continue from the last checkpoint with --resume") from error
 
     def _spans(self, instance: Instance, spans: list[Any]) -> None:

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from placement.policy import Decision, Release
 from rlhfless_ray.errors import RunError
-from rlhfless_ray.functions.instance import Instance, State
+from rlhfless_ray.functions.instance import Instance, State, reason_of
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.types import Completion, EngineStep, Request, Span, WeightVersion
 from rlhfless_ray.waits import wait_any
@@ -107,17 +107,20 @@ def run_rollout(
             except RayActorError as error:
                 del running[generator]
                 stream.replaced += 1
+                if error.actor_init_failed:  # an exception, not a death: it would be raised again in the next process
+                    raise RunError(f"rollout engine {instance.id} could not start: {reason_of(error)}") from error
                 if pool.replaced >= max_replacements:
                     raise RunError(
                         f"rollout engine {instance.id} died and functions.max_replacements = {max_replacements} are used up: "
-                        f"{_first_line(error)}"
+                        f"{instance.failure() or reason_of(error)}"
                     ) from error
                 replacement = pool.replace(instance)
                 fetch_weights(pool, weights)
                 launch(replacement, [r for r in share if r.key not in stream.completions])
                 continue
             except RayTaskError as error:
-                raise RunError(f"rollout engine {instance.id} failed: {_first_line(error.cause or error)}") from error
+                failure = instance.failure() or f"{instance.id} failed: {reason_of(error)}"
+                raise RunError(f"rollout engine {failure}") from error
             for completion in completions:
                 stream.completions[completion.key] = completion
             stream.steps += steps
@@ -137,8 +140,3 @@ def _loaded(instance: Instance) -> list[Span]:
 
 def _step_s(steps: list[EngineStep]) -> float:
     return float(np.median([s.seconds for s in steps[-64:]])) if steps else 0.0
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__
