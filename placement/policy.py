@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -93,13 +93,9 @@ class ResizeHistory:
             return ResizeHistory(wanted, step)
         if abs(wanted - self.wanted) <= THRESHOLD * self.wanted:
             return self
-        return replace(self.changed(step), wanted=wanted)
-
-    def changed(self, step: int) -> ResizeHistory:
-        """For a caller that reports changes only and not every plan: a change made begins a new wish."""
         lasted = max(1.0, float(step - self.since))
         mean = lasted if self.mean_interval is None else (1 - MEMORY) * self.mean_interval + MEMORY * lasted
-        return ResizeHistory(self.wanted, step, mean)
+        return ResizeHistory(wanted, step, mean)
 
     def horizon(self, step: int) -> float:
         """Steps that this wish will probably last: the exponential mean of earlier ones (1 before the first has ended), or as long
