@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def steps(run: Runtime) -> Iterator[Step]:
     """Train from the step after the last one done to the recipe's last; yields every finished step."""
-    if run.steps_done == 0:
+    if run.owes_evaluation:  # the one before the first step, or one that a stop cut short
         run.record_evaluation(run.evaluate())
     for number in range(run.steps_done + 1, run.recipe.run.steps + 1):
         step = run.begin_step(number)

@@ -27,12 +27,11 @@ class Record:
         self.step_times: list[float] = []
         self.replaced_before = 0
 
-    def step_zero(self, found: dict[str, float]) -> None:
-        """The evaluation before training."""
+    def evaluation(self, step: int, found: dict[str, float]) -> None:
+        """The evaluation before training (step 0), or one that a stop cut short: it joins its step's row."""
         if found:
-            row = {"step": 0, "time_s": time.time() - self.ledger.started_s, **found}
-            self.metrics.write(row)
-            self.progress.step(row)
+            row = {"step": step, "time_s": time.time() - self.ledger.started_s, **found}
+            self.progress.step(self.metrics.amend(row))
 
     def step(
         self, step: Step, seconds: dict[str, float], wall_s: float, first_row: int, quality: dict[str, Any],

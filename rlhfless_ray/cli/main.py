@@ -74,7 +74,7 @@ def main() -> None:
         _say(f"run failed: {error}")
         code = 1
     except Stopped as stop:
-        _say("stopped: leases are freed; continue with --resume")
+        _say("stopped: leases are freed; " + ("continue with --resume" if stop.resumable else "there is nothing to resume from yet"))
         code = 128 + stop.signal_number
     except KeyboardInterrupt:
         _say("interrupted")

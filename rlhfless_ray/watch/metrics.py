@@ -71,6 +71,17 @@ class Metrics:
         for label in list(self._sinks):
             self._guard(label, lambda sink: sink.write(row))
 
+    def amend(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Append the row, or join it to the last one if that is of the same step, whose values stay; returns it whole."""
+        last = next(reversed(read_rows(self.path)[0]), {})
+        if last.get("step") == row["step"]:
+            row = {**row, **last}
+            self._file.close()
+            _drop_after(self.path, row["step"] - 1)
+            self._file = self.path.open("a", encoding="utf-8")
+        self.write(row)
+        return row
+
     def close(self) -> None:
         """Flush and close everything; calling it twice is harmless."""
         for label in list(self._sinks):
