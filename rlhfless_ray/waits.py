@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,22 +54,20 @@ class StopSignal:
     def listening(self) -> Iterator[None]:
         """Only the main thread may set handlers; elsewhere (a notebook's thread) signals stay as they are."""
         self.number = None
-        try:
-            before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-            self.listen()
-        except ValueError:
-            yield
-            return
+        before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+        self.listen()
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler or signal.SIG_DFL)
+            if threading.current_thread() is threading.main_thread():
+                for number, handler in before.items():
+                    signal.signal(number, handler or signal.SIG_DFL)
 
     def listen(self) -> None:
         """Put our handlers in place (again: `ray.init` puts its own for SIGTERM there)."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._on_signal)
 
     @contextmanager
     def deferred(self, seconds: float, say: Callable[[str], None] | None = None) -> Iterator[None]:

@@ -131,3 +131,56 @@ def test_a_resumed_run_continues_its_ledger(stopped_and_resumed):
     last = metrics(stopped_and_resumed)[-1]
     full = sum(float(row["seconds"]) * int(row["slots"]) for row in rows if float(row["to_s"]) <= last["time_s"])
     assert last["cost/total_full_slot_s"] == pytest.approx(full, rel=0.02)
+
+
+LEFT_AND_STOPPED = '''
+import json, os, signal, sys
+from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.errors import Stopped
+
+recipe = Recipe.load(sys.argv[1])
+
+class Interrupted(Runtime):
+    """Ctrl-C comes inside the last evaluation, after the last update."""
+
+    def evaluate(self):
+        if self.steps_done == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().evaluate()
+
+with Runtime(recipe) as run:
+    for step in run:
+        if step.number == 1:
+            break
+said = [json.loads((run.folder.path / "status.json").read_text())]
+try:
+    with Interrupted(recipe, resume=True) as run:
+        for step in run:
+            pass
+except Stopped as stop:
+    said.append(stop.resumable)
+print(json.dumps(said))
+'''
+
+
+def test_a_loop_that_is_left_and_a_stop_after_the_last_update_lose_nothing(uninterrupted, tmp_path):
+    recipe = write_recipe(tmp_path)
+    left = subprocess.run(
+        [sys.executable, "-c", LEFT_AND_STOPPED, recipe], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240
+    )
+    run = tmp_path / "runs" / "small"
+    assert left.returncode == 0, left.stderr
+    status, resumable = json.loads(left.stdout.splitlines()[-1])
+    assert status["status"] == "stopped" and status["reason"] == "the loop was left after step 1 of 4" and resumable
+    assert not (run / "model").exists()
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and "eval/accuracy_greedy" not in rows[-1]
+    resumed = command("train", recipe, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert rows[-1]["eval/accuracy_greedy"] == metrics(uninterrupted)[-1]["eval/accuracy_greedy"]
+    for step in range(1, 5):
+        assert samples(run, step) == samples(uninterrupted, step)
+    one, other = (folder / "model" / "model.safetensors" for folder in (uninterrupted, run))
+    assert one.read_bytes() == other.read_bytes()

@@ -1,0 +1,229 @@
+"""What a stop saves and when: with recording stand-ins for Ray's parts, so that every moment can be chosen."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhfless_ray.cli import main as cli
+from rlhfless_ray.errors import Stopped, UserError
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.run_folder import RunFolder
+from rlhfless_ray.runtime import Runtime
+from rlhfless_ray.types import Step
+from rlhfless_ray.waits import StopSignal
+from rlhfless_ray.watch.metrics import Metrics
+from tests.conftest import small_recipe
+
+# ---- the signal ---------------------------------------------------------------------------------------------------
+
+
+def sent(stop: StopSignal, number: int) -> None:
+    """The signal, and a moment for Python to call the handler."""
+    os.kill(os.getpid(), number)
+    time.sleep(0.01)
+
+
+def test_ctrl_c_waits_for_a_critical_section_however_long_and_says_so_once() -> None:
+    stop, said = StopSignal(), []
+    with stop.listening():
+        with stop.deferred(0.01, said.append):
+            sent(stop, signal.SIGINT)
+            for _ in range(3):
+                stop.check()
+                time.sleep(0.01)
+        assert len(said) == 1 and "Ctrl-C again" in said[0]
+        with pytest.raises(Stopped, match="signal 2"):
+            stop.check()
+
+
+def test_sigterm_waits_for_a_critical_section_only_for_its_grace() -> None:
+    stop = StopSignal()
+    with stop.listening(), stop.deferred(0.1):
+        sent(stop, signal.SIGTERM)
+        stop.check()
+        time.sleep(0.15)
+        sent(stop, signal.SIGTERM)  # a second one does not begin the grace anew
+        with pytest.raises(Stopped, match="signal 15"):
+            stop.check()
+
+
+def test_sigterm_shortens_the_wait_of_a_ctrl_c_and_a_second_ctrl_c_waits_for_nothing() -> None:
+    stop = StopSignal()
+    with stop.listening():
+        with stop.deferred(0.0):
+            sent(stop, signal.SIGINT)
+            stop.check()
+            sent(stop, signal.SIGTERM)
+            with pytest.raises(Stopped, match="signal 15"):
+                stop.check()
+        with pytest.raises(KeyboardInterrupt):
+            sent(stop, signal.SIGINT)
+
+
+def test_an_obeyed_signal_does_not_stop_the_saving_but_a_new_one_does() -> None:
+    stop = StopSignal()
+    with stop.listening():
+        sent(stop, signal.SIGINT)
+        assert stop.obeyed() == signal.SIGINT
+        stop.check()
+        sent(stop, signal.SIGINT)
+        with pytest.raises(Stopped):
+            stop.check()
+
+
+# ---- the end of a run ---------------------------------------------------------------------------------------------
+
+
+class Ended:
+    """A runtime in its fourth step, whose parts only write down what is asked of them."""
+
+    def __init__(self, folder: Path, **overrides: Any) -> None:
+        self.did: list[str] = []
+        self.run = run = Runtime.__new__(Runtime)
+        run.recipe = Recipe.parse(small_recipe(folder, run__steps=9, **overrides))
+        run.folder = RunFolder.create(run.recipe)
+        run.folder.begin(run.recipe, "machine", 3)
+        run.steps_done, run.cursor_done, run.cursor_after, run.saved = 3, [3], [4], 2
+        run.weights, run.in_update, run.step = SimpleNamespace(version=3), False, Step(4)
+        run.first_row, run.quality = 0, {}
+        run.autoscaler = SimpleNamespace(state=lambda: {})
+        run.phases = SimpleNamespace(take=lambda: ({}, 1.0))
+        pool = SimpleNamespace(close=lambda: self.did.append(f"close as {self.status()}"), replaced=0)
+        run.rollout = run.reward = pool
+        run.gang = SimpleNamespace(snapshot=self.snapshot, skipped_in_a_row=0, pool=pool, by_rank=[])
+        run.leases = SimpleNamespace(release_all=lambda: None)
+        self.messages: list[str] = []
+        run.record = SimpleNamespace(
+            progress=SimpleNamespace(message=self.messages.append),
+            step=lambda step, *_: self.did.append(f"record {step.number}"), close=lambda *_: None, checkpointed=lambda: None,
+        )
+
+    def snapshot(self, deadline_s: float | None = None) -> dict[str, bytes]:
+        self.did.append(f"snapshot within {deadline_s}")
+        return {"model.safetensors": b""}
+
+    def status(self) -> str:
+        return json.loads((self.run.folder.path / "status.json").read_text())["status"]
+
+    def by(self, error: BaseException | None) -> list[str]:
+        self.run._released(type(error), error, None)
+        self.run._ended(type(error), error, None)
+        return [what for what in self.did if not what.startswith("close")]
+
+    def driver(self) -> dict[str, Any]:
+        return self.run.folder.load_checkpoint()[2]
+
+
+def test_ctrl_c_gives_the_snapshot_the_learners_deadline_and_sigterm_two_seconds(tmp_path: Path) -> None:
+    assert Ended(tmp_path).by(Stopped(signal.SIGINT)) == ["snapshot within None"]
+    assert Ended(tmp_path).by(Stopped(signal.SIGTERM)) == ["snapshot within 2.0"]
+
+
+def test_a_step_whose_update_is_done_is_saved_and_its_evaluation_made_up_for(tmp_path: Path) -> None:
+    ended = Ended(tmp_path, evaluate__every_steps=2)
+    ended.run.unrecorded = True
+    assert ended.by(Stopped(signal.SIGINT)) == ["record 4", "snapshot within None"]
+    driver = ended.driver()
+    assert (driver["step"], driver["cursor"], driver["owes_evaluation"]) == (4, [4], True)
+    resumed = Ended(tmp_path).run
+    resumed.cursor = SimpleNamespace(restore=lambda _: None, state=lambda: None)
+    resumed.autoscaler.restore = lambda _: None
+    resumed._restore(driver)
+    assert resumed.owes_evaluation
+
+
+def test_an_update_clears_its_mark_when_it_ends_so_that_a_later_stop_saves_it(tmp_path: Path) -> None:
+    ended = Ended(tmp_path)
+    ended.run.gang.update = lambda batch, meanwhile: SimpleNamespace(skipped=0)
+    ended.run.update(None)
+    assert not ended.run.in_update and ended.run.unrecorded
+    ended.run.gang.update = lambda batch, meanwhile: exec("raise KeyError")
+    with pytest.raises(KeyError):
+        ended.run.update(None)
+    assert ended.run.in_update
+
+
+def test_inside_an_update_the_checkpoint_before_stands(tmp_path: Path) -> None:
+    ended = Ended(tmp_path)
+    ended.run.in_update = True
+    assert ended.by(Stopped(signal.SIGTERM)) == []
+    assert "inside an update" in ended.messages[0]
+
+
+def test_before_the_learner_is_built_there_is_nothing_to_save_and_nothing_to_resume(tmp_path: Path) -> None:
+    ended, stop = Ended(tmp_path), Stopped(signal.SIGINT)
+    ended.run.weights = None
+    assert ended.by(stop) == [] and ended.messages == []
+    assert not stop.resumable
+    stop = Stopped(signal.SIGINT)
+    Ended(tmp_path).by(stop)
+    assert stop.resumable
+
+
+def test_the_status_is_written_before_ray_is_asked_for_anything(tmp_path: Path) -> None:
+    for error, status in ((Stopped(signal.SIGTERM), "stopped"), (UserError("no"), "failed")):
+        ended = Ended(tmp_path)
+        ended.by(error)
+        assert [what for what in ended.did if what.startswith("close")] == [f"close as {status}"] * 3
+
+
+def test_leaving_the_loop_early_is_a_stop_that_saves(tmp_path: Path) -> None:
+    ended = Ended(tmp_path)
+    assert ended.by(None) == ["snapshot within None"]
+    assert ended.driver()["step"] == 3
+    assert json.loads((ended.run.folder.path / "status.json").read_text())["reason"] == "the loop was left after step 3 of 9"
+    done = Ended(tmp_path)
+    done.run.finished = True
+    assert done.by(None) == [] and done.status() == "done"
+
+
+@pytest.mark.parametrize(("resumable", "said"), [(True, "continue with --resume"), (False, "nothing to resume from yet")])
+def test_the_hint_knows_whether_there_is_something_to_resume(monkeypatch, capsys, resumable: bool, said: str) -> None:
+    stop = Stopped(signal.SIGTERM)
+    stop.resumable = resumable
+    codes: list[int] = []
+
+    def app(**_: Any) -> None:
+        raise stop
+
+    monkeypatch.setattr(cli, "app", app)
+    monkeypatch.setattr(cli.os, "_exit", codes.append)
+    cli.main()
+    assert codes == [143] and said in capsys.readouterr().err
+
+
+def test_a_sigterm_while_ray_starts_is_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own handler, in place while it starts, ends the process by SystemExit(15)."""
+    run = Runtime.__new__(Runtime)
+    run.recipe, run.resume = Recipe.parse(small_recipe(tmp_path)), False
+    left: list[bool] = []
+    run.cluster = SimpleNamespace(start=lambda: exec("raise SystemExit(15)"), stop=lambda: left.append(True))
+    with pytest.raises(Stopped) as caught:
+        run.__enter__()
+    assert caught.value.signal_number == signal.SIGTERM and left == [True] and not caught.value.resumable
+
+
+# ---- the evaluation made up for -----------------------------------------------------------------------------------
+
+
+def test_a_late_evaluation_joins_the_row_of_its_step(tmp_path: Path) -> None:
+    watch = Recipe.parse(small_recipe(tmp_path)).watch
+    with Metrics(tmp_path, watch, "r") as sink:
+        for step in (3, 4):
+            sink.write({"step": step, "time_s": 10.0 * step, "reward/mean": 0.5})
+    with Metrics(tmp_path, watch, "r", resume_after_step=4) as sink:
+        sink.amend({"step": 4, "time_s": 99.0, "eval/accuracy_greedy": 0.7})
+        sink.amend({"step": 5, "time_s": 100.0})
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [
+        {"step": 3, "time_s": 30.0, "reward/mean": 0.5},
+        {"step": 4, "time_s": 40.0, "eval/accuracy_greedy": 0.7, "reward/mean": 0.5}, {"step": 5, "time_s": 100.0},
+    ]
