@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import rankdata
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,12 @@ def forecast_error(forecast: np.ndarray, lengths: np.ndarray) -> ForecastError:
     """Compare forecasts (n,) with the lengths that came (n,)."""
     error = np.asarray(forecast, float) - np.asarray(lengths, float)
     return ForecastError(float(np.abs(error).mean()), float(error.mean()), spearman(forecast, lengths))
+
+
+def rankdata(values: np.ndarray) -> np.ndarray:
+    """Ranks from 1, ties sharing their mean rank; scipy's of this name would cost its import a quarter of a second."""
+    _, inverse, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[inverse.reshape(-1)]
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
