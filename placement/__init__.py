@@ -8,8 +8,8 @@ from placement.plan import Plan, Pool
 from placement.price import PriceTable
 from placement.rollout_sim import simulate_rollout
 from placement.speed import Speed, SpeedFit
-from placement.terms import Term, Terms
 from placement.step import StepPlan, StepWork, step_bounds, step_frontier
+from placement.terms import Term, Terms
 
 __all__ = [
     "Bounds", "Choice", "ForecastQuality", "LengthForecast", "LengthForecaster", "NotFeasible", "Objective", "Plan",
