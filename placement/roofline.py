@@ -57,8 +57,14 @@ class Model:
                 raise ValueError(f"model {name}: `{field}` must be a positive integer in its configuration, not {value!r}")
         heads = config["num_attention_heads"]
         return cls(
-            name, config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"], heads,
-            config.get("num_key_value_heads") or heads, config["vocab_size"], bool(config.get("tie_word_embeddings", False)),
+            name,
+            config["hidden_size"],
+            config["intermediate_size"],
+            config["num_hidden_layers"],
+            heads,
+            config.get("num_key_value_heads") or heads,
+            config["vocab_size"],
+            bool(config.get("tie_word_embeddings", False)),
             config.get("head_dim") or config["hidden_size"] // heads,
         )
 
@@ -94,7 +100,11 @@ class Model:
     def activation_bytes_per_token(self) -> float:
         """What one token moves through memory besides weights and KV: each matrix product's input and output, once each, and the
         logits three times in float32 (written, read for the maximum, read for the probabilities)."""
-        layer = 2 * BYTES * (2 * self.hidden_size + (self.heads + 2 * self.kv_heads) * self.head_size + 2 * self.intermediate_size)
+        layer = (
+            2
+            * BYTES
+            * (2 * self.hidden_size + (self.heads + 2 * self.kv_heads) * self.head_size + 2 * self.intermediate_size)
+        )
         return self.layers * layer + 12.0 * self.vocab_size
 
 
@@ -112,7 +122,9 @@ def decode_step_s(model: Model, device: Device, width: int, running: float, cont
     attention = 4.0 * context_tokens * model.layers * model.heads * model.head_size
     flops = running * model.flops_per_token + attention
     slower = max(moved / device.memory_bytes_per_s, flops / device.bf16_flops_per_s)
-    return slower / width / device.decode_efficiency + 2 * model.layers * reduce_s(device, width, BYTES * running * model.hidden_size)
+    return slower / width / device.decode_efficiency + 2 * model.layers * reduce_s(
+        device, width, BYTES * running * model.hidden_size
+    )
 
 
 def decode_speed(model: Model, device: Device, width: int = 1, batch: int = 64, context: float = 512.0) -> Speed:

@@ -1,8 +1,8 @@
 """The cluster simulator: the planner's code in virtual time, on clusters and models given as data.
 
-    from placement.simulate import named, simulate
-    run = simulate(named("qwen3b-gsm8k-grpo"), ["fixed", "ours"])
-    run.policies["ours"].step_s, run.policies["ours"].full
+from placement.simulate import named, simulate
+run = simulate(named("qwen3b-gsm8k-grpo"), ["fixed", "ours"])
+run.policies["ours"].step_s, run.policies["ours"].full
 """
 
 from placement.simulate.policies import POLICIES
@@ -12,5 +12,17 @@ from placement.simulate.step import Hold, Knobs, StepRun
 from placement.simulate.terms import Terms
 
 __all__ = [
-    "POLICIES", "Hold", "Knobs", "PolicyRun", "Run", "Setting", "StepRun", "Terms", "load", "named", "names", "parse", "simulate",
+    "POLICIES",
+    "Hold",
+    "Knobs",
+    "PolicyRun",
+    "Run",
+    "Setting",
+    "StepRun",
+    "Terms",
+    "load",
+    "named",
+    "names",
+    "parse",
+    "simulate",
 ]

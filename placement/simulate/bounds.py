@@ -30,7 +30,7 @@ def step_bounds(terms: Terms, given: StepInput) -> Bounds:
     d, width = terms.devices, terms.width
     alone = terms.speed.rollout_s(given.lengths[longest : longest + 1], given.prompts[longest : longest + 1])
     own = given.tokens[longest]
-    start = terms.wake_s + min(terms.reshard_s, terms.broadcast_s)
+    start = min(terms.wake_s + terms.reshard_s, terms.broadcast_s)  # engines that never sleep only wait for weights
     late = terms.setting.updates > 1
     learned = float(given.tokens.sum()) if late else own
     after = _flops_s(terms, own, 0.0) / d + _flops_s(terms, 0.0, learned) / d + terms.models * _adam_s(terms) / d

@@ -9,7 +9,16 @@ import numpy as np
 
 from placement.simulate.planning import Planner
 from placement.simulate.step import (
-    Hold, Knobs, Rollout, StepInput, StepRun, costs_of, decode_busy, learn_beside, roll_out, work_of,
+    Hold,
+    Knobs,
+    Rollout,
+    StepInput,
+    StepRun,
+    costs_of,
+    decode_busy,
+    learn_beside,
+    roll_out,
+    work_of,
 )
 from placement.simulate.tail import Gang, serve
 from placement.simulate.terms import Terms
@@ -29,7 +38,9 @@ def fixed(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
     after = terms.prepare_s(tokens, d) + terms.learn_s(tokens, d)
     end = run.end_s + after
     busy = decode_busy(terms, given, len(run.leases)) + run.prefill_s * d + after * d
-    return StepRun("fixed", end, end * d, busy, run.end_s, 0, (Hold("all phases", d, 0.0, end),), f"{d} devices for everything")
+    return StepRun(
+        "fixed", end, end * d, busy, run.end_s, 0, (Hold("all phases", d, 0.0, end),), f"{d} devices for everything"
+    )
 
 
 def fixed_plus(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
@@ -46,7 +57,15 @@ def _fixed_plus(terms: Terms, given: StepInput, knobs: Knobs, expected: tuple[fl
     done = learn_beside(terms, given, run, knobs.early or d, d, min(free, run.end_s) if knobs.early else run.end_s)
     end = done.end_s
     return StepRun(
-        "fixed+", end, end * d, run.busy(terms.width) + done.busy, run.end_s, 0, (Hold("all phases", d, 0.0, end),), knobs.reason, expected
+        "fixed+",
+        end,
+        end * d,
+        run.busy(terms.width) + done.busy,
+        run.end_s,
+        0,
+        (Hold("all phases", d, 0.0, end),),
+        knobs.reason,
+        expected,
     )
 
 
@@ -56,14 +75,23 @@ def disaggregated(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
     Engines never sleep and have the whole memory for KV; new weights are broadcast to them between processes; the trainers prepare and
     learn when the rollout is over. The split is the static one that the planner finds fastest for this setting.
     """
-    split = planner.knobs("disaggregated", lambda view, k: _disaggregated(terms, view, k), candidates(terms, "disaggregated"), prefer=1.0)
+    split = planner.knobs(
+        "disaggregated", lambda view, k: _disaggregated(terms, view, k), candidates(terms, "disaggregated"), prefer=1.0
+    )
     return _disaggregated(terms, given, split)
 
 
 def _disaggregated(terms: Terms, given: StepInput, knobs: Knobs) -> StepRun:
     d, m = terms.devices, knobs.late
     run = roll_out(
-        terms, given, "fixed", engines=knobs.engines, prefer=1.0, capacity=terms.static_capacity, transfer_s=terms.broadcast_s, wake_s=0.0
+        terms,
+        given,
+        "fixed",
+        engines=knobs.engines,
+        prefer=1.0,
+        capacity=terms.static_capacity,
+        transfer_s=terms.broadcast_s,
+        wake_s=0.0,
     )
     tokens = float(given.tokens.sum())
     after = terms.prepare_s(tokens, m) + terms.learn_s(tokens, m)
@@ -133,7 +161,8 @@ def global_cut(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
     done = serve(work, Gang(m, d, cut, run.end_s), costs)
     spent = done.early_busy / m  # idle devices are given back between micro-batches
     holds = (
-        *run.holds(terms.width), Hold("prepare", m, done.grown_s - load - spent, done.grown_s - load),
+        *run.holds(terms.width),
+        Hold("prepare", m, done.grown_s - load - spent, done.grown_s - load),
         Hold("learn", d, done.grown_s - load, done.end_s + load),
     )
     reason = f"cut at {cut:.1f} s, {m} devices prepare"
@@ -156,7 +185,13 @@ def oracle(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
 
 
 def elastic(
-    terms: Terms, given: StepInput, knobs: Knobs, *, rollout: str = "ours", name: str = "ours", expected: tuple[float, float] | None = None,
+    terms: Terms,
+    given: StepInput,
+    knobs: Knobs,
+    *,
+    rollout: str = "ours",
+    name: str = "ours",
+    expected: tuple[float, float] | None = None,
     gradients: bool = True,
 ) -> StepRun:
     """One step with these knobs: the rollout on at most `knobs.engines`, the early learner from the moment that the planned share has
@@ -177,7 +212,15 @@ def elastic(
     holds.append(Hold("learn", knobs.late, done.grown_s, done.end_s + unload))
     full = sum(h.cost for h in holds)
     return StepRun(
-        name, done.end_s, full, run.busy(terms.width) + done.busy, run.end_s, run.result.moves, tuple(holds), knobs.reason, expected
+        name,
+        done.end_s,
+        full,
+        run.busy(terms.width) + done.busy,
+        run.end_s,
+        run.result.moves,
+        tuple(holds),
+        knobs.reason,
+        expected,
     )
 
 
@@ -208,7 +251,14 @@ def candidates(terms: Terms, policy: str) -> list[Knobs]:
 
 
 POLICIES: dict[str, Policy] = {
-    "fixed": fixed, "fixed+": fixed_plus, "random": phased("random"), "consolidate": phased("consolidate"),
-    "crude-mix": phased("crude-mix"), "disaggregated": disaggregated, "global-cut": global_cut, "rlhfless-paper": rlhfless_paper,
-    "ours": ours, "oracle": oracle,
+    "fixed": fixed,
+    "fixed+": fixed_plus,
+    "random": phased("random"),
+    "consolidate": phased("consolidate"),
+    "crude-mix": phased("crude-mix"),
+    "disaggregated": disaggregated,
+    "global-cut": global_cut,
+    "rlhfless-paper": rlhfless_paper,
+    "ours": ours,
+    "oracle": oracle,
 }

@@ -74,7 +74,11 @@ class Forecasts:
 
     def scenarios(self, workload: Workload, step: int) -> np.ndarray:
         drawn = self.forecaster.scenarios(
-            workload.prompts[step], workload.prompt_tokens[step], workload.lengths.shape[2], SCENARIOS, seed=self.seed * 1000 + step
+            workload.prompts[step],
+            workload.prompt_tokens[step],
+            workload.lengths.shape[2],
+            SCENARIOS,
+            seed=self.seed * 1000 + step,
         )
         return np.clip(drawn, 1, self.setting.response_limit)
 
@@ -88,13 +92,21 @@ def workload_of(setting: Setting, seed: int) -> Workload:
     if s.trace is not None:
         return replay(s.trace, prompts=s.prompts, epochs=s.epochs, response_limit=s.response_limit)
     return synthesise(
-        s.lengths, prompts=s.prompts, samples=s.samples, steps_per_epoch=s.steps_per_epoch, epochs=s.epochs,
-        response_limit=s.response_limit, prompt_limit=s.prompt_limit, seed=seed,
+        s.lengths,
+        prompts=s.prompts,
+        samples=s.samples,
+        steps_per_epoch=s.steps_per_epoch,
+        epochs=s.epochs,
+        response_limit=s.response_limit,
+        prompt_limit=s.prompt_limit,
+        seed=seed,
     )
 
 
 def simulate(
-    setting: Setting, policies: Sequence[str | tuple[str, Policy]] = tuple(POLICIES), seed: int = 0,
+    setting: Setting,
+    policies: Sequence[str | tuple[str, Policy]] = tuple(POLICIES),
+    seed: int = 0,
     say: Callable[[str], None] | None = None,
 ) -> Run:
     """Run every policy on the same workload with the same forecasts; deterministic in `seed`.
@@ -131,6 +143,9 @@ def simulate(
 def _input(workload: Workload, step: int, forecasts: Forecasts, seed: int) -> StepInput:
     samples = workload.lengths.shape[2]
     return StepInput(
-        workload.lengths[step].ravel(), np.repeat(workload.prompt_tokens[step], samples),
-        np.repeat(np.arange(workload.prompts.shape[1]), samples), forecasts.scenarios(workload, step), seed * 1000 + step,
+        workload.lengths[step].ravel(),
+        np.repeat(workload.prompt_tokens[step], samples),
+        np.repeat(np.arange(workload.prompts.shape[1]), samples),
+        forecasts.scenarios(workload, step),
+        seed * 1000 + step,
     )

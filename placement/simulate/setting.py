@@ -113,6 +113,7 @@ def parse(tree: dict[str, Any], folder: Path = Path()) -> Setting:
     if merged.get("trace") is not None:
         merged["trace"] = folder / str(merged["trace"])
     merged["phases"] = {**catalog.values(catalog.read("phases")), **_phases(merged.get("phases") or {})}
+    merged.setdefault("name", "unnamed")
     setting = Setting(**merged)
     check(setting)
     return setting
@@ -129,7 +130,16 @@ def check(s: Setting) -> None:
         value = getattr(s, key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"`{key}` must be at least 1, not {value!r}: a cluster without devices runs nothing")
-    for key in ("prompts", "samples", "tensor_parallel", "updates", "steps_per_epoch", "epochs", "prompt_limit", "response_limit"):
+    for key in (
+        "prompts",
+        "samples",
+        "tensor_parallel",
+        "updates",
+        "steps_per_epoch",
+        "epochs",
+        "prompt_limit",
+        "response_limit",
+    ):
         value = getattr(s, key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"`{key}` must be a whole number of at least 1, not {value!r}")
@@ -144,6 +154,8 @@ def check(s: Setting) -> None:
         raise ValueError(f"`prefer` must lie in 0 … 1 (0 cheapest, 1 fastest), not {s.prefer!r}")
     catalog.choose("algorithm", s.algorithm, list(ALGORITHMS))
     if s.devices_per_node % s.tensor_parallel:
-        raise ValueError(f"`tensor_parallel`: {s.tensor_parallel} does not divide the {s.devices_per_node} devices of a node")
+        raise ValueError(
+            f"`tensor_parallel`: {s.tensor_parallel} does not divide the {s.devices_per_node} devices of a node"
+        )
     if s.algorithm == "grpo" and s.samples < 2:
         raise ValueError("`samples`: GRPO compares the responses of one prompt, so it needs at least 2")

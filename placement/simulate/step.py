@@ -22,7 +22,9 @@ class StepInput:
     group: np.ndarray
     scenarios: np.ndarray
     seed: int = 0
-    memo: dict[tuple, Rollout] = field(default_factory=dict, compare=False, repr=False)  # rollouts made already, by arguments
+    memo: dict[tuple, Rollout] = field(
+        default_factory=dict, compare=False, repr=False
+    )  # rollouts made already, by arguments
 
     @property
     def tokens(self) -> np.ndarray:
@@ -62,7 +64,10 @@ class StepRun:
     @property
     def most_devices(self) -> int:
         """Most devices held at once."""
-        edges = sorted([(h.from_s, h.devices) for h in self.holds] + [(h.to_s, -h.devices) for h in self.holds], key=lambda e: (e[0], e[1]))
+        edges = sorted(
+            [(h.from_s, h.devices) for h in self.holds] + [(h.to_s, -h.devices) for h in self.holds],
+            key=lambda e: (e[0], e[1]),
+        )
         return int(max(np.cumsum([d for _, d in edges]), default=0))
 
 
@@ -79,7 +84,9 @@ class Knobs:
 
     @property
     def reason(self) -> str:
-        before = f"{self.early} devices learn once {self.share:.0%} have ended, " if self.early else "nothing learns meanwhile, "
+        before = (
+            f"{self.early} devices learn once {self.share:.0%} have ended, " if self.early else "nothing learns meanwhile, "
+        )
         return f"at most {self.engines} engines, prefer {self.prefer:g}; {before}{self.late} afterwards"
 
 
@@ -121,7 +128,14 @@ class Rollout:
 
 
 def roll_out(
-    terms: Terms, given: StepInput, policy: str, *, engines: int, prefer: float, capacity: int | None = None, transfer_s: float | None = None,
+    terms: Terms,
+    given: StepInput,
+    policy: str,
+    *,
+    engines: int,
+    prefer: float,
+    capacity: int | None = None,
+    transfer_s: float | None = None,
     wake_s: float | None = None,
 ) -> Rollout:
     """Generate. Every newly opened engine wakes and receives the weights (start-up, billed); the prompts are prefilled by the
@@ -131,9 +145,18 @@ def roll_out(
     if key in given.memo:
         return given.memo[key]
     result = simulate_rollout(
-        given.lengths, given.scenarios, terms.speed, policy=policy, max_actors=max(1, min(engines, len(given.lengths))), prefer=prefer,
-        migrate_s=terms.migrate_s, start_s=start, seed=given.seed, prompts=given.prompts, capacity=capacity or terms.capacity,
-        interval_s=max(0.1, 8 * terms.speed.base_s),
+        given.lengths,
+        given.scenarios,
+        terms.speed,
+        policy=policy,
+        max_actors=max(1, min(engines, len(given.lengths))),
+        prefer=prefer,
+        migrate_s=terms.migrate_s,
+        start_s=start,
+        seed=given.seed,
+        prompts=given.prompts,
+        capacity=capacity or terms.capacity,
+        interval_s=max(0.1, terms.setting.response_limit * terms.speed.base_s / 100),
     )
     first = [lease for lease in result.leases if lease.from_s == 0]
     if terms.setting.dedup_prefill:
@@ -169,12 +192,18 @@ def costs_of(terms: Terms, work: Work) -> Costs:
         return terms.gradients_s(tokens, m, waiting) + terms.update_s(m, last)
 
     return Costs(
-        terms.prepare_s, lambda tokens, m: terms.gradients_s(tokens, m, 1.0), terms.regang_s, finish_s,
-        int(terms.setting.phases["micro_batch_tokens"]), terms.trainer.even_tokens,
+        terms.prepare_s,
+        lambda tokens, m: terms.gradients_s(tokens, m, 1.0),
+        terms.regang_s,
+        finish_s,
+        int(terms.setting.phases["micro_batch_tokens"]),
+        terms.trainer.even_tokens,
     )
 
 
-def learn_beside(terms: Terms, given: StepInput, rollout: Rollout, early: int, late: int, from_s: float, *, gradients: bool = True) -> Done:
+def learn_beside(
+    terms: Terms, given: StepInput, rollout: Rollout, early: int, late: int, from_s: float, *, gradients: bool = True
+) -> Done:
     """The learner's part of a step: `early` devices from `from_s` on, `late` ones when the rollout is over."""
     work = work_of(terms, given, rollout.finish_s, gradients=gradients)
     return serve(work, Gang(early, late, from_s, rollout.end_s), costs_of(terms, work))
@@ -184,5 +213,7 @@ def decode_busy(terms: Terms, given: StepInput, engines: int) -> float:
     """Device-seconds that a blind equal split decodes, each engine until its own last response."""
     split = random_split(len(given.lengths), engines, given.seed)
     return terms.width * sum(
-        terms.speed.rollout_s(given.lengths[split == a], given.prompts[split == a]) for a in range(engines) if (split == a).any()
+        terms.speed.rollout_s(given.lengths[split == a], given.prompts[split == a])
+        for a in range(engines)
+        if (split == a).any()
     )

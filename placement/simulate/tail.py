@@ -42,7 +42,9 @@ class Costs:
     regang_s: Callable[[int, int], float]
     finish_s: Callable[[float, int], float]
     batch_tokens: int  # per device and micro-batch, when nothing is waited for
-    early_tokens: Callable[[int], int]  # the same before the last response: small, so that a batch ends soon, but worth its transfers
+    early_tokens: Callable[
+        [int], int
+    ]  # the same before the last response: small, so that a batch ends soon, but worth its transfers
 
 
 @dataclass(frozen=True)

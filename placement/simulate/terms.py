@@ -48,11 +48,20 @@ class Terms:
         resident = s.model.kv_bytes_per_token * (s.response_limit / 2 + s.prompt_limit / 2)
         pause = p["migration_pause_s"] + resident / width / s.device.link_bytes_per_s
         return cls(
-            s, speed, kv_capacity(s.model, s.device, width, p["engine_memory"]),
-            kv_capacity(s.model, s.device, width, p["static_engine_memory"]), _trainer(s, s.model, 2 if s.algorithm == "ppo" else 1),
-            _trainer(s, s.reward_model, 1) if s.reward_model else None, width, s.devices, gang, least,
-            s.start_scale * (cold if s.cold else warm), s.model.weight_bytes / s.device.reshard_bytes_per_s,
-            s.model.weight_bytes / s.device.broadcast_bytes_per_s, s.migrate_scale * pause,
+            s,
+            speed,
+            kv_capacity(s.model, s.device, width, p["engine_memory"]),
+            kv_capacity(s.model, s.device, width, p["static_engine_memory"]),
+            _trainer(s, s.model, 2 if s.algorithm == "ppo" else 1),
+            _trainer(s, s.reward_model, 1) if s.reward_model else None,
+            width,
+            s.devices,
+            gang,
+            least,
+            s.start_scale * (cold if s.cold else warm),
+            s.model.weight_bytes / s.device.reshard_bytes_per_s,
+            s.model.weight_bytes / s.device.broadcast_bytes_per_s,
+            s.migrate_scale * pause,
         )
 
     @property
@@ -71,7 +80,7 @@ class Terms:
         while size < most:
             found.append(size)
             size = max(size + self.gang, math.ceil(size * 1.5 / self.gang) * self.gang)
-        return found + [most] if most >= self.least else found
+        return [*found, most] if most >= self.least else found
 
     # ---- phases: seconds on `m` devices that hold the learner's state -----------------------------------------
 
@@ -124,6 +133,14 @@ class Terms:
 def _trainer(s: Setting, model: Model, models: int) -> Trainer:
     p = s.phases
     return Trainer(
-        model, s.device, s.devices_per_node, models, p["usable_memory"], p["training_efficiency"], p["forward_efficiency"],
-        int(p["micro_batch_tokens"]), int(p["least_batch_tokens"]), p["optimizer_bytes_per_parameter"],
+        model,
+        s.device,
+        s.devices_per_node,
+        models,
+        p["usable_memory"],
+        p["training_efficiency"],
+        p["forward_efficiency"],
+        int(p["micro_batch_tokens"]),
+        int(p["least_batch_tokens"]),
+        p["optimizer_bytes_per_parameter"],
     )

@@ -26,7 +26,15 @@ class Workload:
 
 
 def synthesise(
-    name: str, *, prompts: int, samples: int, steps_per_epoch: int, epochs: int, response_limit: int, prompt_limit: int, seed: int,
+    name: str,
+    *,
+    prompts: int,
+    samples: int,
+    steps_per_epoch: int,
+    epochs: int,
+    response_limit: int,
+    prompt_limit: int,
+    seed: int,
 ) -> Workload:
     """Log-normal lengths whose variance of log length splits as published: prompt, sampling, drift of the policy (common to
     an epoch), and the rest drawn per prompt and epoch. Every epoch visits the same prompts, in a new order.
@@ -41,8 +49,9 @@ def synthesise(
         raise ValueError(f"`prompts`: {prompts} per step, but {name} has {spread['prompts']}; take fewer prompts per step")
     steps = max(1, min(steps_per_epoch, spread["prompts"] // prompts))
     total, rng = steps * prompts, np.random.default_rng([seed, 1])
-    deviation = spread["log_deviation"] * np.sqrt([
-        shares["prompt"], shares["drift"], 1 - shares["prompt"] - shares["drift"] - shares["sampling"], shares["sampling"]])
+    deviation = spread["log_deviation"] * np.sqrt(
+        [shares["prompt"], shares["drift"], 1 - shares["prompt"] - shares["drift"] - shares["sampling"], shares["sampling"]]
+    )
     tokens = spread["prompt_tokens"] * np.exp(spread["prompt_log_deviation"] * rng.standard_normal(total))
     tokens = np.clip(np.round(tokens), 8, prompt_limit)
     of_prompt = np.log(spread["median_tokens"]) + deviation[0] * rng.standard_normal(total)
@@ -55,8 +64,12 @@ def synthesise(
         lengths.append(np.clip(np.round(each), 1, response_limit))
     index = np.concatenate(rows).reshape(-1, prompts)
     return Workload(
-        index, tokens[index], np.concatenate(lengths).reshape(len(index), prompts, samples),
-        np.repeat(np.arange(epochs), steps), name, response_limit,
+        index,
+        tokens[index],
+        np.concatenate(lengths).reshape(len(index), prompts, samples),
+        np.repeat(np.arange(epochs), steps),
+        name,
+        response_limit,
     )
 
 
@@ -84,8 +97,12 @@ def replay(path: Path, *, prompts: int, epochs: int, response_limit: int) -> Wor
     lengths = np.minimum(np.array([row for _, row in used], float), response_limit).reshape(steps, prompts, -1)
     index = np.arange(steps * prompts).reshape(steps, prompts)
     return Workload(
-        np.tile(index, (epochs, 1)), np.tile(tokens, (epochs, 1)), np.tile(lengths, (epochs, 1, 1)),
-        np.repeat(np.arange(epochs), steps), path.name, response_limit,
+        np.tile(index, (epochs, 1)),
+        np.tile(tokens, (epochs, 1)),
+        np.tile(lengths, (epochs, 1, 1)),
+        np.repeat(np.arange(epochs), steps),
+        path.name,
+        response_limit,
     )
 
 
@@ -127,6 +144,8 @@ def _from_csv(path: Path) -> list[tuple[float, list[float]]]:
     for i, row in enumerate(rows, 2):  # the header is row 1
         length = _number(row["response_tokens"], f"{path}: row {i}, column `response_tokens`")
         prompt = row.get("prompt", str(i))
-        tokens = _number(row["prompt_tokens"], f"{path}: row {i}, column `prompt_tokens`") if "prompt_tokens" in names else 1.0
+        tokens = (
+            _number(row["prompt_tokens"], f"{path}: row {i}, column `prompt_tokens`") if "prompt_tokens" in names else 1.0
+        )
         groups.setdefault(prompt, (tokens, []))[1].append(length)
     return list(groups.values())

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from rlhfless_ray.cli.plan import plan
+from rlhfless_ray.cli.simulate import simulate
 from rlhfless_ray.errors import RunError, Stopped, UserError
 
 app = typer.Typer(
@@ -61,6 +62,9 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder, finished, sto
     if (run / "ledger.csv").exists():
         write_timeline(run)
     print(write_report(run).resolve())
+
+
+app.command()(simulate)
 
 
 def main() -> None:

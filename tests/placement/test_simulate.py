@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import yaml
+
+from placement.simulate import POLICIES, Terms, load, named, names, parse, simulate
+from placement.simulate.planning import Planner
+from placement.simulate.policies import candidates, elastic, fixed
+from placement.simulate.run import Forecasts, workload_of
+from placement.simulate.setting import Setting
+from placement.simulate.step import StepInput
+from placement.simulate.workload import replay, synthesise
+
+SMALL = {"like": "qwen3b-gsm8k-grpo", "prompts": 8, "samples": 4, "nodes": 1, "steps_per_epoch": 1, "epochs": 2}
+
+
+def small(**changes: object) -> Setting:
+    return parse({**SMALL, **changes})
+
+
+def step_input(setting: Setting, seed: int = 0, step: int = 0) -> StepInput:
+    work = workload_of(setting, seed)
+    g = work.lengths.shape[2]
+    return StepInput(
+        work.lengths[step].ravel(),
+        np.repeat(work.prompt_tokens[step], g),
+        np.repeat(np.arange(setting.prompts), g),
+        Forecasts(setting, seed).scenarios(work, step),
+        seed,
+    )
+
+
+# ---- the arithmetic ---------------------------------------------------------------------------------------------
+
+
+def test_one_engine_takes_exactly_the_replica_time() -> None:
+    """One device, no start-up, no migration: base·max L + Σ (per_seq·L + per_ctx·(p·L + L²/2)), then the phases in turn."""
+    setting = small(devices_per_node=2, device={"like": "H200"}, start_scale=0)
+    terms = Terms.of(setting)
+    terms = replace(terms, reshard_s=0.0)
+    given = step_input(setting)
+    one = replace(given, lengths=given.lengths, group=given.group)
+    run = fixed(replace(terms, devices=terms.width), one, None)  # type: ignore[arg-type]
+    lengths, prompts, speed = given.lengths, given.prompts, terms.speed
+    replica = speed.base_s * lengths.max() + np.sum(
+        speed.per_seq_s * lengths + speed.per_ctx_s * (prompts * lengths + lengths**2 / 2)
+    )
+    unique = prompts[:: setting.samples].sum()
+    prefill = setting.model.flops_per_token * unique / (989.4e12 * 0.46)
+    assert run.rollout_s == pytest.approx(replica + prefill)
+    tokens = (lengths + prompts).sum()
+    assert run.time_s == pytest.approx(replica + prefill + terms.prepare_s(tokens, 1) + terms.learn_s(tokens, 1))
+
+
+def test_phases_are_flops_over_peak_and_efficiency() -> None:
+    terms = Terms.of(small())
+    flops = terms.setting.model.flops_per_token * 1e5
+    assert terms.prepare_s(1e5, 8) == pytest.approx(2 * flops / (8 * 362.05e12 * 0.46))
+    assert terms.gradients_s(1e5, 8, 1) == pytest.approx(3 * flops / (8 * 362.05e12 * 0.33))
+    ppo = Terms.of(small(algorithm="ppo", device="H200"))
+    assert ppo.prepare_s(1e5, 8) == pytest.approx(3 * flops / (8 * 989.4e12 * 0.46))
+    assert ppo.models == 2
+
+
+@pytest.fixture(scope="module", params=["grpo", "ppo"])
+def everything(request: pytest.FixtureRequest):
+    return simulate(small(algorithm=request.param, samples=4, prefer=0.7), seed=3)
+
+
+def test_holds_add_up_to_the_cost_and_fit_the_cluster(everything) -> None:
+    for run in everything.policies.values():
+        for step in run.steps:
+            assert step.full == pytest.approx(sum(h.devices * (h.to_s - h.from_s) for h in step.holds)), run.policy
+            assert all(h.to_s >= h.from_s - 1e-9 and h.from_s >= 0 for h in step.holds), run.policy
+            assert step.most_devices <= everything.setting.devices, run.policy
+
+
+def test_no_policy_beats_the_bounds(everything) -> None:
+    for run in everything.policies.values():
+        for step, bound in zip(run.steps, everything.bounds, strict=True):
+            assert step.time_s >= bound.time_s - 1e-9, run.policy
+            assert step.full >= bound.cost - 1e-9, run.policy
+            assert bound.cost - 1e-9 <= step.busy <= step.full + 1e-6, run.policy
+
+
+def test_fixed_is_billed_for_every_device_all_the_time(everything) -> None:
+    for name in ("fixed", "fixed+", "disaggregated"):
+        for step in everything.policies[name].steps:
+            assert step.full == pytest.approx(step.time_s * everything.setting.devices)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not() -> None:
+    policies = ["fixed", "ours"]
+    a, b, c = (simulate(small(), policies, seed) for seed in (1, 1, 2))
+    for name in policies:
+        assert [s.time_s for s in a.policies[name].steps] == [s.time_s for s in b.policies[name].steps]
+        assert [s.full for s in a.policies[name].steps] == [s.full for s in b.policies[name].steps]
+    assert a.policies["fixed"].step_s != c.policies["fixed"].step_s
+
+
+def test_the_plan_never_sees_the_lengths() -> None:
+    """The same forecasts with other lengths behind them give the same step plan."""
+    setting = small()
+    terms, given = Terms.of(setting), step_input(setting)
+    plans = []
+    for lengths in (given.lengths, given.lengths[::-1] * 1.5):
+        planner = Planner(
+            replace(given, lengths=lengths, memo={}),
+            setting.prefer,
+            lambda view: fixed(terms, view, None),  # type: ignore[arg-type]
+        )
+        plans.append(planner.knobs("ours", lambda view, k: elastic(terms, view, k), candidates(terms, "ours")))
+    assert plans[0] == plans[1]
+
+
+def test_more_updates_per_rollout_forbid_early_gradients() -> None:
+    """With one update the learner can take gradients beside the tail; with four it may only prepare."""
+    once, often = (Terms.of(small(updates=u)) for u in (1, 4))
+    given = step_input(small())
+    knobs = next(k for k in candidates(once, "ours") if k.engines == 4 and k.early == 3 and k.late == 3 and k.prefer == 1.0)
+    one, four = (elastic(terms, replace(given, memo={}), knobs) for terms in (once, often))
+    assert one.rollout_s == four.rollout_s
+    assert one.time_s < four.time_s
+
+
+def test_cold_starts_cost_what_is_published() -> None:
+    warm, cold = Terms.of(small()), Terms.of(small(cold=True))
+    assert cold.wake_s == 59.0 and warm.wake_s == pytest.approx(0.8 + 7.7e-12 * warm.setting.model.parameters)
+
+
+# ---- workloads --------------------------------------------------------------------------------------------------
+
+
+def test_variance_of_log_length_splits_as_published() -> None:
+    work = synthesise(
+        "gsm8k", prompts=1000, samples=8, steps_per_epoch=5, epochs=12, response_limit=10**9, prompt_limit=1024, seed=0
+    )
+    log = np.full((12, 5000, 8), np.nan)
+    for step, epoch in enumerate(work.epoch):
+        log[epoch, work.prompts[step]] = np.log(work.lengths[step])
+    total = log.var()
+    within = log.var(axis=2, ddof=1).mean()
+    of_prompt = log.mean(axis=(0, 2)).var(ddof=1)
+    assert within / total == pytest.approx(0.261, abs=0.02)
+    assert of_prompt / total == pytest.approx(0.648, abs=0.03)
+    assert np.median(work.lengths) == pytest.approx(290, rel=0.1) and log.std() == pytest.approx(0.48, rel=0.05)
+
+
+def test_every_epoch_visits_the_same_prompts() -> None:
+    work = synthesise(
+        "gpqa", prompts=64, samples=2, steps_per_epoch=99, epochs=3, response_limit=2048, prompt_limit=1024, seed=1
+    )
+    assert len(work.epoch) == 3 * (448 // 64)
+    sets = [set(work.prompts[work.epoch == e].ravel().tolist()) for e in range(3)]
+    assert sets[0] == sets[1] == sets[2] and work.lengths.max() <= 2048
+
+
+def test_recorded_lengths_are_replayed(tmp_path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("prompt,prompt_tokens,response_tokens\na,10,100\na,10,120\nb,20,5000\nb,20,30\n")
+    work = replay(path, prompts=1, epochs=2, response_limit=2048)
+    assert work.lengths.tolist() == [[[100, 120]], [[2048, 30]]] * 2 and work.prompt_tokens.ravel().tolist() == [
+        10,
+        20,
+        10,
+        20,
+    ]
+    path = tmp_path / "lengths.json"
+    path.write_text('[[100, 120], {"prompt_tokens": 20, "lengths": [7, 8]}]')
+    assert replay(path, prompts=2, epochs=1, response_limit=2048).lengths.tolist() == [[[100, 120], [7, 8]]]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        (
+            "t.csv",
+            "response_tokens\n12\nx\n",
+            "row 3, column `response_tokens`: expected a number of tokens of at least 1, found 'x'",
+        ),
+        ("t.csv", "prompt_tokens,response_tokens\n5,\n", "row 2, column `response_tokens`"),
+        ("t.csv", "tokens\n5\n", "row 1: no column `response_tokens`"),
+        ("t.json", "[[1, 2], [3, -4]]", "row 2, column 2: expected a number of tokens of at least 1, found -4"),
+        ("t.json", "[[1, 2], 3]", "row 2, column `lengths`"),
+        ("t.json", "[[1, 2], [3]]", "prompts have between 1 and 2 responses"),
+        ("t.json", "[[1, 2]", "not valid JSON (line 1, column"),
+        ("t.json", "[[1]]", "1 prompts, fewer than the 2 of one step"),
+    ],
+)
+def test_a_malformed_trace_names_row_and_column(tmp_path, file: str, text: str, said: str) -> None:
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError) as caught:
+        replay(tmp_path / file, prompts=2, epochs=1, response_limit=2048)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+# ---- settings ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_shipped_setting_fits_its_cluster(name: str) -> None:
+    terms = Terms.of(named(name))
+    assert terms.least <= terms.devices and terms.capacity > named(name).response_limit + named(name).prompt_limit
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"nodes": 0}, "a cluster without devices runs nothing"),
+        ({"devices_per_node": 0}, "`devices_per_node` must be at least 1, not 0"),
+        ({"device": "L40"}, "unknown device `L40`; did you mean `L40S`?"),
+        ({"model": "qwen2.5-3"}, "unknown model `qwen2.5-3`; did you mean `qwen2.5-3b`?"),
+        ({"lengths": "gsm8"}, "did you mean `gsm8k`?"),
+        ({"sample": 4}, "unknown key `sample`; did you mean `samples`?"),
+        ({"algorithm": "gppo"}, "unknown algorithm"),
+        ({"samples": 1}, "GRPO compares the responses of one prompt"),
+        ({"prefer": 2}, "`prefer` must lie in 0"),
+        ({"tensor_parallel": 3}, "does not divide the 8 devices"),
+        ({"model": "llama-2-70b"}, "needs"),
+        ({"phases": {"warm_start": 3}}, "unknown phase parameter `warm_start`"),
+        ({"prompts": 10**6}, "has 7473"),
+    ],
+)
+def test_a_mistake_in_a_setting_is_one_sentence(change: dict, said: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        simulate(small(**change), ["fixed"])
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_setting_from_a_file(tmp_path) -> None:
+    (tmp_path / "lengths.json").write_text("[[50, 60], [70, 80]]")
+    (tmp_path / "mine.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "like": "qwen3b-gsm8k-grpo",
+                "trace": "lengths.json",
+                "prompts": 2,
+                "samples": 2,
+                "nodes": 1,
+                "epochs": 2,
+                "device": {"like": "L40S", "memory_bytes_per_s": 900e9},
+            }
+        )
+    )
+    run = simulate(load(tmp_path / "mine.yaml"), ["fixed"])
+    assert run.setting.name == "mine" and len(run.policies["fixed"].steps) == 2
+
+
+def test_an_unknown_policy_gets_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"unknown policy `orcale`; did you mean `oracle`\?"):
+        simulate(small(), ["orcale"])
+
+
+def test_the_simulator_loads_neither_ray_nor_torch_nor_the_runtime() -> None:
+    script = (
+        "import sys, placement.simulate, placement.roofline\n"
+        "print([m for m in ('ray', 'torch', 'rlhfless_ray', 'vllm', 'pydantic', 'yaml') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_policy_says_what_it_is() -> None:
+    assert all((policy.__doc__ or "").strip() for policy in POLICIES.values())

@@ -1,0 +1,72 @@
+"""`rlhfless simulate` as a user meets it."""
+
+import json
+
+import pytest
+import yaml
+
+from tests.conftest import command
+
+
+def spec(tmp_path, **changes) -> str:
+    tree = {
+        "like": "qwen3b-gsm8k-grpo",
+        "prompts": 8,
+        "samples": 4,
+        "nodes": 1,
+        "steps_per_epoch": 1,
+        "epochs": 1,
+        **changes,
+    }
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return str(path)
+
+
+def test_a_table(tmp_path):
+    done = command("simulate", spec(tmp_path), "--policy", "fixed", "--policy", "consolidate")
+    assert done.returncode == 0, done.stderr
+    assert "8 × L40S" in done.stdout and "consolidate" in done.stdout and "no policy can come below" in done.stdout
+
+
+def test_json_has_means_over_seeds(tmp_path):
+    done = command("simulate", spec(tmp_path), "--policy", "fixed", "--json", "--seeds", "2")
+    found = json.loads(done.stdout)
+    row = found["policies"]["fixed"]
+    assert found["seeds"] == 2 and row["step_s"]["sd"] > 0
+    assert row["full_device_s"]["mean"] == pytest.approx(8 * row["step_s"]["mean"])
+    assert row["step_s"]["mean"] >= found["bound"]["step_s"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"device": "H10"}, "unknown device `H10`; did you mean `H100`?"),
+        ({"model": "qwen2.5-7"}, "did you mean `qwen2.5-7b`?"),
+        ({"nodes": 0}, "a cluster without devices runs nothing"),
+        ({"trace": "nowhere.csv"}, "nowhere.csv: no such file"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, change, said):
+    done = command("simulate", spec(tmp_path, **change))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1 and said in lines[0]
+
+
+def test_a_malformed_trace_names_row_and_column(tmp_path):
+    (tmp_path / "lengths.csv").write_text("response_tokens\n" + "5\n" * 8 + "many\n")
+    done = command("simulate", spec(tmp_path, trace="lengths.csv"))
+    assert done.returncode == 2 and "row 10, column `response_tokens`" in done.stderr
+
+
+def test_nothing_or_both_named(tmp_path):
+    assert command("simulate").returncode == 2
+    assert command("simulate", spec(tmp_path), "--setting", "qwen3b-gsm8k-grpo").returncode == 2
+    done = command("simulate", "--setting", "qwen3b-gsm8k-grp")
+    assert done.returncode == 2 and "did you mean `qwen3b-gsm8k-grpo`?" in done.stderr
+
+
+def test_the_shipped_settings_are_listed():
+    done = command("simulate", "--setting", "list")
+    assert done.returncode == 0 and "llama70b-20-nodes" in done.stdout.split()
