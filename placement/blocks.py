@@ -107,7 +107,7 @@ class Blocks:
             done = np.concatenate(([0.0], np.cumsum(self.work_s(kind).mean(1))))
             room = seconds - kind.over_s - kind.base_s * self.longest.mean(1)
             stop = np.maximum(stop, np.searchsorted(done, done[:-1] + room, side="right") - 1)
-        return stop
+        return np.maximum.accumulate(stop)  # so that every part of a range is one too
 
 
 class Ranges:

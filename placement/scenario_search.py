@@ -15,7 +15,7 @@ RATES = (0.003, 0.02, 0.1, 0.5)  # seconds of lateness that one actor-second of 
 ROUNDS = 6  # of dearer actors, when a partition takes more than there are
 EXTRA = 0.02  # of the deadline: what an actor too many costs in the first of these rounds
 SHIFTS = (1, -1, 2, -2, 4, -4)  # blocks by which a cut is moved
-WIDEST = 24  # partitions of a front that are stepped from in one round, evenly over their times
+WIDEST = 12  # partitions of a front that are stepped from in one round, evenly over their times
 
 
 class ScenarioSearch:
@@ -29,7 +29,7 @@ class ScenarioSearch:
         self.found: dict[Choice, tuple[float, float]] = {}
         self.tried: set[Choice] = set()
 
-    def at(self, path: Sequence[int]) -> np.ndarray:
+    def at(self, path: Sequence[int] | np.ndarray) -> np.ndarray:
         """(k,) rows of the ranges between the blocks of `path` (k + 1,)."""
         cuts = np.asarray(path)
         return self.ranges.first[cuts[:-1]] + np.diff(cuts) - 1
@@ -126,26 +126,26 @@ class ScenarioSearch:
         """(M, 7) rows (g, h, q, i, cut, p, end): groups g … h - 1 become [i, cut) on kind q and [cut, end) on kind p, or
         where cut = end only the first."""
         stop, k = self.ranges.stop, len(pools)
-        room = np.bincount(pools, minlength=len(self.kinds)) < self.limits
-        every = np.arange(k)
-        i, j = cuts[:-1], cuts[1:]
+        every, i, j = np.arange(k), cuts[:-1], cuts[1:]
         rows = []
-        pairs = every[:-1]
-        end = cuts[2:]
         if k > 1:
-            for shift in SHIFTS:
-                cut = j[:-1] + shift
-                ok = (i[:-1] < cut) & (cut < end)
-                ok[ok] = (cut[ok] <= stop[i[:-1][ok]]) & (end[ok] <= stop[cut[ok]])
-                rows.append(np.column_stack((pairs, pairs + 2, pools[:-1], i[:-1], cut, pools[1:], end))[ok])
-            joined = end <= stop[i[:-1]]
-            rows.append(np.column_stack((pairs, pairs + 2, pools[:-1], i[:-1], end, pools[:-1], end))[joined])
-        for p in np.flatnonzero(room):
-            kind = np.full(k, p)
-            for cut in (i + 1, (2 * i + j) // 3, (i + j) // 2):
-                rows.append(np.column_stack((every, every + 1, pools, i, cut, kind, j))[(i < cut) & (cut < j)])
+            # the last column of shifts stands for joining the two: its cut is their end
+            g = np.repeat(every[:-1], len(SHIFTS) + 1)
+            end = cuts[2:][g]
+            cut = (j[:-1, None] + np.array((*SHIFTS, 0))).ravel()
+            join = np.arange(len(g)) % (len(SHIFTS) + 1) == len(SHIFTS)
+            cut[join] = end[join]
+            inside = np.minimum(np.maximum(cut, 0), end)
+            ok = (i[g] < cut) & (cut <= stop[i[g]]) & (join | (cut < end) & (end <= stop[np.minimum(inside, len(stop) - 1)]))
+            rows.append(np.stack((g, g + 2, pools[g], i[g], cut, pools[g + 1], end), 1)[ok])
+        cut = np.stack((i + 1, (2 * i + j) // 3, (i + j) // 2), 1).ravel()
+        g = np.repeat(every, 3)
+        ok = (i[g] < cut) & (cut < j[g])
+        for p in np.flatnonzero(np.bincount(pools, minlength=len(self.kinds)) < self.limits):
+            rows.append(np.stack((g, g + 1, pools[g], i[g], cut, np.full(len(g), p), j[g]), 1)[ok])
             if len(self.kinds) > 1:
-                rows.append(np.column_stack((every, every + 1, kind, i, j, kind, j))[pools != p])
+                kind = np.full(k, p)
+                rows.append(np.stack((every, every + 1, kind, i, j, kind, j), 1)[pools != p])
         return np.concatenate(rows) if rows else np.zeros((0, 7), int)
 
 
