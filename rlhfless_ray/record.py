@@ -65,13 +65,16 @@ class Record:
         row["tokens/per_s"] = row["tokens/generated"] / wall_s if wall_s else 0.0
         step.metrics = row
         self.metrics.write(row)
-        shown = self.recipe.watch.samples_per_step
-        failed = [s for s in step.samples if s.error is not None]
-        kept = step.samples if not shown else [*step.samples[:shown], *(s for s in failed if s not in step.samples[:shown])]
-        self.folder.write_samples(step.number, kept, self._answer_column())
+        self.samples(step.number, step.samples)
         self.ledger.append_to(self.folder.path / "ledger.csv")
         self.folder.write_status(steps_done=step.number)
         self.progress.step(row)
+
+    def samples(self, step: int, samples: list[Sample], name: str = "step") -> None:
+        """The first of them, as many as the recipe says, and all that could not be scored."""
+        shown = self.recipe.watch.samples_per_step or len(samples)
+        kept = [*samples[:shown], *(s for s in samples[shown:] if s.error is not None)]
+        self.folder.write_samples(step, kept, self._answer_column(), name)
 
     def _answer_column(self) -> str:
         return "answer" if self.recipe.prompts.task else self.recipe.prompts.answer_column

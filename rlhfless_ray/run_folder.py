@@ -74,7 +74,8 @@ class RunFolder:
 
     # ---- samples and model ------------------------------------------------------------------------------------
 
-    def write_samples(self, step: int, samples: Iterable[Sample], answer_column: str) -> None:
+    def write_samples(self, step: int, samples: Iterable[Sample], answer_column: str, name: str = "step") -> None:
+        """`samples/<name>_<step>.jsonl`, a line each."""
         lines = []
         for s in samples:
             row = {
@@ -85,7 +86,7 @@ class RunFolder:
             lines.append(json.dumps(row, ensure_ascii=False, default=str))
         folder = self.path / "samples"
         folder.mkdir(exist_ok=True)
-        _replace(folder / f"step_{step}.jsonl", ("\n".join(lines) + "\n").encode())
+        _replace(folder / f"{name}_{step}.jsonl", ("\n".join(lines) + "\n").encode())
 
     def write_model(self, files: dict[str, bytes]) -> Path:
         """The final model, complete or not there at all."""

@@ -89,6 +89,7 @@ class Runtime:
             self.record = Record(self.recipe, self.folder, self.ledger, self.steps_done)
             stack.push(self._ended)
             self.phases = Phases(self.record.progress.phase)
+            self.step = Step(self.steps_done)
             self._hire(resource)
             stack.push(self._released)
             self._begin(checkpoint)
@@ -204,20 +205,26 @@ class Runtime:
             self._told_start(self.reward)
             self.spare += self.reward.park_all()
 
-    def score(self, samples: list[Sample]) -> int:
+    def score(self, samples: list[Sample], name: str = "step") -> int:
+        """Every sample's reward; returns how many have none. Raises RunError when too many: the samples are on disk then."""
         from rlhfless_ray.reward.score import check_failures, score_samples
 
-        before = self.reward.replaced
-        failed = score_samples(self.reward, samples, self.recipe.reward.timeout_s)
+        share = self.recipe.reward.max_failed_share
+        try:
+            failed = score_samples(
+                self.reward, samples, self.recipe.reward.timeout_s, max_failed_share=share,
+                max_replacements=self.recipe.functions.max_replacements, say=self.record.progress.phase,
+            )
+            check_failures(samples, failed, share)
+        except RunError:
+            self.record.samples(self.step.number, samples, name)
+            raise
         if failed:
-            first = next(s for s in samples if s.error is not None)
+            first, where = next(s for s in samples if s.error is not None), "update" if name == "step" else name
             self.record.progress.message(
-                f"{failed} of {len(samples)} samples could not be scored and are left out of the update; row "
+                f"{failed} of {len(samples)} samples could not be scored and are left out of the {where}; row "
                 f"{first.prompt.index}: {first.error}"
             )
-        if self.reward.replaced > before and self.reward.replaced > self.recipe.functions.max_replacements:
-            raise RunError(f"{self.reward.replaced} reward processes hung or died (functions.max_replacements is used up)")
-        check_failures(samples, failed, self.recipe.reward.max_failed_share)
         return failed
 
     def advantages(self, samples: list[Sample]) -> Any:
@@ -299,7 +306,7 @@ class Runtime:
             self.spare += self._park_engines()
             samples = self._samples(prompts * len(temperatures), done, 1)
             with self.score_phase("eval_score"):  # its time is part of the evaluation's
-                self.score(samples)
+                self.score(samples, "evaluation")
             found = {"eval/length_mean": float(np.mean([len(s.completion.token_ids) for s in samples]))}
             for k, name in enumerate(temperatures):
                 part = samples[k * len(prompts) : (k + 1) * len(prompts)]
@@ -356,7 +363,8 @@ class Runtime:
             max_replacements=self.recipe.functions.max_replacements, needed_next=self.gang.slots,
             drained=self.autoscaler.drained, give_back=self._drained, on_progress=self._prewarm_next,
         )
-        self.autoscaler.observe_steps(stream.steps)
+        around_s = time.monotonic() - self.rollout_began_s - max(stream.decode_s.values())
+        self.autoscaler.observe_rollout(stream.steps, around_s)
         return stream.completions
 
     def _drained(self, instance: Any, decision: Decision) -> None:
