@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlhfless_ray.cli import main as cli
@@ -227,3 +228,29 @@ def test_a_late_evaluation_joins_the_row_of_its_step(tmp_path: Path) -> None:
         {"step": 3, "time_s": 30.0, "reward/mean": 0.5},
         {"step": 4, "time_s": 40.0, "eval/accuracy_greedy": 0.7, "reward/mean": 0.5}, {"step": 5, "time_s": 100.0},
     ]
+
+
+# ---- scoring that ends the run ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["step", "evaluation"])
+def test_samples_are_on_disk_when_scoring_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    from rlhfless_ray.errors import RunError
+    from rlhfless_ray.record import Record
+    from rlhfless_ray.reward import score
+    from rlhfless_ray.types import Completion, Prompt, Sample
+
+    run = Ended(tmp_path, watch__samples_per_step=1).run
+    run.reward = None
+    run.record.phase = None
+    run.record.progress.phase = None
+    run.record.recipe, run.record.folder = run.recipe, run.folder
+    run.record._answer_column = lambda: "answer"
+    run.record.samples = lambda *a: Record.samples(run.record, *a)
+    done = Completion(0, np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0)
+    samples = [Sample(Prompt(i, "p", (1,)), 0, done, "r", reward=None if i else 1.0, error="boom" if i else None) for i in range(3)]
+    monkeypatch.setattr(score, "score_samples", lambda *_, **__: 2)
+    with pytest.raises(RunError, match="2 of 3 samples could not be scored"):
+        run.score(samples, name)
+    lines = (run.folder.path / "samples" / f"{name}_4.jsonl").read_text().splitlines()
+    assert [json.loads(line)["error"] for line in lines] == [None, "boom", "boom"]

@@ -1,8 +1,10 @@
-"""The driver's side of scoring: share samples out, count what failed, replace a worker that hangs."""
+"""The driver's side of scoring: share samples out, stop when too much failed, replace a worker that hangs."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -16,7 +18,10 @@ from rlhfless_ray.reward.worker import RewardWorker, Score
 from rlhfless_ray.types import Sample, Span
 from rlhfless_ray.waits import STOP
 
-SLACK_S = 30.0  # beyond the time limits of all samples of a share: the worker's own start
+ANSWER_S = 2.0  # a worker that has worked for this long answers with what it has
+SLACK_S = 30.0  # beyond that and the time limit of one sample: the worker's own start
+
+Item = tuple[int, str, str, dict[str, Any]]  # position in the step's samples, prompt, response, row
 
 
 class RewardActor:
@@ -32,38 +37,70 @@ class RewardActor:
 
         return {"memory_mb": psutil.Process().memory_info().rss / 2**20, "spans": [self.imported]}
 
-    def score(self, items: list[tuple[int, str, str, dict[str, Any]]]) -> tuple[list[Score], list[Span]]:
+    def score(self, items: list[Item], budget_s: float) -> tuple[list[Score], list[Span]]:
         start = time.time()
-        return self.worker.score(items), [Span("work", "score", start, time.time())]
+        return self.worker.score(items, budget_s), [Span("work", "score", start, time.time())]
 
 
-def score_samples(pool: Pool, samples: list[Sample], timeout_s: float) -> int:
+@dataclass
+class _Call:
+    """A worker at its share. `left`: not scored yet; `singly`: one sample a call, since one of them ends the process."""
+
+    worker: Instance
+    left: list[Item]
+    singly: bool
+    until_s: float
+
+
+def score_samples(
+    pool: Pool, samples: list[Sample], timeout_s: float, *, max_failed_share: float = 1.0, max_replacements: int = 3,
+    say: Callable[[str], None] = lambda _: None,
+) -> int:
     """Give every sample its reward, or its error; returns how many failed.
 
-    Each working instance gets an equal share. A share is one call; its deadline is what its samples may take together. A
-    worker past it hangs where no signal reaches (in foreign code): it is killed and replaced, and the samples it was not
-    heard of are scored one by one, so that the one at fault can be named.
+    Each working instance gets an equal share and answers at least every few seconds with what it has. As soon as more samples
+    failed than `max_failed_share` allows, the rest is left alone: they have neither reward nor error. A worker that does not
+    answer hangs where no signal reaches (in foreign code): it is killed and replaced, as one that died is, and the rest of
+    its share is scored one by one, so that the sample at fault can be named. Raises RunError, naming it, when instances were
+    replaced more than `max_replacements` times.
     """
+    most_failed = max_failed_share * len(samples)
     items = [(i, s.prompt.text, s.text, s.prompt.row) for i, s in enumerate(samples)]
-    workers = pool.working
-    shares = [(w, items[k :: len(workers)]) for k, w in enumerate(workers)]
-    asked = [(w, share, w.actor.score.remote(share)) for w, share in shares if share]
-    for worker, share, ref in asked:
-        scores = _wait(pool, worker, ref, timeout_s * len(share) + SLACK_S)
-        if scores is None:
-            scores = _one_by_one(pool, pool.replace(worker), share, timeout_s)
-        for score in scores:
-            samples[score.key].reward, samples[score.key].error = score.reward, score.error
-    return sum(sample.error is not None for sample in samples)
+    running: dict[Any, _Call] = {}
+    done = failed = 0
 
+    def ask(worker: Instance, left: list[Item], singly: bool) -> None:
+        if left:
+            ref = worker.actor.score.remote(left[:1] if singly else left, ANSWER_S)
+            running[ref] = _Call(worker, left, singly, time.monotonic() + ANSWER_S + timeout_s + SLACK_S)
 
-def _wait(pool: Pool, worker: Instance, ref: Any, seconds: float) -> list[Score] | None:
-    """The scores, or None when the worker hangs or died."""
-    end = time.monotonic() + seconds
-    while not ray.wait([ref], timeout=0.1)[0]:
+    for k, worker in enumerate(pool.working):
+        ask(worker, items[k :: len(pool.working)], singly=False)
+    while running and failed <= most_failed:
         STOP.check()
-        if time.monotonic() > end:
-            return None
+        ready, _ = ray.wait(list(running), timeout=0.1)
+        for ref in [*ready, *(r for r, call in running.items() if r not in ready and time.monotonic() > call.until_s)]:
+            call = running.pop(ref)
+            scores = _answer(pool, call.worker, ref) if ref in ready else None
+            worker, singly = call.worker, call.singly
+            if scores is None:
+                at = samples[call.left[0][0]] if singly or len(call.left) == 1 else None
+                worker = _replaced(pool, worker, at, timeout_s, max_replacements)
+                scores = [Score(call.left[0][0], None, _gone(timeout_s))] if at else []
+                singly = True
+            for score in scores:
+                samples[score.key].reward, samples[score.key].error = score.reward, score.error
+            done += len(scores)
+            failed += sum(score.error is not None for score in scores)
+            if failed <= most_failed:
+                ask(worker, call.left[len(scores) :], singly)
+        if ready:
+            say(f"score: {done} of {len(samples)} samples" + (f", {failed} failed" if failed else ""))
+    return failed
+
+
+def _answer(pool: Pool, worker: Instance, ref: Any) -> list[Score] | None:
+    """The scores, or None when the worker died."""
     try:
         scores, spans = ray.get(ref)
     except RayActorError:
@@ -74,15 +111,20 @@ def _wait(pool: Pool, worker: Instance, ref: Any, seconds: float) -> list[Score]
     return scores
 
 
-def _one_by_one(pool: Pool, worker: Instance, share: list[Any], timeout_s: float) -> list[Score]:
-    scores: list[Score] = []
-    for item in share:
-        found = _wait(pool, worker, worker.actor.score.remote([item]), timeout_s + SLACK_S)
-        if found is None:
-            worker = pool.replace(worker)
-            found = [Score(item[0], None, f"the reward process hung past {timeout_s:g} s or died, and was replaced")]
-        scores += found
-    return scores
+def _replaced(pool: Pool, worker: Instance, at: Sample | None, timeout_s: float, most: int) -> Instance:
+    if pool.replaced < most:
+        return pool.replace(worker)
+    if at is not None:
+        at.error = _gone(timeout_s)
+    where = f"; the last at prompt row {at.prompt.index} {_short(at.prompt.text)}, response {_short(at.text)}" if at else ""
+    raise RunError(
+        f"a reward process hung past reward.timeout_s = {timeout_s:g} s or died, and functions.max_replacements = {most} are "
+        f"used up{where}"
+    )
+
+
+def _gone(timeout_s: float) -> str:
+    return f"the reward process hung past {timeout_s:g} s or died, and was replaced"
 
 
 def check_failures(samples: list[Sample], failed: int, max_failed_share: float) -> None:
@@ -90,8 +132,10 @@ def check_failures(samples: list[Sample], failed: int, max_failed_share: float) 
     if failed <= max_failed_share * len(samples):
         return
     first = next(s for s in samples if s.error is not None)
+    left = sum(s.reward is None and s.error is None for s in samples)
     raise RunError(
-        f"{failed} of {len(samples)} samples could not be scored (reward.max_failed_share = {max_failed_share:g}); the first: "
+        f"{failed} of {len(samples)} samples could not be scored (reward.max_failed_share = {max_failed_share:g}"
+        f"{f'; {left} were not tried any more' if left else ''}); the first: "
         f"{first.error}; prompt row {first.prompt.index} {_short(first.prompt.text)}, response {_short(first.text)}"
     )
 

@@ -6,6 +6,7 @@ import math
 import numbers
 import signal
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,16 +37,22 @@ class RewardWorker:
         self.function = source.build()
         self._armed = False
 
-    def score(self, items: list[tuple[int, str, str, dict[str, Any]]]) -> list[Score]:
-        """Scores of (key, prompt, response, row) items, in their order.
+    def score(self, items: list[tuple[int, str, str, dict[str, Any]]], budget_s: float = math.inf) -> list[Score]:
+        """Scores of (key, prompt, response, row) items, in their order; of the first ones only when `budget_s` is over.
 
         A function that raises, takes longer than `timeout_s` or does not return a finite number gives a Score with an error.
         """
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("RewardWorker.score must run in the main thread: its time limit is a signal")
         handler_before = signal.signal(signal.SIGALRM, self._ring)
+        end = time.monotonic() + budget_s
+        scores: list[Score] = []
         try:
-            return [self._score_one(*item) for item in items]
+            for item in items:
+                scores.append(self._score_one(*item))
+                if time.monotonic() >= end:
+                    break
+            return scores
         finally:
             signal.signal(signal.SIGALRM, handler_before)
 

@@ -1,0 +1,152 @@
+"""The driver's side of scoring: what hangs, dies or fails too often is stopped early and named."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.exceptions import RayActorError
+
+from rlhfless_ray.errors import RunError
+from rlhfless_ray.functions.lease import Leases
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.pool import Pool
+from rlhfless_ray.reward import score as module
+from rlhfless_ray.reward.functions import RewardSource
+from rlhfless_ray.reward.score import RewardActor, check_failures, score_samples
+from rlhfless_ray.reward.worker import RewardWorker, Score
+from rlhfless_ray.types import Completion, Prompt, Sample
+
+
+def samples_of(*responses: str) -> list[Sample]:
+    empty = Completion(0, np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0)
+    return [Sample(Prompt(70 + i, f"p{i}", (1,)), 0, empty, text) for i, text in enumerate(responses)]
+
+
+class Process:
+    """A scoring process: `die` and `hang` end it or keep it for ever, `fail` is an error, `slow` uses up a call's time."""
+
+    def __init__(self, calls: list[int]) -> None:
+        self.score = SimpleNamespace(remote=lambda items, budget_s: self.answer(items))
+        self.calls = calls
+
+    def answer(self, items: list[Any]) -> Any:
+        self.calls.append(len(items))
+        scores = []
+        for key, _, response, _ in items:
+            if response in ("die", "hang"):
+                return SimpleNamespace(ready=response == "die", value=None)
+            scores.append(Score(key, None, "no") if response == "fail" else Score(key, float(len(response))))
+            if response == "slow":
+                break
+        return SimpleNamespace(ready=True, value=(scores, []))
+
+
+class FakePool:
+    def __init__(self, workers: int) -> None:
+        self.calls: list[int] = []
+        self.replaced = 0
+        self.ledger = SimpleNamespace(spans=lambda leases, spans: None)
+        self.working = [self.new() for _ in range(workers)]
+
+    def new(self) -> Any:
+        return SimpleNamespace(actor=Process(self.calls), leases=[])
+
+    def replace(self, worker: Any) -> Any:
+        self.replaced += 1
+        return self.new()
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if "ray_cluster" in request.fixturenames:
+        return
+
+    def get(ref: Any) -> Any:
+        if ref.value is None:
+            raise RayActorError
+        return ref.value
+
+    def wait(refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        ready = [ref for ref in refs if ref.ready][:1]
+        return ready, [ref for ref in refs if ref not in ready]
+
+    class Ref(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    monkeypatch.setitem(globals(), "SimpleNamespace", Ref)
+    monkeypatch.setattr(module, "ray", SimpleNamespace(get=get, wait=wait, exceptions=module.ray.exceptions))
+    monkeypatch.setattr(module, "SLACK_S", -module.ANSWER_S)
+
+
+def scored(pool: FakePool, samples: list[Sample], **more: Any) -> int:
+    return score_samples(pool, samples, 0.01, **more)
+
+
+@pytest.mark.parametrize("workers", [1, 3, 9])
+def test_every_sample_gets_its_own_reward_also_over_many_answers(workers: int) -> None:
+    samples = samples_of("a", "slow", "bbb", "fail", "slow", "", "slow")
+    said: list[str] = []
+    assert scored(FakePool(workers), samples, say=said.append) == 1
+    assert [s.reward for s in samples] == [1.0, 4.0, 3.0, None, 4.0, 0.0, 4.0]
+    assert [s.error for s in samples] == [None, None, None, "no", None, None, None]
+    assert said[-1] == "score: 7 of 7 samples, 1 failed"
+
+
+@pytest.mark.parametrize("bad", ["die", "hang"])
+def test_a_sample_that_ends_the_process_is_found_and_the_others_are_scored(bad: str) -> None:
+    pool, samples = FakePool(1), samples_of("a", "bb", bad, "c", "dd")
+    assert scored(pool, samples) == 1
+    assert [s.reward for s in samples] == [1.0, 2.0, None, 1.0, 2.0]
+    assert "hung past 0.01 s or died" in samples[2].error and pool.replaced == 2
+
+
+@pytest.mark.parametrize("bad", ["die", "hang"])
+def test_replacements_end_with_their_limit(bad: str) -> None:
+    pool, samples = FakePool(1), samples_of(*[bad] * 16)
+    with pytest.raises(RunError, match=r"max_replacements = 3 are used up; the last at prompt row 72 'p2', response"):
+        scored(pool, samples)
+    assert pool.replaced == 3 and sum(s.error is not None for s in samples) == 3
+
+
+def test_too_many_failures_stop_the_scoring() -> None:
+    pool, samples = FakePool(1), samples_of("a", *["fail", "slow"] * 50)
+    failed = scored(pool, samples, max_failed_share=0.05)
+    assert failed == 6 and len(pool.calls) == 6, "5 of 101 may fail"
+    with pytest.raises(RunError, match=r"6 of 101 samples .* 88 were not tried any more\); the first: no; prompt row 71"):
+        check_failures(samples, failed, 0.05)
+    check_failures(samples, failed, 0.06)
+
+
+def test_a_worker_answers_with_what_it_has_when_its_time_is_over() -> None:
+    text = "import time\ndef score(prompt, response, row):\n    time.sleep(0.05)\n    return 1.0\n"
+    worker = RewardWorker(RewardSource("file", "score", file="mine.py", text=text), 5.0)
+    items = [(i, "", "", {}) for i in range(9)]
+    assert [s.key for s in worker.score(items, 0.12)] == [0, 1, 2]
+    assert [s.key for s in worker.score(items, 0.0)] == [0], "at least one, or it would never end"
+
+
+DEADLY = "import os\ndef score(prompt, response, row):\n    if response == 'die':\n        os._exit(1)\n    return 1.0\n"
+
+
+@pytest.mark.ray
+def test_a_real_process_that_exits_is_replaced_and_the_sample_named(ray_cluster) -> None:
+    from rlhfless_ray.functions.instance import start_actor
+
+    ledger = Ledger("cpu", 1.0)
+    leases = Leases("cpu", ledger, 60.0, f"score{time.time_ns()}")
+    source = RewardSource("file", "score", file="mine.py", text=DEADLY)
+    pool = Pool("score", lambda slot: start_actor(RewardActor, slot, "cpu", {}, source, 1.0), leases, ledger, 60.0)
+    try:
+        pool.resize(1, [])
+        samples = samples_of("a", "die", "b")
+        assert score_samples(pool, samples, 1.0) == 1 and pool.replaced == 2
+        assert [s.reward for s in samples] == [1.0, None, 1.0]
+        with pytest.raises(RunError, match="used up; the last at prompt row 71 'p1', response 'die'"):
+            score_samples(pool, samples_of("a", "die", "b"), 1.0)
+    finally:
+        pool.close()
+        leases.release_all()
