@@ -2,7 +2,8 @@
 
 A lease is billed from the moment it is granted until it is released. Inside it the ledger keeps *holdings* (which
 function had it) and, reported by the instances, *spans* (what they did). What no span covers is idle. Two figures
-stand side by side: busy cost, working slot-seconds only (the papers' metric), and full cost, every leased second.
+stand side by side: busy cost, working slot-seconds only (the papers' metric), and full cost, every leased second. Both
+count what a stop or a crash made a run pay twice.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import csv
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,7 @@ class Row:
     slots: int
     memory_mb: float
     money: float
+    repeated: int = 0  # 1: of a step that a stop or a crash cut short and that was done again: paid for all the same
 
 
 @dataclass
@@ -174,9 +176,10 @@ class Ledger:
         self.written = len(self.rows)
 
     def resume_from(self, path: Path, last_step: int) -> None:
-        """Take over the rows of the run before, up to `last_step`; later ones belong to steps that are done again.
+        """Take over the rows of the run before; those after `last_step`, whose steps are done again, are marked `repeated`.
 
-        The clock continues after the last row: time in which nothing ran is not billed.
+        The clock continues after the last row: time in which nothing ran is not billed. What a killed run had not written
+        down yet is not known here.
         """
         if not path.exists():
             return
@@ -188,8 +191,7 @@ class Ledger:
                 row = _row_of(line)
             except (TypeError, ValueError):
                 continue
-            if row.step <= last_step:
-                kept.append(row)
+            kept.append(row if row.step <= last_step else replace(row, repeated=1))
         self.rows = kept
         self.sums, self.summed = np.zeros(4), 0
         self.started_s = time.time() - max((row.to_s for row in kept), default=0.0)
@@ -212,5 +214,6 @@ def _totals(sums: np.ndarray) -> dict[str, float]:
 
 
 def _row_of(line: dict[str, str]) -> Row:
-    types = {"step": int, "slots": int, **dict.fromkeys(("from_s", "to_s", "seconds", "memory_mb", "money"), float)}
+    line = {"repeated": "0", **line}  # a ledger of before there was this column
+    types = {"step": int, "slots": int, "repeated": int, **dict.fromkeys(("from_s", "to_s", "seconds", "memory_mb", "money"), float)}
     return Row(**{f.name: types.get(f.name, str)(line[f.name]) for f in fields(Row)})

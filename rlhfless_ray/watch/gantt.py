@@ -82,7 +82,7 @@ def _bounds(rows: Sequence[Row], steps: Sequence[Row]) -> list[list[float]]:
     """[step, from, to] in ms, from the metrics or, where those end early, from the ledger's own step column."""
     bounds: dict[int, list[float]] = {}
     for row in rows:
-        if row.get("step") and row.get("activity") != "parked":
+        if row.get("step") and row.get("activity") != "parked" and not row.get("repeated"):
             span = bounds.setdefault(row["step"], [row["from_s"], row["to_s"]])
             span[0], span[1] = min(span[0], row["from_s"]), max(span[1], row["to_s"])
     for row in steps:

@@ -12,7 +12,7 @@ from typing import Any
 from rlhfless_ray.watch.metrics import read_rows
 from rlhfless_ray.watch.units import finite
 
-LEDGER_NUMBERS = ("step", "from_s", "to_s", "seconds", "slots", "memory_mb", "money")
+LEDGER_NUMBERS = ("step", "from_s", "to_s", "seconds", "slots", "memory_mb", "money", "repeated")
 
 
 @dataclass

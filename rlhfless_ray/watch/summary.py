@@ -151,6 +151,11 @@ def warnings(record: RunRecord) -> list[Row]:
         count = total(replaced, "faults/replaced") or 0
         what = "1 instance died and was" if count == 1 else f"{number(count, 9)} instances died and were"
         out.append({"title": "Replaced instances", "text": f"{what} replaced in {_steps(replaced)}."})
+    again = [row for row in record.ledger if row.get("repeated") and finite(row.get("slots"))]
+    if again:
+        spent = sum(row["slots"] * row["seconds"] for row in again)
+        text = f"{slot_time(spent)} of the full cost went into steps that a stop or a crash cut short and that were done again."
+        out.append({"title": "Steps done again", "text": text})
     broken: dict[str, list[Row]] = {}
     for row in record.metrics:
         for key in row.get("nonfinite") or ():

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import itertools
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,7 @@ def test_rows_are_written_once(clock: Clock, tmp_path: Path) -> None:
     assert on_disk == pytest.approx(ledger.totals()["full_slot_s"])
 
 
-def test_resume_drops_later_steps_and_a_torn_line(clock: Clock, tmp_path: Path) -> None:
+def test_resume_keeps_what_was_paid_for_steps_that_are_done_again(clock: Clock, tmp_path: Path) -> None:
     path = tmp_path / "ledger.csv"
     before = three_steps(clock, path)
     text = path.read_text()
@@ -235,18 +236,28 @@ def test_resume_drops_later_steps_and_a_torn_line(clock: Clock, tmp_path: Path) 
     clock.now += 10_000  # nothing ran for hours
     ledger = Ledger("cpu", 7.0)
     ledger.resume_from(path, last_step=2)
-    assert ledger.rows == before.rows[:4]
-    assert ledger.totals() == totals_of(before.rows[:4])
+    assert ledger.rows == [replace(row, repeated=int(row.step == 3)) for row in before.rows]
+    assert ledger.totals() == totals_of(before.rows), "not a second of the step that is repeated is forgotten"
     ledger.cut(3)
     ledger.hold("M", "n", "0", "rollout", "B")
     clock.now += 2
     ledger.close()
-    assert short(ledger.rows[-1])[2:] == ("idle", 3, pytest.approx(2.246912), pytest.approx(4.246912))
+    assert short(ledger.rows[-1])[2:] == ("idle", 3, pytest.approx(3.370368), pytest.approx(5.370368))
+    assert ledger.rows[-1].repeated == 0
     ledger.append_to(path)
     again = Ledger("cpu", 7.0)
     again.resume_from(path, last_step=99)
     assert again.rows == ledger.rows
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ledger.csv"]
+
+
+def test_a_ledger_without_the_mark_is_taken_over(clock: Clock, tmp_path: Path) -> None:
+    path = tmp_path / "ledger.csv"
+    before = three_steps(clock, path)
+    path.write_text("".join(line.rpartition(",")[0] + "\n" for line in path.read_text().splitlines()))
+    ledger = Ledger("cpu", 7.0)
+    ledger.resume_from(path, last_step=9)
+    assert ledger.rows == before.rows
 
 
 def totals_of(rows: list[Row]) -> dict[str, float]:

@@ -207,6 +207,19 @@ def test_a_repeated_step_counts_once_with_its_last_row(tmp_path: Path) -> None:
     assert [row["a"] for row in RunRecord.read(tmp_path).metrics] == [1, 3]
 
 
+def test_what_a_stop_made_the_run_pay_twice_is_said(finished_run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(finished_run, tmp_path / "run")
+    header, *lines = (folder / "ledger.csv").read_text().splitlines()
+    again = [line for line in lines if line.split(",")[7] == "24" and line.split(",")[6] != "parked"]
+    shifted = [f"{line},1" for line in again]
+    (folder / "ledger.csv").write_text("\n".join([f"{header},repeated", *(f"{line},0" for line in lines), *shifted]) + "\n")
+    spent = slot_time(sum(float(line.split(",")[10]) for line in again))
+    page = page_of(folder)
+    assert f"{spent} of the full cost went into steps that a stop or a crash cut short" in page.text
+    before = gantt(RunRecord.read(finished_run).ledger, [])
+    assert page.json("leases")["steps"] and gantt(RunRecord.read(folder).ledger, [])["steps"] == before["steps"]
+
+
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such folder"):
         write_report(tmp_path / "nowhere")
