@@ -24,20 +24,20 @@ class Prewarm:
 
 
 def start_cost(start_s: float, price: float, second: float, hidden_s: float = 0.0) -> float:
-    """What a start costs: its slot-seconds, and what the critical path loses by the part that no other work hides. `second`: what
-    a second of the step is worth (`policy.time_value`)."""
+    """What a start costs: its slot-seconds, and what the critical path loses by the part that no other work hides. `second`:
+    what a second of the step is worth (`policy.time_value`)."""
     return price * start_s + second * max(0.0, start_s - hidden_s)
 
 
 def keep_alive(gaps_s: Sequence[float], hold_price: float, start: float) -> Decision:
     """How long to keep an instance warm that has just become idle.
 
-    gaps_s: idle times seen before (inf: it was not needed again); hold_price: of a second kept warm (memory that the slot cannot
-    use, a lease held); start: what a start costs that a warm instance saves (`start_cost`).
+    gaps_s: idle times seen before (inf: it was not needed again); hold_price: of a second kept warm (memory that the slot
+    cannot use, a lease held); start: what a start costs that a warm instance saves (`start_cost`).
 
-    With a history, the time that would have cost least over it, which for gaps drawn from one distribution is the optimal policy (ski
-    rental with known statistics). With fewer than 3 gaps, start/hold_price: never more than twice what hindsight would pay (Karlin et
-    al., Competitive Snoopy Caching, 1988). Raises ValueError for negative prices or gaps.
+    With a history, the time that would have cost least over it, which for gaps drawn from one distribution is the optimal
+    policy (ski rental with known statistics). With fewer than 3 gaps, start/hold_price: never more than twice what hindsight
+    would pay (Karlin et al., Competitive Snoopy Caching, 1988). Raises ValueError for negative prices or gaps.
     """
     gaps = np.sort(np.asarray(gaps_s, float))
     if hold_price < 0 or start < 0 or np.isnan(gaps).any() or (len(gaps) and gaps[0] < 0):
@@ -76,8 +76,8 @@ def prewarm(
     """When to start the instance that the next phase needs: predicted end of this phase - start time - margin.
 
     Times from now; spreads are standard errors of the two predictions. Ready too early costs hold_price per second, too late
-    `second` per second of the step: the best lead is the quantile second/(second + hold_price) of the errors' normal distribution
-    (the newsvendor's critical ratio, Arrow et al. 1951). Raises ValueError where both prices are 0.
+    `second` per second of the step: the best lead is the quantile second/(second + hold_price) of the errors' normal
+    distribution (the newsvendor's critical ratio, Arrow et al. 1951). Raises ValueError where both prices are 0.
     """
     if hold_price < 0 or second < 0 or hold_price + second == 0:
         raise ValueError(f"prices must not be negative nor both 0, got {hold_price} and {second}")
@@ -86,6 +86,6 @@ def prewarm(
     at = max(0.0, phase_end_s - start_s - margin)
     return Prewarm(
         at, margin,
-        f"the phase ends in {phase_end_s:.3g} s, a start takes {start_s:.3g} s, margin {margin:.3g} s: late costs {second:.3g} a second, "
-        f"early {hold_price:.3g}",
+        f"the phase ends in {phase_end_s:.3g} s, a start takes {start_s:.3g} s, margin {margin:.3g} s: "
+        f"late costs {second:.3g} a second, early {hold_price:.3g}",
     )

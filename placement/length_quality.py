@@ -21,11 +21,12 @@ class ForecastQuality:
     """How good a step's forecasts were, as distributions over responses.
 
     mae_tokens, bias_tokens: of the mean over scenarios; bias > 0: forecast too long. spearman: rank correlation of that mean
-    with the lengths; auc_longest: probability that one of the longest 10 % was forecast longer than one of the others (ties count
-    half). coverage_50, coverage_90: share of lengths inside the central intervals, 0.5 and 0.9 when calibrated. pit_deciles (10,):
-    share of lengths in each tenth of their own forecast, all 0.1 when calibrated; pit_error: the largest distance between the
-    distribution of those ranks and the uniform one (Kolmogorov-Smirnov). max_ratio: the longest response over its forecast, the
-    mean over scenarios of their maximum. spearman and auc_longest are None where they are not defined.
+    with the lengths; auc_longest: probability that one of the longest 10 % was forecast longer than one of the others (ties
+    count half). coverage_50, coverage_90: share of lengths inside the central intervals, 0.5 and 0.9 when calibrated.
+    pit_deciles (10,): share of lengths in each tenth of their own forecast, all 0.1 when calibrated; pit_error: the largest
+    distance between the distribution of those ranks and the uniform one (Kolmogorov-Smirnov). max_ratio: the longest
+    response over its forecast, the mean over scenarios of their maximum. spearman and auc_longest are None where they are
+    not defined.
     """
 
     responses: int
@@ -61,8 +62,8 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
 
 
 def auc_longest(forecast: np.ndarray, lengths: np.ndarray, share: float = 0.1) -> float | None:
-    """Area under the curve (Mann-Whitney) of `forecast` as a detector of the longest `share` of `lengths`; of responses as long as
-    the shortest of them none is counted on either side beyond that share. None when all lengths are equal."""
+    """Area under the curve (Mann-Whitney) of `forecast` as a detector of the longest `share` of `lengths`; what is as long as
+    the shortest of these counts among them. None when all lengths are equal."""
     lengths = np.asarray(lengths, float)
     n = len(lengths)
     many = max(1, round(share * n))
@@ -82,8 +83,8 @@ def auc_longest(forecast: np.ndarray, lengths: np.ndarray, share: float = 0.1) -
 def forecast_quality(scenarios: np.ndarray, lengths: np.ndarray) -> ForecastQuality:
     """Compare scenarios (n, S) with the lengths that came (n,), both in tokens, both clipped at the same limit.
 
-    The rank of a length among its scenarios counts ties half, so that lengths at the limit are not called misses where that was
-    forecast. Raises ValueError for shapes that disagree or no responses.
+    The rank of a length among its scenarios counts ties half, so that lengths at the limit are not called misses where that
+    was forecast. Raises ValueError for shapes that disagree or no responses.
     """
     scenarios, lengths = np.asarray(scenarios, float), np.asarray(lengths, float)
     if scenarios.ndim != 2 or lengths.shape != scenarios.shape[:1] or not scenarios.size:

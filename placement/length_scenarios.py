@@ -42,7 +42,8 @@ class LengthForecast:
         return len(self.center)
 
     def quantiles(self, levels: np.ndarray) -> np.ndarray:
-        """(n, k) tokens: each response's own quantiles at `levels` (k,), by 2,048 evenly spread draws of the sum of parts."""
+        """(n, k) tokens: each response's own quantiles at `levels` (k,), by 2,048 evenly spread draws of the sum of
+        parts."""
         first, inverse = self._distinct()
         log = self.center[first, None] + self._deviations(first, 2048)
         found = np.quantile(np.minimum(np.exp(log), self.max_tokens), levels, axis=1).T
@@ -111,18 +112,20 @@ class Scenarios:
     def revise(self, generated: np.ndarray, finished_lengths: np.ndarray | None = None) -> np.ndarray:
         """(n, S) tokens given what is known while the step runs.
 
-        generated (n,): tokens so far; finished_lengths (n,): tokens of responses that have ended, NaN for the others
-        (None: nothing has ended). Ended responses are constant rows; a running one exceeds what it generated. Its own effect is
+        generated (n,): tokens so far; finished_lengths (n,): tokens of responses that have ended, NaN for the others (None:
+        nothing has ended). Ended responses are constant rows; a running one exceeds what it generated. Its own effect is
         conditioned on survival exactly (in the hazard of its distribution survival is an addition). What siblings and the
-        whole batch show moves prompt effects and drift: for each prompt the likelihood of its responses, ended and
-        running, is evaluated on 33 locations, matched by a normal one, and combined with the prior in closed form.
-        Nothing is drawn anew, so revisions of one draw differ by what was learned only.
+        whole batch show moves prompt effects and drift: for each prompt the likelihood of its responses, ended and running,
+        is evaluated on 33 locations, matched by a normal one, and combined with the prior in closed form. Nothing is drawn
+        anew, so revisions of one draw differ by what was learned only.
         """
         f = self.forecast
         generated = np.asarray(generated, float)
         ended = np.full(len(f), np.nan) if finished_lengths is None else np.asarray(finished_lengths, float)
         if generated.shape != (len(f),) or ended.shape != (len(f),):
-            raise ValueError(f"generated and finished_lengths need shape ({len(f)},), got {generated.shape} and {ended.shape}")
+            raise ValueError(
+                f"generated and finished_lengths need shape ({len(f)},), got {generated.shape} and {ended.shape}"
+            )
         is_done = ~np.isnan(ended)
         if not is_done.any() and not (generated > 0).any():
             return self.lengths.copy()
@@ -189,8 +192,8 @@ class Scenarios:
     ) -> Scenarios:
         """The parts of draws given as a matrix (n, S), by analysis of variance over columns, groups (n,) and rows.
 
-        Raises ValueError for empty, non-finite or non-positive lengths. Without `groups` every response stands alone. With S = 1
-        a standard deviation of 0.3 of log length is assumed.
+        Raises ValueError for empty, non-finite or non-positive lengths. Without `groups` every response stands alone. With S
+        = 1 a standard deviation of 0.3 of log length is assumed.
         """
         scenarios = np.asarray(scenarios, float)
         if scenarios.ndim != 2 or not scenarios.size:
@@ -204,8 +207,9 @@ class Scenarios:
         center = y.mean(1)
         if count == 1:
             shape = Shape(np.empty(0), 64)
-            flat = LengthForecast(center, np.full(n, POINT_SPREAD), group, np.zeros(len(names)), 0.0, shape, shape, max_tokens)
-            known = cls(flat, np.zeros(1, np.float32), np.zeros((len(names), 1), np.float32), np.full((n, 1), np.log(2), np.float32))
+            spread, nothing = np.full(n, POINT_SPREAD), np.zeros((len(names), 1), np.float32)
+            flat = LengthForecast(center, spread, group, nothing[:, 0], 0.0, shape, shape, max_tokens)
+            known = cls(flat, np.zeros(1, np.float32), nothing, np.full((n, 1), np.log(2), np.float32))
             known.__dict__["lengths"] = scenarios.astype(np.float32)
             return known
         free = count / (count - 1)

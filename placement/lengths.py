@@ -17,8 +17,8 @@ from placement.length_scenarios import LengthForecast, Scenarios, revise
 from placement.residuals import Residuals
 
 __all__ = [
-    "ForecastError", "ForecastQuality", "LengthForecast", "LengthForecaster", "Scenarios", "VarianceShares", "forecast_error",
-    "forecast_quality", "revise",
+    "ForecastError", "ForecastQuality", "LengthForecast", "LengthForecaster", "Scenarios", "VarianceShares",
+    "forecast_error", "forecast_quality", "revise",
 ]
 
 FADE = 0.95  # of what is known about variances and features, per step
@@ -40,20 +40,21 @@ class VarianceShares:
 class LengthForecaster:
     """Forecasts as distributions. log length = level of the policy + prompt + sampling effect.
 
-    A prompt's effect is its history (exponentially weighted mean of its responses) and the line through all prompts' features,
-    weighted by their precisions; without history it is the line alone. The level follows a random walk (a one-dimensional
-    Kalman filter), so that a prompt seen long ago is forecast at today's level. The four variances are estimated online by
-    moments; the shapes around the centres are the newest standardised residuals themselves, so a variance that is
-    wrong is corrected by them. Lengths at `max_tokens` are lower bounds: for them the conditional expectation under the
-    forecast is put (an EM step, Dempster et al. 1977), so that a prompt cut often is forecast beyond the limit and then
-    clipped.
+    A prompt's effect is its history (exponentially weighted mean of its responses) and the line through all prompts'
+    features, weighted by their precisions; without history it is the line alone. The level follows a random walk (a
+    one-dimensional Kalman filter), so that a prompt seen long ago is forecast at today's level. The four variances are
+    estimated online by moments; the shapes around the centres are the newest standardised residuals themselves, so a
+    variance that is wrong is corrected by them. Lengths at `max_tokens` are lower bounds: for them the conditional
+    expectation under the forecast is put (an EM step, Dempster et al. 1977), so that a prompt cut often is forecast beyond
+    the limit and then clipped.
     """
 
     def __init__(
         self, default_tokens: float, weight: float = 0.5, *, max_tokens: float | None = None, most_prompts: int = 65_536
     ) -> None:
-        """`default_tokens`: forecast before anything was seen. `weight` of the newest visit in a prompt's history. `max_tokens`:
-        length at which responses are cut. `most_prompts` are remembered. Raises ValueError for values out of range."""
+        """`default_tokens`: forecast before anything was seen. `weight` of the newest visit in a prompt's history.
+        `max_tokens`: length at which responses are cut. `most_prompts` are remembered. Raises ValueError for values out of
+        range."""
         if not default_tokens > 0:
             raise ValueError(f"default_tokens must be positive, got {default_tokens}")
         if not 0 < weight <= 1:
@@ -81,17 +82,19 @@ class LengthForecaster:
             sampling = min(sampling, around / 2)
         per_group = self.mean_inverse_count * sampling if self.line else 0.0
         return VarianceShares(
-            max(around - per_group, 0.02 * around), max(sampling, LEAST_VARIANCE), max(float(self.wander[0] / self.wander[1]), 1e-5),
+            max(around - per_group, 0.02 * around), max(sampling, LEAST_VARIANCE),
+            max(float(self.wander[0] / self.wander[1]), 1e-5),
             max(float(self.drift[0] / self.drift[1]), 0.0),
         )
 
     def predict(
-        self, prompts: Sequence[int], prompt_tokens: Sequence[int], samples_per_prompt: int = 1, features: np.ndarray | None = None
+        self, prompts: Sequence[int], prompt_tokens: Sequence[int], samples_per_prompt: int = 1,
+        features: np.ndarray | None = None,
     ) -> LengthForecast:
         """The distribution of `samples_per_prompt` responses to each of P prompts, given by data-set row and tokens (P,).
 
-        features (P, k): further numbers of each prompt, the same kind in every step (digits, words, …). Response i·samples + j
-        is the j-th of prompt i. Raises ValueError when shapes disagree.
+        features (P, k): further numbers of each prompt, the same kind in every step (digits, words, …). Response i·samples +
+        j is the j-th of prompt i. Raises ValueError when shapes disagree.
         """
         table = self._features(prompts, prompt_tokens, features)
         center, sd, spread = self._prior(prompts, table)
@@ -112,11 +115,13 @@ class LengthForecaster:
         self, prompts: Sequence[int], prompt_tokens: Sequence[int], samples_per_prompt: int, count: int, seed: int,
         features: np.ndarray | None = None,
     ) -> np.ndarray:
-        """(P · samples_per_prompt, count) joint draws of tokens, one column a draw. `predict(…).draw(count, seed)` is the same
-        and can be revised while the step runs."""
+        """(P · samples_per_prompt, count) joint draws of tokens, one column a draw. `predict(…).draw(count, seed)` is the
+        same and can be revised while the step runs."""
         return self.predict(prompts, prompt_tokens, samples_per_prompt, features).draw(count, seed).lengths
 
-    def forecast(self, prompts: Sequence[int], prompt_tokens: Sequence[int], features: np.ndarray | None = None) -> np.ndarray:
+    def forecast(
+        self, prompts: Sequence[int], prompt_tokens: Sequence[int], features: np.ndarray | None = None
+    ) -> np.ndarray:
         """Expected response tokens (P,)."""
         return self.predict(prompts, prompt_tokens, 1, features).mean_tokens()
 
@@ -156,9 +161,11 @@ class LengthForecaster:
     mean_inverse_count = 1.0  # of responses per group, over what the line was fitted to
 
     def observe(
-        self, prompts: Sequence[int], prompt_tokens: Sequence[int], lengths: Sequence[np.ndarray], features: np.ndarray | None = None
+        self, prompts: Sequence[int], prompt_tokens: Sequence[int], lengths: Sequence[np.ndarray],
+        features: np.ndarray | None = None,
     ) -> None:
-        """What a step's responses measured: `lengths[i]` (samples,) tokens for `prompts[i]`. Prompts without a response teach nothing.
+        """What a step's responses measured: `lengths[i]` (samples,) tokens for `prompts[i]`. Prompts without a response
+        teach nothing.
 
         Raises ValueError for lengths that are not finite or negative.
         """
@@ -249,7 +256,8 @@ class LengthForecaster:
         self.level, self.level_variance = state["level"]
         self.sampling, self.wander, self.drift = (np.array(state[name]) for name in ("sampling", "wander", "drift"))
         self.siblings_seen, self.mean_inverse_count = state["siblings_seen"], state["mean_inverse_count"]
-        for residuals, name in ((self.prompt_residuals, "prompt_residuals"), (self.sampling_residuals, "sampling_residuals")):
+        for name in ("prompt_residuals", "sampling_residuals"):
+            residuals: Residuals = getattr(self, name)
             residuals.clear()
             residuals.add(np.frombuffer(base64.b64decode(state[name]), "<f4"))
 
@@ -259,10 +267,11 @@ def _packed(values: np.ndarray) -> str:
 
 
 def _completed(
-    y: np.ndarray, cut: np.ndarray, owner: np.ndarray, counts: np.ndarray, center: np.ndarray, sd: np.ndarray, spread: np.ndarray
+    y: np.ndarray, cut: np.ndarray, owner: np.ndarray, counts: np.ndarray, center: np.ndarray, sd: np.ndarray,
+    spread: np.ndarray,
 ) -> np.ndarray:
-    """Log lengths (n,) with those that were `cut` replaced by what they would have come to: evenly spread quantiles of a normal
-    distribution beyond the cut, whose location is the prompt's given all its responses (three EM steps)."""
+    """Log lengths (n,) with those that were `cut` replaced by what they would have come to: evenly spread quantiles of a
+    normal distribution beyond the cut, whose location is the prompt's given all its responses (three EM steps)."""
     if not cut.any():
         return y
     limit, filled = y.copy(), y.copy()

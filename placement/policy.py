@@ -23,7 +23,8 @@ DEAREST = 0.999  # prefer = 1 would make a second worth any money
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with a pool: hold `actors` of it from now on. `plan` says which sequences each takes, where one was made."""
+    """What to do with a pool: hold `actors` of it from now on. `plan` says which sequences each takes, where one was
+    made."""
 
     actors: int
     reason: str
@@ -68,8 +69,8 @@ class Park(Decision):
 class Transition:
     """What changing the number of actors costs once. Seconds per actor; the actors of one change start side by side.
 
-    start_s: from lease to ready (cold, or warm where one is parked). hidden_s: of that, while other work goes on. return_s: start of
-    an actor that is given up now, should it be needed again. price: of one actor-second.
+    start_s: from lease to ready (cold, or warm where one is parked). hidden_s: of that, while other work goes on. return_s:
+    start of an actor that is given up now, should it be needed again. price: of one actor-second.
     """
 
     start_s: float
@@ -80,8 +81,8 @@ class Transition:
 
 @dataclass(frozen=True)
 class ResizeHistory:
-    """How long a wish for a number of actors lasts, in steps. A new wish begins when the plan's number leaves the old one's by more
-    than 30 % (Nereus' threshold for its signals)."""
+    """How long a wish for a number of actors lasts, in steps. A new wish begins when the plan's number leaves the old one's
+    by more than 30 % (Nereus' threshold for its signals)."""
 
     wanted: int | None = None
     since: int = 0
@@ -98,16 +99,16 @@ class ResizeHistory:
         return ResizeHistory(wanted, step, mean)
 
     def horizon(self, step: int) -> float:
-        """Steps that this wish will probably last: the exponential mean of earlier ones (1 before the first has ended), or as long
-        as it has lasted already."""
+        """Steps that this wish will probably last: the exponential mean of earlier ones (1 before the first has ended), or
+        as long as it has lasted already."""
         return max(1.0, self.mean_interval or 1.0, float(step - self.since))
 
 
 def time_value(objective: Objective, plans: Sequence[Plan]) -> float:
     """What a second of rollout time is worth, in cost, to an objective on a frontier of plans.
 
-    prefer p scores p·T/T* + (1-p)·C/C*: a second is worth p/(1-p)·C*/T*. knee, and budget as far as it is met: cost and time count
-    alike over the frontier's width. deadline_s, as far as it is met: nothing.
+    prefer p scores p·T/T* + (1-p)·C/C*: a second is worth p/(1-p)·C*/T*. knee, and budget as far as it is met: cost and time
+    count alike over the frontier's width. deadline_s, as far as it is met: nothing.
     """
     if not plans or objective.deadline_s is not None:
         return 0.0
@@ -130,17 +131,17 @@ def plan_of_current(plans: Sequence[Plan], current: int, objective: Objective) -
 
 
 def decide(
-    current: int, chosen: Plan, stay: Plan | None, *, transition: Transition, history: ResizeHistory, step: int, second: float,
-    steps_left: float = math.inf, gamma: float = GAMMA, band: float = BAND, urgent: str = "",
+    current: int, chosen: Plan, stay: Plan | None, *, transition: Transition, history: ResizeHistory, step: int,
+    second: float, steps_left: float = math.inf, gamma: float = GAMMA, band: float = BAND, urgent: str = "",
 ) -> Decision:
     """Whether to go from `current` actors to those of the `chosen` plan.
 
-    stay: the best plan for the actors held (`plan_of_current`), None where there is none; both plans are without one-time starts.
-    second: what a second of the step is worth (`time_value`). urgent: why the change must not wait, if so.
+    stay: the best plan for the actors held (`plan_of_current`), None where there is none; both plans are without one-time
+    starts. second: what a second of the step is worth (`time_value`). urgent: why the change must not wait, if so.
 
     A change is made when its one-time cost is at most gamma · saving per step · steps it will last (Nereus, 2026: gamma 0.5,
-    horizon the mean of past intervals between such wishes), so a wish that comes and goes is not followed. It is not made for
-    less than `band` of a step's cost in either direction; giving an actor up is charged with its start for the way back.
+    horizon the mean of past intervals between such wishes), so a wish that comes and goes is not followed. It is not made
+    for less than `band` of a step's cost in either direction; giving an actor up is charged with its start for the way back.
     Where nothing can be done with the actors held, the change is urgent and made.
     """
     if chosen.actors == current:
@@ -153,7 +154,8 @@ def decide(
     before, after = stay.cost + second * stay.time_s, chosen.cost + second * chosen.time_s
     saving, more = before - after, chosen.actors - current
     figures = (
-        f"{chosen.actors} actors: {chosen.time_s:.3g} s for {chosen.cost:.3g} (now {current}: {stay.time_s:.3g} s for {stay.cost:.3g})"
+        f"{chosen.actors} actors: {chosen.time_s:.3g} s for {chosen.cost:.3g} "
+        f"(now {current}: {stay.time_s:.3g} s for {stay.cost:.3g})"
     )
     if saving <= band * before:
         return _stay(stay, current, f"{figures} saves {saving / max(before, 1e-12):.1%} a step, less than {band:.0%}")
@@ -162,12 +164,10 @@ def decide(
     else:
         once = -more * transition.price * transition.return_s
     lasts = min(history.horizon(step), steps_left)
+    balance = f"{figures} saves {saving:.3g} a step for {once:.3g} once"
     if once <= gamma * saving * lasts:
-        return _to(chosen, current, f"{figures} saves {saving:.3g} a step for {once:.3g} once, expected to last {lasts:.3g} steps")
-    return _stay(
-        stay, current, f"{figures} saves {saving:.3g} a step for {once:.3g} once: pays back in {once / saving:.3g} steps, but must within "
-        f"{gamma * lasts:.3g}"
-    )
+        return _to(chosen, current, f"{balance}, expected to last {lasts:.3g} steps")
+    return _stay(stay, current, f"{balance}: pays back in {once / saving:.3g} steps, but must within {gamma * lasts:.3g}")
 
 
 def _to(plan: Plan, current: int, reason: str) -> Decision:
@@ -179,7 +179,9 @@ def _stay(plan: Plan, current: int, reason: str) -> Decision:
     return Hold(current, reason, plan.time_s, plan.cost, plan)
 
 
-def safe_decide(last: Decision | None, make: Callable[..., Decision], *arguments: Any, fallback: int = 1, **named: Any) -> Decision:
+def safe_decide(
+    last: Decision | None, make: Callable[..., Decision], *arguments: Any, fallback: int = 1, **named: Any
+) -> Decision:
     """`make(*arguments, **named)`; where it raises, the last good decision held, with a reason that says what went wrong.
 
     A running loop goes on with the plan it had. Without one, `fallback` actors. The plan's groups are dropped: they are of

@@ -13,8 +13,9 @@ FIELDS = ("cpu_per_hour", "gpu_per_hour", "devices_per_hour", "preemptible_facto
 
 @dataclass(frozen=True)
 class PriceTable:
-    """Prices per slot-hour in `currency`: of CPU slots, of GPU slots, and of named devices. Without any price every slot-second costs
-    1.0, so that a cost is a number of slot-seconds. A preemptible slot costs `preemptible_factor` of the same."""
+    """Prices per slot-hour in `currency`: of CPU slots, of GPU slots, and of named devices. Without any price every
+    slot-second costs 1.0, so that a cost is a number of slot-seconds. A preemptible slot costs `preemptible_factor` of the
+    same."""
 
     cpu_per_hour: float | None = None
     gpu_per_hour: float | None = None
@@ -33,8 +34,8 @@ class PriceTable:
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> PriceTable:
-        """From a mapping with the fields of this class. Raises ValueError for an unknown key, naming the nearest one, and for
-        prices that are not numbers or negative."""
+        """From a mapping with the fields of this class. Raises ValueError for an unknown key, naming the nearest one, and
+        for prices that are not numbers or negative."""
         for key in table:
             if key not in FIELDS:
                 raise ValueError(f"unknown price `{key}`{_nearest(key, FIELDS)}")
@@ -49,7 +50,8 @@ class PriceTable:
         return self.cpu_per_hour is None and self.gpu_per_hour is None and not self.devices_per_hour
 
     def per_slot_s(self, resource: str, *, preemptible: bool = False) -> float:
-        """Price of one slot-second of "cpu", "gpu" or a named device (which costs what a GPU does where it has no price of its own).
+        """Price of one slot-second of "cpu", "gpu" or a named device (which costs what a GPU does where it has no price of
+        its own).
 
         Raises ValueError, naming the nearest known one, for a resource without a price in a table that has prices.
         """

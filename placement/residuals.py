@@ -96,7 +96,8 @@ def _lookup(table: np.ndarray, at: np.ndarray, low: float, high: float, slope: f
 
 
 class Residuals:
-    """The newest residuals, at most `keep`, and the shape they give. Until 256 were seen a few normal quantiles are mixed in."""
+    """The newest residuals, at most `keep`, and the shape they give. Until 256 were seen a few normal quantiles are mixed
+    in."""
 
     def __init__(self, keep: int) -> None:
         self.keep = keep

@@ -16,8 +16,8 @@ REJECT = 6.0  # scales from the middle: a hiccup, not noise
 
 
 def nonnegative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
-    """The β ≥ 0 (k,) that minimises β'Gβ - 2β'm, for a positive definite G (k, k): the best of the solutions on every subset of
-    terms, which for two or three terms is quicker than an active-set search."""
+    """The β ≥ 0 (k,) that minimises β'Gβ - 2β'm, for a positive definite G (k, k): the best of the solutions on every subset
+    of terms, which for two or three terms is quicker than an active-set search."""
     k = len(moment)
     best, least = np.zeros(k), 0.0
     for size in range(1, k + 1):
@@ -44,8 +44,8 @@ def huber_weights(residuals: np.ndarray, sd: float) -> np.ndarray:
 
 
 def scaled_seed(seed: np.ndarray, rows: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Reference and target (k,) for `fit_shares`: a seed scaled to the level of the records; a term that the seed does not have is
-    measured in twentieths of a typical record and drawn to zero."""
+    """Reference and target (k,) for `fit_shares`: a seed scaled to the level of the records; a term that the seed does not
+    have is measured in twentieths of a typical record and drawn to zero."""
     predicted = rows @ seed
     level = float(np.median(y / predicted)) if predicted.min() > LEAST_S else 0.0
     small = 0.05 * float(np.median(y)) / np.maximum(rows.mean(0), 1e-12)
@@ -59,10 +59,10 @@ def fit_shares(
 ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
     """Fit y ≈ rows·β, β ≥ 0, by relative errors (a step twice as long may err twice as much), robustly.
 
-    rows (n, k), y (n,) > 0. θ = β / reference has a normal prior around `target` (k,), of standard deviation 1 or, if that is
-    more, half of a typical record. Its weight fades as records come; where the rows do not tell the terms apart, the split is
-    the prior's. `old`: gram (k, k) and moment (k,) of earlier records in units of β. `counts` (n,): what each record weighs.
-    Returns β, the weights (n,) and this batch's own gram and moment, for the caller to keep.
+    rows (n, k), y (n,) > 0. θ = β / reference has a normal prior around `target` (k,), of standard deviation 1 or, if that
+    is more, half of a typical record. Its weight fades as records come; where the rows do not tell the terms apart, the
+    split is the prior's. `old`: gram (k, k) and moment (k,) of earlier records in units of β. `counts` (n,): what each
+    record weighs. Returns β, the weights (n,) and this batch's own gram and moment, for the caller to keep.
     """
     beta = reference * target
     predicted = np.maximum(rows @ beta, 1e-6 * np.median(y))

@@ -37,14 +37,14 @@ LEAST_RECORDS = 8
 class SpeedFit:
     """Fits `Speed` to engines' step records online: faded sums, so that it follows the machine.
 
-    The errors are relative; outliers are down-weighted (Huber) or left out; no term is negative. Where records do not tell the
-    terms apart (all steps alike), the split is the seed's, scaled to the times seen. The seed's own level counts only until the
-    first records.
+    The errors are relative; outliers are down-weighted (Huber) or left out; no term is negative. Where records do not tell
+    the terms apart (all steps alike), the split is the seed's, scaled to the times seen. The seed's own level counts only
+    until the first records.
     """
 
     def __init__(self, first_guess: Speed, fade: float = 0.8, spread: float = 0.5) -> None:
-        """`first_guess`: the seed, for instance from a roofline. `fade` of earlier records, per call of `observe`. `spread`: relative
-        error expected of the seed."""
+        """`first_guess`: the seed, for instance from a roofline. `fade` of earlier records, per call of `observe`. `spread`:
+        relative error expected of the seed."""
         self.seed = self.speed = first_guess
         self.fade = fade
         self.gram, self.moment = np.zeros((3, 3)), np.zeros(3)
@@ -56,17 +56,18 @@ class SpeedFit:
 
     @property
     def spread(self) -> float:
-        """Relative standard error of a predicted rollout time: how far the sums of steps seen later were off (root mean square,
-        newer ones count more), hiccups included."""
+        """Relative standard error of a predicted rollout time: how far the sums of steps seen later were off (root mean
+        square, newer ones count more), hiccups included."""
         return float(np.sqrt(self.errors[0] / self.errors[1]))
 
     def observe(
-        self, running: np.ndarray, seconds: np.ndarray, context_tokens: np.ndarray | None = None, new_tokens: np.ndarray | None = None
+        self, running: np.ndarray, seconds: np.ndarray, context_tokens: np.ndarray | None = None,
+        new_tokens: np.ndarray | None = None,
     ) -> None:
         """Records of decode steps (n,): sequences in the step, seconds, tokens in their contexts, tokens computed.
 
-        Without `context_tokens` per_ctx_s is 0 and its time is part of the other terms. Steps that computed more tokens than they
-        have sequences are prefill and left out where `new_tokens` says so. Fewer than 8 records change nothing. Raises
+        Without `context_tokens` per_ctx_s is 0 and its time is part of the other terms. Steps that computed more tokens than
+        they have sequences are prefill and left out where `new_tokens` says so. Fewer than 8 records change nothing. Raises
         ValueError where arrays differ in length.
         """
         running, seconds = np.asarray(running, float), np.asarray(seconds, float)
@@ -106,8 +107,9 @@ class SpeedFit:
     def state(self) -> dict[str, Any]:
         speed = self.speed
         return {
-            "gram": self.gram.tolist(), "moment": self.moment.tolist(), "speed": [speed.base_s, speed.per_seq_s, speed.per_ctx_s],
-            "step_spread": self.step_spread, "overhead": self.overhead, "records": self.records, "errors": self.errors.tolist(),
+            "gram": self.gram.tolist(), "moment": self.moment.tolist(), "errors": self.errors.tolist(),
+            "speed": [speed.base_s, speed.per_seq_s, speed.per_ctx_s], "step_spread": self.step_spread,
+            "overhead": self.overhead, "records": self.records,
         }
 
     def restore(self, state: dict[str, Any]) -> None:

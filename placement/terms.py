@@ -25,7 +25,9 @@ class Term:
     def __init__(self, fixed_s: float, per_unit_s: float = 0.0, spread: float = 0.5) -> None:
         """The seed and the relative error expected of it. Raises ValueError for negative or non-finite values."""
         if not (np.isfinite([fixed_s, per_unit_s, spread]).all() and min(fixed_s, per_unit_s) >= 0 and spread > 0):
-            raise ValueError(f"a term needs finite times of at least 0 and a positive spread, got {fixed_s}, {per_unit_s}, {spread}")
+            raise ValueError(
+                f"a term needs finite times of at least 0 and a positive spread, got {fixed_s}, {per_unit_s}, {spread}"
+            )
         self.seed = np.array([fixed_s, per_unit_s], float)
         self.beta = self.seed.copy()
         self.seed_spread = float(spread)
@@ -45,8 +47,8 @@ class Term:
 
     @property
     def spread(self) -> float:
-        """Relative standard error of a prediction: robust scale of the errors of predictions made before their records came, and the
-        seed's as three records of its own."""
+        """Relative standard error of a prediction: robust scale of the errors of predictions made before their records came,
+        and the seed's as three records of its own."""
         if not len(self.errors):
             return self.seed_spread
         n = len(self.errors)
@@ -54,7 +56,7 @@ class Term:
 
     def observe(self, units: float | np.ndarray, seconds: float | np.ndarray) -> None:
         """Records: units (n,) or one, seconds (n,) or one. Those that are not finite or not positive are ignored."""
-        new_units, new_seconds = np.broadcast_arrays(np.atleast_1d(np.asarray(units, float)), np.atleast_1d(np.asarray(seconds, float)))
+        new_units, new_seconds = np.broadcast_arrays(np.array(units, float, ndmin=1), np.array(seconds, float, ndmin=1))
         good = np.isfinite(new_units) & np.isfinite(new_seconds) & (new_seconds > 0) & (new_units >= 0)
         new_units, new_seconds = new_units[good], new_seconds[good]
         if not len(new_seconds):
@@ -87,8 +89,8 @@ class Term:
 
 @dataclass
 class Terms:
-    """The fitted times around decoding. The defaults are seeds of the right order only: a process of a vLLM engine on CPU takes 15 s
-    from nothing, a parked one a tenth of a second."""
+    """The fitted times around decoding. The defaults are seeds of the right order only: a process of a vLLM engine on CPU
+    takes 15 s from nothing, a parked one a tenth of a second."""
 
     cold_start: Term = field(default_factory=lambda: Term(15.0))  # from lease to ready, nothing running
     warm_start: Term = field(default_factory=lambda: Term(0.1))  # from lease to ready, instance parked

@@ -17,7 +17,8 @@ CHOSEN = "#c03a4b"
 
 
 def frontier_svg(plans: Sequence[Plan], bounds: Bounds, chosen: int, *, cost: str, title: str) -> str:
-    """Time to the right, cost upwards, coloured by actors; dashed: the lower bounds; a ring: plan number `chosen`. `cost`: its unit."""
+    """Time to the right, cost upwards, coloured by actors; dashed: the lower bounds; a ring: plan number `chosen`. `cost`:
+    its unit."""
     times, costs = [p.time_s for p in plans], [p.cost for p in plans]
     x_ticks, y_ticks = _ticks(min(bounds.time_s, *times), max(times)), _ticks(0.0, max([bounds.cost, *costs]))
     x_low, x_high, y_high = x_ticks[0], x_ticks[-1], y_ticks[-1]
@@ -40,10 +41,11 @@ def frontier_svg(plans: Sequence[Plan], bounds: Bounds, chosen: int, *, cost: st
         parts.append(f'<path d="M{LEFT} {y(tick):.1f}H{WIDTH - RIGHT}" stroke="#e8e8e8"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end" fill="#555">{tick:g}</text>')
     parts += [
-        f'<path d="M{x(bounds.time_s):.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="#777" stroke-dasharray="4 4" data-bound="time"/>',
-        f'<path d="M{LEFT} {y(bounds.cost):.1f}H{WIDTH - RIGHT}" stroke="#777" stroke-dasharray="4 4" data-bound="cost"/>',
+        f'<path d="M{x(bounds.time_s):.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="#777" stroke-dasharray="4 4"/>',
+        f'<path d="M{LEFT} {y(bounds.cost):.1f}H{WIDTH - RIGHT}" stroke="#777" stroke-dasharray="4 4"/>',
         f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 14}" text-anchor="middle">rollout time (s)</text>',
-        f'<text transform="translate(18 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">{escape(cost)}</text>',
+        f'<text transform="translate(18 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">'
+        f"{escape(cost)}</text>",
     ]
     # between two points no plan is faster than the right one and cheaper than the left one: stairs, not slopes
     stairs = f"M{x(times[0]):.1f} {y(costs[0]):.1f}" + "".join(
@@ -60,7 +62,8 @@ def frontier_svg(plans: Sequence[Plan], bounds: Bounds, chosen: int, *, cost: st
         )
     best = plans[chosen]
     parts.append(
-        f'<circle cx="{x(best.time_s):.1f}" cy="{y(best.cost):.1f}" r="8" fill="none" stroke="{CHOSEN}" stroke-width="2" data-chosen="1"/>'
+        f'<circle cx="{x(best.time_s):.1f}" cy="{y(best.cost):.1f}" r="8" fill="none" stroke="{CHOSEN}" stroke-width="2" '
+        'data-chosen="1"/>'
     )
     legend = [(FEW, "1 actor"), (MANY, f"{most} actors")] if most > 1 else [(FEW, "1 actor")]
     at = LEFT

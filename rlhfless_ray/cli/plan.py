@@ -31,7 +31,8 @@ def plan(
     budget: Annotated[float | None, typer.Option(help="The fastest plan that costs no more.")] = None,
     knee: Annotated[bool, typer.Option("--knee", help="Where going faster begins to cost more than it gains.")] = False,
     scenarios: Annotated[
-        int, typer.Option(help="0: these lengths are known. S: they are what the prompts did last time; plan S draws of the next.")
+        int,
+        typer.Option(help="0: these lengths are known. S: they are what the prompts did last time; plan S draws of the next."),
     ] = 0,
     column: Annotated[str | None, typer.Option(help="Column or key of the lengths.")] = None,
     price: Annotated[float, typer.Option(help="Of one device-second.")] = 1.0,
@@ -77,7 +78,8 @@ def _objective(prefer: float | None, deadline: float | None, budget: float | Non
     from placement import Objective
 
     given = [
-        name for name, value in (("--prefer", prefer), ("--deadline", deadline), ("--budget", budget), ("--knee", knee or None))
+        name
+        for name, value in (("--prefer", prefer), ("--deadline", deadline), ("--budget", budget), ("--knee", knee or None))
         if value is not None
     ]
     if len(given) > 1:
@@ -89,7 +91,8 @@ def _objective(prefer: float | None, deadline: float | None, budget: float | Non
 
 
 def _pool(
-    actors: int, speed: str | None, device: str | None, model: str | None, width: int, price: float, start: float, capacity: int | None
+    actors: int, speed: str | None, device: str | None, model: str | None, width: int, price: float, start: float,
+    capacity: int | None,
 ) -> Pool:
     from placement import Pool, Speed
 
@@ -105,7 +108,7 @@ def _pool(
         except ValueError:
             numbers = []
         if len(numbers) not in (2, 3) or not all(0 <= x < float("inf") for x in numbers) or not any(numbers):
-            raise UserError(f"--speed {speed}: give base,per_seq or base,per_seq,per_ctx in seconds, for instance 0.0085,3e-5")
+            raise UserError(f"--speed {speed}: give base,per_seq or base,per_seq,per_ctx in seconds, such as 0.0085,3e-5")
         return Pool(Speed(*numbers), price, actors, start, capacity=capacity, devices=width)
     if device is None or model is None:
         raise UserError("--device and --model belong together: the speed follows from both")
@@ -143,7 +146,8 @@ def _scenarios(recorded: Lengths, count: int, seed: int) -> np.ndarray:
 def _row(plan: Plan, bounds: Bounds) -> dict[str, Any]:
     sizes = [len(group) for group in plan.groups]
     return {
-        "time_s": plan.time_s, "cost": plan.cost, "actors": plan.actors, "largest_group": max(sizes), "smallest_group": min(sizes),
+        "time_s": plan.time_s, "cost": plan.cost, "actors": plan.actors,
+        "largest_group": max(sizes), "smallest_group": min(sizes),
         "time_over_bound": plan.time_s / bounds.time_s, "cost_over_bound": plan.cost / bounds.cost if bounds.cost else None,
     }
 
@@ -157,8 +161,8 @@ def _tree(
             "source": recorded.source, "responses": len(recorded.tokens), "prompts": int(recorded.group.max()) + 1,
             "mean": float(recorded.tokens.mean()), "max": float(recorded.tokens.max()),
         },
-        "scenarios": scenarios, "actors": pool.max_actors, "price": pool.price, "start_s": pool.start_s, "capacity": pool.capacity,
-        "devices_per_actor": pool.devices,
+        "scenarios": scenarios, "actors": pool.max_actors, "price": pool.price, "start_s": pool.start_s,
+        "capacity": pool.capacity, "devices_per_actor": pool.devices,
         "speed": {"base_s": speed.base_s, "per_seq_s": speed.per_seq_s, "per_ctx_s": speed.per_ctx_s},
         "bounds": {"time_s": bounds.time_s, "cost": bounds.cost, "reason": bounds.reason},
         "frontier": [_row(plan, bounds) for plan in plans],
@@ -187,8 +191,8 @@ def _show(recorded: Lengths, scenarios: int, pool: Pool, plans: list[Plan], boun
     steps = [f"{speed.base_s * 1e3:.3g} ms", f"{speed.per_seq_s * 1e6:.3g} µs per sequence"]
     steps += [f"{speed.per_ctx_s * 1e9:.3g} ns per context token"] if speed.per_ctx_s else []
     console.print(
-        f"{n} responses to {prompts} prompts, mean {recorded.tokens.mean():.0f}, longest {recorded.tokens.max():.0f} tokens; {known}; "
-        f"at most {pool.max_actors} actors; a decode step takes {' + '.join(steps)}"
+        f"{n} responses to {prompts} prompts, mean {recorded.tokens.mean():.0f}, longest {recorded.tokens.max():.0f} tokens; "
+        f"{known}; at most {pool.max_actors} actors; a decode step takes {' + '.join(steps)}"
         + (f"; an actor holds {pool.capacity:,} KV tokens" if pool.capacity else "")
     )
     table = Table()
@@ -207,8 +211,8 @@ def _show(recorded: Lengths, scenarios: int, pool: Pool, plans: list[Plan], boun
     if len(rows) < len(plans):
         console.print(f"{len(rows)} of {len(plans)} points; all of them with --json")
     console.print(
-        f"cost in {_unit(pool)}; + is above the lower bounds: {bounds.time_s:.4g} s ({bounds.reason}) and {bounds.cost:.4g} (everything "
-        "on one actor)"
+        f"cost in {_unit(pool)}; + is above the lower bounds: {bounds.time_s:.4g} s ({bounds.reason}) and {bounds.cost:.4g} "
+        "(everything on one actor)"
     )
     console.print(f"chosen: {choice.reason}")
 

@@ -34,10 +34,11 @@ Row = tuple[Any, Any, Any]  # group key, prompt tokens, length
 
 
 def read_lengths(path: Path, column: str | None = None) -> Lengths:
-    """JSON: numbers, or lists of one prompt's responses, or objects. JSONL: one of these per line. CSV: a column of numbers, by name or
-    the only one. A run folder: the samples of its last step. Raises UserError."""
+    """JSON: numbers, or lists of one prompt's responses, or objects. JSONL: one of these per line. CSV: a column of numbers,
+    by name or the only one. A run folder: the samples of its last step. Raises UserError."""
     if path.is_dir():
-        steps = sorted((path / "samples").glob("step_*.jsonl"), key=lambda p: int(p.stem[5:]) if p.stem[5:].isdigit() else -1)
+        steps = [p for p in (path / "samples").glob("step_*.jsonl") if p.stem[5:].isdigit()]
+        steps.sort(key=lambda p: int(p.stem[5:]))
         if not steps:
             raise UserError(f"{path}: a folder without samples/step_<n>.jsonl; give a file of lengths or a run folder")
         path = steps[-1]

@@ -182,7 +182,8 @@ def test_calibrated_for_prompts_never_seen() -> None:
 
 @pytest.mark.parametrize("cap", [400, 800])
 def test_lengths_cut_at_the_limit_are_lower_bounds(cap: int) -> None:
-    """A quarter and a tenth of the responses are cut; what is estimated is the policy's variance, not that of cut lengths."""
+    """A quarter and a tenth of the responses are cut; what is estimated is the policy's variance, not that of cut
+    lengths."""
     world = World(6)
     forecaster, drawn, came = trained(world, 40, cap=cap)
     quality = forecast_quality(drawn, came)

@@ -86,8 +86,8 @@ def test_a_seed_is_a_draw() -> None:
 
 
 def by_rejection(predicted: LengthForecast, generated: np.ndarray, ended: np.ndarray, draws: int) -> tuple[np.ndarray, np.ndarray]:
-    """Independent draws of the same model, each with the weight that what is known gives it: survivors must have survived, and for the
-    ended ones the density of their length. Returns lengths (n, draws) and weights (draws,)."""
+    """Independent draws of the same model, each with the weight that what is known gives it: survivors must have survived,
+    and for the ended ones the density of their length. Returns lengths (n, draws) and weights (draws,)."""
     rng = np.random.default_rng(11)
     prompts = len(predicted.prompt_sd)
     shared = rng.normal(0, 1, (prompts, draws)) * predicted.prompt_sd[:, None] + rng.normal(0, predicted.drift_sd, draws)

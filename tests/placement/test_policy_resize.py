@@ -120,7 +120,8 @@ def test_a_change_at_the_end_of_a_run_must_pay_back_before_it() -> None:
 @given(st.integers(0, 1000), st.floats(0, 1), st.integers(1, 6))
 @settings(max_examples=40, deadline=None)
 def test_the_worth_of_a_second_agrees_with_the_choice(seed: int, prefer: float, current: int) -> None:
-    """The chosen plan is the cheapest at that worth, so staying never looks better than it; free changes go where the choice is."""
+    """The chosen plan is the cheapest at that worth, so staying never looks better than it; free changes go where the choice
+    is."""
     lengths = np.random.default_rng(seed).lognormal(5, 0.6, 40)
     plans = frontier(lengths, Speed(0.0085, 3e-5), max_actors=6)
     objective = Objective(prefer=prefer)

@@ -97,7 +97,8 @@ def test_nearly_alike_steps_do_not_give_nonsense() -> None:
 
 
 def test_the_spread_is_the_error_of_whole_rollouts() -> None:
-    """Rollouts whose level varies by 10 %: the spread ends near it, whatever the seed's was; a steady machine ends below 2 %."""
+    """Rollouts whose level varies by 10 %: the spread ends near it, whatever the seed's was; a steady machine ends below 2
+    %."""
     for level, expected in ((0.1, (0.05, 0.2)), (0.0, (0.0, 0.02))):
         rng = np.random.default_rng(3)
         fit = SpeedFit(Speed(1.0, 1e-3), spread=0.5)
