@@ -136,6 +136,7 @@ def _body(state: ProgressState, row: dict[str, Any], now: float, room: int, asci
         ("accuracy", accuracy),
         ("lengths", lengths),
         ("pool", pool),
+        ("plan", _plan(row)),
         ("cost", cost),
         ("speed", Text(f"{short(row.get('tokens/per_s'))} tokens/s, {duration(row.get('step_s'))} a step")),
         ("now", Text(f"{state.phase}  {duration(now - state.phase_at_s)}", style="cyan")),
@@ -146,6 +147,20 @@ def _body(state: ProgressState, row: dict[str, Any], now: float, room: int, asci
     if troubles:
         lines.append(("warnings", Text(", ".join(troubles), style="yellow")))
     return lines
+
+
+def _plan(row: dict[str, Any]) -> Any:
+    """What was predicted for the rollout, what came, and how good the forecast was."""
+    from rich.text import Text
+
+    text = Text(f"rollout {duration(row.get('plan/rollout_s'))} planned, {duration(row.get('phase/rollout_s'))} measured")
+    if finite(row.get("plan/cost_slot_s")) is not None:
+        text.append(f"; {number(row['plan/cost_slot_s'])} planned, {slot_time(row.get('cost/rollout_slot_s'))} measured")
+    if finite(row.get("forecast/coverage_90")) is not None:
+        rank = "" if finite(row.get("forecast/spearman")) is None else f", rank quality {row['forecast/spearman']:.2f}"
+        inside = percent(row["forecast/coverage_90"], 0)
+        text.append(f"  forecast: {inside} of the lengths inside its 90% interval{rank}", style="dim")
+    return text
 
 
 def _accuracy(sampled: Any, greedy: Any, word: str = "eval ") -> list[str]:
