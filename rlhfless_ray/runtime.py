@@ -69,6 +69,9 @@ class Runtime:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
+            if self.resume:
+                self.folder = RunFolder.resumed(self.recipe)
+                stack.enter_context(self.folder.locked())
             stack.enter_context(STOP.listening())
             stack.callback(self.cluster.stop)
             try:
@@ -79,12 +82,15 @@ class Runtime:
             STOP.check()
             resource = self.cluster.resource()
             self.slots = self.cluster.check_size(resource)
-            self.folder = RunFolder.latest(self.recipe) if self.resume else RunFolder.create(self.recipe)
+            if not self.resume:
+                self.folder = RunFolder.create(self.recipe)
+                stack.enter_context(self.folder.locked())
             checkpoint = self.folder.load_checkpoint() if self.resume else None
             self.steps_done = checkpoint[0] if checkpoint else 0
             self.folder.begin(self.recipe, f"{platform.machine()}, {self.slots} {resource} slots", self.steps_done)
             price = self.recipe.price.gpu_slot_per_hour if resource == "gpu" else self.recipe.price.cpu_slot_per_hour
             self.ledger = Ledger(resource, price)
+            self.ledger.name_of = self.cluster.node_name
             self.ledger.resume_from(self.folder.path / "ledger.csv", self.steps_done)
             self.record = Record(self.recipe, self.folder, self.ledger, self.steps_done)
             stack.push(self._ended)

@@ -23,6 +23,7 @@ class RayCluster:
         self.recipe = recipe
         self.private = False
         self.joined = False
+        self.names: dict[str, str] = {}
 
     def start(self) -> None:
         import ray
@@ -66,6 +67,17 @@ class RayCluster:
             ray.shutdown()
         if self.private:
             _loopback_only(False)
+
+    def node_name(self, node_id: str) -> str:
+        """A node's host name, with a number where several nodes share it. Ray's ids are of one Ray only: after a resume the
+        same machine would look like another one."""
+        if node_id not in self.names:
+            import ray
+
+            host = next((n["NodeManagerHostname"] for n in ray.nodes() if n["NodeID"] == node_id), node_id)
+            shared = sum(name.partition("#")[0] == host for name in self.names.values())
+            self.names[node_id] = f"{host}#{shared + 1}" if shared else host
+        return self.names[node_id]
 
     def resource(self) -> str:
         """What a slot is here: "cpu" or "gpu". Raises UserError when the recipe asks for what the cluster lacks."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -65,6 +65,7 @@ class Ledger:
         self.resource = resource
         self.price_per_hour = price_per_hour
         self.started_s = time.time() if started_s is None else started_s
+        self.name_of: Callable[[str], str] = str  # from Ray's id of a node to what people call it
         self.open: dict[str, Holding] = {}
         self.rows: list[Row] = []
         self.written = 0
@@ -78,7 +79,7 @@ class Ledger:
         now = time.time()
         if lease in self.open:
             self._close(lease, now)
-        self.open[lease] = Holding(lease, node, device, kind, instance, self.step, now)
+        self.open[lease] = Holding(lease, self.name_of(node), device, kind, instance, self.step, now)
 
     def spans(self, leases: Iterable[str], spans: Iterable[Span]) -> None:
         """What the instance holding `leases` did with them, on its own clock."""
@@ -93,7 +94,7 @@ class Ledger:
         """An instance stays warm without a lease: no slot is billed, its memory is shown."""
         if instance not in self.open:
             self.open[instance] = Holding(
-                "", node, device, kind, instance, self.step, time.time(), memory_mb=memory_mb, slots=0
+                "", self.name_of(node), device, kind, instance, self.step, time.time(), memory_mb=memory_mb, slots=0
             )
 
     def unpark(self, instance: str) -> None:
