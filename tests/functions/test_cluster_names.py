@@ -1,0 +1,28 @@
+"""What the ledger calls nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ray
+
+from rlhfless_ray.functions.cluster import RayCluster
+from rlhfless_ray.recipe import Recipe
+
+
+def cluster_of(monkeypatch: pytest.MonkeyPatch, *nodes: tuple[str, str]) -> RayCluster:
+    found: list[dict[str, Any]] = [{"NodeID": id, "NodeManagerHostname": host} for id, host in nodes]
+    monkeypatch.setattr(ray, "nodes", lambda: found)
+    return RayCluster(Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}}))
+
+
+def test_a_node_is_called_by_its_host_and_the_same_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = cluster_of(monkeypatch, ("a1", "box"), ("b1", "other"))
+    assert [first.node_name(id) for id in ("a1", "b1", "a1", "gone")] == ["box", "other", "box", "gone"]
+    assert cluster_of(monkeypatch, ("a2", "box")).node_name("a2") == "box"
+
+
+def test_two_nodes_on_one_host_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = cluster_of(monkeypatch, ("a", "box"), ("b", "box"), ("c", "box"))
+    assert [cluster.node_name(id) for id in ("b", "a", "c", "b")] == ["box", "box#2", "box#3", "box"]
