@@ -39,6 +39,8 @@ from rlhfless_ray.types import EngineStep, Prompt, Sample
 
 THIN = 0.005  # points of the frontier differ by at least this share
 COLD_START_S, WARM_START_S = 15.0, 0.02  # seeds: measured on two cores, replaced by this run's own starts
+AROUND_S = 0.03  # seed: what a rollout takes besides decoding (weights, calls, answers)
+RETAKE_S = 0.8  # taking a released slot again, at worst (Ray's retry tick)
 LEAST_SECOND = 1e-3  # slot-seconds: even to a run that minds cost only, a second is worth something
 SHOWN = 24  # points of the frontier that go into metrics and report
 
@@ -50,6 +52,8 @@ class RolloutPlan:
     decision: Decision
     actors: int
     frontier: tuple[Plan, ...] = ()
+    predicted_s: float = 0.0  # of the whole phase: loading weights and talking to engines included
+    predicted_slot_s: float = 0.0  # of the leases it holds, those that wait for the next phase included
 
     @property
     def reason(self) -> str:
@@ -68,7 +72,7 @@ class RolloutPlan:
         points = self.frontier[:: -(-len(self.frontier) // SHOWN)] if self.frontier else ()
         return {
             "plan/actors": self.actors, "pool/decision": self.decision.action, "pool/reason": self.reason,
-            "plan/rollout_s": self.decision.time_s, "plan/cost_slot_s": self.decision.cost_slot_s,
+            "plan/rollout_s": self.predicted_s, "plan/cost_slot_s": self.predicted_slot_s,
             "plan/frontier_time_s": [plan.time_s for plan in points], "plan/frontier_cost_slot_s": [p.cost for p in points],
             "plan/frontier_actors": [plan.actors for plan in points],
         }
@@ -84,6 +88,8 @@ class Autoscaler:
         self.speed = SpeedFit(first_speed)
         self.objective = _objective(recipe)
         self.cold_start, self.warm_start = Term(COLD_START_S), Term(WARM_START_S)
+        self.around = Term(AROUND_S)
+        self.learner_slots = recipe.learner.ranks * recipe.learner.max_slots_per_rank
         self.history = ResizeHistory()
         self.second = 1.0  # what a second of the step is worth, in slot-seconds
         self.actors = 0  # engines of the last step
@@ -112,13 +118,30 @@ class Autoscaler:
         decision = safe_decide(self.last, make, fallback=min(max(self.actors, least), max_actors))
         if not failed(decision):
             self.last = decision
-        return RolloutPlan(decision, max(least, decision.actors), tuple(plans))
+        phase_s, slot_s = self._predict(decision, scenarios.lengths, self.cold_start.predict() if decision.actors > warm else 0.0)
+        return RolloutPlan(decision, max(least, decision.actors), tuple(plans), phase_s, slot_s)
 
-    def drained(self, tail_s: float, retake_s: float, needed_next: bool) -> Decision:
+    def _predict(self, decision: Decision, lengths: np.ndarray, start_s: float) -> tuple[float, float]:
+        """Seconds of the rollout phase and slot-seconds of its leases: the plan's, with what surrounds decoding, and with
+        slots held for the learner where that is cheaper than to take them again."""
+        around, slower = self.around.predict() + start_s, 1 + self.speed.overhead
+        phase_s = decision.time_s * slower + around
+        if decision.plan is None:
+            return phase_s, decision.actors * phase_s
+        speed, slot_s = self.speed.speed, 0.0
+        for group in decision.plan.groups:
+            part = lengths[group].astype(float)
+            own_s = float(speed.base_s * part.max(0).mean() + speed.per_seq_s * part.sum(0).mean()) * slower + around
+            tail_s = max(0.0, phase_s - own_s)
+            held = self.drained(tail_s, decision.actors <= self.learner_slots).action == "Hold"
+            slot_s += phase_s if held else min(own_s, phase_s)
+        return phase_s, slot_s
+
+    def drained(self, tail_s: float, needed_next: bool) -> Decision:
         """An engine has nothing left to do and others will work for `tail_s` more: what becomes of its lease?"""
         if not needed_next:
             return Release(0, "the next phase does not need the slot")
-        return hold_slot(tail_s, 1.0, start_cost(retake_s, 1.0, self.second))
+        return hold_slot(tail_s, 1.0, start_cost(RETAKE_S, 1.0, self.second))
 
     def keep_warm_s(self, gaps_s: Sequence[float]) -> float:
         """For how long a parked process is worth keeping; `gaps_s`: for how long such processes lay idle before."""
@@ -153,8 +176,10 @@ class Autoscaler:
 
     # ---- learning from what happened -----------------------------------------------------------------------------
 
-    def observe_steps(self, steps: list[EngineStep]) -> None:
-        """The engines' step records of a rollout."""
+    def observe_rollout(self, steps: list[EngineStep], around_s: float | None) -> None:
+        """The engines' step records of a rollout, and what it took besides the longest engine's steps (None: a cold start)."""
+        if around_s is not None:
+            self.around.observe(0.0, around_s)
         self.speed.observe(
             np.array([s.running for s in steps]), np.array([s.seconds for s in steps]),
             np.array([s.context_tokens for s in steps]), np.array([s.new_tokens for s in steps]),
@@ -186,7 +211,7 @@ class Autoscaler:
         return {
             "forecaster": self.forecaster.state(), "speed": self.speed.state(), "actors": self.actors,
             "cold_start": self.cold_start.state(), "warm_start": self.warm_start.state(), "history": asdict(self.history),
-            "second": self.second,
+            "second": self.second, "around": self.around.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -197,6 +222,7 @@ class Autoscaler:
         self.warm_start.restore(state["warm_start"])
         self.history = ResizeHistory(**state["history"])
         self.second = state["second"]
+        self.around.restore(state["around"])
 
 
 def response_tokens(samples: list[Sample]) -> np.ndarray:

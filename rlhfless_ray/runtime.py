@@ -174,7 +174,7 @@ class Runtime:
         if self.ahead:
             plan, self.ahead = self.ahead.plan, None
         else:
-            warm = len(self.rollout.parked) + len(self.rollout.working)
+            warm = sum(instance.memory_mb > 0 for instance in (*self.rollout.parked, *self.rollout.working))
             plan = self.autoscaler.plan(step.forecast, step.prompts, self.max_actors, step=step.number, warm=warm)
         if failed(plan.decision):
             self.record.progress.message(f"step {step.number}: {plan.reason}")
@@ -363,6 +363,7 @@ class Runtime:
 
         assert self.weights is not None
         self.rollout_began_s = time.monotonic()
+        all_warm = all(instance.memory_mb > 0 for instance in self.rollout.working)
         stream = run_rollout(
             self.rollout, requests, shares, expected, self.weights,
             interval_s=self.recipe.rollout.stream_interval_s, deadline_s=self.recipe.rollout.deadline_s,
@@ -370,7 +371,7 @@ class Runtime:
             drained=self.autoscaler.drained, give_back=self._drained, on_progress=self._prewarm_next,
         )
         around_s = time.monotonic() - self.rollout_began_s - max(stream.decode_s.values())
-        self.autoscaler.observe_rollout(stream.steps, around_s)
+        self.autoscaler.observe_rollout(stream.steps, around_s if all_warm else None)
         return stream.completions
 
     def _drained(self, instance: Any, decision: Decision) -> None:

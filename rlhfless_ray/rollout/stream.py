@@ -21,8 +21,6 @@ from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.types import Completion, EngineStep, Request, Span, WeightVersion
 from rlhfless_ray.waits import wait_any
 
-RETAKE_S = 0.8  # taking a released slot again, at worst (Ray's retry tick)
-
 
 @dataclass
 class Stream:
@@ -30,6 +28,7 @@ class Stream:
 
     completions: dict[int, Completion] = field(default_factory=dict)
     steps: list[EngineStep] = field(default_factory=list)
+    decode_s: dict[str, float] = field(default_factory=dict)  # seconds each instance spent in its engine's steps
     replaced: int = 0
 
 
@@ -54,7 +53,7 @@ def run_rollout(
     deadline_s: float,
     max_replacements: int,
     needed_next: int,
-    drained: Callable[[float, float, bool], Decision],
+    drained: Callable[[float, bool], Decision],
     give_back: Callable[[Instance, Decision], None],
     on_progress: Callable[[int, int], None],
 ) -> Stream:
@@ -62,9 +61,9 @@ def run_rollout(
 
     shares: indices of the requests of each working instance, in the pool's order; instances beyond them get nothing to
     do and are given back at once. expected (n,): forecast tokens. `needed_next`: slots the next phase will want.
-    When an instance has nothing left to do, `drained` (seconds of tail left, seconds to take the slot again, whether the
-    next phase needs it) decides what becomes of its lease, and `give_back` carries it out. Raises RunError past the deadline or when
-    more engines died than may be replaced.
+    When an instance has nothing left to do, `drained` (seconds of tail left, whether the next phase needs the slot) decides
+    what becomes of its lease, and `give_back` carries it out. Raises RunError past the deadline or when more engines died
+    than may be replaced.
     """
     start = time.monotonic()
     stream = Stream()
@@ -102,7 +101,7 @@ def run_rollout(
                 remaining = max((float(expected[by_key[r.key]]) for _, s in running.values() for r in s), default=0.0)
                 if running:
                     kept = len(pool.working) <= needed_next
-                    give_back(instance, drained(remaining * _step_s(stream.steps), RETAKE_S, kept))
+                    give_back(instance, drained(remaining * _step_s(stream.steps), kept))
                 continue
             except RayActorError as error:
                 del running[generator]
@@ -124,6 +123,7 @@ def run_rollout(
             for completion in completions:
                 stream.completions[completion.key] = completion
             stream.steps += steps
+            stream.decode_s[instance.id] = stream.decode_s.get(instance.id, 0.0) + sum(step.seconds for step in steps)
             pool.ledger.spans([lease.id for lease in instance.leases], spans)
             on_progress(len(stream.completions), len(requests))
     lost = len(requests) - len(stream.completions)

@@ -1,0 +1,135 @@
+"""The step's plan: forecast → frontier → choice → decision, without Ray or an engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from placement.speed import Speed
+from rlhfless_ray import Recipe
+from rlhfless_ray.autoscale import Autoscaler, RolloutPlan
+from rlhfless_ray.types import Completion, EngineStep, Prompt, Sample
+
+SPEED = Speed(0.01, 1e-4)
+
+
+def recipe(**sections) -> Recipe:
+    tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "rollout": {"samples_per_prompt": 4, "max_tokens": 200}}
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    return Recipe.parse(tree)
+
+
+def prompts(count: int = 16) -> list[Prompt]:
+    return [Prompt(i, "x", tuple(range(5 + i))) for i in range(count)]
+
+
+def answers(asked: list[Prompt], seed: int = 0) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    found = []
+    for prompt in asked:
+        for j in range(4):
+            length = int(np.clip(rng.lognormal(2 + 0.15 * prompt.index, 0.4), 1, 200))
+            found.append(Sample(prompt, j, Completion(0, np.zeros(length, np.int32), np.zeros(length, np.float32), "stop", 0)))
+    return found
+
+
+def trained(auto: Autoscaler, steps: int = 6) -> Autoscaler:
+    for step in range(steps):
+        auto.observe_samples(prompts(), answers(prompts(), step))
+        auto.observe_rollout([EngineStep(n, n, 20 * n, SPEED.step_s(n)) for n in range(1, 65)], 0.05)
+    return auto
+
+
+def test_every_sequence_is_in_one_share_whatever_the_number_of_engines():
+    auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}), SPEED))
+    scenarios = auto.forecast(prompts(), 7)
+    plan = auto.plan(scenarios, prompts(), 4, step=7, warm=4)
+    assert plan.actors > 1
+    expected, groups = scenarios.lengths.mean(1), np.repeat(np.arange(16), 4)
+    for engines in range(1, 6):
+        shares = plan.shares(engines, expected, groups)
+        assert 1 <= len(shares) <= engines
+        assert sorted(np.concatenate(shares).tolist()) == list(range(64))
+
+
+def test_preferring_speed_takes_more_engines_than_preferring_cost_and_the_likely_long_sit_in_smaller_company():
+    sizes = {}
+    for prefer in (0.0, 1.0):
+        auto = trained(Autoscaler(recipe(objective={"prefer": prefer}), SPEED))
+        scenarios = auto.forecast(prompts(), 7)
+        plan = auto.plan(scenarios, prompts(), 4, step=7, warm=4)
+        sizes[prefer] = plan.actors
+        assert plan.decision.plan is not None and str(f"prefer {prefer:g}") in plan.reason
+    assert sizes[0.0] == 1 < sizes[1.0]
+    longest = np.argsort(-scenarios.lengths.mean(1))[:4]
+    company = {int(i): len(group) for group in plan.decision.plan.groups for i in group}
+    assert np.mean([company[int(i)] for i in longest]) < np.mean(list(company.values()))
+
+
+def test_a_deadline_that_cannot_be_met_is_said_and_the_nearest_plan_taken():
+    auto = trained(Autoscaler(recipe(objective={"deadline_s": 1e-3}), SPEED))
+    plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
+    assert "no plan takes 0.001 s or less; the nearest deadline that can be met is" in plan.reason
+    assert plan.decision.time_s == min(p.time_s for p in plan.frontier)
+
+
+def test_a_planner_that_fails_keeps_the_last_good_size_and_says_so(monkeypatch):
+    auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}), SPEED))
+    good = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
+    auto.actors = good.actors
+    monkeypatch.setattr("rlhfless_ray.autoscale.frontier", lambda *a, **k: 1 / 0)
+    bad = auto.plan(auto.forecast(prompts(), 8), prompts(), 4, step=8, warm=4)
+    assert bad.actors == good.actors and "the planner failed (ZeroDivisionError" in bad.reason
+    shares = bad.shares(2, np.ones(64), np.repeat(np.arange(16), 4))
+    assert sorted(np.concatenate(shares).tolist()) == list(range(64))
+
+
+def test_fixed_pools_hold_every_engine_and_plan_nothing():
+    auto = Autoscaler(recipe(functions={"elastic": False}), SPEED)
+    plan = auto.plan(auto.forecast(prompts(), 1), prompts(), 3, step=1, warm=0)
+    assert plan.actors == 3 and plan.frontier == () and "functions.elastic is off" in plan.reason
+
+
+def test_a_cold_engine_must_pay_back_and_a_warm_one_is_taken_at_once():
+    chosen = {}
+    for warm in (1, 2):
+        auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}), SPEED))
+        auto.actors = 1
+        plan = auto.plan(auto.forecast(prompts(), 2), prompts(), 2, step=2, warm=warm)
+        chosen[warm] = plan.actors
+    assert chosen == {1: 1, 2: 2}
+
+
+def test_what_was_learned_survives_a_resume_exactly():
+    auto = trained(Autoscaler(recipe(), SPEED))
+    again = Autoscaler(recipe(), SPEED)
+    again.restore(auto.state())
+    a, b = auto.forecast(prompts(), 9), again.forecast(prompts(), 9)
+    assert np.array_equal(a.lengths, b.lengths)
+    one, two = (x.plan(s, prompts(), 4, step=9, warm=4) for x, s in ((auto, a), (again, b)))
+    assert one.reason == two.reason and one.predicted_s == pytest.approx(two.predicted_s)
+
+
+def test_the_prediction_counts_what_surrounds_decoding_and_slots_held_for_the_learner():
+    auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}, learner={"max_slots_per_rank": 4}), SPEED))
+    plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
+    assert plan.predicted_s == pytest.approx(plan.decision.time_s * (1 + auto.speed.overhead) + auto.around.predict())
+    assert plan.predicted_slot_s == pytest.approx(plan.actors * plan.predicted_s)  # all are wanted next: nobody lets go
+
+
+def test_quality_compares_with_the_clairvoyant_plan_and_the_bounds():
+    auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}), SPEED))
+    auto.actors = 3
+    row = auto.quality(auto.forecast(prompts(), 7), answers(prompts(), 7), prompts(), 4)
+    assert row["plan/bound_s"] <= row["plan/clairvoyant_s"] * (1 + 1e-9)
+    assert row["plan/bound_cost_slot_s"] <= row["plan/clairvoyant_cost_slot_s"] * (1 + 1e-9)
+    assert 0.7 < row["forecast/coverage_90"] <= 1 and row["forecast/spearman"] > 0.5 and row["pool/rollout_actors"] == 3
+
+
+def test_metrics_hold_a_thinned_frontier():
+    auto = trained(Autoscaler(recipe(), SPEED))
+    plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
+    row = plan.metrics()
+    assert len(row["plan/frontier_time_s"]) == len(row["plan/frontier_cost_slot_s"]) == len(row["plan/frontier_actors"]) <= 24
+    assert row["pool/decision"] in ("Grow", "Shrink", "Hold") and isinstance(plan, RolloutPlan)
