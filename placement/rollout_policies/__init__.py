@@ -5,6 +5,8 @@ from __future__ import annotations
 from placement.rollout_policies.consolidate import Consolidate, CrudeMix
 from placement.rollout_policies.fixed import Fixed, Random
 from placement.rollout_policies.global_cut import GlobalCut
+from placement.rollout_policies.oracle import Oracle
+from placement.rollout_policies.ours import Ours
 from placement.rollout_policies.rlhfless_paper import RlhflessPaper
 from placement.rollout_policies.view import Action, Job, View, prefer_of, weight
 
@@ -15,6 +17,8 @@ POLICIES = {
     "rlhfless-paper": RlhflessPaper,
     "consolidate": Consolidate,
     "crude-mix": CrudeMix,
+    "ours": Ours,
+    "oracle": Oracle,
 }
 NAMES = tuple(POLICIES)
 

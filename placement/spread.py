@@ -1,0 +1,104 @@
+"""Who shares an actor with whom from now on: splits of the live sequences, judged by expected time and cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from placement.survival import Outlook
+
+DECAY = 0.75  # an actor's load and its share of a lease fall as survivors^DECAY: between never merging (1) and the law (1/2)
+FLOORS = (0.1, 0.5)  # shares of the criticality that are spread evenly over everybody
+RATIOS = (2.0, 4.0, 8.0, 16.0)  # largest over smallest load
+COUNTS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5)  # multiples of the square-root law's number of actors
+CLOCK = np.linspace(0, 1, 41)[1:] ** 1.5
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Expected remaining seconds and actor-seconds above the decoding work itself; score = time_s + μ·cost."""
+
+    time_s: float
+    cost: float
+    score: float
+
+
+def judge(alive: np.ndarray, tokens: np.ndarray, base_s: float, per_seq_s: float, mu: float) -> Judged:
+    """Expected outcome of a split. alive (m, G+1): expected survivors of each actor's group now and after `tokens` (G,).
+
+    An actor's load after r tokens is taken as n·(survivors/n)^DECAY, and as much of its lease is still held: groups merge as
+    they shrink, the more freely the closer DECAY is to 1/2. Time is the expectation of the latest end over all actors,
+    P(all ended by t) = exp(-Σ expected survivors at t).
+    """
+    width = np.diff(tokens, prepend=0.0)
+    middle = (alive[:, 1:] + alive[:, :-1]) / 2
+    share = np.power(np.minimum(middle / alive[:, :1], 1.0), DECAY)
+    clock = np.zeros_like(alive)
+    np.cumsum((base_s + per_seq_s * np.maximum(1.0, alive[:, :1] * share)) * width, axis=1, out=clock[:, 1:])
+    cost = base_s * float(np.sum(np.minimum(share, middle) * width))
+    at = CLOCK * clock[:, -1].max()
+    late = np.zeros(len(at))
+    for k in range(len(alive)):
+        late += np.interp(at, clock[k], alive[k], right=0.0)
+    time_s = float(np.sum((1 - np.exp(-late)) * np.diff(at, prepend=0.0)))
+    return Judged(time_s, cost, time_s + mu * cost)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Group of each live sequence (n,), 0 the most critical; and what is expected of it."""
+
+    group: np.ndarray
+    groups: int
+    judged: Judged
+
+
+def best_split(
+    view: Outlook, base_s: float, per_seq_s: float, mu: float, max_actors: int, *, opened: int = 0, start_s: float = 0.0
+) -> Split:
+    """The best of a family of splits of the sequences in order of criticality.
+
+    If sequence i is the last to end with probability p, the loads that minimise expected time + μ·cost are
+    sqrt(μ·base / (per_seq·p)): the square-root law of consolidation, sequence by sequence. It is tried with part of the
+    criticality spread evenly (FLOORS), and beside it loads that grow geometrically (RATIOS), each for several numbers of
+    actors (COUNTS); even loads are among them, so that no forecast can make it worse than consolidation in expectation.
+    opened: actors already leased; each one more costs start_s seconds of lease, and that delay to what starts on it.
+    """
+    n = len(view.critical)
+    order = np.argsort(-view.critical, kind="stable")
+    sums = np.zeros((n + 1, len(view.tokens)))
+    np.cumsum(view.alive[order], axis=0, out=sums[1:])
+    critical = view.critical[order]
+    lawful = float(np.sqrt(per_seq_s * n / (mu * base_s))) if base_s > 0 else float(n)
+    most = min(max_actors, n)
+    shapes: list[tuple[np.ndarray | float, float]] = [(1.0, lawful)]
+    for floor in FLOORS:
+        root = np.cumsum(np.sqrt((1 - floor) * critical + floor / n))
+        shapes.append((root / root[-1], lawful * root[-1] / np.sqrt(n)))
+    shapes += [(ratio, lawful) for ratio in RATIOS]
+    best: tuple[float, Judged, np.ndarray] | None = None
+    for shape, law in shapes:
+        for m in sorted({int(np.clip(round(law * count), 1, most)) for count in COUNTS}):
+            if m == 1 and shape != 1.0 if isinstance(shape, float) else m == 1:
+                continue  # one group is the same by every shape
+            cuts = _cuts(shape, m, n)
+            alive = np.diff(sums[cuts], axis=0)
+            alive = np.concatenate([np.diff(cuts)[:, None].astype(float), alive], 1)
+            judged = judge(alive, view.tokens, base_s, per_seq_s, mu)
+            score = judged.score + max(0, len(cuts) - 1 - opened) * start_s * (mu + 1 / (len(cuts) - 1))
+            if best is None or score < best[0]:
+                best = score, judged, cuts
+    assert best is not None
+    group = np.empty(n, int)
+    group[order] = np.searchsorted(best[2][1:], np.arange(n), side="right")
+    return Split(group, len(best[2]) - 1, best[1])
+
+
+def _cuts(shape: np.ndarray | float, m: int, n: int) -> np.ndarray:
+    if isinstance(shape, np.ndarray):
+        inner = np.searchsorted(shape, np.arange(1, m) / m)
+    else:
+        share = np.geomspace(1, shape, m)
+        inner = np.round(np.cumsum(share / share.sum()) * n).astype(int)[:-1]
+    return np.unique(np.r_[0, inner, n])

@@ -1,0 +1,118 @@
+"""How long live sequences may still run: their forecasts, corrected by how forecasts have done so far in this rollout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import log_ndtr, ndtr
+
+LEAST_SPREAD = 0.05  # log-scale spread below which no forecast is believed
+STEPS = 24  # points of the grid of future tokens
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Length forecasts as log-normals. mean_log, sd_log (n,): of the logarithm of response tokens."""
+
+    mean_log: np.ndarray
+    sd_log: np.ndarray
+
+    @classmethod
+    def of(cls, scenarios: np.ndarray, least_spread: float = LEAST_SPREAD) -> Forecast:
+        """From scenarios (n, S). The spread of few draws is noise in part: spreads are drawn towards their common value as far
+        as their scatter is no more than S draws of one spread would show (empirical Bayes; var(s²) = 2σ⁴ / (S - 1))."""
+        logs = np.log(np.maximum(scenarios, 1.0))
+        draws = logs.shape[1]
+        if draws == 1:  # a point says nothing of its own error: all take the least, and learn it from the rollout
+            return cls(logs[:, 0], np.full(len(logs), least_spread))
+        variance = logs.var(1, ddof=1)
+        common = float(variance.mean())
+        scatter = float(variance.var()) / max(common * common, 1e-18)
+        own = max(0.0, 1 - 2 / (draws - 1) / scatter) if scatter > 0 else 0.0
+        return cls(logs.mean(1), np.sqrt(np.maximum(common + own * (variance - common), least_spread**2)))
+
+
+def calibrate(forecast: Forecast, generated: np.ndarray, finished: np.ndarray, trust: float = 20.0) -> Forecast:
+    """The forecast as corrected by this rollout: log L = shift + slope·mean_log + scale·sd_log·ε, ε normal.
+
+    generated (n,) tokens so far, finished (n,). A live sequence says that its length is larger: a censored (Tobit) regression,
+    fitted by Newton's method in Olsen's parameters (Econometrica 46, 1978), in which the likelihood is concave.
+    `trust` is the weight, in sequences, of the forecast as it came (shift 0, slope 1, scale 1).
+    """
+    seen = generated > 0
+    if not seen.any():
+        return forecast
+    centre = float(forecast.mean_log.mean())
+    mean, spread = forecast.mean_log - centre, forecast.sd_log
+    rows = np.stack([-1 / spread, -mean / spread, (np.log(np.maximum(generated, 0.5)) - centre) / spread], 1)
+    done, open_ = rows[finished], rows[seen & ~finished]
+    inverse = float(np.mean(1 / spread**2))
+    prior = trust * np.diag([inverse, max(float(mean.var()), 1e-4) * inverse, 2.0])
+    start = np.array([0.0, 1.0, 1.0])
+    beta = start.copy()
+    gram = done.T @ done + prior
+    for _ in range(12):
+        above = np.clip(open_ @ beta, -30, 30)
+        mills = np.exp(-above * above / 2 - 0.5 * np.log(2 * np.pi) - log_ndtr(-above))
+        gradient = -(done.T @ (done @ beta)) - open_.T @ mills - prior @ (beta - start)
+        gradient[2] += len(done) / beta[2]
+        hessian = gram + (open_ * (mills * (mills - above))[:, None]).T @ open_
+        hessian[2, 2] += len(done) / beta[2] ** 2
+        step = np.linalg.solve(hessian, gradient)
+        while beta[2] + step[2] <= 0.05:
+            step /= 2
+        beta = beta + step
+        if np.abs(step).max() < 1e-3:
+            break
+    shift, slope, scale = beta[0] / beta[2], beta[1] / beta[2], 1 / beta[2]
+    return Forecast(centre + shift + slope * mean, scale * spread)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What live sequences may still do. tokens (G,): grid of further tokens; alive (n, G): probability of running further
+    than that; critical (n,): probability of being the last to end if all go on at the same pace (sums to 1)."""
+
+    tokens: np.ndarray
+    alive: np.ndarray
+    critical: np.ndarray
+
+
+def outlook(forecast: Forecast, everyone: Forecast, generated: np.ndarray, surprise: float) -> Outlook:
+    """Residual lives of live sequences with `generated` (n,) tokens and calibrated `forecast`.
+
+    With probability `surprise` a sequence is one whose forecast says nothing: its length is then drawn from `everyone`, all of
+    the rollout's forecasts pooled. That share grows by Bayes' rule as a sequence outlives its own forecast, and is what
+    takes an outlier off the crowd.
+    """
+    n = len(generated)
+    pool_mean = float(everyone.mean_log.mean())
+    pool_sd = float(np.sqrt(np.mean(everyone.sd_log**2) + everyone.mean_log.var()))
+    mean, sd = forecast.mean_log, forecast.sd_log
+    now = np.log(np.maximum(generated, 0.5))
+    own_now, pool_now = log_ndtr((mean - now) / sd), log_ndtr((pool_mean - now) / pool_sd)
+    own = (1 - surprise) * np.exp(own_now - np.maximum(own_now, pool_now))
+    pool = surprise * np.exp(pool_now - np.maximum(own_now, pool_now))
+    own, pool = own / (own + pool), pool / (own + pool)
+    top = max(np.exp(pool_mean + 3.6 * pool_sd), float(np.exp((mean + 2.5 * sd).max())), 1.3 * float(generated.max()) + 3)
+    tokens = (top - float(generated.min())) * np.linspace(0, 1, STEPS + 1)[1:] ** 2
+    later = np.log(generated[:, None] + tokens + 1e-3)
+    alive = own[:, None] * _ratio((mean[:, None] - later) / sd[:, None], own_now)
+    if surprise > 0:
+        alive += pool[:, None] * _ratio((pool_mean - later) / pool_sd, pool_now)
+    alive = np.minimum(alive, 1.0)
+    # P(i is last) = Σ over the grid of P(i ends here) · P(nobody runs further), the latter as exp(-expected survivors).
+    last = np.r_[0.0, np.exp(-alive.sum(0)), 1.0]
+    ends = -np.diff(alive, axis=1, prepend=1.0, append=0.0)
+    critical = np.maximum(ends @ ((last[1:] + last[:-1]) / 2), 1e-12)
+    return Outlook(tokens, alive, critical / critical.sum()) if n else Outlook(tokens, alive, critical)
+
+
+def _ratio(z: np.ndarray, log_now: np.ndarray) -> np.ndarray:
+    """Φ(z) / exp(log_now), where the plain ratio would underflow by the logarithm."""
+    ratio = ndtr(z) / np.exp(np.maximum(log_now, -600.0))[:, None]
+    far = log_now < -600.0
+    if far.any():
+        ratio[far] = np.exp(log_ndtr(z[far]) - log_now[far, None])
+    return ratio
