@@ -67,22 +67,23 @@ class Blocks:
         if not points:
             return []
         blocks = self.coarser(np.unique(np.concatenate([point.cuts for point in points])))
-        own_s = [blocks.work_s(kind) for kind in work.kinds]
+        done_s = [_sums(blocks.work_s(kind)) for kind in work.kinds]
+        tokens = None if blocks.held is None else _sums(blocks.held)
         judged = []
         for point in points:
-            starts = np.searchsorted(blocks.edges, point.cuts[:-1])
-            longest = np.maximum.reduceat(blocks.longest, starts, axis=0)
-            held = None if blocks.held is None else np.add.reduceat(blocks.held, starts, axis=0).max(1)
-            slowest, cost = np.zeros(longest.shape[1]), 0.0
-            fits = True
+            at = np.searchsorted(blocks.edges, point.cuts)
+            longest = np.maximum.reduceat(blocks.longest, at[:-1], axis=0)
+            pools = np.asarray(point.pools)
+            slowest, cost, fits = np.zeros(longest.shape[1]), 0.0, True
             for q, kind in enumerate(work.kinds):
-                mine = np.flatnonzero(np.asarray(point.pools) == q)
+                mine = np.flatnonzero(pools == q)
                 if not len(mine):
                     continue
-                seconds = kind.over_s + kind.base_s * longest[mine] + np.add.reduceat(own_s[q], starts, axis=0)[mine]
+                seconds = kind.over_s + kind.base_s * longest[mine] + done_s[q][at[mine + 1]] - done_s[q][at[mine]]
                 slowest = np.maximum(slowest, seconds.max(0))
                 cost += kind.price * float(seconds.mean(1).sum())
-                fits = fits and (held is None or bool(np.all(held[mine] <= kind.capacity)))
+                if tokens is not None and np.any(tokens[at[mine + 1]] - tokens[at[mine]] > kind.capacity):
+                    fits = False
             if fits:
                 judged.append(Partition(float(slowest.mean()), cost, point.order, point.cuts, point.pools))
         return judged
@@ -142,7 +143,12 @@ class Ranges:
 
 def _between(values: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """(R, S) sums over blocks left to right (excluded) of values (B, S)."""
-    done = np.vstack((np.zeros(values.shape[1]), np.cumsum(values, axis=0)))
+    done = _sums(values)
     sums = done[right]
     sums -= done[left]
     return sums
+
+
+def _sums(values: np.ndarray) -> np.ndarray:
+    """(B + 1, S) sums of values (B, S) before each block."""
+    return np.concatenate((np.zeros((1, values.shape[1])), np.cumsum(values, axis=0)))

@@ -19,6 +19,7 @@ from placement.waves import in_waves
 from placement.workload import Kind, Workload
 
 LEAST_STEP = 1e-9  # relative step of the time bound: rounding must not let a sweep stand still
+GRID_STEP = 1e-3  # thinning from which all time bounds are filled at once
 END_STEP = 1e-6  # how closely a thinned sweep finds the fastest plan
 
 
@@ -61,9 +62,9 @@ def frontier(
         return scenario_partitions(work, thin)
     found = sweep(work, work.kinds[0], thin) if len(work.kinds) == 1 else pool_partitions(work, thin)
     if len(work.lengths) <= (SMALL if found else SMALL_OPEN):
-        found = [*found, *every_partition(work, pareto(found))]
-    found = found or in_waves(work)
-    return [point.plan() for point in pareto(found, thin)]
+        found = pareto([*found, *every_partition(work, pareto(found))], thin)
+    # the bounds swept are `thin` apart already: thinning again could leave gaps of twice that
+    return [point.plan() for point in pareto(found or in_waves(work))]
 
 
 def sweep(work: Workload, kind: Kind, thin: float = 0.0) -> list[Partition]:
@@ -72,19 +73,28 @@ def sweep(work: Workload, kind: Kind, thin: float = 0.0) -> list[Partition]:
     order = np.argsort(-lengths, kind="stable")
     fill = Fill(lengths[order], kind.work_s(lengths[order], work.prompts[order]), (work.prompts + lengths)[order], kind)
     found: list[Partition] = []
-    bound, step = math.inf, max(thin, LEAST_STEP)
-    while (cuts := fill.cuts(bound)) is not None:
-        found.append(fill.partition(order, cuts))
-        bound = found[-1].time_s * (1 - step)
-    if found and step > END_STEP:
-        low, high = bound, found[-1].time_s
-        while high - low > END_STEP * high:
-            cuts = fill.cuts((low + high) / 2)
-            if cuts is None:
-                low = (low + high) / 2
-            else:
-                found.append(fill.partition(order, cuts))
-                high = found[-1].time_s
+    first = fill.cuts(math.inf)
+    if first is None:
+        return found
+    if thin >= GRID_STEP:
+        longest = fill.partition(order, first).time_s
+        steps = math.ceil(math.log(longest / fill.alone_s) / -math.log1p(-thin)) + 1
+        found = [fill.partition(order, first), *fill.many(order, longest * (1 - thin) ** np.arange(1, steps + 1))]
+        bound = found[-1].time_s * (1 - thin)
+    else:
+        cuts: list[int] | None = first
+        while cuts is not None:
+            found.append(fill.partition(order, cuts))
+            bound = found[-1].time_s * (1 - max(thin, LEAST_STEP))
+            cuts = fill.cuts(bound)
+    low, high = bound, found[-1].time_s
+    while high - low > END_STEP * high:
+        cuts = fill.cuts((low + high) / 2)
+        if cuts is None:
+            low = (low + high) / 2
+        else:
+            found.append(fill.partition(order, cuts))
+            high = found[-1].time_s
     return found
 
 
@@ -94,9 +104,11 @@ class Fill:
     def __init__(self, lengths: np.ndarray, work_s: np.ndarray, held: np.ndarray, kind: Kind) -> None:
         """lengths (n,) descending, work_s (n,) and held (n,) tokens in the same order."""
         self.n, self.kind = len(lengths), kind
+        self.done, self.open = np.concatenate(([0.0], np.cumsum(work_s))), kind.over_s + kind.base_s * lengths
+        self.alone_s = float((self.open + work_s).max())
         # lists: bisecting one costs a fifth of a searchsorted call for a single value
-        self.done_s: list[float] = np.concatenate(([0.0], np.cumsum(work_s))).tolist()
-        self.open_s: list[float] = (kind.over_s + kind.base_s * lengths).tolist()
+        self.done_s: list[float] = self.done.tolist()
+        self.open_s: list[float] = self.open.tolist()
         self.stop: list[int] | None = None
         if math.isfinite(kind.capacity):
             tokens = np.concatenate(([0.0], np.cumsum(held)))
@@ -120,6 +132,35 @@ class Fill:
                 return cuts
             i = end
         return None
+
+    def many(self, order: np.ndarray, bounds: np.ndarray) -> list[Partition]:
+        """Partitions by `cuts` for falling bounds (m,), all at once, up to the first that takes too many actors."""
+        done, opened, n = self.done, self.open, self.n
+        stop = None if self.stop is None else np.array(self.stop)
+        bounds = bounds[bounds >= self.alone_s]
+        live, at = np.arange(len(bounds)), np.zeros(len(bounds), int)
+        slowest, total = np.zeros(len(bounds)), np.zeros(len(bounds))
+        columns = [at]
+        for _ in range(self.kind.max_actors if len(bounds) else 0):
+            before = done[at] - opened[at]
+            end = np.searchsorted(done, bounds[live] + before, side="right") - 1
+            if stop is not None:
+                end = np.minimum(end, stop[at])
+            end = np.maximum(end, at + 1)  # one alone fits, whatever rounding says
+            seconds = done[end] - before
+            slowest[live] = np.maximum(slowest[live], seconds)
+            total[live] += seconds
+            column = np.full(len(bounds), n)
+            column[live] = end
+            columns.append(column)
+            live, at = live[end < n], end[end < n]
+            if not len(live):
+                break
+        count = int(live[0]) if len(live) else len(bounds)  # a shorter bound takes no fewer actors
+        cuts = np.stack(columns, 1)[:count]
+        groups = (cuts < n).sum(1)
+        rows = zip(slowest.tolist(), (self.kind.price * total).tolist(), cuts.tolist(), groups.tolist(), strict=False)
+        return [Partition(time_s, cost, order, tuple(row[: k + 1]), (0,) * k) for time_s, cost, row, k in rows]
 
     def partition(self, order: np.ndarray, cuts: list[int]) -> Partition:
         done_s, open_s = self.done_s, self.open_s

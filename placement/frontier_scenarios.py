@@ -23,6 +23,7 @@ BOUNDS, BOUNDS_FEW = 8, 16  # time bounds of a level, and for few sequences
 LONGEST = 1.3  # times a level's longest bound: how long a range may take to be looked at
 CELLS = 600_000  # ranges × scenarios of a level; beyond it the search looks at fewer scenarios
 LEAST_SCENARIOS = 8
+JUDGED = 0.005  # how much faster a partition must look than the one before, to be timed over all scenarios after that
 
 
 def scenario_partitions(work: Workload, thin: float) -> list[Plan]:
@@ -32,7 +33,7 @@ def scenario_partitions(work: Workload, thin: float) -> list[Plan]:
         if len(order) <= SMALL and len(work.kinds) == 1:
             found += every_cut(work, order)
         else:
-            points, used = search(work, order, key)
+            points, used = search(work, order, key, thin)
             found += points
             looked = min(looked, used)
     found = found or in_waves(work)
@@ -86,7 +87,7 @@ def every_cut(work: Workload, order: np.ndarray) -> list[Partition]:
     return found
 
 
-def search(work: Workload, order: np.ndarray, key: np.ndarray) -> tuple[list[Partition], int]:
+def search(work: Workload, order: np.ndarray, key: np.ndarray, thin: float) -> tuple[list[Partition], int]:
     """Contiguous partitions of `order` near the frontier, and how many scenarios the search for them looked at."""
     n, count = work.lengths.shape
     alone_s = tail_s(work)
@@ -112,7 +113,8 @@ def search(work: Workload, order: np.ndarray, key: np.ndarray) -> tuple[list[Par
     held = None if fine.held is None else fine.held.sum(0).max()
     whole = [Partition(0.0, 0.0, order, (0, n), (q,)) for q, kind in enumerate(work.kinds) if held is None or held <= kind.capacity]
     if looked < count:
-        whole, points = [*whole, *pareto(points)], []
+        # figures over fewer scenarios only say which partitions are worth timing over all of them
+        whole, points = [*whole, *pareto(points, max(thin, JUDGED))], []
     return [*points, *fine.judge(whole, work)], looked
 
 

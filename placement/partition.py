@@ -13,6 +13,7 @@ from placement.choice import Point
 from placement.plan import Plan
 
 P = TypeVar("P", bound=Point)
+ROUNDING = 1e-12  # relative difference below which two times or costs are the same
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,11 @@ def pareto(points: Iterable[P], thin: float = 0.0) -> list[P]:
     is less than that share slower; the fastest and the cheapest always stay."""
     best: list[P] = []
     for point in sorted(points, key=lambda p: (p.time_s, p.cost)):
-        if not best or point.cost < best[-1].cost:
-            best.append(point)
+        if best and point.cost >= best[-1].cost * (1 - ROUNDING):
+            continue
+        if best and point.time_s <= best[-1].time_s * (1 + ROUNDING):
+            best.pop()
+        best.append(point)
     if thin <= 0 or len(best) <= 2:
         return best
     kept = [best[-1]]
