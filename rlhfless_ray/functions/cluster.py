@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
+import getpass
 import logging
 import os
 import secrets
+import shutil
 import socket
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +31,7 @@ class RayCluster:
         self.private = False
         self.joined = False
         self.names: dict[str, str] = {}
+        self.temporary: Path | None = None  # of a private Ray: its session, and what its processes leave in TMPDIR
 
     def start(self) -> None:
         import ray
@@ -50,23 +58,31 @@ class RayCluster:
         # as anything else runs; a short spin keeps the speed of a quiet machine (measured: 16 ms a step, else up to 650).
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets any other program on the machine starve the run
-        ray.init(
-            address="local",
-            num_cpus=section.cpus or len(os.sched_getaffinity(0)),
-            object_store_memory=section.object_store_mb * 2**20,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        # compiled kernels are worth keeping: they stay where they were
+        kernels = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
+        self.temporary = _temporary_folder()
+        with _own_session(), _temporary_files_in(self.temporary):
+            ray.init(
+                address="local",
+                num_cpus=section.cpus or len(os.sched_getaffinity(0)),
+                object_store_memory=section.object_store_mb * 2**20,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(self.temporary / "ray"),
+            )
 
     def stop(self) -> None:
         """Leave the cluster; a private one ends with it."""
         import ray
 
-        if not self.joined and ray.is_initialized():
+        if not self.joined and (ray.is_initialized() or self.private):  # private: also where its start was cut short
             ray.shutdown()
         if self.private:
             _loopback_only(False)
+        if self.temporary is not None:
+            shutil.rmtree(self.temporary, ignore_errors=True)
 
     def node_name(self, node_id: str) -> str:
         """A node's host name, with a number where several nodes share it. Ray's ids are of one Ray only: after a resume the
@@ -117,6 +133,66 @@ def _answers(address: str) -> None:
         socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), timeout=10).close()
     except (OSError, OverflowError) as error:
         raise UserError(f"cluster.address {address}: no Ray cluster answers there: {_one_line(error)}") from None
+
+
+def _temporary_folder() -> Path:
+    """A folder that is locked while this process lives. Those of killed processes, which nobody locks, go now."""
+    base = Path(tempfile.gettempdir())
+    if len(str(base)) > 30:  # a socket's path may have 107 characters, and Ray needs 70 of them
+        base = Path("/tmp")
+    for other in base.glob("rlhfless-ray-*"):
+        try:
+            if time.time() - other.stat().st_mtime > 60 and _locked(other) is not None:  # a younger one may be about to be locked
+                shutil.rmtree(other, ignore_errors=True)
+        except OSError:
+            continue  # somebody else's, or gone already
+    folder = Path(tempfile.mkdtemp(prefix="rlhfless-ray-", dir=base))
+    _locked(folder)
+    return folder
+
+
+def _locked(folder: Path) -> int | None:
+    """A lock on the folder until this process ends, or None where another process has it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+@contextmanager
+def _temporary_files_in(folder: Path) -> Iterator[None]:
+    """Processes started inside put their temporary files there: a killed one cannot remove them itself."""
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
+
+
+@contextmanager
+def _own_session() -> Iterator[None]:
+    """Ray's processes started inside get a session of their own. A signal to the driver's process group (a terminal's Ctrl-C,
+    a batch system's SIGTERM) then reaches the driver alone, which needs Ray alive to save and to end it in order."""
+    import ray._private.services as services
+
+    ray_starts = services.ConsolePopen
+
+    class Detached(ray_starts):  # type: ignore[misc, valid-type]
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **{**settings, "start_new_session": True})
+
+    services.ConsolePopen = Detached
+    try:
+        yield
+    finally:
+        services.ConsolePopen = ray_starts
 
 
 def _loopback_only(on: bool) -> None:
