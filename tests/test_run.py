@@ -6,9 +6,11 @@ import csv
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -90,15 +92,16 @@ def stopped_and_resumed(tmp_path_factory) -> Path:
     """The same run, told to stop by SIGTERM after its third step, then resumed."""
     folder = tmp_path_factory.mktemp("stopped")
     recipe, marker = write_recipe(folder), f"RLHFLESS_TEST={folder}"
+    temporary = tempfile.mkdtemp(dir="/tmp")  # a short path: sockets lie in it
     process = subprocess.Popen(
         [sys.executable, "-m", "rlhfless_ray", "train", recipe], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        cwd=ROOT, env={**environment(), "RLHFLESS_TEST": str(folder)},
+        cwd=ROOT, env={**environment(), "RLHFLESS_TEST": str(folder), "TMPDIR": temporary}, start_new_session=True,
     )
     for line in process.stdout:
         if line.startswith("step 3/"):
             break
     start = time.monotonic()
-    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)  # to all of the driver's group, as batch systems do: Ray is not in it
     _, said = process.communicate(timeout=30)
     seconds = time.monotonic() - start
     assert process.returncode == 128 + signal.SIGTERM, said
@@ -110,6 +113,8 @@ def stopped_and_resumed(tmp_path_factory) -> Path:
     while ours_alive(marker) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert ours_alive(marker) == []
+    assert [path for path in Path(temporary).iterdir() if path.name.startswith("rlhfless")] == []  # Ray's session included
+    shutil.rmtree(temporary)
     assert seconds < 10  # the machine of a test may be busy; `ray job stop` allows 3 s
     resumed = command("train", recipe, "--resume")
     assert resumed.returncode == 0, resumed.stderr

@@ -1,0 +1,65 @@
+"""The private Ray: apart from the driver's process group, and gone with everything it wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhfless_ray.functions.cluster import _locked, _temporary_folder
+from tests.conftest import ROOT, environment
+
+SCRIPT = """
+import json, os, signal, tempfile, time
+import ray
+from rlhfless_ray import Recipe
+from rlhfless_ray.functions.cluster import RayCluster
+
+tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "cluster": {"cpus": 1}}
+cluster = RayCluster(Recipe.parse(tree))
+cluster.start()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.killpg(0, signal.SIGTERM)
+time.sleep(1)
+
+@ray.remote(num_cpus=0)
+def where():
+    return tempfile.gettempdir()
+
+said = {"worker": ray.get(where.remote(), timeout=60), "own": str(cluster.temporary), "driver": tempfile.gettempdir()}
+cluster.stop()
+print(json.dumps({**said, "left": cluster.temporary.exists(), "TMPDIR": os.environ.get("TMPDIR")}))
+"""
+
+
+@pytest.mark.ray
+def test_a_signal_to_the_drivers_group_leaves_ray_alone_and_its_files_go_with_it() -> None:
+    kept = {k: v for k, v in environment().items() if k != "TMPDIR"}
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=ROOT, env=kept, capture_output=True, text=True, timeout=200, start_new_session=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    said = json.loads(ended.stdout.splitlines()[-1])
+    assert said["worker"] == said["own"] != said["driver"]
+    assert said["left"] is False and said["TMPDIR"] is None
+
+
+def test_folders_of_killed_runs_are_removed_and_those_of_living_ones_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("rlhfless_ray.functions.cluster.len", lambda _: 0, raising=False)  # pytest's folders have long names
+    dead, young, living, other = (tmp_path / name for name in ("rlhfless-ray-a", "rlhfless-ray-b", "rlhfless-ray-c", "mine"))
+    for folder in (dead, young, living, other):
+        (folder / "ray").mkdir(parents=True)
+        if folder is not young:
+            os.utime(folder, (time.time() - 100,) * 2)
+    handle = _locked(living)
+    assert handle is not None and _locked(living) is None
+    own = _temporary_folder()
+    assert own.parent == tmp_path and _locked(own) is None
+    assert not dead.exists() and young.exists() and living.exists() and other.exists()
+    os.close(handle)
