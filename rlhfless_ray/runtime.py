@@ -13,6 +13,7 @@ import platform
 import signal
 import struct
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
@@ -193,11 +194,7 @@ class Runtime:
     def generate(self, step: Step) -> list[Sample]:
         """Every response to the step's prompts, as samples without reward."""
         count = self.recipe.rollout.samples_per_prompt
-        requests = [
-            self._request(i * count + j, prompt, self.recipe.rollout.temperature, step.number, j)
-            for i, prompt in enumerate(step.prompts)
-            for j in range(count)
-        ]
+        requests = self._requests(step, count)
         expected = step.forecast.lengths.mean(1)
         groups = np.repeat(np.arange(len(step.prompts)), count)
         done = self._run(requests, step.plan.shares(len(self.rollout.working), expected, groups), expected)
@@ -351,6 +348,17 @@ class Runtime:
         self.finished = True
 
     # ---- what the stages share --------------------------------------------------------------------------------
+
+    def _requests(self, step: Step, count: int) -> list[Request]:
+        """A row that a batch holds twice, at the border of two epochs, is asked for twice as many samples, all different."""
+        requests: list[Request] = []
+        times: Counter[int] = Counter()
+        for prompt in step.prompts:
+            first = count * times[prompt.index]
+            times[prompt.index] += 1
+            for number in range(first, first + count):
+                requests.append(self._request(len(requests), prompt, self.recipe.rollout.temperature, step.number, number))
+        return requests
 
     def _request(self, key: int, prompt: Prompt, temperature: float, step: int, sample: int) -> Request:
         """The seed names the sample (run, step, prompt, number), never the engine it will run on."""
