@@ -230,6 +230,21 @@ def test_a_late_evaluation_joins_the_row_of_its_step(tmp_path: Path) -> None:
     ]
 
 
+# ---- seeds --------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_twice_in_a_batch_gets_other_samples_and_all_others_keep_theirs(tmp_path: Path) -> None:
+    from rlhfless_ray.types import Prompt
+
+    run = Ended(tmp_path).run
+    rows = [Prompt(i, "p", (1,)) for i in (5, 7, 5, 9, 5)]
+    requests = run._requests(Step(4, prompts=rows), 3)
+    assert [r.key for r in requests] == list(range(15))
+    assert len({r.seed for r in requests}) == 15
+    ordinary = [run._request(0, rows[i], 1.0, 4, j).seed for i in (0, 1, 3) for j in range(3)]
+    assert [requests[3 * i + j].seed for i in (0, 1, 3) for j in range(3)] == ordinary
+
+
 # ---- scoring that ends the run ------------------------------------------------------------------------------------
 
 

@@ -188,11 +188,11 @@ def _own_session() -> Iterator[None]:
         def __init__(self, *arguments: Any, **settings: Any) -> None:
             super().__init__(*arguments, **{**settings, "start_new_session": True})
 
-    services.ConsolePopen = Detached
+    setattr(services, "ConsolePopen", Detached)  # noqa: B010
     try:
         yield
     finally:
-        services.ConsolePopen = ray_starts
+        setattr(services, "ConsolePopen", ray_starts)  # noqa: B010
 
 
 def _loopback_only(on: bool) -> None:

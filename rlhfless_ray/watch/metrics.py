@@ -73,7 +73,7 @@ class Metrics:
 
     def amend(self, row: dict[str, Any]) -> dict[str, Any]:
         """Append the row, or join it to the last one if that is of the same step, whose values stay; returns it whole."""
-        last = next(reversed(read_rows(self.path)[0]), {})
+        last: dict[str, Any] = next(reversed(read_rows(self.path)[0]), {})
         if last.get("step") == row["step"]:
             row = {**row, **last}
             self._file.close()
