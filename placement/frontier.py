@@ -60,8 +60,10 @@ def frontier(
         raise ValueError(f"thin is a share of at least 0 and below 1, got {thin}")
     if not work.known:
         return scenario_partitions(work, thin)
-    found = sweep(work, work.kinds[0], thin) if len(work.kinds) == 1 else pool_partitions(work, thin)
-    if len(work.lengths) <= (SMALL if found else SMALL_OPEN):
+    few = len(work.lengths) <= SMALL
+    share = 0.0 if few else thin
+    found = sweep(work, work.kinds[0], share) if len(work.kinds) == 1 else pool_partitions(work, share)
+    if few and (found or len(work.lengths) <= SMALL_OPEN):
         found = pareto([*found, *every_partition(work, pareto(found))], thin)
     # the bounds swept are `thin` apart already: thinning again could leave gaps of twice that
     return [point.plan() for point in pareto(found or in_waves(work))]

@@ -158,11 +158,12 @@ class StepTask:
             devices=devices_per_actor,
         )
         rollout = Workload.of(lengths, pools=[pool], prompts=prompts, transfer_s=transfer_s)
-        if np.shape(prompt_ids) != (len(rollout.lengths),):
-            raise ValueError(f"prompt_ids must be one per sequence ({len(rollout.lengths)}), got {np.shape(prompt_ids)}")
-        prompt_of = np.unique(prompt_ids, return_inverse=True)[1]
+        ids = np.asarray(prompt_ids)
+        if ids.shape != (len(rollout.lengths),):
+            raise ValueError(f"prompt_ids must be one per sequence ({len(rollout.lengths)}), got {ids.shape}")
+        prompt_of = np.unique(ids, return_inverse=True)[1]
         tokens = rollout.held_tokens()
-        learn_s = np.zeros((prompt_of.max() + 1, tokens.shape[1]))
+        learn_s = np.zeros((int(prompt_of.max()) + 1, tokens.shape[1]))
         np.add.at(learn_s, prompt_of, work.learn_per_token_s * tokens)
         score_s = work.score_per_seq_s + work.reference_per_token_s * tokens
         outside = (max_devices - work.learners) // devices_per_actor
@@ -175,13 +176,13 @@ class StepTask:
     def plans(self, rollout: Plan) -> list[StepPlan]:
         """What the gang makes of one rollout; several with scenarios."""
         work, kind = self.work, self.rollout.kinds[0]
-        ended = np.empty(self.rollout.lengths.shape)
+        ended = np.empty_like(self.rollout.lengths)
         for group in rollout.groups:
             ended[group] = end_times(self.rollout.lengths[group], self.rollout.prompts[group], kind)
         actor_end = np.array([ended[group].max(0) for group in rollout.groups])  # (actors, S)
         by_end = np.argsort(actor_end.mean(1), kind="stable")
         gang = np.sort(by_end[: max(0, len(by_end) - self.outside)])
-        free_s = actor_end[gang].max(0) if len(gang) else np.zeros(ended.shape[1])
+        free_s = actor_end[gang].max(0) if len(gang) else np.zeros(len(ended[0]))
         release_s, seconds = self.releases(ended)
         total_s, least_s = seconds.sum(0), last_end(release_s, seconds)
         wanted_s = np.maximum(free_s, least_s - total_s - work.learn_start_s)  # starts that neither wait nor delay
