@@ -251,16 +251,27 @@ class Runtime:
     def learn_phase(self) -> Iterator[None]:
         """Rollout engines hold no lease here."""
         with self.phases.phase("learn"):
+            self._size_learner()
             self._release(self.gang.staff(self.spare))
             self.spare = []
             yield
             self.spare = self.gang.park()
 
+    def _size_learner(self) -> None:
+        """On CPU a slot more is a thread more; results do not depend on it. On GPU a rank has one device."""
+        self.learner_plan = self.autoscaler.size_learner(self.step.samples)
+        if self.leases.resource == "cpu":
+            self.gang.slots = self.gang.ranks * self.learner_plan.actors
+
     def update(self, batch: Any) -> UpdateStats:
         """A stop signal waits for the update to end: an update that is half done cannot be saved."""
         self.in_update = True
         with STOP.deferred(UPDATE_GRACE_S, self.record.progress.message):
+            began_s = time.monotonic()
             stats = self.gang.update(batch, meanwhile=self._look_ahead)
+            slots = min(len(instance.leases) for instance in self.gang.by_rank)
+            self.autoscaler.observe_update(slots, self.step.samples, time.monotonic() - began_s)
+            self.quality |= {"pool/learn_slots": slots * self.gang.ranks, "pool/learn_reason": self.learner_plan.reason}
         self.in_update, self.unrecorded = False, True
         if stats.skipped:
             self.record.progress.message(f"optimizer step skipped: {stats.reason}")
@@ -440,6 +451,7 @@ class Runtime:
         learner = self.gang.snapshot(deadline_s)
         self.folder.save_checkpoint(self.steps_done, learner, self._state(), self.recipe.checkpoint.keep)
         self.saved = self.steps_done
+        self.record.checkpointed()
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
@@ -454,7 +466,7 @@ class Runtime:
             if isinstance(error, Stopped) or (error is None and not self.finished):
                 self._save_last_step(hurry=isinstance(error, Stopped) and error.signal_number == signal.SIGTERM)
         except Exception as failure:  # the checkpoint before stands; the leases must go all the same
-            self.record.progress.message(f"no checkpoint at the stop: {failure}")
+            self.record.progress.message(f"no checkpoint at the stop: {' '.join(str(failure).split())[:300]}")
         finally:
             self.folder.end(*self._outcome(error))  # before any word to Ray: it may be gone, and an answer take a minute
             for pool in (self.rollout, self.reward, self.gang.pool):
