@@ -1,0 +1,47 @@
+"""The report of a run that still works."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhfless_ray import record as module
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.record import Record
+from rlhfless_ray.run_folder import RunFolder
+from tests.conftest import small_recipe
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Record:
+    recipe = Recipe.parse(small_recipe(tmp_path))
+    folder = RunFolder.create(recipe)
+    folder.begin(recipe, "machine", 0)
+    return Record(recipe, folder, Ledger("cpu", 1.0), 0)
+
+
+def test_a_checkpoint_has_a_report_that_a_kill_would_leave(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    record.checkpointed()
+    assert record.reporter is None, "not in the first minute"
+    monkeypatch.setattr(module, "REPORT_EVERY_S", 0.0)
+    record.evaluation(0, {"eval/accuracy_greedy": 0.5})
+    record.checkpointed()
+    reporter = record.reporter
+    record.checkpointed()
+    assert record.reporter is reporter, "one at a time"
+    assert reporter is not None and reporter.wait(timeout=60) == 0
+    text = (record.folder.path / "report.html").read_text()
+    assert "it is still working, or it crashed" in text and "50.0%" in text
+
+
+def test_the_last_report_is_not_overwritten_by_an_earlier_one(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REPORT_EVERY_S", 0.0)
+    record.checkpointed()
+    start = time.monotonic()
+    record.close("done", "")
+    assert record.reporter is not None and record.reporter.returncode is not None and time.monotonic() - start < 30
+    assert "The run finished" in (record.folder.path / "report.html").read_text()
+    assert {p.name for p in record.folder.path.iterdir()} >= {"report.html", "timeline.json"}
