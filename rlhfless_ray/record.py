@@ -102,7 +102,8 @@ class Record:
         }
 
     def _of_phases(self, seconds: dict[str, float], wall_s: float, leases: Any) -> dict[str, float]:
-        """`learn` without the publishing inside it; `driver` is what no phase covers."""
+        """`learn` without the publishing inside it; `driver` is what no phase covers; `lease`, the waiting for slots, lies
+        inside rollout, learn and eval."""
         publish = seconds.get("publish", 0.0)
         phases = {
             "rollout": seconds.get("rollout", 0.0), "score": seconds.get("score", 0.0),

@@ -7,13 +7,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from rlhfless_ray.watch.charts import Chart, Row, rounded, thin
-from rlhfless_ray.watch.units import finite, number
+from rlhfless_ray.watch.charts import Chart, Row, rounded
+from rlhfless_ray.watch.units import duration, finite, number, percent
 
 ACTIVITIES = ("work", "transfer", "start", "idle")
 KINDS = ("rollout", "score", "learn", "eval", "warm_start")
-PHASES = ("lease", "rollout", "score", "learn", "publish", "eval", "driver")
-PHASE_COLOURS = {"rollout": "@rollout", "score": "@score", "learn": "@learn", "eval": "@eval", "lease": "@lease"}
+PHASES = ("rollout", "score", "learn", "publish", "eval", "driver")  # "lease" lies inside of them
+PHASE_COLOURS = {"rollout": "@rollout", "score": "@score", "learn": "@learn", "eval": "@eval"}
+MOST_BARS = 80
 PHASE_COLOURS |= {"publish": "@publish", "driver": "@driver"}
 
 
@@ -102,20 +103,27 @@ def phases(rows: Sequence[Row]) -> Chart | None:
     known = [row for row in rows if any(finite(row.get(f"phase/{phase}_s")) is not None for phase in PHASES)]
     if not known:
         return None
-    thinned = thin(known, 80)
+    each = -(-len(known) // MOST_BARS)  # the same number of steps to every bar, or their distances would differ
+    bunches = [known[i : i + each] for i in range(0, len(known), each)]
+    xs = [(bunch[0]["step"] + bunch[-1]["step"]) / 2 if each > 1 else bunch[0]["step"] for bunch in bunches]
     data: list[Row] = []
     for phase in PHASES:
-        ys = [rounded(finite(row.get(f"phase/{phase}_s")) or 0.0) for row in thinned]
+        ys = [rounded(statistics.mean(finite(row.get(f"phase/{phase}_s")) or 0.0 for row in bunch)) for bunch in bunches]
         if any(ys):
             data.append({
-                "type": "bar", "name": phase, "x": [row["step"] for row in thinned], "y": ys, "hovertemplate": "%{y:.3~g} s",
+                "type": "bar", "name": phase, "x": xs, "y": ys, "hovertemplate": "%{y:.3~g} s",
                 "showlegend": False, "marker": {"color": PHASE_COLOURS[phase], "line": {"width": 0}},
             })  # fmt: skip
     note = "Wall-clock seconds of a step by phase, coloured as in the table" + (
-        ", each bar the mean of neighbouring steps." if len(known) > 80 else "."
+        f", each bar the mean of {each} steps." if each > 1 else "."
     )
+    waits = [x for x in (finite(row.get("phase/lease_s")) for row in known) if x is not None]
+    if waits and sum(waits) > 0:
+        whole = sum(finite(row.get(f"phase/{phase}_s")) or 0.0 for row in known for phase in PHASES)
+        share = f", {percent(sum(waits) / whole)} of all" if whole else ""
+        note += f" Waiting for leases lies inside: {duration(statistics.median(waits))} in the median{share}."
     layout: Row = {"barmode": "stack", "bargap": 0.12, "yaxis": {"title": "seconds"}}
-    totals = sorted(sum(trace["y"][i] for trace in data) for i in range(len(thinned)))
+    totals = sorted(sum(trace["y"][i] for trace in data) for i in range(len(bunches)))
     if len(totals) >= 20 and totals[-1] > 4 * totals[int(0.95 * len(totals))]:
         top = 2 * totals[int(0.95 * len(totals))]
         layout["yaxis"]["range"] = [0, top]

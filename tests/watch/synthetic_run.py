@@ -193,7 +193,7 @@ def _step(
         "forecast/bias_tokens": rng.normal(-2, 3), "pool/rollout_actors": pool,
         "plan/rollout_s": (rollout_end - at) * (1 + rng.normal(0, 0.07)),
         "plan/cost_slot_s": busy * (1 + rng.normal(0, 0.05)),
-        "phase/lease_s": lease_s, "phase/rollout_s": rollout_end - at, "phase/score_s": score_end - rollout_end,
+        "phase/lease_s": lease_s, "phase/rollout_s": rollout_end - began, "phase/score_s": score_end - rollout_end,
         "phase/learn_s": learn_end - score_end - 0.02, "phase/publish_s": 0.02, "phase/driver_s": driver_s,
         "phase/eval_s": eval_s,
         "cost/busy_slot_s": busy, "cost/full_slot_s": full, "cost/idle_share": idle / full,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -218,6 +219,26 @@ def test_what_a_stop_made_the_run_pay_twice_is_said(finished_run: Path, tmp_path
     assert f"{spent} of the full cost went into steps that a stop or a crash cut short" in page.text
     before = gantt(RunRecord.read(finished_run).ledger, [])
     assert page.json("leases")["steps"] and gantt(RunRecord.read(folder).ledger, [])["steps"] == before["steps"]
+
+
+def test_phases_add_up_to_the_step_and_waiting_for_leases_is_counted_once(page: Page, finished_run: Path) -> None:
+    steps = RunRecord.read(finished_run).steps
+    figure = page.json("charts")["phases"]
+    stacked = [sum(trace["y"][i] for trace in figure["data"]) for i in range(len(steps))]
+    assert stacked == pytest.approx([row["step_s"] for row in steps], rel=1e-3)
+    assert "Waiting for leases lies inside" in page.text
+    assert sum(row["share"] for row in cost_charts.phase_table(steps)) == pytest.approx(1)
+    assert {row["phase"] for row in cost_charts.phase_table(steps)} == {"rollout", "score", "learn", "publish", "eval", "driver"}
+
+
+@pytest.mark.parametrize(("count", "each"), [(80, 1), (81, 2), (100, 2), (1000, 13)])
+def test_bars_of_phases_stand_at_equal_distances(count: int, each: int) -> None:
+    chart = cost_charts.phases([{"step": i, "phase/learn_s": 1.0 * i} for i in range(1, count + 1)])
+    assert chart is not None
+    xs, ys = chart.data[0]["x"], chart.data[0]["y"]
+    assert len(xs) <= 80 and xs[0] == (1 + each) / 2
+    assert {b - a for a, b in itertools.pairwise(xs[:-1])} <= {each}
+    assert ys == pytest.approx(xs, rel=1e-4), "a bar stands over the middle of its steps"
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
