@@ -16,6 +16,7 @@ from placement.bounds import rollout_bounds
 from placement.choice import Objective, choose_nearest
 from placement.frontier import frontier
 from placement.keep_warm import hold_slot, keep_alive, prewarm, start_cost
+from placement.learner_size import LearnerSize
 from placement.lengths import LengthForecaster, Scenarios, forecast_quality
 from placement.plan import Plan
 from placement.policy import (
@@ -89,7 +90,8 @@ class Autoscaler:
         self.objective = _objective(recipe)
         self.cold_start, self.warm_start = Term(COLD_START_S), Term(WARM_START_S)
         self.around = Term(AROUND_S)
-        self.learner_slots = recipe.learner.ranks * recipe.learner.max_slots_per_rank
+        self.learner = LearnerSize(recipe.learner.max_slots_per_rank)
+        self.learner_slots = recipe.learner.max_slots_per_rank  # of each rank, in the next update as far as is known
         self.history = ResizeHistory()
         self.second = 1.0  # what a second of the step is worth, in slot-seconds
         self.actors = 0  # engines of the last step
@@ -121,6 +123,18 @@ class Autoscaler:
         phase_s, slot_s = self._predict(decision, scenarios.lengths, self.cold_start.predict() if decision.actors > warm else 0.0)
         return RolloutPlan(decision, max(least, decision.actors), tuple(plans), phase_s, slot_s)
 
+    def size_learner(self, samples: list[Sample]) -> Decision:
+        """Slots that each rank is given for the update on `samples`."""
+        if not self.recipe.functions.elastic:
+            return Hold(self.recipe.learner.max_slots_per_rank, "functions.elastic is off: all slots, always")
+        decision = self.learner.decide(self.learner_slots, float(response_tokens(samples).sum()), second=self.second)
+        self.learner_slots = decision.actors
+        return decision
+
+    def observe_update(self, slots: int, samples: list[Sample], seconds: float) -> None:
+        """`slots`: of each rank."""
+        self.learner.observe(slots, float(response_tokens(samples).sum()), seconds)
+
     def _predict(self, decision: Decision, lengths: np.ndarray, start_s: float) -> tuple[float, float]:
         """Seconds of the rollout phase and slot-seconds of its leases: the plan's, with what surrounds decoding, and with
         slots held for the learner where that is cheaper than to take them again."""
@@ -133,7 +147,7 @@ class Autoscaler:
             part = lengths[group].astype(float)
             own_s = float(speed.base_s * part.max(0).mean() + speed.per_seq_s * part.sum(0).mean()) * slower + around
             tail_s = max(0.0, phase_s - own_s)
-            held = self.drained(tail_s, decision.actors <= self.learner_slots).action == "Hold"
+            held = self.drained(tail_s, decision.actors <= self.learner_slots * self.recipe.learner.ranks).action == "Hold"
             slot_s += phase_s if held else min(own_s, phase_s)
         return phase_s, slot_s
 
@@ -212,6 +226,7 @@ class Autoscaler:
             "forecaster": self.forecaster.state(), "speed": self.speed.state(), "actors": self.actors,
             "cold_start": self.cold_start.state(), "warm_start": self.warm_start.state(), "history": asdict(self.history),
             "second": self.second, "around": self.around.state(),
+            "learner": self.learner.state(), "learner_slots": self.learner_slots,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -223,6 +238,8 @@ class Autoscaler:
         self.history = ResizeHistory(**state["history"])
         self.second = state["second"]
         self.around.restore(state["around"])
+        self.learner.restore(state["learner"])
+        self.learner_slots = state["learner_slots"]
 
 
 def response_tokens(samples: list[Sample]) -> np.ndarray:
