@@ -15,13 +15,14 @@ from placement.workload import Workload
 
 SMALL = 12  # sequences up to which every contiguous partition is looked at
 FEW = 64  # sequences up to which a cut may be anywhere
-PER_ACTOR = 12  # blocks that one actor's share is cut into at the shortest time bound of a level
+PER_ACTOR = 10  # blocks that one actor's share is cut into at the shortest time bound of a level
 SPREADS, SPREADS_FEW = (2.0,), (0.0, 2.0)  # standard deviations in the sort key
 STEPS, STEPS_FEW = 2, 8  # rounds of steps to neighbours
+STEPPED = 36  # partitions that are stepped from in one round, over all levels (with few sequences all)
 RATIO = 2.0  # longest to shortest time bound of a level
-BOUNDS, BOUNDS_FEW = 8, 16  # time bounds of a level, and for few sequences
+BOUNDS, BOUNDS_FEW = 6, 16  # time bounds of a level, and for few sequences
 LONGEST = 1.3  # times a level's longest bound: how long a range may take to be looked at
-CELLS = 600_000  # ranges × scenarios of a level; beyond it the search looks at fewer scenarios
+CELLS = 400_000  # ranges × scenarios of a level; beyond it the search looks at fewer scenarios
 LEAST_SCENARIOS = 8
 JUDGED = 0.005  # how much faster a partition must look than the one before, to be timed over all scenarios after that
 
@@ -94,7 +95,7 @@ def search(work: Workload, order: np.ndarray, key: np.ndarray, thin: float) -> t
     levels = _levels(work, order, float(alone_s.min()))
     fine = Blocks.of(work, order, _edges(work, order, key, levels[-1]))
     points: list[Partition] = []
-    looked = count
+    looked, exact = count, n <= FEW
     for low in levels:
         blocks = fine.coarser(_edges(work, order, key, low))
         stop = blocks.reach(LONGEST * float(np.maximum(low * RATIO, alone_s).mean()), work.kinds)
@@ -102,19 +103,25 @@ def search(work: Workload, order: np.ndarray, key: np.ndarray, thin: float) -> t
         used = count if cells <= CELLS else min(count, max(LEAST_SCENARIOS, int(count * CELLS / cells)))
         columns = np.linspace(0, count, used, endpoint=False).astype(int)
         looked = min(looked, used)
-        ranges = Ranges(blocks if used == count else blocks.columns(columns), stop, work.kinds)
+        exact = exact and used == count
+        ranges = Ranges(
+            blocks if used == count else blocks.columns(columns), stop, work.kinds, np.float64 if exact else np.float32,
+        )
         bounds = np.geomspace(low * RATIO, low, BOUNDS_FEW if n <= FEW else BOUNDS)
         found = ScenarioSearch(ranges)
         found.by_deadlines(np.maximum(bounds[:, None], alone_s[columns]))
-        found.by_neighbours(STEPS_FEW if n <= FEW else STEPS)
+        if n <= FEW:
+            found.by_neighbours(STEPS_FEW, len(found.found))
+        else:
+            found.by_neighbours(STEPS, -(-STEPPED // len(levels)))
         if not found.found:
             break  # shorter bounds only take more actors
         points += [Partition(t, c, order, tuple(blocks.edges[list(path)].tolist()), pools) for t, c, (path, pools) in found.best()]
     held = None if fine.held is None else fine.held.sum(0).max()
     whole = [Partition(0.0, 0.0, order, (0, n), (q,)) for q, kind in enumerate(work.kinds) if held is None or held <= kind.capacity]
-    if looked < count:
-        # figures over fewer scenarios only say which partitions are worth timing over all of them
-        whole, points = [*whole, *pareto(points, max(thin, JUDGED))], []
+    if not exact:
+        # figures over fewer scenarios, or in single precision, only say which partitions are worth timing as they are
+        whole, points = [*whole, *pareto(points, thin if looked == count else max(thin, JUDGED))], []
     return [*points, *fine.judge(whole, work)], looked
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from placement.blocks import Ranges
+from placement.blocks import Ranges, mean
 
 Choice = tuple[tuple[int, ...], tuple[int, ...]]  # blocks at which groups start, and the end; kind of each group
 
@@ -15,7 +15,6 @@ RATES = (0.003, 0.02, 0.1, 0.5)  # seconds of lateness that one actor-second of 
 ROUNDS = 6  # of dearer actors, when a partition takes more than there are
 EXTRA = 0.02  # of the deadline: what an actor too many costs in the first of these rounds
 SHIFTS = (1, -1, 2, -2, 4, -4)  # blocks by which a cut is moved
-WIDEST = 12  # partitions of a front that are stepped from in one round, evenly over their times
 
 
 class ScenarioSearch:
@@ -75,17 +74,18 @@ class ScenarioSearch:
                 break
             rate, row_of, extra = rate[again], row_of[again], extra[again]
 
-    def by_neighbours(self, rounds: int) -> None:
+    def by_neighbours(self, rounds: int, widest: int) -> None:
         """From undominated partitions: move a cut, drop one, add one, or give a group to another kind. Neighbours that
-        nothing dominates are found too; each is timed as it is."""
+        nothing dominates are found too; each is timed as it is. In one round at most `widest` partitions are stepped from,
+        evenly over their times."""
         for _ in range(rounds):
             front = self.best()
             new = [i for i, (_, _, choice) in enumerate(front) if choice not in self.tried]
             if not new:
                 return
             times, costs = np.array([p[0] for p in front]), np.array([p[1] for p in front])
-            if len(new) > WIDEST:
-                new = [new[i] for i in np.linspace(0, len(new) - 1, WIDEST).astype(int)]
+            if len(new) > widest:
+                new = [new[i] for i in np.linspace(0, len(new) - 1, widest).astype(int)]
             for i in new:
                 self.tried.add(front[i][2])
                 self._step(front[i][2], times, costs)
@@ -94,21 +94,26 @@ class ScenarioSearch:
         cuts, pools, ranges = np.array(choice[0]), np.array(choice[1]), self.ranges
         at = self.at(cuts)
         moves = self._moves(cuts, pools)
-        g, h = moves[:, 0], moves[:, 1]
         seconds = ranges.seconds[pools, at]
         own = np.concatenate(([0.0], np.cumsum(self.cost[pools, at])))
-        none = np.zeros((1, seconds.shape[1]))
+        none = np.zeros((1, seconds.shape[1]), seconds.dtype)
         before = np.concatenate((none, np.maximum.accumulate(seconds, axis=0)))
         after = np.concatenate((np.maximum.accumulate(seconds[::-1], axis=0)[::-1], none))
         left = ranges.first[moves[:, 3]] + moves[:, 4] - moves[:, 3] - 1
         two = moves[:, 6] > moves[:, 4]
         # a move that leaves one range has its other range equal to it
         right = np.where(two, ranges.first[np.where(two, moves[:, 4], 0)] + moves[:, 6] - moves[:, 4] - 1, left)
+        cost = self.cost[moves[:, 2], left] + np.where(two, self.cost[moves[:, 5], right], 0.0)
+        cost -= own[moves[:, 1]] - own[moves[:, 0]]
+        # a dearer neighbour can only be faster if it touches an actor that is the slowest somewhere
+        slow = np.concatenate(([0], np.cumsum(np.bincount(seconds.argmax(0), minlength=len(at)) > 0)))
+        worth = np.flatnonzero((cost < 0) | (slow[moves[:, 1]] > slow[moves[:, 0]]))
+        moves, left, right, two, cost = moves[worth], left[worth], right[worth], two[worth], own[-1] + cost[worth]
+        g, h = moves[:, 0], moves[:, 1]
         slowest = np.maximum(before[g], after[h])
         np.maximum(slowest, ranges.seconds[moves[:, 2], left], out=slowest)
         np.maximum(slowest, ranges.seconds[moves[:, 5], right], out=slowest)
-        time_s = slowest.mean(1)
-        cost = own[-1] - (own[h] - own[g]) + self.cost[moves[:, 2], left] + np.where(two, self.cost[moves[:, 5], right], 0.0)
+        time_s = mean(slowest).astype(float)
         place = np.searchsorted(times, time_s, side="right") - 1
         better = np.isfinite(cost) & (cost < np.where(place < 0, np.inf, costs[place]))
         least = np.inf
@@ -150,9 +155,9 @@ class ScenarioSearch:
 
 
 def _mean_late(seconds: np.ndarray, deadlines: np.ndarray) -> np.ndarray:
-    late = seconds - deadlines
-    np.maximum(late, 0.0, out=late)
-    return late.mean(1)
+    """(R,) means over scenarios of how much later than deadlines (S,) seconds (R, S) are."""
+    deadlines = deadlines.astype(seconds.dtype)
+    return np.maximum(mean(np.maximum(seconds, deadlines)).astype(float) - float(deadlines.mean(dtype=float)), 0.0)
 
 
 def _shortest(value: np.ndarray, ranges: Ranges) -> list[list[int] | None]:
