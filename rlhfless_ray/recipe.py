@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from rlhfless_ray.errors import UserError
 
+MOST_ROWS = 1_000_000  # that a built-in task generates: half a minute's work
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -65,7 +66,7 @@ class Prompts(Section):
     """`chat`: wrap each prompt as a user turn with the tokenizer's chat template."""
     system: str = ""
     """System turn put before each prompt when `template` is `chat`."""
-    rows: int = Field(4096, ge=1)
+    rows: int = Field(4096, ge=1, le=MOST_ROWS)
     """Rows a built-in task generates for training."""
     batch_prompts: int = Field(32, ge=1)
     """Prompts per step."""
@@ -76,7 +77,7 @@ class Prompts(Section):
 
 
 class Evaluate(Section):
-    prompts: int = Field(256, ge=0)
+    prompts: int = Field(256, ge=0, le=MOST_ROWS)
     """Held-out prompts. Built-in tasks generate them; with a file, its last rows are held out of training."""
     every_steps: int = Field(0, ge=0)
     """0: before the first step and after the last only."""
@@ -126,7 +127,8 @@ class Kl(Section):
     coefficient: float = Field(0.0, ge=0)
     """0: no reference model is kept."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimators of KL(policy ‖ reference), added to the loss."""
+    """Schulman's estimators of KL(policy ‖ reference), added to the loss. As a loss `k1` does nothing but add noise: the
+    expectation of its gradient is zero. `k2` has the gradient of the KL itself, `k3` comes close near the reference."""
 
 
 class Algorithm(Section):
@@ -363,12 +365,26 @@ def _sentence(model: type[BaseModel], error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         nearest = _nearest(model, dotted)
         return f"unknown key `{dotted}`" + (f"; did you mean `{nearest}`?" if nearest else "")
+    section = _section(model, path)
+    if section is not None and first["type"] in ("model_type", "model_attributes_type"):
+        return f"`{dotted}`: a section with keys such as `{next(iter(section.model_fields))}`, not a value (got {first.get('input')!r})"
     message = first["msg"].removeprefix("Value error, ")
     if not dotted:
         return message
     given = first.get("input")
     shown = "" if isinstance(given, (dict, BaseModel)) else f" (got {given!r})"
     return f"`{dotted}`: {message[0].lower()}{message[1:]}{shown}"
+
+
+def _section(model: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
+    """The section at a dotted path, None where there is none."""
+    found: Any = model
+    for part in path:
+        info = found.model_fields.get(part)
+        found = info.annotation if info is not None else None
+        if not (isinstance(found, type) and issubclass(found, BaseModel)):
+            return None
+    return found
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:

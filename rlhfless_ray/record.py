@@ -68,7 +68,7 @@ class Record:
         if step.stats is not None:
             stats = asdict(step.stats)
             row["tokens/trained"] = stats.pop("trained_tokens")
-            stats.pop("reason")
+            del stats["reason"], stats["skipped_last"]
             row |= {f"learn/{name}": value for name, value in stats.items()}
         row["tokens/per_s"] = row["tokens/generated"] / wall_s if wall_s else 0.0
         step.metrics = row

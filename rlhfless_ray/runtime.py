@@ -324,7 +324,8 @@ class Runtime:
             found = {"eval/length_mean": float(np.mean([len(s.completion.token_ids) for s in samples]))}
             for k, name in enumerate(temperatures):
                 part = samples[k * len(prompts) : (k + 1) * len(prompts)]
-                found[f"eval/accuracy_{name}"] = float(np.mean([s.reward for s in part if s.reward is not None]))
+                if rewards := [s.reward for s in part if s.reward is not None]:
+                    found[f"eval/accuracy_{name}"] = float(np.mean(rewards))
         return found
 
     def record_evaluation(self, found: dict[str, float]) -> None:

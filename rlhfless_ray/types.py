@@ -96,6 +96,8 @@ class UpdateStats:
     trained_tokens: int
     skipped: int  # optimizer steps skipped because loss or gradient was not finite
     reason: str = ""  # why an optimizer step was skipped
+    applied: int = 1  # optimizer steps that were not skipped
+    skipped_last: int = 0  # of the skipped ones, those after the last that was applied
 
 
 @dataclass(frozen=True)

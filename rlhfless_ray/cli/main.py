@@ -56,6 +56,8 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder, finished, sto
     """Write report.html and timeline.json anew from what the run folder holds."""
     if not run.is_dir():
         raise UserError(f"{run}: no such run folder")
+    if not any((run / name).is_file() for name in ("status.json", "recipe.yaml", "metrics.jsonl", "ledger.csv")):
+        raise UserError(f"{run}: not a run folder, it has neither status.json nor recipe.yaml, metrics.jsonl or ledger.csv")
     from rlhfless_ray.watch.report import write_report
     from rlhfless_ray.watch.timeline import write_timeline
 

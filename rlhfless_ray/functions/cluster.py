@@ -41,6 +41,7 @@ class RayCluster:
             return
         section = self.recipe.cluster
         address = section.address or os.environ.get("RAY_ADDRESS", "")
+        _brief_errors()
         if address:
             _answers(address)
             try:
@@ -193,6 +194,23 @@ def _own_session() -> Iterator[None]:
         yield
     finally:
         setattr(services, "ConsolePopen", ray_starts)  # noqa: B010
+
+
+def _brief_errors() -> None:
+    """Of what Ray says about a killed worker, the first sentence: the run tells itself what it does about it."""
+    import ray._private.worker as worker
+
+    print_lines = worker.print_to_stdstream
+    if getattr(print_lines, "brief", False):
+        return
+
+    def brief(data: dict[str, Any], ignore_prefix: bool) -> None:
+        if data.get("pid") == "raylet":
+            data = {**data, "lines": [line.partition("\n")[0].partition(". ")[0] for line in data["lines"]]}
+        print_lines(data, ignore_prefix)
+
+    setattr(brief, "brief", True)  # noqa: B010
+    setattr(worker, "print_to_stdstream", brief)  # noqa: B010
 
 
 def _loopback_only(on: bool) -> None:

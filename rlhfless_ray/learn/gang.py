@@ -120,11 +120,12 @@ class Gang:
         for instance, (_, spans) in zip(self.by_rank, replies, strict=True):
             self._spans(instance, spans)
         stats = replies[0][0]
-        self.skipped_in_a_row = self.skipped_in_a_row + stats.skipped if stats.skipped else 0
+        self.skipped_in_a_row = (0 if stats.applied else self.skipped_in_a_row) + stats.skipped_last
         if self.skipped_in_a_row > self.max_skipped:
+            advice = "look at samples/" if "no sample" in stats.reason else "lower learner.learning_rate"
             raise RunError(
                 f"{self.skipped_in_a_row} optimizer steps in a row were skipped (learner.max_skipped_updates = "
-                f"{self.max_skipped}): {stats.reason}; lower learner.learning_rate or look at the rewards"
+                f"{self.max_skipped}): {stats.reason}; {advice}"
             )
         return stats
 

@@ -188,6 +188,7 @@ class Learner:
             clip_share=named["clipped"], importance_mean=named["importance"], importance_capped_share=named["capped"],
             mismatch_mean=named["mismatch"], mismatch_max=float(most), grad_norm=norm, learning_rate=rate,
             trained_tokens=int(lengths.sum()) if applied else 0, skipped=int(not applied), reason=reason,
+            applied=int(applied), skipped_last=int(not applied),
         )
 
     def _micro_loss(
@@ -338,7 +339,8 @@ def state_from_bytes(files: dict[str, bytes]) -> dict[str, Any]:
 def _nothing(reason: str) -> UpdateStats:
     """An update that had nothing to learn from."""
     numbers: dict[str, Any] = dict.fromkeys(UpdateStats.__dataclass_fields__, 0.0)
-    return UpdateStats(**{**numbers, "trained_tokens": 0, "skipped": 1, "reason": reason})
+    counts: dict[str, Any] = {"trained_tokens": 0, "skipped": 1, "applied": 0, "skipped_last": 1, "reason": reason}
+    return UpdateStats(**{**numbers, **counts})
 
 
 def _merge(stats: list[UpdateStats]) -> UpdateStats:
@@ -352,8 +354,10 @@ def _merge(stats: list[UpdateStats]) -> UpdateStats:
             merged[name] = "; ".join(v for v in values if v)
         elif name == "mismatch_max":
             merged[name] = max(values)
-        elif name in ("trained_tokens", "skipped"):
+        elif name in ("trained_tokens", "skipped", "applied"):
             merged[name] = sum(values)
+        elif name == "skipped_last":
+            merged[name] = next((i for i, s in enumerate(reversed(stats)) if s.applied), len(stats))
         else:
             merged[name] = float(np.mean(values))
     return UpdateStats(**merged)
