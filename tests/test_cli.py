@@ -47,6 +47,12 @@ def test_resuming_what_never_ran(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_report_of_a_folder_that_is_no_run(tmp_path):
+    done = command("report", str(tmp_path))
+    assert done.returncode == 2 and "not a run folder" in sentence(done)
+    assert list(tmp_path.iterdir()) == []
+
+
 def policy_folder(tmp_path, **config) -> str:
     folder = tmp_path / "policy"
     folder.mkdir()

@@ -128,6 +128,9 @@ def test_an_unknown_key_without_a_neighbour_names_none() -> None:
         ("policy.dtype", "bfloat16", "learner.zero_stage: with policy.dtype bfloat16"),
         ("reward.max_failed_share", 2, "`reward.max_failed_share`"), ("algorithm.clip_low", 0, "`algorithm.clip_low`"),
         ("functions.keep_alive_s", float("nan"), "`functions.keep_alive_s`"),
+        ("evaluate.prompts", 10**12, "`evaluate.prompts`: input should be less than or equal to 1000000"),
+        ("prompts.rows", 10**12, "`prompts.rows`: input should be less than or equal to 1000000"),
+        ("algorithm.kl", 3, "`algorithm.kl`: a section with keys such as `coefficient`, not a value (got 3)"),
     ],
 )
 def test_wrong_types_ranges_and_combinations(key: str, value: Any, said: str) -> None:
@@ -142,8 +145,9 @@ def test_combinations_across_sections() -> None:
 
 
 def test_a_section_that_is_a_value() -> None:
-    with pytest.raises(UserError, match="`rollout`"):
+    with pytest.raises(UserError) as error:
         Recipe.parse({**BASE, "rollout": 3})
+    assert str(error.value) == "recipe: `rollout`: a section with keys such as `samples_per_prompt`, not a value (got 3)"
 
 
 # ---- files and overrides ----------------------------------------------------------------------------------------

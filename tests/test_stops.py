@@ -95,11 +95,13 @@ class Ended:
         run.steps_done, run.cursor_done, run.cursor_after, run.saved = 3, [3], [4], 2
         run.weights, run.in_update, run.step = SimpleNamespace(version=3), False, Step(4)
         run.first_row, run.quality = 0, {}
-        run.autoscaler = SimpleNamespace(state=lambda: {})
+        run.autoscaler = SimpleNamespace(state=lambda: {}, observe_update=lambda *_: None)
+        run.learner_plan = SimpleNamespace(reason="")
         run.phases = SimpleNamespace(take=lambda: ({}, 1.0))
         pool = SimpleNamespace(close=lambda: self.did.append(f"close as {self.status()}"), replaced=0)
         run.rollout = run.reward = pool
-        run.gang = SimpleNamespace(snapshot=self.snapshot, skipped_in_a_row=0, pool=pool, by_rank=[])
+        run.gang = SimpleNamespace(snapshot=self.snapshot, skipped_in_a_row=0, pool=pool, ranks=1)
+        run.gang.by_rank = [SimpleNamespace(leases=[None])]
         run.leases = SimpleNamespace(release_all=lambda: None)
         self.messages: list[str] = []
         run.record = SimpleNamespace(
@@ -243,6 +245,30 @@ def test_a_row_twice_in_a_batch_gets_other_samples_and_all_others_keep_theirs(tm
     assert len({r.seed for r in requests}) == 15
     ordinary = [run._request(0, rows[i], 1.0, 4, j).seed for i in (0, 1, 3) for j in range(3)]
     assert [requests[3 * i + j].seed for i in (0, 1, 3) for j in range(3)] == ordinary
+
+
+# ---- nothing to learn from ----------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_without_any_reward_has_no_accuracy_and_no_warning(tmp_path: Path, recwarn) -> None:
+    from contextlib import nullcontext
+
+    from rlhfless_ray.types import Completion, Prompt, Sample
+
+    run = Ended(tmp_path).run
+    done = Completion(0, np.zeros(3, np.int32), np.zeros(3, np.float32), "stop", 0)
+    run.prompts = SimpleNamespace(heldout=[Prompt(i, "p", (1,)) for i in range(2)])
+    run.max_actors, run.spare = 1, []
+    run.phases.phase = lambda *_: nullcontext()
+    run.rollout = SimpleNamespace(resize=lambda *_, **__: [], working=[None])
+    run.autoscaler.expected = lambda prompts: np.ones(len(prompts))
+    run._run = lambda *_: {}
+    run._park_engines = lambda: []
+    run._samples = lambda prompts, *_: [Sample(p, 0, done, error="boom") for p in prompts]
+    run.score_phase = lambda *_: nullcontext()
+    run.score = lambda samples, name: len(samples)
+    assert run.evaluate() == {"eval/length_mean": 3.0}
+    assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
 
 
 # ---- scoring that ends the run ------------------------------------------------------------------------------------

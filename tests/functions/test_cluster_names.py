@@ -1,4 +1,4 @@
-"""What the ledger calls nodes."""
+"""What the ledger calls nodes, and how much of Ray's errors is shown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import ray
 
-from rlhfless_ray.functions.cluster import RayCluster
+from rlhfless_ray.functions.cluster import RayCluster, _brief_errors
 from rlhfless_ray.recipe import Recipe
 
 
@@ -26,3 +26,16 @@ def test_a_node_is_called_by_its_host_and_the_same_after_a_resume(monkeypatch: p
 def test_two_nodes_on_one_host_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = cluster_of(monkeypatch, ("a", "box"), ("b", "box"), ("c", "box"))
     assert [cluster.node_name(id) for id in ("b", "a", "c", "b")] == ["box", "box#2", "box#3", "box"]
+
+
+def test_of_a_killed_worker_ray_says_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray._private.worker as worker
+
+    shown: list[dict[str, Any]] = []
+    monkeypatch.setattr(worker, "print_to_stdstream", lambda data, ignore_prefix: shown.append(data))
+    for _ in range(2):
+        _brief_errors()
+    long = "A worker died or was killed by an unexpected system error. To troubleshoot, check the logs. Lease ID: 01\nNode ID: f7"
+    worker.print_to_stdstream({"pid": "raylet", "lines": [long], "is_err": False}, ignore_prefix=False)
+    worker.print_to_stdstream({"pid": "autoscaler", "lines": ["a. b. c"], "is_err": False}, ignore_prefix=False)
+    assert [data["lines"] for data in shown] == [["A worker died or was killed by an unexpected system error"], ["a. b. c"]]
