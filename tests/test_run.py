@@ -189,3 +189,28 @@ def test_a_loop_that_is_left_and_a_stop_after_the_last_update_lose_nothing(unint
         assert samples(run, step) == samples(uninterrupted, step)
     one, other = (folder / "model" / "model.safetensors" for folder in (uninterrupted, run))
     assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("moment", ["gcs_server", "status.json"])
+def test_a_stop_while_it_starts_leaves_nothing_behind_and_promises_nothing(tmp_path, moment):
+    """SIGTERM to the whole group while Ray starts, then right after the run folder was made."""
+    recipe, marker = write_recipe(tmp_path, warm_start__steps=5000, run__seed=time.time_ns() % 2**31), f"RLHFLESS_TEST={tmp_path}"
+    temporary = tempfile.mkdtemp(dir="/tmp")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlhfless_ray", "train", recipe], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT, env={**environment(), "RLHFLESS_TEST": str(tmp_path), "TMPDIR": temporary}, start_new_session=True,
+    )
+    run = tmp_path / "runs" / "small"
+    while process.poll() is None and not (run / moment).exists() and not any(moment in line for line in ours_alive(marker)):
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert "nothing to resume from yet" in said and "Traceback" not in said
+    deadline = time.monotonic() + 10
+    while ours_alive(marker) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert ours_alive(marker) == []
+    assert [path.name for path in Path(temporary).iterdir() if path.name.startswith("rlhfless")] == []
+    shutil.rmtree(temporary)
+    assert not run.exists() or json.loads((run / "status.json").read_text())["status"] == "stopped"
