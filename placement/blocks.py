@@ -101,13 +101,17 @@ class Blocks:
 
     def reach(self, seconds: float, kinds: Sequence[Kind]) -> np.ndarray:
         """(B,) for each block the end of the longest range from it that takes at most about `seconds` on any kind, in the
-        mean; at least one block."""
+        mean, and that a cache holds in the mean; at least one block."""
         count = len(self.edges) - 1
         stop = np.arange(1, count + 1)
         for kind in kinds:
             done = np.concatenate(([0.0], np.cumsum(self.work_s(kind).mean(1))))
             room = seconds - kind.over_s - kind.base_s * self.longest.mean(1)
             stop = np.maximum(stop, np.searchsorted(done, done[:-1] + room, side="right") - 1)
+        if self.held is not None and math.isfinite(most := max(kind.capacity for kind in kinds)):
+            tokens = _sums(self.held).mean(1)
+            fits = np.searchsorted(tokens, tokens[:-1] + most, side="right") - 1
+            stop = np.minimum(stop, np.maximum(fits, np.arange(1, count + 1)))
         return np.maximum.accumulate(stop)  # so that every part of a range is one too
 
 

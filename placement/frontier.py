@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -116,14 +116,15 @@ class Fill:
             tokens = np.concatenate(([0.0], np.cumsum(held)))
             self.stop = (np.searchsorted(tokens, tokens[:-1] + kind.capacity, side="right") - 1).tolist()
 
-    def cuts(self, bound: float, first: int | None = None, early: float = math.inf) -> list[int] | None:
-        """Where groups start when each is filled up to `bound` seconds, and n; None if that takes too many actors. With
-        `first`, only so many groups may take that long and the others only `early` seconds."""
+    def cuts(self, bound: float) -> list[int] | None:
+        """Where groups start when each is filled up to `bound` seconds, and n; None if that takes too many actors."""
+        return self.cuts_each(itertools.repeat(bound, self.kind.max_actors))
+
+    def cuts_each(self, bounds: Iterable[float]) -> list[int] | None:
+        """The same with a bound of its own for every actor."""
         done_s, open_s, stop, n = self.done_s, self.open_s, self.stop, self.n
         cuts, i = [0], 0
-        for actor in range(self.kind.max_actors):
-            if actor == first:
-                bound = min(bound, early)
+        for bound in bounds:
             end = bisect_right(done_s, bound - open_s[i] + done_s[i], i, n + 1) - 1
             if stop is not None and stop[i] < end:
                 end = stop[i]

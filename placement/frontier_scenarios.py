@@ -30,7 +30,8 @@ JUDGED = 0.005  # how much faster a partition must look than the one before, to 
 def scenario_partitions(work: Workload, thin: float) -> list[Plan]:
     found: list[Partition] = []
     looked = work.lengths.shape[1]
-    for order, key in sort_orders(work):
+    room = sum(kind.capacity * kind.max_actors for kind in work.kinds)
+    for order, key in sort_orders(work) if work.held_tokens().sum(0).max() <= room else []:
         if len(order) <= SMALL and len(work.kinds) == 1:
             found += every_cut(work, order)
         else:

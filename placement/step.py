@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,11 +13,11 @@ from placement.frontier import frontier
 from placement.partition import pareto
 from placement.plan import Plan, Pool
 from placement.speed import Speed
-from placement.two_bounds import early_gang
+from placement.staggered import staggered
 from placement.workload import Kind, Workload, wave_starts
 
 START_QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)  # over scenarios, of the start of the gang that wastes nothing
-FEW = 12  # sequences up to which single ones are moved between actors
+FEW = 9  # sequences up to which single ones are moved between actors
 THIN = 0.01  # of the rollout's frontier inside the step's
 
 
@@ -88,8 +88,8 @@ def step_frontier(
     F = max(free + start + all work, max over releases r of r + work released at r or later), and no order does better. It
     need not wait for work if it starts at F - start - all work, so that is when it starts: the step then takes F + update +
     publish and the gang is billed only for work. With scenarios one start must serve all, so several are tried, and waiting
-    is billed. What is left to search is the partition: the rollout's frontier, and partitions whose actors on the gang's
-    slots end earlier than the others (two_bounds). With up to FEW
+    is billed. What is left to search is the partition: the rollout's frontier, and partitions whose actors end one after
+    the other, so that the gang has work and slots early (staggered). With up to FEW
     sequences single ones are moved as well. Not exact: beyond that, samples of one prompt are not brought together.
 
     Raises ValueError as `frontier` does, and where the gang has more devices than there are.
@@ -97,7 +97,7 @@ def step_frontier(
     task = StepTask.of(lengths, prompt_ids, speed, work, max_devices, devices_per_actor, capacity, price, prompts, start_s, transfer_s)
     pool = task.pool
     rollouts = frontier(lengths, pools=[pool], prompts=prompts, transfer_s=transfer_s, thin=max(thin, THIN))
-    rollouts += early_gang(task.rollout, task.outside, [plan.time_s for plan in rollouts])
+    rollouts += task.early([plan.time_s for plan in rollouts])
     plans = pareto(plan for rollout in rollouts for plan in task.plans(rollout))
     if len(task.rollout.lengths) <= FEW:
         plans = one_by_one(task, plans)
@@ -107,7 +107,7 @@ def step_frontier(
 def one_by_one(task: StepTask, plans: list[StepPlan]) -> list[StepPlan]:
     """From every undominated plan, give one sequence to another actor, or a new one, as long as that finds new ones. With
     few sequences it matters where a single one is: whose samples end together, which actor frees the gang's slots."""
-    work, tried = task.rollout, set()
+    tried = set()
     while new := [plan for plan in plans if _key(plan.rollout) not in tried]:
         found = list(plans)
         for plan in new:
@@ -119,10 +119,9 @@ def one_by_one(task: StepTask, plans: list[StepPlan]) -> list[StepPlan]:
                 for i in sets[a]:
                     moved = [*sets, frozenset()]
                     moved[a], moved[b] = moved[a] - {i}, moved[b] | {i}
-                    groups = tuple(np.array(sorted(group)) for group in moved if group)
-                    pools = (0,) * len(groups)
+                    groups = [np.array(sorted(group)) for group in moved if group]
                     if task.fits(groups):
-                        found += task.plans(Plan(*work.evaluate(groups, pools), groups, pools))
+                        found += task.plans(task.plan(groups))
         plans = pareto(found)
     return plans
 
@@ -169,9 +168,26 @@ class StepTask:
         outside = (max_devices - work.learners) // devices_per_actor
         return cls(rollout, work, pool, outside, price, prompt_of, score_s, learn_s)
 
-    def fits(self, groups: tuple[np.ndarray, ...]) -> bool:
+    def fits(self, groups: list[np.ndarray]) -> bool:
         held = self.rollout.held_tokens()
         return all(held[group].sum(0).max() <= self.rollout.kinds[0].capacity for group in groups)
+
+    def early(self, times: list[float]) -> list[Plan]:
+        """Rollouts whose actors end one after the other. There are many, so with scenarios they are compared on the means of
+        the lengths first, and only the undominated are timed on all."""
+        lengths = self.rollout.lengths
+        groups = staggered(self.rollout, self.outside, times)
+        if lengths.shape[1] > 1:
+            mean = replace(
+                self, rollout=replace(self.rollout, lengths=lengths.mean(1)[:, None]),
+                score_s=self.score_s.mean(1)[:, None], learn_s=self.learn_s.mean(1)[:, None],
+            )
+            groups = [list(plan.rollout.groups) for plan in pareto((p for g in groups for p in mean.plans(mean.plan(g))), THIN)]
+        return [self.plan(each) for each in groups]
+
+    def plan(self, groups: list[np.ndarray]) -> Plan:
+        pools = (0,) * len(groups)
+        return Plan(*self.rollout.evaluate(groups, pools), tuple(groups), pools)
 
     def plans(self, rollout: Plan) -> list[StepPlan]:
         """What the gang makes of one rollout; several with scenarios."""

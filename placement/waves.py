@@ -2,58 +2,71 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from placement.partition import Partition
+from placement.partition import Partition, pareto
 from placement.workload import Workload
 
-SIZES = 24  # wave sizes tried, from what the caches hold down
+SIZES = 12  # wave sizes tried, from what the caches hold down
+SMALLEST = 8  # waves of an actor at the smallest size, about
 
 
 def in_waves(work: Workload) -> list[Partition]:
     """Contiguous waves that each fit a cache, dealt to actors: the longest first, each to the actor that would end first.
 
-    A wave's time is base · its longest + its work; an actor's is the sum over its waves and one start. Waves that fill the
-    cache cost least (fewest maxima); smaller ones balance better, so several sizes are tried. A heuristic: the order within
-    a real engine is its own, and it admits the next sequence as soon as one ends, so real times are rather below these.
+    A wave takes base · its longest + its work; an actor the sum over its waves and one start. Waves that fill the cache cost
+    least (fewest maxima); smaller ones balance better, so several sizes are tried. A heuristic; and an engine admits the next
+    sequence as soon as one ends, so real times are rather below these.
     """
-    lengths = work.lengths
+    lengths, kinds = work.lengths, work.kinds
     order = np.argsort(-lengths.mean(1), kind="stable")
     held = work.held_tokens()[order]
-    kinds = work.kinds
-    slots = [q for q, kind in enumerate(kinds) for _ in range(kind.max_actors)]
     capacity = min(kind.capacity for kind in kinds if kind.capacity >= held.max())
-    slots = [q for q in slots if kinds[q].capacity >= capacity]
-    total = held.max(1).sum()
+    kind_of = np.array([q for q, kind in enumerate(kinds) for _ in range(kind.max_actors) if kind.capacity >= capacity])
+    over_s = np.array([kind.over_s for kind in kinds])
+    smallest = min(1.0, float(held.max(1).sum()) / (capacity * SMALLEST * len(kind_of)))
     found = []
-    for share in np.geomspace(1.0, max(held.max() / capacity, min(1.0, total / capacity / (8 * len(slots)))), SIZES):
-        waves = _cut(held, max(share * capacity, held.max()))
-        loads = np.zeros((len(slots), lengths.shape[1]))
-        members: list[list[np.ndarray]] = [[] for _ in slots]
-        for a, b in waves:
-            rows = order[a:b]
-            ends = []
-            for slot, q in enumerate(slots):
-                kind = kinds[q]
-                seconds = kind.base_s * lengths[rows].max(0) + kind.work_s(lengths[rows], work.prompts[rows][:, None]).sum(0)
-                ends.append(seconds + loads[slot] + (0.0 if members[slot] else kind.over_s))
-            first = int(np.argmin([end.mean() for end in ends]))
-            loads[first] = ends[first]
-            members[first].append(rows)
-        used = [slot for slot, rows in enumerate(members) if rows]
+    for share in np.geomspace(1.0, max(float(held.max()) / capacity, smallest), SIZES):
+        starts = _starts(held, max(share * capacity, float(held.max())))
+        longest = np.maximum.reduceat(lengths[order], starts[:-1], axis=0).mean(1)
+        seconds = np.array([
+            kind.base_s * longest + np.add.reduceat(work.work_s(kind)[order], starts[:-1], axis=0).mean(1) for kind in kinds
+        ])
+        load = np.zeros(len(kind_of))
+        members: list[list[np.ndarray]] = [[] for _ in kind_of]
+        for wave in np.argsort(-seconds.min(0), kind="stable"):
+            ends = np.where(load > 0, load, over_s[kind_of]) + seconds[kind_of, wave]
+            slot = int(ends.argmin())
+            load[slot] = ends[slot]
+            members[slot].append(order[starts[wave]: starts[wave + 1]])
+        used = [slot for slot, waves in enumerate(members) if waves]
         groups = [np.concatenate(members[slot]) for slot in used]
-        pools = [slots[slot] for slot in used]
-        found.append(Partition.of_groups(*work.evaluate(groups, pools), groups, pools))
-    return found
+        pools = [int(kind_of[slot]) for slot in used]
+        cost = sum(kinds[kind_of[slot]].price * load[slot] for slot in used)
+        found.append(Partition.of_groups(float(load.max()), float(cost), groups, pools))
+    return [_timed(work, point) for point in pareto(found)]
 
 
-def _cut(held: np.ndarray, capacity: float) -> list[tuple[int, int]]:
-    """Ranges of rows whose sums over `held` (n, S) stay within capacity in every column, each as long as can be."""
+def _timed(work: Workload, point: Partition) -> Partition:
+    """The same groups with their figures over all scenarios, in each of which waves start where that one's cache is full."""
+    groups = np.split(point.order, point.cuts[1:-1])
+    time_s, cost = work.evaluate(groups, point.pools)
+    return replace(point, time_s=time_s, cost=cost)
+
+
+def _starts(held: np.ndarray, capacity: float) -> np.ndarray:
+    """Where ranges of rows start, and the end, whose sums over `held` (n, S) stay within capacity in every column, each as
+    long as can be."""
     tokens = np.vstack([np.zeros(held.shape[1]), np.cumsum(held, axis=0)])
-    ranges, i = [], 0
-    while i < len(held):
-        end = min(int(np.searchsorted(tokens[:, s], tokens[i, s] + capacity * (1 + 1e-12), side="right")) - 1
-                  for s in range(held.shape[1]))
-        ranges.append((i, max(end, i + 1)))
-        i = ranges[-1][1]
-    return ranges
+    starts, ahead = [0], 16
+    while starts[-1] < len(held):
+        i = starts[-1]
+        full = (tokens[i + 1: i + 1 + ahead] - tokens[i]).max(1) > capacity
+        if not full.any() and i + ahead < len(held):
+            ahead *= 2
+            continue
+        starts.append(i + max(1, int(full.argmax()) if full.any() else len(full)))
+        ahead = 2 * (starts[-1] - i) + 2
+    return np.array(starts)

@@ -145,13 +145,12 @@ class Workload:
 
 def wave_starts(held: np.ndarray, capacity: float) -> list[int]:
     """Where waves start, and the end, when as many of the next sequences as fit the cache run at once; held (m,) tokens."""
-    starts, room = [], -1.0
-    for i, tokens in enumerate(held):
-        if tokens > room:
-            starts.append(i)
-            room = capacity
-        room -= tokens
-    return [*starts, len(held)]
+    tokens = np.concatenate(([0.0], np.cumsum(held)))
+    starts = [0]
+    while starts[-1] < len(held):
+        i = starts[-1]
+        starts.append(max(i + 1, int(np.searchsorted(tokens, tokens[i] + capacity, side="right")) - 1))
+    return starts
 
 
 def checked(lengths: np.ndarray) -> np.ndarray:
