@@ -120,11 +120,14 @@ class Record:
         self.reported_s = time.monotonic()
         packages = str(Path(__file__).resolve().parents[1])
         path = os.pathsep.join([packages, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.reporter = subprocess.Popen(
-            ["nice", "-n", "19", sys.executable, "-m", "rlhfless_ray", "report", str(self.folder.path.resolve())],
-            env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, start_new_session=True,
-        )
+        try:
+            self.reporter = subprocess.Popen(
+                ["nice", "-n", "19", sys.executable, "-m", "rlhfless_ray", "report", str(self.folder.path.resolve())],
+                env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, start_new_session=True,
+            )
+        except OSError as error:  # the run is worth more than a look at it
+            self.progress.message(f"no report of the run so far: {error}")
 
     def close(self, status: str, reason: str) -> None:
         """The last lines, the timeline and the report; called however the run ended."""

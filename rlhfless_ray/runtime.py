@@ -70,6 +70,7 @@ class Runtime:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
+            stack.push(self._tells_what_is_left)
             if self.resume:
                 self.folder = RunFolder.resumed(self.recipe)
                 stack.enter_context(self.folder.locked())
@@ -496,6 +497,9 @@ class Runtime:
         return "stopped" if isinstance(error, (Stopped, KeyboardInterrupt, GeneratorExit)) else "failed", str(error)
 
     def _ended(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, Stopped):
-            error.resumable = bool(self.folder.checkpoints())
         self.record.close(*self._outcome(error))
+
+    def _tells_what_is_left(self, kind: Any, error: Any, trace: Any) -> None:
+        folder = getattr(self, "folder", None)  # a stop may come before there is one
+        if isinstance(error, Stopped) and folder is not None:
+            error.resumable = bool(folder.checkpoints())
