@@ -37,6 +37,15 @@ def test_a_checkpoint_has_a_report_that_a_kill_would_leave(record: Record, monke
     assert "it is still working, or it crashed" in text and "50.0%" in text
 
 
+def test_a_machine_that_cannot_start_the_report_goes_on(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REPORT_EVERY_S", 0.0)
+    said: list[str] = []
+    monkeypatch.setattr(record.progress, "message", said.append)
+    monkeypatch.setenv("PATH", "/nowhere")
+    record.checkpointed()
+    assert record.reporter is None and "no report of the run so far" in said[0]
+
+
 def test_the_last_report_is_not_overwritten_by_an_earlier_one(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REPORT_EVERY_S", 0.0)
     record.checkpointed()

@@ -119,6 +119,7 @@ class Ended:
     def by(self, error: BaseException | None) -> list[str]:
         self.run._released(type(error), error, None)
         self.run._ended(type(error), error, None)
+        self.run._tells_what_is_left(type(error), error, None)
         return [what for what in self.did if not what.startswith("close")]
 
     def driver(self) -> dict[str, Any]:
@@ -212,6 +213,12 @@ def test_a_sigterm_while_ray_starts_is_a_stop(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(Stopped) as caught:
         run.__enter__()
     assert caught.value.signal_number == signal.SIGTERM and left == [True] and not caught.value.resumable
+    folder = RunFolder.create(run.recipe)
+    folder.save_checkpoint(2, {}, {}, keep=1)
+    run.resume = True
+    with pytest.raises(Stopped) as caught:
+        run.__enter__()
+    assert caught.value.resumable, "what was there before this start is there still"
 
 
 # ---- the evaluation made up for -----------------------------------------------------------------------------------
