@@ -205,9 +205,11 @@ def _brief_errors() -> None:
         return
 
     def brief(data: dict[str, Any], ignore_prefix: bool) -> None:
-        if data.get("pid") == "raylet":
-            data = {**data, "lines": [line.partition("\n")[0].partition(". ")[0] for line in data["lines"]]}
-        print_lines(data, ignore_prefix)
+        if data.get("pid") != "raylet":
+            print_lines(data, ignore_prefix)
+            return
+        for line in data["lines"]:
+            print(f"Ray: {line.partition(chr(10))[0].partition('. ')[0]}", flush=True)
 
     setattr(brief, "brief", True)  # noqa: B010
     setattr(worker, "print_to_stdstream", brief)  # noqa: B010
