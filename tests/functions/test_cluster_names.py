@@ -28,7 +28,7 @@ def test_two_nodes_on_one_host_are_told_apart(monkeypatch: pytest.MonkeyPatch) -
     assert [cluster.node_name(id) for id in ("b", "a", "c", "b")] == ["box", "box#2", "box#3", "box"]
 
 
-def test_of_a_killed_worker_ray_says_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_killed_worker_ray_says_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     import ray._private.worker as worker
 
     shown: list[dict[str, Any]] = []
@@ -38,4 +38,5 @@ def test_of_a_killed_worker_ray_says_one_sentence(monkeypatch: pytest.MonkeyPatc
     long = "A worker died or was killed by an unexpected system error. To troubleshoot, check the logs. Lease ID: 01\nNode ID: f7"
     worker.print_to_stdstream({"pid": "raylet", "lines": [long], "is_err": False}, ignore_prefix=False)
     worker.print_to_stdstream({"pid": "autoscaler", "lines": ["a. b. c"], "is_err": False}, ignore_prefix=False)
-    assert [data["lines"] for data in shown] == [["A worker died or was killed by an unexpected system error"], ["a. b. c"]]
+    assert capsys.readouterr().out == "Ray: A worker died or was killed by an unexpected system error\n"
+    assert [data["lines"] for data in shown] == [["a. b. c"]]
