@@ -8,15 +8,6 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class ForecastError:
-    """How good a step's point forecasts were; tokens. `spearman` is None where lengths or forecasts are all equal."""
-
-    mae_tokens: float
-    bias_tokens: float
-    spearman: float | None
-
-
-@dataclass(frozen=True)
 class ForecastQuality:
     """How good a step's forecasts were, as distributions over responses.
 
@@ -39,12 +30,6 @@ class ForecastQuality:
     pit_deciles: tuple[float, ...]
     pit_error: float
     max_ratio: float
-
-
-def forecast_error(forecast: np.ndarray, lengths: np.ndarray) -> ForecastError:
-    """Compare forecasts (n,) with the lengths that came (n,)."""
-    error = np.asarray(forecast, float) - np.asarray(lengths, float)
-    return ForecastError(float(np.abs(error).mean()), float(error.mean()), spearman(forecast, lengths))
 
 
 def rankdata(values: np.ndarray) -> np.ndarray:

@@ -11,14 +11,14 @@ import numpy as np
 from scipy.special import log_ndtr, ndtri
 
 from placement.length_history import LengthHistory
-from placement.length_quality import ForecastError, ForecastQuality, forecast_error, forecast_quality
+from placement.length_quality import ForecastQuality, forecast_quality
 from placement.length_regression import FeatureLine
 from placement.length_scenarios import LengthForecast, Scenarios, revise
 from placement.residuals import Residuals
 
 __all__ = [
-    "ForecastError", "ForecastQuality", "LengthForecast", "LengthForecaster", "Scenarios", "VarianceShares",
-    "forecast_error", "forecast_quality", "revise",
+    "ForecastQuality", "LengthForecast", "LengthForecaster", "Scenarios", "VarianceShares",
+    "forecast_quality", "revise",
 ]
 
 FADE = 0.95  # of what is known about variances and features, per step

@@ -12,7 +12,6 @@ import numpy as np
 
 from placement.choice import Objective
 from placement.plan import Plan
-from placement.speed import Speed
 
 GAMMA = 0.5  # share of the predicted saving that a change may cost (Nereus)
 BAND = 0.02  # a change must save more than this share of what a step costs: predictions differ by as much for no reason
@@ -205,38 +204,6 @@ def failed(decision: Decision) -> bool:
     return decision.reason.startswith(FAILED)
 
 
-def rollout_size(
-    lengths: np.ndarray, speed: Speed, *, current: int, min_actors: int, max_actors: int, prefer: float,
-    groups: np.ndarray | None = None,
-) -> Decision:
-    """How many engines the next rollout gets: the first simple rule.
-
-    lengths (n,) forecast response tokens; groups (n,) the prompt of each (none given: every sequence is its own). For every
-    count the sequences are dealt as `deal` does and timed by `speed`; the count with the least
-    prefer·time/fastest + (1 - prefer)·cost/cheapest wins, fewer on a tie.
-    """
-    if not 1 <= min_actors <= max_actors:
-        raise ValueError(f"need 1 ≤ min_actors ≤ max_actors, got {min_actors} and {max_actors}")
-    groups = np.arange(len(lengths)) if groups is None else groups
-    counts = range(min_actors, max(min_actors, min(max_actors, len(np.unique(groups)))) + 1)
-    times, costs = [], []
-    for count in counts:
-        parts = deal(lengths, groups, count)
-        each = [speed.rollout_s(lengths[part]) for part in parts]
-        times.append(max(each, default=0.0))
-        costs.append(sum(each))
-    fastest, cheapest = max(min(times), 1e-12), max(min(costs), 1e-12)
-    scores = [prefer * t / fastest + (1 - prefer) * c / cheapest for t, c in zip(times, costs, strict=True)]
-    best = min(range(len(scores)), key=lambda i: (scores[i], i))
-    actors = counts[best]
-    kind = Hold if actors == current else Grow if actors > current else Shrink
-    reason = (
-        f"{actors} of {max_actors}: {times[best]:.2f} s for {costs[best]:.2f} slot-s; "
-        f"fastest {fastest:.2f} s, cheapest {cheapest:.2f} slot-s, prefer {prefer:g}"
-    )
-    return kind(actors, reason, times[best], costs[best])
-
-
 def deal(lengths: np.ndarray, groups: np.ndarray, actors: int) -> list[np.ndarray]:
     """Share sequences out: whole groups (they share a prompt), longest first, each to the least loaded actor.
 
@@ -253,19 +220,6 @@ def deal(lengths: np.ndarray, groups: np.ndarray, actors: int) -> list[np.ndarra
         dealt[actor].append(group)
         heapq.heappush(loads, (load + float(lengths[group].sum()), actor))
     return [np.concatenate(d) if d else np.empty(0, int) for d in dealt]
-
-
-def after_drain(remaining_s: float, retake_s: float, needed_next: bool) -> Decision:
-    """An engine has finished its share while others work: keep its lease for the next phase, or let it go?
-
-    Holding costs `remaining_s` idle slot-seconds; letting go costs `retake_s` of waiting at the hand-over if the next
-    phase needs the slot.
-    """
-    if not needed_next:
-        return Release(0, "the next phase does not need the slot")
-    if remaining_s > retake_s:
-        return Release(0, f"{remaining_s:.1f} s of tail cost more than {retake_s:.1f} s to take it again")
-    return Hold(1, f"the tail ends in {remaining_s:.1f} s and the next phase needs the slot")
 
 
 def slots_to_yield(held: int, least: int, others_wait: bool) -> Decision:

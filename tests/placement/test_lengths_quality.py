@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from placement.length_quality import auc_longest
-from placement.lengths import forecast_error, forecast_quality
+from placement.lengths import forecast_quality
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=3, max_size=30))
 @settings(deadline=None)
-def test_forecast_error_against_scipy(pairs: list[tuple[int, int]]) -> None:
+def test_point_errors_and_ranks_against_scipy(pairs: list[tuple[int, int]]) -> None:
     forecast, lengths = (np.array(x, float) for x in zip(*pairs, strict=True))
-    found = forecast_error(forecast, lengths)
+    found = forecast_quality(np.stack([forecast, forecast], axis=1), lengths)
     assert found.mae_tokens == pytest.approx(np.mean([abs(a - b) for a, b in pairs]))
     assert found.bias_tokens == pytest.approx(np.mean([a - b for a, b in pairs]))
     if len(set(forecast)) == 1 or len(set(lengths)) == 1:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from placement.policy import after_drain
+from placement.policy import Hold
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import Leases
@@ -76,7 +76,7 @@ def test_a_failed_engine_says_in_one_line_what_failed_first(ray_cluster, fails_i
         with pytest.raises(RunError, match=said) as raised:
             run_rollout(
                 pool, [Request(0, (1,), 0, 4, 1.0)], [np.array([0])], np.array([4.0]), WeightVersion(4, None), interval_s=0.1,
-                deadline_s=60.0, max_replacements=1, needed_next=1, drained=after_drain,
+                deadline_s=60.0, max_replacements=1, needed_next=1, drained=lambda tail_s, needed: Hold(1, "kept"),
                 give_back=lambda *_: None, on_progress=lambda *_: None,
             )
         assert "\n" not in str(raised.value)
