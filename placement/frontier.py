@@ -43,7 +43,9 @@ def frontier(
     Exact for known lengths on one pool over groups that are contiguous in the sorted order: for a time bound T, filling
     actors from the longest down starts every group as late as possible, so no contiguous partition has fewer actors or a
     smaller sum of group maxima; T sweeps down over every makespan. Exact over all partitions, on any pools, for up to
-    SMALL sequences. Several pools: see frontier_pools. Scenarios: see frontier_scenarios.
+    SMALL sequences (see frontier_small). What contiguity gives away beyond that was measured against bounds.cost_bound, at
+    the worst point of a frontier on 16 actors, five draws of log-normal lengths each: 7 % of the cost with 16 sequences (11 %
+    in the worst draw), 4.6 % with 64, 0.2 % with 512. Several pools: see frontier_pools. Scenarios: see frontier_scenarios.
 
     Capacity: a group must hold its prompts and full responses at once (with scenarios in every column). A second wave on
     the same actor would cost as much as on an actor of its own and end later, so waves are planned only when max_actors

@@ -28,6 +28,12 @@ JUDGED = 0.005  # how much faster a partition must look than the one before, to 
 
 
 def scenario_partitions(work: Workload, thin: float) -> list[Plan]:
+    """Plans for joint scenarios, judged by their means over all of them; not dominated by any other found.
+
+    Groups are contiguous in a sorted order (sort_orders). Up to SMALL sequences on one pool all contiguous partitions are
+    looked at; otherwise `search` looks for good ones, on any pools. Capacity: a group must fit in every scenario; where
+    there are too few actors for that, the plans of in_waves.
+    """
     found: list[Partition] = []
     looked = work.lengths.shape[1]
     room = sum(kind.capacity * kind.max_actors for kind in work.kinds)
@@ -90,7 +96,18 @@ def every_cut(work: Workload, order: np.ndarray) -> list[Partition]:
 
 
 def search(work: Workload, order: np.ndarray, key: np.ndarray, thin: float) -> tuple[list[Partition], int]:
-    """Contiguous partitions of `order` near the frontier, and how many scenarios the search for them looked at."""
+    """Contiguous partitions of `order` near the frontier, and how many scenarios the search for them looked at.
+
+    Level by level, from long time bounds to short ones, neighbouring sequences are joined to blocks small against what one
+    actor does in that time, all ranges of blocks that an actor could take are timed in every scenario, and partitions into
+    ranges are searched (ScenarioSearch): shortest paths against deadlines D_s = max(bound, the longest response of s alone),
+    which nothing beats, then steps to neighbours. Where ranges × scenarios exceed CELLS, the search takes every so many-th
+    scenario; the figures of what it finds are over all.
+
+    Not exact. Measured on 400 random cases of 2 to 10 sequences, 4 to 64 scenarios: every point of the best contiguous
+    partitions is met within 0.2 % on both axes. On 4,096 sequences, against a search with finer blocks, more bounds and
+    a hundred times the steps: 0.7 % dearer at equal time in the mean, the fastest plan 0.6 to 1.5 % slower.
+    """
     n, count = work.lengths.shape
     alone_s = tail_s(work)
     levels = _levels(work, order, float(alone_s.min()))
