@@ -89,7 +89,7 @@ def hire(
     keep = recipe.functions.keep_alive_s
     return Crew(
         leases,
-        Pool("rollout", start_engine, leases, ledger, keep),
+        Pool("rollout", start_engine, leases, ledger, keep, on_device=True),
         Pool("score", start_reward, leases, ledger, keep),
-        Gang(Pool("learn", start_learner, leases, ledger, float("inf")), recipe),
+        Gang(Pool("learn", start_learner, leases, ledger, float("inf"), on_device=True, leave_s=recipe.learner.deadline_s), recipe),
     )

@@ -37,7 +37,7 @@ from rlhfless_ray.record import Record
 from rlhfless_ray.reward.functions import load_reward
 from rlhfless_ray.run_folder import RunFolder
 from rlhfless_ray.types import Completion, Prompt, Request, Sample, Step, UpdateStats, WeightVersion
-from rlhfless_ray.waits import STOP, get
+from rlhfless_ray.waits import STOP
 from rlhfless_ray.weights.folder import read_folder, without_weights, write_folder
 
 FIRST_SPEED = Speed(base_s=0.01, per_seq_s=0.0001)  # before the first step record; any order of magnitude will do
@@ -128,14 +128,15 @@ class Runtime:
         """Start the learner, and the engines' processes beside it; publish the first weights."""
         import ray
 
-        from rlhfless_ray.functions.lease import Slot
+        from rlhfless_ray.functions.lease import node_slots, places
 
         with self.phases.phase("start", "starting the learner"):
             self.spare = self.gang.staff(self.spare)
-            for number in range(self.max_actors):  # on GPU a guess: the device is known with the lease only
-                if self.leases.resource == "cpu":
-                    self.rollout.prewarm(Slot(self.gang.by_rank[0].slot.node, number))
-            self.reward.prewarm(self.gang.by_rank[0].slot)
+            home = self.gang.by_rank[0].slot
+            if self.leases.resource == "cpu":  # on GPU a guess: the device is known with the lease only
+                for slot in places(node_slots("cpu"), home.node, self.max_actors):
+                    self.rollout.prewarm(slot)
+            self.reward.prewarm(home)
             if self.owes_warm_start and checkpoint is None:
                 self.record.progress.phase("supervised warm start (cached afterwards)")
                 self.files = self.gang.warm_start(ray.put(self.files), self.recipe)
@@ -396,7 +397,8 @@ class Runtime:
         return stream.completions
 
     def _drained(self, instance: Any, decision: Decision) -> None:
-        if decision.action == "Release" and self.recipe.functions.elastic:
+        if decision.action == "Release" and self.recipe.functions.elastic and instance.started:  # one that starts is at work
+            self._told_start(self.rollout, instance)
             self._release(self.rollout.park(instance))
 
     def _prewarm_next(self, done: int, total: int) -> None:
@@ -416,9 +418,9 @@ class Runtime:
     def _release(self, leases: list[Any]) -> None:
         self.leases.release(leases)
 
-    def _told_start(self, pool: Any) -> None:
-        """Starts that ended are told to the ledger, while the instance still has its leases."""
-        for instance in pool.working:
+    def _told_start(self, pool: Any, only: Any = None) -> None:
+        """Starts that ended are told to the ledger, while the instance (`only` this one) still has its leases."""
+        for instance in [only] if only else pool.working:
             if instance.opened is not None and not instance.memory_mb:
                 told = instance.told(self.recipe.functions.lease_deadline_s)
                 instance.memory_mb = told["memory_mb"]
@@ -429,8 +431,6 @@ class Runtime:
     def _park_engines(self) -> list[Any]:
         """Engines leave their slots; returns the leases."""
         self._told_start(self.rollout)
-        if self.leases.resource == "gpu":  # on CPU vLLM gives nothing back: the ledger shows the memory it keeps
-            get([i.actor.park.remote() for i in self.rollout.working], 60.0, "engines to leave their devices")
         return self.rollout.park_all()
 
     # ---- state ------------------------------------------------------------------------------------------------

@@ -54,6 +54,11 @@ class Instance:
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.kind}-{next(_numbers)}"
 
+    @property
+    def started(self) -> bool:
+        """Whether its start has ended, one way or the other."""
+        return self.opened is not None and bool(ray.wait([self.opened], timeout=0)[0])
+
     def told(self, seconds: float) -> dict[str, Any]:
         """What its start told, see `Pool`. Raises RunError with the cause when the start failed or takes longer."""
         try:

@@ -7,6 +7,7 @@ for Ray's retry tick. So a lease is handed from one function to the next where i
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.waits import STOP
+
+PREFERRED_S = 1.0  # longest wait for a slot of a certain node, where any would do: Ray's retry tick and a little more
 
 
 @dataclass(frozen=True)
@@ -62,27 +65,29 @@ class Leases:
 
     # ---- asking -----------------------------------------------------------------------------------------------
 
-    def ask(self, count: int, prefer: list[str] | None = None) -> list[Request]:
-        """Ask Ray for slots without waiting. `prefer`: node ids of parked instances, one per slot as far as they go."""
+    def ask(self, count: int, nodes: list[str] | None = None) -> list[Request]:
+        """Ask Ray for slots without waiting. `nodes`: ids of the nodes they must be on, one per slot as far as they go."""
         requests = []
         for i in range(count):
             self.counter += 1
             id = f"{self.run_id}-{self.counter}"
-            selector = [{"ray.io/node-id": prefer[i]}] if prefer and i < len(prefer) else None
+            selector = [{"ray.io/node-id": nodes[i]}] if nodes and i < len(nodes) else None
             group = placement_group([dict(self.bundle)], name=f"rlhfless-{id}", bundle_label_selector=selector)
             request = Request(id, group)
             self.asked[id] = request
             requests.append(request)
         return requests
 
-    def collect(self, requests: list[Request], kind: str, wait_s: float, need: int = 0) -> list[Lease]:
-        """The granted ones of `requests`; what is not granted in time is withdrawn.
+    def collect(
+        self, requests: list[Request], kind: str, wait_s: float, need: int = 0, have: list[Lease] | None = None
+    ) -> list[Lease]:
+        """The granted ones of `requests`, after those in `have`; what is not granted in time is withdrawn.
 
-        The first `need` have until the lease deadline, the others `wait_s`. Raises RunError, naming what is missing, when
-        fewer than `need` were granted.
+        The first `need` of them all have until the lease deadline, the others `wait_s`. Raises RunError, naming what is
+        missing, when there are fewer than `need`; nothing is kept then.
         """
         start = time.monotonic()
-        leases: list[Lease] = []
+        leases = list(have or [])
         for request in requests:
             seconds = self.deadline_s if len(leases) < need else wait_s
             node = self._wait_granted(request, start + seconds)
@@ -101,8 +106,29 @@ class Leases:
     def take(
         self, count: int, kind: str, prefer: list[str] | None = None, need: int | None = None, wait_s: float = 0.0
     ) -> list[Lease]:
-        """Ask and collect: `count` slots, of which `need` (default all) must come within the lease deadline."""
-        return self.collect(self.ask(count, prefer), kind, wait_s, count if need is None else need)
+        """Ask and collect: `count` slots, of which `need` (default all) must come within the lease deadline.
+
+        `prefer`: ids of nodes where a slot is worth more, one per slot: a parked instance waits there. They are waited for
+        shortly; what they do not give is then asked of any node, for a cold start elsewhere is better than none.
+        """
+        need = count if need is None else need
+        nodes = self.with_room(prefer or [])[:count]
+        warm_s = PREFERRED_S if need else min(PREFERRED_S, wait_s)
+        leases = self.collect(self.ask(len(nodes), nodes), kind, warm_s) if nodes else []
+        if len(leases) < count:
+            leases = self.collect(self.ask(count - len(leases)), kind, wait_s, need, leases)
+        return leases
+
+    def with_room(self, nodes: list[str]) -> list[str]:
+        """Those of `nodes` that are alive and have a slot more than are held here, each as often as it has one."""
+        room = Counter(node_slots(self.resource)) if nodes else Counter()
+        room.subtract(lease.slot.node for lease in self.held.values())
+        found = []
+        for node in nodes:
+            if room[node] > 0:
+                room[node] -= 1
+                found.append(node)
+        return found
 
     def _wait_granted(self, request: Request, until: float) -> str | None:
         """The node of the granted slot, None past the deadline. Ray's own wait rounds a timeout down to whole seconds."""
@@ -177,10 +203,27 @@ class Leases:
         )
 
 
+def alive_nodes() -> set[str]:
+    """Ids of the cluster's nodes."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def node_slots(resource: str) -> dict[str, int]:
+    """{node id: slots} of the nodes that are alive and have any."""
+    name = "GPU" if resource == "gpu" else "CPU"
+    found = {node["NodeID"]: int(node["Resources"].get(name, 0)) for node in ray.nodes() if node["Alive"]}
+    return {node: slots for node, slots in found.items() if slots}
+
+
 def cluster_slots(resource: str) -> int:
     """Slots all alive nodes have together."""
-    name = "GPU" if resource == "gpu" else "CPU"
-    return sum(int(node["Resources"].get(name, 0)) for node in ray.nodes() if node["Alive"])
+    return sum(node_slots(resource).values())
+
+
+def places(slots: dict[str, int], home: str, count: int) -> list[Slot]:
+    """Up to `count` places for processes that wait for a lease: on `home` first, nowhere more than the node has slots."""
+    nodes = sorted(slots, key=lambda node: node != home)
+    return [Slot(node, number) for node in nodes for number in range(slots[node])][:count]
 
 
 # max_calls=0: Ray would end a GPU task's process after one call, and the next would pay for a new one

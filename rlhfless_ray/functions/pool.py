@@ -8,24 +8,34 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError, RayTaskError
 
-from rlhfless_ray.functions.instance import Instance, State
-from rlhfless_ray.functions.lease import Lease, Leases, Slot
+from rlhfless_ray.errors import RunError
+from rlhfless_ray.functions.instance import Instance, State, reason_of
+from rlhfless_ray.functions.lease import Lease, Leases, Slot, alive_nodes
 from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.waits import get
 
 
 class Pool:
     """Every instance works under leases it was handed; without one it is parked until its keep-alive ends."""
 
     def __init__(
-        self, kind: str, start: Callable[[Slot], Any], leases: Leases, ledger: Ledger, keep_alive_s: float
+        self, kind: str, start: Callable[[Slot], Any], leases: Leases, ledger: Ledger, keep_alive_s: float,
+        *, on_device: bool = False, leave_s: float = 60.0,
     ) -> None:
-        """`start(slot)` makes the actor; its `open(threads)` must return {"memory_mb": …, "spans": […]}."""
+        """`start(slot)` makes the actor; its `open(threads)` must return {"memory_mb": …, "spans": […]}.
+
+        `on_device`: on GPU its instances hold device memory, which their `park()` gives back within `leave_s` before a lease
+        is taken from them. It returns the same as `open`, with what stays on the device counted in.
+        """
         self.kind = kind
         self.start = start
         self.leases = leases
         self.ledger = ledger
         self.keep_alive_s = keep_alive_s
+        self.on_device = on_device
+        self.leave_s = leave_s
         self.working: list[Instance] = []
         self.parked: list[Instance] = []
         self.replaced = 0
@@ -79,12 +89,12 @@ class Pool:
         self.working.append(instance)
         return instance
 
+    def fits(self, instance: Instance, slot: Slot) -> bool:
+        """Whether the instance can work there. On CPU anywhere on its node; on GPU on its device only, where its memory was."""
+        return instance.slot == slot or (self.leases.resource == "cpu" and instance.slot.node == slot.node)
+
     def _find(self, slot: Slot) -> Instance | None:
-        """On CPU any parked instance of the node will do; on GPU it must be of the device, where its memory was."""
-        for instance in self.parked:
-            if instance.slot == slot or (self.leases.resource == "cpu" and instance.slot.node == slot.node):
-                return instance
-        return None
+        return next((instance for instance in self.parked if self.fits(instance, slot)), None)
 
     def prewarm(self, slot: Slot) -> Instance:
         """Start a process ahead of its lease: imports only, no device memory. It waits as parked."""
@@ -97,21 +107,46 @@ class Pool:
 
     def park(self, instance: Instance) -> list[Lease]:
         """Take the leases from an instance; the caller hands them on or releases them. Its process stays warm."""
-        self.working.remove(instance)
-        leases, instance.leases = instance.leases, []
-        instance.state = State.PARKED
-        instance.parked_since_s = time.monotonic()
-        self.parked.append(instance)
-        self.ledger.park(instance.id, instance.slot.node, str(instance.slot.device), self.kind, instance.memory_mb)
-        return leases
+        return self._park([instance])
 
     def park_all(self) -> list[Lease]:
-        return [lease for instance in list(self.working) for lease in self.park(instance)]
+        return self._park(list(self.working))
+
+    def _park(self, instances: list[Instance]) -> list[Lease]:
+        if self.on_device and self.leases.resource == "gpu":
+            self._leave_devices(instances)
+        taken: list[Lease] = []
+        for instance in instances:
+            self.working.remove(instance)
+            taken += instance.leases
+            instance.leases = []
+            instance.state = State.PARKED
+            instance.parked_since_s = time.monotonic()
+            self.parked.append(instance)
+            self.ledger.park(instance.id, instance.slot.node, str(instance.slot.device), self.kind, instance.memory_mb)
+        return taken
+
+    def _leave_devices(self, instances: list[Instance]) -> None:
+        """All at once, for they may need one another for it. An engine's weights are lost with its device's memory, so it has
+        no version any more. A process that died holds nothing: who needs it next will see."""
+        leaving = [(instance, instance.actor.park.remote()) for instance in instances]
+        for instance, ref in leaving:
+            instance.version = None
+            try:
+                told = get(ref, self.leave_s, f"{instance.id} to leave its device")
+            except RayActorError:
+                continue
+            except RayTaskError as error:
+                raise RunError(f"{instance.failure() or f'{instance.id} could not leave its device: {reason_of(error)}'}") from error
+            instance.memory_mb = told["memory_mb"]
+            self.ledger.spans([lease.id for lease in instance.leases], told["spans"])
 
     def reap(self, worth_s: float = float("inf")) -> int:
-        """End the parked instances whose keep-alive is over, or who were kept for longer than they are worth it; how many."""
+        """End the parked instances whose keep-alive is over, or who were kept for longer than they are worth it, or whose
+        node is gone; how many."""
         now, keep_s = time.monotonic(), min(self.keep_alive_s, worth_s)
-        over = [i for i in self.parked if now - i.parked_since_s > keep_s]
+        lost = {i.slot.node for i in self.parked} - alive_nodes() if self.parked else set()
+        over = [i for i in self.parked if now - i.parked_since_s > keep_s or i.slot.node in lost]
         for instance in over:
             self._end(instance)
         return len(over)
@@ -128,6 +163,9 @@ class Pool:
         leases = instance.leases
         self._end(instance)
         self.replaced += 1
+        if instance.slot.node not in alive_nodes():  # Ray moves the group of a lost node: it is not where its lease says
+            self.leases.release(leases)
+            leases = self.leases.take(1, self.kind, [other.slot.node for other in self.parked])
         return self.staff(leases)
 
     def close(self) -> list[Lease]:

@@ -62,8 +62,11 @@ class LearnerActor:
     def snapshot(self) -> dict[str, bytes] | None:
         return self.learner.snapshot_bytes()
 
-    def park(self) -> None:
-        self.learner.park()
+    def park(self) -> dict[str, Any]:
+        """Leave the device. What stays there, a library's buffers, is counted as memory kept warm, and named."""
+        from rlhfless_ray.functions.memory import kept_memory
 
-    def unpark(self) -> None:
-        self.learner.unpark()
+        return kept_memory(self.learner.park())
+
+    def unpark(self) -> list[Span]:
+        return self.learner.unpark()

@@ -27,7 +27,8 @@ class Gang:
     def __init__(self, pool: Pool, recipe: Recipe) -> None:
         self.pool = pool
         self.ranks = recipe.learner.ranks
-        self.slots = recipe.learner.ranks * recipe.learner.max_slots_per_rank
+        more_threads = recipe.learner.max_slots_per_rank if pool.leases.resource == "cpu" else 1
+        self.slots = recipe.learner.ranks * more_threads
         self.deadline_s = recipe.learner.deadline_s
         self.max_skipped = recipe.learner.max_skipped_updates
         self.skipped_in_a_row = 0
@@ -36,41 +37,77 @@ class Gang:
     def staff(self, spare: list[Lease]) -> list[Lease]:
         """Hand leases to the ranks: one each, then more (threads, on CPU) as far as they are free. Returns the rest.
 
-        A gang needs all its ranks at once. On a shared cluster another gang may hold what is missing here while it waits
-        for what is held here: after a few seconds everything is let go, and asked for again at a random moment.
+        Ranks stay where their state is: a lease of another node (on GPU: of another device) is of no use to them. A gang
+        needs all its ranks at once. On a shared cluster another gang may hold what is missing here while it waits for what
+        is held here: after a few seconds everything is let go, and asked for again at a random moment.
         """
-        leases = self.pool.leases
-        start = time.monotonic()
-        missing = self.ranks - len(spare)
-        while missing > 0:
-            asked = leases.ask(missing, [i.slot.node for i in self.by_rank])
+        leases, start = self.pool.leases, time.monotonic()
+        homes = self._homes()
+        own, spare = self._own(spare)
+        while missing := self.ranks - len(own):
+            leases.release([lease for lease in spare if homes and lease.slot.node not in homes])
+            spare = [lease for lease in spare if not homes or lease.slot.node in homes]  # on GPU: of the wrong device, so far
+            asked = leases.ask(missing, self._homes(own))
             got = leases.collect(asked, "learn", ATTEMPT_S)
-            spare, missing = [*spare, *got], missing - len(got)
-            if missing:
-                leases.release(spare)
-                spare, missing = [], self.ranks
-                if time.monotonic() - start > leases.deadline_s:
-                    raise RunError(
-                        f"the learner gang needs {self.ranks} × {leases.bundle} at once and did not get them within "
-                        f"{leases.deadline_s:.0f} s; {leases.availability()}"
-                    )
-                STOP.check()
-                time.sleep(random.uniform(0.2, 1.0))
-        wanted = self.slots - len(spare)
-        if wanted > 0:
-            # The first groups of a fresh cluster take Ray longer, and a warm start is worth every core.
-            patience_s = 0.05 if self.by_rank else 2.0
-            spare = [*spare, *leases.take(wanted, "learn", need=0, wait_s=patience_s)]
-        shares: list[list[Lease]] = [[] for _ in range(self.ranks)]
-        used, spare = spare[: self.slots], spare[self.slots :]
-        for i, lease in enumerate(used):
-            shares[i % self.ranks].append(lease)
+            own, spare = self._own([*own, *spare, *got])
+            if len(got) == missing and time.monotonic() - start <= leases.deadline_s:
+                continue  # all that was asked for came; on GPU perhaps not yet the device
+            leases.release([*own, *spare])
+            own, spare = [], []
+            if time.monotonic() - start > leases.deadline_s:
+                where = " on the nodes and devices that hold its state" if homes else ""
+                raise RunError(
+                    f"the learner gang needs {self.ranks} × {leases.bundle} at once{where} and did not get them within "
+                    f"{leases.deadline_s:.0f} s; {leases.availability()}"
+                )
+            STOP.check()
+            time.sleep(random.uniform(0.2, 1.0))
+        shares = [[lease] for lease in own]
+        spare = self._more_threads(shares, spare)
         staffed = [self.pool.staff(share) for share in shares]
         if not self.by_rank:
             self.by_rank = staffed
             self._opened()
         else:
-            self._same_processes(staffed, shares)
+            self._same_processes(staffed)
+        return spare
+
+    def _own(self, leases: list[Lease]) -> tuple[list[Lease], list[Lease]]:
+        """One lease for each rank, as far as there are fitting ones, and the leases left over."""
+        own: list[Lease] = []
+        left = list(leases)
+        ranks: list[Instance | None] = [*self.by_rank] or [None] * self.ranks
+        for instance in ranks:
+            found = next((lease for lease in left if instance is None or self.pool.fits(instance, lease.slot)), None)
+            if found is not None:
+                left.remove(found)
+                own.append(found)
+        return own, left
+
+    def _homes(self, own: list[Lease] | tuple[()] = ()) -> list[str]:
+        """The nodes of the ranks' processes, one entry a rank, without those that `own` serves; empty before they exist."""
+        homes = [instance.slot.node for instance in self.by_rank]
+        for lease in own if homes else ():
+            homes.remove(lease.slot.node)
+        return homes
+
+    def _more_threads(self, shares: list[list[Lease]], spare: list[Lease]) -> list[Lease]:
+        """Add leases of a rank's own node to its share, from the spare ones first; returns those that are left."""
+        leases, most = self.pool.leases, self.slots // self.ranks
+
+        def add(found: list[Lease]) -> list[Lease]:
+            left = []
+            for lease in found:
+                here = [share for share in shares if share[0].slot.node == lease.slot.node and len(share) < most]
+                min(here, key=len).append(lease) if here else left.append(lease)
+            return left
+
+        spare = add(spare)
+        wanted = [share[0].slot.node for share in shares for _ in range(most - len(share))]
+        if wanted := leases.with_room(wanted):
+            # The first groups of a fresh cluster take Ray longer, and a warm start is worth every core.
+            patience_s = 0.05 if self.by_rank else 2.0
+            add(leases.collect(leases.ask(len(wanted), wanted), "learn", patience_s))
         return spare
 
     def _opened(self) -> None:
@@ -79,19 +116,18 @@ class Gang:
             instance.memory_mb = told["memory_mb"]
             self._spans(instance, told["spans"])
 
-    def _same_processes(self, staffed: list[Instance], shares: list[list[Lease]]) -> None:
+    def _same_processes(self, staffed: list[Instance]) -> None:
         """Ranks keep their state, so the instances must be the ones there were, in any order."""
         if {id(i) for i in staffed} != {id(i) for i in self.by_rank}:
-            raise RunError("the learner's slots are on other nodes than its processes; its state cannot follow yet")
+            raise RunError("the learner's leases fit other processes than those that hold its state")
         for instance in self.by_rank:
             instance.state = State.READY
-            if self.pool.leases.resource == "gpu":
-                instance.actor.unpark.remote()
+        if self.pool.leases.resource == "gpu":
+            refs = [instance.actor.unpark.remote() for instance in self.by_rank]
+            for instance, spans in zip(self.by_rank, self._all(refs, "the learner's return to its device"), strict=True):
+                self._spans(instance, spans)
 
     def park(self) -> list[Lease]:
-        if self.pool.leases.resource == "gpu":
-            for instance in self.pool.working:
-                get(instance.actor.park.remote(), self.deadline_s, "the learner to leave its device")
         return self.pool.park_all()
 
     # ---- work -------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch
 from rlhfless_ray.learn.batch import Batch, micro_batches, mini_batches
 from rlhfless_ray.learn.loss import clipped_policy_loss, importance_weights, kl_estimate, token_weights
 from rlhfless_ray.learn.model import TokenLogprobs, check_head, load_model, padded
+from rlhfless_ray.learn.offload import leave_device, return_to_device
 from rlhfless_ray.learn.optimizer_state import full_moments, full_weights, plain_optimizer, restore_moments
 from rlhfless_ray.types import Span, UpdateStats
 from rlhfless_ray.weights.folder import write_folder
@@ -39,6 +40,8 @@ class Learner:
         self.skipped_in_a_row = 0
         self.engine: Any = None
         self.reference: TokenLogprobs | None = None
+        self.away = False  # parked on a GPU's host
+        self.kept: dict[str, Any] | None = None  # the snapshot while away, where it cannot be made there
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -273,6 +276,9 @@ class Learner:
 
     def snapshot(self) -> dict[str, Any] | None:
         """Everything a stopped run needs to go on, by parameter name: see `open`. From rank 0; others return None."""
+        return self.kept if self.away and self.stage else self._state()
+
+    def _state(self) -> dict[str, Any] | None:
         weights = full_weights(self.engine, self.stage)
         moments = full_moments(self.engine, self.stage)
         if self.rank:
@@ -301,25 +307,41 @@ class Learner:
             "learner.json": json.dumps(numbers).encode(),
         }
 
-    def park(self) -> None:
+    # ---- between updates --------------------------------------------------------------------------------------
+
+    def park(self) -> list[Span]:
         """Give back device memory while no lease is held; nothing to do on CPU."""
+        return self.leave_device() if self.device.type == "cuda" else []
+
+    def unpark(self) -> list[Span]:
+        return self.return_to_device() if self.device.type == "cuda" else []
+
+    def leave_device(self) -> list[Span]:
+        """All state goes to the host. Parts of several ranks can be put together on their devices only, so what a
+        checkpoint may want before the next update is put together now."""
+        if self.away:
+            return []
+        start = time.time()
+        if self.stage:
+            self.kept = self._state()
+        leave_device(self.engine, self.stage)
+        if self.reference is not None:
+            self.reference.to("cpu")
+        self.away = True
+        gc.collect()
         if self.device.type == "cuda":
-            self.engine.module.to("cpu")
-            _move_state(self.engine, torch.device("cpu"))
-            gc.collect()
             torch.cuda.empty_cache()
+        return [Span("transfer", "leave device", start, time.time())]
 
-    def unpark(self) -> None:
-        if self.device.type == "cuda":
-            self.engine.module.to(self.device)
-            _move_state(self.engine, self.device)
-
-
-def _move_state(engine: Any, device: torch.device) -> None:
-    for state in plain_optimizer(engine).state.values():
-        for name, value in state.items():
-            if torch.is_tensor(value) and value.dim():
-                state[name] = value.to(device)
+    def return_to_device(self) -> list[Span]:
+        if not self.away:
+            return []
+        start = time.time()
+        return_to_device(self.engine, self.stage, self.device)
+        if self.reference is not None:
+            self.reference.to(self.device)
+        self.away, self.kept = False, None
+        return [Span("transfer", "return to device", start, time.time())]
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:

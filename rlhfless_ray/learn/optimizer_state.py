@@ -72,8 +72,8 @@ def restore_moments(engine: Any, stage: int, moments: dict[str, Tensor], steps: 
             _put(engine, stage, parameter, moments[f"{moment}.{name}"], moment)
         if f"{MASTER}.{name}" in moments:
             _put(engine, stage, parameter, moments[f"{MASTER}.{name}"], None)
-    for state in optimizer.state.values():
-        state["step"] = torch.tensor(float(steps))
+    for parameter, state in optimizer.state.items():
+        state["step"] = torch.tensor(float(steps), device=parameter.device)  # a fused step reads it there
 
 
 def _put(engine: Any, stage: int, parameter: Tensor, value: Tensor, moment: str | None) -> None:

@@ -62,8 +62,13 @@ class RolloutActor:
             yield completions, self.engine.take_steps(), [Span("work", "generate", start, end)]
             start = end
 
-    def park(self) -> None:
+    def park(self) -> dict[str, Any]:
+        """Leave the device, weights and all."""
+        from rlhfless_ray.functions.memory import kept_memory
+
+        start = time.time()
         self.engine.park()
+        return kept_memory([Span("transfer", "leave device", start, time.time())])
 
 
 def set_threads(threads: int) -> None:

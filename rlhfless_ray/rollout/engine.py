@@ -147,8 +147,9 @@ class Engine:
         return steps
 
     def park(self) -> None:
-        """Give back device memory while no lease is held. vLLM ignores sleep on CPU: there the memory stays."""
+        """Give back device memory while no lease is held, weights and all. vLLM ignores sleep on CPU: there all stays."""
         if not self.on_cpu:
+            self.version = None
             self.engine.sleep(level=2)
 
     def unpark(self) -> None:

@@ -7,7 +7,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from rlhfless_ray.errors import RunError
-from rlhfless_ray.functions.lease import Leases, cluster_slots
+from rlhfless_ray.functions.lease import Leases, Slot, cluster_slots, node_slots, places
 from rlhfless_ray.functions.ledger import Ledger
 
 pytestmark = pytest.mark.ray
@@ -85,6 +85,26 @@ def test_somebody_elses_pending_group_is_seen(ray_cluster):
     assert ours.others_wait()
     theirs.withdraw(asked)
     ours.release_all()
+
+
+def test_a_node_that_is_full_or_gone_is_not_waited_for(ray_cluster):
+    [here] = node_slots("cpu")
+    ours = leases_of("cpu")
+    assert ours.with_room([here] * 6 + ["gone"]) == [here] * 4
+    ours.take(3, "rollout", [here] * 3)
+    assert ours.with_room(["gone", here, here]) == [here]
+    start = time.monotonic()
+    [lease] = ours.take(1, "rollout", ["gone"])
+    assert time.monotonic() - start < 0.9 and lease.slot.node == here
+    assert ours.with_room([here]) == [] and groups_alive(ours) == 4
+    ours.release_all()
+
+
+def test_places_are_taken_at_home_first_and_nowhere_more_than_there_are():
+    slots = {"a": 1, "b": 3, "c": 2}
+    assert places(slots, "b", 2) == [Slot("b", 0), Slot("b", 1)]
+    assert places(slots, "b", 5) == [Slot("b", 0), Slot("b", 1), Slot("b", 2), Slot("a", 0), Slot("c", 0)]
+    assert len(places(slots, "c", 100)) == 6
 
 
 def test_slots_are_counted_over_nodes(ray_cluster):

@@ -2,14 +2,21 @@
 
 import os
 import time
+from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import ray
 
+from placement.policy import after_drain
+from rlhfless_ray import Runtime
 from rlhfless_ray.functions.instance import State, start_actor
 from rlhfless_ray.functions.lease import Leases
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool import Pool
+from rlhfless_ray.recipe import Functions
+from rlhfless_ray.types import Completion, Request, Span, WeightVersion
 
 pytestmark = pytest.mark.ray
 
@@ -103,6 +110,93 @@ def test_an_instance_sees_its_own_device_only(pool):
     pool.resize(3, [], need=3)
     seen = ray.get([instance.actor.devices.remote() for instance in pool.working], timeout=30)
     assert seen == [str(instance.slot.device) for instance in pool.working] and len(set(seen)) == 3
+
+
+def engine_class() -> type:
+    """An engine on a device, which records what it is asked, in order, and what would go wrong on real hardware."""
+
+    class Engine:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+            self.weights = None
+
+        def open(self, threads: int) -> dict:
+            return {"memory_mb": 1.0, "spans": []}
+
+        def load(self, version: int, weights: object, expected: int) -> list:
+            self.calls.append(f"load {version}")
+            self.weights = version
+            return []
+
+        def rollout(self, requests: list, interval_s: float, threads: int):
+            assert self.weights is not None, "generated without weights"
+            self.calls.append(f"rollout {len(requests)}")
+            yield [Completion(r.key, np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", self.weights) for r in requests], [], []
+
+        def park(self) -> dict:
+            self.calls.append("park")
+            self.weights = None
+            return {"memory_mb": 7.0, "spans": [Span("transfer", "leave device", time.time() - 0.001, time.time())]}
+
+        def told(self) -> list[str]:
+            return self.calls
+
+    return Engine
+
+
+@pytest.fixture
+def engines(ray_cluster):
+    """A pool of engines on devices; what they are asked and what is released is in `order`."""
+    ledger = Ledger("gpu", 1.0)
+    leases = Leases("gpu", ledger, 20.0, f"pool{time.time_ns()}")
+    pool = Pool("rollout", lambda slot: start_actor(engine_class(), slot, "gpu", {}), leases, ledger, 60.0, on_device=True)
+    yield pool
+    pool.close()
+    leases.release_all()
+
+
+def roll_out(pool: Pool, version: int, give_back=lambda *_: None, shares: int = 1) -> None:
+    from rlhfless_ray.rollout.stream import run_rollout
+
+    requests = [Request(key, (1,), 0, 4, 1.0) for key in range(4)]
+    dealt = np.array_split(np.arange(4), shares)
+    run_rollout(
+        pool, requests, dealt, np.ones(4), WeightVersion(version, None), interval_s=0.1, deadline_s=30.0, max_replacements=0,
+        needed_next=0, drained=after_drain, give_back=give_back, on_progress=lambda *_: None,
+    )
+
+
+def test_an_engine_that_left_its_device_loads_again_what_it_had(engines):
+    """An evaluation and the step after it use one version; in between the device was given back, weights and all."""
+    for _ in range(2):
+        engines.resize(1, [])
+        roll_out(engines, 0)
+        engines.leases.release(engines.park_all())
+    asked = ray.get(engines.parked[0].actor.told.remote(), timeout=30)
+    assert asked == ["load 0", "rollout 4", "park", "load 0", "rollout 4", "park"]
+    assert [row.memory_mb for row in engines.ledger.rows if row.activity == "parked"] == [7.0]  # the second lasts
+    assert any(row.activity == "transfer" and row.slots == 1 for row in engines.ledger.rows)  # billed, as a lease is held
+
+
+def test_a_drained_engine_leaves_its_device_before_its_lease_goes(engines):
+    """As the runtime does it: parked, then released, while another works on."""
+    engines.resize(2, [], need=2)
+    drained = engines.working[1]
+    order: list[str] = []
+
+    def release(leases: list) -> None:
+        order.extend([*ray.get(drained.actor.told.remote(), timeout=30), "release"])
+        engines.leases.release(leases)
+
+    run = SimpleNamespace(
+        rollout=engines, ledger=engines.ledger, _release=release, recipe=SimpleNamespace(functions=Functions()),
+        autoscaler=SimpleNamespace(cold_start=SimpleNamespace(observe=lambda *_: None)),
+    )
+    run._told_start = partial(Runtime._told_start, run)
+    ray.get(drained.opened, timeout=30)
+    roll_out(engines, 3, shares=1, give_back=lambda instance, decision: Runtime._drained(run, instance, decision))
+    assert order == ["load 3", "park", "release"] and drained.version is None and drained in engines.parked
+    assert [instance.version for instance in engines.working] == [3]
 
 
 def _alive(pid: int) -> bool:

@@ -109,8 +109,12 @@ class Cases:
         add("nan sampler", self.files, self.with_nan_sampler, 0)
         add("uncorrected", self.files, self.batches, 0, algorithm=k1)
         add("bf16", self.bf16, self.batches, 1, 2, 3, dtype="bfloat16")
+        for of in self.PARKED:  # the device's part is played by the host's own memory
+            cases[of.replace("/", " parked/")] = {**cases[of], "parks": True, "snapshots": (1,)}
         add("bf16 nan", self.bf16, self.with_nan, 1, 2, 3, dtype="bfloat16")
         return cases
+
+    PARKED: ClassVar = ("plain/0", "plain/2", "plain/3", "bf16/1")
 
     # (a run, its number of ranks, the ZeRO stage at which another gang goes on from its snapshot), by that gang's ranks
     CONTINUED: ClassVar = {

@@ -3,8 +3,9 @@
     python learner_process.py RANK RANKS PORT CASES.pickle RESULTS.pickle
 
 A case is a dict: `settings` and `files` of the learner, `batches` to update with, `state` (files of a snapshot) to
-start from, `snapshots`: after how many updates to take one. The result holds `stats` per update and, from rank 0, `weights`
-after each update, and `snapshots` as {updates done: files}.
+start from, `snapshots`: after how many updates to take one, `parks`: whether to leave the device after each, `device`. The
+result holds `stats` per update and, from rank 0, `weights` after each update, and `snapshots` as {updates done: files};
+on GPU `memory` as (bytes at work, bytes away) per update.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
 
     from rlhfless_ray.learn.learner import Learner, state_from_bytes
 
-    settings = {**case["settings"], "rank": rank, "device": "cpu"}
+    settings = {**case["settings"], "rank": rank, "device": case.get("device", "cpu")}
     assert settings["learner"]["ranks"] == ranks
     state = case.get("state")
     learner = Learner(settings)
     learner.open(case["files"], ("127.0.0.1", port), 1, None if state is None else state_from_bytes(state))
-    found: dict[str, Any] = {"stats": [], "weights": [], "snapshots": {}, "rng": torch.get_rng_state().numpy()}
+    found: dict[str, Any] = {"stats": [], "weights": [], "snapshots": {}, "memory": [], "rng": torch.get_rng_state().numpy()}
     if 0 in case.get("snapshots", ()):
         found["snapshots"][0] = learner.snapshot_bytes()
     for number, batch in enumerate(case["batches"], 1):
@@ -35,6 +36,13 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
         found["weights"].append(None if weights is None else {k: v.copy() for k, v in weights.items()})
         if number in case.get("snapshots", ()):
             found["snapshots"][number] = learner.snapshot_bytes()
+        if case.get("parks"):
+            at_work = torch.cuda.memory_allocated()  # 0 on CPU
+            learner.leave_device()
+            found["memory"].append((at_work, torch.cuda.memory_allocated()))
+            if number in case.get("snapshots", ()):
+                found["snapshots"][f"{number} away"] = learner.snapshot_bytes()
+            learner.return_to_device()
     learner.engine.destroy()
     return found
 

@@ -139,6 +139,16 @@ def test_bfloat16_keeps_float32_weights_behind(cases: Any, expected: Any, ranks:
         assert distance(found["weights"][-1], weights[-1], start) < 0.15
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_leaving_the_device_and_returning_changes_nothing(cases: Any, ranks: int) -> None:
+    """Bit by bit; and the snapshot taken while away is the one before. Moving ZeRO's module would part it from its buffers."""
+    for name in cases.PARKED:
+        stayed, parked = (cases.result(name.replace("/", f"{way}/"), ranks) for way in ("", " parked"))
+        assert repr(parked["stats"]) == repr(stayed["stats"])
+        assert all(same(a, b) for a, b in zip(parked["weights"], stayed["weights"], strict=True))
+        assert parked["snapshots"][1] == stayed["snapshots"][1] == parked["snapshots"]["1 away"]
+
+
 # ---- snapshot and continue --------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,57 @@
+"""The learner's state between device and host memory: DeepSpeed's own way where it has one, for at ZeRO 1 to 3 parameters
+are views into flat buffers, and moving the module would part the two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlhfless_ray.learn.optimizer_state import plain_optimizer
+
+HOST = torch.device("cpu")
+
+
+def leave_device(engine: Any, stage: int) -> None:
+    """Weights, gradients and optimizer state go to the host. Every rank may call it by itself."""
+    if stage == 0:
+        engine.zero_grad()
+        engine.module.to(HOST)
+        _move_optimizer(engine, HOST)
+    elif stage in (1, 2):
+        engine.offload_states(pin_memory=False)
+    else:
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+
+        # DeepSpeed moves the float32 parts and the moments of its own Adam only; ours is torch's
+        engine.offload_states(include=[State.lp_params, State.lp_grads, State.contiguous_grad_buffer], pin_memory=False)
+        _move_parts(engine, HOST)
+        _move_optimizer(engine, HOST)
+
+
+def return_to_device(engine: Any, stage: int, device: torch.device) -> None:
+    """The reverse of `leave_device`."""
+    if stage == 0:
+        engine.module.to(device)
+        _move_optimizer(engine, device)
+    elif stage in (1, 2):
+        engine.reload_states()
+        if plain_optimizer(engine).state:  # DeepSpeed links the weights anew, but not their moments
+            engine.optimizer._hp_optimizer_states_linked = False
+            engine.optimizer._lazy_init_hp_params_optimizer_state()
+    else:
+        _move_parts(engine, device)
+        _move_optimizer(engine, device)
+        engine.reload_states()
+
+
+def _move_parts(engine: Any, device: torch.device) -> None:
+    for part in engine.optimizer.fp32_partitioned_groups_flat:
+        part.data = part.data.to(device)
+
+
+def _move_optimizer(engine: Any, device: torch.device) -> None:
+    for state in plain_optimizer(engine).state.values():
+        for name, value in state.items():
+            if torch.is_tensor(value):
+                state[name] = value.to(device)

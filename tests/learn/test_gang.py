@@ -1,0 +1,117 @@
+"""Which leases the learner's ranks take: those of the nodes and devices that hold their state, and no others."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhfless_ray.errors import RunError
+from rlhfless_ray.functions.instance import Instance, State
+from rlhfless_ray.functions.lease import Lease, Leases, Slot
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.pool import Pool
+from rlhfless_ray.learn.gang import Gang
+from rlhfless_ray.recipe import Recipe
+
+
+class Cluster(Leases):
+    """Leases of a cluster that grants at once what it has: {node: free devices}."""
+
+    def __init__(self, resource: str, free: dict[str, list[int]], deadline_s: float = 5.0) -> None:
+        super().__init__(resource, Ledger(resource, 1.0), deadline_s, "test")
+        self.free = free
+        self.log: list[str] = []
+
+    def lease(self, node: str, device: int) -> Lease:
+        self.counter += 1
+        lease = Lease(f"test-{self.counter}", Slot(node, device), None)
+        self.held[lease.id] = lease
+        return lease
+
+    def ask(self, count: int, nodes: list[str] | None = None) -> list[Any]:
+        return [nodes[i] if nodes and i < len(nodes) else None for i in range(count)]
+
+    def collect(self, requests: list[Any], kind: str, wait_s: float, need: int = 0, have: Any = None) -> list[Lease]:
+        got = []
+        for node in requests:
+            found = next((n for n in self.free if self.free[n] and node in (None, n)), None)
+            self.log.append(f"{node or 'any'} → {found}")
+            if found is not None:
+                got.append(self.lease(found, self.free[found].pop(0)))
+        return got
+
+    def with_room(self, nodes: list[str]) -> list[str]:
+        return nodes
+
+    def release(self, leases: list[Lease]) -> None:
+        for lease in leases:
+            del self.held[lease.id]
+            self.free[lease.slot.node].append(lease.slot.device)
+
+    def availability(self) -> str:
+        return f"free: {self.free}"
+
+
+def gang_on(cluster: Cluster, *slots: Slot, threads: int = 1) -> Gang:
+    """A gang whose ranks are parked on these slots, with their state."""
+    tree = {
+        "prompts": {"task": "chain"}, "reward": {"function": "task"},
+        "learner": {"ranks": len(slots), "max_slots_per_rank": threads},
+    }
+    gang = Gang(Pool("learn", lambda slot: pytest.fail("a rank is started anew"), cluster, cluster.ledger, 1e9), Recipe.parse(tree))
+    woken = SimpleNamespace(remote=lambda: None)
+    for slot in slots:
+        actor = SimpleNamespace(unpark=woken)
+        gang.by_rank.append(Instance("learn", slot, actor, state=State.PARKED, opened="done"))
+    gang.pool.parked = list(gang.by_rank)
+    return gang
+
+
+def nodes_of(gang: Gang) -> list[list[str]]:
+    return [[lease.slot.node for lease in instance.leases] for instance in gang.by_rank]
+
+
+def test_the_rank_takes_the_spare_lease_of_its_own_node_wherever_it_stands_in_the_row():
+    cluster = Cluster("cpu", {"here": [], "there": []})
+    spare = [cluster.lease("there", 0), cluster.lease("here", 1)]
+    gang = gang_on(cluster, Slot("here", 0))
+    assert gang.staff(spare) == spare[:1]
+    assert gang.by_rank[0].leases == spare[1:] and cluster.log == []
+
+
+def test_without_one_it_lets_the_others_go_and_asks_at_its_own_node():
+    cluster = Cluster("cpu", {"here": [0], "there": []})
+    gang = gang_on(cluster, Slot("here", 0))
+    assert gang.staff([cluster.lease("there", 0)]) == []
+    assert nodes_of(gang) == [["here"]] and cluster.log == ["here → here"] and cluster.free["there"] == [0]
+
+
+def test_ranks_on_two_nodes_get_one_lease_each_and_threads_never_mix_nodes():
+    cluster = Cluster("cpu", {"a": [7], "b": []})
+    gang = gang_on(cluster, Slot("a", 0), Slot("b", 0), threads=2)
+    spare = [cluster.lease("b", 0), cluster.lease("b", 1), cluster.lease("b", 2), cluster.lease("a", 0), cluster.lease("c", 0)]
+    left = gang.staff(spare)
+    assert sorted(nodes_of(gang)) == [["a", "a"], ["b", "b"]]
+    assert [lease.slot for lease in left] == [Slot("b", 2), Slot("c", 0)]
+    assert cluster.log == ["a → a"]
+
+
+def test_on_gpu_it_holds_the_wrong_devices_until_the_right_one_comes():
+    cluster = Cluster("gpu", {"here": [0, 1, 2, 3]})
+    gang = gang_on(cluster, Slot("here", 2), threads=2)  # threads are a matter of cores
+    left = gang.staff([])
+    assert [lease.slot.device for lease in gang.by_rank[0].leases] == [2]
+    assert [lease.slot.device for lease in left] == [0, 1]
+
+
+def test_a_device_that_never_comes_is_named_after_the_deadline_and_nothing_is_kept(monkeypatch):
+    monkeypatch.setattr("rlhfless_ray.learn.gang.random.uniform", lambda a, b: 0.05)
+    cluster = Cluster("gpu", {"here": [0, 1]}, deadline_s=0.2)
+    gang = gang_on(cluster, Slot("here", 2))
+    start = time.monotonic()
+    with pytest.raises(RunError, match=r"needs 1 × .* on the nodes and devices that hold its state and did not get them within"):
+        gang.staff([])
+    assert time.monotonic() - start < 3 and not cluster.held and sorted(cluster.free["here"]) == [0, 1]

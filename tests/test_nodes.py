@@ -1,0 +1,73 @@
+"""Two nodes that both have cores: engines spread, the learner stays where its state is, a lost node is done without."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.functions.lease import Leases, node_slots
+from rlhfless_ray.functions.ledger import Ledger
+from tests.conftest import samples, small_recipe
+
+pytestmark = [pytest.mark.ray, pytest.mark.engine]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Any]:
+    """A head, where the driver is, and a second node, with a core each."""
+    from ray.cluster_utils import Cluster
+
+    if ray.is_initialized():
+        ray.shutdown()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 256 * 2**20})
+    cluster.add_node(num_cpus=1, object_store_memory=256 * 2**20)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    cluster.wait_for_nodes()
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def leases_of(deadline_s: float = 20.0) -> Leases:
+    return Leases("cpu", Ledger("cpu", 1.0), deadline_s, f"nodes{time.time_ns()}")
+
+
+def test_a_preferred_node_that_others_hold_is_waited_for_shortly_and_then_any_node_will_do(nodes):
+    here, there = node_slots("cpu")
+    ours, theirs = leases_of(), leases_of()
+    theirs.collect(theirs.ask(1, [here]), "rollout", 10.0, need=1)
+    start = time.monotonic()
+    [lease] = ours.take(1, "rollout", [here])
+    assert lease.slot.node == there and time.monotonic() - start < 8  # the deadline is 20 s
+    ours.release_all()
+    theirs.release_all()
+
+
+@pytest.mark.parametrize("keep_alive_s", [300.0, 0.0])
+def test_a_run_uses_both_nodes_and_makes_the_same_samples(nodes, tmp_path, uninterrupted, keep_alive_s):
+    """Without keep-alive every engine is started anew each step, and the learner's state alone stays."""
+    tree = small_recipe(tmp_path, rollout__min_actors=2, run__steps=2, functions__keep_alive_s=keep_alive_s)
+    seen: list[tuple[str, ...]] = []
+    with Runtime(Recipe.parse(tree)) as run:
+        resize = run.rollout.resize
+
+        def watched(*args: Any, **more: Any) -> Any:
+            left = resize(*args, **more)
+            seen.append(tuple(sorted(i.slot.node for i in run.rollout.working)))
+            return left
+
+        run.rollout.resize = watched  # type: ignore[method-assign]
+        [home] = {instance.slot.node for instance in run.gang.by_rank}
+        assert sorted(i.slot.node for i in run.rollout.parked) == sorted(node_slots("cpu"))  # as many as there are cores
+        for step in run:
+            assert {instance.slot.node for instance in run.gang.by_rank} == {home}
+            assert step.plan.actors == 2
+    both = tuple(sorted(node_slots("cpu")))
+    assert seen.count(both) >= 2, seen  # each step; evaluations take what they get at once
+    for number in (1, 2):
+        assert [s["response"] for s in samples(run.folder.path, number)] == [s["response"] for s in samples(uninterrupted, number)]
