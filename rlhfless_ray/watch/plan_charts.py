@@ -121,7 +121,10 @@ def frontier(rows: Sequence[Row]) -> Chart | None:
         "xaxis": {"title": "cost, slot-seconds", "rangemode": "tozero"}, "hovermode": "closest",
         "yaxis": {"title": "rollout, seconds", "rangemode": "tozero"},
     }
-    note = f"What step {row['step']} could choose from. Hover for the number of actors of a point."
+    note = (
+        f"What step {row['step']} could choose from, in decoding time; hover for the number of actors. `chosen` and `measured` "
+        "are of the whole phase: weights, calls, and slots held for the learner included."
+    )
     bound_s, bound_cost = finite(row.get("plan/bound_s")), finite(row.get("plan/bound_cost_slot_s"))
     if bound_s is not None and bound_cost is not None:
         note += f" No plan could take less than {number(bound_s)} s, or cost less than {number(bound_cost)} slot-s."
