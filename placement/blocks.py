@@ -131,7 +131,7 @@ class Ranges:
         left = np.repeat(np.arange(count), sizes)
         right = np.arange(self.first[-1]) - self.first[left] + left + 1
         longest = np.empty((self.first[-1], blocks.longest.shape[1]), dtype)
-        top = blocks.longest.astype(dtype)
+        top: np.ndarray = blocks.longest.astype(dtype)
         for i in range(count):
             np.maximum.accumulate(top[i: stop[i]], axis=0, out=longest[self.first[i]: self.first[i + 1]])
         self.seconds = np.empty((len(kinds), *longest.shape), dtype)
@@ -154,7 +154,7 @@ def mean(values: np.ndarray) -> np.ndarray:
 
 def _between(values: np.ndarray, left: np.ndarray, right: np.ndarray, dtype: type = np.float64) -> np.ndarray:
     """(R, S) sums over blocks left to right (excluded) of values (B, S)."""
-    done = _sums(values).astype(dtype)
+    done: np.ndarray = _sums(values).astype(dtype)
     sums = done[right]
     sums -= done[left]
     return sums

@@ -34,8 +34,8 @@ def frontier(
     of the maximum over actors, and cost the mean of the sum. prompts: tokens, (n,) or one number (0).
     speed, max_actors, capacity, price: the short form of one Pool. transfer_s: seconds every actor spends on weights or KV
     before it decodes, on top of its pool's start_s; both count in its time and its cost.
-    thin: leave out plans less than this share faster than the next cheaper one kept (0.005: half a percent). The exact
-    frontier of thousands of sequences has thousands of points; thinned it is found in less time.
+    thin: leave out plans that another one matches to this share on both axes (0.005: half a percent). The exact frontier of
+    thousands of sequences has thousands of points; thinned it is found in less time.
 
     An actor takes over + base · L₁ + Σ (per_seq · L + per_ctx · (p·L + L²/2)) seconds for sequences L₁ ≥ L₂ ≥ … all admitted
     at once: the sum over decode steps of TailSieve's replica time with an affine step (see Speed.rollout_s).
@@ -83,7 +83,7 @@ def sweep(work: Workload, kind: Kind, thin: float = 0.0) -> list[Partition]:
     if thin >= GRID_STEP:
         longest = fill.partition(order, first).time_s
         steps = math.ceil(math.log(longest / fill.alone_s) / -math.log1p(-thin)) + 1
-        found = [fill.partition(order, first), *fill.many(order, longest * (1 - thin) ** np.arange(1, steps + 1))]
+        found = [fill.partition(order, first), *fill.many(order, longest * (1 - thin) ** np.arange(1, steps + 1), thin)]
         bound = found[-1].time_s * (1 - thin)
     else:
         cuts: list[int] | None = first
@@ -138,8 +138,9 @@ class Fill:
             i = end
         return None
 
-    def many(self, order: np.ndarray, bounds: np.ndarray) -> list[Partition]:
-        """Partitions by `cuts` for falling bounds (m,), all at once, up to the first that takes too many actors."""
+    def many(self, order: np.ndarray, bounds: np.ndarray, thin: float) -> list[Partition]:
+        """Partitions by `cuts` for falling bounds (m,), all at once, up to the first that takes too many actors; without those
+        that cost at most the share `thin` less than a faster one."""
         done, opened, n = self.done, self.open, self.n
         stop = None if self.stop is None else np.array(self.stop)
         bounds = bounds[bounds >= self.alone_s]
@@ -162,10 +163,16 @@ class Fill:
             if not len(live):
                 break
         count = int(live[0]) if len(live) else len(bounds)  # a shorter bound takes no fewer actors
-        cuts = np.stack(columns, 1)[:count]
-        groups = (cuts < n).sum(1)
-        rows = zip(slowest.tolist(), (self.kind.price * total).tolist(), cuts.tolist(), groups.tolist(), strict=False)
-        return [Partition(time_s, cost, order, tuple(row[: k + 1]), (0,) * k) for time_s, cost, row, k in rows]
+        cost = self.kind.price * total[:count]
+        cuts = np.stack(columns, 1)
+        found: list[Partition] = []
+        # from the fastest on: slower ones must save more than `thin`, the cheapest stays
+        for row in range(count - 1, -1, -1):
+            if not found or cost[row] * (1 + thin) < found[-1].cost or (row == 0 and cost[row] < found[-1].cost):
+                starts = cuts[row]
+                k = int((starts < n).sum())
+                found.append(Partition(float(slowest[row]), float(cost[row]), order, tuple(starts[: k + 1].tolist()), (0,) * k))
+        return found[::-1]
 
     def partition(self, order: np.ndarray, cuts: list[int]) -> Partition:
         done_s, open_s = self.done_s, self.open_s

@@ -40,8 +40,8 @@ class Partition:
 
 
 def pareto(points: Iterable[P], thin: float = 0.0) -> list[P]:
-    """Those not dominated, by time ascending and cost descending. With `thin` a point goes when the next cheaper point kept
-    is less than that share slower; the fastest and the cheapest always stay."""
+    """Those not dominated, by time ascending and cost descending. With `thin` as few of them as needed so that each is met by
+    one that is at most this share slower and at most this share dearer; the fastest and the cheapest always stay."""
     best: list[P] = []
     for point in sorted(points, key=lambda p: (p.time_s, p.cost)):
         if best and point.cost >= best[-1].cost * (1 - ROUNDING):
@@ -51,9 +51,13 @@ def pareto(points: Iterable[P], thin: float = 0.0) -> list[P]:
         best.append(point)
     if thin <= 0 or len(best) <= 2:
         return best
-    kept = [best[-1]]
-    for point in best[-2:0:-1]:
-        if kept[-1].time_s >= point.time_s * (1 + thin):
-            kept.append(point)
-    kept.append(best[0])
-    return kept[::-1]
+    kept, i, last = [best[0]], 1, len(best) - 1
+    while i < last:
+        need = best[i]
+        if kept[-1].cost > need.cost * (1 + thin):
+            # the slowest that still meets this one meets those in between as well
+            while i + 1 < last and best[i + 1].time_s <= need.time_s * (1 + thin):
+                i += 1
+            kept.append(best[i])
+        i += 1
+    return [*kept, best[-1]]
