@@ -116,8 +116,8 @@ class ReplayedEngine:
         tokens = np.full(length, request.token_ids[0], np.int32)
         return Completion(request.key, tokens, np.full(length, -1.0, np.float32), reason, self.version)
 
-    def park(self) -> None:
-        pass
+    def park(self) -> dict[str, Any]:
+        return {"memory_mb": 1.0, "spans": []}
 
 
 class ReplayedLearner:
@@ -149,11 +149,11 @@ class ReplayedLearner:
     def snapshot(self) -> dict[str, bytes]:
         return {"model.safetensors": b""}
 
-    def park(self) -> None:
-        pass
+    def park(self) -> dict[str, Any]:
+        return {"memory_mb": 1.0, "spans": []}
 
-    def unpark(self) -> None:
-        pass
+    def unpark(self) -> list[Span]:
+        return []
 
 
 class ReplayedRuntime(Runtime):
