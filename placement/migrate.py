@@ -14,10 +14,11 @@ from placement.speed import Speed
 from placement.spread import Judged, best_split, judge
 from placement.survival import Forecast, Outlook, calibrate, outlook
 
-SURPRISE = 0.15  # share of sequences taken to be ones whose forecast says nothing
+SURPRISE = 0.1  # share of sequences taken to be ones whose forecast says nothing
 LEAST_GAIN = 0.002  # share of the score that a move must save, above what it costs
 TRIES = 5  # actors looked at as givers and as takers when moves are chosen one by one
 ROUNDS = 4  # single moves in one decision
+BATCHES = (1, 4, 16, 64, 256)  # how many of the most critical are tried off the crowd
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,9 @@ def decide_moves(live: LiveState, speed: Speed, settings: Settings) -> Moves:
 
 def look(live: LiveState, settings: Settings) -> Outlook:
     """The outlook of the live sequences under the calibrated forecast."""
-    known = calibrate(live.forecast, live.generated, live.finished) if settings.learn else live.forecast
+    known = live.forecast
+    if settings.learn:
+        known = calibrate(known, live.generated, live.finished, surprise=settings.surprise)
     index = live.live
     return outlook(Forecast(known.mean_log[index], known.sd_log[index]), known, live.generated[index], settings.surprise)
 
@@ -154,8 +157,21 @@ def relabel(group: np.ndarray, now: np.ndarray, opened: tuple[int, ...], max_act
     return name[group]
 
 
+@dataclass(frozen=True)
+class _Option:
+    """A change of placement: the sequences that move (positions among the live) and the actor that takes them."""
+
+    who: np.ndarray
+    taker: int
+    reason: str
+
+
 class _Search:
-    """Single moves from the present placement, each taken only if it saves more than it costs."""
+    """Single moves from the present placement, each taken only if it saves more than it costs.
+
+    A placement is judged by one row per actor (its expected survivors), so that trying a move costs nothing that grows with
+    the number of sequences.
+    """
 
     def __init__(
         self, view: Outlook, actor: np.ndarray, base_s: float, per_seq_s: float, settings: Settings, opened: tuple[int, ...]
@@ -163,66 +179,95 @@ class _Search:
         self.view, self.settings, self.base_s, self.per_seq_s = view, settings, base_s, per_seq_s
         self.actor, self.opened = actor.copy(), set(opened)
         self.weight = np.maximum(view.critical, 0.5 / len(actor))  # even an uncritical sequence must not move for ever
-        self.rows = np.concatenate([np.ones((len(actor), 1)), view.alive], 1)
-        self.judged = self.of(self.actor)
+        self.rows = self.sums(self.actor)
+        self.judged = self.judge(self.rows)
 
-    def of(self, actor: np.ndarray) -> Judged:
+    def sums(self, actor: np.ndarray) -> dict[int, np.ndarray]:
+        """Expected survivors (G+1,) of each actor in use, now and along the grid."""
         order = np.argsort(actor, kind="stable")
         first = np.flatnonzero(np.r_[True, np.diff(actor[order]) > 0])
-        alive = np.add.reduceat(self.rows[order], first, axis=0)
-        return judge(alive, self.view.tokens, self.base_s, self.per_seq_s, self.settings.mu)
+        alive = np.add.reduceat(self.view.alive[order], first, axis=0)
+        count = np.diff(np.r_[first, len(actor)])
+        return {int(actor[order[k]]): np.r_[float(count[at]), alive[at]] for at, k in enumerate(first)}
 
-    def price(self, actor: np.ndarray) -> float:
-        """What getting from the present placement to `actor` costs, in units of the score."""
-        moved = actor != self.actor
-        new = set(np.unique(actor[moved]).tolist()) - self.opened
-        wait = self.settings.migrate_s * min(1.0, float(self.weight[moved].sum()))
-        late = sum(float(self.weight[actor == a].sum()) for a in new)
-        idle = len(new) * max(self.settings.start_s, self.settings.migrate_s)
-        return wait + max(0.0, self.settings.start_s - self.settings.migrate_s) * min(1.0, late) + self.settings.mu * idle
+    def judge(self, rows: dict[int, np.ndarray]) -> Judged:
+        return judge(np.stack(list(rows.values())), self.view.tokens, self.base_s, self.per_seq_s, self.settings.mu)
+
+    def price(self, moved: float, late: float, new: int) -> float:
+        """Cost of a change in units of the score. moved, late: criticality of what moves and of what goes to `new` actors."""
+        wait = self.settings.migrate_s * min(1.0, moved)
+        start = max(0.0, self.settings.start_s - self.settings.migrate_s) * min(1.0, late)
+        return wait + start + self.settings.mu * new * max(self.settings.start_s, self.settings.migrate_s)
 
     def run(self, target: np.ndarray) -> list[str]:
+        """Take the best change while one pays, the whole new split `target` among the first; returns the reasons."""
+        moved = target != self.actor
+        fresh = set(np.unique(target).tolist()) - self.opened
+        late = float(self.weight[np.isin(target, list(fresh))].sum())
+        price = self.price(float(self.weight[moved].sum()), late, len(fresh))
+        judged = self.judge(self.sums(target))
         reasons: list[str] = []
-        for turn in range(ROUNDS):
-            options = self.options()
-            if not turn:
-                options.append((target, "new split by criticality"))
-            best, least = None, self.judged.score * (1 - LEAST_GAIN)
-            for actor, why in options:
-                judged = self.of(actor)
-                score = judged.score + self.price(actor)
-                if score < least:
-                    best, least = (actor, judged, why), score
-            if best is None:
-                break
-            saving = self.judged.score - best[1].score
-            reasons.append(f"{best[2]}: saves {saving:.3g}, costs {self.price(best[0]):.3g}")
-            self.opened |= set(np.unique(best[0]).tolist())
-            self.actor, self.judged = best[0], best[1]
+        found = self.best()
+        whole = judged.score + price
+        if whole < min(self.limit(), found[0] if found else np.inf):
+            reasons.append(f"new split by criticality: saves {self.judged.score - judged.score:.3g}, costs {price:.3g}")
+            self.actor, self.rows, self.judged = target, self.sums(target), judged
+            return reasons
+        while found and found[0] < self.limit() and len(reasons) < ROUNDS:
+            score, judged, rows, option = found
+            saved = self.judged.score - judged.score
+            reasons.append(f"{option.reason}: saves {saved:.3g}, costs {score - judged.score:.3g}")
+            self.actor[option.who] = option.taker
+            self.opened.add(option.taker)
+            self.rows, self.judged = rows, judged
+            found = self.best()
         return reasons
 
-    def options(self) -> list[tuple[np.ndarray, str]]:
-        actors, counts = np.unique(self.actor, return_counts=True)
-        by_load = actors[np.argsort(counts, kind="stable")]
+    def limit(self) -> float:
+        return self.judged.score * (1 - LEAST_GAIN)
+
+    def best(self) -> tuple[float, Judged, dict[int, np.ndarray], _Option] | None:
+        best = None
+        for option, gone in self.options():
+            source = int(self.actor[option.who[0]])
+            rows = dict(self.rows)
+            left = rows[source] - gone
+            if left[0] < 0.5:
+                del rows[source]
+            else:
+                rows[source] = left
+            rows[option.taker] = rows.get(option.taker, 0.0) + gone
+            judged = self.judge(rows)
+            moved = float(self.weight[option.who].sum())
+            new = option.taker not in self.opened
+            score = judged.score + self.price(moved, moved if new else 0.0, int(new))
+            if best is None or score < best[0]:
+                best = score, judged, rows, option
+        return best
+
+    def options(self) -> list[tuple[_Option, np.ndarray]]:
+        """Changes worth a look, each with the survivors (G+1,) that move: a lightly loaded actor emptied into another, and the most
+        critical sequences of a crowded one taken to a lightly loaded or a spare one."""
+        by_load = sorted(self.rows, key=lambda a: (self.rows[a][0], a))
+        held = {a: np.flatnonzero(self.actor == a) for a in {*by_load[:TRIES], *by_load[-TRIES:]}}
         found = []
         for a in by_load[:TRIES]:
             for b in by_load[: TRIES + 1]:
                 if a != b:
-                    found.append((np.where(self.actor == a, b, self.actor), f"actor {a} emptied into {b}"))
-        spare = [a for a in range(self.settings.max_actors) if a not in set(actors.tolist())]
+                    found.append((_Option(held[a], b, f"actor {a} emptied into {b}"), self.rows[a]))
+        spare = [a for a in range(self.settings.max_actors) if a not in self.rows]
         spare.sort(key=lambda a: (a not in self.opened, a))
-        takers = [int(a) for a in by_load[:2]] + spare[:1]
-        for source in by_load[::-1][:TRIES]:
-            mine = np.flatnonzero(self.actor == source)
-            mine = mine[np.argsort(-self.view.critical[mine], kind="stable")]
-            for count in (1, 4, 16, 64, 256):
-                if count >= len(mine):
+        for source in by_load[-TRIES:]:
+            mine = held[source][np.argsort(-self.view.critical[held[source]], kind="stable")][: BATCHES[-1]]
+            survivors = np.cumsum(self.view.alive[mine], axis=0)
+            for count in BATCHES:
+                if count >= len(held[source]):
                     break
-                for taker in takers:
+                gone = np.r_[float(count), survivors[count - 1]]
+                for taker in [*by_load[:2], *spare[:1]]:
                     if taker != source:
-                        actor = self.actor.copy()
-                        actor[mine[:count]] = taker
-                        found.append((actor, f"the {count} most critical of actor {source} to {taker}"))
+                        why = f"the {count} most critical of actor {source} to {taker}"
+                        found.append((_Option(mine[:count], taker, why), gone))
         return found
 
 
@@ -232,10 +277,14 @@ def _describe(
     actor = np.full(len(live.finished), -1)
     actor[index] = target
     now = live.actor[index]
-    moves = []
-    for source, to in sorted({(int(a), int(b)) for a, b in zip(now, target, strict=True) if a != b}):
-        who = index[(now == source) & (target == to)]
-        moves.append(Move(who, source, to, "first placement" if source < 0 else reason))
+    changed = np.flatnonzero(now != target)
+    changed = changed[np.lexsort((target[changed], now[changed]))]
+    pair = np.stack([now[changed], target[changed]], 1)
+    ends = np.flatnonzero((np.diff(pair, axis=0) != 0).any(1)) + 1
+    moves = [
+        Move(index[who], int(now[who[0]]), int(target[who[0]]), "first placement" if now[who[0]] < 0 else reason)
+        for who in np.split(changed, ends) if len(who)
+    ]
     used = set(np.unique(target).tolist())
     saved_s, saved = (0.0, 0.0) if stay is None else (stay.time_s - then.time_s, stay.cost - then.cost)
     return Moves(

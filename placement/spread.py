@@ -8,7 +8,6 @@ import numpy as np
 
 from placement.survival import Outlook
 
-DECAY = 0.75  # an actor's load and its share of a lease fall as survivors^DECAY: between never merging (1) and the law (1/2)
 FLOORS = (0.1, 0.5)  # shares of the criticality that are spread evenly over everybody
 RATIOS = (2.0, 4.0, 8.0, 16.0)  # largest over smallest load
 COUNTS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5)  # multiples of the square-root law's number of actors
@@ -27,21 +26,26 @@ class Judged:
 def judge(alive: np.ndarray, tokens: np.ndarray, base_s: float, per_seq_s: float, mu: float) -> Judged:
     """Expected outcome of a split. alive (m, G+1): expected survivors of each actor's group now and after `tokens` (G,).
 
-    An actor's load after r tokens is taken as n·(survivors/n)^DECAY, and as much of its lease is still held: groups merge as
-    they shrink, the more freely the closer DECAY is to 1/2. Time is the expectation of the latest end over all actors,
-    P(all ended by t) = exp(-Σ expected survivors at t).
+    A group is taken to decode together while it shrinks, and to give up its lease in the same measure, because what is left
+    of it merges with others; only the lease of the group that will last longest, into which they merge, is held until its
+    end. (Charging every lease by survivors instead made one actor look cheaper than it can be, and lost up to 8 % of time
+    at the cheap end of the frontier on log-normal lengths.) Time is the expectation of the latest end over all actors; of n
+    members with s expected survivors all have ended with probability (1 - s/n)^n, as if all were alike.
     """
     width = np.diff(tokens, prepend=0.0)
     middle = (alive[:, 1:] + alive[:, :-1]) / 2
-    share = np.power(np.minimum(middle / alive[:, :1], 1.0), DECAY)
     clock = np.zeros_like(alive)
-    np.cumsum((base_s + per_seq_s * np.maximum(1.0, alive[:, :1] * share)) * width, axis=1, out=clock[:, 1:])
-    cost = base_s * float(np.sum(np.minimum(share, middle) * width))
+    np.cumsum((base_s + per_seq_s * np.maximum(1.0, middle)) * width, axis=1, out=clock[:, 1:])
+    held = np.minimum(middle / alive[:, :1], middle)
+    any_left = np.minimum(1.0, middle)
+    longest = int(np.argmax(any_left @ width))
+    held[longest] = any_left[longest]
+    cost = base_s * float(np.sum(held * width))
     at = CLOCK * clock[:, -1].max()
     late = np.zeros(len(at))
     for k in range(len(alive)):
-        late += np.interp(at, clock[k], alive[k], right=0.0)
-    time_s = float(np.sum((1 - np.exp(-late)) * np.diff(at, prepend=0.0)))
+        late += alive[k, 0] * np.log1p(-np.minimum(np.interp(at, clock[k], alive[k], right=0.0) / alive[k, 0], 1 - 1e-12))
+    time_s = float(np.sum((1 - np.exp(late)) * np.diff(at, prepend=0.0)))
     return Judged(time_s, cost, time_s + mu * cost)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import log_ndtr, ndtr
+from scipy.special import expit, log_ndtr, ndtr
 
 LEAST_SPREAD = 0.05  # log-scale spread below which no forecast is believed
 STEPS = 24  # points of the grid of future tokens
@@ -33,32 +33,42 @@ class Forecast:
         return cls(logs.mean(1), np.sqrt(np.maximum(common + own * (variance - common), least_spread**2)))
 
 
-def calibrate(forecast: Forecast, generated: np.ndarray, finished: np.ndarray, trust: float = 20.0) -> Forecast:
+def calibrate(
+    forecast: Forecast, generated: np.ndarray, finished: np.ndarray, *, surprise: float = 0.0, trust: float = 20.0
+) -> Forecast:
     """The forecast as corrected by this rollout: log L = shift + slope·mean_log + scale·sd_log·ε, ε normal.
 
     generated (n,) tokens so far, finished (n,). A live sequence says that its length is larger: a censored (Tobit) regression,
-    fitted by Newton's method in Olsen's parameters (Econometrica 46, 1978), in which the likelihood is concave.
-    `trust` is the weight, in sequences, of the forecast as it came (shift 0, slope 1, scale 1).
+    fitted by Newton's method in Olsen's parameters (Econometrica 46, 1978), in which the likelihood is concave. A share
+    `surprise` of the sequences may be drawn from all forecasts pooled instead of from their own, and each counts as far as it is
+    likely not to be one of those (EM for the mixture, one step with each of Newton's), so that a few freaks do not widen the
+    forecast of everybody. `trust` is the weight, in sequences, of the forecast as it came (shift 0, slope 1, scale 1).
     """
     seen = generated > 0
     if not seen.any():
         return forecast
     centre = float(forecast.mean_log.mean())
-    mean, spread = forecast.mean_log - centre, forecast.sd_log
-    rows = np.stack([-1 / spread, -mean / spread, (np.log(np.maximum(generated, 0.5)) - centre) / spread], 1)
-    done, open_ = rows[finished], rows[seen & ~finished]
+    mean, spread, ended = forecast.mean_log[seen] - centre, forecast.sd_log[seen], finished[seen]
+    log_tokens = np.log(np.maximum(generated[seen], 0.5)) - centre
+    rows = np.stack([-1 / spread, -mean / spread, log_tokens / spread], 1)
+    done, running = rows[ended], rows[~ended]
+    wide = float(np.sqrt(np.mean(spread**2) + forecast.mean_log.var()))
+    done_pooled = np.square(log_tokens[ended] / wide) / -2 - np.log(wide)
+    running_pooled = log_ndtr(-log_tokens[~ended] / wide)
     inverse = float(np.mean(1 / spread**2))
-    prior = trust * np.diag([inverse, max(float(mean.var()), 1e-4) * inverse, 2.0])
+    prior = trust * np.diag([inverse, max(float(forecast.mean_log.var()), 1e-4) * inverse, 2.0])
     start = np.array([0.0, 1.0, 1.0])
     beta = start.copy()
-    gram = done.T @ done + prior
-    for _ in range(12):
-        above = np.clip(open_ @ beta, -30, 30)
-        mills = np.exp(-above * above / 2 - 0.5 * np.log(2 * np.pi) - log_ndtr(-above))
-        gradient = -(done.T @ (done @ beta)) - open_.T @ mills - prior @ (beta - start)
-        gradient[2] += len(done) / beta[2]
-        hessian = gram + (open_ * (mills * (mills - above))[:, None]).T @ open_
-        hessian[2, 2] += len(done) / beta[2] ** 2
+    for _ in range(14):
+        off, above = done @ beta, np.clip(running @ beta, -30, 30)
+        log_beyond = log_ndtr(-above)
+        own = _own_share(np.square(off) / -2 + np.log(beta[2] / spread[ended]) - done_pooled, surprise)
+        still = _own_share(log_beyond - running_pooled, surprise)
+        mills = np.exp(-above * above / 2 - 0.5 * np.log(2 * np.pi) - log_beyond)
+        gradient = -(done.T @ (own * off)) - running.T @ (still * mills) - prior @ (beta - start)
+        gradient[2] += own.sum() / beta[2]
+        hessian = prior + (done * own[:, None]).T @ done + (running * (still * mills * (mills - above))[:, None]).T @ running
+        hessian[2, 2] += own.sum() / beta[2] ** 2
         step = np.linalg.solve(hessian, gradient)
         while beta[2] + step[2] <= 0.05:
             step /= 2
@@ -66,7 +76,14 @@ def calibrate(forecast: Forecast, generated: np.ndarray, finished: np.ndarray, t
         if np.abs(step).max() < 1e-3:
             break
     shift, slope, scale = beta[0] / beta[2], beta[1] / beta[2], 1 / beta[2]
-    return Forecast(centre + shift + slope * mean, scale * spread)
+    return Forecast(centre + shift + slope * (forecast.mean_log - centre), scale * forecast.sd_log)
+
+
+def _own_share(log_odds: np.ndarray, surprise: float) -> np.ndarray:
+    """Probability that a sequence follows its own forecast, from the log-likelihood of its own over the pooled one."""
+    if surprise <= 0:
+        return np.ones(len(log_odds))
+    return np.asarray(expit(log_odds + np.log((1 - surprise) / surprise)))
 
 
 @dataclass(frozen=True)
@@ -92,9 +109,8 @@ def outlook(forecast: Forecast, everyone: Forecast, generated: np.ndarray, surpr
     mean, sd = forecast.mean_log, forecast.sd_log
     now = np.log(np.maximum(generated, 0.5))
     own_now, pool_now = log_ndtr((mean - now) / sd), log_ndtr((pool_mean - now) / pool_sd)
-    own = (1 - surprise) * np.exp(own_now - np.maximum(own_now, pool_now))
-    pool = surprise * np.exp(pool_now - np.maximum(own_now, pool_now))
-    own, pool = own / (own + pool), pool / (own + pool)
+    own = _own_share(own_now - pool_now, surprise)
+    pool = 1 - own
     top = max(np.exp(pool_mean + 3.6 * pool_sd), float(np.exp((mean + 2.5 * sd).max())), 1.3 * float(generated.max()) + 3)
     tokens = (top - float(generated.min())) * np.linspace(0, 1, STEPS + 1)[1:] ** 2
     later = np.log(generated[:, None] + tokens + 1e-3)
@@ -102,11 +118,13 @@ def outlook(forecast: Forecast, everyone: Forecast, generated: np.ndarray, surpr
     if surprise > 0:
         alive += pool[:, None] * _ratio((pool_mean - later) / pool_sd, pool_now)
     alive = np.minimum(alive, 1.0)
-    # P(i is last) = Σ over the grid of P(i ends here) · P(nobody runs further), the latter as exp(-expected survivors).
-    last = np.r_[0.0, np.exp(-alive.sum(0)), 1.0]
+    # P(i is last) = Σ over the grid of P(i ends here) · P(all others have ended).
+    ended = np.log1p(-np.minimum(alive, 1 - 1e-12))
+    others = np.exp(np.minimum(ended.sum(0) - ended, 0.0))
+    others = np.concatenate([np.full((n, 1), float(n == 1)), others, np.ones((n, 1))], 1)
     ends = -np.diff(alive, axis=1, prepend=1.0, append=0.0)
-    critical = np.maximum(ends @ ((last[1:] + last[:-1]) / 2), 1e-12)
-    return Outlook(tokens, alive, critical / critical.sum()) if n else Outlook(tokens, alive, critical)
+    critical = np.maximum(np.sum(ends * (others[:, 1:] + others[:, :-1]), axis=1) / 2, 1e-12)
+    return Outlook(tokens, alive, critical / critical.sum())
 
 
 def _ratio(z: np.ndarray, log_now: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from placement.migrate import relabel
 from placement.rollout_policies.view import Action, Job, View, slope, weight
 
 
@@ -64,7 +65,7 @@ class CrudeMix(Consolidate):
         cuts = np.round(np.cumsum(share / share.sum()) * len(live)).astype(int)[:-1]
         group = np.empty(len(live), int)
         group[order] = np.searchsorted(cuts, np.arange(len(live)), side="right")
-        return match(view, live, group, actors)
+        return relabel(group, view.actor[live], tuple(view.ready_s), self.job.max_actors)
 
 
 def expected_left(scenarios: np.ndarray, generated: np.ndarray) -> np.ndarray:
@@ -81,22 +82,6 @@ def labels(view: View, actors: int) -> np.ndarray:
     held = np.bincount(view.actor[view.live] + 1, minlength=view.job.max_actors + 1)[1:]
     opened = np.array([a in view.ready_s for a in range(view.job.max_actors)])
     return np.lexsort((-held, ~opened))[:actors]
-
-
-def match(view: View, live: np.ndarray, group: np.ndarray, actors: int) -> np.ndarray:
-    """Actor of each live sequence, groups 0 … actors-1 given actor numbers so that many sequences stay where they are:
-    largest overlap first."""
-    names = labels(view, actors)
-    overlap = np.zeros((actors, view.job.max_actors), int)
-    placed = view.actor[live] >= 0
-    np.add.at(overlap, (group[placed], view.actor[live][placed]), 1)
-    overlap = overlap[:, names]
-    name = np.full(actors, -1)
-    for cell in np.argsort(-overlap, axis=None, kind="stable"):
-        g, k = divmod(int(cell), actors)
-        if name[g] < 0 and names[k] not in name:
-            name[g] = names[k]
-    return name[group]
 
 
 def rebalance(actor: np.ndarray, actors: int) -> np.ndarray:

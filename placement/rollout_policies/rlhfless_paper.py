@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from placement.migrate import LiveState, cut_at_share
 from placement.rollout_policies.view import Action, Job, View
+from placement.survival import Forecast
 
 TAU = 0.7
 
@@ -25,6 +27,7 @@ class RlhflessPaper:
         self.job = job
         self.tau = tau
         self.forecast = job.scenarios.mean(1)
+        self.shape = Forecast.of(job.scenarios)
         self.order = np.argsort(self.forecast, kind="stable")
         self.actors = self.choose()
         self.size = np.zeros(0, int)
@@ -51,21 +54,10 @@ class RlhflessPaper:
 
     def cut(self, view: View) -> Action | None:
         """Empty each actor past τ whose unfinished sequences all fit into free slots elsewhere, shortest group first."""
+        state = LiveState(self.shape, view.generated, view.finished, view.actor, tuple(sorted(view.ready_s)))
+        new = cut_at_share(state, self.size, self.tau)
         live = view.live
-        held = np.bincount(view.actor[live], minlength=self.actors)
-        share = 1 - held / np.maximum(self.size, 1)
-        new, cut = view.actor.copy(), []
-        for a in range(self.actors):
-            others = [b for b in range(self.actors - 1, -1, -1) if b != a and held[b] and b not in cut]
-            free = {b: int(self.size[b] - held[b]) for b in others}
-            if not held[a] or share[a] < self.tau or sum(free.values()) < held[a]:
-                continue
-            receivers = [b for b in others for _ in range(free[b])]
-            for i, b in zip(live[new[live] == a], receivers, strict=False):
-                new[i] = b
-                held[b] += 1
-            held[a] = 0
-            cut.append(a)
+        cut = sorted(set(view.actor[live].tolist()) - set(new[live].tolist()))
         if not cut:
             return None
         return Action(new, f"{self.tau:.0%} finished on actors {cut}: the rest moved to free slots")
