@@ -1,15 +1,15 @@
-"""Choosing a step plan from forecasts alone: candidates are tried on a few scenarios of this step, and the best is kept for an epoch."""
+"""Choosing a step plan from forecasts alone: each candidate is tried on a scenario, and the best is kept for an epoch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from placement.simulate.step import Knobs, StepInput, StepRun
 
-DRAWS = 2  # scenarios that a candidate is tried on
+DRAWS = 1  # scenarios that a candidate is tried on
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Planner:
         given, found = self.given, []
         for k in range(min(DRAWS, given.scenarios.shape[1])):
             rest = np.delete(given.scenarios, k, axis=1) if given.scenarios.shape[1] > 1 else given.scenarios
-            found.append(StepInput(given.scenarios[:, k], given.prompts, given.group, rest, given.seed))
+            found.append(StepInput(given.scenarios[:, k], given.prompts, given.group, rest, given.seed, view=True))
         return found
 
     def knobs(
@@ -47,9 +47,13 @@ class Planner:
             self.chosen[name] = self._best(self.views(), run, candidates, self.prefer if prefer is None else prefer)
         return self.chosen[name]
 
-    def at(self, given: StepInput, run: Callable[[StepInput, Knobs], StepRun], candidates: list[Knobs]) -> Knobs:
-        """The best candidate for one known step."""
-        return self._best([given], run, candidates, self.prefer)
+    def clairvoyant(
+        self, name: str, given: StepInput, run: Callable[[StepInput, Knobs], StepRun], candidates: list[Knobs]
+    ) -> Knobs:
+        """The best candidate for this epoch, tried on the true lengths of its first step."""
+        if name not in self.chosen:
+            self.chosen[name] = self._best([replace(given, view=True, memo={})], run, candidates, self.prefer)
+        return self.chosen[name]
 
     def _best(
         self, views: list[StepInput], run: Callable[[StepInput, Knobs], StepRun], candidates: list[Knobs], prefer: float

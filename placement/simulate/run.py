@@ -72,6 +72,12 @@ class Forecasts:
     def __post_init__(self) -> None:
         self.forecaster = LengthForecaster(self.setting.response_limit / 4, max_tokens=self.setting.response_limit)
 
+    def begin(self, workload: Workload) -> None:
+        """What happened before the first step."""
+        if workload.earlier is not None:
+            prompts, tokens, lengths = workload.earlier
+            self.forecaster.observe(prompts, tokens, list(lengths))
+
     def scenarios(self, workload: Workload, step: int) -> np.ndarray:
         drawn = self.forecaster.scenarios(
             workload.prompts[step],
@@ -117,6 +123,7 @@ def simulate(
     chosen = [(p, POLICIES[choose("policy", p, list(POLICIES))]) if isinstance(p, str) else p for p in policies]
     terms, workload = Terms.of(setting), workload_of(setting, seed)
     forecasts = Forecasts(setting, seed)
+    forecasts.begin(workload)
     done: dict[str, list[StepRun]] = {name: [] for name, _ in chosen}
     spent = dict.fromkeys(done, 0.0)
     bounds: list[Bounds] = []

@@ -11,17 +11,20 @@ from placement.rollout_sim import Lease, Result, simulate_rollout
 from placement.simulate.tail import Costs, Done, Gang, Work, serve
 from placement.simulate.terms import Terms
 
+ASKED = 0.02  # policies are asked again after this share of the longest possible rollout, four times as seldom when plans are tried
+
 
 @dataclass(frozen=True)
 class StepInput:
     """n responses. lengths (n,) are hidden from every policy but the oracle; prompts (n,) prompt tokens; group (n,) index of the
-    prompt; scenarios (n, S) forecast from earlier steps."""
+    prompt; scenarios (n, S) forecast from earlier steps. view: whether this is a scenario that a plan is tried on."""
 
     lengths: np.ndarray
     prompts: np.ndarray
     group: np.ndarray
     scenarios: np.ndarray
     seed: int = 0
+    view: bool = False
     memo: dict[tuple, Rollout] = field(
         default_factory=dict, compare=False, repr=False
     )  # rollouts made already, by arguments
@@ -65,8 +68,7 @@ class StepRun:
     def most_devices(self) -> int:
         """Most devices held at once."""
         edges = sorted(
-            [(h.from_s, h.devices) for h in self.holds] + [(h.to_s, -h.devices) for h in self.holds],
-            key=lambda e: (e[0], e[1]),
+            [(round(h.from_s, 9), h.devices) for h in self.holds] + [(round(h.to_s, 9), -h.devices) for h in self.holds]
         )
         return int(max(np.cumsum([d for _, d in edges]), default=0))
 
@@ -156,7 +158,7 @@ def roll_out(
         seed=given.seed,
         prompts=given.prompts,
         capacity=capacity or terms.capacity,
-        interval_s=max(0.1, terms.setting.response_limit * terms.speed.base_s / 100),
+        interval_s=ASKED * (4 if given.view else 1) * terms.setting.response_limit * terms.speed.base_s,
     )
     first = [lease for lease in result.leases if lease.from_s == 0]
     if terms.setting.dedup_prefill:

@@ -15,7 +15,11 @@ from placement.simulate.catalog import choose, read, values
 @dataclass(frozen=True)
 class Workload:
     """One step after another. Arrays have one row per step: prompts (steps, p) are rows of the data set, prompt_tokens
-    (steps, p), lengths (steps, p, g) the response tokens of each sample; epoch (steps,)."""
+    (steps, p), lengths (steps, p, g) the response tokens of each sample; epoch (steps,).
+
+    earlier: prompts (q,), their tokens (q,) and lengths (q, g) of a step before the first one, of other prompts: it is not
+    simulated, forecasts know it. (An epoch has hundreds of steps, a simulation a few: its first would otherwise stand for
+    far more than its share with forecasts that know nothing.)"""
 
     prompts: np.ndarray
     prompt_tokens: np.ndarray
@@ -23,6 +27,7 @@ class Workload:
     epoch: np.ndarray
     source: str
     limit: int
+    earlier: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
 
 def synthesise(
@@ -49,19 +54,24 @@ def synthesise(
         raise ValueError(f"`prompts`: {prompts} per step, but {name} has {spread['prompts']}; take fewer prompts per step")
     steps = max(1, min(steps_per_epoch, spread["prompts"] // prompts))
     total, rng = steps * prompts, np.random.default_rng([seed, 1])
+    others = min(prompts, spread["prompts"] - total)
     deviation = spread["log_deviation"] * np.sqrt(
         [shares["prompt"], shares["drift"], 1 - shares["prompt"] - shares["drift"] - shares["sampling"], shares["sampling"]]
     )
-    tokens = spread["prompt_tokens"] * np.exp(spread["prompt_log_deviation"] * rng.standard_normal(total))
+    tokens = spread["prompt_tokens"] * np.exp(spread["prompt_log_deviation"] * rng.standard_normal(total + others))
     tokens = np.clip(np.round(tokens), 8, prompt_limit)
-    of_prompt = np.log(spread["median_tokens"]) + deviation[0] * rng.standard_normal(total)
-    rows, lengths = [], []
-    for _ in range(epochs):
-        order = rng.permutation(total)
-        of_visit = of_prompt[order] + deviation[1] * rng.standard_normal() + deviation[2] * rng.standard_normal(total)
-        each = np.exp(of_visit[:, None] + deviation[3] * rng.standard_normal((total, samples)))
-        rows.append(order)
-        lengths.append(np.clip(np.round(each), 1, response_limit))
+    of_prompt = np.log(spread["median_tokens"]) + deviation[0] * rng.standard_normal(total + others)
+    drift = deviation[1] * rng.standard_normal(epochs)
+
+    def visit(rows: np.ndarray, epoch: int) -> np.ndarray:
+        center = of_prompt[rows] + drift[epoch] + deviation[2] * rng.standard_normal(len(rows))
+        each = np.exp(center[:, None] + deviation[3] * rng.standard_normal((len(rows), samples)))
+        return np.clip(np.round(each), 1, response_limit)
+
+    rest = np.arange(total, total + others)
+    earlier = (rest, tokens[rest], visit(rest, 0)) if others else None
+    rows = [rng.permutation(total) for _ in range(epochs)]
+    lengths = [visit(order, epoch) for epoch, order in enumerate(rows)]
     index = np.concatenate(rows).reshape(-1, prompts)
     return Workload(
         index,
@@ -70,6 +80,7 @@ def synthesise(
         np.repeat(np.arange(epochs), steps),
         name,
         response_limit,
+        earlier,
     )
 
 

@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from placement.simulate import POLICIES, Terms, load, named, names, parse, simulate
+from placement.simulate.elastic import candidates, elastic
 from placement.simulate.planning import Planner
-from placement.simulate.policies import candidates, elastic, fixed
+from placement.simulate.policies import fixed
 from placement.simulate.run import Forecasts, workload_of
 from placement.simulate.setting import Setting
 from placement.simulate.step import StepInput
@@ -76,7 +77,7 @@ def test_holds_add_up_to_the_cost_and_fit_the_cluster(everything) -> None:
     for run in everything.policies.values():
         for step in run.steps:
             assert step.full == pytest.approx(sum(h.devices * (h.to_s - h.from_s) for h in step.holds)), run.policy
-            assert all(h.to_s >= h.from_s - 1e-9 and h.from_s >= 0 for h in step.holds), run.policy
+            assert all(h.to_s >= h.from_s - 1e-9 and (h.from_s >= 0 or h.what == "wake") for h in step.holds), run.policy
             assert step.most_devices <= everything.setting.devices, run.policy
 
 
@@ -114,7 +115,7 @@ def test_the_plan_never_sees_the_lengths() -> None:
             setting.prefer,
             lambda view: fixed(terms, view, None),  # type: ignore[arg-type]
         )
-        plans.append(planner.knobs("ours", lambda view, k: elastic(terms, view, k), candidates(terms, "ours")))
+        plans.append(planner.knobs("ours", lambda view, k: elastic(terms, view, k), candidates(terms)))
     assert plans[0] == plans[1]
 
 
@@ -122,7 +123,7 @@ def test_more_updates_per_rollout_forbid_early_gradients() -> None:
     """With one update the learner can take gradients beside the tail; with four it may only prepare."""
     once, often = (Terms.of(small(updates=u)) for u in (1, 4))
     given = step_input(small())
-    knobs = next(k for k in candidates(once, "ours") if k.engines == 4 and k.early == 3 and k.late == 3 and k.prefer == 1.0)
+    knobs = next(k for k in candidates(once) if k.early == k.late == 3 and k.share == 0.4)
     one, four = (elastic(terms, replace(given, memo={}), knobs) for terms in (once, often))
     assert one.rollout_s == four.rollout_s
     assert one.time_s < four.time_s
