@@ -87,7 +87,8 @@ def context_tokens(files: dict[str, bytes]) -> int | None:
 
 
 def kv_cache_bytes(files: dict[str, bytes], tokens: int, block_size: int, dtype: str) -> int | None:
-    """Bytes one sequence of `tokens` takes in the KV cache, in whole blocks. None for kinds of attention not known here."""
+    """Bytes of KV cache for one sequence of `tokens`: whole blocks, and the one that vLLM always holds back. None for kinds of
+    attention not known here."""
     config = _text_config(files)
     windows = config.get("use_sliding_window") or set(config.get("layer_types") or ()) - {"full_attention"}
     if config.get("model_type") not in PLAIN_ATTENTION or windows:
@@ -95,7 +96,7 @@ def kv_cache_bytes(files: dict[str, bytes], tokens: int, block_size: int, dtype:
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
     values = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width
-    return -(-tokens // block_size) * block_size * values * (4 if dtype == "float32" else 2)
+    return (-(-tokens // block_size) + 1) * block_size * values * (4 if dtype == "float32" else 2)
 
 
 def check_kv_cache(recipe: Recipe, files: dict[str, bytes], longest_prompt_tokens: int) -> None:
@@ -105,7 +106,7 @@ def check_kv_cache(recipe: Recipe, files: dict[str, bytes], longest_prompt_token
     if needed is not None and needed > recipe.rollout.kv_cache_mb * 2**20:
         raise UserError(
             f"rollout.kv_cache_mb: {recipe.rollout.kv_cache_mb} MiB do not hold one sequence of {tokens} tokens (the longest "
-            f"prompt and rollout.max_tokens), which takes {-(-needed // 2**20)}; raise it, or lower rollout.max_tokens"
+            f"prompt and rollout.max_tokens), for which it takes {-(-needed // 2**20)}; raise it, or lower rollout.max_tokens"
         )
 
 
