@@ -90,6 +90,8 @@ class Workload:
             raise ValueError("give either speed, max_actors and capacity, or pools, not both")
         if not len(pools):
             raise ValueError("there are no pools to plan on")
+        if lengths.shape[1] > 1 and np.array_equal(lengths, np.broadcast_to(lengths[:, :1], lengths.shape)):
+            lengths = lengths[:, :1]  # scenarios that all say the same are known lengths
         kinds = tuple(Kind.of(pool, index, transfer_s) for index, pool in enumerate(pools))
         prompt_tokens = np.zeros(()) if prompts is None else np.asarray(prompts, float)
         if prompt_tokens.ndim > 1 or (prompt_tokens.ndim and len(prompt_tokens) != len(lengths)):

@@ -84,4 +84,4 @@ def test_which_argument_gave_the_bound() -> None:
 
 def test_a_cost_bound_needs_known_lengths() -> None:
     with pytest.raises(ValueError, match="known lengths"):
-        cost_bound(np.ones((3, 2)), Speed(1, 1), 5.0, max_actors=1)
+        cost_bound(np.array([[1.0, 2.0], [3.0, 4.0]]), Speed(1, 1), 5.0, max_actors=1)

@@ -70,7 +70,8 @@ def test_few_sequences_match_every_contiguous_partition(
     lengths, speed = draws(seed, n, columns), Speed(base_s, per_seq_s)
     plans = frontier(lengths, speed, max_actors=actors)
     check(plans, lengths, speed, actors)
-    assert gap(plans, contiguous(lengths, np.argsort(-lengths.mean(1), kind="stable"), speed, actors)) < 1e-6
+    for key in (lengths.mean(1), np.median(lengths, axis=1), lengths.max(1)):
+        assert gap(plans, contiguous(lengths, np.argsort(-key, kind="stable"), speed, actors)) < 1e-6
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -133,6 +134,8 @@ def test_one_scenario_is_a_known_length() -> None:
     one, known = frontier(lengths, speed, max_actors=5), frontier(lengths[:, 0], speed, max_actors=5)
     assert [(p.time_s, p.cost) for p in one] == [(p.time_s, p.cost) for p in known]
     assert one[0].search_scenarios == 0
+    same = frontier(np.repeat(lengths, 5, axis=1), speed, max_actors=5)
+    assert [(p.time_s, p.cost) for p in same] == [(p.time_s, p.cost) for p in known]
 
 
 @given(st.integers(0, 10**6), st.integers(2, 40), st.integers(1, 8))
