@@ -10,8 +10,10 @@ import pytest
 import ray
 
 from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import Leases, node_slots
 from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.pool import Pool
 from tests.conftest import samples, small_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -71,3 +73,40 @@ def test_a_run_uses_both_nodes_and_makes_the_same_samples(nodes, tmp_path, unint
     assert seen.count(both) >= 2, seen  # each step; evaluations take what they get at once
     for number in (1, 2):
         assert [s["response"] for s in samples(run.folder.path, number)] == [s["response"] for s in samples(uninterrupted, number)]
+
+
+def worker_class() -> type:
+    """A function without content. Local, so that Ray ships it by value."""
+
+    class Worker:
+        def open(self, threads: int) -> dict[str, Any]:
+            return {"memory_mb": 1.0, "spans": []}
+
+        def ping(self) -> str:
+            return "here"
+
+    return Worker
+
+
+def test_what_was_on_a_lost_node_is_replaced_elsewhere_or_dropped(nodes):
+    passing = nodes.add_node(num_cpus=2, object_store_memory=128 * 2**20)
+    nodes.wait_for_nodes()
+    leases = leases_of()
+    pool = Pool("work", lambda slot: start_actor(worker_class(), slot, "cpu", {}), leases, leases.ledger, 1e9)
+    try:
+        for lease in leases.collect(leases.ask(2, [passing.node_id] * 2), "work", 10.0, need=2):
+            pool.staff([lease])
+        assert ray.get([i.actor.ping.remote() for i in pool.working], timeout=60) == ["here", "here"]
+        leases.release(pool.park(pool.working[0]))
+        nodes.remove_node(passing)
+        deadline = time.monotonic() + 60
+        while passing.node_id in node_slots("cpu") and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert passing.node_id not in node_slots("cpu")
+        assert pool.reap() == 1 and not pool.parked
+        new = pool.replace(pool.working[0])
+        assert new.slot.node in node_slots("cpu") and pool.working == [new] and len(leases.held) == 1
+        assert ray.get(new.actor.ping.remote(), timeout=60) == "here"
+    finally:
+        pool.close()
+        leases.release_all()
