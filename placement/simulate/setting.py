@@ -14,7 +14,8 @@ ALGORITHMS = ("grpo", "ppo")
 
 @dataclass(frozen=True)
 class Setting:
-    """All that a run needs. `lengths` names a distribution of placement/data/lengths.yaml; `trace` (a file) replaces it.
+    """All that a run needs. `lengths` names a distribution of placement/data/lengths.yaml (or is a mapping:
+    `like` one, with some fields changed); `trace` (a file) replaces it.
 
     tensor_parallel: devices of one engine. updates: optimizer updates per rollout. critic: PPO's second model, as large as the
     policy. whiten: advantages are normalised over the whole batch (PPO as in VERL), so that the policy's gradients need all
@@ -32,7 +33,7 @@ class Setting:
     algorithm: str
     prompts: int
     samples: int
-    lengths: str = "gsm8k"
+    lengths: str | dict[str, Any] = "gsm8k"
     trace: Path | None = None
     tensor_parallel: int = 1
     updates: int = 1

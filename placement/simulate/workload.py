@@ -6,6 +6,7 @@ import csv
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,7 @@ class Workload:
 
 
 def synthesise(
-    name: str,
+    name: str | dict[str, Any],
     *,
     prompts: int,
     samples: int,
@@ -44,12 +45,19 @@ def synthesise(
     """Log-normal lengths whose variance of log length splits as published: prompt, sampling, drift of the policy (common to
     an epoch), and the rest drawn per prompt and epoch. Every epoch visits the same prompts, in a new order.
 
-    name: a distribution of placement/data/lengths.yaml. A data set smaller than steps_per_epoch × prompts shortens the epoch.
+    name: a distribution of placement/data/lengths.yaml, or a mapping of its fields that differ (`like` names it). A data set
+    smaller than steps_per_epoch × prompts shortens the epoch.
     Raises ValueError for an unknown name, or a data set smaller than one step.
     """
     tables = read("lengths")
     shares = values(tables["shares"])
-    spread = values(tables[choose("length distribution", name, [k for k in tables if k != "shares"])])
+    known = [k for k in tables if k != "shares"]
+    given = {"like": name} if isinstance(name, str) else dict(name)
+    spread = values(tables[choose("length distribution", given.pop("like", "gsm8k"), known)])
+    for key, value in given.items():
+        spread[choose("field of a length distribution", key, list(spread))] = value
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"lengths: `{key}` must be a number of at least 0, not {value!r}")
     if prompts > spread["prompts"]:
         raise ValueError(f"`prompts`: {prompts} per step, but {name} has {spread['prompts']}; take fewer prompts per step")
     steps = max(1, min(steps_per_epoch, spread["prompts"] // prompts))
@@ -78,7 +86,7 @@ def synthesise(
         tokens[index],
         np.concatenate(lengths).reshape(len(index), prompts, samples),
         np.repeat(np.arange(epochs), steps),
-        name,
+        str(name),
         response_limit,
         earlier,
     )

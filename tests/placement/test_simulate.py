@@ -70,7 +70,7 @@ def test_phases_are_flops_over_peak_and_efficiency() -> None:
 
 @pytest.fixture(scope="module", params=["grpo", "ppo"])
 def everything(request: pytest.FixtureRequest):
-    return simulate(small(algorithm=request.param, samples=4, prefer=0.7), seed=3)
+    return simulate(small(algorithm=request.param, prompts=6, prefer=0.7), seed=3)
 
 
 def test_holds_add_up_to_the_cost_and_fit_the_cluster(everything) -> None:
@@ -96,8 +96,8 @@ def test_fixed_is_billed_for_every_device_all_the_time(everything) -> None:
 
 
 def test_the_same_seed_gives_the_same_run_and_another_does_not() -> None:
-    policies = ["fixed", "ours"]
-    a, b, c = (simulate(small(), policies, seed) for seed in (1, 1, 2))
+    policies, tiny = ["fixed", "ours"], small(prompts=4, samples=2, epochs=1)
+    a, b, c = (simulate(tiny, policies, seed) for seed in (1, 1, 2))
     for name in policies:
         assert [s.time_s for s in a.policies[name].steps] == [s.time_s for s in b.policies[name].steps]
         assert [s.full for s in a.policies[name].steps] == [s.full for s in b.policies[name].steps]
@@ -106,7 +106,7 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not() -> None:
 
 def test_the_plan_never_sees_the_lengths() -> None:
     """The same forecasts with other lengths behind them give the same step plan."""
-    setting = small()
+    setting = small(prompts=4, samples=2)
     terms, given = Terms.of(setting), step_input(setting)
     plans = []
     for lengths in (given.lengths, given.lengths[::-1] * 1.5):
@@ -150,6 +150,13 @@ def test_variance_of_log_length_splits_as_published() -> None:
     assert within / total == pytest.approx(0.261, abs=0.02)
     assert of_prompt / total == pytest.approx(0.648, abs=0.03)
     assert np.median(work.lengths) == pytest.approx(290, rel=0.1) and log.std() == pytest.approx(0.48, rel=0.05)
+
+
+def test_a_distribution_may_be_changed_field_by_field() -> None:
+    size = {"prompts": 64, "samples": 8, "steps_per_epoch": 1, "epochs": 1, "response_limit": 2048, "prompt_limit": 1024, "seed": 0}
+    assert np.unique(synthesise({"like": "gpqa", "log_deviation": 0.0}, **size).lengths).tolist() == [600]
+    with pytest.raises(ValueError, match="unknown field of a length distribution `median`; did you mean `median_tokens`"):
+        synthesise({"median": 3}, **size)
 
 
 def test_every_epoch_visits_the_same_prompts() -> None:

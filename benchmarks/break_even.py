@@ -1,0 +1,97 @@
+"""When elasticity does not pay: ours against `fixed` as starts get longer, jobs shorter and lengths more alike.
+
+python -m benchmarks.break_even [--seeds N]        draws docs/break_even.png, writes results/break_even.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.provenance import ROOT
+from benchmarks.results import make_console, save
+from placement.simulate import Setting, named, simulate
+
+BASE = "qwen3b-gsm8k-grpo"
+PREFER = 0.75
+STARTS_S = (0.0, 0.8, 3.0, 10.0, 30.0, 60.0)
+MEDIANS = (20, 60, 150, 290, 800)
+DEVIATIONS = (0.0, 0.1, 0.25, 0.48, 0.8)
+
+
+def sweeps() -> dict[str, tuple[str, dict[float, Setting]]]:
+    """Curve → (what varies, its settings). Start-up is what a lease costs before its first token, weights apart."""
+    base = named(BASE).but(prefer=PREFER, epochs=2)
+    warm = base.phases["warm_start_s"] + base.phases["warm_start_per_parameter_s"] * base.model.parameters
+    return {
+        "start-up": ("seconds to start an engine", {s: base.but(start_scale=s / warm) for s in STARTS_S}),
+        "job": ("median response, tokens", {m: base.but(lengths={"like": "gsm8k", "median_tokens": m}) for m in MEDIANS}),
+        "spread": ("standard deviation of log length", {d: base.but(lengths={"like": "gsm8k", "log_deviation": d}) for d in DEVIATIONS}),
+    }
+
+
+def measure(setting: Setting, seeds: int, *, held_warm: bool) -> dict[str, float]:
+    """Ratios ours / fixed over seeds. held_warm: `fixed` never stops its engines, so start-up is not its concern: it is charged the
+    published wake-up whatever an elastic engine's start takes."""
+    found: dict[str, list[float]] = {"time": [], "full": [], "busy": []}
+    for seed in range(seeds):
+        ours = simulate(setting, ["ours"], seed).policies["ours"]
+        fixed = simulate(setting.but(start_scale=1.0) if held_warm else setting, ["fixed"], seed).policies["fixed"]
+        found["time"].append(ours.step_s / fixed.step_s)
+        found["full"].append(ours.full / fixed.full)
+        found["busy"].append(ours.busy / fixed.busy)
+    return {key: float(np.mean(value)) for key, value in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.break_even")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "break_even.png")
+    options = parser.parse_args()
+    console, began, curves = make_console(), time.process_time(), {}
+    for name, (what, settings) in sweeps().items():
+        rows = {x: measure(s, options.seeds, held_warm=name == "start-up") for x, s in settings.items()}
+        curves[name] = {"varies": what, "points": rows}
+        table = Table(what, "time, × fixed", "full cost, × fixed", "busy cost, × fixed", title=f"{BASE}: {name}", title_justify="left")
+        for x, r in rows.items():
+            table.add_row(f"{x:g}", *(f"{r[k]:.2f}" for k in ("time", "full", "busy")))
+        console.print(table)
+    save("break_even", {"setting": BASE, "prefer": PREFER, "seeds": options.seeds, "curves": curves}, console=console)
+    console.print(_plot(curves, options.plot), highlight=False)
+    console.print(f"{time.process_time() - began:.0f} s of this process", highlight=False)
+
+
+def _plot(curves: dict[str, Any], path: Path) -> str:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        return "no picture: it needs matplotlib (pip install matplotlib)"
+    figure, axes = pyplot.subplots(1, len(curves), figsize=(4.2 * len(curves), 3.6), sharey=True)
+    for axis, curve in zip(axes, curves.values(), strict=True):
+        xs = list(curve["points"])
+        for key, label in (("time", "time"), ("full", "full cost"), ("busy", "busy cost")):
+            axis.plot(xs, [curve["points"][x][key] for x in xs], "o-", ms=4, label=label)
+        axis.axhline(1, color="grey", lw=0.8)
+        axis.set_xlabel(curve["varies"])
+        if min(xs) == 0 and max(xs) > 5:
+            axis.set_xscale("symlog", linthresh=1)
+        elif max(xs) > 5:
+            axis.set_xscale("log")
+    axes[0].set_ylabel("ours / fixed (above 1: elasticity loses)")
+    axes[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return f"written: {path}"
+
+
+if __name__ == "__main__":
+    main()
