@@ -7,13 +7,14 @@ from placement.lengths import ForecastQuality, LengthForecast, LengthForecaster,
 from placement.plan import Plan, Pool
 from placement.price import PriceTable
 from placement.rollout_sim import simulate_rollout
+from placement.roofline import Device, Model, decode_speed, kv_capacity
 from placement.speed import Speed, SpeedFit
 from placement.step import StepPlan, StepWork, step_bounds, step_frontier
 from placement.terms import Term, Terms
 
 __all__ = [
-    "Bounds", "Choice", "ForecastQuality", "LengthForecast", "LengthForecaster", "NotFeasible", "Objective", "Plan",
+    "Bounds", "Choice", "Device", "ForecastQuality", "LengthForecast", "LengthForecaster", "Model", "NotFeasible", "Objective", "Plan",
     "Pool", "PriceTable", "Scenarios", "Speed", "SpeedFit", "StepPlan", "StepWork", "Term", "Terms", "choose",
-    "choose_nearest", "cost_bound", "forecast_quality", "frontier", "revise", "rollout_bounds", "simulate_rollout",
+    "choose_nearest", "cost_bound", "decode_speed", "forecast_quality", "frontier", "kv_capacity", "revise", "rollout_bounds", "simulate_rollout",
     "step_bounds", "step_frontier",
 ]
