@@ -13,8 +13,8 @@ from placement.step import StepPlan, StepWork, step_bounds, step_frontier
 from placement.terms import Term, Terms
 
 __all__ = [
-    "Bounds", "Choice", "Device", "ForecastQuality", "LengthForecast", "LengthForecaster", "Model", "NotFeasible", "Objective", "Plan",
-    "Pool", "PriceTable", "Scenarios", "Speed", "SpeedFit", "StepPlan", "StepWork", "Term", "Terms", "choose",
-    "choose_nearest", "cost_bound", "decode_speed", "forecast_quality", "frontier", "kv_capacity", "revise", "rollout_bounds", "simulate_rollout",
-    "step_bounds", "step_frontier",
+    "Bounds", "Choice", "Device", "ForecastQuality", "LengthForecast", "LengthForecaster", "Model", "NotFeasible",
+    "Objective", "Plan", "Pool", "PriceTable", "Scenarios", "Speed", "SpeedFit", "StepPlan", "StepWork", "Term",
+    "Terms", "choose", "choose_nearest", "cost_bound", "decode_speed", "forecast_quality", "frontier", "kv_capacity",
+    "revise", "rollout_bounds", "simulate_rollout", "step_bounds", "step_frontier",
 ]
