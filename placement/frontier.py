@@ -11,7 +11,7 @@ import numpy as np
 
 from placement.frontier_pools import pool_partitions
 from placement.frontier_scenarios import scenario_partitions
-from placement.frontier_small import SMALL, SMALL_OPEN, every_partition
+from placement.frontier_small import PACKED, SMALL, SMALL_OPEN, best_fit, every_partition
 from placement.partition import Partition, pareto
 from placement.plan import Plan, Pool
 from placement.speed import Speed
@@ -43,9 +43,10 @@ def frontier(
     Exact for known lengths on one pool over groups that are contiguous in the sorted order: for a time bound T, filling
     actors from the longest down starts every group as late as possible, so no contiguous partition has fewer actors or a
     smaller sum of group maxima; T sweeps down over every makespan. Exact over all partitions, on any pools, for up to
-    SMALL sequences (see frontier_small). What contiguity gives away beyond that was measured against bounds.cost_bound, at
-    the worst point of a frontier on 16 actors, five draws of log-normal lengths each: 7 % of the cost with 16 sequences (11 %
-    in the worst draw), 4.6 % with 64, 0.2 % with 512. Several pools: see frontier_pools. Scenarios: see frontier_scenarios.
+    SMALL sequences (every_partition). Up to PACKED, on one pool whose capacity does not bind, leftover time is packed as well
+    (best_fit). What contiguity gives away beyond that was measured against bounds.cost_bound, at the worst point of a
+    frontier on 16 actors, five draws of log-normal lengths: 0.2 % of the cost with 512 sequences.
+    Several pools: see frontier_pools. Scenarios: see frontier_scenarios.
 
     Capacity: a group must hold its prompts and full responses at once (with scenarios in every column). A second wave on
     the same actor would cost as much as on an actor of its own and end later, so waves are planned only when max_actors
@@ -62,13 +63,16 @@ def frontier(
         raise ValueError(f"thin is a share of at least 0 and below 1, got {thin}")
     if not work.known:
         return scenario_partitions(work, thin)
-    few = len(work.lengths) <= SMALL
-    share = 0.0 if few else thin
-    found = sweep(work, work.kinds[0], share) if len(work.kinds) == 1 else pool_partitions(work, share)
-    if few and (found or len(work.lengths) <= SMALL_OPEN):
-        found = pareto([*found, *every_partition(work, pareto(found))], thin)
-    # the bounds swept are `thin` apart already: thinning again could leave gaps of twice that
-    return [point.plan() for point in pareto(found or in_waves(work))]
+    n, one = len(work.lengths), len(work.kinds) == 1
+    exact = n <= (PACKED if one else SMALL)  # few enough to be thinned at the end only
+    share = 0.0 if exact else thin
+    found = sweep(work, work.kinds[0], share) if one else pool_partitions(work, share)
+    if n <= (SMALL if found else SMALL_OPEN):
+        found = [*found, *every_partition(work, pareto(found))]
+    elif n <= PACKED and one and work.held_tokens().sum() <= work.kinds[0].capacity:
+        found = [*found, *best_fit(work, found)]
+    # bounds swept thinly are `thin` apart already: thinning again could leave gaps of twice that
+    return [point.plan() for point in pareto(found or in_waves(work), thin if exact else 0.0)]
 
 
 def sweep(work: Workload, kind: Kind, thin: float = 0.0) -> list[Partition]:

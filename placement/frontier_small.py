@@ -1,21 +1,23 @@
-"""Few sequences: every partition, contiguous or not, on every mix of kinds that could still beat what is known."""
+"""Few sequences: partitions that are not contiguous, which use the time that contiguous ones leave over."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
 
-from placement.partition import Partition
+from placement.partition import Partition, pareto
 from placement.workload import Workload
 
 SMALL = 11  # sequences up to which every partition is looked at (measured: 20 ms at worst for 11, 130 ms for 12)
 SMALL_OPEN = 9  # the same where no contiguous partition fits the caches, so that nothing prunes the search
+PACKED = 128  # sequences up to which leftovers are packed: beyond, it gains a percent at most and takes long
 WORTH = 1e-9  # relative gain below which a partition is not a new one
 
 
 def every_partition(work: Workload, known: Sequence[Partition]) -> list[Partition]:
-    """Partitions of known lengths (n ≤ SMALL) that no point of the frontier `known` dominates.
+    """Partitions of known lengths (n ≤ SMALL), on any mix of kinds, that no point of the frontier `known` dominates.
 
     Breadth first over the sorted sequences: each joins an open group or opens one, on every kind. A group's time and the
     cost so far only grow, so a state dies as soon as a point of `known` is as fast and as cheap as it is already; among
@@ -61,6 +63,45 @@ def every_partition(work: Workload, known: Sequence[Partition]) -> list[Partitio
             groups = [order[place[s] == g] for g in range(place[s].max() + 1)]
             found.append(Partition.of_groups(makespan[s], cost[s], groups, kind_of[s, : len(groups)].tolist()))
     return found
+
+
+def best_fit(work: Workload, known: Sequence[Partition]) -> list[Partition]:
+    """Partitions of known lengths on one kind of actor, of which any holds everything: for the time of every one known, each
+    sequence, longest first, joins the fullest group that it fits in and opens one only where it fits in none.
+
+    Measured on 16 actors against bounds.cost_bound (six draws of log-normal lengths): with 16, 32 and 128 sequences the worst
+    point of the frontier comes from 8.2, 6.5 and 3.9 % above it to 4.9, 2.6 and 1.1 %.
+    """
+    kind = work.kinds[0]
+    order = np.argsort(-work.lengths[:, 0], kind="stable")
+    lengths = work.lengths[order, 0]
+    own_s = kind.work_s(lengths, work.prompts[order]).tolist()
+    alone_s = (kind.over_s + kind.base_s * lengths + np.array(own_s)).tolist()
+    found = []
+    for bound in sorted({point.time_s for point in known}):
+        room = bound * (1 + WORTH)
+        loads: list[float] = []  # rising, with the group of each beside it
+        groups: list[int] = []
+        place, total = [], 0.0
+        for own, alone in zip(own_s, alone_s, strict=True):
+            at = bisect_right(loads, room - own) - 1
+            if at >= 0:
+                load, group = loads.pop(at) + own, groups.pop(at)
+                total += own
+            elif len(loads) < kind.max_actors and alone <= room:
+                load, group = alone, len(groups)
+                total += alone
+            else:
+                break
+            to = bisect_right(loads, load)
+            loads.insert(to, load)
+            groups.insert(to, group)
+            place.append(group)
+        else:
+            placed = np.array(place)
+            members = [order[placed == g] for g in range(len(groups))]
+            found.append(Partition.of_groups(loads[-1], kind.price * total, members, (0,) * len(members)))
+    return pareto(found)
 
 
 def _open(time_s: np.ndarray, cost: np.ndarray, times: np.ndarray, costs: np.ndarray) -> np.ndarray:
