@@ -39,6 +39,11 @@ class LearnerSize:
         reason = f"{best} slots: {seconds[best]:.3g} s for {best * seconds[best]:.3g} slot-s" + (f" ({others})" if others else "")
         return _to(best, current, reason, seconds[best], price)
 
+    def predict(self, slots: int, tokens: float) -> float:
+        """Seconds of an update; those of the nearest count that was tried where this one was not."""
+        tried = [count for count in self.counts if self.tried[count]] or self.counts
+        return self.terms[min(tried, key=lambda count: abs(count - slots))].predict(tokens)
+
     def observe(self, slots: int, tokens: float, seconds: float) -> None:
         """An update on `slots` slots. Counts that are not among the choices (fewer could be had) teach nothing."""
         if slots in self.terms:

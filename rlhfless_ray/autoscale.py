@@ -34,13 +34,13 @@ from placement.policy import (
     time_value,
 )
 from placement.speed import Speed, SpeedFit
-from placement.terms import Term
+from placement.terms import Term, Terms
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import EngineStep, Prompt, Sample
 
 THIN = 0.005  # points of the frontier differ by at least this share
-COLD_START_S, WARM_START_S = 15.0, 0.02  # seeds: measured on two cores, replaced by this run's own starts
 AROUND_S = 0.03  # seed: what a rollout takes besides decoding (weights, calls, answers)
+OUTSIDE_S = 0.03  # seed: what a step takes outside rollout, scoring and the update
 RETAKE_S = 0.8  # taking a released slot again, at worst (Ray's retry tick)
 LEAST_SECOND = 1e-3  # slot-seconds: even to a run that minds cost only, a second is worth something
 SHOWN = 24  # points of the frontier that go into metrics and report
@@ -55,6 +55,7 @@ class RolloutPlan:
     frontier: tuple[Plan, ...] = ()
     predicted_s: float = 0.0  # of the whole phase: loading weights and talking to engines included
     predicted_slot_s: float = 0.0  # of the leases it holds, those that wait for the next phase included
+    predicted_step_s: float = 0.0  # scoring, learning and all else with it
 
     @property
     def reason(self) -> str:
@@ -74,6 +75,7 @@ class RolloutPlan:
         return {
             "plan/actors": self.actors, "pool/decision": self.decision.action, "pool/reason": self.reason,
             "plan/rollout_s": self.predicted_s, "plan/cost_slot_s": self.predicted_slot_s,
+            "plan/step_s": self.predicted_step_s,
             "plan/frontier_time_s": [plan.time_s for plan in points], "plan/frontier_cost_slot_s": [p.cost for p in points],
             "plan/frontier_actors": [plan.actors for plan in points],
         }
@@ -88,14 +90,14 @@ class Autoscaler:
         self.forecaster = LengthForecaster(recipe.rollout.max_tokens / 2, max_tokens=recipe.rollout.max_tokens)
         self.speed = SpeedFit(first_speed)
         self.objective = _objective(recipe)
-        self.cold_start, self.warm_start = Term(COLD_START_S), Term(WARM_START_S)
-        self.around = Term(AROUND_S)
+        self.terms, self.around, self.outside = Terms(), Term(AROUND_S), Term(OUTSIDE_S)
         self.learner = LearnerSize(recipe.learner.max_slots_per_rank)
         self.learner_slots = recipe.learner.max_slots_per_rank  # of each rank, in the next update as far as is known
         self.history = ResizeHistory()
         self.second = 1.0  # what a second of the step is worth, in slot-seconds
         self.actors = 0  # engines of the last step
         self.last: Decision | None = None
+        self.update_s = 0.0  # of the last update
 
     def forecast(self, prompts: list[Prompt], step: int) -> Scenarios:
         """Joint draws of the lengths of every response to `prompts`, siblings side by side."""
@@ -120,8 +122,12 @@ class Autoscaler:
         decision = safe_decide(self.last, make, fallback=min(max(self.actors, least), max_actors))
         if not failed(decision):
             self.last = decision
-        phase_s, slot_s = self._predict(decision, scenarios.lengths, self.cold_start.predict() if decision.actors > warm else 0.0)
-        return RolloutPlan(decision, max(least, decision.actors), tuple(plans), phase_s, slot_s)
+        start_s = self.terms.cold_start.predict() if decision.actors > warm else 0.0
+        prefill_s = self.terms.prefill.predict(sum(len(p.token_ids) for p in prompts) / max(1, decision.actors))
+        phase_s, slot_s = self._predict(decision, scenarios.lengths, start_s + prefill_s)
+        learn_s = self.learner.predict(self.learner_slots, float(scenarios.lengths.mean(1).sum()))
+        step_s = phase_s + self.terms.score.predict(len(scenarios.lengths)) + learn_s + self.outside.predict()
+        return RolloutPlan(decision, max(least, decision.actors), tuple(plans), phase_s, slot_s, step_s)
 
     def size_learner(self, samples: list[Sample]) -> Decision:
         """Slots that each rank is given for the update on `samples`."""
@@ -133,12 +139,13 @@ class Autoscaler:
 
     def observe_update(self, slots: int, samples: list[Sample], seconds: float) -> None:
         """`slots`: of each rank."""
+        self.update_s = seconds
         self.learner.observe(slots, float(response_tokens(samples).sum()), seconds)
 
-    def _predict(self, decision: Decision, lengths: np.ndarray, start_s: float) -> tuple[float, float]:
+    def _predict(self, decision: Decision, lengths: np.ndarray, before_s: float) -> tuple[float, float]:
         """Seconds of the rollout phase and slot-seconds of its leases: the plan's, with what surrounds decoding, and with
         slots held for the learner where that is cheaper than to take them again."""
-        around, slower = self.around.predict() + start_s, 1 + self.speed.overhead
+        around, slower = self.around.predict() + before_s, 1 + self.speed.overhead
         phase_s = decision.time_s * slower + around
         if decision.plan is None:
             return phase_s, decision.actors * phase_s
@@ -159,7 +166,7 @@ class Autoscaler:
 
     def keep_warm_s(self, gaps_s: Sequence[float]) -> float:
         """For how long a parked process is worth keeping; `gaps_s`: for how long such processes lay idle before."""
-        start = start_cost(self.cold_start.predict(), 1.0, self.second)
+        start = start_cost(self.terms.cold_start.predict(), 1.0, self.second)
         decision = keep_alive(gaps_s, self.recipe.price.parked_share, start)
         return decision.keep_s if isinstance(decision, Park) else 0.0
 
@@ -178,10 +185,10 @@ class Autoscaler:
         self.second = max(time_value(self.objective, plans), LEAST_SECOND)
         self.history = self.history.saw(step, choice.plan.actors)
         stay = plan_of_current(plans, self.actors, self.objective) if self.actors else None
-        start = self.warm_start if choice.plan.actors <= warm else self.cold_start
+        start = self.terms.warm_start if choice.plan.actors <= warm else self.terms.cold_start
         decision = decide(
             self.actors, choice.plan, stay, step=step, history=self.history, second=self.second,
-            transition=Transition(start.predict(), return_s=self.warm_start.predict()),
+            transition=Transition(start.predict(), return_s=self.terms.warm_start.predict()),
             steps_left=self.recipe.run.steps - step + 1, gamma=self.recipe.objective.payback,
         )
         if decision.plan is choice.plan:
@@ -194,10 +201,21 @@ class Autoscaler:
         """The engines' step records of a rollout, and what it took besides the longest engine's steps (None: a cold start)."""
         if around_s is not None:
             self.around.observe(0.0, around_s)
-        self.speed.observe(
-            np.array([s.running for s in steps]), np.array([s.seconds for s in steps]),
-            np.array([s.context_tokens for s in steps]), np.array([s.new_tokens for s in steps]),
-        )
+        running, new = np.array([s.running for s in steps]), np.array([s.new_tokens for s in steps])
+        seconds = np.array([s.seconds for s in steps])
+        self.speed.observe(running, seconds, np.array([s.context_tokens for s in steps]), new)
+        prefill = new > running
+        self.terms.prefill.observe(new[prefill], seconds[prefill])
+
+    def observe_load(self, weight_bytes: int, seconds: float) -> None:
+        """An engine took a weight version."""
+        self.terms.transfer.observe(float(weight_bytes), seconds)
+
+    def observe_step(self, phases: dict[str, float], wall_s: float, samples: int) -> None:
+        """Where a finished step's wall time went, evaluation apart. The learner's own time comes by `observe_update`."""
+        self.terms.score.observe(float(samples), phases.get("score", 0.0))
+        known = sum(phases.get(name, 0.0) for name in ("rollout", "score", "eval"))
+        self.outside.observe(0.0, wall_s - known - self.update_s)
 
     def observe_samples(self, prompts: list[Prompt], samples: list[Sample]) -> None:
         lengths = response_tokens(samples).reshape(len(prompts), self.samples)
@@ -224,8 +242,8 @@ class Autoscaler:
     def state(self) -> dict[str, Any]:
         return {
             "forecaster": self.forecaster.state(), "speed": self.speed.state(), "actors": self.actors,
-            "cold_start": self.cold_start.state(), "warm_start": self.warm_start.state(), "history": asdict(self.history),
-            "second": self.second, "around": self.around.state(),
+            "terms": self.terms.state(), "history": asdict(self.history),
+            "second": self.second, "around": self.around.state(), "outside": self.outside.state(),
             "learner": self.learner.state(), "learner_slots": self.learner_slots,
         }
 
@@ -233,11 +251,11 @@ class Autoscaler:
         self.forecaster.restore(state["forecaster"])
         self.speed.restore(state["speed"])
         self.actors = state["actors"]
-        self.cold_start.restore(state["cold_start"])
-        self.warm_start.restore(state["warm_start"])
+        self.terms.restore(state["terms"])
         self.history = ResizeHistory(**state["history"])
         self.second = state["second"]
         self.around.restore(state["around"])
+        self.outside.restore(state["outside"])
         self.learner.restore(state["learner"])
         self.learner_slots = state["learner_slots"]
 

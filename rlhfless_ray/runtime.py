@@ -60,6 +60,7 @@ class Runtime:
         self.autoscaler = Autoscaler(recipe, FIRST_SPEED)
         self.cluster = RayCluster(recipe)
         self.cursor_done = self.cursor.state()  # after the last finished step: a stop inside a step repeats it whole
+        self.weight_bytes = sum(len(content) for name, content in self.files.items() if name.endswith(".safetensors"))
         self.steps_done = 0
         self.ahead: Step | None = None  # the next step's prompts, forecast and plan, made while the learner works
         self.weights: WeightVersion | None = None
@@ -187,7 +188,10 @@ class Runtime:
     def rollout_phase(self, plan: RolloutPlan) -> Iterator[None]:
         with self.phases.phase("rollout"):
             need = self.recipe.rollout.min_actors
+            began_s, cold = time.monotonic(), self.rollout.cold_starts
             self._release(self.rollout.resize(plan.actors, self.spare, need=need, wait_s=0.2))
+            if cold == self.rollout.cold_starts:
+                self.autoscaler.terms.warm_start.observe(0.0, time.monotonic() - began_s)
             self.spare = []
             self.autoscaler.actors = len(self.rollout.working)
             yield
@@ -352,6 +356,7 @@ class Runtime:
         """The step is done as soon as this is called: a stop from here on saves it."""
         self.steps_done, self.cursor_done, self.unrecorded = step.number, self.cursor_after, False
         seconds, wall_s = self.phases.take()
+        self.autoscaler.observe_step(seconds, wall_s, len(step.samples))
         replaced = self.rollout.replaced + self.reward.replaced
         self.record.step(step, seconds, wall_s, self.first_row, self.quality, replaced, self.leases)
 
@@ -393,6 +398,8 @@ class Runtime:
             drained=self.autoscaler.drained, give_back=self._drained, on_progress=self._prewarm_next,
         )
         around_s = time.monotonic() - self.rollout_began_s - max(stream.decode_s.values())
+        for seconds in stream.load_s:
+            self.autoscaler.observe_load(self.weight_bytes, seconds)
         self.autoscaler.observe_rollout(stream.steps, around_s if all_warm else None)
         return stream.completions
 
@@ -425,7 +432,7 @@ class Runtime:
                 told = instance.told(self.recipe.functions.lease_deadline_s)
                 instance.memory_mb = told["memory_mb"]
                 if pool is self.rollout:
-                    self.autoscaler.cold_start.observe(0.0, sum(span.to_s - span.from_s for span in told["spans"]))
+                    self.autoscaler.terms.cold_start.observe(0.0, sum(span.to_s - span.from_s for span in told["spans"]))
                 self.ledger.spans([lease.id for lease in instance.leases], told["spans"])
 
     def _park_engines(self) -> list[Any]:

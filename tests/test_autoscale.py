@@ -96,6 +96,7 @@ def test_a_cold_engine_must_pay_back_and_a_warm_one_is_taken_at_once():
     for warm in (1, 2):
         auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}), SPEED))
         auto.actors = 1
+        auto.terms.warm_start.observe(0.0, np.full(8, 0.005))
         plan = auto.plan(auto.forecast(prompts(), 2), prompts(), 2, step=2, warm=warm)
         chosen[warm] = plan.actors
     assert chosen == {1: 1, 2: 2}
@@ -114,7 +115,10 @@ def test_what_was_learned_survives_a_resume_exactly():
 def test_the_prediction_counts_what_surrounds_decoding_and_slots_held_for_the_learner():
     auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}, learner={"max_slots_per_rank": 4}), SPEED))
     plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
-    assert plan.predicted_s == pytest.approx(plan.decision.time_s * (1 + auto.speed.overhead) + auto.around.predict())
+    prompt_tokens = sum(len(p.token_ids) for p in prompts())
+    prefill_s = auto.terms.prefill.predict(prompt_tokens / plan.actors)
+    assert plan.predicted_s == pytest.approx(plan.decision.time_s * (1 + auto.speed.overhead) + auto.around.predict() + prefill_s)
+    assert plan.predicted_step_s > plan.predicted_s
     assert plan.predicted_slot_s == pytest.approx(plan.actors * plan.predicted_s)  # all are wanted next: nobody lets go
 
 

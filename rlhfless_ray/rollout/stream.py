@@ -29,6 +29,7 @@ class Stream:
     completions: dict[int, Completion] = field(default_factory=dict)
     steps: list[EngineStep] = field(default_factory=list)
     decode_s: dict[str, float] = field(default_factory=dict)  # seconds each instance spent in its engine's steps
+    load_s: list[float] = field(default_factory=list)  # seconds each instance took to load the weight version
     replaced: int = 0
 
 
@@ -95,7 +96,9 @@ def run_rollout(
             instance, share = running[generator]
             try:
                 completions, steps, spans = ray.get(next(generator))
-                spans = [*_loaded(instance), *spans]
+                loaded = _loaded(instance)
+                stream.load_s += [span.to_s - span.from_s for span in loaded]
+                spans = [*loaded, *spans]
             except StopIteration:
                 del running[generator]
                 remaining = max((float(expected[by_key[r.key]]) for _, s in running.values() for r in s), default=0.0)

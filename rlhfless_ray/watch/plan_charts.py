@@ -81,6 +81,15 @@ def plan_cost(rows: Sequence[Row]) -> Chart | None:
     )
 
 
+def plan_step(rows: Sequence[Row]) -> Chart | None:
+    """Predicted and measured time of the whole step."""
+    without = [row for row in rows if not finite(row.get("phase/eval_s"))]
+    return _plan(
+        without, "plan-step", "Step time, planned and measured", "Of whole steps, those with an evaluation left out.",
+        "plan/step_s", "step_s", "seconds",
+    )
+
+
 def _plan(rows: Sequence[Row], id: str, title: str, note: str, planned: str, measured: str, unit: str) -> Chart | None:
     data, layout, error, top = _predicted(rows, planned, measured, unit)
     if not data:

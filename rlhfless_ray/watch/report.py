@@ -47,7 +47,8 @@ def render(record: RunRecord) -> str:
         charts.histogram(summary.length_groups(record)),
     )
     planning = _there(
-        plan_charts.pool(steps), plan_charts.frontier(steps), plan_charts.plan(steps), plan_charts.plan_cost(steps),
+        plan_charts.pool(steps), plan_charts.frontier(steps), plan_charts.plan_step(steps), plan_charts.plan(steps),
+        plan_charts.plan_cost(steps),
         charts.forecast(drawn), charts.calibration(drawn),
     )
     health, constant = charts.health(drawn)
