@@ -214,6 +214,17 @@ def plot(paper: dict[str, Any], path: Path) -> str | None:
     return None
 
 
+def recall(kept: Path, content: dict[str, Any], run: Sequence[str]) -> None:
+    """Take from the result file the parts that are not run now, so that parts may be run one by one or side by side."""
+    if not kept.exists() or set(run) == set(PARTS):
+        return
+    before = json.loads(kept.read_text())
+    for part in PARTS:
+        if part not in run and part in before:
+            content[part] = before[part]
+            content["seconds"][part] = before["seconds"][part]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.cluster")
     parser.add_argument("--quick", action="store_true", help="one seed, two settings: shows that it runs")
@@ -227,8 +238,7 @@ def main() -> None:
     chosen = options.settings or (PAPER[:1] if options.quick else PAPER)
     content: dict[str, Any] = {"prefer": PREFER, "seeds": seeds, "seconds": {}}
     kept = result_folder(options.quick) / "cluster.json"
-    if kept.exists() and set(options.only) != set(PARTS):
-        content.update({k: v for k, v in json.loads(kept.read_text()).items() if k in (*PARTS, "seconds")})
+    recall(kept, content, options.only)
 
     def timed(part: str, of: Callable[[], Any]) -> None:
         if part not in options.only:
@@ -236,6 +246,7 @@ def main() -> None:
         began = time.process_time()
         content[part] = of()
         content["seconds"][part] = time.process_time() - began
+        recall(kept, content, options.only)
         listed = targets(content["paper"], content.get("oracle", {})) if "paper" in content else []
         save("cluster", content, listed, console=console, quick=options.quick)
 

@@ -36,9 +36,10 @@ def candidates(terms: Terms) -> list[Knobs]:
     sizes = terms.sizes(d - w)
     found = [Knobs(terms.engines, PREFERS[-1], 0, late) for late in terms.sizes()[-2:]]
     for early in sorted({min(sizes, key=lambda m: abs(m - share * d)) for share in (0.25, 0.5, 0.75)} if sizes else ()):
-        for engines, prefer in [(terms.engines, PREFERS[-1]), *(((d - early) // w, p) for p in PREFERS)]:
-            for late in sorted({early, d}):
-                found += [Knobs(engines, prefer, early, late, share) for share in SHARES]
+        fast, split = PREFERS[-1], (d - early) // w
+        tried = [(terms.engines, fast, early), (terms.engines, fast, d), (split, fast, d), *((split, p, early) for p in PREFERS)]
+        for engines, prefer, late in dict.fromkeys(tried):
+            found += [Knobs(engines, prefer, early, late, share) for share in SHARES]
     return found
 
 
