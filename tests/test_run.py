@@ -168,10 +168,11 @@ print(json.dumps(said))
 '''
 
 
+@pytest.mark.timeout(900)  # three starts of Ray, on a machine that may be busy
 def test_a_loop_that_is_left_and_a_stop_after_the_last_update_lose_nothing(uninterrupted, tmp_path):
     recipe = write_recipe(tmp_path)
     left = subprocess.run(
-        [sys.executable, "-c", LEFT_AND_STOPPED, recipe], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", LEFT_AND_STOPPED, recipe], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=480
     )
     run = tmp_path / "runs" / "small"
     assert left.returncode == 0, left.stderr
