@@ -109,14 +109,15 @@ class Leases:
         """Ask and collect: `count` slots, of which `need` (default all) must come within the lease deadline.
 
         `prefer`: ids of nodes where a slot is worth more, one per slot: a parked instance waits there. They are waited for
-        shortly; what they do not give is then asked of any node, for a cold start elsewhere is better than none.
+        shortly (half of `wait_s` where none must come); what they do not give is then asked of any node, for a cold start
+        elsewhere is better than none.
         """
         need = count if need is None else need
         nodes = self.with_room(prefer or [])[:count]
-        warm_s = PREFERRED_S if need else min(PREFERRED_S, wait_s)
+        warm_s = PREFERRED_S if need else wait_s / 2
         leases = self.collect(self.ask(len(nodes), nodes), kind, warm_s) if nodes else []
         if len(leases) < count:
-            leases = self.collect(self.ask(count - len(leases)), kind, wait_s, need, leases)
+            leases = self.collect(self.ask(count - len(leases)), kind, wait_s / 2 if nodes else wait_s, need, leases)
         return leases
 
     def with_room(self, nodes: list[str]) -> list[str]:

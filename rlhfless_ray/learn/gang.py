@@ -50,11 +50,12 @@ class Gang:
             asked = leases.ask(missing, self._homes(own))
             got = leases.collect(asked, "learn", ATTEMPT_S)
             own, spare = self._own([*own, *spare, *got])
-            if len(got) == missing and time.monotonic() - start <= leases.deadline_s:
-                continue  # all that was asked for came; on GPU perhaps not yet the device
+            late = time.monotonic() - start > leases.deadline_s
+            if len(own) == self.ranks or (len(got) == missing and not late):
+                continue  # or all that was asked for came, but on GPU not yet the device
             leases.release([*own, *spare])
             own, spare = [], []
-            if time.monotonic() - start > leases.deadline_s:
+            if late:
                 where = " on the nodes and devices that hold its state" if homes else ""
                 raise RunError(
                     f"the learner gang needs {self.ranks} × {leases.bundle} at once{where} and did not get them within "

@@ -62,9 +62,9 @@ def gang_on(cluster: Cluster, *slots: Slot, threads: int = 1) -> Gang:
         "learner": {"ranks": len(slots), "max_slots_per_rank": threads},
     }
     gang = Gang(Pool("learn", lambda slot: pytest.fail("a rank is started anew"), cluster, cluster.ledger, 1e9), Recipe.parse(tree))
-    woken = SimpleNamespace(remote=lambda: None)
+    gang._all = lambda refs, what, deadline_s=None: [ref() for ref in refs]  # type: ignore[method-assign]
     for slot in slots:
-        actor = SimpleNamespace(unpark=woken)
+        actor = SimpleNamespace(unpark=SimpleNamespace(remote=lambda: lambda: cluster.log.append("unpark") or []))
         gang.by_rank.append(Instance("learn", slot, actor, state=State.PARKED, opened="done"))
     gang.pool.parked = list(gang.by_rank)
     return gang
@@ -105,6 +105,7 @@ def test_on_gpu_it_holds_the_wrong_devices_until_the_right_one_comes():
     left = gang.staff([])
     assert [lease.slot.device for lease in gang.by_rank[0].leases] == [2]
     assert [lease.slot.device for lease in left] == [0, 1]
+    assert cluster.log == ["here → here"] * 3 + ["unpark"]
 
 
 def test_a_device_that_never_comes_is_named_after_the_deadline_and_nothing_is_kept(monkeypatch):
