@@ -31,13 +31,16 @@ def sweeps() -> dict[str, tuple[str, dict[float, Setting]]]:
     return {
         "start-up": ("seconds to start an engine", {s: base.but(start_scale=s / warm) for s in STARTS_S}),
         "job": ("median response, tokens", {m: base.but(lengths={"like": "gsm8k", "median_tokens": m}) for m in MEDIANS}),
-        "spread": ("standard deviation of log length", {d: base.but(lengths={"like": "gsm8k", "log_deviation": d}) for d in DEVIATIONS}),
+        "spread": (
+            "standard deviation of log length",
+            {d: base.but(lengths={"like": "gsm8k", "log_deviation": d}) for d in DEVIATIONS},
+        ),
     }
 
 
 def measure(setting: Setting, seeds: int, *, held_warm: bool) -> dict[str, float]:
-    """Ratios ours / fixed over seeds. held_warm: `fixed` never stops its engines, so start-up is not its concern: it is charged the
-    published wake-up whatever an elastic engine's start takes."""
+    """Ratios ours / fixed over seeds. held_warm: `fixed` never stops its engines, so start-up is not its concern: it is
+    charged the published wake-up whatever an elastic engine's start takes."""
     found: dict[str, list[float]] = {"time": [], "full": [], "busy": []}
     for seed in range(seeds):
         ours = simulate(setting, ["ours"], seed).policies["ours"]
@@ -57,7 +60,9 @@ def main() -> None:
     for name, (what, settings) in sweeps().items():
         rows = {x: measure(s, options.seeds, held_warm=name == "start-up") for x, s in settings.items()}
         curves[name] = {"varies": what, "points": rows}
-        table = Table(what, "time, × fixed", "full cost, × fixed", "busy cost, × fixed", title=f"{BASE}: {name}", title_justify="left")
+        table = Table(
+            what, "time, × fixed", "full cost, × fixed", "busy cost, × fixed", title=f"{BASE}: {name}", title_justify="left"
+        )
         for x, r in rows.items():
             table.add_row(f"{x:g}", *(f"{r[k]:.2f}" for k in ("time", "full", "busy")))
         console.print(table)

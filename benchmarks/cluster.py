@@ -43,13 +43,16 @@ def row(runs: list[Run], name: str) -> dict[str, Any]:
     of, base = [r.policies[name] for r in runs], [r.policies["fixed"] for r in runs]
     pairs = list(zip(of, base, strict=True))
     return {
-        "step_s": spread([p.step_s for p in of]), "full": spread([p.full for p in of]), "busy": spread([p.busy for p in of]),
+        "step_s": spread([p.step_s for p in of]),
+        "full": spread([p.full for p in of]),
+        "busy": spread([p.busy for p in of]),
         "speedup": spread([b.step_s / p.step_s for p, b in pairs]),
         "full_saving": spread([1 - p.full / b.full for p, b in pairs]),
         "busy_saving": spread([1 - p.busy / b.busy for p, b in pairs]),
         "time_over_bound": spread([p.step_s / r.bound_s for p, r in zip(of, runs, strict=True)]),
         "cost_over_bound": spread([p.full / r.bound_cost for p, r in zip(of, runs, strict=True)]),
-        "cpu_s": float(np.sum([p.cpu_s for p in of])), "plan": of[-1].steps[-1].reason,
+        "cpu_s": float(np.sum([p.cpu_s for p in of])),
+        "plan": of[-1].steps[-1].reason,
     }
 
 
@@ -61,13 +64,26 @@ def settings_table(runs: dict[str, list[Run]], console: Console, title: str) -> 
         share = float(np.mean([s.rollout_s / s.time_s for r in of for s in r.policies["fixed"].steps]))
         found[name] = {"rollout_share_of_fixed": share, "seeds": len(of), "steps": len(base), "policies": rows}
         table = Table(title=f"{title}: {name}, rollout {share:.0%} of `fixed`'s step", title_justify="left")
-        for head in ("policy", "step, s", "× fixed", "full, device-s", "saved", "busy saved", "× time bound", "× cost bound"):
+        for head in (
+            "policy",
+            "step, s",
+            "× fixed",
+            "full, device-s",
+            "saved",
+            "busy saved",
+            "× time bound",
+            "× cost bound",
+        ):
             table.add_column(head, justify="left" if head == "policy" else "right")
         for policy, r in rows.items():
             table.add_row(
-                policy, f"{r['step_s']['mean']:.2f} ± {r['step_s']['sd']:.2f}",
-                f"{r['speedup']['mean']:.2f} ± {r['speedup']['sd']:.2f}", f"{r['full']['mean']:.0f} ± {r['full']['sd']:.0f}",
-                f"{r['full_saving']['mean']:+.0%}", f"{r['busy_saving']['mean']:+.0%}", f"{r['time_over_bound']['mean']:.2f}",
+                policy,
+                f"{r['step_s']['mean']:.2f} ± {r['step_s']['sd']:.2f}",
+                f"{r['speedup']['mean']:.2f} ± {r['speedup']['sd']:.2f}",
+                f"{r['full']['mean']:.0f} ± {r['full']['sd']:.0f}",
+                f"{r['full_saving']['mean']:+.0%}",
+                f"{r['busy_saving']['mean']:+.0%}",
+                f"{r['time_over_bound']['mean']:.2f}",
                 f"{r['cost_over_bound']['mean']:.2f}",
             )
         console.print(table)
@@ -78,8 +94,8 @@ def settings_table(runs: dict[str, list[Run]], console: Console, title: str) -> 
 
 
 def at_equal_cost(setting: Setting, seeds: int, prefers: Sequence[float]) -> dict[str, float]:
-    """Ours against the oracle: the oracle's time where it costs what ours costs, along its curve over `prefer` (linear between
-    points; beyond its dearest point its fastest time)."""
+    """Ours against the oracle: the oracle's time where it costs what ours costs, along its curve over `prefer` (linear
+    between points; beyond its dearest point its fastest time)."""
     shares = []
     for seed in range(seeds):
         curve = []
@@ -101,7 +117,9 @@ def _lower_envelope(curve: list[tuple[float, float]]) -> tuple[np.ndarray, np.nd
 # ---- ablation ---------------------------------------------------------------------------------------------------
 
 
-def variant(name: str, rollout: str, *, overlap: bool = True, gradients: bool = True, release: bool = True, pool: bool = True) -> Any:
+def variant(
+    name: str, rollout: str, *, overlap: bool = True, gradients: bool = True, release: bool = True, pool: bool = True
+) -> Any:
     """Ours with parts taken away, planned anew without them."""
 
     def allowed(terms: Terms) -> list[Knobs]:
@@ -160,8 +178,13 @@ def targets(paper: dict[str, Any], oracle: dict[str, dict[str, float]]) -> list[
     full = {n: r["ours"]["full_saving"]["mean"] for n, r in rows.items()}
     busy = {n: r["ours"]["busy_saving"]["mean"] for n, r in rows.items()}
     best = max(rows, key=lambda n: speed[n])
-    plus = [min(r["fixed+"]["step_s"]["mean"] / r["ours"]["step_s"]["mean"],
-                r["fixed+"]["full"]["mean"] / r["ours"]["full"]["mean"]) for r in rows.values()]
+    plus = [
+        min(
+            r["fixed+"]["step_s"]["mean"] / r["ours"]["step_s"]["mean"],
+            r["fixed+"]["full"]["mean"] / r["ours"]["full"]["mean"],
+        )
+        for r in rows.values()
+    ]
     cut = [1 - r["ours"]["full"]["mean"] / r["global-cut"]["full"]["mean"] for r in rows.values()]
     found = [
         Target(f"best setting ({best}): speed over fixed", speed[best], least=1.35, unit="×"),
@@ -182,7 +205,8 @@ def targets(paper: dict[str, Any], oracle: dict[str, dict[str, float]]) -> list[
 
 
 def plot(paper: dict[str, Any], path: Path) -> str | None:
-    """Cost and time of every policy, relative to `fixed`, one panel per setting. Returns why not, where matplotlib is missing."""
+    """Cost and time of every policy, relative to `fixed`, one panel per setting. Returns why not, where matplotlib is
+    missing."""
     try:
         import matplotlib
 
@@ -192,14 +216,25 @@ def plot(paper: dict[str, Any], path: Path) -> str | None:
         return "no picture: it needs matplotlib (pip install matplotlib)"
     columns = min(3, len(paper))
     rows = -(-len(paper) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(4.2 * columns, 3.2 * rows), squeeze=False, sharex=True, sharey=True)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(4.2 * columns, 3.2 * rows), squeeze=False, sharex=True, sharey=True
+    )
     colours = pyplot.get_cmap("tab10")
     for at, (name, entry) in enumerate(paper.items()):
         axis = axes[at // columns][at % columns]
         for i, (policy, r) in enumerate(entry["policies"].items()):
             x = entry["policies"]["fixed"]["step_s"]["mean"] / r["step_s"]["mean"]
             y = r["full"]["mean"] / entry["policies"]["fixed"]["full"]["mean"]
-            axis.errorbar(x, y, xerr=r["speedup"]["sd"], yerr=r["full_saving"]["sd"], fmt="o", color=colours(i % 10), label=policy, ms=4)
+            axis.errorbar(
+                x,
+                y,
+                xerr=r["speedup"]["sd"],
+                yerr=r["full_saving"]["sd"],
+                fmt="o",
+                color=colours(i % 10),
+                label=policy,
+                ms=4,
+            )
         axis.axvline(1, color="grey", lw=0.5)
         axis.axhline(1, color="grey", lw=0.5)
         axis.set_title(name, fontsize=8)
@@ -253,7 +288,9 @@ def main() -> None:
     def paper() -> dict[str, Any]:
         found = {}
         for name in chosen:
-            found.update(settings_table({name: measure(named(name).but(prefer=PREFER), list(POLICIES), seeds)}, console, "paper"))
+            found.update(
+                settings_table({name: measure(named(name).but(prefer=PREFER), list(POLICIES), seeds)}, console, "paper")
+            )
         return found
 
     def large() -> dict[str, Any]:
@@ -286,7 +323,9 @@ def main() -> None:
         show_targets(console, targets(content["paper"], content.get("oracle", {})))
         why = None if options.quick else plot(content["paper"], options.plot)
         console.print(why or ("" if options.quick else f"written: {options.plot}"), highlight=False)
-    console.print("seconds of this process: " + ", ".join(f"{k} {v:.0f}" for k, v in content["seconds"].items()), highlight=False)
+    console.print(
+        "seconds of this process: " + ", ".join(f"{k} {v:.0f}" for k, v in content["seconds"].items()), highlight=False
+    )
 
 
 if __name__ == "__main__":

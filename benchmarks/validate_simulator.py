@@ -1,11 +1,12 @@
-"""The simulator against a recorded run: terms fitted on the first half of its steps, step times of the second half predicted.
+"""The simulator against a recorded run: terms fitted on the first half of its steps, step times of the second half
+predicted.
 
 python -m benchmarks.validate_simulator RUN_FOLDER [--json FILE]
 
 Reads metrics.jsonl and samples/step_<n>.jsonl. Fitted: seconds of a decode step (base, per sequence) with a constant of the
 rollout, seconds of learning per token with a constant, and the median of all else. The rollout itself is then simulated,
-response by response, on as many engines as the run had. Left out: the first step (start-up), steps in which more engines worked than in
-any step before (a cold start), and evaluation time.
+response by response, on as many engines as the run had. Left out: the first step (start-up), steps in which more engines
+worked than in any step before (a cold start), and evaluation time.
 """
 
 from __future__ import annotations
@@ -25,13 +26,23 @@ from benchmarks.results import Target, save, show_targets
 from placement.rollout_sim import simulate_rollout
 from placement.speed import Speed
 
-NEEDED = ("step", "step_s", "phase/rollout_s", "phase/learn_s", "pool/rollout_actors", "tokens/generated", "length/max", "length/mean")
+NEEDED = (
+    "step",
+    "step_s",
+    "phase/rollout_s",
+    "phase/learn_s",
+    "pool/rollout_actors",
+    "tokens/generated",
+    "length/max",
+    "length/mean",
+)
 WITHIN = 15.0  # per cent
 
 
 @dataclass(frozen=True)
 class Step:
-    """One recorded step: seconds of its phases (`other`: all but rollout, learning and evaluation), engines, response lengths."""
+    """One recorded step: seconds of its phases (`other`: all but rollout, learning and evaluation), engines, response
+    lengths."""
 
     number: int
     step_s: float
@@ -44,8 +55,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Fitted:
-    """What the first half of a run says: a decode step takes speed.base_s + speed.per_seq_s · running; learning learn_s + per_token_s ·
-    tokens; everything else other_s."""
+    """What the first half of a run says: a decode step takes speed.base_s + speed.per_seq_s · running; learning learn_s +
+    per_token_s · tokens; everything else other_s."""
 
     speed: Speed
     start_s: float
@@ -73,17 +84,25 @@ def read(run: Path) -> list[Step]:
             continue
         evaluation = row.get("phase/eval_s") or 0.0
         other = row["step_s"] - row["phase/rollout_s"] - row["phase/learn_s"] - evaluation
-        steps.append(Step(
-            int(row["step"]), row["step_s"] - evaluation, row["phase/rollout_s"], row["phase/learn_s"], other, engines, _lengths(run, row)
-        ))
+        steps.append(
+            Step(
+                int(row["step"]),
+                row["step_s"] - evaluation,
+                row["phase/rollout_s"],
+                row["phase/learn_s"],
+                other,
+                engines,
+                _lengths(run, row),
+            )
+        )
     if len(steps) < 8:
         raise SystemExit(f"error: {run} has {len(steps)} usable steps; at least 8 are needed")
     return steps
 
 
 def _lengths(run: Path, row: dict[str, Any]) -> np.ndarray:
-    """Response lengths of a step. Where the folder keeps only some samples their quantiles stand for all, scaled to the step's
-    sum and with its longest."""
+    """Response lengths of a step. Where the folder keeps only some samples their quantiles stand for all, scaled to the
+    step's sum and with its longest."""
     count = max(1, round(row["tokens/generated"] / row["length/mean"]))
     path = run / "samples" / f"step_{row['step']}.jsonl"
     shown = [json.loads(line).get("tokens") for line in path.read_text().splitlines()] if path.exists() else []
@@ -112,8 +131,15 @@ def fit(steps: list[Step]) -> Fitted:
 def predict(step: Step, terms: Fitted) -> tuple[float, float]:
     """Seconds of the rollout and of the step, simulated."""
     run = simulate_rollout(
-        step.lengths, step.lengths[:, None], terms.speed, policy="random", prefer=1.0, max_actors=step.engines, start_s=terms.start_s,
-        seed=step.number, interval_s=1e6,
+        step.lengths,
+        step.lengths[:, None],
+        terms.speed,
+        policy="random",
+        prefer=1.0,
+        max_actors=step.engines,
+        start_s=terms.start_s,
+        seed=step.number,
+        interval_s=1e6,
     )
     return run.time_s, run.time_s + terms.learn_s + terms.per_token_s * float(step.lengths.sum()) + terms.other_s
 
@@ -125,17 +151,28 @@ def validate(run: Path) -> dict[str, Any]:
     rows = []
     for step in steps[half:]:
         rollout, whole = predict(step, terms)
-        rows.append({
-            "step": step.number, "engines": step.engines, "measured_s": step.step_s, "predicted_s": whole,
-            "rollout_measured_s": step.rollout_s, "rollout_predicted_s": rollout,
-        })
+        rows.append(
+            {
+                "step": step.number,
+                "engines": step.engines,
+                "measured_s": step.step_s,
+                "predicted_s": whole,
+                "rollout_measured_s": step.rollout_s,
+                "rollout_predicted_s": rollout,
+            }
+        )
     error = np.array([r["predicted_s"] / r["measured_s"] - 1 for r in rows])
     of_rollout = np.array([r["rollout_predicted_s"] / r["rollout_measured_s"] - 1 for r in rows])
     return {
-        "run": run.name, "fitted_on": half, "predicted": len(rows), "terms": {**asdict(terms)},
+        "run": run.name,
+        "fitted_on": half,
+        "predicted": len(rows),
+        "terms": {**asdict(terms)},
         "error_percent": {
-            "median": 100 * float(np.median(np.abs(error))), "mean": 100 * float(np.mean(np.abs(error))),
-            "p90": 100 * float(np.quantile(np.abs(error), 0.9)), "bias": 100 * float(np.mean(error)),
+            "median": 100 * float(np.median(np.abs(error))),
+            "mean": 100 * float(np.mean(np.abs(error))),
+            "p90": 100 * float(np.quantile(np.abs(error), 0.9)),
+            "bias": 100 * float(np.mean(error)),
             "total": 100 * abs(sum(r["predicted_s"] for r in rows) / sum(r["measured_s"] for r in rows) - 1),
             "rollout_median": 100 * float(np.median(np.abs(of_rollout))),
         },
@@ -151,7 +188,9 @@ def main() -> None:
     console = Console(width=120)
     found = validate(options.run)
     error = found["error_percent"]
-    table = Table(title=f"{found['run']}: fitted on {found['fitted_on']} steps, {found['predicted']} predicted", title_justify="left")
+    table = Table(
+        title=f"{found['run']}: fitted on {found['fitted_on']} steps, {found['predicted']} predicted", title_justify="left"
+    )
     for head in ("error of step time, %", "value"):
         table.add_column(head)
     for name, value in error.items():

@@ -17,7 +17,8 @@ BYTES = 2  # bf16
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator; bytes, bytes/s, FLOP/s (dense bf16). Efficiencies are shares of the peak. Fields: placement/data/devices.yaml."""
+    """One accelerator; bytes, bytes/s, FLOP/s (dense bf16). Efficiencies are shares of the peak. Fields:
+    placement/data/devices.yaml."""
 
     name: str
     memory_bytes: float
@@ -49,7 +50,8 @@ class Model:
 
     @classmethod
     def of(cls, name: str, config: dict[str, Any]) -> Model:
-        """From a Hugging Face configuration (Llama and Qwen2 types). Raises ValueError naming the field that is missing or wrong."""
+        """From a Hugging Face configuration (Llama and Qwen2 types). Raises ValueError naming the field that is missing or
+        wrong."""
         needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
         for field in needed:
             value = config.get(field)
@@ -89,7 +91,8 @@ class Model:
 
     @property
     def flops_per_token(self) -> float:
-        """Forward FLOPs of one token, attention over the context left out: 2 per parameter that multiplies (arXiv 2001.08361)."""
+        """Forward FLOPs of one token, attention over the context left out: 2 per parameter that multiplies (arXiv
+        2001.08361)."""
         return 2.0 * (self.layer_parameters + self.vocab_size * self.hidden_size)
 
     @property
@@ -98,8 +101,8 @@ class Model:
 
     @property
     def activation_bytes_per_token(self) -> float:
-        """What one token moves through memory besides weights and KV: each matrix product's input and output, once each, and the
-        logits three times in float32 (written, read for the maximum, read for the probabilities)."""
+        """What one token moves through memory besides weights and KV: each matrix product's input and output, once each, and
+        the logits three times in float32 (written, read for the maximum, read for the probabilities)."""
         layer = (
             2
             * BYTES
@@ -116,8 +119,8 @@ def reduce_s(device: Device, width: int, size_bytes: float) -> float:
 
 
 def decode_step_s(model: Model, device: Device, width: int, running: float, context_tokens: float) -> float:
-    """Seconds of one decode step of `running` sequences holding `context_tokens` together, on `width` devices (tensor parallel:
-    two all-reduces of the hidden state per layer, Megatron-LM, arXiv 1909.08053)."""
+    """Seconds of one decode step of `running` sequences holding `context_tokens` together, on `width` devices (tensor
+    parallel: two all-reduces of the hidden state per layer, Megatron-LM, arXiv 1909.08053)."""
     moved = model.read_bytes + running * model.activation_bytes_per_token + context_tokens * model.kv_bytes_per_token
     attention = 4.0 * context_tokens * model.layers * model.heads * model.head_size
     flops = running * model.flops_per_token + attention
@@ -128,10 +131,11 @@ def decode_step_s(model: Model, device: Device, width: int, running: float, cont
 
 
 def decode_speed(model: Model, device: Device, width: int = 1, batch: int = 64, context: float = 512.0) -> Speed:
-    """The affine speed of one engine of `width` devices: exact at one sequence, at `batch` sequences, and in the context there.
+    """The affine speed of one engine of `width` devices: exact at one sequence, at `batch` sequences, and in the context
+    there.
 
-    batch: sequences at which the chord through the roofline is taken; context: tokens each of them holds then. Below the ridge
-    (some 300-400 sequences) the roofline is affine and the chord is the roofline.
+    batch: sequences at which the chord through the roofline is taken; context: tokens each of them holds then. Below the
+    ridge (some 300-400 sequences) the roofline is affine and the chord is the roofline.
     """
     one, empty = decode_step_s(model, device, width, 1, 0.0), decode_step_s(model, device, width, batch, 0.0)
     full = decode_step_s(model, device, width, batch, batch * context)
@@ -156,7 +160,8 @@ def kv_capacity(model: Model, device: Device, width: int, memory_share: float) -
 
 @dataclass(frozen=True)
 class Sharding:
-    """How often weights or gradients cross the links: per forward micro-batch, per training micro-batch, per optimizer update."""
+    """How often weights or gradients cross the links: per forward micro-batch, per training micro-batch, per optimizer
+    update."""
 
     name: str
     per_forward: int
@@ -168,11 +173,11 @@ class Sharding:
 class Trainer:
     """Seconds of forward passes and training on `devices` devices that share one model's state.
 
-    The state is sharded as little as memory allows (ZeRO, arXiv 1910.02054): gradients and weights whole on every device, so that a
-    micro-batch needs no transfer; else weights whole and gradients reduced once per micro-batch; else everything sharded (ZeRO 3,
-    FSDP): weights gathered to go forward, and twice plus one reduction of gradients to train. Transfers and computing overlap, so a
-    micro-batch takes the longer of the two. `models`: models that are trained side by side; one frozen reference is held besides.
-    Efficiencies are shares of the dense bf16 peak.
+    The state is sharded as little as memory allows (ZeRO, arXiv 1910.02054): gradients and weights whole on every device, so
+    that a micro-batch needs no transfer; else weights whole and gradients reduced once per micro-batch; else everything
+    sharded (ZeRO 3, FSDP): weights gathered to go forward, and twice plus one reduction of gradients to train. Transfers and
+    computing overlap, so a micro-batch takes the longer of the two. `models`: models that are trained side by side; one
+    frozen reference is held besides. Efficiencies are shares of the dense bf16 peak.
     """
 
     model: Model
@@ -203,15 +208,16 @@ class Trainer:
         return self._pass_s(tokens, devices, 3.0, self.sharding(devices).per_training, self.training_efficiency)
 
     def update_s(self, devices: int, last_tokens: float) -> float:
-        """Seconds of one optimizer update of one model: its state is read and written once, and gradients that were not reduced yet
-        are, beside the backward pass (2/3 of the time) of the last micro-batch of up to `last_tokens` tokens. The new weights'
-        gathering is charged where they go: to the engines."""
+        """Seconds of one optimizer update of one model: its state is read and written once, and gradients that were not
+        reduced yet are, beside the backward pass (2/3 of the time) of the last micro-batch of up to `last_tokens` tokens.
+        The new weights' gathering is charged where they go: to the engines."""
         moved = self.optimizer_bytes_per_parameter * self.model.parameters / devices / self.device.memory_bytes_per_s
         behind = 2 / 3 * self.train_s(min(last_tokens, devices * self.micro_batch_tokens), devices)
         return moved + max(0.0, self.sharding(devices).per_update * self.gather_s(devices) - behind)
 
     def gather_s(self, devices: int) -> float:
-        """Seconds to gather sharded weights (or reduce gradients) once, over the slower of the node's links and its network."""
+        """Seconds to gather sharded weights (or reduce gradients) once, over the slower of the node's links and its
+        network."""
         if devices == 1:
             return 0.0
         rate = self.device.link_bytes_per_s
@@ -220,8 +226,8 @@ class Trainer:
         return (devices - 1) / devices * self.model.weight_bytes / rate
 
     def even_tokens(self, devices: int) -> int:
-        """Tokens per device from which a micro-batch computes at least as long as it moves weights, so that smaller ones waste
-        devices; between `least_batch_tokens` and `micro_batch_tokens`."""
+        """Tokens per device from which a micro-batch computes at least as long as it moves weights, so that smaller ones
+        waste devices; between `least_batch_tokens` and `micro_batch_tokens`."""
         kind = self.sharding(devices)
         per_second = self.device.bf16_flops_per_s / self.model.flops_per_token
         forward = kind.per_forward * self.gather_s(devices) * per_second * self.forward_efficiency

@@ -22,9 +22,9 @@ def step_bounds(terms: Terms, given: StepInput) -> Bounds:
     """Lower bounds of a step.
 
     Time: the longest response decoded alone after start-up, then its own forward passes and gradients on all devices and one
-    optimizer update; and all computing shared by all devices, decoding at its least (everything on one engine reads the weights
-    least often). Cost: decoding on one engine (one actor, no capacity limit) and the FLOPs of preparing and learning at their
-    efficiencies; no start-up, no transfer.
+    optimizer update; and all computing shared by all devices, decoding at its least (everything on one engine reads the
+    weights least often). Cost: decoding on one engine (one actor, no capacity limit) and the FLOPs of preparing and learning
+    at their efficiencies; no start-up, no transfer.
     """
     longest = int(np.argmax(given.lengths))
     d, width = terms.devices, terms.width

@@ -1,4 +1,5 @@
-"""Ours and its clairvoyant twin: engines as many as pay, a learner beside the tail, every device given back when it is done."""
+"""Ours and its clairvoyant twin: engines as many as pay, a learner beside the tail, every device given back when it is
+done."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def candidates(terms: Terms) -> list[Knobs]:
     found = [Knobs(terms.engines, PREFERS[-1], 0, late) for late in terms.sizes()[-2:]]
     for early in sorted({min(sizes, key=lambda m: abs(m - share * d)) for share in (0.25, 0.5, 0.75)} if sizes else ()):
         fast, split = PREFERS[-1], (d - early) // w
-        tried = [(terms.engines, fast, early), (terms.engines, fast, d), (split, fast, d), *((split, p, early) for p in PREFERS)]
+        tried = [(terms.engines, fast, early), (terms.engines, fast, d), (split, fast, d)]
+        tried += [(split, prefer, early) for prefer in PREFERS]
         for engines, prefer, late in dict.fromkeys(tried):
             found += [Knobs(engines, prefer, early, late, share) for share in SHARES]
     return found
@@ -78,14 +80,13 @@ def elastic(
     return StepRun(name, done.end_s, full, busy, run.end_s, run.result.moves, holds, knobs.reason, expected)
 
 
-def _roll_out_prewarmed(
-    terms: Terms, given: StepInput, knobs: Knobs, rollout: str
-) -> tuple[Rollout, tuple[Hold, ...]]:
+def _roll_out_prewarmed(terms: Terms, given: StepInput, knobs: Knobs, rollout: str) -> tuple[Rollout, tuple[Hold, ...]]:
     """The rollout, and what waking its engines beforehand costs.
 
     Where the learner leaves enough devices free, the first engines wake beside the end of the step before (billed here, at
-    times below 0) and only wait for the new weights, which are sent to them between processes. Otherwise they are the learner's
-    devices: they wake when it is done and get the weights in place, as in `fixed`. An engine that is opened later wakes then.
+    times below 0) and only wait for the new weights, which are sent to them between processes. Otherwise they are the
+    learner's devices: they wake when it is done and get the weights in place, as in `fixed`. An engine that is opened later
+    wakes then.
     """
     if terms.devices - knobs.late < knobs.engines * terms.width:
         return roll_out(terms, given, rollout, engines=knobs.engines, prefer=knobs.prefer), ()
@@ -97,9 +98,7 @@ def _roll_out_prewarmed(
     return run, tuple(Hold("wake", terms.width, lease.from_s - terms.wake_s, lease.from_s) for lease in run.leases)
 
 
-def then_learn(
-    name: str, terms: Terms, given: StepInput, run: Rollout, m: int, woken: tuple[Hold, ...] = ()
-) -> StepRun:
+def then_learn(name: str, terms: Terms, given: StepInput, run: Rollout, m: int, woken: tuple[Hold, ...] = ()) -> StepRun:
     """A rollout, then m devices that prepare and learn: nothing overlaps."""
     tokens = float(given.tokens.sum())
     work = terms.prepare_s(tokens, m) + terms.learn_s(tokens, m)
@@ -112,8 +111,8 @@ def then_learn(
 
 
 def learner_hold(terms: Terms, run: Rollout, m: int, over_s: float, work_s: float) -> tuple[Hold, float]:
-    """The learner's lease on m devices, and when it can begin to work. Its state is loaded beforehand where m devices are free for that
-    long, else after `over_s`; it is moved off afterwards, billed, beside the next rollout."""
+    """The learner's lease on m devices, and when it can begin to work. Its state is loaded beforehand where m devices are
+    free for that long, else after `over_s`; it is moved off afterwards, billed, beside the next rollout."""
     load = terms.state_s(m)
     early = run.free_from((terms.devices - m) // terms.width) <= over_s - load
     begin = over_s if early else over_s + load

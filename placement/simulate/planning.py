@@ -14,8 +14,8 @@ DRAWS = 1  # scenarios that a candidate is tried on
 
 @dataclass
 class Planner:
-    """Chooses among candidates with the least prefer · time/time₀ + (1 - prefer) · cost/cost₀, where time₀ and cost₀ are those of
-    `reference` (all devices for everything), on scenarios: it never sees this step's lengths.
+    """Chooses among candidates with the least prefer · time/time₀ + (1 - prefer) · cost/cost₀, where time₀ and cost₀ are
+    those of `reference` (all devices for everything), on scenarios: it never sees this step's lengths.
 
     One per run. A choice is kept until `renew` is called (at the start of an epoch, when forecasts have changed most).
     """

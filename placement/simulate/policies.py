@@ -1,4 +1,5 @@
-"""The step policies by name, and the baselines as their authors describe them: each turns a step's input into a `StepRun`."""
+"""The step policies by name, and the baselines as their authors describe them: each turns a step's input into a
+`StepRun`."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ def fixed(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
     """All devices held for all phases, colocated, phase after phase: VERL (HybridFlow, arXiv 2409.19256).
 
     As its authors run it: engines on every device, the batch split evenly, prompts prefilled once (vLLM's automatic prefix
-    caching), weights resharded in place at the in-process rate, log-probabilities recomputed before learning (`compute_log_prob`
-    in its trainer), learning sharded over every device with packed micro-batches.
+    caching), weights resharded in place at the in-process rate, log-probabilities recomputed before learning
+    (`compute_log_prob` in its trainer), learning sharded over every device with packed micro-batches.
     """
     run = roll_out(terms, given, "fixed", engines=terms.engines, prefer=1.0)
     tokens, d = float(given.tokens.sum()), terms.devices
@@ -34,8 +35,9 @@ def fixed(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
 
 
 def fixed_plus(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
-    """`fixed` with our overlap: still every device held throughout and no response ever moves, but the devices whose engines are
-    done first form a learner that prepares and takes gradients while the others decode. Its size is planned like ours."""
+    """`fixed` with our overlap: still every device held throughout and no response ever moves, but the devices whose engines
+    are done first form a learner that prepares and takes gradients while the others decode. Its size is planned like
+    ours."""
     sizes = [0, *terms.sizes(terms.devices - terms.width)]
     tried = [Knobs(terms.engines, 1.0, m, terms.devices) for m in sizes]
     knobs = planner.knobs("fixed+", lambda view, k: _fixed_plus(terms, view, k), tried)
@@ -62,10 +64,11 @@ def _fixed_plus(terms: Terms, given: StepInput, knobs: Knobs, expected: tuple[fl
 
 
 def disaggregated(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
-    """Engines and trainers on devices of their own, both held throughout: OpenRLHF (arXiv 2405.11143) without its hybrid engine.
+    """Engines and trainers on devices of their own, both held throughout: OpenRLHF (arXiv 2405.11143) without its hybrid
+    engine.
 
-    Engines never sleep and have the whole memory for KV; new weights are broadcast to them between processes; the trainers prepare and
-    learn when the rollout is over. The split is the static one that the planner finds fastest for this setting.
+    Engines never sleep and have the whole memory for KV; new weights are broadcast to them between processes; the trainers
+    prepare and learn when the rollout is over. The split is the static one that the planner finds fastest for this setting.
     """
     d, w = terms.devices, terms.width
     tried = [Knobs((d - m) // w, 1.0, 0, m) for m in terms.sizes(d - w)]
@@ -94,8 +97,8 @@ def _disaggregated(terms: Terms, given: StepInput, knobs: Knobs) -> StepRun:
 
 
 def phased(rollout: str) -> Policy:
-    """A serverless launcher with this rollout policy: engines released when they are done, then every device for preparing and
-    learning, which is released afterwards. Nothing overlaps."""
+    """A serverless launcher with this rollout policy: engines released when they are done, then every device for preparing
+    and learning, which is released afterwards. Nothing overlaps."""
 
     def step(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
         run = roll_out(terms, given, rollout, engines=terms.engines, prefer=terms.setting.prefer)
@@ -106,17 +109,17 @@ def phased(rollout: str) -> Policy:
 
 
 def rlhfless_paper(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
-    """RLHFless (arXiv 2602.22718): equal-count length groups, a number of actors scaled by weighted time and cost, local cut;
-    finished actors released; then every device learns, as in the VERL it builds on."""
+    """RLHFless (arXiv 2602.22718): equal-count length groups, a number of actors scaled by weighted time and cost, local
+    cut; finished actors released; then every device learns, as in the VERL it builds on."""
     return phased("rlhfless-paper")(terms, given, planner)
 
 
 def global_cut(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
-    """RLHFuse's inter-stage fusion (arXiv 2409.13221): past a threshold the remaining responses are gathered on a few engines and the
-    freed devices make the forward passes of preparing at once; learning follows on every device.
+    """RLHFuse's inter-stage fusion (arXiv 2409.13221): past a threshold the remaining responses are gathered on a few
+    engines and the freed devices make the forward passes of preparing at once; learning follows on every device.
 
-    Its authors hold the cluster throughout; here it may also give back what is idle (RLHFless compares with it so), which only
-    helps its cost.
+    Its authors hold the cluster throughout; here it may also give back what is idle (RLHFless compares with it so), which
+    only helps its cost.
     """
     d = terms.devices
     run = roll_out(terms, given, "global-cut", engines=terms.engines, prefer=terms.setting.prefer)

@@ -76,7 +76,7 @@ class Forecasts:
         """What happened before the first step."""
         if workload.earlier is not None:
             prompts, tokens, lengths = workload.earlier
-            self.forecaster.observe(prompts, tokens, list(lengths))
+            self.forecaster.observe(prompts.tolist(), tokens.tolist(), list(lengths))
 
     def scenarios(self, workload: Workload, step: int) -> np.ndarray:
         drawn = self.forecaster.scenarios(
@@ -117,8 +117,8 @@ def simulate(
 ) -> Run:
     """Run every policy on the same workload with the same forecasts; deterministic in `seed`.
 
-    policies: names of `POLICIES`, or (name, function) of your own. Raises ValueError for an unknown policy, or whatever is wrong
-    with the setting.
+    policies: names of `POLICIES`, or (name, function) of your own. Raises ValueError for an unknown policy, or whatever is
+    wrong with the setting.
     """
     chosen = [(p, POLICIES[choose("policy", p, list(POLICIES))]) if isinstance(p, str) else p for p in policies]
     terms, workload = Terms.of(setting), workload_of(setting, seed)

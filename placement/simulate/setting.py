@@ -17,12 +17,12 @@ class Setting:
     """All that a run needs. `lengths` names a distribution of placement/data/lengths.yaml (or is a mapping:
     `like` one, with some fields changed); `trace` (a file) replaces it.
 
-    tensor_parallel: devices of one engine. updates: optimizer updates per rollout. critic: PPO's second model, as large as the
-    policy. whiten: advantages are normalised over the whole batch (PPO as in VERL), so that the policy's gradients need all
-    responses. reward_model: scores on devices; none: rewards are computed on CPUs and take no device time. dedup_prefill: a
-    prompt shared by a group is computed once. prefer: 0 cheapest … 1 fastest. start_scale, migrate_scale multiply the start-up
-    and migration times; learn_scale the learning FLOPs: for sensitivity. cold: released devices lose their processes, so every lease
-    is a cold start.
+    tensor_parallel: devices of one engine. updates: optimizer updates per rollout. critic: PPO's second model, as large as
+    the policy. whiten: advantages are normalised over the whole batch (PPO as in VERL), so that the policy's gradients need
+    all responses. reward_model: scores on devices; none: rewards are computed on CPUs and take no device time.
+    dedup_prefill: a prompt shared by a group is computed once. prefer: 0 cheapest … 1 fastest. start_scale, migrate_scale
+    multiply the start-up and migration times; learn_scale the learning FLOPs: for sensitivity. cold: released devices lose
+    their processes, so every lease is a cold start.
     """
 
     name: str
@@ -75,8 +75,9 @@ def named(name: str) -> Setting:
 
 
 def load(path: Path) -> Setting:
-    """A setting from a YAML file of the same keys as placement/data/settings.yaml, plus `trace` (relative to the file), `like` (a shipped
-    setting to start from), and `device`, `model` as names or mappings. Raises ValueError with one sentence for any mistake."""
+    """A setting from a YAML file of the same keys as placement/data/settings.yaml, plus `trace` (relative to the file),
+    `like` (a shipped setting to start from), and `device`, `model` as names or mappings. Raises ValueError with one sentence
+    for any mistake."""
     import yaml
 
     if not path.exists():

@@ -11,13 +11,14 @@ from placement.rollout_sim import Lease, Result, simulate_rollout
 from placement.simulate.tail import Costs, Done, Gang, Work, serve
 from placement.simulate.terms import Terms
 
-ASKED = 0.02  # policies are asked again after this share of the longest possible rollout, four times as seldom when plans are tried
+# Rollout policies are asked again after this share of the longest possible rollout; four times as seldom when plans are tried.
+ASKED = 0.02
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """n responses. lengths (n,) are hidden from every policy but the oracle; prompts (n,) prompt tokens; group (n,) index of the
-    prompt; scenarios (n, S) forecast from earlier steps. view: whether this is a scenario that a plan is tried on."""
+    """n responses. lengths (n,) are hidden from every policy but the oracle; prompts (n,) prompt tokens; group (n,) index of
+    the prompt; scenarios (n, S) forecast from earlier steps. view: whether this is a scenario that a plan is tried on."""
 
     lengths: np.ndarray
     prompts: np.ndarray
@@ -51,8 +52,8 @@ class Hold:
 
 @dataclass(frozen=True)
 class StepRun:
-    """One step. full: device-seconds held. busy: device-seconds of work (decoding until an engine's own last response, forward
-    passes, learning), start-up and idling excluded. reason: the plan in words."""
+    """One step. full: device-seconds held. busy: device-seconds of work (decoding until an engine's own last response,
+    forward passes, learning), start-up and idling excluded. reason: the plan in words."""
 
     policy: str
     time_s: float
@@ -75,8 +76,8 @@ class StepRun:
 
 @dataclass(frozen=True)
 class Knobs:
-    """What a step plan chooses: engines at most, the rollout's prefer, the learner's devices during the rollout (0: none) and
-    after it, and the share of responses that must have ended before the early learner is leased."""
+    """What a step plan chooses: engines at most, the rollout's prefer, the learner's devices during the rollout (0: none)
+    and after it, and the share of responses that must have ended before the early learner is leased."""
 
     engines: int
     prefer: float
@@ -140,8 +141,8 @@ def roll_out(
     transfer_s: float | None = None,
     wake_s: float | None = None,
 ) -> Rollout:
-    """Generate. Every newly opened engine wakes and receives the weights (start-up, billed); the prompts are prefilled by the
-    engines that the rollout begins with, each prompt once, or once per sample where deduplication is off."""
+    """Generate. Every newly opened engine wakes and receives the weights (start-up, billed); the prompts are prefilled by
+    the engines that the rollout begins with, each prompt once, or once per sample where deduplication is off."""
     start = (terms.wake_s if wake_s is None else wake_s) + (terms.reshard_s if transfer_s is None else transfer_s)
     key = (policy, engines, prefer, capacity, start)
     if key in given.memo:

@@ -1,4 +1,4 @@
-"""The learner at work while the last responses are still being generated: a queue served in micro-batches, event by event."""
+"""The learner at work while the last responses are still being generated: a queue, event by event."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 class Work:
     """What n finished responses bring to the learner.
 
-    finish_s, tokens (n,): when each ended, and its tokens with the prompt; group (n,): whose advantages it shares (-1: nobody's, they
-    are its own). gradients: models whose gradients may be taken before the last response.
+    finish_s, tokens (n,): when each ended, and its tokens with the prompt; group (n,): whose advantages it shares (-1:
+    nobody's, they are its own). gradients: models whose gradients may be taken before the last response.
     """
 
     finish_s: np.ndarray
@@ -34,8 +34,8 @@ class Gang:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds by tokens and devices: the forward passes that prepare, gradients of one model, resharding to another size, and
-    what follows when all of that is done (gradients that had to wait, optimizer updates)."""
+    """Seconds by tokens and devices: the forward passes that prepare, gradients of one model, resharding to another size,
+    and what follows when all of that is done (gradients that had to wait, optimizer updates)."""
 
     prepare_s: Callable[[float, int], float]
     gradients_s: Callable[[float, int], float]
@@ -61,8 +61,8 @@ def serve(work: Work, gang: Gang, costs: Costs) -> Done:
     """Serve all work in micro-batches, gradients of complete groups first.
 
     Events: a response ends (its forward passes may run, in the order of ending; with its group's last its gradients too), a
-    micro-batch ends, the rollout is over. Until then batches have gang × early_tokens(gang) tokens (fewer are waited with), later up
-    to gang × batch_tokens. When the rollout is over the gang changes to its later size after the batch it is in.
+    micro-batch ends, the rollout is over. Until then batches have gang × early_tokens(gang) tokens (fewer are waited with),
+    later up to gang × batch_tokens. When the rollout is over the gang changes to its later size after the batch it is in.
     """
     order = np.argsort(work.finish_s, kind="stable")
     finish, arrived = work.finish_s[order], np.r_[0.0, np.cumsum(work.tokens[order])]

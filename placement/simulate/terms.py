@@ -12,7 +12,8 @@ from placement.speed import Speed
 
 @dataclass(frozen=True)
 class Terms:
-    """One setting in seconds. `width`: devices of an engine; `gang`: devices a learner grows by; `least`: its smallest size."""
+    """One setting in seconds. `width`: devices of an engine; `gang`: devices a learner grows by; `least`: its smallest
+    size."""
 
     setting: Setting
     speed: Speed
@@ -41,7 +42,8 @@ class Terms:
         least = math.ceil(state / (p["usable_memory"] * s.device.memory_bytes) / gang) * gang
         if least > s.devices:
             raise ValueError(
-                f"training {s.model.name} ({state / 1e9:.0f} GB of state) needs {least} x {s.device.name}; the cluster has {s.devices}"
+                f"training {s.model.name} ({state / 1e9:.0f} GB of state) needs {least} x {s.device.name}; "
+                f"the cluster has {s.devices}"
             )
         cold = p["cold_start_parallel_s"] if width > 1 else p["cold_start_s"]
         warm = p["warm_start_s"] + p["warm_start_per_parameter_s"] * s.model.parameters
@@ -74,7 +76,8 @@ class Terms:
         return self.devices // self.width
 
     def sizes(self, most: int | None = None) -> list[int]:
-        """Sizes the learner may have: from the least that holds its state, in steps of a half or so, up to `most` devices."""
+        """Sizes the learner may have: from the least that holds its state, in steps of a half or so, up to `most`
+        devices."""
         most = self.devices if most is None else most
         found, size = [], self.least
         while size < most:
@@ -85,8 +88,8 @@ class Terms:
     # ---- phases: seconds on `m` devices that hold the learner's state -----------------------------------------
 
     def prepare_s(self, tokens: float, m: int) -> float:
-        """What follows generation and precedes learning: log-probabilities under the policy that sampled (VERL recomputes them)
-        and under the reference, the critic's values (PPO), and the reward model's scores where there is one."""
+        """What follows generation and precedes learning: log-probabilities under the policy that sampled (VERL recomputes
+        them) and under the reference, the critic's values (PPO), and the reward model's scores where there is one."""
         each = self.trainer.forward_s(tokens, m)
         reward = self.reward_trainer.forward_s(tokens, m) if self.reward_trainer else 0.0
         return (3 if self.ppo else 2) * each + reward

@@ -97,8 +97,8 @@ def replay(path: Path, *, prompts: int, epochs: int, response_limit: int) -> Wor
     unless the recording visits it again itself).
 
     JSON: a list with one entry per prompt, either [lengths…] or {"prompt_tokens": n, "lengths": [lengths…]}, equally many
-    lengths each. CSV: columns response_tokens, and optionally prompt_tokens and prompt (rows of equal `prompt` are its samples;
-    without it every row is a prompt of its own). Lengths above the limit are cut there.
+    lengths each. CSV: columns response_tokens, and optionally prompt_tokens and prompt (rows of equal `prompt` are its
+    samples; without it every row is a prompt of its own). Lengths above the limit are cut there.
 
     Raises ValueError naming row and column of the first entry that is wrong.
     """

@@ -153,7 +153,15 @@ def test_variance_of_log_length_splits_as_published() -> None:
 
 
 def test_a_distribution_may_be_changed_field_by_field() -> None:
-    size = {"prompts": 64, "samples": 8, "steps_per_epoch": 1, "epochs": 1, "response_limit": 2048, "prompt_limit": 1024, "seed": 0}
+    size = {
+        "prompts": 64,
+        "samples": 8,
+        "steps_per_epoch": 1,
+        "epochs": 1,
+        "response_limit": 2048,
+        "prompt_limit": 1024,
+        "seed": 0,
+    }
     assert np.unique(synthesise({"like": "gpqa", "log_deviation": 0.0}, **size).lengths).tolist() == [600]
     with pytest.raises(ValueError, match="unknown field of a length distribution `median`; did you mean `median_tokens`"):
         synthesise({"median": 3}, **size)

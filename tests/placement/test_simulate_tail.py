@@ -29,8 +29,9 @@ def test_a_learner_that_starts_afterwards_works_phase_after_phase() -> None:
 
 
 def test_a_group_is_learned_from_when_its_last_response_is_prepared() -> None:
-    """By hand, one device: a (1 token) ends at 0 and is prepared till 1; b, of the same group, ends at 10, prepared till 11, then
-    both give gradients for 6 s. c is alone: ends at 2, prepared till 3, its gradients till 6. The rollout ends at 10."""
+    """By hand, one device: a (1 token) ends at 0 and is prepared till 1; b, of the same group, ends at 10, prepared till 11,
+    then both give gradients for 6 s. c is alone: ends at 2, prepared till 3, its gradients till 6. The rollout ends at
+    10."""
     work = Work(np.array([0.0, 10.0, 2.0]), np.ones(3), np.array([0, 0, 1]), 1.0)
     done = serve(work, Gang(1, 1, 0.0, 10.0), costs())
     assert done.end_s == pytest.approx(17.0)
