@@ -270,7 +270,7 @@ def test_what_does_not_fit_all_caches_at_once_runs_in_waves() -> None:
     assert [len(group) for group in plans[-1].groups] == [4, 2]
 
 
-def test_the_issue_s_numbers_in_closed_form() -> None:
+def test_three_sequences_in_closed_form() -> None:
     """One actor: base · longest + per_seq · sum. As many actors as sequences: the longest alone; each by itself costs most."""
     lengths, speed = np.array([50.0, 10.0, 30.0]), Speed(0.02, 0.001)
     plans = frontier(lengths, speed, max_actors=3)
