@@ -1,0 +1,68 @@
+"""Replayed functions: modelled times, the real loop around them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from benchmarks.replay import ReplayedEngine, Script, finish_times, prompt_key
+from benchmarks.replay_world import synthetic_lengths
+from placement.speed import Speed
+from rlhfless_ray.types import Request
+from tests.conftest import ROOT, environment
+
+
+def test_finish_times_are_those_of_decoding_together():
+    speed, lengths = Speed(0.01, 0.001), np.array([5, 2, 9, 2])
+    found = finish_times(lengths, speed)
+    by_hand, t = {}, 0.0
+    for token in range(1, 10):
+        t += speed.base_s + speed.per_seq_s * sum(length >= token for length in lengths)
+        by_hand[token] = t
+    assert found == pytest.approx([by_hand[length] for length in lengths])
+    assert found.max() == pytest.approx(speed.rollout_s(lengths))
+
+
+def test_an_engine_answers_every_request_with_its_recorded_length_and_a_record_for_every_decode_step():
+    prompts = [(1, 2), (3, 4, 5)]
+    script = Script({prompt_key(p): [3 + 4 * i, 10 + i] for i, p in enumerate(prompts)}, 1e-3, 1e-4, 0.0, 0.0, clock=2.0)
+    engine = ReplayedEngine({"replay.json": json.dumps(vars(script)).encode()}, {})
+    requests = [Request(k, prompts[k % 2], seed, 64, 1.0) for k, seed in enumerate((0, 1, 2, 3))]
+    start = time.time()
+    parts = list(engine.rollout(requests, 0.005, 1))
+    lengths = {c.key: len(c.token_ids) for done, _, _ in parts for c in done}
+    assert lengths == {r.key: script.length(r) for r in requests}
+    steps = [step for _, records, _ in parts for step in records]
+    assert len(steps) == max(lengths.values())
+    assert [s.running for s in steps] == [sum(n > t for n in lengths.values()) for t in range(len(steps))]
+    modelled = Speed(1e-3, 1e-4).rollout_s(np.array(list(lengths.values()))) / 2
+    assert time.time() - start >= modelled
+    assert parts[-1][2][0].to_s - start == pytest.approx(modelled, abs=0.05)  # the span ends where the model says
+
+
+def test_synthetic_lengths_share_their_variance_as_said():
+    log = np.log(synthetic_lengths(2000, 8, 10**6, seed=1))
+    between = log.mean(1).var() - log.var(axis=1, ddof=1).mean() / 8
+    assert between / log.var() == pytest.approx(0.65, abs=0.05)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("benchmark", ["control", "driver"])
+def test_the_real_loop_runs_on_logical_gpus(benchmark):
+    ended = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{benchmark}", "--quick"], cwd=ROOT, env=environment(), capture_output=True, text=True,
+        timeout=280,
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
+    found = json.loads((ROOT / "benchmarks" / "results" / "quick" / f"{benchmark}.json").read_text())
+    assert found["replayed"] is True
+    if benchmark == "control":
+        assert len(found["actors"]) == 3 and all(1 <= n <= 8 for n in found["actors"])
+        assert all(step["parts"]["generate"] > 0 and step["parts"]["learn"] > 0.99 for step in found["steps"])
+    else:
+        assert all(one["tokens_per_s"] > 0 and one["wall_s"] >= one["longest_alone_s"] for one in found["clocks"].values())
