@@ -34,7 +34,7 @@ class Forecast:
 
 
 def calibrate(
-    forecast: Forecast, generated: np.ndarray, finished: np.ndarray, *, surprise: float = 0.0, trust: float = 20.0
+    forecast: Forecast, generated: np.ndarray, finished: np.ndarray, *, surprise: float = 0.0, trust: float = 5.0
 ) -> Forecast:
     """The forecast as corrected by this rollout: log L = shift + slope·mean_log + scale·sd_log·ε, ε normal.
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import itertools
 
 import numpy as np
@@ -132,3 +133,65 @@ def test_costly_moves_make_consolidation_move_only_what_balance_needs() -> None:
     actor = np.array([0] * 5 + [1] * 2 + [2] * 3)
     new = rebalance(actor, 2)
     assert sorted(np.bincount(new)[np.bincount(new) > 0]) == [5, 5] and (new != actor).sum() == 2
+
+
+def front(results: list[Result]) -> np.ndarray:
+    """(k, 2) of log cost and log time, the points no other beats, by cost ascending."""
+    points = np.array(sorted((r.cost, r.time_s) for r in results))
+    keep = points[:, 1] < np.r_[np.inf, np.minimum.accumulate(points[:, 1])[:-1]]
+    return np.log(points[keep])
+
+
+def excess(ours: list[Result], other: list[Result]) -> np.ndarray:
+    """Log of ours over the other's time at equal cost, at 15 costs between the ends that both reach."""
+    a, b = front(ours), front(other)
+    at = np.linspace(max(a[0, 0], b[0, 0]) + 0.01, min(a[-1, 0], b[-1, 0]), 15)
+    return np.interp(at, a[:, 0], a[:, 1]) - np.interp(at, b[:, 0], b[:, 1])
+
+
+KNOBS = (0.0, 0.08, 0.16, 0.25, 0.35, 0.5, 0.75, 1.0)
+SEEDS = 3
+
+
+@functools.cache
+def sweep(policy: str, seed: int, known: bool, charge: float) -> list[Result]:
+    """Results of `policy` over KNOBS on one short rollout; not known: every prompt has another prompt's forecast."""
+    truth, scenarios = lengths_of(20 + seed, n=96, sigma=0.7, median=60.0)
+    if not known:
+        scenarios = scenarios[np.random.default_rng(seed).permutation(96)]
+    return [
+        simulate_rollout(truth, scenarios, SPEED, policy=policy, max_actors=6, prefer=p, migrate_s=charge, start_s=charge)
+        for p in KNOBS
+    ]
+
+
+@pytest.mark.parametrize("rival", ["consolidate", "crude-mix", "rlhfless-paper"])
+@pytest.mark.parametrize(("known", "charge"), [(True, 0.0), (False, 0.0), (True, 0.1)])
+def test_ours_is_not_behind_on_the_mean_frontier(rival: str, known: bool, charge: float) -> None:
+    """Mean over length sets (the longest response of one set is luck), at equal cost, everywhere both reach."""
+    each = [excess(sweep("ours", seed, known, charge), sweep(rival, seed, known, charge)) for seed in range(SEEDS)]
+    mean = np.mean(each, axis=0)
+    assert mean.max() <= 0.02, mean.round(3)
+    assert mean.mean() <= 0.005, mean.round(3)
+
+
+def test_the_oracle_is_ahead_and_at_its_best_near_the_bound() -> None:
+    truth, scenarios = lengths_of(30, n=96, median=60.0)
+    for prefer in (0.2, 0.5):
+        job = Job(scenarios, SPEED, 12, prefer, prompts=np.zeros(96))
+        mu = weight(job)
+        score = {
+            policy: (lambda r: r.time_s + mu * r.cost)(
+                simulate_rollout(truth, scenarios, SPEED, policy=policy, max_actors=12, prefer=prefer)
+            )
+            for policy in ("oracle", "ours", "consolidate", "crude-mix", "rlhfless-paper", "global-cut")
+        }
+        assert score["oracle"] <= 1.005 * min(score.values())
+    fastest = simulate_rollout(truth, scenarios, SPEED, policy="oracle", max_actors=12, prefer=1.0)
+    assert fastest.time_s <= 1.01 * SPEED.step_s(1) * truth.max()
+
+
+def test_ours_at_its_cheapest_is_one_actor() -> None:
+    truth, scenarios = lengths_of(31, n=96)
+    result = simulate_rollout(truth, scenarios, SPEED, policy="ours", max_actors=12, prefer=0.0)
+    assert result.cost == pytest.approx(SPEED.rollout_s(truth), rel=0.02)
