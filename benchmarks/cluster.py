@@ -286,12 +286,24 @@ def main() -> None:
         save("cluster", content, listed, console=console, quick=options.quick)
 
     def paper() -> dict[str, Any]:
-        found = {}
+        """Kept setting by setting, so that some may be run at a time."""
         for name in chosen:
-            found.update(
-                settings_table({name: measure(named(name).but(prefer=PREFER), list(POLICIES), seeds)}, console, "paper")
+            began = time.process_time()
+            runs = measure(named(name).but(prefer=PREFER), list(POLICIES), seeds)
+            rows = settings_table({name: runs}, console, "paper")
+            rows[name]["cpu_s"] = time.process_time() - began
+            before = json.loads(kept.read_text()).get("paper", {}) if kept.exists() else {}
+            together = {**before, **rows}
+            content["paper"] = {n: together[n] for n in PAPER if n in together}
+            recall(kept, content, ["paper"])
+            save(
+                "cluster",
+                content,
+                targets(content["paper"], content.get("oracle", {})),
+                console=console,
+                quick=options.quick,
             )
-        return found
+        return json.loads(kept.read_text())["paper"]
 
     def large() -> dict[str, Any]:
         some = ["fixed", "fixed+", "disaggregated", "global-cut", "rlhfless-paper", "ours", "oracle"]

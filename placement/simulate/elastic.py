@@ -60,42 +60,61 @@ def elastic(
 
     rollout: the rollout policy. gradients: whether gradients may be taken early at all (for ablation).
     """
-    run, woken = _roll_out_prewarmed(terms, given, knobs, rollout)
+    run, wake_s = _roll_out_prewarmed(terms, given, knobs, rollout)
     free = run.free_from((terms.devices - knobs.early) // terms.width)
     ready = np.sort(run.finish_s)[min(len(given.lengths) - 1, int(knobs.share * len(given.lengths)))]
     lease, load = max(free, float(ready)), terms.state_s(knobs.early) if knobs.early else 0.0
     if not knobs.early or lease + load >= run.end_s:
-        return _explained(then_learn(name, terms, given, run, knobs.late, woken), knobs.reason, expected)
+        return _woken(then_learn(name, terms, given, run, knobs.late), terms.width, wake_s, knobs.reason, expected)
     done = learn_beside(terms, given, run, knobs.early, knobs.late, lease + load, gradients=gradients)
     unload, most = terms.state_s(knobs.late), max(knobs.early, knobs.late)
     regang = terms.regang_s(knobs.early, knobs.late)
     holds = (
-        *woken,
         *run.holds(terms.width),
         Hold("learn", knobs.early, lease, done.grown_s - regang),
         Hold("learn", most, done.grown_s - regang, done.grown_s),
         Hold("learn", knobs.late, done.grown_s, done.end_s + unload),
     )
     busy, full = run.busy(terms.width) + done.busy, sum(h.cost for h in holds)
-    return StepRun(name, done.end_s, full, busy, run.end_s, run.result.moves, holds, knobs.reason, expected)
+    step = StepRun(name, done.end_s, full, busy, run.end_s, run.result.moves, holds)
+    return _woken(step, terms.width, wake_s, knobs.reason, expected)
 
 
-def _roll_out_prewarmed(terms: Terms, given: StepInput, knobs: Knobs, rollout: str) -> tuple[Rollout, tuple[Hold, ...]]:
-    """The rollout, and what waking its engines beforehand costs.
+def _woken(step: StepRun, width: int, wake_s: float, reason: str, expected: tuple[float, float] | None) -> StepRun:
+    """The step with the waking of its first engines (none: `wake_s` 0), billed before its beginning.
 
-    Where the learner leaves enough devices free, the first engines wake beside the end of the step before (billed here, at
-    times below 0) and only wait for the new weights, which are sent to them between processes. Otherwise they are the
-    learner's devices: they wake when it is done and get the weights in place, as in `fixed`. An engine that is opened later
-    wakes then.
+    They can wake beside the end of the step before only while that learns: steps are alike, so for as long as this one
+    learns after its rollout. What is longer delays the step.
     """
-    if terms.devices - knobs.late < knobs.engines * terms.width:
-        return roll_out(terms, given, rollout, engines=knobs.engines, prefer=knobs.prefer), ()
-    run = roll_out(
-        terms, given, rollout, engines=knobs.engines, prefer=knobs.prefer, wake_s=0.0, transfer_s=terms.broadcast_s
+    late = max(0.0, wake_s - (step.time_s - step.rollout_s))
+    first = [h for h in step.holds if h.what == "rollout" and h.from_s == 0] if wake_s else []
+    moved = tuple(replace(h, from_s=h.from_s + late, to_s=h.to_s + late) for h in step.holds)
+    holds = (*(Hold("wake", width, late - wake_s, late) for _ in first), *moved)
+    return replace(
+        step,
+        time_s=step.time_s + late,
+        rollout_s=step.rollout_s + late,
+        full=sum(h.cost for h in holds),
+        holds=holds,
+        reason=reason,
+        planned=expected,
     )
-    if any(lease.from_s > 0 for lease in run.leases):
-        return roll_out(terms, given, rollout, engines=knobs.engines, prefer=knobs.prefer), ()
-    return run, tuple(Hold("wake", terms.width, lease.from_s - terms.wake_s, lease.from_s) for lease in run.leases)
+
+
+def _roll_out_prewarmed(terms: Terms, given: StepInput, knobs: Knobs, rollout: str) -> tuple[Rollout, float]:
+    """The rollout, and the seconds for which its engines are woken beforehand.
+
+    Where the learner leaves enough devices free, the first engines wake beside the end of the step before and only wait for
+    the new weights, which are sent to them between processes. Otherwise they are the learner's devices: they wake when it is
+    done and get the weights in place, as in `fixed`. A rollout that opens engines later wakes all of them when it needs them.
+    """
+    if terms.devices - knobs.late >= knobs.engines * terms.width:
+        run = roll_out(
+            terms, given, rollout, engines=knobs.engines, prefer=knobs.prefer, wake_s=0.0, transfer_s=terms.broadcast_s
+        )
+        if not any(lease.from_s > 0 for lease in run.leases):
+            return run, terms.wake_s
+    return roll_out(terms, given, rollout, engines=knobs.engines, prefer=knobs.prefer), 0.0
 
 
 def then_learn(name: str, terms: Terms, given: StepInput, run: Rollout, m: int, woken: tuple[Hold, ...] = ()) -> StepRun:
@@ -103,7 +122,7 @@ def then_learn(name: str, terms: Terms, given: StepInput, run: Rollout, m: int, 
     tokens = float(given.tokens.sum())
     work = terms.prepare_s(tokens, m) + terms.learn_s(tokens, m)
     learn, begin = learner_hold(terms, run, m, run.end_s, work)
-    holds = (*woken, *run.holds(terms.width), learn)
+    holds = (*run.holds(terms.width), learn)
     busy = run.busy(terms.width) + work * m
     return StepRun(
         name, begin + work, sum(h.cost for h in holds), busy, run.end_s, run.result.moves, holds, f"then {m} devices learn"
@@ -117,7 +136,3 @@ def learner_hold(terms: Terms, run: Rollout, m: int, over_s: float, work_s: floa
     early = run.free_from((terms.devices - m) // terms.width) <= over_s - load
     begin = over_s if early else over_s + load
     return Hold("learn", m, begin - load, begin + work_s + load), begin
-
-
-def _explained(run: StepRun, reason: str, expected: tuple[float, float] | None) -> StepRun:
-    return replace(run, reason=reason, planned=expected)
