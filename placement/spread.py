@@ -42,9 +42,11 @@ def judge(alive: np.ndarray, tokens: np.ndarray, base_s: float, per_seq_s: float
     held[longest] = any_left[longest]
     cost = base_s * float(np.sum(held * width))
     at = CLOCK * clock[:, -1].max()
-    late = np.zeros(len(at))
-    for k in range(len(alive)):
-        late += alive[k, 0] * np.log1p(-np.minimum(np.interp(at, clock[k], alive[k], right=0.0) / alive[k, 0], 1 - 1e-12))
+    # One interpolation for all groups: each group's clock is shifted past the end of the one before.
+    shift = (1.0 + at[-1]) * np.arange(len(alive))[:, None]
+    left = np.interp((at + shift).ravel(), (clock + shift).ravel(), alive.ravel()).reshape(len(alive), -1)
+    left = np.where(at > clock[:, -1:], 0.0, left)
+    late = np.sum(alive[:, :1] * np.log1p(-np.minimum(left / alive[:, :1], 1 - 1e-12)), axis=0)
     time_s = float(np.sum((1 - np.exp(late)) * np.diff(at, prepend=0.0)))
     return Judged(time_s, cost, time_s + mu * cost)
 
