@@ -452,7 +452,13 @@ class Runtime:
     def _restore(self, state: dict[str, Any]) -> None:
         self.cursor.restore(state["cursor"])
         self.cursor_done = self.cursor.state()
-        self.autoscaler.restore(state["autoscaler"])
+        try:
+            self.autoscaler.restore(state["autoscaler"])
+        except (KeyError, ValueError) as error:
+            raise UserError(
+                f"--resume: the checkpoint's planner is of another version of this program ({error}); start the run anew under "
+                "another run.name"
+            ) from None
         self.gang.skipped_in_a_row = state["skipped_in_a_row"]
         self.owes_evaluation = state.get("owes_evaluation", self.steps_done == 0)
 
