@@ -25,7 +25,7 @@ from placement.policy import Decision, deal, failed, slots_to_yield
 from placement.speed import Speed
 from rlhfless_ray.autoscale import Autoscaler, RolloutPlan
 from rlhfless_ray.crew import Actors, hire
-from rlhfless_ray.errors import RunError, Stopped
+from rlhfless_ray.errors import RunError, Stopped, UserError
 from rlhfless_ray.functions.cluster import RayCluster
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.phases import Phases

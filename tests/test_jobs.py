@@ -152,7 +152,8 @@ def test_a_run_joins_a_cluster_from_outside_a_job(cluster, working_dir, tmp_path
 
 
 def test_an_address_where_no_cluster_answers_is_named(working_dir, tmp_path):
-    command = [sys.executable, "-m", "rlhfless_ray", "train", "small.yaml", f"run.root={tmp_path}", f"cluster.address=127.0.0.1:{free_port()}"]
+    address = f"cluster.address=127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "rlhfless_ray", "train", "small.yaml", f"run.root={tmp_path}", address]
     ended = subprocess.run(command, cwd=working_dir, env=job_environment(), capture_output=True, text=True, timeout=200)
     assert ended.returncode == 2
     assert "no Ray cluster answers there" in ended.stderr and "Traceback" not in ended.stderr
