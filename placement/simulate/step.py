@@ -194,13 +194,18 @@ def costs_of(terms: Terms, work: Work) -> Costs:
         last = tokens if waiting else m * terms.trainer.least_batch_tokens
         return terms.gradients_s(tokens, m, waiting) + terms.update_s(m, last)
 
+    def early_tokens(m: int) -> int:
+        # Batches too small to hide their transfers waste devices that would wait otherwise: a quarter of the step at most.
+        quarter = float(work.tokens.sum()) / (4 * m)
+        return int(min(terms.trainer.even_tokens(m), max(quarter, terms.trainer.least_batch_tokens)))
+
     return Costs(
         terms.prepare_s,
         lambda tokens, m: terms.gradients_s(tokens, m, 1.0),
         terms.regang_s,
         finish_s,
         int(terms.setting.phases["micro_batch_tokens"]),
-        terms.trainer.even_tokens,
+        early_tokens,
     )
 
 

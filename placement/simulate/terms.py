@@ -125,12 +125,13 @@ class Terms:
         return held / m / s.device.host_bytes_per_s
 
     def regang_s(self, before: int, after: int) -> float:
-        """Resharding weights, gradients and optimizer state to a gang of another size."""
-        s = self.setting
+        """Resharding to a gang of another size: from the other devices over the links, or from the host's copy of weights and
+        optimizer state, which no update has changed since it was moved there; whichever is faster."""
         if before == after:
             return 0.0
+        s = self.setting
         held = self.models * s.phases["state_bytes_per_parameter"] * s.model.parameters
-        return held / min(before, after) / s.device.link_bytes_per_s
+        return min(held / min(before, after) / s.device.link_bytes_per_s, self.state_s(after))
 
 
 def _trainer(s: Setting, model: Model, models: int) -> Trainer:
