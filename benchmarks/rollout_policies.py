@@ -158,11 +158,15 @@ def compare(points: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
     return rows
 
 
-def draw(results: list[tuple[Case, dict[str, np.ndarray]]]) -> None:
-    import matplotlib
+def draw(results: list[tuple[Case, dict[str, np.ndarray]]]) -> str:
+    """One panel a case, cost across, time up. Returns what became of it: without matplotlib there is no picture."""
+    try:
+        import matplotlib
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ModuleNotFoundError:
+        return "no picture: it needs matplotlib (pip install matplotlib)"
 
     columns = min(3, len(results))
     rows = -(-len(results) // columns)
@@ -180,6 +184,7 @@ def draw(results: list[tuple[Case, dict[str, np.ndarray]]]) -> None:
     panels.flat[0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(PICTURE, dpi=90)
+    return f"written: {PICTURE.relative_to(PICTURE.parents[1])}"
 
 
 def main() -> None:
@@ -217,8 +222,7 @@ def main() -> None:
         targets, console=console, quick=arguments.quick,
     )
     if not arguments.quick and not arguments.lengths:
-        draw(results)
-        console.print(f"written: {PICTURE.relative_to(PICTURE.parents[1])}", highlight=False)
+        console.print(draw(results), highlight=False)
 
 
 if __name__ == "__main__":
