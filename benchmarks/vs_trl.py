@@ -167,13 +167,15 @@ def as_json(compared: Compared) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few steps only: shows that it runs, measures nothing")
+    parser.add_argument("--rounds", type=int, default=Plan.rounds, help="of TRL, this and the ceiling, in turn")
+    parser.add_argument("--our-steps", type=int, default=Plan.our_steps, help="of this runtime, in each round")
     parser.add_argument("--sizes", nargs="*", choices=[SMALL.name, LARGE.name], default=[SMALL.name, LARGE.name])
     parser.add_argument("--micro-sequences", type=int, help="sequences of a micro-batch, in every system")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores each system may use")
     parser.add_argument("--curve-steps", type=int, help="steps of the reward curves; 0: none", default=None)
     parser.add_argument("--keep", type=Path, help="keep logs and run folders below this folder")
     options = parser.parse_args()
-    plan = QUICK if options.quick else Plan()
+    plan = QUICK if options.quick else Plan(rounds=options.rounds, our_steps=options.our_steps)
     console = make_console()
     trl_python()
     scratch = Path(tempfile.mkdtemp(prefix="rlhfless-vs-trl-")) if options.keep is None else options.keep
