@@ -79,17 +79,19 @@ def _plot(curves: dict[str, Any], path: Path) -> str:
         from matplotlib import pyplot
     except ImportError:
         return "no picture: it needs matplotlib (pip install matplotlib)"
-    figure, axes = pyplot.subplots(1, len(curves), figsize=(4.2 * len(curves), 3.6), sharey=True)
+    figure, axes = pyplot.subplots(1, len(curves), figsize=(4.2 * len(curves), 3.6))
     for axis, curve in zip(axes, curves.values(), strict=True):
         xs = list(curve["points"])
         for key, label in (("time", "time"), ("full", "full cost"), ("busy", "busy cost")):
             axis.plot(xs, [curve["points"][x][key] for x in xs], "o-", ms=4, label=label)
         axis.axhline(1, color="grey", lw=0.8)
         axis.set_xlabel(curve["varies"])
-        if min(xs) == 0 and max(xs) > 5:
-            axis.set_xscale("symlog", linthresh=1)
-        elif max(xs) > 5:
-            axis.set_xscale("log")
+        axis.set_ylim(0, None)
+        if max(xs) > 5:
+            axis.set_xscale("symlog" if min(xs) == 0 else "log")
+        axis.set_xticks(xs, [f"{x:g}" for x in xs])
+        axis.minorticks_off()
+        axis.set_xlim(min(xs), None)
     axes[0].set_ylabel("ours / fixed (above 1: elasticity loses)")
     axes[0].legend(fontsize=8)
     figure.tight_layout()
