@@ -12,9 +12,9 @@ import numpy as np
 
 from placement.speed import Speed
 from placement.spread import Judged, best_split, judge
-from placement.survival import Forecast, Outlook, calibrate, outlook
+from placement.survival import Forecast, Outlook, calibrate, outlook, surprise_of
 
-SURPRISE = 0.1  # share of sequences taken to be ones whose forecast says nothing
+FREAKS = 0.1  # share of sequences that may follow no forecast of their own while forecasts are calibrated
 LEAST_GAIN = 0.002  # share of the score that a move must save, above what it costs
 TRIES = 5  # actors looked at as givers and as takers when moves are chosen one by one
 ROUNDS = 4  # single moves in one decision
@@ -43,14 +43,15 @@ class LiveState:
 @dataclass(frozen=True)
 class Settings:
     """mu: weight of cost in time + mu·cost (s per actor-second); max_actors: that may be leased; migrate_s: seconds for which
-    a moved sequence does not decode; start_s: seconds from lease to first token; surprise: see `outlook`; learn: correct
+    a moved sequence does not decode; start_s: seconds from lease to first token; surprise: see `outlook`, from what the
+    forecast tells where none is given (`surprise_of`); learn: correct
     the forecast by what this rollout shows."""
 
     mu: float
     max_actors: int
     migrate_s: float = 0.0
     start_s: float = 0.0
-    surprise: float = SURPRISE
+    surprise: float | None = None
     learn: bool = True
 
 
@@ -113,9 +114,10 @@ def look(live: LiveState, settings: Settings) -> Outlook:
     """The outlook of the live sequences under the calibrated forecast."""
     known = live.forecast
     if settings.learn:
-        known = calibrate(known, live.generated, live.finished, surprise=settings.surprise)
+        known = calibrate(known, live.generated, live.finished, surprise=FREAKS)
     index = live.live
-    return outlook(Forecast(known.mean_log[index], known.sd_log[index]), known, live.generated[index], settings.surprise)
+    surprise = surprise_of(known) if settings.surprise is None else settings.surprise
+    return outlook(Forecast(known.mean_log[index], known.sd_log[index]), known, live.generated[index], surprise)
 
 
 def cut_at_share(live: LiveState, begun: np.ndarray, tau: float) -> np.ndarray:

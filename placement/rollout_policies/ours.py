@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from placement.migrate import SURPRISE, LiveState, Settings, decide_moves
+from placement.migrate import LiveState, Settings, decide_moves
 from placement.rollout_policies.view import Action, Job, View, weight
 from placement.survival import LEAST_SPREAD, Forecast
 
@@ -10,11 +10,12 @@ from placement.survival import LEAST_SPREAD, Forecast
 class Ours:
     """`placement.migrate.decide_moves` at every replan. Its knob is μ of time + μ·cost.
 
-    surprise: share of sequences whose forecast is taken to say nothing; learn: correct the forecast in flight.
+    surprise: share of sequences whose forecast is taken to say nothing (None: by what forecasts explain); learn: correct
+    the forecast in flight.
     """
 
     def __init__(
-        self, job: Job, *, surprise: float = SURPRISE, learn: bool = True, least_spread: float = LEAST_SPREAD
+        self, job: Job, *, surprise: float | None = None, learn: bool = True, least_spread: float = LEAST_SPREAD
     ) -> None:
         self.job = job
         self.forecast = Forecast.of(job.scenarios, least_spread)
