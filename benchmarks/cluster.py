@@ -270,7 +270,7 @@ def recall(kept: Path, content: dict[str, Any], run: Sequence[str]) -> None:
     for part in PARTS:
         if part not in run and part in before:
             content[part] = before[part]
-            content["seconds"][part] = before["seconds"][part]
+            content["seconds"][part] = before["seconds"].get(part, float("nan"))
 
 
 def main() -> None:
