@@ -24,7 +24,7 @@ def fixed(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
     caching), weights resharded in place at the in-process rate, log-probabilities recomputed before learning
     (`compute_log_prob` in its trainer), learning sharded over every device with packed micro-batches.
     """
-    run = roll_out(terms, given, "fixed", engines=terms.engines, prefer=1.0)
+    run = roll_out(terms, given, "fixed", engines=terms.engines, prefer=1.0, wake_s=terms.warm_s)
     tokens, d = float(given.tokens.sum()), terms.devices
     after = terms.prepare_s(tokens, d) + terms.learn_s(tokens, d)
     end = run.end_s + after
@@ -46,7 +46,7 @@ def fixed_plus(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
 
 def _fixed_plus(terms: Terms, given: StepInput, knobs: Knobs, expected: tuple[float, float] | None = None) -> StepRun:
     d = terms.devices
-    run = roll_out(terms, given, "random", engines=terms.engines, prefer=1.0)
+    run = roll_out(terms, given, "random", engines=terms.engines, prefer=1.0, wake_s=terms.warm_s)
     free = run.free_from((d - knobs.early) // terms.width)
     done = learn_beside(terms, given, run, knobs.early or d, d, min(free, run.end_s) if knobs.early else run.end_s)
     end = done.end_s

@@ -22,7 +22,7 @@ class Setting:
     all responses. reward_model: scores on devices; none: rewards are computed on CPUs and take no device time.
     dedup_prefill: a prompt shared by a group is computed once. prefer: 0 cheapest … 1 fastest. start_scale, migrate_scale
     multiply the start-up and migration times; learn_scale the learning FLOPs: for sensitivity. cold: released devices lose
-    their processes, so every lease is a cold start.
+    their processes, so every lease of an elastic policy is a cold start.
     """
 
     name: str

@@ -12,7 +12,8 @@ from placement.speed import Speed
 
 @dataclass(frozen=True)
 class Terms:
-    """One setting in seconds. `width`: devices of an engine; `gang`: devices a learner grows by; `least`: its smallest
+    """One setting in seconds. `warm_s`: waking an engine whose process was kept; `wake_s`: starting a leased one, cold where that
+    is what leases are. `width`: devices of an engine; `gang`: devices a learner grows by; `least`: its smallest
     size."""
 
     setting: Setting
@@ -25,6 +26,7 @@ class Terms:
     devices: int
     gang: int
     least: int
+    warm_s: float
     wake_s: float
     reshard_s: float
     broadcast_s: float
@@ -60,6 +62,7 @@ class Terms:
             s.devices,
             gang,
             least,
+            s.start_scale * warm,
             s.start_scale * (cold if s.cold else warm),
             s.model.weight_bytes / s.device.reshard_bytes_per_s,
             s.model.weight_bytes / s.device.broadcast_bytes_per_s,
