@@ -323,12 +323,12 @@ def main() -> None:
         found = {}
         for name in LARGE[:1] if options.quick else LARGE:
             setting = named(name).but(prefer=PREFER, epochs=2)
-            found.update(settings_table({name: measure(setting, some, min(seeds, 5))}, console, "large cluster"))
+            found.update(settings_table({name: measure(setting, some, min(seeds, 3))}, console, "large cluster"))
         return found
 
     def oracle() -> dict[str, dict[str, float]]:
         some = [n for n in ("qwen3b-gsm8k-grpo", "qwen7b-gpqa-grpo", "qwen3b-livecodebench-ppo") if n in chosen]
-        return {n: at_equal_cost(named(n).but(prefer=PREFER), min(seeds, 3), (0.1, 0.4, 0.75, 0.95)) for n in some}
+        return {n: at_equal_cost(named(n).but(prefer=PREFER), min(seeds, 2), (0.1, 0.4, 0.75, 0.95)) for n in some}
 
     def ablation() -> dict[str, Any]:
         setting = named(chosen[0]).but(prefer=PREFER)
@@ -336,7 +336,7 @@ def main() -> None:
 
     def sensitive() -> dict[str, Any]:
         base = named(chosen[0]).but(prefer=PREFER)
-        runs = {label: measure(s, ["fixed", "fixed+", "ours"], min(seeds, 3)) for label, s in sensitivity(base).items()}
+        runs = {label: measure(s, ["fixed", "fixed+", "ours"], min(seeds, 2)) for label, s in sensitivity(base).items()}
         return settings_table(runs, console, f"sensitivity of {chosen[0]}")
 
     timed("paper", paper)
