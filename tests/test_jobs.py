@@ -134,17 +134,11 @@ def test_a_stopped_job_frees_its_leases_and_can_be_resumed(dashboard, working_di
     assert f"step {status['steps_done'] + 1}/" in said
 
 
-@pytest.mark.parametrize("how", ["recipe", "environment"])
-def test_a_run_joins_a_cluster_from_outside_a_job(cluster, working_dir, tmp_path, how):
+def test_a_run_joins_a_cluster_from_outside_a_job(cluster, working_dir, tmp_path):
     root = tmp_path / "runs"
     command = [sys.executable, "-m", "rlhfless_ray", "train", "small.yaml", f"run.root={root}", "run.steps=1", "evaluate.prompts=0"]
-    extra = {}
-    if how == "recipe":
-        command.append(f"cluster.address={cluster[0]}")
-    else:
-        extra = {"RAY_ADDRESS": cluster[0]}
     ended = subprocess.run(
-        command, cwd=working_dir, env={**job_environment(), **extra}, capture_output=True, text=True, timeout=200
+        command, cwd=working_dir, env={**job_environment(), "RAY_ADDRESS": cluster[0]}, capture_output=True, text=True, timeout=200
     )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
     status = json.loads((root / "small" / "status.json").read_text())

@@ -95,7 +95,7 @@ class Ended:
         run.steps_done, run.cursor_done, run.cursor_after, run.saved = 3, [3], [4], 2
         run.weights, run.in_update, run.step = SimpleNamespace(version=3), False, Step(4)
         run.first_row, run.quality = 0, {}
-        run.autoscaler = SimpleNamespace(state=lambda: {}, observe_update=lambda *_: None)
+        run.autoscaler = SimpleNamespace(state=lambda: {}, observe_update=lambda *_: None, observe_step=lambda *_: None)
         run.learner_plan = SimpleNamespace(reason="")
         run.phases = SimpleNamespace(take=lambda: ({}, 1.0))
         pool = SimpleNamespace(close=lambda: self.did.append(f"close as {self.status()}"), replaced=0)

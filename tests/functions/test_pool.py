@@ -190,7 +190,7 @@ def test_a_drained_engine_leaves_its_device_before_its_lease_goes(engines):
 
     run = SimpleNamespace(
         rollout=engines, ledger=engines.ledger, _release=release, recipe=SimpleNamespace(functions=Functions()),
-        autoscaler=SimpleNamespace(cold_start=SimpleNamespace(observe=lambda *_: None)),
+        autoscaler=SimpleNamespace(terms=SimpleNamespace(cold_start=SimpleNamespace(observe=lambda *_: None))),
     )
     run._told_start = partial(Runtime._told_start, run)
     ray.get(drained.opened, timeout=30)
