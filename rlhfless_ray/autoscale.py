@@ -6,9 +6,9 @@ good plan's size is kept, and the reason says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from placement.terms import Term, Terms
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import EngineStep, Prompt, Sample
 
+T = TypeVar("T")
 THIN = 0.005  # points of the frontier differ by at least this share
 AROUND_S = 0.03  # seed: what a rollout takes besides decoding (weights, calls, answers)
 OUTSIDE_S = 0.03  # seed: what a step takes outside rollout, scoring and the update
@@ -98,15 +99,32 @@ class Autoscaler:
         self.actors = 0  # engines of the last step
         self.last: Decision | None = None
         self.update_s = 0.0  # of the last update
+        self.troubles: list[str] = []  # since they were last told
 
     def forecast(self, prompts: list[Prompt], step: int) -> Scenarios:
         """Joint draws of the lengths of every response to `prompts`, siblings side by side."""
         rows, tokens = [p.index for p in prompts], [len(p.token_ids) for p in prompts]
-        return self.forecaster.predict(rows, tokens, self.samples).draw(self.recipe.objective.scenarios, step)
+        draws = self.recipe.objective.scenarios
+        return self._safely(
+            "the forecast", lambda: self.forecaster.predict(rows, tokens, self.samples).draw(draws, step),
+            lambda: Scenarios.of_matrix(np.full((len(prompts) * self.samples, draws), self.forecaster.default_tokens)),
+        )
 
     def expected(self, prompts: list[Prompt]) -> np.ndarray:
         """(prompts,) expected tokens of one response to each."""
-        return self.forecaster.forecast([p.index for p in prompts], [len(p.token_ids) for p in prompts])
+        rows, tokens = [p.index for p in prompts], [len(p.token_ids) for p in prompts]
+        return self._safely(
+            "the forecast", lambda: self.forecaster.forecast(rows, tokens),
+            lambda: np.full(len(prompts), self.forecaster.default_tokens),
+        )
+
+    def _safely(self, what: str, make: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        """What concerns only planning must not end a run: it goes on with `otherwise`, and `troubles` is told to the user."""
+        try:
+            return make()
+        except Exception as error:
+            self.troubles.append(f"{what} failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
+            return otherwise()
 
     def plan(self, scenarios: Scenarios, prompts: list[Prompt], max_actors: int, *, step: int, warm: int) -> RolloutPlan:
         """How many engines, and which sequences each gets. `warm`: processes that could start without a cold start."""
@@ -203,8 +221,8 @@ class Autoscaler:
             self.around.observe(0.0, around_s)
         running, new = np.array([s.running for s in steps]), np.array([s.new_tokens for s in steps])
         seconds = np.array([s.seconds for s in steps])
-        self.speed.observe(running, seconds, np.array([s.context_tokens for s in steps]), new)
-        prefill = new > running
+        context, prefill = np.array([s.context_tokens for s in steps]), new > running
+        self._safely("fitting the speed", lambda: self.speed.observe(running, seconds, context, new), lambda: None)
         self.terms.prefill.observe(new[prefill], seconds[prefill])
 
     def observe_load(self, weight_bytes: int, seconds: float) -> None:
@@ -219,11 +237,20 @@ class Autoscaler:
 
     def observe_samples(self, prompts: list[Prompt], samples: list[Sample]) -> None:
         lengths = response_tokens(samples).reshape(len(prompts), self.samples)
-        self.forecaster.observe([p.index for p in prompts], [len(p.token_ids) for p in prompts], list(lengths))
+        rows, tokens = [p.index for p in prompts], [len(p.token_ids) for p in prompts]
+        self._safely("learning from lengths", lambda: self.forecaster.observe(rows, tokens, list(lengths)), lambda: None)
 
     def quality(self, scenarios: Scenarios, samples: list[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
         """How good the step's forecast was, what the same objective would have chosen with the true lengths, and what no
         plan could have beaten."""
+        row = {"pool/rollout_actors": self.actors}
+        return row | self._safely(
+            "judging the plan", lambda: self._quality(scenarios, samples, prompts, max_actors), lambda: {}
+        )
+
+    def _quality(
+        self, scenarios: Scenarios, samples: list[Sample], prompts: list[Prompt], max_actors: int
+    ) -> dict[str, Any]:
         lengths = response_tokens(samples)
         found = asdict(forecast_quality(scenarios.lengths, lengths))
         row = {f"forecast/{name}": value for name, value in found.items() if name not in ("responses", "pit_deciles")}
@@ -232,7 +259,6 @@ class Autoscaler:
         best = choose_nearest(known, self.objective).plan
         bounds = rollout_bounds(lengths, self.speed.speed, max_actors, prompts=tokens)
         return row | {
-            "pool/rollout_actors": self.actors,
             "plan/clairvoyant_s": best.time_s, "plan/clairvoyant_cost_slot_s": best.cost,
             "plan/bound_s": bounds.time_s, "plan/bound_cost_slot_s": bounds.cost, "plan/speed_spread": self.speed.spread,
         }

@@ -289,6 +289,8 @@ class Runtime:
         self.autoscaler.observe_samples(step.prompts, step.samples)
         self.quality = self.autoscaler.quality(step.forecast, step.samples, step.prompts, self.max_actors)
         self.quality["epoch"] = self.cursor.epoch
+        while self.autoscaler.troubles:
+            self.record.progress.message(f"step {step.number}: {self.autoscaler.troubles.pop(0)}; planning goes on without it")
         self.cursor_after = self.cursor.state()
         if step.number < self.recipe.run.steps:
             ahead = Step(step.number + 1)
