@@ -105,7 +105,7 @@ def main() -> None:
     late = [clock for clock, one in found.items() if one["script_s"] > (1 + LATE) * real]
     enough = max((one["tokens_per_s"] for clock, one in found.items() if clock not in late), default=float("nan"))
     told = (
-        f"one driver carries {enough:,.0f} tokens/s; at {min(late):g}× the rollout is {LATE:.0%} late" if late
+        f"one driver carries {enough:,.0f} tokens/s; at {min(late):g}× the rollout is more than {LATE:.0%} late" if late
         else f"one driver carries {enough:,.0f} tokens/s, the most that was tried"
     )
     console.print(told, highlight=False)
