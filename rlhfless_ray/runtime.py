@@ -7,27 +7,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import platform
 import signal
-import struct
-import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Self
 
-import numpy as np
-
 from placement.lengths import Scenarios
-from placement.policy import Decision, deal, failed, slots_to_yield
+from placement.policy import failed, slots_to_yield
 from placement.speed import Speed
 from rlhfless_ray.autoscale import Autoscaler, RolloutPlan
 from rlhfless_ray.crew import Actors, hire
-from rlhfless_ray.errors import RunError, Stopped, UserError
+from rlhfless_ray.errors import Stopped, UserError
+from rlhfless_ray.evaluation import evaluate
 from rlhfless_ray.functions.cluster import RayCluster
 from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.stage import LearnStage
 from rlhfless_ray.phases import Phases
 from rlhfless_ray.policy_files import context_tokens, initial_policy, keep_policy, load_tokenizer
 from rlhfless_ray.prompts.cursor import Cursor
@@ -35,15 +32,16 @@ from rlhfless_ray.prompts.load import load_prompts
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.record import Record
 from rlhfless_ray.reward.functions import load_reward
+from rlhfless_ray.reward.stage import ScoreStage
+from rlhfless_ray.rollout.stage import RolloutStage
 from rlhfless_ray.run_folder import RunFolder
-from rlhfless_ray.types import Completion, Prompt, Request, Sample, Step, UpdateStats, WeightVersion
+from rlhfless_ray.site import Site
+from rlhfless_ray.types import Prompt, Sample, Step, UpdateStats, WeightVersion
 from rlhfless_ray.waits import STOP
 from rlhfless_ray.weights.folder import read_folder, without_weights, write_folder
 
 FIRST_SPEED = Speed(base_s=0.01, per_seq_s=0.0001)  # before the first step record; any order of magnitude will do
-REWARD_START_S = 3.0  # a reward process: its imports, measured on two cores
-UPDATE_GRACE_S = 1.5  # `ray job stop` kills 3 s after SIGTERM: an update may take this much of them to end,
-SAVE_GRACE_S = 2.0  # and the learner's snapshot this much
+SAVE_GRACE_S = 2.0  # what the learner's snapshot may take of the 3 s between SIGTERM and the kill of `ray job stop`
 
 
 class Runtime:
@@ -122,8 +120,11 @@ class Runtime:
             self.recipe, resource, self.files, longest, self.reward_source, self.ledger, self.folder.path, self.actor_classes()
         )
         self.leases, self.rollout, self.reward, self.gang = crew.leases, crew.rollout, crew.reward, crew.gang
-        self.spare: list[Any] = []  # leases between two functions
-        self.max_actors = min(self.recipe.rollout.max_actors, self.slots)
+        most = min(self.recipe.rollout.max_actors, self.slots)
+        self.site = Site(self.recipe, self.ledger, self.leases, self.phases, self.record, self.autoscaler, most)
+        self.rollout_stage = RolloutStage(self.site, self.rollout, self.reward, self.gang, self.tokenizer, self.weight_bytes)
+        self.score_stage = ScoreStage(self.site, self.reward)
+        self.learn_stage = LearnStage(self.site, self.gang)
 
     def _begin(self, checkpoint: tuple[int, dict[str, bytes], dict[str, Any]] | None) -> None:
         """Start the learner, and the engines' processes beside it; publish the first weights."""
@@ -132,10 +133,10 @@ class Runtime:
         from rlhfless_ray.functions.lease import node_slots, places
 
         with self.phases.phase("start", "starting the learner"):
-            self.spare = self.gang.staff(self.spare)
+            self.site.spare = self.gang.staff([])
             home = self.gang.by_rank[0].slot
             if self.leases.resource == "cpu":  # on GPU a guess: the device is known with the lease only
-                for slot in places(node_slots("cpu"), home.node, self.max_actors):
+                for slot in places(node_slots("cpu"), home.node, self.site.max_actors):
                     self.rollout.prewarm(slot)
             self.reward.prewarm(home)
             if self.owes_warm_start and checkpoint is None:
@@ -154,7 +155,7 @@ class Runtime:
             if checkpoint:
                 self._restore(checkpoint[2])
             self.weights = self.gang.publish(self.steps_done)
-            self.spare += self.gang.park()
+            self.site.spare += self.gang.park()
         if checkpoint is None:
             self._save()  # a stop at any later moment finds something to resume from
 
@@ -178,116 +179,44 @@ class Runtime:
         if self.ahead:
             plan, self.ahead = self.ahead.plan, None
         else:
-            warm = sum(instance.memory_mb > 0 for instance in (*self.rollout.parked, *self.rollout.working))
-            plan = self.autoscaler.plan(step.forecast, step.prompts, self.max_actors, step=step.number, warm=warm)
+            plan = self.autoscaler.plan(
+                step.forecast, step.prompts, self.site.max_actors, step=step.number, warm=self.rollout_stage.warm
+            )
         if failed(plan.decision):
             self.record.progress.message(f"step {step.number}: {plan.reason}")
         return plan
 
-    @contextmanager
-    def rollout_phase(self, plan: RolloutPlan) -> Iterator[None]:
-        with self.phases.phase("rollout"):
-            need = self.recipe.rollout.min_actors
-            began_s, cold = time.monotonic(), self.rollout.cold_starts
-            self._release(self.rollout.resize(plan.actors, self.spare, need=need, wait_s=0.2))
-            if cold == self.rollout.cold_starts:
-                self.autoscaler.terms.warm_start.observe(0.0, time.monotonic() - began_s)
-            self.spare = []
-            self.autoscaler.actors = len(self.rollout.working)
-            yield
-            self.spare = self._park_engines()
+    def rollout_phase(self, plan: RolloutPlan) -> AbstractContextManager[None]:
+        return self.rollout_stage.phase(plan)
 
     def generate(self, step: Step) -> list[Sample]:
-        """Every response to the step's prompts, as samples without reward."""
-        count = self.recipe.rollout.samples_per_prompt
-        requests = self._requests(step, count)
-        expected = step.forecast.lengths.mean(1)
-        groups = np.repeat(np.arange(len(step.prompts)), count)
-        done = self._run(requests, step.plan.shares(len(self.rollout.working), expected, groups), expected)
-        return self._samples([prompt for prompt in step.prompts for _ in range(count)], done, count)
+        assert self.weights is not None
+        return self.rollout_stage.generate(step, self.weights)
 
-    @contextmanager
-    def score_phase(self, phase: str = "score") -> Iterator[None]:
-        with self.phases.phase(phase):
-            self.spare = self.reward.resize(min(self.recipe.reward.workers, max(1, len(self.spare))), self.spare)
-            yield
-            self._told_start(self.reward)
-            self.spare += self.reward.park_all()
+    def score_phase(self) -> AbstractContextManager[None]:
+        return self.score_stage.phase()
 
-    def score(self, samples: list[Sample], name: str = "step") -> int:
-        """Every sample's reward; returns how many have none. Raises RunError when too many: the samples are on disk then."""
-        from rlhfless_ray.reward.score import check_failures, score_samples
+    def score(self, samples: list[Sample]) -> int:
+        return self.score_stage.score(samples, self.step.number)
 
-        share = self.recipe.reward.max_failed_share
-        try:
-            failed = score_samples(
-                self.reward, samples, self.recipe.reward.timeout_s, max_failed_share=share,
-                max_replacements=self.recipe.functions.max_replacements, say=self.record.progress.phase,
-            )
-            check_failures(samples, failed, share)
-        except RunError:
-            self.record.samples(self.step.number, samples, name)
-            raise
-        if failed:
-            first, where = next(s for s in samples if s.error is not None), "update" if name == "step" else name
-            self.record.progress.message(
-                f"{failed} of {len(samples)} samples could not be scored and are left out of the {where}; row "
-                f"{first.prompt.index}: {first.error}"
-            )
-        return failed
+    def advantages(self, samples: list[Sample]) -> Batch:
+        return self.learn_stage.advantages(samples)
 
-    def advantages(self, samples: list[Sample]) -> Any:
-        """The learner's batch; a sample without a reward is not in it."""
-        from rlhfless_ray.learn.advantage import group_advantages
-        from rlhfless_ray.learn.batch import Batch
+    def learn_phase(self) -> AbstractContextManager[None]:
+        return self.learn_stage.phase(self.step.samples)
 
-        count = self.recipe.rollout.samples_per_prompt
-        rewards = np.array([np.nan if s.reward is None else s.reward for s in samples]).reshape(-1, count)
-        values = group_advantages(rewards, self.recipe.algorithm.normalize_std).reshape(-1)
-        sequences = []
-        for i, (sample, value) in enumerate(zip(samples, values, strict=True)):
-            if np.isnan(value):
-                continue
-            sample.advantage = float(value)
-            answer = sample.completion
-            sequences.append((sample.prompt.token_ids, answer.token_ids, answer.logprobs, float(value), i // count))
-        return Batch.of(sequences)
-
-    @contextmanager
-    def learn_phase(self) -> Iterator[None]:
-        """Rollout engines hold no lease here."""
-        with self.phases.phase("learn"):
-            self._size_learner()
-            self._release(self.gang.staff(self.spare))
-            self.spare = []
-            yield
-            self.spare = self.gang.park()
-
-    def _size_learner(self) -> None:
-        """On CPU a slot more is a thread more; results do not depend on it. On GPU a rank has one device."""
-        self.learner_plan = self.autoscaler.size_learner(self.step.samples)
-        if self.leases.resource == "cpu":
-            self.gang.slots = self.gang.ranks * self.learner_plan.actors
-
-    def update(self, batch: Any) -> UpdateStats:
-        """A stop signal waits for the update to end: an update that is half done cannot be saved."""
+    def update(self, batch: Batch) -> UpdateStats:
         self.in_update = True
-        with STOP.deferred(UPDATE_GRACE_S, self.record.progress.message):
-            began_s = time.monotonic()
-            stats = self.gang.update(batch, meanwhile=self._look_ahead)
-            slots = min(len(instance.leases) for instance in self.gang.by_rank)
-            self.autoscaler.observe_update(slots, self.step.samples, time.monotonic() - began_s)
-            self.quality |= {"pool/learn_slots": slots * self.gang.ranks, "pool/learn_reason": self.learner_plan.reason}
+        stats, sized = self.learn_stage.update(batch, self.step.samples, self._look_ahead)
         self.in_update, self.unrecorded = False, True
-        if stats.skipped:
-            self.record.progress.message(f"optimizer step skipped: {stats.reason}")
+        self.quality |= sized
         return stats
 
     def _look_ahead(self) -> None:
         """While the learner works: learn from this step's lengths, and plan the next one with what it taught."""
         step = self.step
         self.autoscaler.observe_samples(step.prompts, step.samples)
-        self.quality = self.autoscaler.quality(step.forecast, step.samples, step.prompts, self.max_actors)
+        self.quality = self.autoscaler.quality(step.forecast, step.samples, step.prompts, self.site.max_actors)
         self.quality["epoch"] = self.cursor.epoch
         while self.autoscaler.troubles:
             self.record.progress.message(f"step {step.number}: {self.autoscaler.troubles.pop(0)}; planning goes on without it")
@@ -300,41 +229,15 @@ class Runtime:
             self.ahead = ahead
 
     def publish(self, version: int) -> WeightVersion:
-        with self.phases.phase("publish"):
-            return self.gang.publish(version)
+        return self.learn_stage.publish(version)
 
     def evaluation_is_due(self, number: int) -> bool:
         every = self.recipe.evaluate.every_steps
         return number == self.recipe.run.steps or (every > 0 and number % every == 0)
 
     def evaluate(self) -> dict[str, float]:
-        """Exact accuracy (mean reward) on the held-out prompts, one response each, sampled and greedy."""
-        prompts = self.prompts.heldout
-        if not prompts:
-            return {}
-        with self.phases.phase("eval", "evaluating"):
-            self.spare = self.rollout.resize(self.max_actors, self.spare, wait_s=0.2)
-            temperatures = {"sampled": self.recipe.rollout.temperature}
-            if self.recipe.evaluate.greedy:
-                temperatures["greedy"] = 0.0
-            requests = [
-                self._request(k * len(prompts) + i, prompt, temperature, -1, 0)
-                for k, temperature in enumerate(temperatures.values())
-                for i, prompt in enumerate(prompts)
-            ]
-            expected = np.tile(self.autoscaler.expected(prompts), len(temperatures))
-            groups = np.tile(np.arange(len(prompts)), len(temperatures))
-            done = self._run(requests, deal(expected, groups, len(self.rollout.working)), expected)
-            self.spare += self._park_engines()
-            samples = self._samples(prompts * len(temperatures), done, 1)
-            with self.score_phase("eval_score"):  # its time is part of the evaluation's
-                self.score(samples, "evaluation")
-            found = {"eval/length_mean": float(np.mean([len(s.completion.token_ids) for s in samples]))}
-            for k, name in enumerate(temperatures):
-                part = samples[k * len(prompts) : (k + 1) * len(prompts)]
-                if rewards := [s.reward for s in part if s.reward is not None]:
-                    found[f"eval/accuracy_{name}"] = float(np.mean(rewards))
-        return found
+        assert self.weights is not None
+        return evaluate(self.rollout_stage, self.score_stage, self.prompts.heldout, self.weights, self.step.number)
 
     def record_evaluation(self, found: dict[str, float]) -> None:
         self.phases.take()
@@ -349,10 +252,11 @@ class Runtime:
         for pool in (self.rollout, self.reward):
             pool.reap(self.autoscaler.keep_warm_s(pool.gaps_s))
         if not self.cluster.private:
-            decision = slots_to_yield(len(self.spare), 1, self.leases.others_wait())
+            spare = self.site.spare
+            decision = slots_to_yield(len(spare), 1, self.leases.others_wait())
             if decision.action == "Release":
-                self._release(self.spare[decision.actors :])
-                self.spare = self.spare[: decision.actors]
+                self.leases.release(spare[decision.actors :])
+                self.site.spare = spare[: decision.actors]
 
     def _record(self, step: Step) -> None:
         """The step is done as soon as this is called: a stop from here on saves it."""
@@ -367,80 +271,6 @@ class Runtime:
         files = {**without_weights(self.files), "model.safetensors": self.gang.snapshot()["model.safetensors"]}
         self.folder.write_model(files)
         self.finished = True
-
-    # ---- what the stages share --------------------------------------------------------------------------------
-
-    def _requests(self, step: Step, count: int) -> list[Request]:
-        """A row that a batch holds twice, at the border of two epochs, is asked for twice as many samples, all different."""
-        requests: list[Request] = []
-        times: Counter[int] = Counter()
-        for prompt in step.prompts:
-            first = count * times[prompt.index]
-            times[prompt.index] += 1
-            for number in range(first, first + count):
-                requests.append(self._request(len(requests), prompt, self.recipe.rollout.temperature, step.number, number))
-        return requests
-
-    def _request(self, key: int, prompt: Prompt, temperature: float, step: int, sample: int) -> Request:
-        """The seed names the sample (run, step, prompt, number), never the engine it will run on."""
-        name = struct.pack("<qqqq", self.recipe.run.seed, step, prompt.index, sample)
-        seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
-        return Request(key, prompt.token_ids, seed, self.recipe.rollout.max_tokens, temperature)
-
-    def _run(self, requests: list[Request], shares: list[np.ndarray], expected: np.ndarray) -> dict[int, Completion]:
-        from rlhfless_ray.rollout.stream import run_rollout
-
-        assert self.weights is not None
-        self.rollout_began_s = time.monotonic()
-        all_warm = all(instance.memory_mb > 0 for instance in self.rollout.working)
-        stream = run_rollout(
-            self.rollout, requests, shares, expected, self.weights,
-            interval_s=self.recipe.rollout.stream_interval_s, deadline_s=self.recipe.rollout.deadline_s,
-            max_replacements=self.recipe.functions.max_replacements, needed_next=self.gang.slots,
-            drained=self.autoscaler.drained, give_back=self._drained, on_progress=self._prewarm_next,
-        )
-        around_s = time.monotonic() - self.rollout_began_s - max(stream.decode_s.values())
-        for seconds in stream.load_s:
-            self.autoscaler.observe_load(self.weight_bytes, seconds)
-        self.autoscaler.observe_rollout(stream.steps, around_s if all_warm else None)
-        return stream.completions
-
-    def _drained(self, instance: Any, decision: Decision) -> None:
-        if decision.action == "Release" and self.recipe.functions.elastic and instance.started:  # one that starts is at work
-            self._told_start(self.rollout, instance)
-            self._release(self.rollout.park(instance))
-
-    def _prewarm_next(self, done: int, total: int) -> None:
-        """The next phase's process starts while this one ends, if none is warm."""
-        self.record.progress.phase(f"rollout: {done} of {total} responses")
-        if self.reward.parked or self.reward.working:
-            return
-        left_s = (time.monotonic() - self.rollout_began_s) * (total - done) / max(done, 1)
-        if self.autoscaler.prewarm_now(left_s, REWARD_START_S):
-            self.reward.prewarm(self.rollout.working[0].slot)
-
-    def _samples(self, prompts: list[Prompt], done: dict[int, Completion], count: int) -> list[Sample]:
-        ordered = [done[i] for i in range(len(prompts))]
-        texts = self.tokenizer.batch_decode([c.token_ids for c in ordered], skip_special_tokens=True)
-        return [Sample(p, i % count, c, t) for i, (p, c, t) in enumerate(zip(prompts, ordered, texts, strict=True))]
-
-    def _release(self, leases: list[Any]) -> None:
-        self.leases.release(leases)
-
-    def _told_start(self, pool: Any, only: Any = None) -> None:
-        """Starts that ended are told to the ledger, while the instance (`only` this one) still has its leases."""
-        for instance in [only] if only else pool.working:
-            if instance.opened is not None and not instance.memory_mb:
-                told = instance.told(self.recipe.functions.lease_deadline_s)
-                instance.memory_mb = told["memory_mb"]
-                if pool is self.rollout:
-                    self.autoscaler.terms.cold_start.observe(0.0, sum(span.to_s - span.from_s for span in told["spans"]))
-                self.ledger.spans([lease.id for lease in instance.leases], told["spans"])
-
-    def _park_engines(self) -> list[Any]:
-        """Engines leave their slots; returns the leases."""
-        self._told_start(self.rollout)
-        return self.rollout.park_all()
 
     # ---- state ------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,13 @@ import pytest
 
 from rlhfless_ray.cli import main as cli
 from rlhfless_ray.errors import Stopped, UserError
+from rlhfless_ray.learn.stage import LearnStage
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.reward.stage import ScoreStage
+from rlhfless_ray.rollout.requests import request, step_requests
 from rlhfless_ray.run_folder import RunFolder
 from rlhfless_ray.runtime import Runtime
+from rlhfless_ray.site import Site
 from rlhfless_ray.types import Step
 from rlhfless_ray.waits import StopSignal
 from rlhfless_ray.watch.metrics import Metrics
@@ -96,8 +101,7 @@ class Ended:
         run.weights, run.in_update, run.step = SimpleNamespace(version=3), False, Step(4)
         run.first_row, run.quality = 0, {}
         run.autoscaler = SimpleNamespace(state=lambda: {}, observe_update=lambda *_: None, observe_step=lambda *_: None)
-        run.learner_plan = SimpleNamespace(reason="")
-        run.phases = SimpleNamespace(take=lambda: ({}, 1.0))
+        run.phases = SimpleNamespace(take=lambda: ({}, 1.0), phase=lambda *_: nullcontext())
         pool = SimpleNamespace(close=lambda: self.did.append(f"close as {self.status()}"), replaced=0)
         run.rollout = run.reward = pool
         run.gang = SimpleNamespace(snapshot=self.snapshot, skipped_in_a_row=0, pool=pool, ranks=1)
@@ -108,6 +112,9 @@ class Ended:
             progress=SimpleNamespace(message=self.messages.append),
             step=lambda step, *_: self.did.append(f"record {step.number}"), close=lambda *_: None, checkpointed=lambda: None,
         )
+        run.site = Site(run.recipe, None, run.leases, run.phases, run.record, run.autoscaler, 1)  # type: ignore[arg-type]
+        run.learn_stage = LearnStage(run.site, run.gang)
+        run.learn_stage.plan = SimpleNamespace(reason="")  # type: ignore[assignment]
 
     def snapshot(self, deadline_s: float | None = None) -> dict[str, bytes]:
         self.did.append(f"snapshot within {deadline_s}")
@@ -245,36 +252,27 @@ def test_a_late_evaluation_joins_the_row_of_its_step(tmp_path: Path) -> None:
 def test_a_row_twice_in_a_batch_gets_other_samples_and_all_others_keep_theirs(tmp_path: Path) -> None:
     from rlhfless_ray.types import Prompt
 
-    run = Ended(tmp_path).run
+    recipe = Recipe.parse(small_recipe(tmp_path, rollout__samples_per_prompt=3))
     rows = [Prompt(i, "p", (1,)) for i in (5, 7, 5, 9, 5)]
-    requests = run._requests(Step(4, prompts=rows), 3)
+    requests = step_requests(recipe, 4, rows)
     assert [r.key for r in requests] == list(range(15))
     assert len({r.seed for r in requests}) == 15
-    ordinary = [run._request(0, rows[i], 1.0, 4, j).seed for i in (0, 1, 3) for j in range(3)]
+    ordinary = [request(recipe, 0, rows[i], 1.0, 4, j).seed for i in (0, 1, 3) for j in range(3)]
     assert [requests[3 * i + j].seed for i in (0, 1, 3) for j in range(3)] == ordinary
 
 
 # ---- nothing to learn from ----------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_without_any_reward_has_no_accuracy_and_no_warning(tmp_path: Path, recwarn) -> None:
-    from contextlib import nullcontext
-
+def test_an_evaluation_without_any_reward_has_no_accuracy_and_no_warning(recwarn) -> None:
+    from rlhfless_ray.evaluation import accuracies
     from rlhfless_ray.types import Completion, Prompt, Sample
 
-    run = Ended(tmp_path).run
     done = Completion(0, np.zeros(3, np.int32), np.zeros(3, np.float32), "stop", 0)
-    run.prompts = SimpleNamespace(heldout=[Prompt(i, "p", (1,)) for i in range(2)])
-    run.max_actors, run.spare = 1, []
-    run.phases.phase = lambda *_: nullcontext()
-    run.rollout = SimpleNamespace(resize=lambda *_, **__: [], working=[None])
-    run.autoscaler.expected = lambda prompts: np.ones(len(prompts))
-    run._run = lambda *_: {}
-    run._park_engines = lambda: []
-    run._samples = lambda prompts, *_: [Sample(p, 0, done, error="boom") for p in prompts]
-    run.score_phase = lambda *_: nullcontext()
-    run.score = lambda samples, name: len(samples)
-    assert run.evaluate() == {"eval/length_mean": 3.0}
+    samples = [Sample(Prompt(i, "p", (1,)), 0, done, error="boom") for i in range(2)]
+    assert accuracies(samples, ["sampled", "greedy"]) == {"eval/length_mean": 3.0}
+    samples[1].reward = 0.5
+    assert accuracies(samples, ["sampled", "greedy"]) == {"eval/length_mean": 3.0, "eval/accuracy_greedy": 0.5}
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
 
 
@@ -289,8 +287,6 @@ def test_samples_are_on_disk_when_scoring_ends_the_run(tmp_path: Path, monkeypat
     from rlhfless_ray.types import Completion, Prompt, Sample
 
     run = Ended(tmp_path, watch__samples_per_step=1).run
-    run.reward = None
-    run.record.phase = None
     run.record.progress.phase = None
     run.record.recipe, run.record.folder = run.recipe, run.folder
     run.record._answer_column = lambda: "answer"
@@ -299,6 +295,6 @@ def test_samples_are_on_disk_when_scoring_ends_the_run(tmp_path: Path, monkeypat
     samples = [Sample(Prompt(i, "p", (1,)), 0, done, "r", reward=None if i else 1.0, error="boom" if i else None) for i in range(3)]
     monkeypatch.setattr(score, "score_samples", lambda *_, **__: 2)
     with pytest.raises(RunError, match="2 of 3 samples could not be scored"):
-        run.score(samples, name)
+        ScoreStage(run.site, None).score(samples, 4, name)  # type: ignore[arg-type]
     lines = (run.folder.path / "samples" / f"{name}_4.jsonl").read_text().splitlines()
     assert [json.loads(line)["error"] for line in lines] == [None, "boom", "boom"]

@@ -2,20 +2,21 @@
 
 import os
 import time
-from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import ray
 
 from placement.policy import Release
-from rlhfless_ray import Runtime
 from rlhfless_ray.functions.instance import State, start_actor
 from rlhfless_ray.functions.lease import Leases
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.recipe import Functions
+from rlhfless_ray.rollout.stage import RolloutStage
+from rlhfless_ray.site import Site
 from rlhfless_ray.types import Completion, Request, Span, WeightVersion
 
 pytestmark = pytest.mark.ray
@@ -188,13 +189,13 @@ def test_a_drained_engine_leaves_its_device_before_its_lease_goes(engines):
         order.extend([*ray.get(drained.actor.told.remote(), timeout=30), "release"])
         engines.leases.release(leases)
 
-    run = SimpleNamespace(
-        rollout=engines, ledger=engines.ledger, _release=release, recipe=SimpleNamespace(functions=Functions()),
-        autoscaler=SimpleNamespace(terms=SimpleNamespace(cold_start=SimpleNamespace(observe=lambda *_: None))),
-    )
-    run._told_start = partial(Runtime._told_start, run)
+    autoscaler = SimpleNamespace(terms=SimpleNamespace(cold_start=SimpleNamespace(observe=lambda *_: None)))
+    recipe: Any = SimpleNamespace(functions=Functions())
+    leases: Any = SimpleNamespace(release=release)
+    site = Site(recipe, engines.ledger, leases, None, None, autoscaler, 2)  # type: ignore[arg-type]
+    stage = RolloutStage(site, engines, None, None, None, 0)  # type: ignore[arg-type]
     ray.get(drained.opened, timeout=30)
-    roll_out(engines, 3, shares=1, give_back=lambda instance, decision: Runtime._drained(run, instance, decision))
+    roll_out(engines, 3, shares=1, give_back=stage.drained)
     assert order == ["load 3", "park", "release"] and drained.version is None and drained in engines.parked
     assert [instance.version for instance in engines.working] == [3]
 

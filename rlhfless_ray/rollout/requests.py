@@ -1,0 +1,38 @@
+"""What a step asks of the engines. A request's seed names the sample (run, step, prompt, number), never an engine."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import Counter
+
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.types import Prompt, Request
+
+EVALUATION = -1  # the step that seeds of evaluations name
+
+
+def step_requests(recipe: Recipe, step: int, prompts: list[Prompt]) -> list[Request]:
+    """`samples_per_prompt` requests for each prompt, side by side. A row that a batch holds twice, at the border of two
+    epochs, is asked for twice as many samples, all different."""
+    count, temperature = recipe.rollout.samples_per_prompt, recipe.rollout.temperature
+    requests: list[Request] = []
+    times: Counter[int] = Counter()
+    for prompt in prompts:
+        first = count * times[prompt.index]
+        times[prompt.index] += 1
+        for number in range(first, first + count):
+            requests.append(request(recipe, len(requests), prompt, temperature, step, number))
+    return requests
+
+
+def evaluation_requests(recipe: Recipe, prompts: list[Prompt], temperatures: list[float]) -> list[Request]:
+    """One request for each prompt at each temperature, the same in every evaluation of a run."""
+    pairs = [(temperature, prompt) for temperature in temperatures for prompt in prompts]
+    return [request(recipe, key, prompt, temperature, EVALUATION, 0) for key, (temperature, prompt) in enumerate(pairs)]
+
+
+def request(recipe: Recipe, key: int, prompt: Prompt, temperature: float, step: int, sample: int) -> Request:
+    name = struct.pack("<qqqq", recipe.run.seed, step, prompt.index, sample)
+    seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+    return Request(key, prompt.token_ids, seed, recipe.rollout.max_tokens, temperature)
