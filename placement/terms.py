@@ -19,7 +19,8 @@ class Term:
     """seconds ≈ fixed_s + per_unit_s · units, neither negative, fitted robustly to the newest 64 records.
 
     Until there are records it is the seed; afterwards the seed decides what the records leave
-    open only (all of one size: the split between fixed and per unit).
+    open only (all of one size: the split between fixed and per unit). Records are fitted when somebody asks for a time: to
+    observe costs next to nothing, wherever in a step it happens.
     """
 
     def __init__(self, fixed_s: float, per_unit_s: float = 0.0, spread: float = 0.5) -> None:
@@ -29,9 +30,22 @@ class Term:
                 f"a term needs finite times of at least 0 and a positive spread, got {fixed_s}, {per_unit_s}, {spread}"
             )
         self.seed = np.array([fixed_s, per_unit_s], float)
-        self.beta = self.seed.copy()
+        self._beta = self.seed.copy()
         self.seed_spread = float(spread)
-        self.units, self.seconds, self.errors = np.empty(0), np.empty(0), np.empty(0)
+        self.units, self.seconds, self._errors = np.empty(0), np.empty(0), np.empty(0)
+        self.unfitted: list[tuple[np.ndarray, np.ndarray]] = []
+
+    @property
+    def beta(self) -> np.ndarray:
+        """(2,) fixed_s and per_unit_s, fitted to all records so far."""
+        self._fit_records()
+        return self._beta
+
+    @property
+    def errors(self) -> np.ndarray:
+        """Log errors of predictions made before their records came."""
+        self._fit_records()
+        return self._errors
 
     @property
     def fixed_s(self) -> float:
@@ -43,46 +57,52 @@ class Term:
 
     def predict(self, units: float = 0.0) -> float:
         """Seconds for so many units."""
-        return float(self.beta[0] + self.beta[1] * units)
+        beta = self.beta
+        return float(beta[0] + beta[1] * units)
 
     @property
     def spread(self) -> float:
         """Relative standard error of a prediction: robust scale of the errors of predictions made before their records came,
         and the seed's as three records of its own."""
-        if not len(self.errors):
+        errors = self.errors
+        if not len(errors):
             return self.seed_spread
-        n = len(self.errors)
-        return float(np.sqrt((SPREAD_RECORDS * self.seed_spread**2 + n * scale(self.errors) ** 2) / (SPREAD_RECORDS + n)))
+        n = len(errors)
+        return float(np.sqrt((SPREAD_RECORDS * self.seed_spread**2 + n * scale(errors) ** 2) / (SPREAD_RECORDS + n)))
 
     def observe(self, units: float | np.ndarray, seconds: float | np.ndarray) -> None:
         """Records: units (n,) or one, seconds (n,) or one. Those that are not finite or not positive are ignored."""
         new_units, new_seconds = np.broadcast_arrays(np.array(units, float, ndmin=1), np.array(seconds, float, ndmin=1))
         good = np.isfinite(new_units) & np.isfinite(new_seconds) & (new_seconds > 0) & (new_units >= 0)
-        new_units, new_seconds = new_units[good], new_seconds[good]
-        if not len(new_seconds):
-            return
-        predicted = self.beta[0] + self.beta[1] * new_units
+        if good.any():
+            self.unfitted.append((new_units[good], new_seconds[good]))
+
+    def _fit_records(self) -> None:
+        while self.unfitted:
+            self._fit(*self.unfitted.pop(0))
+
+    def _fit(self, new_units: np.ndarray, new_seconds: np.ndarray) -> None:
+        predicted = self._beta[0] + self._beta[1] * new_units
         off = np.log(new_seconds / np.maximum(predicted, 1e-9)).clip(-2, 2)
         if len(self.seconds):  # the seed's own error says nothing about the fit's
-            self.errors = np.concatenate([self.errors, off])[-KEEP:]
+            self._errors = np.concatenate([self._errors, off])[-KEEP:]
         self.units = np.concatenate([self.units, new_units])[-KEEP:]
         self.seconds = np.concatenate([self.seconds, new_seconds])[-KEEP:]
-        self._fit()
-
-    def _fit(self) -> None:
         used = np.array([True, bool(self.units.max() > LEAST_UNITS)])  # without units the seed's price per unit stands
         rows = np.column_stack([np.ones(len(self.units)), self.units])[:, used]
         counts = FADE ** np.arange(len(self.seconds) - 1, -1, -1.0)
         reference, target = scaled_seed(self.seed[used], rows, self.seconds)
-        self.beta = self.seed.copy()
-        self.beta[used], _, _ = fit_shares(rows, self.seconds, reference, target, counts=counts)
+        self._beta = self.seed.copy()
+        self._beta[used], _, _ = fit_shares(rows, self.seconds, reference, target, counts=counts)
 
     def state(self) -> dict[str, Any]:
+        self._fit_records()
         return {name: getattr(self, name).tolist() for name in ("beta", "units", "seconds", "errors")}
 
     def restore(self, state: dict[str, Any]) -> None:
         """The seed stays what the constructor was given."""
-        self.beta, self.units, self.seconds, self.errors = (
+        self.unfitted = []
+        self._beta, self.units, self.seconds, self._errors = (
             np.array(state[name], float) for name in ("beta", "units", "seconds", "errors")
         )
 

@@ -99,6 +99,7 @@ class Autoscaler:
         self.actors = 0  # engines of the last step
         self.last: Decision | None = None
         self.update_s = 0.0  # of the last update
+        self.unlearned: list[list[EngineStep]] = []  # step records of rollouts that no plan has been made after yet
         self.troubles: list[str] = []  # since they were last told
 
     def forecast(self, prompts: list[Prompt], step: int) -> Scenarios:
@@ -130,6 +131,7 @@ class Autoscaler:
         """How many engines, and which sequences each gets. `warm`: processes that could start without a cold start."""
         if not self.recipe.functions.elastic:
             return RolloutPlan(Hold(max_actors, "functions.elastic is off: all engines, always"), max_actors)
+        self.learn()
         least = self.recipe.rollout.min_actors
         plans: list[Plan] = []
 
@@ -219,6 +221,14 @@ class Autoscaler:
         """The engines' step records of a rollout, and what it took besides the longest engine's steps (None: a cold start)."""
         if around_s is not None:
             self.around.observe(0.0, around_s)
+        self.unlearned.append(steps)
+
+    def learn(self) -> None:
+        """Fit the speed to what the engines told since. Takes some milliseconds: to be called where nobody waits."""
+        while self.unlearned:
+            self._learn(self.unlearned.pop(0))
+
+    def _learn(self, steps: list[EngineStep]) -> None:
         running, new = np.array([s.running for s in steps]), np.array([s.new_tokens for s in steps])
         seconds = np.array([s.seconds for s in steps])
         context, prefill = np.array([s.context_tokens for s in steps]), new > running
@@ -243,6 +253,7 @@ class Autoscaler:
     def quality(self, scenarios: Scenarios, samples: list[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
         """How good the step's forecast was, what the same objective would have chosen with the true lengths, and what no
         plan could have beaten."""
+        self.learn()
         row = {"pool/rollout_actors": self.actors}
         return row | self._safely(
             "judging the plan", lambda: self._quality(scenarios, samples, prompts, max_actors), lambda: {}
@@ -266,6 +277,7 @@ class Autoscaler:
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
+        self.learn()
         return {
             "forecaster": self.forecaster.state(), "speed": self.speed.state(), "actors": self.actors,
             "terms": self.terms.state(), "history": asdict(self.history),
