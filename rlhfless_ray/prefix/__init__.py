@@ -1,0 +1,1 @@
+"""Prefix KV: every distinct prompt prefix computed once in the cluster, found by its content."""

@@ -1,0 +1,91 @@
+"""What a page store takes in and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rlhfless_ray.prefix.pages import Bundle, Kind, PageStore
+
+TOKENS = tuple(range(10))
+BYTES = 64
+
+
+def store_of(fingerprint: bytes = b"engine", block_size: int = 4, page_bytes: int = BYTES) -> PageStore:
+    made = PageStore()
+    made.kind = Kind(fingerprint, block_size, page_bytes)
+    return made
+
+
+def bundle_of(store: PageStore, version: str = "version 1") -> Bundle:
+    addresses = store.addresses(version, TOKENS[:-1])
+    pages = np.random.default_rng(0).integers(0, 256, (len(addresses), BYTES)).astype(np.uint8)
+    return Bundle.seal(addresses, pages)
+
+
+def test_own_pages_are_taken() -> None:
+    store = store_of()
+    bundle = bundle_of(store)
+    assert store.put(bundle, store.wanted("version 1", [TOKENS])) == 3
+    found = store.match(store.addresses("version 1", TOKENS[:-1]), 1)
+    np.testing.assert_array_equal(np.stack(found), bundle.pages[1:])
+    assert store.counts == {"put": 3}
+
+
+@pytest.mark.parametrize(
+    "maker, version",
+    [
+        (store_of(fingerprint=b"another model or dtype"), "version 1"),
+        (store_of(block_size=5), "version 1"),
+        (store_of(), "version 0"),
+    ],
+)
+def test_foreign_pages_are_refused_by_their_address(maker: PageStore, version: str) -> None:
+    store = store_of()
+    bundle = bundle_of(maker, version)
+    assert store.put(bundle, store.wanted("version 1", [TOKENS])) == 0
+    assert store.counts["foreign"] == len(bundle.addresses) and not store.rows
+
+
+def test_a_damaged_page_is_refused_and_its_neighbours_are_not() -> None:
+    store = store_of()
+    bundle = bundle_of(store)
+    pages = bundle.pages.copy()
+    pages[1, 17] ^= 1
+    assert store.put(replace(bundle, pages=pages), store.wanted("version 1", [TOKENS])) == 2
+    assert store.counts["damaged"] == 1
+    assert len(store.match(store.addresses("version 1", TOKENS[:-1]), 0)) == 1, "what lies behind a gap cannot be used"
+
+
+def test_whole_pages_under_each_others_address_are_refused() -> None:
+    store = store_of()
+    bundle = bundle_of(store)
+    swapped = replace(bundle, pages=bundle.pages[[1, 0, 2]], checksums=tuple(bundle.checksums[i] for i in (1, 0, 2)))
+    assert store.put(swapped, store.wanted("version 1", [TOKENS])) == 1
+    assert store.counts["damaged"] == 2
+
+
+def test_pages_of_another_size_are_refused() -> None:
+    store = store_of(page_bytes=BYTES // 2)
+    assert store.put(bundle_of(store), store.wanted("version 1", [TOKENS])) == 0
+    assert store.counts["damaged"] == 3
+
+
+def test_each_page_is_saved_once_and_known_ones_are_not() -> None:
+    store = store_of()
+    addresses = store.addresses("version 1", TOKENS)
+    store.copy_out = lambda blocks: np.repeat(np.array(blocks, np.uint8)[:, None], BYTES, 1)
+    store.ask(["a", "b"], known=addresses[:1])
+    store.save("a", addresses, [5, 6, 7])
+    store.save("b", addresses, [8, 9, 10])
+    found = store.take(["a", "b"])
+    assert {address: int(page[0]) for address, page in found.items()} == {addresses[1]: 6, addresses[2]: 7}
+    assert store.counts["saved"] == 2 and not store.asked and not store.known
+    assert store.take(["a"]) == {}
+
+
+def test_without_an_engine_there_are_no_pages() -> None:
+    with pytest.raises(RuntimeError, match="not built yet"):
+        PageStore().wanted("version 1", [TOKENS])
