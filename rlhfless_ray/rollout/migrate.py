@@ -1,0 +1,119 @@
+"""Moves of a running rollout: the planner is asked with live progress, and told what moves take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from placement.migrate import LiveState, Settings, cut_at_share, decide_moves
+from placement.speed import Speed
+from placement.survival import Forecast
+from placement.terms import Term
+from rlhfless_ray.rollout.transcript import Transcript
+from rlhfless_ray.types import EngineStep
+
+RECENT = 64  # step records that tell the present speed
+LEAST_MU, MOST_MU = 1e-4, 1e4  # seconds that a slot-second is worth: a plan needs some weight of both
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Requests (indices) that should leave an engine for another one (numbers), and why."""
+
+    requests: np.ndarray
+    source: int
+    target: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """time_saved_s: expected, 0 where only leases are saved; emptied: engines that would have nothing left."""
+
+    moves: tuple[Wish, ...] = ()
+    time_saved_s: float = 0.0
+    emptied: tuple[int, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a sequence's context gets to its new engine, and what that takes, from the wish to the first token there."""
+
+    name: str  # "prefill": computed again from its tokens; "pages": its KV pages are carried
+    seconds: float
+
+
+def how_to_move(context_tokens: float, prefill: Term, pages: Term | None = None) -> Way:
+    """The quicker way for a context of so many tokens. `pages`: None where engines have nothing to carry pages with."""
+    ways = [Way("prefill", prefill.predict(context_tokens))]
+    if pages is not None:
+        ways.append(Way("pages", pages.predict(context_tokens)))
+    return min(ways, key=lambda way: way.seconds)
+
+
+class Migration:
+    """The rule of a run. What moves took in one rollout is known in the next."""
+
+    def __init__(self, rule: str, tau: float) -> None:
+        """`rule`: "tau", the RLHFless paper's (arXiv 2602.22718) with share `tau`, or "auto", the planner's."""
+        if rule not in ("tau", "auto"):
+            raise ValueError(f"no rule of migration is called {rule!r}")
+        self.rule, self.tau = rule, tau
+        self.prefill = Term(0.05, 2e-5)  # seconds of a move by prefill over context tokens
+        self.forecast = Forecast(np.zeros(0), np.zeros(0))
+        self.speed, self.mu = Speed(1.0, 0.0), 1.0
+
+    def begin(self, lengths: np.ndarray, speed: Speed, second: float) -> None:
+        """A rollout begins. lengths (n, S): joint draws of its responses' lengths, tokens; `second`: what a second of its time
+        is worth in slot-seconds."""
+        self.forecast = Forecast.of(lengths)
+        self.speed = speed
+        self.mu = float(np.clip(1 / max(second, 1e-9), LEAST_MU, MOST_MU))
+
+    def decide(self, transcript: Transcript, engines: list[int], steps: list[EngineStep]) -> Wishes:
+        """What to move now. engines: numbers of those that can work, which hold every live request; steps: records so far."""
+        live = np.flatnonzero(~transcript.finished)
+        place = {number: at for at, number in enumerate(engines)}
+        actor = np.array([place.get(number, -1) for number in transcript.owner.tolist()])
+        if len(engines) < 2 or not len(live) or (actor[live] < 0).any():
+            return Wishes(reason="nowhere to go")
+        context = float((transcript.prompt + transcript.length)[live].mean())
+        state = LiveState(
+            self.forecast, transcript.length, transcript.finished, actor, tuple(range(len(engines))), context
+        )
+        if self.rule == "tau":
+            begun = np.bincount(actor[actor >= 0], minlength=len(engines))
+            new = cut_at_share(state, begun, self.tau)
+            saved_s, reason = 0.0, f"a share of {self.tau:g} has finished"
+        else:
+            way = how_to_move(context, self.prefill)
+            moves = decide_moves(state, self._present_speed(steps), Settings(self.mu, len(engines), migrate_s=way.seconds))
+            new, saved_s, reason = moves.actor, moves.time_saved_s, moves.reason
+        return self._wishes(live, actor, new, engines, saved_s, reason)
+
+    def _wishes(
+        self, live: np.ndarray, actor: np.ndarray, new: np.ndarray, engines: list[int], saved_s: float, reason: str
+    ) -> Wishes:
+        changed = live[actor[live] != new[live]]
+        pairs = sorted(set(zip(actor[changed].tolist(), new[changed].tolist(), strict=True)))
+        moves = tuple(
+            Wish(changed[(actor[changed] == a) & (new[changed] == b)], engines[a], engines[b], reason) for a, b in pairs
+        )
+        emptied = sorted(set(actor[live].tolist()) - set(new[live].tolist()))
+        return Wishes(moves, max(0.0, saved_s), tuple(engines[a] for a in emptied), reason)
+
+    def _present_speed(self, steps: list[EngineStep]) -> Speed:
+        """The speed as fitted so far, scaled to the newest steps: the first rollout knows none yet, and machines vary."""
+        if not steps:
+            return self.speed
+        pairs = [(s.seconds, self.speed.step_s(s.running, s.context_tokens)) for s in steps[-RECENT:] if s.new_tokens <= s.running]
+        if not pairs:
+            return self.speed
+        off = float(np.median([seconds / max(predicted, 1e-9) for seconds, predicted in pairs]))
+        return Speed(off * self.speed.base_s, off * self.speed.per_seq_s, off * self.speed.per_ctx_s)
+
+    def observe(self, context_tokens: float, seconds: float) -> None:
+        """A sequence was moved by prefill: from the wish to its first token elsewhere."""
+        self.prefill.observe(context_tokens, seconds)

@@ -1,0 +1,90 @@
+"""Requests on their way from one engine to another: cut asked for, cut, sent on, first token heard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhfless_ray.rollout.inbox import Order
+from rlhfless_ray.rollout.launches import Launch, Launches, sequences
+from rlhfless_ray.rollout.migrate import Wish
+from rlhfless_ray.rollout.progress import Progress
+from rlhfless_ray.rollout.transcript import Transcript
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A request that went to another engine. seconds: from the wish to the first token there, at the driver."""
+
+    key: int
+    source: str
+    target: str
+    context_tokens: int
+    seconds: float
+    reason: str
+
+
+@dataclass
+class _Way:
+    source: int
+    target: int
+    wished_s: float
+    reason: str
+
+
+class Moving:
+    def __init__(self, launches: Launches, transcript: Transcript, expected: np.ndarray) -> None:
+        self.launches, self.transcript, self.expected = launches, transcript, expected
+        self.leaving: dict[int, _Way] = {}  # by request: the cut is asked for
+        self.landing: dict[int, _Way] = {}  # sent on, and not heard of since
+        self.moved: list[Moved] = []
+
+    def cut(self, wish: Wish) -> None:
+        """Ask the source for the requests. One whose call has just ended has none to give."""
+        launch = self.launches.of(wish.source)
+        if launch is None:
+            return
+        now = time.monotonic()
+        for i in wish.requests.tolist():
+            self.leaving[i] = _Way(wish.source, wish.target, now, wish.reason)
+        keys = tuple(self.transcript.requests[i].key for i in wish.requests.tolist())
+        what = f"move {sequences(len(keys))} to {self.launches.engines[wish.target].id}"
+        self.launches.tell(launch, Order(cut=keys, what=what))
+
+    def awaited_by(self, number: int) -> bool:
+        """Whether something is on its way to this engine."""
+        return any(way.target == number for way in self.leaving.values())
+
+    def stay(self, indices: Iterable[int]) -> set[int]:
+        """These leave no more: they ended, or their engine did. Returns the engines they would have gone to."""
+        return {self.leaving.pop(i).target for i in indices if i in self.leaving}
+
+    def go_on(self, cut: np.ndarray) -> None:
+        """Requests were cut and go where they were wished, or anywhere if that engine has died or gone meanwhile."""
+        together: dict[tuple[int, int], list[int]] = {}
+        for i in cut.tolist():
+            way = self.landing[i] = self.leaving.pop(i)
+            together.setdefault((way.source, way.target), []).append(i)
+        living = self.launches.living()
+        for (source, target), indices in together.items():
+            if target in living:
+                what = f"take {sequences(len(indices))} from {self.launches.engines[source].id}"
+                self.launches.send(target, np.array(indices), what)
+            else:
+                self.launches.spread(np.array(indices), living, self.expected)
+
+    def landed(self, launch: Launch, progress: Progress) -> list[Moved]:
+        """The moves that are done, as these are the first tokens."""
+        now, done = time.monotonic(), []
+        mine = {self.transcript.requests[i].key: i for i in self.landing if self.transcript.owner[i] == launch.number}
+        for key, start, count in zip(progress.keys.tolist(), progress.starts.tolist(), progress.counts.tolist(), strict=True):
+            if not count or key not in mine:
+                continue
+            way, context = self.landing.pop(mine[key]), int(self.transcript.prompt[mine[key]]) + start
+            source = self.launches.engines[way.source].id
+            done.append(Moved(key, source, launch.instance.id, context, now - way.wished_s, way.reason))
+        self.moved += done
+        return done
