@@ -45,7 +45,7 @@ class Record:
         self, step: Step, seconds: dict[str, float], wall_s: float, first_row: int, quality: dict[str, Any],
         replaced: int, leases: Any,
     ) -> None:
-        """The step's row, samples and ledger lines. `seconds`: per phase; `first_row`: of the step in the ledger; `quality`: of
+        """The step's row and ledger lines. `seconds`: per phase; `first_row`: of the step in the ledger; `quality`: of
         forecast and plan, now that the lengths are known."""
         self.ledger.cut(step.number)  # so that the rows so far are this step's
         own, total = self.ledger.totals_since(first_row), self.ledger.totals()
@@ -73,7 +73,6 @@ class Record:
         row["tokens/per_s"] = row["tokens/generated"] / wall_s if wall_s else 0.0
         step.metrics = row
         self.metrics.write(row)
-        self.samples(step.number, step.samples)
         self.ledger.append_to(self.folder.path / "ledger.csv")
         self.folder.write_status(steps_done=step.number)
         self.progress.step(row)

@@ -41,6 +41,7 @@ from rlhfless_ray.waits import STOP
 from rlhfless_ray.weights.folder import read_folder, without_weights, write_folder
 
 FIRST_SPEED = Speed(base_s=0.01, per_seq_s=0.0001)  # before the first step record; any order of magnitude will do
+LOOK_EVERY_S = 5.0  # for nodes that are gone, where parked processes may have been
 SAVE_GRACE_S = 2.0  # what the learner's snapshot may take of the 3 s between SIGTERM and the kill of `ray job stop`
 
 
@@ -213,8 +214,10 @@ class Runtime:
         return stats
 
     def _look_ahead(self) -> None:
-        """While the learner works: learn from this step's lengths, and plan the next one with what it taught."""
+        """While the learner works: write the samples down, learn from their lengths, and plan the next step with what they
+        taught."""
         step = self.step
+        self.record.samples(step.number, step.samples)
         self.autoscaler.observe_samples(step.prompts, step.samples)
         self.quality = self.autoscaler.quality(step.forecast, step.samples, step.prompts, self.site.max_actors)
         self.quality["epoch"] = self.cursor.epoch
@@ -250,7 +253,7 @@ class Runtime:
         if step.number % self.recipe.checkpoint.every_steps == 0 or step.number == self.recipe.run.steps:
             self._save()
         for pool in (self.rollout, self.reward):
-            pool.reap(self.autoscaler.keep_warm_s(pool.gaps_s))
+            pool.reap(self.autoscaler.keep_warm_s(pool.gaps_s), look_every_s=LOOK_EVERY_S)
         if not self.cluster.private:
             spare = self.site.spare
             decision = slots_to_yield(len(spare), 1, self.leases.others_wait())

@@ -19,6 +19,7 @@ from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.waits import STOP
 
+NODES_S = 1.0  # for how long a list of nodes serves to choose one: Ray takes milliseconds to make it
 PREFERRED_S = 1.0  # longest wait for a slot of a certain node, where any would do: Ray's retry tick and a little more
 
 
@@ -60,6 +61,8 @@ class Leases:
         self.asked: dict[str, Request] = {}
         self.counter = 0
         self.waited_s = 0.0  # on the critical path, for the step's anatomy
+        self.nodes: dict[str, int] = {}  # slots of the nodes that were alive at `nodes_s`
+        self.nodes_s = -float("inf")
         self.asked_leases = 0
         self.handed_over = 0
 
@@ -122,7 +125,9 @@ class Leases:
 
     def with_room(self, nodes: list[str]) -> list[str]:
         """Those of `nodes` that are alive and have a slot more than are held here, each as often as it has one."""
-        room = Counter(node_slots(self.resource)) if nodes else Counter()
+        if nodes and time.monotonic() - self.nodes_s > NODES_S:
+            self.nodes, self.nodes_s = node_slots(self.resource), time.monotonic()
+        room = Counter(self.nodes) if nodes else Counter()
         room.subtract(lease.slot.node for lease in self.held.values())
         found = []
         for node in nodes:

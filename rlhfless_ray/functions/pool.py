@@ -42,6 +42,7 @@ class Pool:
         self.gaps_s: deque[float] = deque(maxlen=64)  # for how long instances lay parked before they were needed again
         self.warm_starts = 0
         self.cold_starts = 0
+        self.looked_s = 0.0  # for nodes that are gone
 
     # ---- size -------------------------------------------------------------------------------------------------
 
@@ -141,11 +142,14 @@ class Pool:
             instance.memory_mb = told["memory_mb"]
             self.ledger.spans([lease.id for lease in instance.leases], told["spans"])
 
-    def reap(self, worth_s: float = float("inf")) -> int:
+    def reap(self, worth_s: float = float("inf"), look_every_s: float = 0.0) -> int:
         """End the parked instances whose keep-alive is over, or who were kept for longer than they are worth it, or whose
-        node is gone; how many."""
+        node is gone (asked of Ray every `look_every_s` at most: it takes milliseconds); how many."""
         now, keep_s = time.monotonic(), min(self.keep_alive_s, worth_s)
-        lost = {i.slot.node for i in self.parked} - alive_nodes() if self.parked else set()
+        lost: set[str] = set()
+        if self.parked and now - self.looked_s >= look_every_s:
+            self.looked_s = now
+            lost = {i.slot.node for i in self.parked} - alive_nodes()
         over = [i for i in self.parked if now - i.parked_since_s > keep_s or i.slot.node in lost]
         for instance in over:
             self._end(instance)
