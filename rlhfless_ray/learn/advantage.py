@@ -1,19 +1,26 @@
-"""Rewards → advantages. Pure functions on numpy arrays."""
+"""Rewards → advantages. Pure functions on numpy arrays.
+
+Two layouts. Per sample: `rewards` (prompts, samples), NaN where a sample has no reward; it takes no part in its group's
+statistics and its advantage is NaN too. Per token: the tokens of all sequences laid end to end, (Σ length,), with `lengths`
+(sequences,) int; a length of 0 is allowed.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
 EPSILON = 1e-6  # keeps a group of equal rewards at advantage 0 instead of 0/0
 
 
-def group_advantages(rewards: np.ndarray, normalize_std: bool = True) -> np.ndarray:
-    """GRPO: each response against the others to its prompt (Shao et al. 2024, DeepSeekMath, section 4.1).
+def group_advantages(rewards: np.ndarray, normalize_std: bool = True, epsilon: float = EPSILON) -> np.ndarray:
+    """GRPO: each response against the others to its prompt (Shao et al. 2024, DeepSeekMath, section 4.1, arXiv 2402.03300).
 
-    rewards (prompts, samples) float; NaN marks a sample without a reward: it takes no part in its group's mean and
-    deviation, and its advantage is NaN too. With `normalize_std`, A = (r - mean) / (std + 1e-6), std with n - 1 in the
-    denominator; without, A = r - mean (Liu et al. 2025, Dr. GRPO, section 3.2). A group with fewer than two rewards
-    has advantage 0: there is nothing to compare with.
+    rewards (prompts, samples) float. With `normalize_std`, A = (r - mean) / (std + epsilon), std with n - 1 in the
+    denominator; without, A = r - mean (Liu et al. 2025, Dr. GRPO, section 3.2, arXiv 2503.20783; also the baseline of
+    REINFORCE++-baseline, Hu 2025, arXiv 2501.03262). A group with fewer than two rewards has advantage 0: there is nothing to
+    compare with.
     """
     known = np.isfinite(rewards)
     count = known.sum(axis=1, keepdims=True)
@@ -22,6 +29,108 @@ def group_advantages(rewards: np.ndarray, normalize_std: bool = True) -> np.ndar
     centred = np.where(known, values - mean, 0.0)
     if normalize_std:
         variance = (centred**2).sum(axis=1, keepdims=True) / np.maximum(count - 1, 1)
-        centred = centred / (np.sqrt(variance) + EPSILON)
+        centred = centred / (np.sqrt(variance) + epsilon)
     centred = np.where(count >= 2, centred, 0.0)
     return np.where(known, centred, np.nan)
+
+
+def leave_one_out(rewards: np.ndarray) -> np.ndarray:
+    """RLOO: each reward minus the mean of the others of its group (Ahmadian et al. 2024, arXiv 2402.14740).
+
+    rewards and result (prompts, samples). It is n / (n - 1) times the centred reward. Alone in its group: 0.
+    """
+    known = np.isfinite(rewards)
+    count = known.sum(axis=1, keepdims=True)
+    values = np.where(known, rewards, 0.0).astype(np.float64)
+    others = (values.sum(axis=1, keepdims=True) - values) / np.maximum(count - 1, 1)
+    return np.where(known, np.where(count >= 2, values - others, 0.0), np.nan)
+
+
+def batch_centred(rewards: np.ndarray, mean: float | None = None) -> np.ndarray:
+    """FlashREINFORCE: each reward minus the mean of the whole rollout batch; no group is needed (OpenRLHF 0.11.2).
+
+    rewards any shape. `mean`: of the whole batch, where `rewards` is only a part of it.
+    """
+    known = np.isfinite(rewards)
+    values = np.where(known, rewards, 0.0).astype(np.float64)
+    if mean is None:
+        mean = values.sum() / max(int(known.sum()), 1)
+    return np.where(known, values - mean, np.nan)
+
+
+def uncentred(rewards: np.ndarray) -> np.ndarray:
+    """The rewards themselves, as float64: estimators whose baseline is a critic or comes by whitening."""
+    return np.asarray(rewards, np.float64)
+
+
+def discounted_returns(rewards: np.ndarray, lengths: np.ndarray, gamma: float = 1.0) -> np.ndarray:
+    """REINFORCE's returns-to-go G_t = r_t + γ·G_{t+1} within each sequence (Sutton & Barto 2018, equation 3.9).
+
+    rewards (Σ length,), lengths (sequences,), gamma in [0, 1]; result as `rewards`, at least float32.
+    """
+    _check(lengths, rewards)
+    _check_share("gamma", gamma)
+    return _recur(np.asarray(rewards), lengths, gamma)
+
+
+def gae(
+    rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, gamma: float = 1.0, lambd: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Generalised advantage estimation (Schulman et al. 2016, equation 16, arXiv 1506.02438).
+
+    δ_t = r_t + γ·V_{t+1} - V_t with V = 0 behind the last token, A_t = δ_t + γλ·A_{t+1}, return = A + V.
+    rewards, values (Σ length,), lengths (sequences,); gamma, lambd in [0, 1]. Returns advantages and returns, (Σ length,), at
+    least float32. Time counts the tokens laid out: tokens of an environment between two actions are either left out, or kept
+    with reward and value 0, and then decay what passes over them.
+    """
+    _check(lengths, rewards, values)
+    _check_share("gamma", gamma)
+    _check_share("lambd", lambd)
+    kind = _kind(rewards, values)
+    following = np.zeros(len(values), kind)
+    following[:-1] = values[1:]
+    ends = np.cumsum(lengths)[np.asarray(lengths) > 0]
+    following[ends - 1] = 0.0
+    advantages = _recur(rewards + gamma * following - values, lengths, gamma * lambd)
+    return advantages.astype(kind, copy=False), (advantages + values).astype(kind, copy=False)
+
+
+def spans(lengths: np.ndarray) -> Iterator[slice]:
+    """Where each sequence lies in the flat layout."""
+    ends = np.cumsum(lengths).tolist()
+    return (slice(end - int(length), end) for end, length in zip(ends, lengths, strict=True))
+
+
+def _recur(x: np.ndarray, lengths: np.ndarray, factor: float) -> np.ndarray:
+    """y_t = x_t + factor·y_{t+1} within each sequence, accumulated in float64.
+
+    Sequence by sequence, so that a sequence's result does not depend on what else is in the batch, not even in its last bit.
+    """
+    out = np.empty(len(x), _kind(x))
+    if factor == 1:
+        for span in spans(lengths):
+            out[span] = np.cumsum(x[span][::-1], dtype=np.float64)[::-1]
+        return out
+    from scipy.signal import lfilter  # here, because it takes half a second to import and most runs do not discount
+
+    above, below = np.array([1.0]), np.array([1.0, -factor])
+    for span in spans(lengths):
+        if span.stop > span.start:
+            out[span] = lfilter(above, below, x[span][::-1].astype(np.float64))[::-1]
+    return out
+
+
+def _kind(*arrays: np.ndarray) -> np.dtype:
+    return np.result_type(np.float32, *(np.asarray(a).dtype for a in arrays))
+
+
+def _check(lengths: np.ndarray, *flat: np.ndarray) -> None:
+    total = int(np.sum(lengths))
+    for array in flat:
+        if np.shape(array) != (total,):
+            raise ValueError(f"per-token array of shape {np.shape(array)}, but the lengths add up to {total}")
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value}, must be from 0 to 1")

@@ -1,61 +1,89 @@
-"""The policy loss. Pure torch functions on per-token tensors."""
+"""The losses of policy and critic. Pure torch functions on per-token tensors.
+
+Every loss here is per token; a batch's loss is the sum of weight · loss with the weights of `token_weights`. As those are
+made for the whole optimizer step, the sum over micro-batches and ranks is the loss of the whole, whatever the cut.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from rlhfless_ray.learn.importance import importance_weights as importance_weights
+from rlhfless_ray.learn.kl import kl_estimate as kl_estimate
+from rlhfless_ray.learn.sequences import sequence_means
+
+LOG_RATIO_LIMIT = 20.0
+
+
+def token_ratios(logprobs: Tensor, old_logprobs: Tensor, limit: float | None = LOG_RATIO_LIMIT) -> Tensor:
+    """PPO's ratio exp(logprobs - old_logprobs) per token, (tokens,). The logarithm is cut to [-limit, limit] (as OpenRLHF does
+    from 0.9 on), so that the ratio stays finite; where it is cut no gradient flows. `limit` None: not cut."""
+    difference = logprobs - old_logprobs
+    return torch.exp(difference if limit is None else difference.clamp(-limit, limit))
+
+
+def sequence_ratios(logprobs: Tensor, old_logprobs: Tensor, sequence: Tensor, sequences: int) -> Tensor:
+    """GSPO's ratio: the geometric mean of a sequence's token ratios, at each of its tokens (Zheng et al. 2025, equation 7,
+    arXiv 2507.18071).
+
+    logprobs, old_logprobs (tokens,); sequence (tokens,) int64, each token's sequence, 0 … sequences - 1; every action token of a
+    sequence must be there. Result (tokens,). With `clipped_loss` and the mean "sequence" of `token_weights` this is GSPO.
+    """
+    return sequence_means(logprobs - old_logprobs, sequence, sequences).exp()[sequence]
+
+
+def clipped_loss(
+    ratios: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """-min(r·A, clip(r, 1 - low, 1 + high)·A): PPO's clipped surrogate (Schulman et al. 2017, equation 7, arXiv 1707.06347),
+    with its own bound on either side (DAPO's clip-higher, Yu et al. 2025, equation 10, arXiv 2503.14476).
+
+    ratios, advantages (tokens,). `dual` > 1 bounds the loss of negative advantages: -max(min(…), dual·A) (dual clip, Ye et al.
+    2020, arXiv 1912.09729). Returns the loss and a mask of the tokens where the clipped branch was taken (the
+    dual bound not counted). Raises ValueError when `dual` is not above 1.
+    """
+    plain = ratios * advantages
+    clipped = ratios.clamp(1 - low, 1 + high) * advantages
+    surrogate = torch.minimum(plain, clipped)
+    if dual is not None:
+        if not dual > 1:
+            raise ValueError(f"the dual clip is {dual:g}, must be above 1")
+        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, dual * advantages), surrogate)
+    return -surrogate, clipped < plain
+
 
 def clipped_policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped surrogate per token (Schulman et al. 2017, equation 7), with its own bound on either side.
+    """`clipped_loss` of the token ratios, whose logarithm is not cut. All tensors (tokens,)."""
+    return clipped_loss(token_ratios(logprobs, old_logprobs, limit=None), advantages, low, high)
 
-    All tensors (tokens,). loss = -min(r·A, clip(r, 1 - low, 1 + high)·A) with r = exp(logprobs - old_logprobs).
-    Returns the loss and a mask of the tokens where the clipped branch was taken.
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+    """The critic's half squared error per token, ½·max((v - R)², (v_old + clip(v - v_old, ±clip) - R)²).
+
+    values, old_values, returns (tokens,). The clip keeps the critic near the values the advantages were made with (OpenAI's
+    baselines, ppo2; Engstrom et al. 2020, section 3, arXiv 2005.12729); None: not clipped. Returns the loss and a mask of the
+    tokens where the clipped error was the larger.
     """
-    ratio = torch.exp(logprobs - old_logprobs)
-    plain = ratio * advantages
-    clipped = ratio.clamp(1 - low, 1 + high) * advantages
-    return -torch.minimum(plain, clipped), clipped < plain
-
-
-def importance_weights(learner_logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -> Tensor:
-    """Truncated importance weights min(p_learner / p_sampler, cap), both under the weights the sample was drawn with.
-
-    They correct the gradient for sampler and learner computing slightly different probabilities (Ionides 2008 for the
-    truncation). No gradient flows through them. `cap` 0 turns the correction off.
-    """
-    if cap == 0:
-        return torch.ones_like(learner_logprobs)
-    return torch.exp(learner_logprobs - sampler_logprobs).clamp(max=cap).detach()
-
-
-def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:
-    """Per-token estimates of KL(policy ‖ reference) from samples of the policy (Schulman 2020, "Approximating KL").
-
-    With d = logprobs - reference_logprobs: k1 = d (unbiased, may be negative), k2 = d²/2, k3 = exp(-d) - 1 + d
-    (unbiased and never negative).
-    """
-    difference = logprobs - reference_logprobs
-    if estimator == "k1":
-        return difference
-    if estimator == "k2":
-        return difference.square() / 2
-    if estimator == "k3":
-        return torch.exp(-difference) - 1 + difference
-    raise ValueError(f"unknown KL estimator {estimator!r}: k1, k2 or k3")
+    plain = (values - returns).square()
+    if clip is None:
+        return plain / 2, torch.zeros_like(plain, dtype=torch.bool)
+    near = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    return torch.maximum(plain, near) / 2, near > plain
 
 
 def token_weights(lengths: Tensor, mean: str) -> Tensor:
     """Weight of each sequence's tokens such that the weighted sum over an optimizer step is the wanted mean.
 
-    lengths (sequences,) of ALL sequences of the optimizer step, on every rank; returns (sequences,). `token`: every
-    token counts the same. `sequence`: every sequence counts the same. Computed over the whole step before it is cut
-    into micro-batches, so neither ranks nor micro-batches change the loss.
+    lengths (sequences,) of ALL sequences of the optimizer step, on every rank: their action tokens; returns (sequences,).
+    `token`: every token counts the same (DAPO, arXiv 2503.14476, equation 12). `sequence`: every sequence that has tokens
+    counts the same (GRPO, arXiv 2402.03300, equation 3). Computed over the whole step before it is cut into micro-batches, so
+    neither ranks nor micro-batches change the loss.
     """
     if mean == "token":
         return torch.full_like(lengths, 1.0 / max(float(lengths.sum()), 1.0), dtype=torch.float64)
     if mean == "sequence":
-        return 1.0 / (lengths.double().clamp(min=1) * len(lengths))
+        return 1.0 / (lengths.double().clamp(min=1) * max(int((lengths > 0).sum()), 1))
     raise ValueError(f"unknown mean {mean!r}: token or sequence")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.learn.advantage import EPSILON, group_advantages
+from rlhfless_ray.learn.advantage import EPSILON, batch_centred, group_advantages, leave_one_out
 
 REWARD = st.one_of(st.just(math.nan), st.floats(-100, 100, allow_nan=False))
 
@@ -74,3 +74,40 @@ def test_integer_and_boolean_rewards_work(normalize_std: bool) -> None:
     expected = by_hand(rewards.astype(float), normalize_std)
     np.testing.assert_allclose(group_advantages(rewards, normalize_std), expected, rtol=1e-9)
     np.testing.assert_allclose(group_advantages(rewards.astype(bool), normalize_std), expected, rtol=1e-9)
+
+
+@given(reward_groups())
+@settings(max_examples=150, deadline=None)
+def test_leave_one_out_compares_with_the_others(rewards: np.ndarray) -> None:
+    found = leave_one_out(rewards)
+    for row, out in zip(rewards.tolist(), found.tolist(), strict=True):
+        for j, r in enumerate(row):
+            others = [x for k, x in enumerate(row) if k != j and not math.isnan(x)]
+            if math.isnan(r):
+                assert math.isnan(out[j])
+            else:
+                assert out[j] == pytest.approx(r - statistics.fmean(others) if others else 0.0, abs=1e-9)
+
+
+def test_leave_one_out_is_the_centred_reward_scaled() -> None:
+    rewards = np.random.default_rng(1).normal(size=(5, 4))
+    np.testing.assert_allclose(leave_one_out(rewards), group_advantages(rewards, normalize_std=False) * 4 / 3, rtol=1e-12)
+
+
+@given(reward_groups())
+@settings(max_examples=100, deadline=None)
+def test_batch_centred_in_parts_with_the_mean_of_the_whole(rewards: np.ndarray) -> None:
+    found = batch_centred(rewards)
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(rewards))
+    if np.isfinite(rewards).any():
+        mean = float(np.nanmean(rewards))
+        np.testing.assert_allclose(found, rewards - mean, atol=1e-9)
+        parts = [batch_centred(row, mean) for row in rewards]
+        np.testing.assert_allclose(np.stack(parts), found, atol=1e-9)
+
+
+def test_epsilon_is_the_callers() -> None:
+    rewards = np.array([[0.0, 1e-4]])
+    std = 1e-4 / math.sqrt(2)
+    np.testing.assert_allclose(group_advantages(rewards, epsilon=1e-9)[0, 1], 0.5e-4 / (std + 1e-9))
+    np.testing.assert_allclose(group_advantages(rewards, epsilon=1e-4)[0, 1], 0.5e-4 / (std + 1e-4))

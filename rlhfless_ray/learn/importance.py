@@ -1,0 +1,122 @@
+"""Correction for sampler and learner computing different probabilities for the same tokens under the same weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhfless_ray.learn.sequences import sequence_means, sequence_sums
+
+UNITS = ("token", "sequence", "geometric")
+GATES = ("off", "ratio", "binary_kl", "tv")
+SURE = 1e-6  # probabilities are kept this far from 0 and 1 in the binary KL
+
+
+def importance_weights(learner_logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -> Tensor:
+    """Truncated importance weights min(p_learner / p_sampler, cap), both under the weights the sample was drawn with.
+
+    They correct the gradient for sampler and learner computing slightly different probabilities (Ionides 2008 for the
+    truncation; Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", for this use). No
+    gradient flows through them. `cap` 0 turns the correction off.
+    """
+    if cap == 0:
+        return torch.ones_like(learner_logprobs)
+    return torch.exp(learner_logprobs - sampler_logprobs).clamp(max=cap).detach()
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Which weight a token gets, and which tokens or sequences are left out.
+
+    The weight is the ratio p_learner / p_sampler of `weight`: of the token, of the whole `sequence` (product of its tokens'
+    ratios) or their `geometric` mean, cut to [weight_low, weight_high]. The gate looks at a statistic of each `gate_unit` and
+    gives weight 0 where it is outside [gate_low, gate_high]: the `ratio` of that unit; or a divergence between the two
+    probabilities of the drawn token, `binary_kl` (of drawing it or not) or `tv` (their distance), whose value for a
+    sequence is the mean over its tokens. Truncation: weights cut, no gate. Masking: weights not cut, gate.
+    """
+
+    weight: str = "token"
+    weight_low: float = 0.0
+    weight_high: float = math.inf
+    gate: str = "off"
+    gate_unit: str = "token"
+    gate_low: float = 0.0
+    gate_high: float = math.inf
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (("weight", self.weight, UNITS), ("gate unit", self.gate_unit, UNITS), ("gate", self.gate, GATES)):
+            if value not in choices:
+                raise ValueError(f"unknown {name} {value!r} of the importance correction: {', '.join(choices)}")
+        if self.gate in ("binary_kl", "tv") and self.gate_low > 0:
+            raise ValueError(f"a divergence is bounded from above only: gate {self.gate} takes a single threshold")
+        if self.weight_low > self.weight_high or self.gate_low > self.gate_high:
+            raise ValueError("the lower threshold of the importance correction is above the upper one")
+
+    @classmethod
+    def of_flags(cls, level: str, mode: str, gating: str, threshold: Sequence[float]) -> Correction | None:
+        """From OpenRLHF 0.11.2's four flags: level off, token or seq; mode mask or clip; gating ratio, binary_kl or tv;
+        one threshold (the upper bound) or two. None when the level is off. `seq` looks at the geometric mean of the ratios or
+        the mean divergence; kept tokens have their own ratio as weight. Earlier versions: tis is token/clip/ratio, icepop
+        token/mask/ratio, seq-mask-tis seq/mask/ratio. Raises ValueError for what OpenRLHF refuses.
+        """
+        for name, value, choices in (
+            ("level", level, ("off", "token", "seq")), ("mode", mode, ("mask", "clip")), ("gating", gating, GATES[1:]),
+        ):
+            if value not in choices:
+                raise ValueError(f"unknown importance correction {name} {value!r}: {', '.join(choices)}")
+        if len(threshold) not in (1, 2):
+            raise ValueError(f"the importance correction takes one threshold or two, there are {len(threshold)}")
+        if mode == "clip" and (level == "seq" or gating != "ratio"):
+            raise ValueError("only a token's ratio is a weight that can be clipped: mode clip needs level token and gating ratio")
+        if level == "off":
+            return None
+        low, high = (0.0, threshold[0]) if len(threshold) == 1 else threshold
+        if mode == "clip":
+            return cls(weight_low=low, weight_high=high)
+        return cls(gate=gating, gate_unit="token" if level == "token" else "geometric", gate_low=low, gate_high=high)
+
+
+def correction_weights(
+    correction: Correction, learner_logprobs: Tensor, sampler_logprobs: Tensor, sequence: Tensor, sequences: int
+) -> tuple[Tensor, Tensor]:
+    """Weights to multiply the token losses by, and which tokens were changed by it: cut, or left out.
+
+    learner_logprobs and sampler_logprobs (tokens,) under the weights the sample was drawn with; sequence (tokens,) int64,
+    each token's sequence, 0 … sequences - 1; every action token of a sequence must be there. Both results (tokens,), weights at
+    least float32 and without gradient. A ratio too large for the type is infinite and is cut or left out like any large one.
+    Sources: truncation as in `importance_weights`; token masks are IcePop (Ling Team 2025, arXiv 2510.18855); masks by the
+    geometric mean, Liu et al. 2025, "When Speed Kills Stability"; the product is the importance weight of the whole response.
+    """
+    learner, sampler = (x.detach().to(torch.promote_types(x.dtype, torch.float32)) for x in (learner_logprobs, sampler_logprobs))
+    difference = learner - sampler
+    raw = _per_unit(difference, correction.weight, sequence, sequences).exp()
+    weights = raw.clamp(correction.weight_low, correction.weight_high)
+    changed = weights != raw
+    if correction.gate == "off":
+        return weights, changed
+    if correction.gate == "ratio":
+        statistic = _per_unit(difference, correction.gate_unit, sequence, sequences).exp()
+    else:
+        statistic = binary_kl(sampler, learner) if correction.gate == "binary_kl" else (sampler.exp() - learner.exp()).abs()
+        if correction.gate_unit != "token":
+            statistic = sequence_means(statistic, sequence, sequences)[sequence]
+    kept = (statistic >= correction.gate_low) & (statistic <= correction.gate_high)
+    return torch.where(kept, weights, torch.zeros_like(weights)), changed | ~kept
+
+
+def binary_kl(sampler_logprobs: Tensor, learner_logprobs: Tensor) -> Tensor:
+    """KL(sampler ‖ learner) of the event that the drawn token is drawn, (tokens,): p·log(p/q) + (1-p)·log((1-p)/(1-q)), with
+    probabilities kept 1e-6 away from 0 and 1."""
+    p, q = (x.exp().clamp(SURE, 1 - SURE) for x in (sampler_logprobs, learner_logprobs))
+    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+
+
+def _per_unit(log_ratio: Tensor, unit: str, sequence: Tensor, sequences: int) -> Tensor:
+    if unit == "token":
+        return log_ratio
+    reduce = sequence_sums if unit == "sequence" else sequence_means
+    return reduce(log_ratio, sequence, sequences)[sequence]

@@ -1,0 +1,139 @@
+"""The whole way from rewards to whitened advantages, against the same steps written as loops over one sample at a time."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+
+from rlhfless_ray.learn.estimators import ESTIMATORS, estimate, estimator_of, normalise
+from rlhfless_ray.learn.whiten import Moments
+
+PROMPTS, SAMPLES = 5, 4
+
+
+class Case:
+    """Ragged responses, some tokens of an environment, one response without action tokens."""
+
+    def __init__(self, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.rewards = np.round(rng.normal(1, 4, (PROMPTS, SAMPLES)), 2)
+        self.lengths = rng.integers(1, 12, PROMPTS * SAMPLES)
+        total = int(self.lengths.sum())
+        self.kl, self.values, self.mask = rng.normal(0, 0.3, total), rng.normal(size=total), rng.random(total) < 0.8
+        first = int(self.lengths[0])
+        self.mask[:first] = False
+        self.arguments = {"kl": self.kl, "kl_coefficient": 0.2, "clip_range": (-2.0, 3.0), "mask": self.mask}
+
+
+def by_hand(name: str, case: Case, gamma: float, lambd: float, divide: bool) -> list[list[float]]:
+    flat, out = case.rewards.reshape(-1).tolist(), []
+    at = 0
+    for i, length in enumerate(case.lengths.tolist()):
+        group = flat[i // SAMPLES * SAMPLES : (i // SAMPLES + 1) * SAMPLES]
+        r = flat[i]
+        if name == "rloo":
+            r -= (sum(group) - r) / (SAMPLES - 1)
+        elif name in ("reinforce_baseline", "dr_grpo"):
+            r -= statistics.fmean(group)
+        elif name == "group_norm":
+            r = (r - statistics.fmean(group)) / (statistics.stdev(group) + 1e-9)
+        elif name == "flash_reinforce":
+            r -= statistics.fmean(flat)
+        r = min(max(r, -2.0), 3.0)
+        mask, kl, values = (x[at : at + length].tolist() for x in (case.mask, case.kl, case.values))
+        token = [-0.2 * k if m else 0.0 for k, m in zip(kl, mask, strict=True)]
+        if any(mask):
+            token[max(t for t in range(length) if mask[t])] += r
+        v = [x if m and name == "gae" else 0.0 for x, m in zip(values, mask, strict=True)] + [0.0]
+        decay = lambd if name == "gae" else 1.0
+        discount = gamma if name in ("gae", "reinforce") else 1.0
+        row = []
+        for t in range(length):
+            terms = ((discount * decay) ** (s - t) * (token[s] + discount * v[s + 1] - v[s]) for s in range(t, length))
+            row.append(sum(terms) if mask[t] else 0.0)
+        out.append(row)
+        at += length
+    if name in ("gae", "reinforce", "reinforce_baseline"):
+        flat_mask = case.mask.tolist()
+        everything = [a for row in out for a in row]
+        chosen = [a for a, m in zip(everything, flat_mask, strict=True) if m]
+        mean = statistics.fmean(chosen)
+        scale = 1 / math.sqrt(max(statistics.pvariance(chosen), 1e-8)) if divide else 1.0
+        everything = [(a - mean) * scale if m else 0.0 for a, m in zip(everything, flat_mask, strict=True)]
+        return [everything]
+    return out
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("gamma", "lambd", "divide"), [(1.0, 1.0, True), (0.9, 0.8, False)])
+def test_equals_the_loops(name: str, seed: int, gamma: float, lambd: float, divide: bool) -> None:
+    case = Case(seed)
+    advantages, _ = estimate(name, case.rewards, case.lengths, values=case.values, gamma=gamma, lambd=lambd, **case.arguments)
+    found = normalise(name, advantages, case.mask, divide=divide)
+    expected = [a for row in by_hand(name, case, gamma, lambd, divide) for a in row]
+    np.testing.assert_allclose(found, expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_parts_make_the_whole(name: str) -> None:
+    """Groups dealt to two ranks; what must be known of the whole batch are three sums and, for one estimator, the mean."""
+    case = Case(7)
+    if ESTIMATORS[name].whole_batch:
+        pytest.skip("its baseline is the mean of the batch: see batch_centred")
+    whole = normalise(name, estimate(name, case.rewards, case.lengths, values=case.values, **case.arguments)[0], case.mask)
+    cut = 2 * SAMPLES
+    at = int(case.lengths[:cut].sum())
+    parts = []
+    for groups, samples, tokens in ((slice(0, 2), slice(0, cut), slice(0, at)), (slice(2, None), slice(cut, None), slice(at, None))):
+        arguments = {**case.arguments, "kl": case.kl[tokens], "mask": case.mask[tokens]}
+        parts.append(estimate(name, case.rewards[groups], case.lengths[samples], values=case.values[tokens], **arguments)[0])
+    moments = Moments.of(parts[0], case.mask[:at]) + Moments.of(parts[1], case.mask[at:])
+    joined = [normalise(name, p, m, moments) for p, m in zip(parts, (case.mask[:at], case.mask[at:]), strict=True)]
+    np.testing.assert_allclose(np.concatenate(joined), whole, atol=1e-10)
+
+
+def test_returns_are_what_the_critic_learns() -> None:
+    case = Case()
+    advantages, returns = estimate("gae", case.rewards, case.lengths, values=case.values, gamma=0.9, lambd=0.7, **case.arguments)
+    np.testing.assert_allclose(returns[case.mask], (advantages + case.values)[case.mask])
+    assert not returns[~case.mask].any()
+    advantages, returns = estimate("rloo", case.rewards, case.lengths, **case.arguments)
+    np.testing.assert_array_equal(returns, advantages)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_missing_reward_is_missing_in_its_own_tokens_only(name: str) -> None:
+    case = Case()
+    case.rewards[2, 1] = np.nan
+    lengths = case.lengths
+    advantages, _ = estimate(name, case.rewards, lengths, values=np.zeros(int(lengths.sum())))
+    found = normalise(name, advantages)
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    np.testing.assert_array_equal(np.isnan(found), owner == 2 * SAMPLES + 1)
+
+
+def test_gamma_is_for_those_that_discount() -> None:
+    case = Case()
+    for name in ESTIMATORS:
+        one, half = (estimate(name, case.rewards, case.lengths, values=case.values, gamma=g)[0] for g in (1.0, 0.5))
+        assert np.array_equal(one, half) is not ESTIMATORS[name].discounts
+
+
+def test_which_estimator_has_what() -> None:
+    """As the launcher's help and code say."""
+    assert {n for n, e in ESTIMATORS.items() if e.whitens} == {"gae", "reinforce", "reinforce_baseline"}
+    assert {n for n, e in ESTIMATORS.items() if e.least_samples > 1} == {"rloo", "reinforce_baseline", "group_norm", "dr_grpo"}
+    assert [n for n, e in ESTIMATORS.items() if e.critic] == ["gae"]
+
+
+def test_what_cannot_be_estimated_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown advantage estimator 'grpo': gae, reinforce"):
+        estimator_of("grpo")
+    with pytest.raises(ValueError, match="at least 2, there is 1"):
+        estimate("rloo", np.zeros((3, 1)), np.ones(3, int))
+    with pytest.raises(ValueError, match="critic's values"):
+        estimate("gae", np.zeros((3, 1)), np.ones(3, int))
