@@ -8,29 +8,16 @@ nothing else ran.
 
 from __future__ import annotations
 
-import csv
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+from rlhfless_ray.functions.ledger import Row
 
 Interval = tuple[float, float]
 
 WORK = {"rollout": "generate", "score": "score", "learn": "learn"}  # kind of instance → its part of the step
 PARTS = ("generate", "score", "learn", "publish", "load", "start")
-
-
-@dataclass(frozen=True)
-class LedgerRow:
-    """The columns of ledger.csv that anatomy needs."""
-
-    kind: str
-    instance: str
-    activity: str
-    step: int
-    from_s: float
-    to_s: float
-    slots: int
 
 
 @dataclass(frozen=True)
@@ -50,26 +37,15 @@ class StepAnatomy:
         return self.overhead_s / self.wall_s if self.wall_s else 0.0
 
 
-def read_ledger(path: Path) -> list[LedgerRow]:
-    with path.open(newline="") as file:
-        return [
-            LedgerRow(
-                row["kind"], row["instance"], row["activity"], int(row["step"]), float(row["from_s"]), float(row["to_s"]),
-                int(row["slots"]),
-            )
-            for row in csv.DictReader(file)
-        ]
-
-
-def anatomy(rows: Sequence[LedgerRow]) -> dict[int, StepAnatomy]:
+def anatomy(rows: Sequence[Row]) -> dict[int, StepAnatomy]:
     """Every step of the ledger; step 0 is the time before the first one."""
-    by_step: defaultdict[int, list[LedgerRow]] = defaultdict(list)
+    by_step: defaultdict[int, list[Row]] = defaultdict(list)
     for row in rows:
         by_step[row.step].append(row)
     return {step: _of_step(step, by_step[step]) for step in sorted(by_step)}
 
 
-def _of_step(step: int, rows: list[LedgerRow]) -> StepAnatomy:
+def _of_step(step: int, rows: list[Row]) -> StepAnatomy:
     # Something is always open, leased or parked, and cut when a step begins: the rows cover the step from end to end.
     window = (min(row.from_s for row in rows), max(row.to_s for row in rows))
     spans: defaultdict[str, list[Interval]] = defaultdict(list)
@@ -91,7 +67,7 @@ def _of_step(step: int, rows: list[LedgerRow]) -> StepAnatomy:
     )
 
 
-def gaps(rows: Sequence[LedgerRow], steps: Iterable[int]) -> dict[str, list[float]]:
+def gaps(rows: Sequence[Row], steps: Iterable[int]) -> dict[str, list[float]]:
     """Overhead by where it lies: {"generate → score": seconds of each such gap}, over the given steps."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for step in steps:
@@ -105,7 +81,7 @@ def gaps(rows: Sequence[LedgerRow], steps: Iterable[int]) -> dict[str, list[floa
     return dict(found)
 
 
-def part_of(row: LedgerRow) -> str | None:
+def part_of(row: Row) -> str | None:
     if row.activity == "work":
         return WORK.get(row.kind, "learn")
     if row.activity == "transfer":
@@ -123,9 +99,9 @@ def _by_holder(gaps: list[Interval], held: dict[str, list[Interval]]) -> dict[st
     return {**found, "nobody": length(left)}
 
 
-def warm_starts(rows: Sequence[LedgerRow], first_step: int) -> dict[str, list[float]]:
+def warm_starts(rows: Sequence[Row], first_step: int) -> dict[str, list[float]]:
     """{kind: seconds from a lease's hand-over to the first span of the instance that got it}, once per step and instance."""
-    by_key: defaultdict[tuple[str, str, int], list[LedgerRow]] = defaultdict(list)
+    by_key: defaultdict[tuple[str, str, int], list[Row]] = defaultdict(list)
     for row in rows:
         if row.slots and row.instance and row.step >= first_step:
             by_key[row.kind, row.instance, row.step].append(row)

@@ -20,10 +20,11 @@ import numpy as np
 import psutil
 from rich.table import Table
 
-from benchmarks.anatomy import anatomy, gaps, read_ledger
+from benchmarks.anatomy import anatomy, gaps
 from benchmarks.replay import ReplayedRuntime
 from benchmarks.replay_world import build, recipe_for, synthetic_lengths
 from benchmarks.results import Spread, Target, make_console, save, show_targets
+from rlhfless_ray.functions.ledger import read_rows
 
 OVERHEAD = 0.01  # of the step
 BASE_S, PER_SEQ_S = 8.5e-3, 3e-5  # a 3 B model's decode step on one L40S, by the roofline of its weights and caches
@@ -82,7 +83,7 @@ def measure(folder: Path, options: Any, learn_s: float, max_tokens: int, clock: 
     finally:
         ray.shutdown()
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    ledger = read_ledger(path / "ledger.csv")
+    ledger = read_rows(path / "ledger.csv")
     steady = [number for number in range(2, options.steps + 1)]  # the first step starts every process
     parts = anatomy(ledger)
     steps = [parts[number] for number in steady]

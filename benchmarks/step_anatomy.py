@@ -17,10 +17,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.anatomy import PARTS, StepAnatomy, anatomy, gaps, read_ledger, warm_starts
+from benchmarks.anatomy import PARTS, StepAnatomy, anatomy, gaps, warm_starts
 from benchmarks.provenance import ROOT
 from benchmarks.results import Spread, Target, make_console, save, show_targets
 from rlhfless_ray import Recipe
+from rlhfless_ray.functions.ledger import read_rows
 
 OVERHEAD = 0.03  # of the step, on the critical path
 PHASES = ("rollout", "score", "learn", "publish", "lease", "driver")
@@ -145,7 +146,7 @@ def main() -> None:
         recipe = Recipe.load(options.recipe, [*own, *options.overrides])
         folder, start_up = measure(recipe)
         rows = steady([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], drop)
-        ledger = read_ledger(folder / "ledger.csv")
+        ledger = read_rows(folder / "ledger.csv")
     by_step = anatomy(ledger)
     found = [by_step[row["step"]] for row in rows]
     warm = {kind: Spread.of(seconds) for kind, seconds in warm_starts(ledger, drop + 1).items()}

@@ -184,23 +184,26 @@ class Ledger:
         """
         if not path.exists():
             return
-        text = path.read_text()
-        whole = text[: text.rfind("\n") + 1]  # without the torn last line of a killed run
-        kept = []
-        for line in csv.DictReader(whole.splitlines()):
-            try:
-                row = _row_of(line)
-            except (TypeError, ValueError):
-                continue
-            kept.append(row if row.step <= last_step else replace(row, repeated=1))
-        self.rows = kept
+        self.rows = [row if row.step <= last_step else replace(row, repeated=1) for row in read_rows(path)]
         self.sums, self.summed = np.zeros(4), 0
-        self.started_s = time.time() - max((row.to_s for row in kept), default=0.0)
+        self.started_s = time.time() - max((row.to_s for row in self.rows), default=0.0)
         self.written = 0
         temporary = path.with_suffix(".tmp")
         temporary.unlink(missing_ok=True)
         self.append_to(temporary)
         os.replace(temporary, path)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The lines of a ledger.csv; one that a killed run tore is not among them."""
+    text = path.read_text()
+    rows = []
+    for line in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()):
+        try:
+            rows.append(_row_of(line))
+        except (TypeError, ValueError):
+            continue
+    return rows
 
 
 def _figures(row: Row) -> np.ndarray:

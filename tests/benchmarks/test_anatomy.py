@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.anatomy import LedgerRow, anatomy, complement, gaps, length, union, warm_starts, without
+from benchmarks.anatomy import anatomy, complement, gaps, length, union, warm_starts, without
+from rlhfless_ray.functions.ledger import Row
 
 
-def row(kind: str, activity: str, begin: float, end: float, slots: int = 1, instance: str = "", step: int = 1) -> LedgerRow:
-    return LedgerRow(kind, instance or f"{kind}-1", activity, step, begin, end, slots)
+def row(kind: str, activity: str, begin: float, end: float, slots: int = 1, instance: str = "", step: int = 1) -> Row:
+    holder = instance or f"{kind}-1"
+    return Row("lease", "node", "0", "cpu", kind, holder, activity, step, begin, end, end - begin, slots, 0.0, 0.0)
 
 
 STEP = [
