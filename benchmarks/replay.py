@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from placement.speed import Speed
 from rlhfless_ray.crew import Actors
 from rlhfless_ray.reward.score import RewardActor
+from rlhfless_ray.rollout.actor import around
+from rlhfless_ray.rollout.inbox import Inbox, Order
+from rlhfless_ray.rollout.progress import CUT, GOES_ON, LENGTH, STOP, Progress
 from rlhfless_ray.runtime import Runtime
-from rlhfless_ray.types import Completion, EngineStep, Request, Span, UpdateStats
+from rlhfless_ray.types import EngineStep, Request, Span, UpdateStats
 
 SCRIPT = "replay.json"  # lies in the policy's folder, so it reaches every instance the way the policy's files do
 
@@ -66,13 +69,74 @@ def finish_times(lengths: np.ndarray, speed: Speed) -> np.ndarray:
     return times
 
 
+class Decoding:
+    """Sequences decoded together in modelled time: each knows how long it becomes, how far it is and how far it was told."""
+
+    def __init__(self, speed: Speed, clock: float) -> None:
+        self.speed, self.clock = speed, clock
+        self.keys, self.tokens, self.ends = np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int64)
+        self.lengths, self.done, self.told = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self.steps: list[EngineStep] = []
+        self.at_s = 0.0  # wall clock at which the last step ended, had it been on time
+
+    def add(self, requests: Sequence[Request], script: Script) -> None:
+        lengths = np.array([script.length(request) for request in requests], np.int64)
+        before = np.array([len(request.generated) for request in requests], np.int64)
+        longest = np.array([request.max_tokens for request in requests], np.int64)
+        self.keys = np.r_[self.keys, [request.key for request in requests]].astype(np.int64)
+        self.tokens = np.r_[self.tokens, [request.token_ids[0] for request in requests]].astype(np.int32)
+        self.lengths, self.done, self.told = np.r_[self.lengths, lengths], np.r_[self.done, before], np.r_[self.told, before]
+        self.ends = np.r_[self.ends, np.where(lengths == longest, LENGTH, STOP)]
+
+    def step_s(self) -> float:
+        return self.speed.step_s(self.running) / self.clock
+
+    @property
+    def running(self) -> int:
+        return int((self.done < self.lengths).sum())
+
+    def all_done_s(self) -> float:
+        """When the last sequence ends if nothing comes in between."""
+        left = (self.lengths - self.done)[self.done < self.lengths]
+        return self.at_s + float(finish_times(left, self.speed).max(initial=0.0)) / self.clock
+
+    def advance(self, now_s: float) -> None:
+        """Every step that ends before `now_s`, with a record of each, as a real engine gives."""
+        while running := self.running:
+            live = self.done < self.lengths
+            steps = min(int((now_s - self.at_s) / self.step_s() + 1e-9), int((self.lengths - self.done)[live].min()))
+            if steps <= 0:
+                return
+            context, record_s = int(self.done[live].sum()), self.speed.step_s(running)
+            self.steps += [EngineStep(running, running, context + i * running, record_s) for i in range(steps)]
+            self.done[live] += steps
+            self.at_s += steps * self.step_s()
+
+    def progress(self, version: int, cut: Sequence[int] = ()) -> Progress:
+        """What is new. Sequences that have ended, and those with a key in `cut`, leave."""
+        ends = np.where(self.done == self.lengths, self.ends, np.where(np.isin(self.keys, cut), CUT, GOES_ON))
+        counts = self.done - self.told
+        some = np.flatnonzero((counts > 0) | (ends != GOES_ON))
+        news = np.stack([self.keys[some], self.told[some], counts[some], ends[some]], 1)
+        tokens = np.repeat(self.tokens[some], counts[some])
+        self.told = self.done.copy()
+        stay = ends == GOES_ON
+        for name in ("keys", "tokens", "ends", "lengths", "done", "told"):
+            setattr(self, name, getattr(self, name)[stay])
+        return Progress.of(version, news, tokens, np.full(len(tokens), -1.0, np.float32))
+
+
 class ReplayedEngine:
-    """Stands where RolloutActor does; it waits as long as the model says that decoding takes."""
+    """Stands where RolloutActor does; it waits as long as the model says that decoding takes. A moved sequence starts at once:
+    what its prefill would take is not in the script."""
+
+    concurrency_groups: ClassVar = {"control": 1}
 
     def __init__(self, files: dict[str, bytes], settings: dict[str, Any]) -> None:
         self.script = Script.read(files)
         self.speed = Speed(self.script.base_s, self.script.per_seq_s)
         self.version = 0
+        self.inbox = Inbox()
 
     def open(self, threads: int) -> dict[str, Any]:
         start = time.time()
@@ -84,37 +148,35 @@ class ReplayedEngine:
         return [Span("transfer", f"load version {version} (replayed)", time.time(), time.time())]
 
     def rollout(
-        self, requests: list[Request], interval_s: float, threads: int
-    ) -> Iterator[tuple[list[Completion], list[EngineStep], list[Span]]]:
-        lengths = np.array([self.script.length(request) for request in requests])
-        ends = finish_times(lengths, self.speed) / self.script.clock
-        order = np.argsort(ends, kind="stable")
-        start = last = time.time()
-        told, tokens_before, reported = 0, 0, start
-        while told < len(order):
-            until = max(start + ends[order[told]], min(last + interval_s, start + ends[order[-1]]))
-            time.sleep(max(0.0, until - time.time()))
-            now = time.time()
-            upto = int(np.searchsorted(ends[order], now - start, side="right"))
-            done = [self._completion(requests[i], int(lengths[i])) for i in order[told:upto]]
-            tokens = int(lengths[order[upto - 1]]) if upto else tokens_before
-            # The span ends where the model says: a process that woke up late is this machine's cost of control.
-            modelled = start + float(ends[order[upto - 1]]) if upto == len(order) else now
-            span = Span("work", "generate (replayed)", reported, modelled)
-            yield done, self._steps(np.sort(lengths), tokens_before, tokens), [span]
-            told, last, tokens_before, reported = upto, now, tokens, modelled
+        self, epoch: int, requests: list[Request], interval_s: float, threads: int
+    ) -> Iterator[tuple[Progress, list[EngineStep], list[Span]]]:
+        self.inbox.open(epoch)
+        decoding = Decoding(self.speed, self.script.clock)
+        decoding.add(requests, self.script)
+        decoding.at_s = reported = last = time.time()
+        while True:
+            self.inbox.wait(min(last + interval_s, decoding.all_done_s()) - time.time())
+            now, spans, cut = time.time(), [], []
+            decoding.advance(now)
+            for order in self.inbox.take():
+                decoding.add(order.add, self.script)
+                cut += order.cut
+                spans.append(Span("transfer", order.what, now, now))
+            over = not decoding.running
+            if cut or spans or over or now >= last + interval_s:
+                # The span ends where the model says: a process that woke up late is this machine's cost of control.
+                until = decoding.at_s if over else now
+                progress, steps = decoding.progress(self.version, cut), decoding.steps
+                decoding.steps, last = [], now
+                yield progress, steps, around(spans, "generate (replayed)", reported, until)
+                reported = until
+            if not len(decoding.keys):
+                if self.inbox.close_if_empty():
+                    return
+                decoding.at_s = time.time()
 
-    def _steps(self, ordered: np.ndarray, after: int, upto: int) -> list[EngineStep]:
-        """One record per decode step, as a real engine gives: their number is part of what the driver has to carry."""
-        running = len(ordered) - np.searchsorted(ordered, np.arange(after, upto), side="right")
-        return [
-            EngineStep(int(n), int(n), int(n) * (after + i), self.speed.step_s(int(n))) for i, n in enumerate(running)
-        ]
-
-    def _completion(self, request: Request, length: int) -> Completion:
-        reason = "length" if length == request.max_tokens else "stop"
-        tokens = np.full(length, request.token_ids[0], np.int32)
-        return Completion(request.key, tokens, np.full(length, -1.0, np.float32), reason, self.version)
+    def tell(self, epoch: int, order: Order) -> bool:
+        return self.inbox.tell(epoch, order)
 
     def park(self) -> dict[str, Any]:
         return {"memory_mb": 1.0, "spans": []}

@@ -25,13 +25,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to generate. What is sampled depends on these fields and the weights only, never on the engine."""
+    """One response to generate. What is sampled depends on these fields and the weights only, never on the engine, nor on how
+    often it was cut: `generated` says where it goes on, and every other field is that of the whole response."""
 
     key: int  # position in the step's batch: prompt position × samples_per_prompt + sample
     token_ids: tuple[int, ...]
     seed: int
     max_tokens: int
     temperature: float
+    generated: tuple[int, ...] = ()  # the response's first tokens, when it was cut elsewhere and goes on here
 
 
 @dataclass
@@ -41,8 +43,12 @@ class Completion:
     key: int
     token_ids: np.ndarray  # (length,) int32, end-of-sequence token included when it was sampled
     logprobs: np.ndarray  # (length,) float32, of the sampling distribution: temperature applied, before the noise
-    finish_reason: str  # "stop": ended by itself; "length": cut at max_tokens
-    version: int  # weight version of every token (one version per completion until migration splits them)
+    finish_reason: str  # "stop": ended by itself; "length": ended at max_tokens
+    version: int  # weight version of the last token
+    versions: tuple[tuple[int, int], ...] = ()  # (version, tokens) in their order; () stands for one version all along
+
+    def __post_init__(self) -> None:
+        self.versions = self.versions or ((self.version, len(self.token_ids)),)
 
 
 @dataclass

@@ -96,21 +96,19 @@ def start_actor(cls: type, slot: Slot, resource: str, environment: dict[str, str
     """An actor without Ray resources of its own, on the slot's node, seeing only the slot's device.
 
     `num_gpus=0` leaves CUDA_VISIBLE_DEVICES alone, so an actor would see every device: it is set here. Restarts are
-    off: an actor that Ray may restart hangs for ever once its group is removed; the pool replaces it instead.
+    off: an actor that Ray may restart hangs for ever once its group is removed; the pool replaces it instead. A class whose
+    calls must be heard while another one works names groups of them in `concurrency_groups` ({name: threads}).
     """
     environment = dict(environment)
     if resource == "gpu":
         environment["CUDA_VISIBLE_DEVICES"] = str(slot.device)
-    return (
-        ray.remote(cls)
-        .options(
-            num_cpus=0,
-            num_gpus=0,
-            max_restarts=0,
-            max_task_retries=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(slot.node, soft=False),
-            runtime_env={"env_vars": environment} if environment else None,
-        )
-        .remote(*args)
-    )
-
+    groups = getattr(cls, "concurrency_groups", None)
+    remote = ray.remote(concurrency_groups=groups)(cls) if groups else ray.remote(cls)
+    return remote.options(
+        num_cpus=0,
+        num_gpus=0,
+        max_restarts=0,
+        max_task_retries=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(slot.node, soft=False),
+        runtime_env={"env_vars": environment} if environment else None,
+    ).remote(*args)

@@ -172,6 +172,13 @@ class Pool:
             leases = self.leases.take(1, self.kind, [other.slot.node for other in self.parked])
         return self.staff(leases)
 
+    def lose(self, instance: Instance) -> None:
+        """A dead instance has no successor for now: others go on with its work. Its leases go back."""
+        leases = instance.leases
+        self._end(instance)
+        self.replaced += 1
+        self.leases.release(leases)
+
     def close(self) -> list[Lease]:
         """End every instance, for good; returns their leases."""
         leases = [lease for instance in self.working for lease in instance.leases]

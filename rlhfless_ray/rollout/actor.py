@@ -6,21 +6,26 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from rlhfless_ray.types import Completion, EngineStep, Request, Span
+from rlhfless_ray.rollout.inbox import Inbox, Order
+from rlhfless_ray.rollout.progress import Progress
+from rlhfless_ray.types import EngineStep, Request, Span
 from rlhfless_ray.weights.folder import write_folder
 from rlhfless_ray.weights.version import checksum
 
 
 class RolloutActor:
+    concurrency_groups: ClassVar = {"control": 1}  # `tell` comes while `rollout` works
+
     def __init__(self, files: dict[str, bytes], settings: dict[str, Any]) -> None:
         """Imports only, so that a process can be prewarmed without a lease. `files`: config and tokenizer."""
         start = time.time()
         self.files, self.settings = files, settings
         self.engine: Any = None
+        self.inbox = Inbox()
         import rlhfless_ray.rollout.engine as engine
 
         engine.prepare()
@@ -52,15 +57,24 @@ class RolloutActor:
         return [Span("transfer", f"load version {version}", start, time.time())]
 
     def rollout(
-        self, requests: list[Request], interval_s: float, threads: int
-    ) -> Iterator[tuple[list[Completion], list[EngineStep], list[Span]]]:
-        """Answer requests; yields finished completions about every `interval_s`, with the step records since."""
+        self, epoch: int, requests: list[Request], interval_s: float, threads: int
+    ) -> Iterator[tuple[Progress, list[EngineStep], list[Span]]]:
+        """Answer requests; yields their progress about every `interval_s`, with the step records since. `epoch` numbers the
+        calls: orders that `tell` brings for this one are carried out on the way."""
         set_threads(threads)
+        self.inbox.open(epoch)
         start = time.time()
-        for completions in self.engine.generate(requests, interval_s):
-            end = time.time()
-            yield completions, self.engine.take_steps(), [Span("work", "generate", start, end)]
-            start = end
+        try:
+            for progress in self.engine.generate(requests, interval_s, self.inbox):
+                end = time.time()
+                yield progress, self.engine.take_steps(), around(self.engine.take_spans(), "generate", start, end)
+                start = end
+        finally:
+            self.inbox.close()
+
+    def tell(self, epoch: int, order: Order) -> bool:
+        """Runs beside `rollout`, in the group "control". False: that call is over, nothing will be done."""
+        return self.inbox.tell(epoch, order)
 
     def park(self) -> dict[str, Any]:
         """Leave the device, weights and all."""
@@ -76,3 +90,12 @@ def set_threads(threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
+
+
+def around(spans: list[Span], what: str, start: float, end: float) -> list[Span]:
+    """`spans`, in their order, and work named `what` in all the rest of start … end."""
+    found = []
+    for span in spans:
+        found += [Span("work", what, start, span.from_s), span]
+        start = span.to_s
+    return [*found, Span("work", what, start, end)]

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.types import Completion, EngineStep, Request
+from rlhfless_ray.prefix.address import salt
+from rlhfless_ray.prefix.pages import PageStore
+from rlhfless_ray.rollout.inbox import Inbox, Order
+from rlhfless_ray.rollout.progress import CUT, ENDS, GOES_ON, Progress
+from rlhfless_ray.types import EngineStep, Request, Span
 
 # Read by vLLM when it is imported: engine and worker in this process, no telemetry, quiet.
 ENVIRONMENT = {
@@ -31,8 +37,17 @@ def prepare() -> None:
     import vllm  # noqa: F401
 
 
+@dataclass
+class _Live:
+    """A request in the engine. told: tokens generated here that were told; ended: its last tokens and how it ended."""
+
+    request: Request
+    told: int = 0
+    ended: tuple[list[int], int] | None = None
+
+
 class Engine:
-    """A vLLM engine that takes Requests and yields Completions; weights come as {name: array}, by version.
+    """A vLLM engine that takes Requests and tells their Progress; weights come as {name: array}, by version.
 
     It starts without weights of its own (`version` is None) and refuses to generate until `load` was called.
     """
@@ -45,7 +60,12 @@ class Engine:
         from rlhfless_ray.rollout.sampling import KeyedSampler
 
         self.version: int | None = None
+        self.pages: PageStore | None = PageStore() if settings.get("prefix_kv") else None
         self.steps: list[EngineStep] = []
+        self.spans: list[Span] = []  # what it did besides generating
+        self.live: dict[int, _Live] = {}  # by a number of its own: a key may leave and come back
+        self.number: dict[int, int] = {}  # of a live request's key
+        self.numbers = itertools.count(1)
         self.stop_token_ids = stop_tokens(folder)
         self.max_model_len = settings["max_model_len"]
         on_cpu = settings["device"] == "cpu"
@@ -68,6 +88,7 @@ class Engine:
                 async_scheduling=False,  # the sampler reads each request's output so far, which must be complete
                 disable_log_stats=True,
                 logits_processors=[KeyedSampler],
+                kv_transfer_config=_transfer_config(self.pages),
                 **memory,
             )
         )
@@ -89,62 +110,156 @@ class Engine:
             raise ValueError(f"weight version {version} lacks {len(missing)} of the engine's weights, {min(missing)} first")
         self.version = version
 
-    def generate(self, requests: list[Request], interval_s: float = float("inf")) -> Iterator[list[Completion]]:
-        """Yield finished completions, at most every `interval_s` seconds, until all requests are answered."""
-        from vllm import SamplingParams, TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
+    def generate(
+        self, requests: Iterable[Request], interval_s: float = float("inf"), inbox: Inbox | None = None
+    ) -> Iterator[Progress]:
+        """Yield the progress of all requests about every `interval_s` seconds until each has ended or been cut.
 
+        Orders in `inbox` are carried out between two steps. What a cut request had is told at once, and so is the first
+        token of one that was added: somebody waits for it. Raises RuntimeError without weights, for a key that is at work
+        already, and where tokens and log-probabilities do not match.
+        """
         if self.version is None:
             raise RuntimeError("this engine has no weights yet: load a version first")
-        for request in requests:
-            params = SamplingParams(
-                temperature=0.0,  # the sampler draws; vLLM only takes its pick
-                max_tokens=request.max_tokens,
-                stop_token_ids=self.stop_token_ids,
-                ignore_eos=True,  # stop_token_ids holds the end-of-sequence tokens already
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args={"key": request.key, "seed": request.seed, "temperature": request.temperature},
-            )
-            prompt = TokensPrompt(prompt_token_ids=list(request.token_ids), cache_salt=f"version {self.version}")
-            self.engine.add_request(str(request.key), prompt, params)
-        pending: list[Any] = []
+        self._add(requests)
+        fresh: set[int] = set()  # added by an order and without a token yet
         last = time.perf_counter()
         try:
-            while self.engine.has_unfinished_requests():
+            while True:
+                for order in inbox.take() if inbox else ():
+                    fresh |= self._carry_out(order)
+                    if order.cut:
+                        yield self._progress()
+                if not self.live:
+                    if inbox is None or inbox.close_if_empty():
+                        return
+                    continue
                 start = time.perf_counter()
                 self.sampler.count_nothing()
                 outputs = self.engine.step()
                 now = time.perf_counter()
                 drawn = self.sampler
                 self.steps.append(EngineStep(drawn.running, drawn.new_tokens, drawn.context_tokens, now - start))
-                pending += [output for output in outputs if output.finished]
-                if pending and now - last >= interval_s:
-                    yield self._completions(pending)
-                    pending, last = [], now
-            if pending:
-                yield self._completions(pending)
+                left = len(self.live) - self._note_ends(outputs)
+                begun = {number for number in fresh if self.sampler.outputs.get(number)}
+                if begun or not left or now - last >= interval_s:
+                    fresh -= begun
+                    yield self._progress()
+                    last = now
         finally:
-            if self.engine.has_unfinished_requests():  # the caller stopped listening
-                self.engine.abort_request([str(request.key) for request in requests])
-                self.sampler.records.clear()
+            self._drop(list(self.live))  # if the caller stopped listening
 
-    def _completions(self, outputs: list[Any]) -> list[Completion]:
-        lengths = {int(output.request_id): len(output.outputs[0].token_ids) for output in outputs}
-        logprobs = self.sampler.take(lengths)
-        done = []
+    def _carry_out(self, order: Order) -> set[int]:
+        """Numbers of the requests it adds. A cut of what is not here is too late, and says so by what was told of it."""
+        begin = time.time()
+        cut = [self.number[key] for key in order.cut if key in self.number]
+        for number in cut:
+            live = self.live[number]
+            live.ended = live.ended or (list(self.sampler.outputs.get(number, ())), CUT)
+        self.engine.abort_request([str(number) for number in cut])
+        added = self._add(order.add)
+        self.spans.append(Span("transfer", order.what, begin, time.time()))
+        return added
+
+    def _add(self, requests: Iterable[Request]) -> set[int]:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        added = set()
+        for request in requests:
+            if request.key in self.number:
+                raise RuntimeError(f"request {request.key} is at work in this engine already")
+            number, before = next(self.numbers), len(request.generated)
+            extra: dict[str, Any] = {"key": number, "seed": request.seed, "temperature": request.temperature, "offset": before}
+            if self.pages is not None:
+                extra["kv_transfer_params"] = {"name": str(request.key)}  # by it the connector knows whose pages are asked for
+            params = SamplingParams(
+                temperature=0.0,  # the sampler draws; vLLM only takes its pick
+                max_tokens=request.max_tokens - before,
+                stop_token_ids=self.stop_token_ids,
+                ignore_eos=True,  # stop_token_ids holds the end-of-sequence tokens already
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,  # what comes before is read from the sampler, at no cost per step
+                extra_args=extra,
+            )
+            tokens = [*request.token_ids, *request.generated]
+            self.engine.add_request(str(number), TokensPrompt(prompt_token_ids=tokens, cache_salt=salt(self.version or 0)), params)
+            self.live[number], self.number[request.key] = _Live(request), number
+            added.add(number)
+        return added
+
+    def _note_ends(self, outputs: list[Any]) -> int:
+        """How many requests have ended and were not told yet."""
         for output in outputs:
-            key, answer = int(output.request_id), output.outputs[0]
-            if not np.isfinite(logprobs[key]).all():
-                raise RuntimeError(f"request {key}: the sampler kept no log-probability for one of its tokens")
-            tokens = np.asarray(answer.token_ids, np.int32)
-            done.append(Completion(key, tokens, logprobs[key], answer.finish_reason, self.version or 0))
-        return done
+            number, answer = int(output.request_id), output.outputs[0]
+            if not output.finished or number not in self.live:
+                continue
+            if answer.finish_reason not in ENDS[1:3]:
+                raise RuntimeError(f"vLLM ended request {self.live[number].request.key} as {answer.finish_reason!r}")
+            self.live[number].ended = (list(answer.token_ids), ENDS.index(answer.finish_reason))
+        return sum(live.ended is not None for live in self.live.values())
+
+    def _progress(self) -> Progress:
+        """What is new of every request; those that have ended are forgotten."""
+        news: list[tuple[int, int, int, int]] = []
+        numbers, firsts, token_ids, over = [], [], [], []
+        for number, live in self.live.items():
+            tokens, end = live.ended or (self.sampler.outputs.get(number, []), GOES_ON)
+            new = tokens[live.told :]
+            if not new and end == GOES_ON:
+                continue
+            news.append((live.request.key, len(live.request.generated) + live.told, len(new), end))
+            numbers.append(number)
+            firsts.append(live.told)
+            token_ids += new
+            live.told += len(new)
+            if end != GOES_ON:
+                over.append(number)
+        counts = np.array([one[2] for one in news], np.int64)
+        logprobs = self._logprobs(np.array(numbers, np.int64), np.array(firsts, np.int64), counts)
+        if not np.isfinite(logprobs).all():
+            at = int(np.searchsorted(np.cumsum(counts), np.flatnonzero(~np.isfinite(logprobs))[0], side="right"))
+            raise RuntimeError(f"request {news[at][0]}: the sampler kept no log-probability for one of its tokens")
+        self._forget(over)
+        return Progress.of(self.version or 0, news, token_ids, logprobs)
+
+    def _logprobs(self, numbers: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """(Σ counts,) of the tokens from position `firsts` on of each request; NaN where nothing was drawn."""
+        drawn, positions, values = self.sampler.take()
+        found = np.full(int(counts.sum()), np.nan, np.float32)
+        if not len(numbers):
+            return found
+        row = np.minimum(np.searchsorted(numbers, drawn), len(numbers) - 1)  # numbers ascend, as requests came
+        known = numbers[row] == drawn
+        again = known & (positions < firsts[row])
+        if again.any():
+            key = self.live[int(drawn[again][0])].request.key
+            raise RuntimeError(f"request {key}: vLLM took back a token that was told already")
+        kept = known & (positions - firsts[row] < counts[row])
+        begins = np.cumsum(counts) - counts
+        found[(begins[row] + positions - firsts[row])[kept]] = values[kept]  # of a position drawn twice the last stays
+        return found
+
+    def _forget(self, numbers: list[int]) -> None:
+        for number in numbers:
+            del self.number[self.live.pop(number).request.key]
+            self.sampler.forget(number)
+
+    def _drop(self, numbers: list[int]) -> None:
+        """End requests unheard."""
+        self.engine.abort_request([str(number) for number in numbers])
+        self._forget(numbers)
+        self.sampler.take()
 
     def take_steps(self) -> list[EngineStep]:
         """The step records since the last call."""
         steps, self.steps = self.steps, []
         return steps
+
+    def take_spans(self) -> list[Span]:
+        """When orders were carried out, since the last call."""
+        spans, self.spans = self.spans, []
+        return spans
 
     def park(self) -> None:
         """Give back device memory while no lease is held, weights and all. vLLM ignores sleep on CPU: there all stays."""
@@ -155,6 +270,14 @@ class Engine:
     def unpark(self) -> None:
         if not self.on_cpu:
             self.engine.wake_up()
+
+
+def _transfer_config(pages: PageStore | None) -> Any:
+    if pages is None:
+        return None
+    from rlhfless_ray.prefix.connector import transfer_config
+
+    return transfer_config(pages)
 
 
 def _reload(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) -> set[str]:

@@ -25,9 +25,15 @@ if TYPE_CHECKING:
 FORCED = 1e30  # logit of the drawn token: greater than any real one, so vLLM's greedy pick takes it
 
 
-def uniforms(seed: int, count: int) -> np.ndarray:
-    """The first `count` numbers of the request's stream, float64 in [0, 1)."""
-    return np.random.Generator(np.random.Philox(key=seed)).random(count)
+PER_COUNT = 4  # numbers that Philox draws from one value of its counter
+
+
+def uniforms(seed: int, count: int, offset: int = 0) -> np.ndarray:
+    """`count` numbers of the request's stream from number `offset` on, float64 in [0, 1)."""
+    whole, rest = divmod(offset, PER_COUNT)
+    stream = np.random.Philox(key=seed)
+    stream.advance(whole)
+    return np.random.Generator(stream).random(rest + count)[rest:]
 
 
 def draw(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,8 +55,8 @@ def draw(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor)
 class KeyedSampler(LogitsProcessor):
     """vLLM logits processor that draws every token itself; requests run greedily as far as vLLM is concerned.
 
-    A request's `SamplingParams.extra_args` carry `key` (int), `seed` (int), `temperature` (float) and `offset` (tokens
-    generated before, when a cut request is continued).
+    A request's `SamplingParams.extra_args` carry `key` (int, unlike that of any other request the engine still knows), `seed`
+    (int), `temperature` (float) and `offset` (tokens generated before, when a cut request goes on).
     """
 
     latest: KeyedSampler | None = None  # the engine in this process finds its sampler here (vLLM builds it)
@@ -58,7 +64,8 @@ class KeyedSampler(LogitsProcessor):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.device = device
         self.rows: dict[int, dict[str, Any]] = {}
-        self.records: list[tuple[np.ndarray, np.ndarray, torch.Tensor]] = []
+        self.records: list[tuple[np.ndarray, np.ndarray, torch.Tensor]] = []  # since the last `take`
+        self.outputs: dict[int, list[int]] = {}  # by key: vLLM's own list of the tokens so far, until `forget`
         self.count_nothing()
         KeyedSampler.latest = self
 
@@ -85,11 +92,12 @@ class KeyedSampler(LogitsProcessor):
             self.rows[index] = {
                 "key": extra["key"],
                 "temperature": extra["temperature"],
-                "noise": uniforms(extra["seed"], offset + params.max_tokens)[offset:],
+                "noise": uniforms(extra["seed"], params.max_tokens or 0, offset),
                 "output": output_ids,
                 "prompt_tokens": len(prompt_ids or ()),
                 "started": False,
             }
+            self.outputs[extra["key"]] = output_ids
         for a, b, direction in batch_update.moved:
             row_a, row_b = self.rows.pop(a, None), self.rows.pop(b, None)
             if row_a is not None:
@@ -106,26 +114,22 @@ class KeyedSampler(LogitsProcessor):
         self.records.append((np.array([row["key"] for row in rows]), positions, logprobs))
         self.running = len(rows)
         self.context_tokens = int(positions.sum()) + sum(row["prompt_tokens"] for row in rows)
-        for row in rows:
-            self.new_tokens += 1 if row["started"] else row["prompt_tokens"]
+        for row, position in zip(rows, positions.tolist(), strict=True):
+            # a row that was thrown out of the cache starts again: its own tokens are computed like its prompt's
+            self.new_tokens += 1 if row["started"] else row["prompt_tokens"] + position
             row["started"] = True
         return logits.scatter_(1, tokens.unsqueeze(1), FORCED)
 
-    def take(self, lengths: dict[int, int]) -> dict[int, np.ndarray]:
-        """Log-probabilities of finished requests: {key: (length,) float32}; `lengths` are their response lengths.
+    def take(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What was drawn since the last call: keys (m,), positions (m,) in what the engine generates, log-probabilities (m,)
+        float32, in the order of drawing. vLLM drops draws of a chunked prefill and draws the position again: the last
+        one of a position counts, and only where the position has a token."""
+        records, self.records = self.records, []
+        if not records:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32)
+        keys, positions, logprobs = zip(*records, strict=True)
+        return np.concatenate(keys), np.concatenate(positions), torch.cat(logprobs).cpu().numpy()
 
-        A row of a chunked prefill is drawn and dropped by vLLM; the last record of a position is the one that counts.
-        """
-        out = {key: np.full(length, np.nan, np.float32) for key, length in lengths.items()}
-        keep = []
-        for keys, positions, logprobs in self.records:
-            wanted = np.array([key in out for key in keys])
-            if wanted.any():
-                values = logprobs.cpu().numpy()
-                for key, position, value in zip(keys[wanted], positions[wanted], values[wanted], strict=True):
-                    if position < len(out[key]):
-                        out[key][position] = value
-            if not wanted.all():
-                keep.append((keys[~wanted], positions[~wanted], logprobs[torch.from_numpy(~wanted)]))
-        self.records = keep
-        return out
+    def forget(self, key: int) -> None:
+        """The request is over. Its row goes when vLLM says so."""
+        self.outputs.pop(key, None)

@@ -1,6 +1,6 @@
-"""The driver's side of a rollout: share requests out, gather completions, replace engines that die.
+"""The driver's side of a rollout: share requests out, write down what engines say, move requests, go on without engines that die.
 
-A completion depends on its request and the weights only, so the requests of a dead engine are simply asked again.
+A response depends on its request and the weights only, so any engine can go on where another one was cut or died.
 """
 
 from __future__ import annotations
@@ -17,9 +17,17 @@ from ray.exceptions import RayActorError, RayTaskError
 from placement.policy import Decision, Release
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.instance import Instance, State, reason_of
+from rlhfless_ray.functions.lease import alive_nodes
 from rlhfless_ray.functions.pool import Pool
+from rlhfless_ray.rollout.launches import Launch, Launches
+from rlhfless_ray.rollout.migrate import Migration
+from rlhfless_ray.rollout.moving import Moved, Moving
+from rlhfless_ray.rollout.transcript import Transcript
 from rlhfless_ray.types import Completion, EngineStep, Request, Span, WeightVersion
 from rlhfless_ray.waits import wait_any
+
+DECIDING_SHARE = 0.05  # of the driver's time, at most, goes into deciding on moves
+OUTLIVES = 1.1  # a response that outlives its forecast is taken to become this many times as long as it is
 
 
 @dataclass
@@ -30,7 +38,21 @@ class Stream:
     steps: list[EngineStep] = field(default_factory=list)
     decode_s: dict[str, float] = field(default_factory=dict)  # seconds each instance spent in its engine's steps
     load_s: list[float] = field(default_factory=list)  # seconds each instance took to load the weight version
+    moved: list[Moved] = field(default_factory=list)
+    decisions: list[str] = field(default_factory=list)  # to move something: why, and what became of it
     replaced: int = 0
+    orphans: int = 0  # requests whose engine died
+    silent_s: float = 0.0  # for how long dead engines had not been heard: what they did in it is done again
+
+    def metrics(self) -> dict[str, Any]:
+        """Of the moves, for the step's row."""
+        seconds = [one.seconds for one in self.moved]
+        return {
+            "rollout/moved": len(seconds), "rollout/move_p50_s": float(np.median(seconds)) if seconds else None,
+            "rollout/moved_context_tokens": sum(one.context_tokens for one in self.moved),
+            "rollout/move_decisions": len(self.decisions), "rollout/move_reason": self.decisions[-1] if self.decisions else "",
+            "rollout/orphans": self.orphans, "rollout/lost_s": self.silent_s,
+        }
 
 
 def fetch_weights(pool: Pool, weights: WeightVersion) -> None:
@@ -57,82 +79,174 @@ def run_rollout(
     drained: Callable[[float, bool], Decision],
     give_back: Callable[[Instance, Decision], None],
     on_progress: Callable[[int, int], None],
+    migration: Migration | None = None,
+    start_s: float = 15.0,
 ) -> Stream:
     """Answer every request on the pool's working instances.
 
     shares: indices of the requests of each working instance, in the pool's order; instances beyond them get nothing to
     do and are given back at once. expected (n,): forecast tokens. `needed_next`: slots the next phase will want.
     When an instance has nothing left to do, `drained` (seconds of tail left, whether the next phase needs the slot) decides
-    what becomes of its lease, and `give_back` carries it out. Raises RunError past the deadline or when more engines died
-    than may be replaced.
+    what becomes of its lease, and `give_back` carries it out. `migration`: moves requests while they are answered (None:
+    they stay where they are as long as their engine lives). `start_s`: what a new engine takes to start. Raises RunError
+    past the deadline or when more engines died than may be replaced.
     """
-    start = time.monotonic()
-    stream = Stream()
-    fetch_weights(pool, weights)
-    by_key = {request.key: i for i, request in enumerate(requests)}
-    running: dict[Any, tuple[Instance, list[Request]]] = {}
-
-    def launch(instance: Instance, share: list[Request]) -> None:
-        generator = instance.actor.rollout.options(num_returns="streaming").remote(
-            share, interval_s, len(instance.leases)
-        )
-        running[generator] = (instance, share)
-
     shares = [share for share in shares if len(share)]
     if sum(map(len, shares)) != len(requests) or len(shares) > len(pool.working):
         raise ValueError(
             f"{len(shares)} shares with {sum(map(len, shares))} requests for {len(pool.working)} engines and {len(requests)} requests"
         )
-    for instance, part in zip(list(pool.working), shares, strict=False):
-        launch(instance, [requests[i] for i in part])
-    for instance in pool.working[len(shares) :]:
-        give_back(instance, Release(0, "the plan has nothing for it to do"))
+    rollout = _Rollout(
+        pool, requests, expected, weights, interval_s, max_replacements, needed_next, drained, give_back, on_progress, migration, start_s
+    )
+    return rollout.run(shares, deadline_s)
 
-    while running:
-        left = deadline_s - (time.monotonic() - start)
-        missing = len(requests) - len(stream.completions)
-        ready = wait_any(list(running), left, f"{missing} of {len(requests)} responses from {len(running)} engines")
-        for generator in ready:
-            instance, share = running[generator]
-            try:
-                completions, steps, spans = ray.get(next(generator))
-                loaded = _loaded(instance)
-                stream.load_s += [span.to_s - span.from_s for span in loaded]
-                spans = [*loaded, *spans]
-            except StopIteration:
-                del running[generator]
-                remaining = max((float(expected[by_key[r.key]]) for _, s in running.values() for r in s), default=0.0)
-                if running:
-                    kept = len(pool.working) <= needed_next
-                    give_back(instance, drained(remaining * _step_s(stream.steps), kept))
-                continue
-            except RayActorError as error:
-                del running[generator]
-                stream.replaced += 1
-                if error.actor_init_failed:  # an exception, not a death: it would be raised again in the next process
-                    raise RunError(f"rollout engine {instance.id} could not start: {reason_of(error)}") from error
-                if pool.replaced >= max_replacements:
-                    raise RunError(
-                        f"rollout engine {instance.id} died and functions.max_replacements = {max_replacements} are used up: "
-                        f"{instance.failure() or reason_of(error)}"
-                    ) from error
-                replacement = pool.replace(instance)
-                fetch_weights(pool, weights)
-                launch(replacement, [r for r in share if r.key not in stream.completions])
-                continue
-            except RayTaskError as error:
-                failure = instance.failure() or f"{instance.id} failed: {reason_of(error)}"
-                raise RunError(f"rollout engine {failure}") from error
-            for completion in completions:
-                stream.completions[completion.key] = completion
-            stream.steps += steps
-            stream.decode_s[instance.id] = stream.decode_s.get(instance.id, 0.0) + sum(step.seconds for step in steps)
-            pool.ledger.spans([lease.id for lease in instance.leases], spans)
-            on_progress(len(stream.completions), len(requests))
-    lost = len(requests) - len(stream.completions)
-    if lost:
-        raise RunError(f"{lost} of {len(requests)} responses are missing although every engine reported to be done")
-    return stream
+
+class _Rollout:
+    def __init__(
+        self, pool: Pool, requests: list[Request], expected: np.ndarray, weights: WeightVersion, interval_s: float,
+        max_replacements: int, needed_next: int, drained: Callable[[float, bool], Decision],
+        give_back: Callable[[Instance, Decision], None], on_progress: Callable[[int, int], None], migration: Migration | None,
+        start_s: float,
+    ) -> None:
+        self.pool, self.expected, self.weights, self.interval_s = pool, expected, weights, interval_s
+        self.max_replacements, self.needed_next, self.start_s = max_replacements, needed_next, start_s
+        self.drained, self.give_back, self.on_progress, self.migration = drained, give_back, on_progress, migration
+        self.transcript = Transcript(requests)
+        self.launches = Launches(pool, self.transcript, interval_s)
+        self.moving = Moving(self.launches, self.transcript, expected)
+        self.stream = Stream(self.transcript.completions, moved=self.moving.moved)
+        self.decide_at_s = 0.0
+
+    def run(self, shares: Sequence[np.ndarray], deadline_s: float) -> Stream:
+        start, total = time.monotonic(), len(self.expected)
+        fetch_weights(self.pool, self.weights)
+        instances = list(self.pool.working)
+        for instance, share in zip(instances, shares, strict=False):
+            self.launches.send(self.launches.number(instance), np.asarray(share))
+        for instance in instances[len(shares) :]:
+            self.give_back(instance, Release(0, "the plan has nothing for it to do"))
+        while running := self.launches.running:
+            left = deadline_s - (time.monotonic() - start)
+            for generator in wait_any(
+                list(running), left, f"{self.transcript.missing} of {total} responses from {len(running)} engines"
+            ):
+                self.hear(generator)
+            self.on_progress(len(self.stream.completions), total)
+            self.steer()
+        if self.transcript.missing:
+            raise RunError(f"{self.transcript.missing} of {total} responses are missing although every engine reported to be done")
+        return self.stream
+
+    def hear(self, generator: Any) -> None:
+        launch = self.launches.running[generator]
+        instance = launch.instance
+        try:
+            progress, steps, spans = ray.get(next(generator))
+            loaded = _loaded(instance)
+        except StopIteration:
+            del self.launches.running[generator]
+            self.ended(launch)
+            return
+        except RayActorError as error:
+            del self.launches.running[generator]
+            self.died(launch, error)
+            return
+        except RayTaskError as error:
+            failure = instance.failure() or f"{instance.id} failed: {reason_of(error)}"
+            raise RunError(f"rollout engine {failure}") from error
+        launch.heard_s = time.monotonic()
+        self.stream.load_s += [span.to_s - span.from_s for span in loaded]
+        self.stream.steps += steps
+        self.stream.decode_s[instance.id] = self.stream.decode_s.get(instance.id, 0.0) + sum(step.seconds for step in steps)
+        self.pool.ledger.spans([lease.id for lease in instance.leases], [*loaded, *spans])
+        ended, cut = self.transcript.accept(launch.number, instance.id, progress)
+        for moved in self.moving.landed(launch, progress):
+            if self.migration is not None:
+                self.migration.observe(moved.context_tokens, moved.seconds)
+        launch.asked.difference_update(cut.tolist())
+        self.moving.go_on(cut)
+        self.unreserve(ended.tolist())
+
+    def ended(self, launch: Launch) -> None:
+        """An engine's call is over. What it was sent too late goes on in another one; with nothing left it is drained."""
+        owed = self.transcript.owed(launch.number)
+        forgotten = launch.asked & set(owed.tolist())
+        if forgotten:
+            raise RunError(f"rollout engine {launch.instance.id} ended without {len(forgotten)} of its responses")
+        if len(owed):
+            self.launches.send(launch.number, owed)
+        self.unreserve(owed.tolist())
+        self.idle(launch.number)
+
+    def idle(self, number: int) -> None:
+        """Give an engine back, if it has nothing to do and nothing is on its way to it while others work."""
+        instance, busy = self.launches.engines[number], self.launches.of(number) is not None
+        if busy or not self.launches.running or instance not in self.pool.working or self.moving.awaited_by(number):
+            return
+        self.give_back(instance, self.fate())
+
+    def unreserve(self, indices: list[int]) -> None:
+        """These requests go nowhere any more: who waited for them may be without work."""
+        for number in self.moving.stay(indices):
+            self.idle(number)
+
+    def fate(self) -> Decision:
+        """What becomes of the lease of an engine without work."""
+        return self.drained(self.tail_s(), len(self.pool.working) <= self.needed_next)
+
+    def tail_s(self) -> float:
+        """For how long the longest live response goes on, as forecast."""
+        left = np.maximum(self.expected, OUTLIVES * self.transcript.length) - self.transcript.length
+        return float(left[~self.transcript.finished].max(initial=0.0)) * _step_s(self.stream.steps)
+
+    def steer(self) -> None:
+        """Ask the planner for moves, one decision at a time: not while a request is between two engines."""
+        began_s = time.monotonic()
+        if self.migration is None or self.moving.leaving or not self.launches.running or began_s < self.decide_at_s:
+            return
+        wishes = self.migration.decide(self.transcript, self.launches.living(), self.stream.steps)
+        now = time.monotonic()
+        self.decide_at_s = now + max(self.interval_s, (now - began_s) / DECIDING_SHARE)
+        if not wishes.moves:
+            return
+        if wishes.time_saved_s <= 0 and self.fate().action != "Release":
+            return  # it saves leases only, and these would be held for the next phase
+        self.stream.decisions.append(f"{sum(len(wish.requests) for wish in wishes.moves)} moved: {wishes.reason}")
+        for wish in wishes.moves:
+            self.moving.cut(wish)
+
+    def died(self, launch: Launch, error: RayActorError) -> None:
+        """Its requests go on from what was heard: on the living engines at once, or where there are none on its successor."""
+        instance = launch.instance
+        if error.actor_init_failed:  # an exception, not a death: it would be raised again in the next process
+            raise RunError(f"rollout engine {instance.id} could not start: {reason_of(error)}") from error
+        if self.pool.replaced >= self.max_replacements:
+            raise RunError(
+                f"rollout engine {instance.id} died and functions.max_replacements = {self.max_replacements} are used up: "
+                f"{instance.failure() or reason_of(error)}"
+            ) from error
+        orphans = self.transcript.owed(launch.number)
+        self.stream.replaced += 1
+        self.stream.orphans += len(orphans)
+        self.stream.silent_s += time.monotonic() - launch.heard_s
+        others = [number for number in self.launches.living() if number != launch.number]
+        if not others:
+            successor = self.launches.number(self.pool.replace(instance))
+            fetch_weights(self.pool, self.weights)
+            if len(orphans):
+                self.launches.send(successor, orphans)
+            return
+        self.launches.spread(orphans, others, self.expected)
+        self.unreserve(orphans.tolist())
+        here = instance.slot.node in alive_nodes()
+        if here and self.migration is not None and self.tail_s() > self.start_s:
+            self.pool.replace(instance)  # it gets its part by a move, as soon as it can work
+            fetch_weights(self.pool, self.weights)
+        else:
+            self.pool.lose(instance)
+            if here:
+                self.pool.prewarm(instance.slot)  # for the next rollout
 
 
 def _loaded(instance: Instance) -> list[Span]:

@@ -13,6 +13,8 @@ import pytest
 from benchmarks.replay import ReplayedEngine, Script, finish_times, prompt_key
 from benchmarks.replay_world import synthetic_lengths
 from placement.speed import Speed
+from rlhfless_ray.rollout.inbox import Order
+from rlhfless_ray.rollout.transcript import Transcript
 from rlhfless_ray.types import Request
 from tests.conftest import ROOT, environment
 
@@ -34,8 +36,8 @@ def test_an_engine_answers_every_request_with_its_recorded_length_and_a_record_f
     engine = ReplayedEngine({"replay.json": json.dumps(vars(script)).encode()}, {})
     requests = [Request(k, prompts[k % 2], seed, 64, 1.0) for k, seed in enumerate((0, 1, 2, 3))]
     start = time.time()
-    parts = list(engine.rollout(requests, 0.005, 1))
-    lengths = {c.key: len(c.token_ids) for done, _, _ in parts for c in done}
+    parts = list(engine.rollout(1, requests, 0.005, 1))
+    lengths = {done.key: len(done.token_ids) for done in written(requests, parts).values()}
     assert lengths == {r.key: script.length(r) for r in requests}
     steps = [step for _, records, _ in parts for step in records]
     assert len(steps) == max(lengths.values())
@@ -43,6 +45,34 @@ def test_an_engine_answers_every_request_with_its_recorded_length_and_a_record_f
     modelled = Speed(1e-3, 1e-4).rollout_s(np.array(list(lengths.values()))) / 2
     assert time.time() - start >= modelled
     assert parts[-1][2][0].to_s - start == pytest.approx(modelled, abs=0.05)  # the span ends where the model says
+
+
+def written(requests: list[Request], parts: list) -> dict:
+    transcript = Transcript(requests)
+    transcript.give(np.arange(len(requests)), 0)
+    for progress, _, _ in parts:
+        transcript.accept(0, "replayed", progress)
+    return transcript.completions
+
+
+def test_an_engine_cuts_and_goes_on_as_told():
+    script = Script({prompt_key((1, 2)): [50, 80]}, 1e-3, 1e-4, 0.0, 0.0)
+    engine = ReplayedEngine({"replay.json": json.dumps(vars(script)).encode()}, {})
+    first, second = Request(0, (1, 2), 0, 64, 1.0), Request(1, (1, 2), 1, 64, 1.0)
+    call = engine.rollout(7, [first], 0.01, 1)
+    parts = [next(call)]
+    assert not engine.tell(6, Order(cut=(0,))) and engine.tell(7, Order((0,), (second,), "move"))
+    parts += list(call)
+    transcript = Transcript([first, second])
+    transcript.owner[:] = 0
+    ends = [transcript.accept(0, "replayed", progress) for progress, _, _ in parts]
+    assert [i for _, cut in ends for i in cut] == [0] and not transcript.finished[0] and 0 < transcript.length[0] < 50
+    assert transcript.completions[1].finish_reason == "length" and len(transcript.completions[1].token_ids) == 64
+    assert [span.activity for _, _, spans in parts for span in spans].count("transfer") == 1
+    transcript.give(np.array([0]), 0)
+    for progress, _, _ in engine.rollout(8, [transcript.request(0)], 0.01, 1):
+        transcript.accept(0, "replayed", progress)
+    assert len(transcript.completions[0].token_ids) == 50 and transcript.completions[0].finish_reason == "stop"
 
 
 def test_synthetic_lengths_share_their_variance_as_said():

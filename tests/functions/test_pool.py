@@ -15,9 +15,10 @@ from rlhfless_ray.functions.lease import Leases
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.recipe import Functions
+from rlhfless_ray.rollout.progress import STOP, Progress
 from rlhfless_ray.rollout.stage import RolloutStage
 from rlhfless_ray.site import Site
-from rlhfless_ray.types import Completion, Request, Span, WeightVersion
+from rlhfless_ray.types import Request, Span, WeightVersion
 
 pytestmark = pytest.mark.ray
 
@@ -129,10 +130,10 @@ def engine_class() -> type:
             self.weights = version
             return []
 
-        def rollout(self, requests: list, interval_s: float, threads: int):
+        def rollout(self, epoch: int, requests: list, interval_s: float, threads: int):
             assert self.weights is not None, "generated without weights"
             self.calls.append(f"rollout {len(requests)}")
-            yield [Completion(r.key, np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", self.weights) for r in requests], [], []
+            yield Progress.of(self.weights, [(r.key, 0, 1, STOP) for r in requests], [0] * len(requests), np.zeros(len(requests))), [], []
 
         def park(self) -> dict:
             self.calls.append("park")

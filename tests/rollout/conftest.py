@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "learn"))  # tiny_policy, learner_reference
+sys.path.insert(0, str(Path(__file__).parent))  # asking
 
 BLOCK = 32
 

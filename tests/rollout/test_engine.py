@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,58 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from asking import BLOCK, FILES, TIED, VERSIONS, answer, assert_same, put, requests, weights_of
 from learner_reference import load, logprobs
-from safetensors.torch import load as load_tensors
 from tiny_policy import EOS, VOCABULARY, tiny_policy
 
 from rlhfless_ray.types import Completion, Request
 
 pytestmark = pytest.mark.engine
-
-BLOCK = 32
-FILES = {name: tiny_policy(seed, spread=0.15) for seed, name in enumerate("AB")}
-TIED = tiny_policy(5, tied=True, spread=0.15)
-
-
-def weights_of(files: dict[str, bytes]) -> dict[str, np.ndarray]:
-    """As the learner publishes them; read-only, as they come out of Ray's object store."""
-    arrays = {name: tensor.float().numpy() for name, tensor in load_tensors(files["model.safetensors"]).items()}
-    for array in arrays.values():
-        array.setflags(write=False)
-    return arrays
-
-
-def requests(count: int = 24, temperature: float = 1.0, seed: int = 0, longest: int = 40) -> list[Request]:
-    """Every third prompt is longer than two KV blocks; prompts come in pairs, as groups do."""
-    rng = np.random.default_rng(seed)
-    made: list[Request] = []
-    for key in range(count):
-        if key % 2 == 0:
-            size = int(rng.integers(70, 110)) if key % 6 == 0 else int(rng.integers(1, 30))
-            prompt = tuple(rng.integers(2, VOCABULARY, size).tolist())
-        made.append(Request(key, prompt, 1000 + 7 * key, longest, temperature))
-    return made
-
-
-VERSIONS = itertools.count(1)  # a version names one set of weights, for every engine
-
-
-def put(engine: Any, weights: dict[str, np.ndarray]) -> int:
-    engine.load(next(VERSIONS), weights)
-    return engine.version
-
-
-def answer(engine: Any, asked: list[Request], **options: Any) -> dict[int, Completion]:
-    return {done.key: done for part in engine.generate(asked, **options) for done in part}
-
-
-def assert_same(found: dict[int, Completion], wanted: dict[int, Completion]) -> None:
-    assert found.keys() == wanted.keys()
-    for key, one in wanted.items():
-        np.testing.assert_array_equal(found[key].token_ids, one.token_ids)
-        np.testing.assert_allclose(found[key].logprobs, one.logprobs, atol=1e-4)
-        assert found[key].finish_reason == one.finish_reason
-
 
 def torch_logprobs(model: torch.nn.Module, request: Request, done: Completion, temperature: float) -> np.ndarray:
     ids = torch.tensor([*request.token_ids, *done.token_ids.tolist()])
@@ -213,27 +167,6 @@ def test_another_seed_is_another_sample(engine: Any, answers: dict[int, Completi
     assert all(not np.array_equal(other[key].token_ids, answers[key].token_ids) for key in other)
 
 
-def test_a_cut_request_goes_on_as_if_it_had_not_been_cut(engine: Any, answers: dict[int, Completion]) -> None:
-    """What migration will rest on: prompt and first tokens as the new prompt, noise from the offset on."""
-    from vllm import SamplingParams, TokensPrompt
-
-    for key in (0, 3, 6):
-        whole, request = answers[key], requests()[key]
-        cut = len(whole.token_ids) // 2
-        extra = {"key": key, "seed": request.seed, "temperature": 1.0, "offset": cut}
-        rest = SamplingParams(
-            temperature=0.0, max_tokens=40 - cut, stop_token_ids=[EOS], ignore_eos=True, detokenize=False, extra_args=extra
-        )
-        prompt = TokensPrompt(prompt_token_ids=[*request.token_ids, *whole.token_ids[:cut].tolist()], cache_salt="cut")
-        engine.engine.add_request(str(key), prompt, rest)
-        outputs: list[Any] = []
-        while engine.engine.has_unfinished_requests():
-            outputs += engine.engine.step()
-        np.testing.assert_array_equal(outputs[-1].outputs[0].token_ids, whole.token_ids[cut:])
-        found = engine.sampler.take({key: len(whole.token_ids) - cut})[key]
-        np.testing.assert_allclose(found, whole.logprobs[cut:], atol=1e-4)
-
-
 # ---- versions ---------------------------------------------------------------------------------------------------
 
 
@@ -293,7 +226,7 @@ def test_prefixes_are_shared_within_a_version(engine: Any) -> None:
         while engine.engine.has_unfinished_requests():
             outputs += engine.engine.step()
         cached.append(outputs[-1].num_cached_tokens)
-        engine.sampler.take({request.key: 1})
+        engine.sampler.take()
     assert cached == [0, len(asked[0].token_ids) // BLOCK * BLOCK]
 
 
@@ -344,12 +277,15 @@ def test_several_stop_tokens(tmp_path: Any) -> None:
     assert stop_tokens(tmp_path) == [3]
 
 
-def test_completions_are_streamed(engine: Any, answers: dict[int, Completion]) -> None:
+def test_tokens_are_streamed(engine: Any, answers: dict[int, Completion]) -> None:
+    """Every token once and in place, with its log-probability; the transcript would raise at a gap or a repetition."""
     asked = requests()
+    assert_same(answer(engine, asked, interval_s=0.0), answers)
     parts = list(engine.generate(asked, interval_s=0.0))
-    assert len(parts) > 3
-    keys = [done.key for part in parts for done in part]
-    assert sorted(keys) == list(range(len(asked)))
+    assert len(parts) == max(len(done.token_ids) for done in answers.values())
+    assert all((part.counts == 1).all() for part in parts)
+    rest = list(engine.generate(asked))
+    assert [len(part) for part in rest] == [len(asked)] and (rest[0].ends > 0).all()
     assert [part for part in engine.generate([])] == []
 
 

@@ -96,6 +96,7 @@ def test_a_stream_does_not_depend_on_how_much_of_it_is_asked_for(
     """A request that is cut after `some` tokens goes on with the noise it would have had."""
     whole = sampling.uniforms(seed, some + more)
     np.testing.assert_array_equal(sampling.uniforms(seed, some), whole[:some])
+    np.testing.assert_array_equal(sampling.uniforms(seed, more, some), whole[some:])
     assert ((whole >= 0) & (whole < 1)).all()
 
 
@@ -142,18 +143,19 @@ def test_rows_follow_the_batch_when_it_is_reordered(sampling: ModuleType) -> Non
     assert sampler.running == 3 and sampler.context_tokens == 9 + sum(len(outputs[key]) for key in (17, 13, 10))
 
 
-def test_log_probabilities_are_handed_out_once_by_key(sampling: ModuleType) -> None:
+def test_what_was_drawn_is_handed_out_once_in_order(sampling: ModuleType) -> None:
     from types import SimpleNamespace
 
     sampler = sampling.KeyedSampler(SimpleNamespace(), torch.device("cpu"), False)
+    assert [len(part) for part in sampler.take()] == [0, 0, 0]
     for position in range(3):
         logprobs = torch.tensor([-1.0 - position, -10.0 - position])
         sampler.records.append((np.array([7, 8]), np.full(2, position), logprobs))
-    sampler.records.append((np.array([7]), np.array([2]), torch.tensor([-9.0])))  # drawn again: the last one counts
-    np.testing.assert_array_equal(sampler.take({7: 3})[7], np.float32([-1, -2, -9]))
-    np.testing.assert_array_equal(sampler.take({8: 2})[8], np.float32([-10, -11]))
-    assert np.isnan(sampler.take({7: 1})[7]).all()
-    assert sampler.records == []
+    sampler.records.append((np.array([7]), np.array([2]), torch.tensor([-9.0])))  # drawn again
+    keys, positions, logprobs = sampler.take()
+    assert keys.tolist() == [7, 8, 7, 8, 7, 8, 7] and positions.tolist() == [0, 0, 1, 1, 2, 2, 2]
+    assert logprobs.tolist() == [-1, -10, -2, -11, -3, -12, -9] and logprobs.dtype == np.float32
+    assert len(sampler.take()[0]) == 0
 
 
 def test_a_request_without_its_seed_is_refused(sampling: ModuleType) -> None:

@@ -16,6 +16,7 @@ from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import Leases
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool import Pool
+from rlhfless_ray.rollout.progress import Progress
 from rlhfless_ray.types import Request, WeightVersion
 
 pytestmark = pytest.mark.ray
@@ -46,11 +47,11 @@ def engine_class(fails_in: str) -> type:
             self.engine.append(version)
             return []
 
-        def rollout(self, requests: list[Request], interval_s: float, threads: int) -> Iterator[Any]:
+        def rollout(self, epoch: int, requests: list[Request], interval_s: float, threads: int) -> Iterator[Any]:
             self.engine.append(len(requests))
             if fails_in == "rollout":
                 raise RuntimeError("request 0: out of blocks")
-            yield [], [], []
+            yield Progress.of(4, [], [], np.zeros(0)), [], []
 
     return Engine
 
@@ -63,6 +64,7 @@ def engine_class(fails_in: str) -> type:
         ("death", r"max_replacements = 1 are used up: rollout-\d+ could not start: The actor died unexpectedly"),
         ("load", r"^rollout engine rollout-\d+ could not load its weights: weight version 4 arrived damaged$"),
         ("rollout", r"^rollout engine rollout-\d+ failed: request 0: out of blocks$"),
+        ("nothing", r"^rollout engine rollout-\d+ ended without 1 of its responses$"),
     ],
 )
 def test_a_failed_engine_says_in_one_line_what_failed_first(ray_cluster, fails_in, said):

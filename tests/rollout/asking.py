@@ -1,0 +1,62 @@
+"""Requests to a real engine, its answers, and what equal answers are."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+from safetensors.torch import load as load_tensors
+from tiny_policy import VOCABULARY, tiny_policy
+
+from rlhfless_ray.rollout.transcript import Transcript
+from rlhfless_ray.types import Completion, Request
+
+BLOCK = 32
+FILES = {name: tiny_policy(seed, spread=0.15) for seed, name in enumerate("AB")}
+TIED = tiny_policy(5, tied=True, spread=0.15)
+
+
+def weights_of(files: dict[str, bytes]) -> dict[str, np.ndarray]:
+    """As the learner publishes them; read-only, as they come out of Ray's object store."""
+    arrays = {name: tensor.float().numpy() for name, tensor in load_tensors(files["model.safetensors"]).items()}
+    for array in arrays.values():
+        array.setflags(write=False)
+    return arrays
+
+
+def requests(count: int = 24, temperature: float = 1.0, seed: int = 0, longest: int = 40) -> list[Request]:
+    """Every third prompt is longer than two KV blocks; prompts come in pairs, as groups do."""
+    rng = np.random.default_rng(seed)
+    made: list[Request] = []
+    for key in range(count):
+        if key % 2 == 0:
+            size = int(rng.integers(70, 110)) if key % 6 == 0 else int(rng.integers(1, 30))
+            prompt = tuple(rng.integers(2, VOCABULARY, size).tolist())
+        made.append(Request(key, prompt, 1000 + 7 * key, longest, temperature))
+    return made
+
+
+VERSIONS = itertools.count(1)  # a version names one set of weights, for every engine
+
+
+def put(engine: Any, weights: dict[str, np.ndarray]) -> int:
+    engine.load(next(VERSIONS), weights)
+    return engine.version
+
+
+def answer(engine: Any, asked: list[Request], **options: Any) -> dict[int, Completion]:
+    transcript = Transcript(asked)
+    transcript.give(np.arange(len(asked)), 0)
+    for progress in engine.generate(asked, **options):
+        transcript.accept(0, "engine", progress)
+    assert not transcript.missing
+    return transcript.completions
+
+
+def assert_same(found: dict[int, Completion], wanted: dict[int, Completion]) -> None:
+    assert found.keys() == wanted.keys()
+    for key, one in wanted.items():
+        np.testing.assert_array_equal(found[key].token_ids, one.token_ids)
+        np.testing.assert_allclose(found[key].logprobs, one.logprobs, atol=1e-4)
+        assert found[key].finish_reason == one.finish_reason

@@ -1,0 +1,206 @@
+"""Requests that are cut and go on, on real engines: what comes out is what an uncut one gives, token for token.
+
+Engines in float32. Log-probabilities are compared to 1e-4 (`assert_same`): a context that was computed in one piece and the same one
+token by token differ in the last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from asking import BLOCK, FILES, VERSIONS, answer, assert_same, requests, weights_of
+
+from rlhfless_ray.rollout.inbox import Inbox, Order
+from rlhfless_ray.rollout.progress import CUT
+from rlhfless_ray.rollout.transcript import Transcript
+from rlhfless_ray.types import Completion, Request
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def engines(new_engine: Callable[..., Any]) -> list[Any]:
+    """Three that have nothing in common but the policy: sequences at once, block size, room in the cache."""
+    made = [
+        new_engine(FILES["A"]), new_engine(FILES["A"], max_running=20, block_size=2 * BLOCK, kv_cache_mb=1),
+        new_engine(FILES["A"], max_running=3),
+    ]
+    version = next(VERSIONS)
+    for engine in made:
+        engine.load(version, weights_of(FILES["A"]))
+    return made
+
+
+@pytest.fixture(scope="module")
+def whole(engines: list[Any]) -> Callable[[list[Request]], dict[int, Completion]]:
+    return lambda asked: answer(engines[0], asked)
+
+
+class Relay:
+    """Engines side by side in this process, one step each in turn, and a transcript that refuses gaps and repetitions."""
+
+    def __init__(self, engines: list[Any], asked: list[Request]) -> None:
+        self.engines, self.asked = engines, asked
+        self.transcript = Transcript(asked)
+        self.inbox = [Inbox() for _ in engines]
+        self.calls: list[Iterator[Any] | None] = [None for _ in engines]
+        self.epoch = self.cuts = self.steps = 0
+        self.aim: dict[int, int] = {}
+        self.at: set[int] = set()  # response positions of cuts
+
+    def send(self, indices: list[int], engine: int) -> None:
+        if not indices:
+            return
+        asked = self.transcript.give(np.array(indices), engine)
+        if self.calls[engine] is not None and self.inbox[engine].tell(self.epoch, Order(add=tuple(asked))):
+            return
+        self.inbox[engine].open(self.epoch)
+        self.calls[engine] = self.engines[engine].generate(asked, 0.0, self.inbox[engine])
+
+    def cut(self, i: int, target: int) -> None:
+        source = int(self.transcript.owner[i])
+        if self.inbox[source].tell(self.epoch, Order(cut=(self.asked[i].key,))):
+            self.aim[i] = target
+
+    def turn(self) -> None:
+        for number, call in enumerate(self.calls):
+            progress = next(call, None) if call is not None else None
+            if progress is None:
+                self.calls[number] = None
+                continue
+            self.steps += 1
+            ended, cut = self.transcript.accept(number, str(number), progress)
+            assert set(np.flatnonzero(progress.ends == CUT)) == {int(np.flatnonzero(progress.keys == self.asked[i].key)[0]) for i in cut}
+            for i in ended.tolist():
+                self.aim.pop(i, None)
+            for i in cut.tolist():
+                self.cuts += 1
+                self.at.add(int(self.transcript.length[i]))
+                self.send([i], self.aim.pop(i))
+
+    def run(self, decide: Callable[[], None]) -> dict[int, Completion]:
+        while self.transcript.missing:
+            decide()
+            self.turn()
+            assert self.steps < 20_000
+        return self.transcript.completions
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_cut_at_random_points_any_number_of_times_nothing_changes(
+    engines: list[Any], whole: Callable[..., Any], count: int, temperature: float
+) -> None:
+    asked = requests(temperature=temperature, seed=20 + count)
+    wanted = whole(asked)
+    rng = np.random.default_rng(count)
+    relay = Relay(engines[:count], asked)
+    for engine, part in enumerate(np.array_split(np.arange(len(asked)), count)):
+        relay.send(part.tolist(), engine)
+
+    def decide() -> None:
+        for i in np.flatnonzero(~relay.transcript.finished & (rng.random(len(asked)) < 0.08)).tolist():
+            if i not in relay.aim and relay.transcript.owner[i] >= 0:
+                relay.cut(i, int(rng.integers(count)))
+
+    assert_same(relay.run(decide), wanted)
+    assert relay.cuts > 30 and 0 in relay.at
+
+
+def test_every_position_can_be_cut(engines: list[Any], whole: Callable[..., Any]) -> None:
+    """One request that is not ended by itself, cut before every one of its tokens, the first and the last included."""
+    asked = requests(96, seed=31)
+    long = next(r for r in asked if whole([r])[r.key].finish_reason == "length")
+    relay = Relay(engines[:2], [long])
+    relay.send([0], 0)
+
+    def decide() -> None:
+        if not relay.aim and relay.transcript.owner[0] >= 0:
+            relay.cut(0, 1 - int(relay.transcript.owner[0]))
+
+    fresh = relay.run(decide)
+    assert_same(fresh, whole([long]))
+    assert {0, 1, long.max_tokens - 1} <= relay.at and relay.cuts >= long.max_tokens - 1
+
+
+def test_a_continuation_that_is_thrown_out_of_the_cache_keeps_its_place(
+    engines: list[Any], whole: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM preempts by computing everything again: prompt, the tokens from before the cut, and those since."""
+    asked = [replace(r, key=i, max_tokens=120) for i, r in enumerate(r for r in requests(96, seed=40) if len(r.token_ids) > 2 * BLOCK)]
+    wanted = whole(asked)
+    going = [
+        replace(r, generated=tuple(wanted[r.key].token_ids[: len(wanted[r.key].token_ids) // 3].tolist())) for r in asked
+    ]
+    small = engines[1]
+    scheduler = small.engine.engine_core.engine_core.scheduler
+    thrown_out: list[Any] = []
+    preempt = scheduler._preempt_request
+    monkeypatch.setattr(scheduler, "_preempt_request", lambda r, *a, **k: (thrown_out.append(r), preempt(r, *a, **k)))
+    transcript = Transcript(asked)
+    for request in going:  # as if an engine before had told the first third
+        transcript.length[request.key] = len(request.generated)
+        transcript._pieces[request.key] = [
+            (wanted[request.key].token_ids[: len(request.generated)], wanted[request.key].logprobs[: len(request.generated)])
+        ]
+    transcript.owner[:] = 0
+    for progress in small.generate(going, 0.0):
+        transcript.accept(0, "small", progress)
+    assert_same(transcript.completions, wanted)
+    assert len(thrown_out) >= 3 and any(len(r.output_token_ids) > 0 for r in thrown_out)
+
+
+def test_orders_for_another_call_are_nobodys(engines: list[Any], whole: Callable[..., Any]) -> None:
+    asked = requests(6, seed=50)
+    inbox = Inbox()
+    assert not inbox.tell(1, Order(cut=(0,)))
+    inbox.open(2)
+    assert not inbox.tell(1, Order(cut=(0,))) and inbox.tell(2, Order(cut=(99,)))  # a key that is not here: nothing happens
+    transcript = Transcript(asked)
+    transcript.give(np.arange(len(asked)), 0)
+    for progress in engines[0].generate(asked, 0.0, inbox):
+        transcript.accept(0, "engine", progress)
+    assert_same(transcript.completions, whole(asked))
+    assert not inbox.tell(2, Order(cut=(0,)))  # the call is over
+    assert inbox.take() == []
+
+
+def test_the_first_token_of_an_added_request_is_told_at_once(engines: list[Any]) -> None:
+    """Who moved it waits; nothing else is told before its time."""
+    first, second = requests(2, seed=60)
+    inbox = Inbox()
+    inbox.open(1)
+    call = engines[0].generate([replace(first, max_tokens=200)], 3600.0, inbox)
+    inbox.tell(1, Order(cut=(12345,)))
+    assert next(call).keys.tolist() == []  # an order to cut is answered at once, whatever there is
+    inbox.tell(1, Order(add=(second,)))
+    told = next(call)
+    assert dict(zip(told.keys.tolist(), told.counts.tolist(), strict=True))[second.key] == 1
+    with pytest.raises(RuntimeError, match=f"request {second.key} is at work"):
+        inbox.tell(1, Order(add=(second,)))
+        next(call)
+    assert not engines[0].live and not engines[0].engine.has_unfinished_requests()
+
+
+def test_the_time_an_order_takes_is_told_apart_from_work() -> None:
+    from rlhfless_ray.rollout.actor import around
+    from rlhfless_ray.types import Span
+
+    move = Span("transfer", "move 3 sequences to rollout-2", 4.0, 4.5)
+    assert around([move], "generate", 3.0, 6.0) == [
+        Span("work", "generate", 3.0, 4.0), move, Span("work", "generate", 4.5, 6.0)
+    ]
+
+
+def test_work_of_keeping_log_probabilities_grows_with_the_tokens_only(sampling: Any) -> None:
+    """Nothing that was handed out is looked at again."""
+    import torch
+
+    sampler = sampling.KeyedSampler(None, torch.device("cpu"), False)
+    for step in range(50):
+        sampler.records.append((np.arange(8), np.full(8, step), torch.zeros(8)))
+        assert len(sampler.take()[0]) == 8 and sampler.records == []
