@@ -1,0 +1,25 @@
+"""Dynamic sampling: which prompts' groups are worth learning from."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def kept_groups(scores: np.ndarray, low: float = 0.0, high: float = 1.0) -> np.ndarray:
+    """True where the group's mean score lies strictly between the bounds (Yu et al. 2025, DAPO, equation 11,
+    arXiv 2503.14476: neither all right nor all wrong).
+
+    scores (prompts, samples), NaN where there is none: the mean is over those there are, and a group without any is not kept.
+    Returns (prompts,) bool. Raises ValueError unless low < high.
+    """
+    if not low < high:
+        raise ValueError(f"filter range from {low:g} to {high:g}: the first must be smaller than the second")
+    known = np.isfinite(scores)
+    count = known.sum(axis=1)
+    total = np.where(known, scores, 0.0).astype(np.float64).sum(axis=1)
+    mean = total / np.maximum(count, 1)
+    # exact at the bounds whatever the rounding of the mean: equal scores have the score itself as their mean
+    lowest = np.where(known, scores, np.inf).min(axis=1, initial=np.inf)
+    highest = np.where(known, scores, -np.inf).max(axis=1, initial=-np.inf)
+    mean = np.clip(mean, np.minimum(lowest, highest), np.maximum(lowest, highest))
+    return (count > 0) & (mean > low) & (mean < high)

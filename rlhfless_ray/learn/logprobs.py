@@ -1,0 +1,87 @@
+"""Log-probabilities and entropies of given tokens, without the logits of all of them at once.
+
+Over a vocabulary of 150,000 the float32 logits of 8,192 tokens are 5 GB, and a plain log-softmax with its gradient holds
+several such matrices. Here the head runs on a few tokens at a time, forward and again backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_BYTES = 1 << 28  # of one chunk's float32 logits; about three times as much is held while it is worked on
+
+
+def chunked_logprobs(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, vocabulary: int, temperature: float = 1.0,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """log softmax(head(hidden) / temperature) at the targets, and the entropy of that distribution; both (tokens,) float32
+    (float64 for a float64 head), both differentiable.
+
+    head: the model's output head, hidden (tokens, width) → logits (tokens, vocabulary); called as a module, once per chunk
+    forward and, where gradients are wanted, once more backward, so adapters, biases, soft caps and ZeRO 3's gathering of its
+    weights work as in the model. hidden (tokens, width); targets (tokens,) int64; chunk_tokens defaults to what fits into
+    CHUNK_BYTES. The gradient is exact, not approximated; a bfloat16 head's weights get it summed over the chunks in bfloat16.
+    Raises ValueError when the temperature is not positive.
+    """
+    if not temperature > 0:
+        raise ValueError(f"the temperature is {temperature:g}, must be positive")
+    size = chunk_tokens or max(1, CHUNK_BYTES // (4 * vocabulary))
+
+    def part(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        return TargetLogprobs.apply(head(h), t, temperature)
+
+    # no tokens still is a chunk: a rank without work takes part in the collectives that the head may need
+    pieces = list(zip(hidden.split(size), targets.split(size), strict=True)) if len(targets) else [(hidden, targets)]
+    if torch.is_grad_enabled():
+        done = [checkpoint(part, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in pieces]
+    else:
+        done = [part(h, t) for h, t in pieces]
+    logprobs, entropies = zip(*done, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+class TargetLogprobs(torch.autograd.Function):
+    """One chunk: logits (tokens, vocabulary) → log-probabilities and entropies, (tokens,), with the gradient in closed form.
+
+    With z = logits / T and p = softmax(z): ∂log p_t/∂z = onehot(t) - p and ∂H/∂z = -p·(z - E_p[z]). Keeps the logits as they
+    came, in their own type; autograd's own graph would keep three float32 matrices.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        z = _scaled(logits, temperature)
+        total = torch.logsumexp(z, dim=-1)
+        logprobs = z.gather(-1, targets[:, None]).squeeze(-1) - total
+        p = z.sub(total[:, None]).exp_()
+        mean = torch.linalg.vecdot(p, _finite(z))
+        ctx.save_for_backward(logits, targets, total, mean)
+        ctx.temperature = temperature
+        return logprobs, total - mean
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        by_logprob, by_entropy = gradients
+        logits, targets, total, mean = ctx.saved_tensors
+        z = _scaled(logits, ctx.temperature)
+        p = z.sub(total[:, None]).exp_()
+        # -p·(g + h·(z - mean)), and g more at the target
+        slope = _finite(z).sub_(mean[:, None]).mul_(by_entropy[:, None]).add_(by_logprob[:, None]).mul_(p).neg_()
+        slope.scatter_add_(-1, targets[:, None], by_logprob[:, None])
+        return slope.div_(ctx.temperature).to(logits.dtype), None, None
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """logits / temperature in at least float32, in a tensor of its own."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(wide, copy=True).div_(temperature)
+
+
+def _finite(z: Tensor) -> Tensor:
+    """In place: a logit of -inf (a token that cannot be drawn) has p = 0 and contributes nothing, not 0·(-inf)."""
+    return z.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=0.0)

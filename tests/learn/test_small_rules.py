@@ -1,0 +1,100 @@
+"""KL controllers, dynamic filtering and the moving average of weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfless_ray.learn.ema import ema_update
+from rlhfless_ray.learn.filtering import kept_groups
+from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
+
+
+@given(st.lists(st.floats(0, 20), max_size=6), st.integers(1, 1000))
+@settings(max_examples=100, deadline=None)
+def test_adaptive_controller_is_the_product_of_its_steps(kls: list[float], samples: int) -> None:
+    controller, expected = AdaptiveKL(0.2, target=6.0, horizon=10_000), 0.2
+    for kl in kls:
+        controller = controller.after(kl, samples)
+        expected *= 1 + float(np.clip(kl / 6 - 1, -0.2, 0.2)) * samples / 10_000
+    assert controller.coefficient == pytest.approx(expected, rel=1e-12)
+
+
+def test_controllers_steer_and_can_be_saved() -> None:
+    start = AdaptiveKL(0.1, target=1.0)
+    assert start.after(5.0, 512).coefficient == pytest.approx(0.1 * (1 + 0.2 * 512 / 10_000))
+    assert start.after(0.0, 512).coefficient < 0.1 == start.after(1.0, 512).coefficient
+    later = start.after(1.1, 64)
+    assert AdaptiveKL(**json.loads(json.dumps(asdict(later)))) == later
+    fixed = FixedKL(0.01)
+    assert fixed.after(100.0, 512) == fixed
+    for target, horizon in ((0.0, 10), (1.0, 0), (math.nan, 10)):
+        with pytest.raises(ValueError, match="must be positive"):
+            AdaptiveKL(0.1, target, horizon)
+
+
+@given(
+    st.lists(st.lists(st.one_of(st.just(math.nan), st.sampled_from([0.0, 0.1, 0.5, 1.0])), min_size=3, max_size=3), min_size=1, max_size=6),
+    st.sampled_from([(0.0, 1.0), (0.1, 0.5), (-1.0, 0.5)]),
+)
+@settings(max_examples=200, deadline=None)
+def test_groups_strictly_inside_are_kept(scores: list[list[float]], bounds: tuple[float, float]) -> None:
+    from fractions import Fraction
+
+    found = kept_groups(np.array(scores), *bounds)
+    for group, kept in zip(scores, found.tolist(), strict=True):
+        known = [Fraction(s) for s in group if not math.isnan(s)]
+        exact = sum(known) / len(known) if known else None
+        assert kept == (exact is not None and Fraction(bounds[0]) < exact < Fraction(bounds[1]))
+
+
+def test_equal_scores_at_a_bound_are_not_kept_whatever_the_rounding() -> None:
+    for count in range(1, 40):
+        scores = np.full((1, count), 0.1)
+        assert not kept_groups(scores, 0.1, 1.0)[0] and not kept_groups(scores, 0.0, 0.1)[0]
+
+
+def test_filter_edges() -> None:
+    assert kept_groups(np.zeros((0, 4))).shape == (0,)
+    assert not kept_groups(np.zeros((3, 0))).any()
+    assert kept_groups(np.array([[True, False], [True, True]])).tolist() == [True, False]
+    with pytest.raises(ValueError, match="first must be smaller"):
+        kept_groups(np.zeros((1, 1)), 1.0, 0.0)
+
+
+def test_moving_average_is_the_weighted_sum_of_all_there_was() -> None:
+    generator = torch.Generator().manual_seed(0)
+    history = [{"a": torch.randn(3, 2, generator=generator), "b": torch.randn(4, generator=generator)} for _ in range(6)]
+    average = {name: x.double() for name, x in history[0].items()}
+    for weights in history[1:]:
+        ema_update(average, weights, 0.9)
+    for name in ("a", "b"):
+        expected = 0.9**5 * history[0][name].double()
+        expected += sum(0.1 * 0.9 ** (5 - k) * history[k][name].double() for k in range(1, 6))
+        torch.testing.assert_close(average[name], expected)
+
+
+def test_moving_average_of_bfloat16_weights_moves_in_float32() -> None:
+    average, weights = {"a": torch.ones(1)}, {"a": torch.tensor([1.0078125], dtype=torch.bfloat16)}
+    for _ in range(100):
+        ema_update(average, weights, 0.992)
+    assert float(average["a"]) == pytest.approx(1 + 0.0078125 * (1 - 0.992**100), abs=1e-6)
+    assert average["a"].dtype == torch.float32
+
+
+def test_moving_average_keeps_its_tensors_and_builds_no_graph() -> None:
+    average, weight = {"a": torch.zeros(2)}, torch.ones(2, requires_grad=True)
+    where = average["a"].data_ptr()
+    ema_update(average, {"a": weight}, 0.0)
+    assert average["a"].data_ptr() == where and average["a"].tolist() == [1, 1] and not average["a"].requires_grad
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        ema_update(average, {"a": weight}, 1.2)
+    with pytest.raises(ValueError, match="b"):
+        ema_update(average, {"a": weight, "b": weight}, 0.5)
