@@ -12,10 +12,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 ADDRESS_BYTES = 16
+
+
+def salt(version: int) -> str:
+    """What a policy version adds to everything that is cached under it, in the engine and outside."""
+    return f"version {version}"
 
 
 def root(fingerprint: bytes, version: str) -> bytes:
@@ -34,8 +40,9 @@ def chain(start: bytes, tokens: Sequence[int] | np.ndarray, block_size: int) -> 
     return found
 
 
-def reusable(tokens: Sequence[int]) -> Sequence[int]:
-    """The part of a prompt whose KV can be taken from elsewhere: all but the last token, whose logits have to be computed."""
+def reusable(tokens: Any) -> Any:
+    """The part of a prompt (a sequence of token ids) whose KV can be taken from elsewhere: all but the last token, whose logits
+    have to be computed."""
     return tokens[:-1]
 
 
@@ -80,7 +87,7 @@ class Prefixes:
 
 
 def distinct_prefixes(
-    prompts: Iterable[Sequence[int]], block_size: int, start: bytes = b"", *, partial: bool = True
+    prompts: Iterable[Sequence[int] | np.ndarray], block_size: int, start: bytes = b"", *, partial: bool = True
 ) -> Prefixes:
     """The distinct block prefixes of the reusable part of `prompts` (token ids); what prompts share from their beginning on, in
     whole blocks, is there once. `partial`: with the partly filled last blocks. Raises ValueError for a block size below 1."""

@@ -26,16 +26,17 @@ def checksum(address: bytes, page: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Pages that travel together, so that there are few objects."""
+    """Pages that travel together, so that there are few objects. `start`: the root of their addresses."""
 
+    start: bytes
     addresses: tuple[bytes, ...]
     pages: np.ndarray  # (pages, page_bytes) uint8
     checksums: tuple[int, ...]
 
     @classmethod
-    def seal(cls, addresses: Sequence[bytes], pages: np.ndarray) -> Bundle:
+    def seal(cls, start: bytes, addresses: Sequence[bytes], pages: np.ndarray) -> Bundle:
         sums = tuple(checksum(address, page) for address, page in zip(addresses, pages, strict=True))
-        return cls(tuple(addresses), pages, sums)
+        return cls(start, tuple(addresses), pages, sums)
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ class Kind:
     fingerprint: bytes
     block_size: int
     page_bytes: int
+
+    def start(self, version: str) -> bytes:
+        """The root of their addresses under a policy version (the requests' cache salt)."""
+        return root(self.fingerprint + f" {self.block_size} {self.page_bytes}".encode(), version)
 
 
 class PageStore:
@@ -71,24 +76,31 @@ class PageStore:
     # ---- in --------------------------------------------------------------------------------------------------
 
     def addresses(self, version: str, tokens: Sequence[int]) -> list[bytes]:
-        """Of the pages of these tokens under a policy version (the requests' cache salt). Raises RuntimeError before there is
-        an engine."""
+        """Of the pages of these tokens under a policy version (the requests' cache salt)."""
+        return chain(self.made.start(version), tokens, self.made.block_size)
+
+    @property
+    def made(self) -> Kind:
+        """The kind, once there is an engine. Raises RuntimeError before, and where it cannot take part."""
         if self.kind is None:
             raise RuntimeError(f"this engine has no pages: {self.refused or 'it is not built yet'}")
-        return chain(root(self.kind.fingerprint, version), tokens, self.kind.block_size)
+        return self.kind
 
     def wanted(self, version: str, prompts: Iterable[Sequence[int]]) -> set[bytes]:
         """Addresses of every page that the prompts could use."""
         return {address for tokens in set(map(tuple, prompts)) for address in self.addresses(version, reusable(tokens))}
 
-    def put(self, bundle: Bundle, wanted: set[bytes]) -> int:
-        """Take the pages that are wanted and sound; returns how many. The others are refused and counted: pages of another
-        model, dtype, block size or version are `foreign` (their addresses are), damaged ones `damaged`."""
-        taken = 0
+    def put(self, bundle: Bundle, version: str, wanted: set[bytes]) -> int:
+        """Take the pages that are wanted and sound; returns how many. Damaged ones are counted as `damaged`, and those of
+        another model, dtype, block size or version, whose addresses begin elsewhere, as `foreign`. A bundle also has pages of
+        other prompts, which nobody here wants: they are left where they are."""
+        taken, mine = 0, bundle.start == self.made.start(version)
         for address, page, told in zip(bundle.addresses, bundle.pages, bundle.checksums, strict=True):
-            if address not in wanted:
+            if not mine:
                 self.counts["foreign"] += 1
-            elif self.kind is None or page.nbytes != self.kind.page_bytes or checksum(address, page) != told:
+            elif address not in wanted:
+                continue
+            elif page.nbytes != self.made.page_bytes or checksum(address, page) != told:
                 self.counts["damaged"] += 1
             else:
                 self.rows[address] = page

@@ -22,13 +22,13 @@ def store_of(fingerprint: bytes = b"engine", block_size: int = 4, page_bytes: in
 def bundle_of(store: PageStore, version: str = "version 1") -> Bundle:
     addresses = store.addresses(version, TOKENS[:-1])
     pages = np.random.default_rng(0).integers(0, 256, (len(addresses), BYTES)).astype(np.uint8)
-    return Bundle.seal(addresses, pages)
+    return Bundle.seal(store.made.start(version), addresses, pages)
 
 
 def test_own_pages_are_taken() -> None:
     store = store_of()
     bundle = bundle_of(store)
-    assert store.put(bundle, store.wanted("version 1", [TOKENS])) == 3
+    assert store.put(bundle, "version 1", store.wanted("version 1", [TOKENS])) == 3
     found = store.match(store.addresses("version 1", TOKENS[:-1]), 1)
     np.testing.assert_array_equal(np.stack(found), bundle.pages[1:])
     assert store.counts == {"put": 3}
@@ -45,8 +45,21 @@ def test_own_pages_are_taken() -> None:
 def test_foreign_pages_are_refused_by_their_address(maker: PageStore, version: str) -> None:
     store = store_of()
     bundle = bundle_of(maker, version)
-    assert store.put(bundle, store.wanted("version 1", [TOKENS])) == 0
+    assert store.put(bundle, "version 1", store.wanted("version 1", [TOKENS])) == 0
     assert store.counts["foreign"] == len(bundle.addresses) and not store.rows
+
+
+def test_pages_of_other_prompts_in_a_bundle_are_no_fault() -> None:
+    store = store_of()
+    assert store.put(bundle_of(store), "version 1", set(store.addresses("version 1", TOKENS[:4]))) == 1
+    assert store.counts == {"put": 1}
+
+
+def test_a_page_that_only_claims_to_be_of_this_kind_is_not_found() -> None:
+    """The root that a bundle names is a label; what counts are the addresses."""
+    store, other = store_of(), store_of(fingerprint=b"another")
+    bundle = replace(bundle_of(other), start=store.made.start("version 1"))
+    assert store.put(bundle, "version 1", store.wanted("version 1", [TOKENS])) == 0 and not store.rows
 
 
 def test_a_damaged_page_is_refused_and_its_neighbours_are_not() -> None:
@@ -54,7 +67,7 @@ def test_a_damaged_page_is_refused_and_its_neighbours_are_not() -> None:
     bundle = bundle_of(store)
     pages = bundle.pages.copy()
     pages[1, 17] ^= 1
-    assert store.put(replace(bundle, pages=pages), store.wanted("version 1", [TOKENS])) == 2
+    assert store.put(replace(bundle, pages=pages), "version 1", store.wanted("version 1", [TOKENS])) == 2
     assert store.counts["damaged"] == 1
     assert len(store.match(store.addresses("version 1", TOKENS[:-1]), 0)) == 1, "what lies behind a gap cannot be used"
 
@@ -63,13 +76,13 @@ def test_whole_pages_under_each_others_address_are_refused() -> None:
     store = store_of()
     bundle = bundle_of(store)
     swapped = replace(bundle, pages=bundle.pages[[1, 0, 2]], checksums=tuple(bundle.checksums[i] for i in (1, 0, 2)))
-    assert store.put(swapped, store.wanted("version 1", [TOKENS])) == 1
+    assert store.put(swapped, "version 1", store.wanted("version 1", [TOKENS])) == 1
     assert store.counts["damaged"] == 2
 
 
 def test_pages_of_another_size_are_refused() -> None:
     store = store_of(page_bytes=BYTES // 2)
-    assert store.put(bundle_of(store), store.wanted("version 1", [TOKENS])) == 0
+    assert store.put(bundle_of(store), "version 1", store.wanted("version 1", [TOKENS])) == 0
     assert store.counts["damaged"] == 3
 
 

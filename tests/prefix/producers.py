@@ -1,0 +1,70 @@
+"""Stand-ins for engines: they make pages whose content follows from the address, and count what they compute."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from rlhfless_ray.prefix.pages import Kind, PageStore
+
+KIND = Kind(b"engine", 4, 256)
+
+
+def page_of(address: bytes, size: int = KIND.page_bytes) -> np.ndarray:
+    return np.frombuffer(hashlib.shake_256(address).digest(size), np.uint8)
+
+
+def producer_class() -> type:
+    """Local, so that Ray ships it by value."""
+
+    class FakeProducer:
+        def __init__(self, delay_s: float = 0.0, kind: Kind = KIND) -> None:
+            self.delay_s, self.its_kind = delay_s, kind
+            self.computed: list[bytes] = []
+
+        def kind(self) -> Kind:
+            return self.its_kind
+
+        def prefill(
+            self, version: int, prefixes: Sequence[np.ndarray], bundles: Sequence[Sequence[bytes]], needs: Sequence[Any],
+            within_s: float, threads: int,
+        ) -> tuple[Any, ...]:
+            import time
+
+            import ray
+
+            from rlhfless_ray.prefix.actor import Fetched, Prefilled
+            from rlhfless_ray.prefix.address import chain, salt
+            from rlhfless_ray.prefix.pages import Bundle
+
+            here = {address for ref in needs for address in ray.get(ref).addresses}
+            time.sleep(self.delay_s)
+            start, tokens, before = self.its_kind.start(salt(version)), 0, len(self.computed)
+            for prefix in prefixes:
+                for depth, address in enumerate(chain(start, prefix, self.its_kind.block_size)):
+                    if address not in here:
+                        here.add(address)
+                        self.computed.append(address)
+                        tokens += min(self.its_kind.block_size, len(prefix) - depth * self.its_kind.block_size)
+            done = Prefilled(tokens, len(self.computed) - before, self.its_kind.page_bytes, 0.0, 0.0, 0.0, Fetched(), [])
+            return done, *(Bundle.seal(start, b, np.stack([page_of(a, self.its_kind.page_bytes) for a in b])) for b in bundles)
+
+        def log(self) -> list[bytes]:
+            return self.computed
+
+    return FakeProducer
+
+
+def taker(kind: Kind = KIND) -> Any:
+    """A rollout instance's end without an engine, in this process."""
+    from rlhfless_ray.prefix.actor import PageActor
+
+    made = PageActor.__new__(PageActor)
+    store = PageStore()
+    store.kind = kind
+    made.engine = SimpleNamespace(pages=store)
+    return made
