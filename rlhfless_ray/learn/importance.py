@@ -93,13 +93,13 @@ def correction_weights(
     """
     learner, sampler = (x.detach().to(torch.promote_types(x.dtype, torch.float32)) for x in (learner_logprobs, sampler_logprobs))
     difference = learner - sampler
-    raw = _per_unit(difference, correction.weight, sequence, sequences).exp()
+    raw = _ratios(difference, correction.weight, sequence, sequences)
     weights = raw.clamp(correction.weight_low, correction.weight_high)
     changed = weights != raw
     if correction.gate == "off":
         return weights, changed
     if correction.gate == "ratio":
-        statistic = _per_unit(difference, correction.gate_unit, sequence, sequences).exp()
+        statistic = _ratios(difference, correction.gate_unit, sequence, sequences)
     else:
         statistic = binary_kl(sampler, learner) if correction.gate == "binary_kl" else (sampler.exp() - learner.exp()).abs()
         if correction.gate_unit != "token":
@@ -115,8 +115,8 @@ def binary_kl(sampler_logprobs: Tensor, learner_logprobs: Tensor) -> Tensor:
     return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
 
 
-def _per_unit(log_ratio: Tensor, unit: str, sequence: Tensor, sequences: int) -> Tensor:
+def _ratios(log_ratio: Tensor, unit: str, sequence: Tensor, sequences: int) -> Tensor:
     if unit == "token":
-        return log_ratio
+        return log_ratio.exp()
     reduce = sequence_sums if unit == "sequence" else sequence_means
-    return reduce(log_ratio, sequence, sequences)[sequence]
+    return reduce(log_ratio, sequence, sequences).exp()[sequence]

@@ -21,7 +21,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) ->
     if estimator == "k2":
         return difference.square() / 2
     if estimator == "k3":
-        return torch.exp(-difference) - 1 + difference
+        return torch.expm1(-difference) + difference  # near 0 exp(…) - 1 would have lost what k3 consists of
     raise ValueError(f"unknown KL estimator {estimator!r}: k1, k2 or k3")
 
 
@@ -35,7 +35,7 @@ def bounded_kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: str, lim
     if estimator == "k3":
         # exp overflows from d = -88 on; at d = -limit k3 has long passed the limit, so cutting d first changes no value
         difference = (logprobs - reference_logprobs).clamp(min=-max(limit, 1.0))
-        return kl_estimate(difference, torch.zeros_like(difference), "k3").clamp(max=limit)
+        return (torch.expm1(-difference) + difference).clamp(max=limit)
     return kl_estimate(logprobs, reference_logprobs, estimator).clamp(-limit, limit)
 
 

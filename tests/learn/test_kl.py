@@ -46,6 +46,11 @@ def test_plain_k1_and_k3_do_not_have_that_gradient(estimator: str) -> None:
         torch.testing.assert_close(found, reverse)
 
 
+def test_k3_of_nearly_equal_policies_is_not_rounded_away() -> None:
+    difference = torch.tensor([1e-3, -1e-4, 1e-5])
+    torch.testing.assert_close(bounded_kl(difference, torch.zeros(3), "k3"), difference**2 / 2, rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_unbiased_form_has_the_bounded_value(estimator: str) -> None:
     generator = torch.Generator().manual_seed(0)
