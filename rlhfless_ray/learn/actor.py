@@ -52,6 +52,9 @@ class LearnerActor:
     def update(self, batch: Batch, threads: int) -> tuple[UpdateStats, list[Span]]:
         return self.learner.update(batch, threads)
 
+    def accumulate(self, batch: Batch, threads: int) -> list[Span]:
+        return self.learner.accumulate(batch, threads)
+
     def weights(self) -> tuple[dict[str, np.ndarray] | None, tuple[int, list[Span]]]:
         """Two return values: the weights, which stay where they are until pulled, and their checksum."""
         from rlhfless_ray.weights.version import checksum

@@ -42,6 +42,17 @@ class Batch:
             groups=np.array([s[4] for s in sequences], np.int64),
         )
 
+    def take(self, indices: np.ndarray) -> Batch:
+        """The sequences with these indices, in that order."""
+        def pieces(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+            ends = np.cumsum(lengths)
+            return np.concatenate([values[:0], *(values[ends[i] - lengths[i] : ends[i]] for i in indices)])
+
+        return Batch(
+            pieces(self.tokens, self.lengths), self.prompt_lengths[indices], self.lengths[indices],
+            pieces(self.logprobs, self.response_lengths), self.advantages[indices], self.groups[indices],
+        )
+
 
 def mini_batches(batch: Batch, count: int) -> list[np.ndarray]:
     """Sequence indices of each optimizer step: whole groups, dealt in order."""

@@ -9,6 +9,9 @@ import math
 import os
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,12 @@ from rlhfless_ray.learn.loss import clipped_policy_loss, importance_weights, kl_
 from rlhfless_ray.learn.model import TokenLogprobs, check_head, load_model, padded
 from rlhfless_ray.learn.offload import leave_device, return_to_device
 from rlhfless_ray.learn.optimizer_state import full_moments, full_weights, plain_optimizer, restore_moments
+from rlhfless_ray.learn.overlap import obstacle
 from rlhfless_ray.types import Span, UpdateStats
 from rlhfless_ray.weights.folder import write_folder
 
 SUMS = ("loss", "policy_loss", "kl", "entropy", "clipped", "importance", "capped", "mismatch")
+WEIGHTED = 3  # of SUMS, the first ones: weighted as the loss is; the others count every token the same
 
 
 class Learner:
@@ -39,6 +44,7 @@ class Learner:
         self.optimizer_steps = 0
         self.skipped_in_a_row = 0
         self.engine: Any = None
+        self.early: _Sums | None = None  # of groups whose gradients were accumulated before their step was complete
         self.reference: TokenLogprobs | None = None
         self.away = False  # parked on a GPU's host
         self.kept: dict[str, Any] | None = None  # the snapshot while away, where it cannot be made there
@@ -136,6 +142,8 @@ class Learner:
         """One rollout batch → `updates_per_step` optimizer steps. Every rank gets the whole batch, takes its share."""
         start = time.time()
         torch.set_num_threads(threads)
+        if self.early is not None:
+            return self._finish_early(batch), [Span("work", "update", start, time.time())]
         if len(batch) == 0:
             return _nothing("no sample of the step has a reward"), [Span("work", "update", start, time.time())]
         parts = mini_batches(batch, self.algorithm["updates_per_step"])
@@ -143,6 +151,37 @@ class Learner:
         old = self._logprobs(batch) if len(parts) > 1 else None
         stats = [self._step(batch, part, old) for part in parts]
         return _merge(stats), [Span("work", "update", start, time.time())]
+
+    def accumulate(self, batch: Batch, threads: int) -> list[Span]:
+        """Gradients of groups that are complete while others of their step are still being answered. `update` with the others
+        then makes the step, which is that of the whole batch to rounding: gradients add up, and are divided by the step's
+        tokens (or sequences) once these are known.
+
+        Raises ValueError where that does not hold.
+        """
+        if reason := obstacle(self.algorithm, self.learner):
+            raise ValueError(reason)
+        start = time.time()
+        torch.set_num_threads(threads)
+        if len(batch):
+            found = self._unscaled(batch)
+            self.early = found if self.early is None else self.early.plus(found)
+        return [Span("work", "accumulate", start, time.time())]
+
+    def _finish_early(self, batch: Batch) -> UpdateStats:
+        assert self.early is not None
+        whole, self.early = self.early, None
+        if len(batch):
+            whole = whole.plus(self._unscaled(batch))
+        return self._made(whole, 1 / whole.whole)
+
+    def _unscaled(self, batch: Batch) -> _Sums:
+        """Backward passes with weights that do not depend on what else the step holds."""
+        indices = np.arange(len(batch))
+        lengths = torch.from_numpy(batch.response_lengths)
+        whole = float(lengths.sum() if self.algorithm["loss_mean"] == "token" else len(lengths))
+        weight_of = token_weights(lengths, self.algorithm["loss_mean"]).numpy() * whole
+        return self._backward(batch, indices, None, weight_of, whole)
 
     def _share(self, batch: Batch, indices: np.ndarray) -> list[np.ndarray]:
         cuts = micro_batches(batch.lengths[indices], self.learner["micro_batch_tokens"], self.ranks)[self.rank]
@@ -167,6 +206,13 @@ class Learner:
         lengths = torch.from_numpy(batch.response_lengths[indices])
         weight_of = np.zeros(len(batch))
         weight_of[indices] = token_weights(lengths, self.algorithm["loss_mean"]).numpy()
+        return self._made(self._backward(batch, indices, old, weight_of, 1.0), 1.0)
+
+    def _backward(
+        self, batch: Batch, indices: np.ndarray, old: torch.Tensor | None, weight_of: np.ndarray, whole: float
+    ) -> _Sums:
+        """Add the gradients of these sequences. `weight_of` (sequences of the batch,): weight of each one's tokens; `whole`: what
+        the weights are to be divided by in the end."""
         weights = torch.from_numpy(weight_of).float().to(self.device)
         advantages = torch.from_numpy(batch.advantages).to(self.device)
         sampler = torch.from_numpy(batch.logprobs).to(self.device)
@@ -176,29 +222,35 @@ class Learner:
             # A rank without work still joins the collectives: one sequence at weight 0.
             tensors = padded(batch, cut if len(cut) else indices[:1], self.device)
             weight = weights[tensors["sequence"]] if len(cut) else torch.zeros(len(tensors["flat"]), device=self.device)
-            loss, values, worst = self._micro_loss(tensors, weight, advantages, sampler, old, int(lengths.sum()))
+            loss, values, worst = self._micro_loss(tensors, weight, advantages, sampler, old)
             # DeepSpeed averages gradients over ranks; the weights already sum to 1 over all of them.
             self.engine.backward(loss * self.ranks, scale_wrt_gas=False)
             sums += values
             if len(cut):
                 most = torch.maximum(most, worst)
-        sums, most = self._over_ranks(sums, most)
+        return _Sums(sums, most, int(batch.response_lengths[indices].sum()), whole)
+
+    def _made(self, found: _Sums, scale: float) -> UpdateStats:
+        """The optimizer step on what was accumulated; `scale`: of gradients and weighted sums."""
+        sums, most = self._over_ranks(found.sums, found.most)
         rate = self._rate()
-        norm, applied, reason = self._apply(bool(torch.isfinite(sums[0])))
+        norm, applied, reason = self._apply(bool(torch.isfinite(sums[0])), scale)
+        sums[:WEIGHTED] *= scale
+        sums[WEIGHTED:] /= found.tokens  # statistics are means over tokens, whatever the loss averages over
         named = dict(zip(SUMS, sums.tolist(), strict=True))
         return UpdateStats(
             loss=named["loss"], policy_loss=named["policy_loss"], kl=named["kl"], entropy=named["entropy"],
             clip_share=named["clipped"], importance_mean=named["importance"], importance_capped_share=named["capped"],
             mismatch_mean=named["mismatch"], mismatch_max=float(most), grad_norm=norm, learning_rate=rate,
-            trained_tokens=int(lengths.sum()) if applied else 0, skipped=int(not applied), reason=reason,
+            trained_tokens=found.tokens if applied else 0, skipped=int(not applied), reason=reason,
             applied=int(applied), skipped_last=int(not applied),
         )
 
     def _micro_loss(
         self, tensors: dict[str, torch.Tensor], weight: torch.Tensor, advantages: torch.Tensor,
-        sampler: torch.Tensor, old: torch.Tensor | None, tokens: int,
+        sampler: torch.Tensor, old: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Weighted loss of one micro-batch, its part of SUMS and the largest mismatch. `tokens`: of the optimizer step."""
+        """Weighted loss of one micro-batch, its part of SUMS and the largest mismatch."""
         algorithm = self.algorithm
         logprobs, entropy = self._forward(self.engine, tensors)
         drawn = sampler[tensors["flat"]]
@@ -217,7 +269,7 @@ class Learner:
         loss = policy_loss + algorithm["kl"]["coefficient"] * kl
         mismatch = (before - drawn).abs()
         capped = (importance >= cap) if cap else torch.zeros_like(clipped)
-        each = (weight > 0) / tokens  # statistics are means over tokens, whatever the loss averages over
+        each = weight > 0
         terms = [loss, policy_loss, kl, *((each * x).sum() for x in (entropy, clipped, importance, capped, mismatch))]
         values = torch.stack([t.detach().double().cpu() for t in terms])
         worst = mismatch.max().detach().double().cpu() if mismatch.numel() else torch.zeros(1).double()
@@ -237,13 +289,15 @@ class Learner:
         warmup = self.learner["warmup_steps"]
         return self.learner["learning_rate"] * min(1.0, (self.optimizer_steps + 1) / max(1, warmup))
 
-    def _apply(self, loss_is_finite: bool) -> tuple[float, bool, str]:
-        """Clip and step, or refuse: (gradient norm before clipping, applied, why not)."""
+    def _apply(self, loss_is_finite: bool, scale: float) -> tuple[float, bool, str]:
+        """Scale, clip and step, or refuse: (gradient norm before clipping, applied, why not)."""
         for group in plain_optimizer(self.engine).param_groups:
             group["lr"] = self._rate()
         if self.stage == 0:
             if self.ranks > 1:
                 self.engine.buffered_allreduce_fallback()
+            if scale != 1:
+                torch._foreach_mul_([p.grad for p in self.engine.module.parameters() if p.grad is not None], scale)
             norm = float(torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), self.learner["grad_clip"]))
             applied = loss_is_finite and math.isfinite(norm)
             if applied:
@@ -251,7 +305,8 @@ class Learner:
             else:
                 self.engine.zero_grad()
         else:  # DeepSpeed's ZeRO optimizers clip, and leave the weights alone when the norm is not finite
-            self.engine.step()
+            with _loss_scale(self.engine.optimizer, 1 / scale):
+                self.engine.step()
             norm = float(self.engine.get_global_grad_norm())
             applied = bool(self.engine.was_step_applied())
         if applied:
@@ -321,6 +376,8 @@ class Learner:
         checkpoint may want before the next update is put together now."""
         if self.away:
             return []
+        if self.early is not None:
+            raise RuntimeError("the learner holds gradients of a step that is not complete: they would be lost with its device")
         start = time.time()
         if self.stage:
             self.kept = self._state()
@@ -342,6 +399,32 @@ class Learner:
             self.reference.to(self.device)
         self.away, self.kept = False, None
         return [Span("transfer", "return to device", start, time.time())]
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What backward passes added up on this rank: SUMS, the largest mismatch, tokens, and what the weights are divided by."""
+
+    sums: torch.Tensor
+    most: torch.Tensor
+    tokens: int
+    whole: float
+
+    def plus(self, other: _Sums) -> _Sums:
+        most = torch.maximum(self.most, other.most)
+        return _Sums(self.sums + other.sums, most, self.tokens + other.tokens, self.whole + other.whole)
+
+
+@contextmanager
+def _loss_scale(optimizer: Any, scale: float) -> Iterator[None]:
+    """DeepSpeed's ZeRO 1 and 2 divide gradients by the loss scale before they measure and clip them."""
+    if scale != 1:
+        optimizer.override_loss_scale(scale)
+    try:
+        yield
+    finally:
+        if scale != 1:
+            optimizer.custom_loss_scaler = False
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:

@@ -88,7 +88,10 @@ class Cases:
 
     def first(self, ranks: int) -> dict[str, Any]:
         """Runs from the policy's files, named "<what>/<ZeRO stage>"."""
+        from tiny_policy import EARLY
+
         full = {"updates_per_step": 2, "loss_mean": "sequence", "kl": {"coefficient": 0.3, "estimator": "k3"}}
+        sequence = {"loss_mean": "sequence", "kl": {"coefficient": 0.3, "estimator": "k3"}}
         k1 = {"importance_cap": 0, "kl": {"coefficient": 0.1, "estimator": "k1"}}
         cases: dict[str, Any] = {}
 
@@ -111,6 +114,9 @@ class Cases:
         add("bf16", self.bf16, self.batches, 1, 2, 3, dtype="bfloat16")
         for of in self.PARKED:  # the device's part is played by the host's own memory
             cases[of.replace("/", " parked/")] = {**cases[of], "parks": True, "snapshots": (1,)}
+        add("sequence", self.files, self.batches, 0, 2, algorithm=sequence)
+        for of, groups in EARLY.items():
+            cases[of.replace("/", " early/")] = {**cases[of], "early": groups, "snapshots": ()}
         add("bf16 nan", self.bf16, self.with_nan, 1, 2, 3, dtype="bfloat16")
         return cases
 

@@ -3,9 +3,10 @@
     python learner_process.py RANK RANKS PORT CASES.pickle RESULTS.pickle
 
 A case is a dict: `settings` and `files` of the learner, `batches` to update with, `state` (files of a snapshot) to
-start from, `snapshots`: after how many updates to take one, `parks`: whether to leave the device after each, `device`. The
-result holds `stats` per update and, from rank 0, `weights` after each update, and `snapshots` as {updates done: files};
-on GPU `memory` as (bytes at work, bytes away) per update.
+start from, `early`: how many groups of each batch are accumulated ahead, one at a time, `snapshots`: after how many
+updates to take one, `parks`: whether to leave the device after each, `device`. The result holds `stats` per update and,
+from rank 0, `weights` after each update, and `snapshots` as {updates done: files}; on GPU `memory` as (bytes at work,
+bytes away) per update.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import pickle
 import sys
 import traceback
 from typing import Any
+
+import numpy as np
 
 
 def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any]:
@@ -30,7 +33,10 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
     if 0 in case.get("snapshots", ()):
         found["snapshots"][0] = learner.snapshot_bytes()
     for number, batch in enumerate(case["batches"], 1):
-        stats, _ = learner.update(batch, 1)
+        ahead = np.unique(batch.groups)[: case.get("early", 0)]
+        for group in ahead:
+            learner.accumulate(batch.take(np.flatnonzero(batch.groups == group)), 1)
+        stats, _ = learner.update(batch.take(np.flatnonzero(~np.isin(batch.groups, ahead))), 1)
         found["stats"].append(stats)
         weights, _ = learner.weights()  # arrays of the live parameters: Ray would copy them
         found["weights"].append(None if weights is None else {k: v.copy() for k, v in weights.items()})

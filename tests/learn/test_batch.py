@@ -81,3 +81,12 @@ def test_mini_batches_hold_whole_groups(groups: list[int], count: int) -> None:
     owners = [set(batch.groups[part]) for part in parts]
     assert sum(len(owner) for owner in owners) == len(set(groups))
     assert max(map(len, owners)) - min(map(len, owners)) <= 1
+
+
+def test_a_part_of_a_batch_holds_its_sequences_whole() -> None:
+    rows = [((i, i), np.arange(i + 1), np.full(i + 1, -0.1 * i, np.float32), float(i), i // 2) for i in range(5)]
+    batch, part = Batch.of(rows), Batch.of([rows[i] for i in (3, 1)])
+    taken = batch.take(np.array([3, 1]))
+    for name in Batch.__dataclass_fields__:
+        np.testing.assert_array_equal(getattr(taken, name), getattr(part, name))
+    assert len(batch.take(np.empty(0, np.int64))) == 0

@@ -15,6 +15,7 @@ import pytest
 import torch
 from learner_reference import Reference, load
 from safetensors.torch import load as load_tensors
+from tiny_policy import EARLY
 
 from rlhfless_ray.learn.learner import state_from_bytes
 
@@ -137,6 +138,22 @@ def test_bfloat16_keeps_float32_weights_behind(cases: Any, expected: Any, ranks:
         for name, value in master.items():
             np.testing.assert_array_equal(found["weights"][0][name], torch.tensor(value).bfloat16().float().numpy())
         assert distance(found["weights"][-1], weights[-1], start) < 0.15
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", EARLY)
+def test_gradients_accumulated_ahead_make_the_same_step(cases: Any, name: str, ranks: int) -> None:
+    """To rounding: weights, and all that is told of the step. A step that must be skipped is skipped."""
+    whole, parts = cases.result(name, ranks), cases.result(name.replace("/", " early/"), ranks)
+    start = published_names(cases.first(ranks)[name]["files"])
+    for got, wanted in zip(parts["weights"], whole["weights"], strict=True):
+        assert distance(got, wanted, start) < (0.1 if name.startswith("bf16") else 3e-4)
+    for got, wanted in zip(parts["stats"], whole["stats"], strict=True):
+        assert (got.skipped, got.trained_tokens, got.learning_rate) == (wanted.skipped, wanted.trained_tokens, wanted.learning_rate)
+        if not wanted.skipped:
+            for field in ("loss", "kl", "grad_norm", "entropy", "clip_share", "importance_mean", "mismatch_mean", "mismatch_max"):
+                rel = 0.05 if name.startswith("bf16") else 1e-4
+                assert getattr(got, field) == pytest.approx(getattr(wanted, field), rel=rel, abs=1e-6), field
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

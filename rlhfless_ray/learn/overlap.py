@@ -1,0 +1,18 @@
+"""When gradients of complete groups may be accumulated while others of their step are still being answered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def obstacle(algorithm: dict[str, Any], learner: dict[str, Any]) -> str | None:
+    """Why the result would not be that of the whole batch, or None where it is, to rounding. Sections of the recipe.
+
+    Gradients add up over a batch as long as all of them are taken at the same weights and nothing in a sample's loss
+    depends on samples that are not there yet, but for a common divisor that can be applied at the end.
+    """
+    if algorithm["updates_per_step"] > 1:
+        return "algorithm.updates_per_step: a later update needs weights that the first one must have changed already"
+    if learner["zero_stage"] == 3:
+        return "learner.zero_stage 3: DeepSpeed offers no place to divide its gradients before the step"
+    return None
