@@ -27,11 +27,12 @@ from placement.simulate.step import StepInput
 PREFER = 0.75  # where every policy that has a knob is run: the paper claims speed first, then cost
 PAPER = [name for name in names() if name.startswith("qwen")]
 LARGE = [name for name in names() if name.startswith("llama")]
+TUNED = 2  # seeds 0 and 1 were looked at while `ours` was made; results are of those that follow
 PARTS = ("paper", "large", "oracle", "ablation", "sensitivity")
 
 
 def measure(setting: Setting, policies: Sequence[Any], seeds: int) -> list[Run]:
-    return [simulate(setting, policies, seed) for seed in range(seeds)]
+    return [simulate(setting, policies, TUNED + seed) for seed in range(seeds)]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -97,7 +98,7 @@ def at_equal_cost(setting: Setting, seeds: int, prefers: Sequence[float]) -> dic
     """Ours against the oracle: the oracle's time where it costs what ours costs, along its curve over `prefer` (linear
     between points; beyond its dearest point its fastest time)."""
     shares = []
-    for seed in range(seeds):
+    for seed in range(TUNED, TUNED + seeds):
         curve = []
         for prefer in prefers:
             run = simulate(setting.but(prefer=prefer), ["oracle"], seed).policies["oracle"]
@@ -117,23 +118,26 @@ def _lower_envelope(curve: list[tuple[float, float]]) -> tuple[np.ndarray, np.nd
 # ---- ablation ---------------------------------------------------------------------------------------------------
 
 
-def variant(
-    name: str, rollout: str, *, overlap: bool = True, gradients: bool = True, release: bool = True, pool: bool = True
-) -> Any:
-    """Ours with parts taken away, planned anew without them."""
+ABLATED = ("qwen3b-gsm8k-grpo", "qwen3b-gpqa-ppo")
+
+
+def variant(name: str, rollout: str = "ours", *, without: Callable[[Terms, Knobs], bool] | None = None, **changes: Any) -> Any:
+    """Ours with parts taken away, planned anew without them. without: step plans that are forbidden; changes: of `elastic`;
+    release=False: every device is billed throughout."""
+    release = changes.pop("release", True)
 
     def allowed(terms: Terms) -> list[Knobs]:
         found = candidates(terms)
-        if not overlap:
-            sizes = sorted({k.engines for k in found})
-            found = [Knobs(e, p, 0, terms.devices) for e in sizes for p in sorted({k.prefer for k in found})]
-        if not pool:
-            found = [k for k in found if k.engines == terms.engines]
-        return found
+        if without is None:
+            return found
+        kept = [k for k in found if not without(terms, k)]
+        engines, prefers = sorted({k.engines for k in found}), sorted({k.prefer for k in found})
+        later = [Knobs(e, p, 0, terms.devices) for e in engines for p in prefers]  # of which all but two are else not tried
+        return list(dict.fromkeys([*kept, *(k for k in later if not without(terms, k))]))
 
     def step(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
         def run(view: StepInput, knobs: Knobs) -> StepRun:
-            done = elastic(terms, view, knobs, rollout=rollout, name=name, gradients=gradients)
+            done = elastic(terms, view, knobs, rollout=rollout, name=name, **changes)
             return done if release else replace(done, full=done.time_s * terms.devices)
 
         return run(given, planner.knobs(name, run, allowed(terms)))
@@ -143,13 +147,16 @@ def variant(
 
 ABLATION: list[Any] = [
     "fixed",
-    variant("all parts", "ours"),
-    variant("- overlap", "ours", overlap=False),
-    variant("- early gradients", "ours", gradients=False),
+    variant("all parts"),
+    variant("- overlap", without=lambda _, k: k.early > 0),
+    variant("- early gradients", gradients=False),
+    variant("- gradients by linearity (PPO)", without=lambda _, k: k.linear),
+    variant("- engines given up for the learner", without=lambda _, k: k.narrow),
+    variant("- engines kept awake or woken beforehand", prewarmed=False),
     variant("- consolidation and grouping (random split)", "random"),
     variant("- grouping (consolidate)", "consolidate"),
-    variant("- pool size (all engines)", "ours", pool=False),
-    variant("- release (all devices billed)", "ours", release=False),
+    variant("- pool size (all engines)", without=lambda terms, k: k.engines < terms.engines),
+    variant("- release (all devices billed)", release=False),
 ]
 
 
@@ -199,7 +206,6 @@ def targets(paper: dict[str, Any], oracle: dict[str, dict[str, float]]) -> list[
     ]
     if oracle:
         worst = 100 * min(o["mean"] for o in oracle.values())
-        worst = 100 * min(o["mean"] for o in oracle.values())
         found.append(Target("oracle's speed reached at equal cost, worst", worst, least=92, unit=" %"))
     return found
 
@@ -229,9 +235,7 @@ def plot(paper: dict[str, Any], path: Path) -> str | None:
         return "no picture: it needs matplotlib (pip install matplotlib)"
     columns = min(3, len(paper))
     rows = -(-len(paper) // columns)
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(4.2 * columns, 3.2 * rows), squeeze=False, sharex=True, sharey=True
-    )
+    figure, axes = pyplot.subplots(rows, columns, figsize=(4.2 * columns, 3.2 * rows), squeeze=False, sharex=True, sharey=True)
     colours = pyplot.get_cmap("tab10")
     for at, (name, entry) in enumerate(paper.items()):
         axis = axes[at // columns][at % columns]
@@ -284,7 +288,7 @@ def main() -> None:
     seeds = 1 if options.quick else options.seeds
     console = make_console()
     chosen = options.settings or (PAPER[:1] if options.quick else PAPER)
-    content: dict[str, Any] = {"prefer": PREFER, "seeds": seeds, "seconds": {}}
+    content: dict[str, Any] = {"prefer": PREFER, "seeds": seeds, "first_seed": TUNED, "seconds": {}}
     kept = result_folder(options.quick) / "cluster.json"
     recall(kept, content, options.only)
 
@@ -331,8 +335,10 @@ def main() -> None:
         return {n: at_equal_cost(named(n).but(prefer=PREFER), min(seeds, 2), (0.1, 0.4, 0.75, 0.95)) for n in some}
 
     def ablation() -> dict[str, Any]:
-        setting = named(chosen[0]).but(prefer=PREFER)
-        return settings_table({chosen[0]: measure(setting, ABLATION, seeds)}, console, "ablation")
+        found: dict[str, Any] = {}
+        for name in ABLATED if set(ABLATED) <= set(chosen) else chosen[:1]:
+            found.update(settings_table({name: measure(named(name).but(prefer=PREFER), ABLATION, seeds)}, console, "ablation"))
+        return found
 
     def sensitive() -> dict[str, Any]:
         base = named(chosen[0]).but(prefer=PREFER)
@@ -349,9 +355,7 @@ def main() -> None:
         console.print(why(content["paper"]), highlight=False)
         missing = None if options.quick else plot(content["paper"], options.plot)
         console.print(missing or ("" if options.quick else f"written: {options.plot}"), highlight=False)
-    console.print(
-        "seconds of this process: " + ", ".join(f"{k} {v:.0f}" for k, v in content["seconds"].items()), highlight=False
-    )
+    console.print("seconds of this process: " + ", ".join(f"{k} {v:.0f}" for k, v in content["seconds"].items()), highlight=False)
 
 
 if __name__ == "__main__":

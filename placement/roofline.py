@@ -103,11 +103,7 @@ class Model:
     def activation_bytes_per_token(self) -> float:
         """What one token moves through memory besides weights and KV: each matrix product's input and output, once each, and
         the logits three times in float32 (written, read for the maximum, read for the probabilities)."""
-        layer = (
-            2
-            * BYTES
-            * (2 * self.hidden_size + (self.heads + 2 * self.kv_heads) * self.head_size + 2 * self.intermediate_size)
-        )
+        layer = 2 * BYTES * (2 * self.hidden_size + (self.heads + 2 * self.kv_heads) * self.head_size + 2 * self.intermediate_size)
         return self.layers * layer + 12.0 * self.vocab_size
 
 
@@ -125,9 +121,7 @@ def decode_step_s(model: Model, device: Device, width: int, running: float, cont
     attention = 4.0 * context_tokens * model.layers * model.heads * model.head_size
     flops = running * model.flops_per_token + attention
     slower = max(moved / device.memory_bytes_per_s, flops / device.bf16_flops_per_s)
-    return slower / width / device.decode_efficiency + 2 * model.layers * reduce_s(
-        device, width, BYTES * running * model.hidden_size
-    )
+    return slower / width / device.decode_efficiency + 2 * model.layers * reduce_s(device, width, BYTES * running * model.hidden_size)
 
 
 def decode_speed(model: Model, device: Device, width: int = 1, batch: int = 64, context: float = 512.0) -> Speed:
@@ -177,7 +171,8 @@ class Trainer:
     that a micro-batch needs no transfer; else weights whole and gradients reduced once per micro-batch; else everything
     sharded (ZeRO 3, FSDP): weights gathered to go forward, and twice plus one reduction of gradients to train. Transfers and
     computing overlap, so a micro-batch takes the longer of the two. `models`: models that are trained side by side; one
-    frozen reference is held besides. Efficiencies are shares of the dense bf16 peak.
+    frozen reference is held besides. more_gradients: further sets of one model's gradients. Efficiencies are shares of the
+    dense bf16 peak.
     """
 
     model: Model
@@ -190,14 +185,25 @@ class Trainer:
     micro_batch_tokens: int
     least_batch_tokens: int
     optimizer_bytes_per_parameter: float
+    more_gradients: int = 0
 
     def sharding(self, devices: int) -> Sharding:
-        n, room = self.model.parameters, self.usable_memory * self.device.memory_bytes
-        if n * (4 * self.models + 2 + 12 * self.models / devices) <= room:
-            return Sharding("optimizer", 0, 0, 1)
-        if n * (2 * self.models + 2 + 14 * self.models / devices) <= room:
-            return Sharding("optimizer and gradients", 0, 1, 0)
-        return Sharding("all", 1, 3, 0)
+        return self._least_sharded(devices)[0]
+
+    def held_bytes(self, devices: int) -> float:
+        """Bytes of state that each of `devices` devices holds."""
+        return self._least_sharded(devices)[1]
+
+    def _least_sharded(self, devices: int) -> tuple[Sharding, float]:
+        n, k, room = self.model.parameters, self.models, self.usable_memory * self.device.memory_bytes
+        more = 2 * self.more_gradients
+        whole = n * (4 * k + more + 2 + 12 * k / devices)
+        if whole <= room:
+            return Sharding("optimizer", 0, 0, 1), whole
+        weights = n * (2 * k + 2 + (14 * k + more) / devices)
+        if weights <= room:
+            return Sharding("optimizer and gradients", 0, 1, 0), weights
+        return Sharding("all", 1, 3, 0), n * (16 * k + more + 2) / devices
 
     def forward_s(self, tokens: float, devices: int) -> float:
         """Seconds of one forward pass over `tokens` tokens (log-probabilities, values, rewards)."""

@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from placement.bounds import Bounds, rollout_bounds
 from placement.simulate.step import StepInput
 from placement.simulate.terms import Terms
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """time_s: seconds; cost: device-seconds."""
-
-    time_s: float
-    cost: float
-
-
 def step_bounds(terms: Terms, given: StepInput) -> Bounds:
-    """Lower bounds of a step.
+    """Lower bounds of a step in seconds and device-seconds.
 
-    Time: the longest response decoded alone after start-up, then its own forward passes and gradients on all devices and one
-    optimizer update; and all computing shared by all devices, decoding at its least (everything on one engine reads the
-    weights least often). Cost: decoding on one engine (one actor, no capacity limit) and the FLOPs of preparing and learning
-    at their efficiencies; no start-up, no transfer.
+    Time: the longest response decoded alone once the engine has the weights (it may never have slept), then its own forward
+    passes and gradients on all devices and one optimizer update; and all computing shared by all devices, decoding at its
+    least (everything on one engine reads the weights least often). Cost: decoding on one engine (one actor, no capacity
+    limit) and the FLOPs of preparing and learning at their efficiencies; no start-up, no transfer.
     """
-    longest = int(np.argmax(given.lengths))
     d, width = terms.devices, terms.width
-    alone = terms.speed.rollout_s(given.lengths[longest : longest + 1], given.prompts[longest : longest + 1])
-    own = given.tokens[longest]
-    start = min(terms.wake_s + terms.reshard_s, terms.broadcast_s)  # engines that never sleep only wait for weights
+    # Sequences may move, so the bounds over partitions on few actors do not hold: an actor each, and one actor for all.
+    each = rollout_bounds(given.lengths, terms.speed, len(given.lengths), prompts=given.prompts)
+    one = rollout_bounds(given.lengths, terms.speed, 1, prompts=given.prompts)
+    own = given.tokens[int(np.argmax(given.lengths))]
+    start = min(terms.reshard_s, terms.broadcast_s)
     late = terms.setting.updates > 1
     learned = float(given.tokens.sum()) if late else own
     after = _flops_s(terms, own, 0.0) / d + _flops_s(terms, 0.0, learned) / d + terms.models * _adam_s(terms) / d
-    decode = width * terms.speed.rollout_s(given.lengths, given.prompts)
     total = float(given.tokens.sum())
-    work = decode + _flops_s(terms, total, total) + terms.models * _adam_s(terms)
-    return Bounds(max(start + alone + after, work / d), work)
+    work = width * one.cost + _flops_s(terms, total, total) + terms.models * _adam_s(terms)
+    alone = start + each.time_s + after
+    return Bounds(max(alone, work / d), work, "longest response alone" if alone >= work / d else "work over devices")
 
 
 def _flops_s(terms: Terms, prepared: float, learned: float) -> float:

@@ -27,6 +27,16 @@ def values(tree: dict[str, Any]) -> dict[str, Any]:
     return {name: entry[0] if isinstance(entry, list) else entry for name, entry in tree.items()}
 
 
+def number(value: Any) -> Any:
+    """`value`, as a number where it is one written as YAML 1.1 takes for text (2e12 instead of 2.0e+12)."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
 def choose(kind: str, name: str, known: list[str]) -> str:
     """`name`, as it is spelt among `known` (case aside). Raises ValueError naming the nearest."""
     spelt = {k.lower(): k for k in known}
@@ -54,6 +64,7 @@ def device(entry: str | dict[str, Any]) -> Device:
         base = {"name": like, **values(tables[like])}
     for key, value in given.items():
         choose("field of a device", key, known)
+        value = given[key] = number(value) if key != "name" else value
         if key != "name" and (not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0):
             raise ValueError(f"device: `{key}` must be a positive number, not {value!r}")
     whole = {"name": "custom", **base, **given}

@@ -3,16 +3,18 @@ done."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from placement.simulate.narrow import Narrowing
 from placement.simulate.planning import Planner
 from placement.simulate.step import Hold, Knobs, Rollout, StepInput, StepRun, learn_beside, roll_out
 from placement.simulate.terms import Terms
 
 PREFERS = (0.5, 0.9)  # of the rollout within the step, which weighs the tail less than a rollout alone would
 SHARES = (0.0, 0.4, 0.7, 0.85, 0.95)  # of the responses, ended before the early learner is leased
+GIVEN_UP = (0.75, 0.9)  # the same, where engines are given up for it
 
 
 def ours(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
@@ -31,8 +33,8 @@ def oracle(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
 
 def candidates(terms: Terms) -> list[Knobs]:
     """The step plans that are tried: all engines and learning afterwards; and an early learner of about a quarter, a half or
-    three quarters of the cluster, on devices that no engine ever had or (all engines at first) that were released, which may
-    grow to the whole cluster after the rollout."""
+    three quarters of the cluster, which may grow to the whole of it after the rollout, on devices that no engine ever had,
+    that engines release anyway, or that they give up at a planned moment."""
     d, w = terms.devices, terms.width
     sizes = terms.sizes(d - w)
     found = [Knobs(terms.engines, PREFERS[-1], 0, late) for late in terms.sizes()[-2:]]
@@ -42,7 +44,19 @@ def candidates(terms: Terms) -> list[Knobs]:
         tried += [(split, prefer, early) for prefer in PREFERS]
         for engines, prefer, late in dict.fromkeys(tried):
             found += [Knobs(engines, prefer, early, late, share) for share in SHARES]
-    return found
+        for engines in sorted({terms.engines, 3 * terms.engines // 4}):
+            if engines > split and 3 * early >= d:
+                found += [Knobs(engines, fast, early, d, share, narrow=True) for share in GIVEN_UP]
+    roomy = terms.learner(awake=True)
+    found += [replace(k, awake=True) for k in found if k.late == d and roomy.fits(d) and not terms.awake_capacity(d)]
+    if terms.ppo and terms.setting.whiten and terms.setting.updates == 1:
+        found += [replace(k, linear=True) for k in found if k.early]
+    return [k for k in found if _fits(terms, k)]
+
+
+def _fits(terms: Terms, knobs: Knobs) -> bool:
+    learner = terms.learner(linear=knobs.linear, awake=knobs.awake)
+    return all(learner.fits(m) for m in (knobs.early, knobs.late) if m)
 
 
 def elastic(
@@ -54,19 +68,22 @@ def elastic(
     name: str = "ours",
     expected: tuple[float, float] | None = None,
     gradients: bool = True,
+    prewarmed: bool = True,
 ) -> StepRun:
     """One step with these knobs: the rollout on at most `knobs.engines`, the early learner from the moment that the planned
     share has ended and its devices are free for good, the late learner when the rollout is over.
 
-    rollout: the rollout policy. gradients: whether gradients may be taken early at all (for ablation).
+    rollout: the rollout policy. For ablation: gradients, whether they may be taken early at all; prewarmed, whether engines
+    may be awake when the step begins.
     """
-    run, wake_s = _roll_out_prewarmed(terms, given, knobs, rollout)
+    terms = terms.learner(linear=knobs.linear, awake=knobs.awake)
+    run, waking = _roll_out(terms, given, knobs, rollout, prewarmed)
     free = run.free_from((terms.devices - knobs.early) // terms.width)
     ready = np.sort(run.finish_s)[min(len(given.lengths) - 1, int(knobs.share * len(given.lengths)))]
     lease, load = max(free, float(ready)), terms.state_s(knobs.early) if knobs.early else 0.0
     if not knobs.early or lease + load >= run.end_s:
-        return _woken(then_learn(name, terms, given, run, knobs.late), terms.width, wake_s, knobs.reason, expected)
-    done = learn_beside(terms, given, run, knobs.early, knobs.late, lease + load, gradients=gradients)
+        return _woken(then_learn(name, terms, given, run, knobs.late), terms.width, waking, knobs.reason, expected)
+    done = learn_beside(terms, given, run, knobs.early, knobs.late, lease + load, gradients=gradients, linear=knobs.linear)
     unload, most = terms.state_s(knobs.late), max(knobs.early, knobs.late)
     regang = terms.regang_s(knobs.early, knobs.late)
     holds = (
@@ -77,19 +94,31 @@ def elastic(
     )
     busy, full = run.busy(terms.width) + done.busy, sum(h.cost for h in holds)
     step = StepRun(name, done.end_s, full, busy, run.end_s, run.result.moves, holds)
-    return _woken(step, terms.width, wake_s, knobs.reason, expected)
+    return _woken(step, terms.width, waking, knobs.reason, expected)
 
 
-def _woken(step: StepRun, width: int, wake_s: float, reason: str, expected: tuple[float, float] | None) -> StepRun:
-    """The step with the waking of its first engines (none: `wake_s` 0), billed before its beginning.
+@dataclass(frozen=True)
+class Waking:
+    """What wakes before a step begins: engines on devices of their own (`beside`) and on the learner's (`within`), in
+    `seconds`."""
+
+    seconds: float = 0.0
+    beside: int = 0
+    within: int = 0
+
+
+def _woken(step: StepRun, width: int, waking: Waking, reason: str, expected: tuple[float, float] | None) -> StepRun:
+    """The step with the waking of its first engines, billed before its beginning (on the learner's devices, which are held
+    anyway, only from then on).
 
     They can wake beside the end of the step before only while that learns: steps are alike, so for as long as this one
     learns after its rollout. What is longer delays the step.
     """
-    late = max(0.0, wake_s - (step.time_s - step.rollout_s))
-    first = [h for h in step.holds if h.what == "rollout" and h.from_s == 0] if wake_s else []
+    some = waking.beside + waking.within
+    late = max(0.0, waking.seconds - (step.time_s - step.rollout_s)) if some else 0.0
     moved = tuple(replace(h, from_s=h.from_s + late, to_s=h.to_s + late) for h in step.holds)
-    holds = (*(Hold("wake", width, late - wake_s, late) for _ in first), *moved)
+    woken = [Hold("wake", width, late - waking.seconds, late)] * waking.beside + [Hold("wake", width, 0.0, late)] * waking.within
+    holds = (*woken, *moved)
     return replace(
         step,
         time_s=step.time_s + late,
@@ -101,32 +130,50 @@ def _woken(step: StepRun, width: int, wake_s: float, reason: str, expected: tupl
     )
 
 
-def _roll_out_prewarmed(terms: Terms, given: StepInput, knobs: Knobs, rollout: str) -> tuple[Rollout, float]:
-    """The rollout, and the seconds for which its engines are woken beforehand.
+def _roll_out(terms: Terms, given: StepInput, knobs: Knobs, rollout: str, prewarmed: bool) -> tuple[Rollout, Waking]:
+    """The rollout, and the engines that are woken before it.
 
-    Where the learner leaves enough devices free, the first engines wake beside the end of the step before and only wait for
-    the new weights, which are sent to them between processes. Otherwise they are the learner's devices: they wake when it is
-    done and get the weights in place, as in `fixed`. A rollout that opens engines later wakes all of them when it needs them.
+    Engines on devices that the learner leaves free wake beside the end of the step before and only wait for the new weights,
+    which are sent to them between processes. Those on the learner's own devices stay awake or wake while it learns, where
+    its memory allows that, and get the weights in place; where it does not, everybody waits until they have woken, as in `fixed`. A
+    rollout that opens engines later wakes all of them when it needs them.
     """
-    if terms.devices - knobs.late >= knobs.engines * terms.width:
-        run = roll_out(
-            terms, given, rollout, engines=knobs.engines, prefer=knobs.prefer, wake_s=0.0, transfer_s=terms.broadcast_s
+    d, w = terms.devices, terms.width
+    narrowings: tuple[Narrowing, ...] = ()
+    if knobs.narrow:
+        narrowings = (Narrowing(knobs.share, (d - knobs.early) // w),)
+
+    def generate(**start: float | int) -> Rollout:
+        return roll_out(
+            terms,
+            given,
+            rollout,
+            engines=knobs.engines,
+            prefer=knobs.prefer,
+            narrowings=narrowings,
+            **start,  # type: ignore[arg-type]
         )
+
+    beside = min((d - knobs.late) // w, knobs.engines)
+    awake = knobs.engines - beside
+    room = terms.awake_capacity(knobs.late) if awake else terms.capacity
+    if prewarmed and room >= terms.setting.response_limit + terms.setting.prompt_limit:
+        transfer = max(terms.broadcast_s if beside else 0.0, terms.reshard_s if awake else 0.0)
+        run = generate(wake_s=0.0, transfer_s=transfer, capacity=min(room, terms.capacity))
         if not any(lease.from_s > 0 for lease in run.leases):
-            return run, terms.wake_s
-    return roll_out(terms, given, rollout, engines=knobs.engines, prefer=knobs.prefer), 0.0
+            beside = min(beside, len(run.leases))
+            return run, Waking(terms.wake_s, beside, len(run.leases) - beside)
+    return generate(), Waking()
 
 
-def then_learn(name: str, terms: Terms, given: StepInput, run: Rollout, m: int, woken: tuple[Hold, ...] = ()) -> StepRun:
+def then_learn(name: str, terms: Terms, given: StepInput, run: Rollout, m: int) -> StepRun:
     """A rollout, then m devices that prepare and learn: nothing overlaps."""
     tokens = float(given.tokens.sum())
     work = terms.prepare_s(tokens, m) + terms.learn_s(tokens, m)
     learn, begin = learner_hold(terms, run, m, run.end_s, work)
     holds = (*run.holds(terms.width), learn)
     busy = run.busy(terms.width) + work * m
-    return StepRun(
-        name, begin + work, sum(h.cost for h in holds), busy, run.end_s, run.result.moves, holds, f"then {m} devices learn"
-    )
+    return StepRun(name, begin + work, sum(h.cost for h in holds), busy, run.end_s, run.result.moves, holds, f"then {m} devices learn")
 
 
 def learner_hold(terms: Terms, run: Rollout, m: int, over_s: float, work_s: float) -> tuple[Hold, float]:

@@ -39,33 +39,25 @@ class Planner:
             found.append(StepInput(given.scenarios[:, k], given.prompts, given.group, rest, given.seed, view=True))
         return found
 
-    def knobs(
-        self, name: str, run: Callable[[StepInput, Knobs], StepRun], candidates: list[Knobs], prefer: float | None = None
-    ) -> Knobs:
+    def knobs(self, name: str, run: Callable[[StepInput, Knobs], StepRun], candidates: list[Knobs], prefer: float | None = None) -> Knobs:
         """The best candidate for this epoch, from forecasts."""
         if name not in self.chosen:
             self.chosen[name] = self._best(self.views(), run, candidates, self.prefer if prefer is None else prefer)
         return self.chosen[name]
 
-    def clairvoyant(
-        self, name: str, given: StepInput, run: Callable[[StepInput, Knobs], StepRun], candidates: list[Knobs]
-    ) -> Knobs:
+    def clairvoyant(self, name: str, given: StepInput, run: Callable[[StepInput, Knobs], StepRun], candidates: list[Knobs]) -> Knobs:
         """The best candidate for this epoch, tried on the true lengths of its first step."""
         if name not in self.chosen:
             self.chosen[name] = self._best([replace(given, view=True, memo={})], run, candidates, self.prefer)
         return self.chosen[name]
 
-    def _best(
-        self, views: list[StepInput], run: Callable[[StepInput, Knobs], StepRun], candidates: list[Knobs], prefer: float
-    ) -> Knobs:
+    def _best(self, views: list[StepInput], run: Callable[[StepInput, Knobs], StepRun], candidates: list[Knobs], prefer: float) -> Knobs:
         base = [self.reference(view) for view in views]
         scores = np.zeros(len(candidates))
         seen = []
         for i, knobs in enumerate(candidates):
             done = [run(view, knobs) for view in views]
-            scores[i] = sum(
-                prefer * d.time_s / b.time_s + (1 - prefer) * d.full / b.full for d, b in zip(done, base, strict=True)
-            )
+            scores[i] = sum(prefer * d.time_s / b.time_s + (1 - prefer) * d.full / b.full for d, b in zip(done, base, strict=True))
             seen.append((float(np.mean([d.time_s for d in done])), float(np.mean([d.full for d in done]))))
         best = int(np.argmin(scores))
         self.expected = seen[best]

@@ -29,9 +29,7 @@ def fixed(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
     after = terms.prepare_s(tokens, d) + terms.learn_s(tokens, d)
     end = run.end_s + after
     busy = decode_busy(terms, given, len(run.leases)) + run.prefill_s * d + after * d
-    return StepRun(
-        "fixed", end, end * d, busy, run.end_s, 0, (Hold("all phases", d, 0.0, end),), f"{d} devices for everything"
-    )
+    return StepRun("fixed", end, end * d, busy, run.end_s, 0, (Hold("all phases", d, 0.0, end),), f"{d} devices for everything")
 
 
 def fixed_plus(terms: Terms, given: StepInput, planner: Planner) -> StepRun:

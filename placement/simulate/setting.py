@@ -80,10 +80,12 @@ def load(path: Path) -> Setting:
     for any mistake."""
     import yaml
 
-    if not path.exists():
-        raise ValueError(f"{path}: no such file; shipped settings are {', '.join(names())}")
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; write a setting in YAML, or name one that ships with --setting (`--setting list`)")
     try:
         tree = yaml.safe_load(path.read_text())
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not a text file") from None
     except yaml.YAMLError as error:
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         raise ValueError(f"{path}: not valid YAML" + (f" (line {line + 1})" if line is not None else "")) from None
@@ -104,6 +106,8 @@ def parse(tree: dict[str, Any], folder: Path = Path()) -> Setting:
     merged.update(tree)
     fields = list(Setting.__dataclass_fields__)
     for key in merged:
+        if key in ("objective", "deadline_s", "budget"):
+            raise ValueError(f"`{key}`: steps are simulated at a `prefer` from 0 to 1; for a deadline or a budget use `rlhfless plan`")
         if key not in fields:
             catalog.choose("key", key, fields)
     for key in ("device", "model", "nodes", "devices_per_node", "prompts", "samples", "algorithm"):
@@ -122,8 +126,10 @@ def parse(tree: dict[str, Any], folder: Path = Path()) -> Setting:
 
 
 def _phases(given: dict[str, Any]) -> dict[str, float]:
+    if not isinstance(given, dict):
+        raise ValueError(f"`phases` must be a mapping such as {{warm_start_s: 3.0}}, not {given!r}")
     known = list(catalog.read("phases"))
-    return {catalog.choose("phase parameter", key, known): value for key, value in catalog.values(given).items()}
+    return {catalog.choose("phase parameter", key, known): catalog.number(value) for key, value in catalog.values(given).items()}
 
 
 def check(s: Setting) -> None:
@@ -149,6 +155,11 @@ def check(s: Setting) -> None:
         value = getattr(s, key)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
             raise ValueError(f"`{key}` must not be negative, not {value!r}")
+    for key in ("whiten", "dedup_prefill", "cold"):
+        if not isinstance(getattr(s, key), bool):
+            raise ValueError(f"`{key}` must be true or false, not {getattr(s, key)!r}")
+    if not isinstance(s.lengths, (str, dict)):
+        raise ValueError(f"`lengths` must name a distribution or change one (like: gsm8k, …), not {s.lengths!r}")
     for key, value in s.phases.items():
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
             raise ValueError(f"`phases.{key}` must be a positive number, not {value!r}")
@@ -156,8 +167,6 @@ def check(s: Setting) -> None:
         raise ValueError(f"`prefer` must lie in 0 … 1 (0 cheapest, 1 fastest), not {s.prefer!r}")
     catalog.choose("algorithm", s.algorithm, list(ALGORITHMS))
     if s.devices_per_node % s.tensor_parallel:
-        raise ValueError(
-            f"`tensor_parallel`: {s.tensor_parallel} does not divide the {s.devices_per_node} devices of a node"
-        )
+        raise ValueError(f"`tensor_parallel`: {s.tensor_parallel} does not divide the {s.devices_per_node} devices of a node")
     if s.algorithm == "grpo" and s.samples < 2:
         raise ValueError("`samples`: GRPO compares the responses of one prompt, so it needs at least 2")

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from placement.rollout_policies.fixed import random_split
-from placement.rollout_sim import Lease, Result, simulate_rollout
+from placement.rollout_policies.view import Job
+from placement.rollout_sim import Lease, Result, run
+from placement.simulate.narrow import Narrowed, Narrowing
 from placement.simulate.tail import Costs, Done, Gang, Work, serve
 from placement.simulate.terms import Terms
 
@@ -26,9 +28,7 @@ class StepInput:
     scenarios: np.ndarray
     seed: int = 0
     view: bool = False
-    memo: dict[tuple, Rollout] = field(
-        default_factory=dict, compare=False, repr=False
-    )  # rollouts made already, by arguments
+    memo: dict[tuple, Rollout] = field(default_factory=dict, compare=False, repr=False)  # rollouts made already, by arguments
 
     @property
     def tokens(self) -> np.ndarray:
@@ -68,27 +68,35 @@ class StepRun:
     @property
     def most_devices(self) -> int:
         """Most devices held at once."""
-        edges = sorted(
-            [(round(h.from_s, 9), h.devices) for h in self.holds] + [(round(h.to_s, 9), -h.devices) for h in self.holds]
-        )
+        edges = sorted([(round(h.from_s, 9), h.devices) for h in self.holds] + [(round(h.to_s, 9), -h.devices) for h in self.holds])
         return int(max(np.cumsum([d for _, d in edges]), default=0))
 
 
 @dataclass(frozen=True)
 class Knobs:
     """What a step plan chooses: engines at most, the rollout's prefer, the learner's devices during the rollout (0: none)
-    and after it, and the share of responses that must have ended before the early learner is leased."""
+    and after it, and the share of responses that must have ended before the early learner is leased.
+
+    narrow: whether engines are given up for the early learner at that share; otherwise it waits until they are released
+    anyway. linear: whether whitened advantages are learned from early, by linearity (`work_of`). awake: whether the learner
+    is sharded so that engines on its devices need not sleep.
+    """
 
     engines: int
     prefer: float
     early: int
     late: int
     share: float = 0.0
+    narrow: bool = False
+    linear: bool = False
+    awake: bool = False
 
     @property
     def reason(self) -> str:
         before = (
-            f"{self.early} devices learn once {self.share:.0%} have ended, " if self.early else "nothing learns meanwhile, "
+            f"{self.early} devices learn{' (linear)' * self.linear} {'from' if self.narrow else 'once'} {self.share:.0%} ended, "
+            if self.early
+            else "nothing learns meanwhile, "
         )
         return f"at most {self.engines} engines, prefer {self.prefer:g}; {before}{self.late} afterwards"
 
@@ -140,27 +148,28 @@ def roll_out(
     capacity: int | None = None,
     transfer_s: float | None = None,
     wake_s: float | None = None,
+    narrowings: tuple[Narrowing, ...] = (),
 ) -> Rollout:
     """Generate. Every newly opened engine wakes and receives the weights (start-up, billed); the prompts are prefilled by
-    the engines that the rollout begins with, each prompt once, or once per sample where deduplication is off."""
+    the engines that the rollout begins with, each prompt once, or once per sample where deduplication is off. narrowings:
+    when engines are given up."""
     start = (terms.wake_s if wake_s is None else wake_s) + (terms.reshard_s if transfer_s is None else transfer_s)
-    key = (policy, engines, prefer, capacity, start)
+    key = (policy, engines, prefer, capacity, start, narrowings)
     if key in given.memo:
         return given.memo[key]
-    result = simulate_rollout(
-        given.lengths,
-        given.scenarios,
+    job = Job(
+        given.lengths[:, None] if policy == "oracle" else given.scenarios,
         terms.speed,
-        policy=policy,
-        max_actors=max(1, min(engines, len(given.lengths))),
-        prefer=prefer,
-        migrate_s=terms.migrate_s,
-        start_s=start,
-        seed=given.seed,
-        prompts=given.prompts,
-        capacity=capacity or terms.capacity,
-        interval_s=ASKED * (4 if given.view else 1) * terms.setting.response_limit * terms.speed.base_s,
+        max(1, min(engines, len(given.lengths))),
+        prefer,
+        terms.migrate_s,
+        start,
+        given.prompts,
+        capacity or terms.capacity,
+        ASKED * (4 if given.view else 1) * terms.setting.response_limit * terms.speed.base_s,
+        given.seed,
     )
+    result = run(given.lengths, job, Narrowed(policy, job, narrowings))
     first = [lease for lease in result.leases if lease.from_s == 0]
     if terms.setting.dedup_prefill:
         _, one = np.unique(given.group, return_index=True)
@@ -168,29 +177,35 @@ def roll_out(
     else:
         tokens = float(given.prompts.sum())
     shift = terms.prefill_s(tokens, len(first))
-    leases = tuple(
-        Lease(lease.actor, lease.from_s + (shift if lease.from_s else 0.0), lease.to_s + shift) for lease in result.leases
-    )
+    leases = tuple(Lease(lease.actor, lease.from_s + (shift if lease.from_s else 0.0), lease.to_s + shift) for lease in result.leases)
     given.memo[key] = Rollout(result, shift, start, leases)
     return given.memo[key]
 
 
-def work_of(terms: Terms, given: StepInput, finish_s: np.ndarray, *, gradients: bool) -> Work:
+def work_of(terms: Terms, given: StepInput, finish_s: np.ndarray, *, gradients: bool, linear: bool = False) -> Work:
     """What may run before the last response. Forward passes always; gradients only with one optimizer update per rollout
-    (they add up exactly): GRPO's once a prompt's responses are complete, PPO's critic's at once, PPO's policy's only where
-    advantages are not whitened over the batch."""
+    (they add up exactly): GRPO's once a prompt's responses are complete, PPO's critic's at once, PPO's policy's at once where
+    advantages are not whitened over the batch.
+
+    linear: where they are, too. Moments (m, s) of the batch are known only at its end, but with one update the ratio of
+    probabilities is 1, so the policy's gradient Σ ((A - m) / s) ∇log π equals (Σ A ∇log π - m Σ ∇log π) / s: two sums, each of which
+    adds up. They take one forward and two backward passes, 5/3 of a training pass, and a second set of gradients.
+    """
+    nobody = np.full(len(finish_s), -1)
     if not gradients or terms.setting.updates > 1:
-        return Work(finish_s, given.tokens, np.full(len(finish_s), -1), 0.0)
-    if terms.ppo:
-        return Work(finish_s, given.tokens, np.full(len(finish_s), -1), 1.0 if terms.setting.whiten else 2.0)
-    return Work(finish_s, given.tokens, given.group, 1.0)
+        return Work(finish_s, given.tokens, nobody, 0.0)
+    if not terms.ppo:
+        return Work(finish_s, given.tokens, given.group, 1.0)
+    if not terms.setting.whiten:
+        return Work(finish_s, given.tokens, nobody, 2.0)
+    return Work(finish_s, given.tokens, nobody, 1.0 + 5 / 3, 2.0) if linear else Work(finish_s, given.tokens, nobody, 1.0)
 
 
 def costs_of(terms: Terms, work: Work) -> Costs:
     def finish_s(tokens: float, m: int) -> float:
         if not work.gradients:
             return terms.learn_s(tokens, m)
-        waiting = terms.models - work.gradients
+        waiting = max(0.0, terms.models - work.gradients)
         last = tokens if waiting else m * terms.trainer.least_batch_tokens
         return terms.gradients_s(tokens, m, waiting) + terms.update_s(m, last)
 
@@ -210,10 +225,18 @@ def costs_of(terms: Terms, work: Work) -> Costs:
 
 
 def learn_beside(
-    terms: Terms, given: StepInput, rollout: Rollout, early: int, late: int, from_s: float, *, gradients: bool = True
+    terms: Terms,
+    given: StepInput,
+    rollout: Rollout,
+    early: int,
+    late: int,
+    from_s: float,
+    *,
+    gradients: bool = True,
+    linear: bool = False,
 ) -> Done:
     """The learner's part of a step: `early` devices from `from_s` on, `late` ones when the rollout is over."""
-    work = work_of(terms, given, rollout.finish_s, gradients=gradients)
+    work = work_of(terms, given, rollout.finish_s, gradients=gradients, linear=linear)
     return serve(work, Gang(early, late, from_s, rollout.end_s), costs_of(terms, work))
 
 
@@ -221,7 +244,5 @@ def decode_busy(terms: Terms, given: StepInput, engines: int) -> float:
     """Device-seconds that a blind equal split decodes, each engine until its own last response."""
     split = random_split(len(given.lengths), engines, given.seed)
     return terms.width * sum(
-        terms.speed.rollout_s(given.lengths[split == a], given.prompts[split == a])
-        for a in range(engines)
-        if (split == a).any()
+        terms.speed.rollout_s(given.lengths[split == a], given.prompts[split == a]) for a in range(engines) if (split == a).any()
     )

@@ -13,13 +13,15 @@ class Work:
     """What n finished responses bring to the learner.
 
     finish_s, tokens (n,): when each ended, and its tokens with the prompt; group (n,): whose advantages it shares (-1:
-    nobody's, they are its own). gradients: models whose gradients may be taken before the last response.
+    nobody's, they are its own). gradients: models whose gradients may be taken before the last response, each counted by
+    what it costs in training passes; later: the same once all have ended.
     """
 
     finish_s: np.ndarray
     tokens: np.ndarray
     group: np.ndarray
     gradients: float
+    later: float | None = None
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,7 @@ class Costs:
     regang_s: Callable[[int, int], float]
     finish_s: Callable[[float, int], float]
     batch_tokens: int  # per device and micro-batch, when nothing is waited for
-    early_tokens: Callable[
-        [int], int
-    ]  # the same before the last response: small, so that a batch ends soon, but worth its transfers
+    early_tokens: Callable[[int], int]  # the same before the last response: small, so that a batch ends soon, but worth its transfers
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def serve(work: Work, gang: Gang, costs: Costs) -> Done:
         if gradients > max(least, 1e-9):
             tokens = min(full, gradients)
             learned += tokens
-            spent = work.gradients * costs.gradients_s(tokens, size)
+            models = work.gradients if grown is None or work.later is None else work.later
+            spent = models * costs.gradients_s(tokens, size)
         elif forward > max(least, 1e-9):
             upto = int(np.searchsorted(arrived, arrived[prepared] + full, side="right")) - 1
             upto = min(here, max(upto, prepared + 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from placement.roofline import Model, Trainer, decode_speed, kv_capacity
 from placement.simulate.setting import Setting
@@ -44,8 +44,7 @@ class Terms:
         least = math.ceil(state / (p["usable_memory"] * s.device.memory_bytes) / gang) * gang
         if least > s.devices:
             raise ValueError(
-                f"training {s.model.name} ({state / 1e9:.0f} GB of state) needs {least} x {s.device.name}; "
-                f"the cluster has {s.devices}"
+                f"training {s.model.name} ({state / 1e9:.0f} GB of state) needs {least} x {s.device.name}; the cluster has {s.devices}"
             )
         cold = p["cold_start_parallel_s"] if width > 1 else p["cold_start_s"]
         warm = p["warm_start_s"] + p["warm_start_per_parameter_s"] * s.model.parameters
@@ -126,6 +125,28 @@ class Terms:
         s = self.setting
         held = (self.models * s.phases["state_bytes_per_parameter"] + 2) * s.model.parameters
         return held / m / s.device.host_bytes_per_s
+
+    def awake_capacity(self, m: int) -> int:
+        """KV tokens of an engine that stays awake on one of m devices while those learn: what their memory leaves beside the
+        learner's state, its activations and the engine's weights. 0: there is no room."""
+        s = self.setting
+        room = s.device.memory_bytes * s.phases["usable_memory"] - self.trainer.held_bytes(m)
+        return max(0, min(self.capacity, int((self.width * room - s.model.weight_bytes) // s.model.kv_bytes_per_token)))
+
+    def learner(self, *, linear: bool = False, awake: bool = False) -> Terms:
+        """The same with another learner. linear: it holds a second set of the policy's gradients. awake: it leaves room for
+        an engine (weights, and KV of an even share of the sequences at half their limits), so it may have to shard more."""
+        s = self.setting
+        each = (s.prompt_limit + s.response_limit) / 2
+        tokens = s.prompt_limit + s.response_limit + each * s.prompts * s.samples / self.engines
+        engine = (s.model.weight_bytes + tokens * s.model.kv_bytes_per_token) / self.width if awake else 0.0
+        usable = s.phases["usable_memory"] - engine / s.device.memory_bytes
+        return replace(self, trainer=replace(self.trainer, more_gradients=int(linear), usable_memory=usable))
+
+    def fits(self, m: int) -> bool:
+        """Whether the learner's state fits m devices."""
+        s = self.setting
+        return self.trainer.held_bytes(m) <= self.trainer.usable_memory * s.device.memory_bytes
 
     def regang_s(self, before: int, after: int) -> float:
         """Resharding to a gang of another size: from the other devices over the links, or from the host's copy of weights and

@@ -102,9 +102,12 @@ def replay(path: Path, *, prompts: int, epochs: int, response_limit: int) -> Wor
 
     Raises ValueError naming row and column of the first entry that is wrong.
     """
-    if not path.exists():
+    if not path.is_file():
         raise ValueError(f"{path}: no such file")
-    table = _from_json(path) if path.suffix == ".json" else _from_csv(path)
+    try:
+        table = _from_json(path) if path.suffix == ".json" else _from_csv(path)
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not a text file; a trace is CSV or JSON") from None
     if len(table) < prompts:
         raise ValueError(f"{path}: {len(table)} prompts, fewer than the {prompts} of one step")
     counts = {len(lengths) for _, lengths in table}
@@ -163,8 +166,6 @@ def _from_csv(path: Path) -> list[tuple[float, list[float]]]:
     for i, row in enumerate(rows, 2):  # the header is row 1
         length = _number(row["response_tokens"], f"{path}: row {i}, column `response_tokens`")
         prompt = row.get("prompt", str(i))
-        tokens = (
-            _number(row["prompt_tokens"], f"{path}: row {i}, column `prompt_tokens`") if "prompt_tokens" in names else 1.0
-        )
+        tokens = _number(row["prompt_tokens"], f"{path}: row {i}, column `prompt_tokens`") if "prompt_tokens" in names else 1.0
         groups.setdefault(prompt, (tokens, []))[1].append(length)
     return list(groups.values())

@@ -48,9 +48,7 @@ def test_one_engine_takes_exactly_the_replica_time() -> None:
     one = replace(given, lengths=given.lengths, group=given.group)
     run = fixed(replace(terms, devices=terms.width), one, None)  # type: ignore[arg-type]
     lengths, prompts, speed = given.lengths, given.prompts, terms.speed
-    replica = speed.base_s * lengths.max() + np.sum(
-        speed.per_seq_s * lengths + speed.per_ctx_s * (prompts * lengths + lengths**2 / 2)
-    )
+    replica = speed.base_s * lengths.max() + np.sum(speed.per_seq_s * lengths + speed.per_ctx_s * (prompts * lengths + lengths**2 / 2))
     unique = prompts[:: setting.samples].sum()
     prefill = setting.model.flops_per_token * unique / (989.4e12 * 0.46)
     assert run.rollout_s == pytest.approx(replica + prefill)
@@ -138,9 +136,7 @@ def test_cold_starts_cost_what_is_published() -> None:
 
 
 def test_variance_of_log_length_splits_as_published() -> None:
-    work = synthesise(
-        "gsm8k", prompts=1000, samples=8, steps_per_epoch=5, epochs=12, response_limit=10**9, prompt_limit=1024, seed=0
-    )
+    work = synthesise("gsm8k", prompts=1000, samples=8, steps_per_epoch=5, epochs=12, response_limit=10**9, prompt_limit=1024, seed=0)
     log = np.full((12, 5000, 8), np.nan)
     for step, epoch in enumerate(work.epoch):
         log[epoch, work.prompts[step]] = np.log(work.lengths[step])
@@ -168,9 +164,7 @@ def test_a_distribution_may_be_changed_field_by_field() -> None:
 
 
 def test_every_epoch_visits_the_same_prompts() -> None:
-    work = synthesise(
-        "gpqa", prompts=64, samples=2, steps_per_epoch=99, epochs=3, response_limit=2048, prompt_limit=1024, seed=1
-    )
+    work = synthesise("gpqa", prompts=64, samples=2, steps_per_epoch=99, epochs=3, response_limit=2048, prompt_limit=1024, seed=1)
     assert len(work.epoch) == 3 * (448 // 64)
     sets = [set(work.prompts[work.epoch == e].ravel().tolist()) for e in range(3)]
     assert sets[0] == sets[1] == sets[2] and work.lengths.max() <= 2048
@@ -239,6 +233,11 @@ def test_every_shipped_setting_fits_its_cluster(name: str) -> None:
         ({"tensor_parallel": 3}, "does not divide the 8 devices"),
         ({"model": "llama-2-70b"}, "needs"),
         ({"phases": {"warm_start": 3}}, "unknown phase parameter `warm_start`"),
+        ({"phases": 3}, "`phases` must be a mapping"),
+        ({"lengths": 5}, "`lengths` must name a distribution"),
+        ({"whiten": "maybe"}, "`whiten` must be true or false, not 'maybe'"),
+        ({"deadline_s": 3}, "for a deadline or a budget use `rlhfless plan`"),
+        ({"device": {"like": "H100", "net_bytes_per_s": "fast"}}, "must be a positive number, not 'fast'"),
         ({"prompts": 10**6}, "has 7473"),
     ],
 )
