@@ -52,51 +52,80 @@ class _Call:
     until_s: float
 
 
+class Scoring:
+    """Scores samples on a pool's working instances, while whoever asked does something else or waits in `finish`.
+
+    Each working instance gets an equal share and answers at least every few seconds with what it has. As soon as more than
+    `max_failed` samples failed the rest is left alone: they have neither reward nor error. A worker that does not answer hangs
+    where no signal reaches (in foreign code): it is killed and replaced, as one that died is, and the rest of its share is
+    scored one by one, so that the sample at fault can be named. Raises RunError, naming it, when instances were replaced more
+    than `max_replacements` times.
+    """
+
+    def __init__(self, pool: Pool, timeout_s: float, max_failed: float, max_replacements: int) -> None:
+        self.pool, self.timeout_s = pool, timeout_s
+        self.max_failed, self.max_replacements = max_failed, max_replacements
+        self.samples: list[Sample] = []
+        self.running: dict[Any, _Call] = {}
+        self.done = self.failed = 0
+
+    @property
+    def gave_up(self) -> bool:
+        return self.failed > self.max_failed
+
+    def add(self, samples: list[Sample]) -> None:
+        first = len(self.samples)
+        self.samples += samples
+        items = [(first + i, s.prompt.text, s.text, s.prompt.row) for i, s in enumerate(samples)]
+        for k, worker in enumerate(self.pool.working):
+            self._ask(worker, items[k :: len(self.pool.working)], singly=False)
+
+    def _ask(self, worker: Instance, left: list[Item], singly: bool) -> None:
+        if left and not self.gave_up:
+            ref = worker.actor.score.remote(left[:1] if singly else left, ANSWER_S)
+            self.running[ref] = _Call(worker, left, singly, time.monotonic() + ANSWER_S + self.timeout_s + SLACK_S)
+
+    def hear(self, wait_s: float = 0.0) -> bool:
+        """Take the answers that are there, or come within `wait_s`; whether there were any."""
+        if not self.running:
+            return False
+        ready, _ = ray.wait(list(self.running), timeout=wait_s)
+        late = [ref for ref, call in self.running.items() if ref not in ready and time.monotonic() > call.until_s]
+        for ref in [*ready, *late]:
+            call = self.running.pop(ref)
+            self._heard(call, _answer(self.pool, call.worker, ref) if ref in ready else None)
+        return bool(ready or late)
+
+    def _heard(self, call: _Call, scores: list[Score] | None) -> None:
+        worker, singly = call.worker, call.singly
+        if scores is None:
+            at = self.samples[call.left[0][0]] if singly or len(call.left) == 1 else None
+            worker = _replaced(self.pool, worker, at, self.timeout_s, self.max_replacements)
+            scores = [Score(call.left[0][0], None, _gone(self.timeout_s))] if at else []
+            singly = True
+        for score in scores:
+            self.samples[score.key].reward, self.samples[score.key].error = score.reward, score.error
+        self.done += len(scores)
+        self.failed += sum(score.error is not None for score in scores)
+        self._ask(worker, call.left[len(scores) :], singly)
+
+    def finish(self, say: Callable[[str], None] = lambda _: None) -> None:
+        """Wait until every sample has its reward or error, or too many have failed."""
+        while self.running and not self.gave_up:
+            STOP.check()
+            if self.hear(0.1):
+                say(f"score: {self.done} of {len(self.samples)} samples" + (f", {self.failed} failed" if self.failed else ""))
+
+
 def score_samples(
     pool: Pool, samples: list[Sample], timeout_s: float, *, max_failed_share: float = 1.0, max_replacements: int = 3,
     say: Callable[[str], None] = lambda _: None,
 ) -> int:
-    """Give every sample its reward, or its error; returns how many failed.
-
-    Each working instance gets an equal share and answers at least every few seconds with what it has. As soon as more samples
-    failed than `max_failed_share` allows, the rest is left alone: they have neither reward nor error. A worker that does not
-    answer hangs where no signal reaches (in foreign code): it is killed and replaced, as one that died is, and the rest of
-    its share is scored one by one, so that the sample at fault can be named. Raises RunError, naming it, when instances were
-    replaced more than `max_replacements` times.
-    """
-    most_failed = max_failed_share * len(samples)
-    items = [(i, s.prompt.text, s.text, s.prompt.row) for i, s in enumerate(samples)]
-    running: dict[Any, _Call] = {}
-    done = failed = 0
-
-    def ask(worker: Instance, left: list[Item], singly: bool) -> None:
-        if left:
-            ref = worker.actor.score.remote(left[:1] if singly else left, ANSWER_S)
-            running[ref] = _Call(worker, left, singly, time.monotonic() + ANSWER_S + timeout_s + SLACK_S)
-
-    for k, worker in enumerate(pool.working):
-        ask(worker, items[k :: len(pool.working)], singly=False)
-    while running and failed <= most_failed:
-        STOP.check()
-        ready, _ = ray.wait(list(running), timeout=0.1)
-        for ref in [*ready, *(r for r, call in running.items() if r not in ready and time.monotonic() > call.until_s)]:
-            call = running.pop(ref)
-            scores = _answer(pool, call.worker, ref) if ref in ready else None
-            worker, singly = call.worker, call.singly
-            if scores is None:
-                at = samples[call.left[0][0]] if singly or len(call.left) == 1 else None
-                worker = _replaced(pool, worker, at, timeout_s, max_replacements)
-                scores = [Score(call.left[0][0], None, _gone(timeout_s))] if at else []
-                singly = True
-            for score in scores:
-                samples[score.key].reward, samples[score.key].error = score.reward, score.error
-            done += len(scores)
-            failed += sum(score.error is not None for score in scores)
-            if failed <= most_failed:
-                ask(worker, call.left[len(scores) :], singly)
-        if ready:
-            say(f"score: {done} of {len(samples)} samples" + (f", {failed} failed" if failed else ""))
-    return failed
+    """Give every sample its reward, or its error, see `Scoring`; returns how many failed."""
+    scoring = Scoring(pool, timeout_s, max_failed_share * len(samples), max_replacements)
+    scoring.add(samples)
+    scoring.finish(say)
+    return scoring.failed
 
 
 def _answer(pool: Pool, worker: Instance, ref: Any) -> list[Score] | None:
