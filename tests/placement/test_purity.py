@@ -4,10 +4,11 @@ import subprocess
 import sys
 
 
-def test_the_planner_is_pure_python_and_numpy() -> None:
+def test_the_planner_and_the_simulator_are_pure_python_and_numpy() -> None:
+    """No runtime, no torch; and PyYAML only once a data file is read."""
     script = (
-        "import sys, placement.lengths, placement.policy, placement.speed\n"
-        "print([m for m in ('ray', 'torch', 'rlhfless_ray', 'vllm', 'pydantic') if m in sys.modules])"
+        "import sys, placement.lengths, placement.policy, placement.roofline, placement.simulate, placement.speed\n"
+        "print([m for m in ('ray', 'torch', 'rlhfless_ray', 'vllm', 'pydantic', 'yaml') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,0 +1,174 @@
+"""The parts of an elastic step: engines given up for the learner, engines that stay awake, whitened gradients that add up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement import Speed, simulate_rollout
+from placement.rollout_policies.view import Job
+from placement.rollout_sim import run
+from placement.simulate import Terms, parse
+from placement.simulate.elastic import candidates, elastic
+from placement.simulate.narrow import Narrowed, Narrowing
+from placement.simulate.run import Forecasts, workload_of
+from placement.simulate.setting import Setting
+from placement.simulate.step import Knobs, StepInput, work_of
+from placement.simulate.tail import Costs, Gang, Work, serve
+
+SPEED = Speed(0.01, 1e-4)
+
+
+def setting(**changes: object) -> Setting:
+    small = {"like": "qwen3b-gsm8k-grpo", "prompts": 8, "samples": 4, "nodes": 1, "steps_per_epoch": 1, "epochs": 2}
+    return parse({**small, **changes})
+
+
+def step_input(of: Setting, seed: int = 0) -> StepInput:
+    work = workload_of(of, seed)
+    g = work.lengths.shape[2]
+    scenarios = Forecasts(of, seed).scenarios(work, 0)
+    group = np.repeat(np.arange(of.prompts), g)
+    return StepInput(work.lengths[0].ravel(), np.repeat(work.prompt_tokens[0], g), group, scenarios, seed)
+
+
+def job(rng: np.random.Generator, n: int, actors: int) -> tuple[np.ndarray, Job]:
+    lengths = np.round(rng.lognormal(5, 0.7, n)) + 1
+    scenarios = np.maximum(1, lengths[:, None] * rng.lognormal(0, 0.4, (n, 8)))
+    return lengths, Job(scenarios, SPEED, actors, 0.9, 0.02, 0.3, np.zeros(n), None, 0.05, int(rng.integers(9)))
+
+
+# ---- engines given up -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ours", "random", "consolidate", "oracle"])
+def test_nothing_given_up_is_the_policy_itself(name: str) -> None:
+    lengths, made = job(np.random.default_rng(3), 40, 6)
+    made = replace(made, scenarios=lengths[:, None]) if name == "oracle" else made
+    same = simulate_rollout(
+        lengths, made.scenarios, SPEED, policy=name, max_actors=6, prefer=0.9, migrate_s=0.02, start_s=0.3, interval_s=0.05, seed=made.seed
+    )
+    mine = run(lengths, made, Narrowed(name, made, ()))
+    assert mine.time_s == same.time_s and mine.cost == same.cost and np.array_equal(mine.finish_s, same.finish_s)
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.integers(0, 10**6), st.sampled_from(["ours", "random", "consolidate", "oracle"]), st.floats(0.2, 0.9), st.integers(1, 4))
+def test_after_the_share_at_most_so_many_engines_decode_and_nothing_is_lost(seed: int, name: str, share: float, kept: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths, made = job(rng, 16, 5)
+    made = replace(made, scenarios=lengths[:, None]) if name == "oracle" else made
+    done = run(lengths, made, Narrowed(name, made, (Narrowing(share, kept),)))
+    assert np.isfinite(done.finish_s).all() and done.time_s == pytest.approx(done.finish_s.max())
+    ended = np.sort(done.finish_s)[int(np.ceil(share * 16)) - 1]
+    for at in np.linspace(ended + made.interval_s + 1e-6, done.time_s, 20, endpoint=False):
+        assert sum(lease.from_s <= at < lease.to_s for lease in done.leases) <= kept
+    assert all(0 <= lease.actor < 5 for lease in done.leases)
+
+
+def test_engines_given_up_let_the_learner_begin_earlier() -> None:
+    """Sixteen engines with long tails each would keep their devices; told to give half up, they leave them at the share."""
+    of = setting(nodes=2, prompts=16)
+    terms, view = Terms.of(of), step_input(of)
+    knobs = Knobs(16, 0.9, 8, 16, 0.5)
+    waits, gives = (elastic(terms, replace(view, memo={}), k, rollout="random") for k in (knobs, replace(knobs, narrow=True)))
+
+    def begins(step):
+        return min(h.from_s for h in step.holds if h.what == "learn")
+
+    assert begins(gives) < begins(waits) and gives.most_devices <= 16
+
+
+# ---- engines that stay awake ------------------------------------------------------------------------------------
+
+
+def test_an_engine_stays_awake_in_what_the_learner_leaves() -> None:
+    """Qwen2.5-3B learning on 8 L40S: 4 bytes of weights and gradients, 2 of the reference, 12/8 of optimizer per parameter in
+    80 % of 48 GB; beside it the engine's weights; the rest is KV at 36,864 bytes per token."""
+    terms = Terms.of(setting())
+    n = terms.setting.model.parameters
+    room = 0.8 * 48e9 - n * (4 + 2 + 12 / 8) - 2 * n
+    assert terms.awake_capacity(8) == int(room // 36864) > 3072
+    tight = Terms.of(setting(model="qwen2.5-7b", nodes=2))
+    assert tight.awake_capacity(16) == 0, "weights and gradients of 7B leave no room"
+    roomy = tight.learner(awake=True)
+    assert tight.trainer.sharding(16).name != "all" and roomy.trainer.sharding(16).name == "all", "so it shards more"
+    assert roomy.fits(16) and roomy.awake_capacity(16) > 3072
+
+
+def test_awake_engines_only_wait_for_weights() -> None:
+    terms, view = Terms.of(setting()), step_input(setting())
+    knobs = Knobs(8, 0.9, 0, 8)
+    awake, asleep = (elastic(terms, replace(view, memo={}), knobs, rollout="random", prewarmed=p) for p in (True, False))
+    assert asleep.rollout_s - awake.rollout_s == pytest.approx(terms.wake_s)
+
+
+def test_a_start_longer_than_the_learning_delays_the_step() -> None:
+    """A cold start of 59 s cannot hide beside a second of learning, whoever's devices it takes."""
+    of = setting(cold=True)
+    terms, view = Terms.of(of), step_input(of)
+    for knobs in (Knobs(4, 0.9, 4, 4), Knobs(8, 0.9, 0, 8)):
+        assert elastic(terms, replace(view, memo={}), knobs).time_s >= 59.0
+
+
+# ---- whitened advantages ----------------------------------------------------------------------------------------
+
+
+def test_a_whitened_gradient_is_two_sums_that_add_up() -> None:
+    """PPO's clipped objective with whitened advantages, differentiated numerically at the policy that sampled, equals
+    (Σ A ∇log π - m Σ ∇log π) / s collected response by response."""
+    rng = np.random.default_rng(0)
+    tokens, words = 60, 5
+    theta, chosen, state = rng.normal(size=(7, words)), rng.integers(0, words, tokens), rng.integers(0, 7, tokens)
+    advantage, response = rng.normal(2.0, 3.0, tokens), np.sort(rng.integers(0, 9, tokens))
+    m, s = advantage.mean(), advantage.std()
+    whitened = (advantage - m) / s
+
+    def log_pi(t: np.ndarray) -> np.ndarray:
+        return t[state, chosen] - np.log(np.exp(t[state]).sum(1))
+
+    sampled = log_pi(theta)
+
+    def objective(t: np.ndarray) -> float:
+        ratio = np.exp(log_pi(t) - sampled)
+        return float(np.minimum(ratio * whitened, np.clip(ratio, 0.8, 1.2) * whitened).sum())
+
+    numeric = np.zeros_like(theta)
+    for at in np.ndindex(theta.shape):
+        step = np.zeros_like(theta)
+        step[at] = 1e-6
+        numeric[at] = (objective(theta + step) - objective(theta - step)) / 2e-6
+    weighted, plain = np.zeros_like(theta), np.zeros_like(theta)
+    for r in range(9):  # moments unknown until the last response
+        for i in np.flatnonzero(response == r):
+            each = np.zeros_like(theta)
+            each[state[i]] = -np.exp(theta[state[i]]) / np.exp(theta[state[i]]).sum()
+            each[state[i], chosen[i]] += 1
+            weighted += advantage[i] * each
+            plain += each
+    assert np.allclose((weighted - m * plain) / s, numeric, atol=1e-6)
+
+
+def test_linear_gradients_cost_two_thirds_more_before_the_end_and_nothing_more_after_it() -> None:
+    of = setting(algorithm="ppo", device="H200")
+    terms, view = Terms.of(of), step_input(of)
+    plain, linear = (work_of(terms, view, np.ones(32), gradients=True, linear=flag) for flag in (False, True))
+    assert plain.gradients == 1.0 and linear.gradients == pytest.approx(1 + 5 / 3) and linear.later == 2.0
+    costs = Costs(lambda t, m: 0.0, lambda t, m: t / m, lambda a, b: 0.0, lambda t, m: 0.0, 10**9, lambda m: 1)
+    work = Work(np.array([0.0, 10.0]), np.array([3.0, 6.0]), np.array([-1, -1]), 8 / 3, 2.0)
+    done = serve(work, Gang(1, 1, 0.0, 10.0), costs)
+    assert done.early_busy == pytest.approx(3 * 8 / 3) and done.end_s == pytest.approx(10 + 6 * 2)
+
+
+def test_no_plan_takes_more_memory_than_there_is() -> None:
+    terms = Terms.of(setting(algorithm="ppo", model="qwen2.5-7b", nodes=2, samples=1, prompts=32))
+    room = 0.8 * 48e9
+    tried = candidates(terms)
+    assert any(k.linear for k in tried)
+    for knobs in tried:
+        learner = terms.learner(linear=knobs.linear, awake=knobs.awake)
+        assert all(learner.trainer.held_bytes(m) <= room for m in (knobs.early, knobs.late) if m)
