@@ -55,7 +55,11 @@ class ScenarioSearch:
         extra = np.zeros((len(rate), len(self.kinds)))
         first_extra = EXTRA * deadlines.mean(1)
         for _ in range(ROUNDS):
-            each = [late[q][row_of] + rate[:, None] * self.cost[q] + extra[:, q: q + 1] for q in range(len(self.kinds))]
+            each = [late[q][row_of] for q in range(len(self.kinds))]
+            for q, value in enumerate(each):
+                value += rate[:, None] * self.cost[q]
+                if extra[:, q].any():
+                    value += extra[:, q: q + 1]
             kind_of = None if len(each) == 1 else np.argmin(each, axis=0)
             again = []
             for row, path in enumerate(_shortest(each[0] if kind_of is None else np.minimum.reduce(each), self.ranges)):
