@@ -101,7 +101,8 @@ def test_an_engine_stays_awake_in_what_the_learner_leaves() -> None:
 
 
 def test_awake_engines_only_wait_for_weights() -> None:
-    terms, view = Terms.of(setting()), step_input(setting())
+    of = setting(prompts=32)  # learns for longer than a wake-up takes
+    terms, view = Terms.of(of), step_input(of)
     knobs = Knobs(8, 0.9, 0, 8)
     awake, asleep = (elastic(terms, replace(view, memo={}), knobs, rollout="random", prewarmed=p) for p in (True, False))
     assert asleep.rollout_s - awake.rollout_s == pytest.approx(terms.wake_s)
