@@ -133,6 +133,8 @@ class PageStore:
         """Copy a request's pages out of the engine's cache; each address once. The connector calls this when it ends."""
         assert self.copy_out is not None
         new = [i for i, address in enumerate(addresses) if address not in self.known]
+        if not new:
+            return
         self.known.update(addresses[i] for i in new)
         self.saved[name] = [addresses[i] for i in new], self.copy_out([blocks[i] for i in new])
         self.counts["saved"] += len(new)

@@ -1,0 +1,63 @@
+"""A driver that is killed cannot clean up: its application ends itself, and nobody else's is touched."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import environment
+
+pytestmark = pytest.mark.ray
+SCRIPT = str(Path(__file__).with_name("abandoned.py"))
+
+
+@pytest.fixture
+def shared() -> Iterator[str]:
+    """The address of a cluster that outlives its drivers."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100 * 2**20})
+    yield cluster.address
+    cluster.shutdown()
+
+
+def start(address: str, *arguments: str) -> tuple[subprocess.Popen[str], str]:
+    process = subprocess.Popen([sys.executable, SCRIPT, address, "start", *arguments], stdout=subprocess.PIPE, text=True, env=environment())
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("rlhfless-prefix-"):
+            return process, line.strip()
+    raise AssertionError("the service did not start")
+
+
+def look(address: str) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, SCRIPT, address, "look"], capture_output=True, text=True, timeout=120, env=environment())
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_the_application_of_a_killed_driver_ends_itself(shared: str) -> None:
+    killed, mine = start(shared, "mine", "5")
+    living, other = start(shared, "other", "5")
+    try:
+        assert look(shared)["applications"] == sorted([mine, other])
+        time.sleep(6)  # longer than the heartbeat's limit: a living driver's is not ended
+        assert look(shared)["applications"] == sorted([mine, other])
+        killed.send_signal(signal.SIGKILL)
+        end = time.monotonic() + 90
+        while (found := look(shared))["applications"] != [other] or any(mine in name for name in found["actors"]):
+            assert time.monotonic() < end, found
+            time.sleep(0.5)
+        assert any(other in name for name in found["actors"])
+    finally:
+        for process in (killed, living):
+            process.kill()
+            process.wait(30)
