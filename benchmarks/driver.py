@@ -11,7 +11,7 @@ import logging
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import psutil
@@ -36,10 +36,15 @@ class Watched(ReplayedRuntime):
         self.script = script
         self.measured: list[dict[str, float]] = []
 
-    def _run(self, requests: list[Request], *arguments: Any) -> Any:
+    def __enter__(self) -> Self:
+        run = super().__enter__()
+        self.unwatched, self.rollout_stage._run = self.rollout_stage._run, self.watched  # type: ignore[method-assign]
+        return run
+
+    def watched(self, requests: list[Request], *arguments: Any) -> Any:
         process, start = psutil.Process(), time.perf_counter()
         before = process.cpu_times()
-        done = super()._run(requests, *arguments)
+        done = self.unwatched(requests, *arguments)
         wall_s = time.perf_counter() - start
         now = process.cpu_times()
         lengths = np.array([self.script.length(request) for request in requests])

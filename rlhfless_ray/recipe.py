@@ -85,6 +85,11 @@ class Evaluate(Section):
     """Evaluate greedily too, besides the sampling temperature of training."""
 
 
+def _yaml_off(value: Any) -> Any:
+    """YAML reads a bare `off` as false; where a setting has the word, the word is meant."""
+    return "off" if value is False else value
+
+
 class Rollout(Section):
     samples_per_prompt: int = Field(8, ge=1)
     """The group size."""
@@ -105,7 +110,12 @@ class Rollout(Section):
     block_size: int = Field(32, ge=1)
     """Tokens of a KV block; prefixes are shared in whole blocks."""
     stream_interval_s: float = Field(0.25, gt=0)
-    """How often an engine reports finished samples while it works."""
+    """How often an engine tells what it generated. What it has not told yet is generated again if it dies."""
+    migrate: Annotated[Literal["off", "tau", "auto"], BeforeValidator(_yaml_off)] = "auto"
+    """Moving responses between engines while they are generated. `auto`: as the planner expects it to save time or leases;
+    `tau`: the RLHFless paper's rule, an engine of which a share `migrate_tau` has finished hands the rest on; `off`."""
+    migrate_tau: float = Field(0.7, gt=0, le=1)
+    """For `migrate: tau` only."""
     deadline_s: float = Field(1800, gt=0)
     """A rollout that takes longer ends the run."""
 
@@ -167,6 +177,9 @@ class Learner(Section):
     """Longest gradient (Euclidean norm over all weights); a longer one is shortened to it."""
     micro_batch_tokens: int = Field(8192, ge=1)
     """Padded tokens of one micro-batch."""
+    overlap: Annotated[Literal["auto", "off"], BeforeValidator(_yaml_off)] = "auto"
+    """Scoring and gradients of complete groups on slots that engines have left, while others still decode. Gradients only
+    where the update is then the same, to rounding: one per step, ZeRO 0, 1 or 2. `off`: the learner waits for the rollout."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, more time."""
     max_skipped_updates: int = Field(3, ge=0)
@@ -236,11 +249,6 @@ class Checkpoint(Section):
     """Steps between two checkpoints; the last step always has one."""
     keep: int = Field(2, ge=1)
     """Older ones are removed."""
-
-
-def _yaml_off(value: Any) -> Any:
-    """YAML reads a bare `off` as false; where a setting has the word, the word is meant."""
-    return "off" if value is False else value
 
 
 class Watch(Section):

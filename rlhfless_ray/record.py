@@ -55,7 +55,7 @@ class Record:
         row = {
             "step": step.number, "time_s": time.time() - self.ledger.started_s, "step_s": wall_s,
             "version": step.number,
-            **self._of_samples(step.samples), **step.plan.metrics(), **quality,
+            **self._of_samples(step.samples), **step.plan.metrics(), **quality, **step.metrics,
             **self._of_phases(seconds, wall_s, leases),
             "cost/busy_slot_s": own["busy_slot_s"], "cost/full_slot_s": own["full_slot_s"],
             "cost/idle_share": own["idle_share"], "cost/money": own["money"],

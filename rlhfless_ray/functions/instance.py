@@ -103,8 +103,9 @@ def start_actor(cls: type, slot: Slot, resource: str, environment: dict[str, str
     if resource == "gpu":
         environment["CUDA_VISIBLE_DEVICES"] = str(slot.device)
     groups = getattr(cls, "concurrency_groups", None)
-    remote = ray.remote(concurrency_groups=groups)(cls) if groups else ray.remote(cls)
-    return remote.options(
+    remote: Any = ray.remote  # its annotations know nothing of groups
+    made = remote(concurrency_groups=groups)(cls) if groups else remote(cls)
+    return made.options(
         num_cpus=0,
         num_gpus=0,
         max_restarts=0,

@@ -41,6 +41,7 @@ class Row:
     memory_mb: float
     money: float
     repeated: int = 0  # 1: of a step that a stop or a crash cut short and that was done again: paid for all the same
+    what: str = ""  # what the activity was, in the instance's words
 
 
 @dataclass
@@ -82,10 +83,19 @@ class Ledger:
         self.open[lease] = Holding(lease, self.name_of(node), device, kind, instance, self.step, now)
 
     def spans(self, leases: Iterable[str], spans: Iterable[Span]) -> None:
-        """What the instance holding `leases` did with them, on its own clock."""
+        """What the instance holding `leases` did with them, on its own clock. A span that goes on with the one before, as when
+        an engine reports in between, is one with it."""
+        told = list(spans)
         for lease in leases:
-            if lease in self.open:
-                self.open[lease].spans += spans
+            if lease not in self.open:
+                continue
+            known = self.open[lease].spans
+            for span in told:
+                last = known[-1] if known else None
+                if last and (last.activity, last.what, last.to_s) == (span.activity, span.what, span.from_s):
+                    known[-1] = replace(last, to_s=span.to_s)
+                else:
+                    known.append(span)
 
     def release(self, lease: str) -> None:
         self._close(lease, time.time())
@@ -132,11 +142,11 @@ class Ledger:
             if end <= begin:
                 continue
             self._row(holding, "idle", at, begin)
-            self._row(holding, span.activity, begin, end)
+            self._row(holding, span.activity, begin, end, span.what)
             at = end
         self._row(holding, "idle", at, now)
 
-    def _row(self, holding: Holding, activity: str, begin: float, end: float) -> None:
+    def _row(self, holding: Holding, activity: str, begin: float, end: float, what: str = "") -> None:
         seconds = end - begin
         if seconds <= 0:
             return
@@ -145,7 +155,7 @@ class Ledger:
             Row(
                 holding.lease, holding.node, holding.device, self.resource, holding.kind, holding.instance, activity,
                 holding.step, round(begin - self.started_s, 6), round(end - self.started_s, 6), round(seconds, 6),
-                holding.slots, round(holding.memory_mb, 1), money,
+                holding.slots, round(holding.memory_mb, 1), money, what=what,
             )
         )
 
@@ -218,6 +228,6 @@ def _totals(sums: np.ndarray) -> dict[str, float]:
 
 
 def _row_of(line: dict[str, str]) -> Row:
-    line = {"repeated": "0", **line}  # a ledger of before there was this column
+    line = {"repeated": "0", "what": "", **line}  # a ledger of before there were these columns
     types = {"step": int, "slots": int, "repeated": int, **dict.fromkeys(("from_s", "to_s", "seconds", "memory_mb", "money"), float)}
     return Row(**{f.name: types.get(f.name, str)(line[f.name]) for f in fields(Row)})

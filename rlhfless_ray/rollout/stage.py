@@ -15,8 +15,9 @@ from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.learn.gang import Gang
+from rlhfless_ray.rollout.migrate import Migration
 from rlhfless_ray.rollout.requests import evaluation_requests, step_requests
-from rlhfless_ray.rollout.stream import run_rollout
+from rlhfless_ray.rollout.stream import Stream, run_rollout
 from rlhfless_ray.site import Site
 from rlhfless_ray.types import Completion, Prompt, Request, Sample, Step, WeightVersion
 
@@ -29,6 +30,8 @@ class RolloutStage:
         self.site, self.pool, self.reward, self.gang = site, pool, reward, gang
         self.tokenizer, self.weight_bytes = tokenizer, weight_bytes
         self.began_s = 0.0
+        rollout = site.recipe.rollout
+        self.migration = None if rollout.migrate == "off" else Migration(rollout.migrate, rollout.migrate_tau)
 
     @property
     def warm(self) -> int:
@@ -54,8 +57,13 @@ class RolloutStage:
         requests = step_requests(self.site.recipe, step.number, step.prompts)
         expected = step.forecast.lengths.mean(1)
         groups = np.repeat(np.arange(len(step.prompts)), count)
-        done = self._run(requests, step.plan.shares(len(self.pool.working), expected, groups), expected, weights)
-        return self._samples([prompt for prompt in step.prompts for _ in range(count)], done, count)
+        if self.migration is not None:
+            autoscaler, elastic = self.site.autoscaler, self.site.recipe.functions.elastic
+            self.migration.begin(step.forecast.lengths, autoscaler.speed.speed, autoscaler.second if elastic else float("inf"))
+        shares = step.plan.shares(len(self.pool.working), expected, groups)
+        stream = self._run(requests, shares, expected, weights, self.migration)
+        step.metrics |= stream.metrics()
+        return self._samples([prompt for prompt in step.prompts for _ in range(count)], stream.completions, count)
 
     def answer(self, prompts: list[Prompt], temperatures: list[float], weights: WeightVersion) -> list[Sample]:
         """One response to each prompt at each temperature, by as many engines as there can be; for evaluations."""
@@ -64,13 +72,14 @@ class RolloutStage:
         expected = np.tile(site.autoscaler.expected(prompts), len(temperatures))
         groups = np.tile(np.arange(len(prompts)), len(temperatures))
         requests = evaluation_requests(site.recipe, prompts, temperatures)
-        done = self._run(requests, deal(expected, groups, len(self.pool.working)), expected, weights)
+        done = self._run(requests, deal(expected, groups, len(self.pool.working)), expected, weights, None)
         site.spare += self._park()
-        return self._samples(prompts * len(temperatures), done, 1)
+        return self._samples(prompts * len(temperatures), done.completions, 1)
 
     def _run(
-        self, requests: list[Request], shares: list[np.ndarray], expected: np.ndarray, weights: WeightVersion
-    ) -> dict[int, Completion]:
+        self, requests: list[Request], shares: list[np.ndarray], expected: np.ndarray, weights: WeightVersion,
+        migration: Migration | None,
+    ) -> Stream:
         recipe, autoscaler = self.site.recipe, self.site.autoscaler
         self.began_s = time.monotonic()
         all_warm = all(instance.memory_mb > 0 for instance in self.pool.working)
@@ -79,12 +88,13 @@ class RolloutStage:
             interval_s=recipe.rollout.stream_interval_s, deadline_s=recipe.rollout.deadline_s,
             max_replacements=recipe.functions.max_replacements, needed_next=self.gang.slots,
             drained=autoscaler.drained, give_back=self.drained, on_progress=self._prewarm_next,
+            migration=migration, start_s=autoscaler.terms.cold_start.predict(),
         )
         around_s = time.monotonic() - self.began_s - max(stream.decode_s.values())
         for seconds in stream.load_s:
             autoscaler.observe_load(self.weight_bytes, seconds)
         autoscaler.observe_rollout(stream.steps, around_s if all_warm else None)
-        return stream.completions
+        return stream
 
     def drained(self, instance: Instance, decision: Decision) -> None:
         """An engine has nothing left to do: its lease goes where the decision says so. One that still starts is at work."""

@@ -134,6 +134,8 @@ def _slices(pid: int, tid: int, rows: list[Row]) -> list[Event]:
         }
         args["kind"] = kind
         name = str(row.get("activity"))
+        if row.get("what"):
+            args["what"] = row["what"]
         events.append({"ph": "X", "cat": "activity", "name": name, "pid": pid, "tid": tid, "ts": begin, "dur": end - begin})
         events[-1]["args"] = args
     for event in events:

@@ -1,0 +1,94 @@
+"""What a rollout asks of the planner and what it makes of the answer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from placement.speed import Speed
+from placement.terms import Term
+from rlhfless_ray.rollout.migrate import Migration, how_to_move
+from rlhfless_ray.rollout.transcript import Transcript
+from rlhfless_ray.types import EngineStep, Request
+
+SPEED = Speed(base_s=0.01, per_seq_s=1e-5)
+
+
+def progressed(owner: list[int], length: list[int], finished: list[int]) -> Transcript:
+    transcript = Transcript([Request(key, (1,) * 10, key, 4096, 1.0) for key in range(len(owner))])
+    transcript.owner[:], transcript.length[:] = owner, length
+    transcript.finished[finished] = True
+    return transcript
+
+
+def forecasts(lengths: list[float], draws: int = 64, spread: float = 0.2) -> np.ndarray:
+    noise = np.random.default_rng(0).standard_normal((len(lengths), draws))
+    return np.array(lengths)[:, None] * np.exp(spread * noise)
+
+
+def begun(rule: str, lengths: list[float], second: float = 1.0, tau: float = 0.7) -> Migration:
+    migration = Migration(rule, tau)
+    migration.begin(forecasts(lengths), SPEED, second)
+    return migration
+
+
+def test_tau_hands_on_the_rest_of_an_engine_of_which_that_share_has_finished() -> None:
+    """Engines 3, 5 and 8 began with four each; three of engine 5's have finished, and one of engine 8's has made room."""
+    owner = [3] * 4 + [5] * 4 + [8] * 4
+    state = progressed(owner, [50] * 12, [4, 5, 6, 8])
+    wishes = begun("tau", [100.0] * 12).decide(state, [3, 5, 8], [])
+    assert [(w.requests.tolist(), w.source, w.target) for w in wishes.moves] == [([7], 5, 8)]
+    assert wishes.emptied == (5,)
+    assert begun("tau", [100.0] * 12, tau=0.9).decide(state, [3, 5, 8], []).moves == ()
+
+
+def test_auto_puts_the_tail_on_one_engine_when_leases_matter_and_leaves_it_when_only_time_does() -> None:
+    owner = [0] * 8 + [1] * 8
+    state = progressed(owner, [100] * 16, [*range(7), *range(8, 15)])
+    cheap = begun("auto", [150.0] * 16, second=0.2).decide(state, [0, 1], [])
+    assert len(cheap.moves) == 1 and len(cheap.moves[0].requests) == 1 and len(cheap.emptied) == 1
+    assert {cheap.moves[0].source, cheap.moves[0].target} == {0, 1} and cheap.reason
+    assert begun("auto", [150.0] * 16, second=1e6).decide(state, [0, 1], []).moves == ()
+
+
+def test_auto_takes_a_crowd_apart_when_an_engine_has_nothing_to_do() -> None:
+    slow = Speed(base_s=0.01, per_seq_s=0.01)
+    migration = Migration("auto", 0.7)
+    migration.begin(forecasts([1000.0] * 16), slow, 100.0)
+    wishes = migration.decide(progressed([0] * 16, [10] * 16, []), [0, 1], [])
+    assert wishes.moves and {(w.source, w.target) for w in wishes.moves} == {(0, 1)} and wishes.time_saved_s > 1
+    assert 4 <= sum(len(w.requests) for w in wishes.moves) <= 12
+
+
+def test_a_dear_move_is_not_made() -> None:
+    owner = [0] * 8 + [1] * 8
+    state = progressed(owner, [100] * 16, [*range(7), *range(8, 15)])
+    migration = begun("auto", [150.0] * 16, second=0.2)
+    for _ in range(8):
+        migration.observe(110, 60.0)
+    assert migration.decide(state, [0, 1], []).moves == ()
+
+
+def test_nothing_is_asked_where_there_is_nowhere_to_go() -> None:
+    migration = begun("auto", [150.0] * 4)
+    assert migration.decide(progressed([0] * 4, [9] * 4, []), [0], []).moves == ()
+    assert migration.decide(progressed([0, 0, 1, 2], [9] * 4, []), [0, 1], []).moves == ()  # engine 2 is not there yet
+    assert migration.decide(progressed([0, 0, 1, 1], [9] * 4, [0, 1, 2, 3]), [0, 1], []).moves == ()
+    with pytest.raises(ValueError, match="no rule of migration is called 'best'"):
+        Migration("best", 0.7)
+
+
+def test_the_speed_is_that_of_the_newest_steps() -> None:
+    migration = begun("auto", [100.0])
+    old = [EngineStep(4, 4, 0, 9.0)] * 100
+    new = [EngineStep(4, 4, 0, 3 * SPEED.step_s(4)), EngineStep(4, 400, 0, 50.0)] * 64  # prefill says nothing of decoding
+    found = migration._present_speed(old + new)
+    assert (found.base_s, found.per_seq_s) == pytest.approx((3 * SPEED.base_s, 3 * SPEED.per_seq_s))
+    assert migration._present_speed([]) == SPEED
+
+
+def test_a_context_goes_the_quicker_way() -> None:
+    prefill, pages = Term(0.01, 1e-4), Term(0.05, 1e-6)
+    assert how_to_move(100, prefill).name == "prefill" and how_to_move(100, prefill).seconds == pytest.approx(0.02)
+    assert how_to_move(100, prefill, pages).name == "prefill"
+    assert how_to_move(1000, prefill, pages).name == "pages"

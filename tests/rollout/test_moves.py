@@ -1,0 +1,312 @@
+"""Requests moved between living engines, engines killed, orders lost: every response comes out whole, on scripted engines
+in real processes under real leases."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from placement.policy import Decision, Hold, Release
+from rlhfless_ray.errors import RunError
+from rlhfless_ray.functions.instance import start_actor
+from rlhfless_ray.functions.lease import Leases
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.pool import Pool
+from rlhfless_ray.rollout.migrate import Wish, Wishes
+from rlhfless_ray.types import Request, WeightVersion
+
+pytestmark = pytest.mark.ray
+
+TOKEN_S = 0.004
+INTERVAL_S = 0.05
+
+
+def token(seed: int, position: int) -> int:
+    return (seed * 31 + position * 7) % 97
+
+
+def engine_class(hears: bool = True) -> type:
+    """Decodes a token of every request each TOKEN_S; a request's seed is also its length. It writes down what it generates,
+    where a death does not reach, and waits for a driver that is slow to listen: no more than five tokens for each byte of the
+    file `pace`. With `hears` false it loses every order. Local, so that Ray ships it by value."""
+    from rlhfless_ray.rollout.inbox import Inbox, Order
+    from rlhfless_ray.rollout.progress import CUT, GOES_ON, STOP, Progress
+    from rlhfless_ray.types import EngineStep, Span
+
+    token_s, draw = TOKEN_S, token
+
+    class Engine:
+        concurrency_groups: ClassVar = {"control": 1}
+
+        def __init__(self, log: str, pace: str) -> None:
+            self.inbox, self.log, self.pace, self.steps = Inbox(), log, pace, 0
+
+        def open(self, threads: int) -> dict[str, Any]:
+            return {"memory_mb": 1.0, "spans": []}
+
+        def load(self, version: int, weights: Any, expected: int) -> list[Any]:
+            self.version = version
+            return []
+
+        def pid(self) -> int:
+            return os.getpid()
+
+        def tell(self, epoch: int, order: Order) -> bool:
+            return hears and self.inbox.tell(epoch, order)
+
+        def rollout(self, epoch: int, requests: list[Request], interval_s: float, threads: int) -> Iterator[Any]:
+            self.inbox.open(epoch)
+            live = {r.key: [r, len(r.generated), len(r.generated)] for r in requests}  # generated, told
+            start = last = time.time()
+            log = open(self.log, "a", buffering=1)  # noqa: SIM115
+
+            def progress(cut: set[int]) -> tuple[Progress, list[EngineStep], list[Span]]:
+                nonlocal start
+                news, tokens, logprobs = [], [], []
+                for key, one in list(live.items()):
+                    request, done, told = one
+                    end = STOP if done == request.seed else CUT if key in cut else GOES_ON
+                    news.append((key, told, done - told, end))
+                    tokens += [draw(request.seed, p) for p in range(told, done)]
+                    logprobs += [-float(p) for p in range(told, done)]
+                    one[2] = done
+                    if end:
+                        del live[key]
+                span = Span("work", "generate", start, time.time())
+                start = span.to_s
+                return Progress.of(self.version, news, tokens, np.array(logprobs)), [EngineStep(1, 1, 1, token_s)], [span]
+
+            while live or not self.inbox.close_if_empty():
+                for order in self.inbox.take():
+                    for request in order.add:
+                        assert request.key not in live
+                        live[request.key] = [request, len(request.generated), len(request.generated)]
+                    if order.cut:
+                        now = time.time()
+                        told = progress(set(order.cut))
+                        told[2].append(Span("transfer", order.what, now, now + 1e-3))
+                        yield told
+                time.sleep(token_s)
+                goes = self.steps < 5 * os.stat(self.pace).st_size
+                self.steps += goes
+                for one in live.values() if goes else ():
+                    log.write(f"{one[0].key} {one[1]}\n")
+                    one[1] += 1
+                if time.time() - last >= interval_s or any(one[1] == one[0].seed for one in live.values()):
+                    last = time.time()
+                    yield progress(set())
+
+    return Engine
+
+
+class Whims:
+    """In place of a Migration: moves what `decide` says, (request, target engine) pairs, whenever it is asked."""
+
+    def __init__(self, decide: Callable[[Any, list[int]], list[tuple[int, int]]]) -> None:
+        self.whim, self.took = decide, list[float]()
+
+    def decide(self, transcript: Any, engines: list[int], steps: list[Any]) -> Wishes:
+        wishes = []
+        for i, target in self.whim(transcript, engines):
+            source = int(transcript.owner[i])
+            if source != target and source in engines:
+                wishes.append(Wish(np.array([i]), source, target, "a whim"))
+        return Wishes(tuple(wishes), time_saved_s=1.0, reason="a whim")
+
+    def observe(self, context_tokens: float, seconds: float) -> None:
+        self.took.append(seconds)
+
+
+class Site:
+    def __init__(self, folder: Path, hears: bool = True) -> None:
+        self.log = folder / "generated"
+        self.log.touch()
+        self.pace = folder / "pace"
+        self.pace.write_bytes(b"." * 10)
+        self.ledger = Ledger("cpu", 1.0)
+        self.leases = Leases("cpu", self.ledger, 20.0, f"moves{time.time_ns()}")
+        kind = engine_class(hears)
+        self.pool = Pool(
+            "rollout", lambda slot: start_actor(kind, slot, "cpu", {}, str(self.log), str(self.pace)), self.leases, self.ledger, 60.0
+        )
+        self.given: list[tuple[str, Decision]] = []
+
+    def pids(self) -> list[int]:
+        import ray
+
+        return ray.get([instance.actor.pid.remote() for instance in self.pool.working], timeout=60)
+
+    def give_back(self, instance: Any, decision: Decision) -> None:
+        self.given.append((instance.id, decision))
+        if decision.action == "Release":
+            self.leases.release(self.pool.park(instance))
+
+    def run(self, lengths: list[int], shares: list[list[int]], **options: Any) -> Any:
+        from rlhfless_ray.rollout.stream import run_rollout
+
+        on_progress = options.pop("on_progress", lambda *_: None)
+
+        def paced(done: int, total: int) -> None:
+            with self.pace.open("ab") as file:
+                file.write(b".")
+            on_progress(done, total)
+
+        requests = [Request(key, (1, 2, 3), length, 10**6, 1.0) for key, length in enumerate(lengths)]
+        given = {
+            "max_replacements": 1, "drained": lambda tail_s, needed: Hold(1, "kept"), "on_progress": paced, **options
+        }
+        stream = run_rollout(
+            self.pool, requests, [np.array(share) for share in shares], np.array(lengths, float), WeightVersion(4, None),
+            interval_s=INTERVAL_S, deadline_s=60.0, needed_next=1, give_back=self.give_back, **given,
+        )
+        for key, length in enumerate(lengths):
+            done = stream.completions[key]
+            assert done.token_ids.tolist() == [token(length, p) for p in range(length)]
+            assert done.logprobs.tolist() == [-float(p) for p in range(length)]
+            assert done.versions == ((4, length),) and done.finish_reason == "stop"
+        return stream
+
+    def generated(self) -> Counter[tuple[int, int]]:
+        lines = [line.split() for line in self.log.read_text().splitlines()]
+        return Counter((int(line[0]), int(line[1])) for line in lines if len(line) == 2)
+
+
+@pytest.fixture
+def site(ray_cluster: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
+    made = Site(tmp_path, getattr(request, "param", True))
+    yield made
+    made.pool.close()
+    made.leases.release_all()
+
+
+def killer(site: Site, engine: int, at: int) -> Callable[[int, int], None]:
+    """Kills an engine at the call number `at` of on_progress, as soon as something more was generated."""
+    pid, calls = site.pids()[engine], iter(range(10**9))
+
+    def on_progress(done: int, total: int) -> None:
+        if next(calls) == at:
+            before, end = site.log.stat().st_size, time.monotonic() + 10
+            while site.log.stat().st_size == before and time.monotonic() < end:
+                time.sleep(1e-3)
+            os.kill(pid, signal.SIGKILL)
+
+    return on_progress
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_of_a_killed_engine_at_most_one_interval_is_generated_again(site: Site, engines: int) -> None:
+    """On the living engine at once, or where there is none on the successor, which knows what was told."""
+    site.pool.resize(engines, [], need=engines)
+    first = site.pool.working[0]
+    lengths = [150 + 10 * i for i in range(6)]
+    shares = [[0, 1, 2], [3, 4, 5]] if engines == 2 else [[0, 1, 2, 3, 4, 5]]
+    stream = site.run(lengths, shares, on_progress=killer(site, 0, at=10))
+    assert set(site.generated().values()) == {1, 2}
+    most = max(Counter(key for (key, _), times in site.generated().items() if times > 1).values())
+    assert most * TOKEN_S <= 2 * INTERVAL_S  # a report may be on its way when the process dies
+    assert stream.replaced == 1 and stream.orphans == len(shares[0]) and first not in site.pool.working
+    assert 0 < stream.metrics()["rollout/lost_s"] < 20
+    if engines == 2:
+        assert len(site.pool.working) == 1 and len(site.leases.held) == 1  # nobody waits for a successor: its lease is back
+        assert [instance.slot.node for instance in site.pool.parked] == [first.slot.node]  # a process for the next rollout
+    else:
+        assert len(site.pool.working) == 1 and site.pool.working[0] is not first
+
+
+def test_one_death_too_many_ends_the_run(site: Site) -> None:
+    site.pool.resize(2, [], need=2)
+    with pytest.raises(RunError, match=r"died and functions.max_replacements = 0 are used up"):
+        site.run([300, 300], [[0], [1]], max_replacements=0, on_progress=killer(site, 0, at=4))
+
+
+def test_moves_without_end_change_nothing(site: Site) -> None:
+    """Every few tokens something is moved somewhere: to engines that are just ending, out of engines that have just begun."""
+    site.pool.resize(3, [], need=3)
+    rng = np.random.default_rng(1)
+
+    def whim(transcript: Any, engines: list[int]) -> list[tuple[int, int]]:
+        live = np.flatnonzero(~transcript.finished)
+        return [(int(i), int(rng.choice(engines))) for i in live[rng.random(len(live)) < 0.3]]
+
+    site.pids()  # so that all are there when the first thing moves
+    whims = Whims(whim)
+    lengths = [int(n) for n in rng.integers(1, 250, 24)]
+    stream = site.run(lengths, [list(range(a, 24, 3)) for a in range(3)], migration=whims)
+    assert len(stream.moved) > 30 and len(whims.took) == len(stream.moved)
+    assert set(site.generated().values()) == {1}  # a move repeats nothing
+    assert stream.orphans == stream.replaced == 0
+
+
+def test_a_death_among_moves_loses_nothing(site: Site) -> None:
+    site.pool.resize(3, [], need=3)
+    rng = np.random.default_rng(2)
+
+    def whim(transcript: Any, engines: list[int]) -> list[tuple[int, int]]:
+        live = np.flatnonzero(~transcript.finished)
+        return [(int(i), int(rng.choice(engines))) for i in live[rng.random(len(live)) < 0.5]]
+
+    lengths = [int(n) for n in rng.integers(150, 300, 12)]
+    stream = site.run(
+        lengths, [list(range(a, 12, 3)) for a in range(3)], migration=Whims(whim), on_progress=killer(site, 1, at=15)
+    )
+    assert stream.replaced == 1 and len(stream.moved) > 5
+
+
+@pytest.mark.parametrize("site", [False], indirect=True)
+def test_an_order_that_is_lost_is_done_all_the_same(site: Site) -> None:
+    """No engine hears: what should be cut stays, and what a dead engine had goes on when the living one's call is over."""
+    site.pool.resize(2, [], need=2)
+    away = Whims(lambda transcript, engines: [(i, 1) for i in np.flatnonzero(~transcript.finished & (transcript.owner == 0))])
+    stream = site.run(
+        [200, 210, 100, 110], [[0, 1], [2, 3]], migration=away, on_progress=killer(site, 0, at=8)
+    )
+    assert stream.moved == [] and stream.orphans == 2
+
+
+def test_an_engine_left_with_nothing_is_given_back_at_once_and_the_ledger_says_where_its_work_went(site: Site) -> None:
+    site.pool.resize(2, [], need=2)
+    first, second = site.pool.working
+    moved_at_s = []
+
+    def whim(transcript: Any, engines: list[int]) -> list[tuple[int, int]]:
+        if moved_at_s or transcript.length.min() < 40:
+            return []
+        moved_at_s.append(time.time())
+        return [(0, 1), (1, 1), (2, 1)]
+
+    class Together(Whims):
+        def decide(self, transcript: Any, engines: list[int], steps: list[Any]) -> Wishes:
+            wishes = super().decide(transcript, engines, steps)
+            whole = [np.concatenate([wish.requests for wish in wishes.moves])] if wishes.moves else []
+            return Wishes(tuple(Wish(part, 0, 1, "a whim") for part in whole), 1.0, (0,), "a whim")
+
+    stream = site.run([300] * 4, [[0, 1, 2], [3]], migration=Together(whim), drained=lambda tail_s, needed: Release(0, "not needed"))
+    assert [name for name, _ in site.given] == [first.id] and first in site.pool.parked
+    assert {(one.key, one.source, one.target) for one in stream.moved} == {(k, first.id, second.id) for k in range(3)}
+    assert all(43 <= one.context_tokens < 303 and 0 < one.seconds < 10 for one in stream.moved)
+    site.ledger.close()
+    rows = [row for row in site.ledger.rows if row.instance == first.id and row.slots]
+    assert [row.what for row in rows if row.activity == "transfer"] == [f"move 3 sequences to {second.id}"]
+    assert stream.metrics()["rollout/moved"] == 3 and stream.metrics()["rollout/move_reason"] == "3 moved: a whim"
+    ended = {row.instance: row.to_s for row in site.ledger.rows if row.slots}
+    assert ended[first.id] < ended[second.id] - 0.1
+
+
+def test_a_move_that_only_saves_a_lease_is_not_made_when_the_lease_would_be_held(site: Site) -> None:
+    site.pool.resize(2, [], need=2)
+
+    class Saver(Whims):
+        def decide(self, transcript: Any, engines: list[int], steps: list[Any]) -> Wishes:
+            return Wishes(super().decide(transcript, engines, steps).moves, 0.0, (0,), "saves a lease")
+
+    saver = Saver(lambda transcript, engines: [(0, 1)] if not transcript.finished[0] else [])
+    assert site.run([120, 120], [[0], [1]], migration=saver).moved == []
+    assert len(site.run([120, 120], [[0], [1]], migration=saver, drained=lambda *_: Release(0, "go")).moved) == 1
