@@ -9,7 +9,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.cluster_variants import ABLATED, ABLATION, sensitivity
 from benchmarks.provenance import ROOT
 from benchmarks.results import Target, make_console, result_folder, save, show_targets
-from placement.simulate import POLICIES, Knobs, Run, Setting, StepRun, Terms, named, names, simulate
-from placement.simulate.elastic import candidates, elastic
-from placement.simulate.planning import Planner
-from placement.simulate.step import StepInput
+from placement.simulate import POLICIES, Run, Setting, named, names, simulate
 
 PREFER = 0.75  # where every policy that has a knob is run: the paper claims speed first, then cost
 PAPER = [name for name in names() if name.startswith("qwen")]
@@ -113,67 +110,6 @@ def _lower_envelope(curve: list[tuple[float, float]]) -> tuple[np.ndarray, np.nd
     """Points by rising cost, each time the least reached at that cost or below."""
     cost, seconds = np.array(sorted(curve)).T
     return cost, np.minimum.accumulate(seconds)
-
-
-# ---- ablation ---------------------------------------------------------------------------------------------------
-
-
-ABLATED = ("qwen3b-gsm8k-grpo", "qwen3b-gpqa-ppo")
-
-
-def variant(name: str, rollout: str = "ours", *, without: Callable[[Terms, Knobs], bool] | None = None, **changes: Any) -> Any:
-    """Ours with parts taken away, planned anew without them. without: step plans that are forbidden; changes: of `elastic`;
-    release=False: every device is billed throughout."""
-    release = changes.pop("release", True)
-
-    def allowed(terms: Terms) -> list[Knobs]:
-        found = candidates(terms)
-        if without is None:
-            return found
-        kept = [k for k in found if not without(terms, k)]
-        engines, prefers = sorted({k.engines for k in found}), sorted({k.prefer for k in found})
-        later = [Knobs(e, p, 0, terms.devices) for e in engines for p in prefers]  # of which all but two are else not tried
-        return list(dict.fromkeys([*kept, *(k for k in later if not without(terms, k))]))
-
-    def step(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
-        def run(view: StepInput, knobs: Knobs) -> StepRun:
-            done = elastic(terms, view, knobs, rollout=rollout, name=name, **changes)
-            return done if release else replace(done, full=done.time_s * terms.devices)
-
-        return run(given, planner.knobs(name, run, allowed(terms)))
-
-    return name, step
-
-
-ABLATION: list[Any] = [
-    "fixed",
-    variant("all parts"),
-    variant("- overlap", without=lambda _, k: k.early > 0),
-    variant("- early gradients", gradients=False),
-    variant("- gradients by linearity (PPO)", without=lambda _, k: k.linear),
-    variant("- engines given up for the learner", without=lambda _, k: k.narrow),
-    variant("- engines kept awake or woken beforehand", prewarmed=False),
-    variant("- consolidation and grouping (random split)", "random"),
-    variant("- grouping (consolidate)", "consolidate"),
-    variant("- pool size (all engines)", without=lambda terms, k: k.engines < terms.engines),
-    variant("- release (all devices billed)", release=False),
-]
-
-
-# ---- sensitivity ------------------------------------------------------------------------------------------------
-
-
-def sensitivity(setting: Setting) -> dict[str, Setting]:
-    """The setting with one thing changed."""
-    found = {"as it is": setting}
-    for factor in (0.5, 2.0):
-        found[f"start-up × {factor:g}"] = setting.but(start_scale=factor)
-        found[f"migration × {factor:g}"] = setting.but(migrate_scale=factor)
-        found[f"learning × {factor:g}"] = setting.but(learn_scale=factor)
-        found[f"prompts × {factor:g}"] = setting.but(prompts=int(setting.prompts * factor))
-    found["4 updates per rollout"] = setting.but(updates=4)
-    found["cold starts"] = setting.but(cold=True)
-    return found
 
 
 # ---- the whole --------------------------------------------------------------------------------------------------

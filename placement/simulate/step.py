@@ -170,6 +170,12 @@ def roll_out(
         given.seed,
     )
     result = run(given.lengths, job, Narrowed(policy, job, narrowings))
+    given.memo[key] = on_clock(terms, given, result, start)
+    return given.memo[key]
+
+
+def on_clock(terms: Terms, given: StepInput, result: Result, start_s: float) -> Rollout:
+    """A rollout behind its prefill; start_s: what every lease began with."""
     first = [lease for lease in result.leases if lease.from_s == 0]
     if terms.setting.dedup_prefill:
         _, one = np.unique(given.group, return_index=True)
@@ -178,8 +184,7 @@ def roll_out(
         tokens = float(given.prompts.sum())
     shift = terms.prefill_s(tokens, len(first))
     leases = tuple(Lease(lease.actor, lease.from_s + (shift if lease.from_s else 0.0), lease.to_s + shift) for lease in result.leases)
-    given.memo[key] = Rollout(result, shift, start, leases)
-    return given.memo[key]
+    return Rollout(result, shift, start_s, leases)
 
 
 def work_of(terms: Terms, given: StepInput, finish_s: np.ndarray, *, gradients: bool, linear: bool = False) -> Work:
