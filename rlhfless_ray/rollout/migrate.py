@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from placement.migrate import LiveState, Settings, cut_at_share, decide_moves
+from placement.migrate import LiveState, Moves, Settings, cut_at_share, decide_moves
 from placement.speed import Speed
 from placement.survival import Forecast
 from placement.terms import Term
@@ -63,13 +63,13 @@ class Migration:
         self.rule, self.tau = rule, tau
         self.prefill = Term(0.05, 2e-5)  # seconds of a move by prefill over context tokens
         self.forecast = Forecast(np.zeros(0), np.zeros(0))
-        self.speed, self.mu = Speed(1.0, 0.0), 1.0
+        self.speed, self.mu, self.token_s = Speed(1.0, 0.0), 1.0, 0.0
 
-    def begin(self, lengths: np.ndarray, speed: Speed, second: float) -> None:
+    def begin(self, lengths: np.ndarray, speed: Speed, second: float, token_s: float = 0.0) -> None:
         """A rollout begins. lengths (n, S): joint draws of its responses' lengths, tokens; `second`: what a second of its time
-        is worth in slot-seconds."""
+        is worth in slot-seconds; `token_s`: of an engine's time for a token of a prompt."""
         self.forecast = Forecast.of(lengths)
-        self.speed = speed
+        self.speed, self.token_s = speed, token_s
         self.mu = float(np.clip(1 / max(second, 1e-9), LEAST_MU, MOST_MU))
 
     def decide(self, transcript: Transcript, engines: list[int], steps: list[EngineStep]) -> Wishes:
@@ -88,10 +88,25 @@ class Migration:
             new = cut_at_share(state, begun, self.tau)
             saved_s, reason = 0.0, f"a share of {self.tau:g} has finished"
         else:
-            way = how_to_move(context, self.prefill)
-            moves = decide_moves(state, self._present_speed(steps), Settings(self.mu, len(engines), migrate_s=way.seconds))
+            moves = self._best(state, self._present_speed(steps), transcript.prompt + transcript.length)
             new, saved_s, reason = moves.actor, moves.time_saved_s, moves.reason
         return self._wishes(live, actor, new, engines, saved_s, reason)
+
+    def _best(self, state: LiveState, speed: Speed, context: np.ndarray) -> Moves:
+        """The planner prices a move as a pause of what moves. That contexts are computed again is work of the engine that takes
+        them, which all it holds wait for: many moves at once must be worth that too."""
+        pause_s = how_to_move(state.context_tokens, self.prefill).seconds
+        engines = len(state.opened)
+        work_s = np.zeros(engines)
+        for _ in range(2):
+            moves = decide_moves(state, speed, Settings(self.mu, engines, migrate_s=pause_s + work_s.max()))
+            work_s = np.zeros(engines)
+            for move in moves.moves:
+                work_s[move.target] += self.token_s * context[move.sequences].sum()
+            gain = moves.time_saved_s + self.mu * moves.cost_saved
+            if gain > work_s.max() + self.mu * work_s.sum():
+                return moves
+        return replace(moves, actor=state.actor, moves=(), reason="moves would cost more than they save")
 
     def _wishes(
         self, live: np.ndarray, actor: np.ndarray, new: np.ndarray, engines: list[int], saved_s: float, reason: str

@@ -69,6 +69,17 @@ def test_a_dear_move_is_not_made() -> None:
     assert migration.decide(state, [0, 1], []).moves == ()
 
 
+def test_many_moves_must_be_worth_computing_their_contexts_again() -> None:
+    """All of sixteen long contexts on one engine: to take half of them away pays if prefill costs nothing, and not if every token
+    of them costs as much as a decode step."""
+    slow = Speed(base_s=0.01, per_seq_s=0.01)
+    for token_s, pays in ((1e-5, True), (0.16, False)):
+        migration = Migration("auto", 0.7)
+        migration.begin(forecasts([1000.0] * 16), slow, 100.0, token_s)
+        wishes = migration.decide(progressed([0] * 16, [600] * 16, []), [0, 1], [])
+        assert bool(wishes.moves) == pays and wishes.reason
+
+
 def test_nothing_is_asked_where_there_is_nowhere_to_go() -> None:
     migration = begun("auto", [150.0] * 4)
     assert migration.decide(progressed([0] * 4, [9] * 4, []), [0], []).moves == ()
