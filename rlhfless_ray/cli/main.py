@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
+from rlhfless_ray.cli.explain import explain
 from rlhfless_ray.cli.plan import plan
+from rlhfless_ray.cli.run import run, submit
 from rlhfless_ray.cli.simulate import simulate
+from rlhfless_ray.cli.verbatim import Verbatim
 from rlhfless_ray.errors import RunError, Stopped, UserError
 
 app = typer.Typer(
@@ -67,12 +71,20 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder, finished, sto
 
 
 app.command()(simulate)
+for command in (explain, run, submit):
+    app.command(cls=Verbatim)(command)
 
 
 def main() -> None:
-    """Entry point: exit code 2 for a user's mistake, 1 for a failed run, 128 + signal when stopped."""
+    """Entry point of `rlhfless`."""
+    guarded(lambda: app(standalone_mode=True))
+
+
+def guarded(action: Callable[[], None]) -> NoReturn:
+    """Do it and end the process: exit code 2 for a user's mistake, 1 for a failed run, 128 + signal when stopped."""
+    code = 0
     try:
-        app(standalone_mode=True)
+        action()
     except UserError as error:
         _say(f"error: {error}")
         code = 2

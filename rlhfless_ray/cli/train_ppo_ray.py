@@ -1,0 +1,71 @@
+"""`python -m rlhfless_ray.cli.train_ppo_ray`: OpenRLHF's launcher of the same name, its flags unchanged, every dialect."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from rlhfless_ray.errors import UserError
+from rlhfless_ray.openrlhf.dialect import Unreadable
+from rlhfless_ray.openrlhf.flags import newest
+from rlhfless_ray.openrlhf.parsers import PROGRAM, usage
+
+HELP = """
+Every flag of OpenRLHF 0.8.0 to {newest} is accepted; the usage above is that of {newest}. Our own settings are
+--elastic.FIELD (sections functions and objective of a recipe), --elastic.SECTION.FIELD and --prefix.FIELD;
+--elastic.dialect VERSION reads the line as that version alone. `rlhfless explain -- COMMAND` says what becomes of each flag."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Exit code 0 after the final save, 2 for a mistake in the command line (usage and the flag on stderr), 1 for a failed run."""
+    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    if "-h" in tokens or "--help" in tokens:
+        print(usage(newest()) + HELP.format(newest=newest()))
+        return
+    from rlhfless_ray.cli.main import guarded
+
+    guarded(lambda: _train(tokens))
+
+
+def _train(tokens: Sequence[str]) -> None:
+    from rlhfless_ray.openrlhf.page import summary
+    from rlhfless_ray.openrlhf.resources import fit
+    from rlhfless_ray.openrlhf.translate import recipe_of, refusals, translate
+
+    try:
+        found = translate(tokens)
+    except Unreadable as error:
+        _stop(str(error), error.version)
+    except UserError as error:
+        _stop(str(error), newest())
+    fewer = fit(found)
+    try:
+        if refused := refusals(found):
+            raise refused
+        recipe = recipe_of(found)
+    except UserError as error:
+        _stop(str(error), found.line.version)
+    for line in [*summary(found), *([fewer] if fewer else [])]:
+        print(f"[rlhfless] {line}", flush=True)
+    for name, value in found.secrets.items():
+        os.environ.setdefault(name, value)
+    from rlhfless_ray.runtime import Runtime
+
+    with Runtime(recipe) as run:
+        for _ in run:
+            pass
+    print(f"model:  {run.folder.path / 'model'}")
+    print(f"report: {(run.folder.path / 'report.html').resolve()}")
+
+
+def _stop(message: str, version: str) -> NoReturn:
+    """As argparse stops there."""
+    print(f"{usage(version)}{PROGRAM}: error: {message}", file=sys.stderr)
+    sys.stderr.flush()
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main()

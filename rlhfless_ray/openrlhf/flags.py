@@ -1,0 +1,128 @@
+"""What the flags of OpenRLHF's launchers are, version by version. Facts only: names, types, defaults, choices, arity."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+LAUNCHER = "train_ppo_ray"
+TYPES: dict[str | None, Any] = {None: None, "int": int, "float": float}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One flag as the versions `since` to `until` define it."""
+
+    flag: str
+    since: str
+    until: str
+    type: str | None = None
+    """None: text."""
+    default: Any = field(default=None, hash=False)
+    action: str = "store"
+    dest: str = ""
+    choices: tuple[str, ...] | None = None
+    nargs: int | str | None = None
+
+    @property
+    def takes_value(self) -> bool:
+        return self.action == "store"
+
+
+@cache
+def _data(name: str) -> dict[str, Any]:
+    return json.loads(resources.files(__package__).joinpath("data", f"{name}.json").read_text(encoding="utf-8"))
+
+
+def versions() -> list[str]:
+    """Oldest first."""
+    return _data(LAUNCHER)["versions"]
+
+
+def newest() -> str:
+    return versions()[-1]
+
+
+@cache
+def place(version: str) -> int:
+    """How many versions are older."""
+    return versions().index(version)
+
+
+@cache
+def history(flag: str) -> tuple[Spec, ...]:
+    """Every definition a flag ever had, oldest first; empty: no version from 0.8.0 on has it."""
+    return tuple(_spec(flag, **span) for span in _data(LAUNCHER)["flags"].get(flag, ()))
+
+
+def _spec(flag: str, *, since: str, until: str, **more: Any) -> Spec:
+    action = more.get("action", "store")
+    default = more.get("default")
+    if action != "store":
+        default = action == "store_false"
+    if more.get("type") == "float" and default == "inf":
+        default = float("inf")
+    choices = tuple(more["choices"]) if "choices" in more else None
+    return Spec(flag, since, until, more.get("type"), default, action, more.get("dest", flag[2:]), choices, more.get("nargs"))
+
+
+@cache
+def flags_of(version: str) -> dict[str, Spec]:
+    """Every flag of one version."""
+    found = {}
+    for flag in _data(LAUNCHER)["flags"]:
+        spec = spec_at(flag, version)
+        if spec is not None:
+            found[flag] = spec
+    return found
+
+
+def spec_at(flag: str, version: str) -> Spec | None:
+    for spec in history(flag):
+        if place(spec.since) <= place(version) <= place(spec.until):
+            return spec
+    return None
+
+
+def nearest_spec(flag: str, version: str) -> Spec | None:
+    """The definition nearest in time to `version` (of two equally near ones the newer); None: no version has the flag."""
+
+    def distance(spec: Spec) -> tuple[int, int]:
+        if place(spec.until) < place(version):
+            return place(version) - place(spec.until), -place(spec.since)
+        return max(0, place(spec.since) - place(version)), -place(spec.since)
+
+    return min(history(flag), key=distance, default=None)
+
+
+def all_flags() -> list[str]:
+    """Every flag that any version has."""
+    return list(_data(LAUNCHER)["flags"])
+
+
+def renamed(flag: str) -> tuple[str, ...]:
+    """The names 0.10.2 gave to a flag of the flat dialects; empty for one that it dropped or that was gone before."""
+    return tuple(_data(LAUNCHER)["dotted"].get(flag, ()))
+
+
+def other_launchers(flag: str) -> list[tuple[str, str, str]]:
+    """(launcher, first version, last version) of OpenRLHF's other launchers that have a flag of this name."""
+    found = []
+    for launcher, spans in _data("other_launchers")["launchers"].items():
+        for span, names in spans.items():
+            if flag in names:
+                since, until = span.split()
+                found.append((launcher, since, until))
+    return found
+
+
+def launchers() -> list[str]:
+    """Every launcher module of openrlhf.cli in any version."""
+    return [LAUNCHER, *_data("other_launchers")["launchers"]]
+
+
+def span_text(since: str, until: str) -> str:
+    return since if since == until else f"{since} to {until}"

@@ -1,0 +1,172 @@
+"""What the values of a command line come to: when a flag has no effect, the settings it makes, how a hint is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rlhfless_ray.openrlhf.canonical import GATING, LEVEL, MODE, PROMPT_LIMIT, THRESHOLD, Values
+
+# ---------------------------------------------------------------- when a flag has no effect
+
+
+def no_critic(v: Values) -> str:
+    return "" if v.has_critic else f"there is no critic with {v.estimator}"
+
+
+def no_reference(v: Values) -> str:
+    return "" if v.has_reference else "the KL coefficient is 0, there is no reference model"
+
+
+def no_reward_model(v: Values) -> str:
+    return "rewards come from a file, URL or agent, there is no reward model" if v.external_reward else ""
+
+
+def no_evaluation(v: Values) -> str:
+    return "" if v["eval.dataset"] else "there is no evaluation data set"
+
+
+def no_lora(v: Values) -> str:
+    return "" if v["ds.lora.rank"] else "the LoRA rank is 0"
+
+
+def no_correction(v: Values) -> str:
+    return "the importance correction is off" if v[LEVEL] == "off" else ""
+
+
+def no_checkpoints(v: Values) -> str:
+    writes = v["ckpt.save_steps"] > 0 or v["ckpt.load_enable"] or best_metric(v) != "none"
+    return "" if writes else "no checkpoints are asked for"
+
+
+def no_muon(model: str) -> Callable[[Values], str]:
+    return lambda v: unused(model, v) or ("" if v[f"{model}.optim"] == "muon" else f"the {model}'s optimizer is adam")
+
+
+def unused(model: str, v: Values) -> str:
+    return no_critic(v) if model == "critic" else ""
+
+
+def best_metric(v: Values) -> str:
+    return v["ckpt.best_metric_key"] if v["eval.dataset"] and v["eval.steps"] > 0 else "none"
+
+
+# ---------------------------------------------------------------- values → settings
+
+
+def lengths(x: Any, v: Values) -> dict[str, Any]:
+    total, response, prompt = v["data.max_len"], v["rollout.max_new_tokens"], v[PROMPT_LIMIT]
+    longest = total - (1 if response is None else response)
+    found: dict[str, Any] = {"prompts.max_prompt_tokens": min(longest, prompt) if prompt is not None else longest}
+    if response is None:
+        found["rollout.max_total_tokens"], found["rollout.max_tokens"] = total, total - 1
+    else:
+        found["rollout.max_tokens"] = response
+    return found
+
+
+def dataset(x: str | None, v: Values) -> dict[str, Any]:
+    mixed = x is not None and ("," in x or "@" in x)
+    return {"prompts.path": x, **({"prompts.probabilities": probabilities(v)} if mixed else {})}
+
+
+def probabilities(v: Values) -> list[float] | None:
+    text = v["data.prompt_probs"]
+    return [float(part) for part in text.split(",")] if text else None
+
+
+def optimizer_steps(x: int, v: Values) -> dict[str, Any]:
+    if v["rollout.batch_size"] * v["rollout.n_samples_per_prompt"] == x:
+        return {"algorithm.updates_per_step": 1}
+    return {"algorithm.batch_samples": x}
+
+
+def micro_batch(x: int, v: Values) -> dict[str, Any]:
+    return {"learner.micro_batch_tokens": x * v["data.max_len"]}
+
+
+def clip(x: Any, v: Values) -> dict[str, Any]:
+    low, high = v["actor.eps_clip_low_high"] or (v["actor.eps_clip"],) * 2
+    return {"algorithm.clip_low": low, "algorithm.clip_high": high}
+
+
+def correction(x: Any, v: Values) -> dict[str, Any]:
+    low, high = v[THRESHOLD][0], v[THRESHOLD][-1]
+    if v[LEVEL] == "off":
+        return {"algorithm.importance_cap": 0.0}
+    if (v[LEVEL], v[MODE], v[GATING], low) == ("token", "clip", "ratio", 0) and v["actor.policy_loss_type"] == "ppo":
+        return {"algorithm.importance_cap": high}
+    name = "algorithm.loss.correction_{}".format
+    return {
+        "algorithm.importance_cap": 0.0, name("level"): v[LEVEL], name("mode"): v[MODE], name("gating"): v[GATING],
+        name("low"): low, name("high"): high,
+    }
+
+
+def loss_mean(x: str, v: Values) -> dict[str, Any]:
+    sequence = x == "seq-mean-token-mean" or v["actor.policy_loss_type"] == "gspo"  # gspo is a loss of sequences
+    return {"algorithm.loss_mean": "sequence" if sequence else "token"}
+
+
+def reward_source(x: str | None, v: Values) -> dict[str, Any]:
+    if not x or v["train.agent_func_path"]:
+        return {}
+    if x.endswith(".py"):
+        return {"reward.function": f"{x}:reward_func", "reward.contract": "openrlhf"}
+    return {"reward.url": x.split(",")}
+
+
+def template(x: Any, v: Values) -> dict[str, Any]:
+    return {"prompts.template": "chat" if v["data.apply_chat_template"] else "none"}
+
+
+def input_template(x: str | None, v: Values) -> dict[str, Any]:
+    return {"prompts.input_template": x if x and "{}" in x and not v["data.apply_chat_template"] else None}
+
+
+def evaluation_set(x: str | None, v: Values) -> dict[str, Any]:
+    return {"evaluate.path": x} if x else {"evaluate.prompts": 0}
+
+
+def decay(section: str) -> Callable[[float, Values], dict[str, Any]]:
+    def make(x: float, v: Values) -> dict[str, Any]:
+        skips = {"learner.decay_all": False} if x and section == "learner" else {}
+        return {f"{section}.weight_decay": x, **skips}
+
+    return make
+
+
+def schedule(model: str, section: str) -> Callable[[Any, Values], dict[str, Any]]:
+    def make(x: Any, v: Values) -> dict[str, Any]:
+        """Without warm-up a constant rate is what the recipe has; everything else is a schedule over all steps."""
+        name, warmup = v[f"{model}.lr_scheduler"], v[f"{model}.lr_warmup_ratio"]
+        if section == "learner" and (name == "constant" or (name == "constant_with_warmup" and not warmup)):
+            return {"learner.warmup_steps": 0}
+        found = {f"{section}.schedule": name, f"{section}.warmup_share": warmup}
+        if name == "cosine_with_min_lr":
+            found[f"{section}.min_rate_share"] = v[f"{model}.min_lr_ratio"]
+        return found
+
+    return make
+
+
+# ---------------------------------------------------------------- how hints are read
+
+
+def trainer(v: Values) -> str:
+    return f"{v.world('actor')} ranks of the learner at most; results do not depend on their number"
+
+
+def size(model: str, section: str) -> Callable[[Any, Values], dict[str, Any]]:
+    return lambda x, v: {f"{section}.ranks": v.world(model)}
+
+
+def engines(v: Values) -> str:
+    if not v.engines:
+        return "OpenRLHF cannot run without a number of engines; here the plan of each step decides"
+    return f"{v.engines} engines at most; the plan of each step decides how many there are"
+
+
+SHARED = "functions hand each other their slots here, whoever shares a GPU there"
+PARKED = "who has no work gives its device back anyway"
+BUDGET = "bounds memory; the loss is normalised over the whole optimizer step, so it changes no result"

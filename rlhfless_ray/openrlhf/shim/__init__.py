@@ -1,0 +1,1 @@
+"""A folder for PYTHONPATH. It holds no `openrlhf` package: see sitecustomize.py."""

@@ -1,0 +1,211 @@
+"""A command line → settings of a recipe, and what became of every flag. Nothing is lost: each flag given is in one list."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rlhfless_ray.errors import UserError
+from rlhfless_ray.openrlhf.canonical import Values, canonical, defaults, shown
+from rlhfless_ray.openrlhf.checks import check
+from rlhfless_ray.openrlhf.dialect import CommandLine, instead_of, read
+from rlhfless_ray.openrlhf.flags import LAUNCHER, newest, span_text
+from rlhfless_ray.openrlhf.keys import Installed, names, nested
+from rlhfless_ray.openrlhf.own import own_settings, separate
+from rlhfless_ray.openrlhf.table import ALWAYS, RULES, Rule, owned_keys, rule_of
+
+HONOURED, HINT, NO_EFFECT, REFUSED = "honoured", "hint", "no effect", "refused"
+RANK = (NO_EFFECT, HINT, HONOURED, REFUSED)  # of a flag that decides several things the last of these
+
+
+@dataclass
+class Outcome:
+    """What became of one flag, as it was spelled or, for a default, as the dialect spells it."""
+
+    flag: str
+    status: str
+    why: str = ""
+
+
+@dataclass
+class Translation:
+    line: CommandLine
+    values: Values
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Dotted recipe key → value; only keys that the installed recipe accepts."""
+    wanted: dict[str, Any] = field(default_factory=dict)
+    """The same with the keys it would need."""
+    flags: list[Outcome] = field(default_factory=list)
+    """One for every flag of the command line, in its order."""
+    missing: list[Outcome] = field(default_factory=list)
+    """Refusals because of a default that the installed recipe cannot follow."""
+    notes: list[str] = field(default_factory=list)
+    own: dict[str, Any] = field(default_factory=dict)
+    """Settings of ours, --elastic.* and --prefix.*; part of `settings`."""
+    secrets: dict[str, str] = field(default_factory=dict)
+    """Environment of the run: what must not be written into a recipe."""
+
+    def with_status(self, status: str) -> list[Outcome]:
+        return [outcome for outcome in self.flags if outcome.status == status]
+
+    @property
+    def refused(self) -> list[Outcome]:
+        return [*self.with_status(REFUSED), *self.missing]
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """Nested, as Recipe.parse takes it."""
+        return nested(self.settings)
+
+
+def translate(tokens: Sequence[str], environment: Mapping[str, str] = os.environ) -> Translation:
+    """Raises dialect.Unreadable for a line no version reads, UserError for one that OpenRLHF's own checks stop."""
+    theirs, ours, version = separate(tokens)
+    line = read(theirs, version)
+    values = canonical(line, environment)
+    notes = check(values)
+    installed = Installed()
+    found = Translation(line, values, notes=[*_about_dialect(line), *_other_defaults(line, values), *notes])
+    found.own = own_settings(ours, installed.knows, installed.keys, owned_keys())
+    told = {rule.name: _tell(rule, values, installed, found) for rule in RULES}
+    for flag, decided in values.given.items():
+        found.flags.append(_combined(flag, [told.get(name) or Outcome(flag, HONOURED) for name in decided]))
+    found.missing = [
+        Outcome(values.spelled(name), REFUSED, outcome.why)
+        for name, outcome in told.items()
+        if outcome.status == REFUSED and name not in values.said
+    ]
+    found.settings |= installed.accepted(ALWAYS)
+    found.wanted |= ALWAYS | found.own
+    found.settings |= found.own
+    found.settings.setdefault("run.name", _run_name(found.values))
+    _keep_secrets(found)
+    return found
+
+
+def _tell(rule: Rule, v: Values, installed: Installed, found: Translation) -> Outcome:
+    """What becomes of one newest name; its settings go into `found`."""
+    said = rule.reading(v) if rule.reading else ""
+    idle = rule.idle(v)
+    if idle:
+        return Outcome(rule.name, NO_EFFECT, f"without effect in OpenRLHF too: {idle}")
+    if rule.kind == "error":
+        if v[rule.name] == defaults(v.version, {})[rule.name]:
+            return Outcome(rule.name, NO_EFFECT, "the default")
+        return Outcome(rule.name, REFUSED, said)
+    if rule.kind == "noop":
+        return Outcome(rule.name, NO_EFFECT, said)
+    settings = rule.settings(v)
+    found.wanted |= settings
+    accepted = installed.accepted(settings)
+    if rule.kind == "hint":
+        wrong = [key for key in settings if installed.knows(key) and key not in accepted]
+        if wrong:
+            return Outcome(rule.name, REFUSED, f"{names(wrong)} does not take {shown(settings[wrong[0]])}")
+        found.settings |= accepted
+        return Outcome(rule.name, HINT, said)
+    lacking = installed.lacks(settings)
+    if lacking:
+        return Outcome(rule.name, REFUSED, f"not supported yet; the recipe {_wants(lacking, settings, installed)}")
+    found.settings |= accepted
+    return Outcome(rule.name, HONOURED, names(settings))
+
+
+def _wants(lacking: list[str], settings: dict[str, Any], installed: Installed) -> str:
+    new = [f"`{key}` = {shown(settings[key])}" for key in lacking if not installed.knows(key)]
+    other = [f"`{key}` does not take {shown(settings[key])}" for key in lacking if installed.knows(key)]
+    return " and ".join([*([f"would need {', '.join(new)}"] if new else []), *([f"key {', '.join(other)}"] if other else [])])
+
+
+def _combined(flag: str, outcomes: list[Outcome]) -> Outcome:
+    """One flag may decide several newest names (--max_norm: the actor's and the critic's)."""
+    if not outcomes:
+        return Outcome(flag, NO_EFFECT, "without effect in OpenRLHF too: nothing reads it")
+    status = max((outcome.status for outcome in outcomes), key=RANK.index)
+    whys = dict.fromkeys(outcome.why for outcome in outcomes if outcome.status == status and outcome.why)
+    return Outcome(flag, status, "; ".join(whys))
+
+
+def _about_dialect(line: CommandLine) -> list[str]:
+    notes = []
+    for spec in line.foreign:
+        instead = instead_of(spec.flag)
+        notes.append(
+            f"{spec.flag}: read as OpenRLHF {spec.since} to {spec.until} has it"
+            + (f"; in {newest()} that is {instead}" if instead and instead != spec.flag else "")
+        )
+    return notes
+
+
+def _other_defaults(line: CommandLine, v: Values) -> list[str]:
+    """A command that several versions accept has the newest one's defaults: those of the others that would matter are said."""
+    differing: dict[tuple[str, str], list[str]] = {}
+    for version in line.accepted_by:
+        for name, value in defaults(version, {}).items():
+            rule = rule_of().get(name)
+            if name in v.said or rule is None or rule.kind not in ("exact", "cond") or rule.idle(v) or value == v[name]:
+                continue
+            if rule.settings(v) != rule.settings(replace(v, value={**v.value, name: value})):
+                differing.setdefault((name, shown(value)), []).append(version)
+    if not differing:
+        return []
+    told = [
+        f"{v.spelled(name).partition(' (default')[0]} {text or 'empty'} ({span_text(where[0], where[-1])})"
+        for (name, text), where in differing.items()
+    ]
+    return [f"other versions accept this command too, with other defaults: {', '.join(told)}; --elastic.dialect VERSION takes them"]
+
+
+def _run_name(v: Values) -> str:
+    """Of the run's folder: what Weights & Biases calls the run where that was said, else the launcher's name."""
+    if "logger.wandb.run_name" not in v.said:
+        return LAUNCHER
+    return re.sub(r"[^\w.-]+", "-", v["logger.wandb.run_name"]).strip("-.") or LAUNCHER
+
+
+def _keep_secrets(found: Translation) -> None:
+    key = found.values["logger.wandb.key"]
+    if key and len(key) >= 32 and key.isalnum():  # anything else just turns logging on, as scripts write `True`
+        found.secrets["WANDB_API_KEY"] = key
+
+
+def supported_today() -> dict[str, str]:
+    """Newest name → the recipe keys that the installed recipe lacks for it; empty text: none."""
+    installed = Installed()
+    return {rule.name: ", ".join(key for key in rule.keys if not installed.knows(key)) for rule in RULES}
+
+
+def refusals(found: Translation) -> UserError | None:
+    """One sentence that names every flag that keeps the command from running; None: it runs."""
+    if not found.refused:
+        return None
+    return UserError("; ".join(f"{outcome.flag}: {outcome.why}" for outcome in found.refused))
+
+
+def recipe_of(found: Translation) -> Any:
+    """The recipe of a translation without refusals. Raises UserError with the flag that set what the recipe does not take."""
+    from rlhfless_ray.recipe import Recipe
+
+    try:
+        return Recipe.parse(found.tree)
+    except UserError as error:
+        keys = [key for key in found.settings if re.search(rf"\b{re.escape(key)}\b", str(error))]
+        own = [key for key in keys if key in found.own]
+        flags = [f"--elastic.{key}" for key in own] or [
+            found.values.spelled(rule.name)
+            for rule in RULES
+            if not rule.idle(found.values) and set(keys) & set(rule.settings(found.values))
+        ]
+        raise UserError((f"{' '.join(dict.fromkeys(flags))}: " if flags else "") + str(error)) from None
+
+
+def problem(found: Translation) -> str | None:
+    """Why the recipe that comes out is none; None: it is one."""
+    try:
+        recipe_of(found)
+    except UserError as error:
+        return str(error)
+    return None

@@ -1,0 +1,182 @@
+"""Whole commands: finding the launcher in every launch shape in use, and what is run in its place."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from rlhfless_ray.errors import UserError
+from rlhfless_ray.openrlhf.command import find, package_root, replaced, shim_folder, submission
+from rlhfless_ray.openrlhf.flags import launchers
+from rlhfless_ray.openrlhf.shell import simple_commands
+
+FLAGS = ["--pretrain", "/m", "--eps_clip_low_high", "0.2", "0.3", "--bf16"]
+MODULE = "openrlhf.cli.train_ppo_ray"
+JOB = "ray job submit --address=http://127.0.0.1:8265 --runtime-env-json='{\"working_dir\": \"/x y\"}' --"
+
+ARRAYS = """#!/bin/bash
+#SBATCH -N 2
+set -x
+MODEL="/m"   # the model
+NAME=$(basename "$0")
+CKPT=(
+   --pretrain ${MODEL}
+   # --reward_pretrain ${REWARD}
+)
+CKPT+=( --eps_clip_low_high 0.2 0.3 )
+MORE=()
+%s python3 -m openrlhf.cli.train_ppo_ray \\
+   "${CKPT[@]}" ${MORE[@]} \\
+   --bf16 2>&1 | tee log.txt
+echo "done --bf16"
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"python3 -m {MODULE} {shlex.join(FLAGS)}",
+        f"/opt/venv/bin/python -u -m {MODULE} {shlex.join(FLAGS)}",
+        f"python3 -m{MODULE} {shlex.join(FLAGS)}",
+        f"python3 /code/openrlhf/cli/train_ppo_ray.py {shlex.join(FLAGS)}",
+        f"env NCCL_DEBUG=INFO python -m {MODULE} {shlex.join(FLAGS)}",
+        f"python -m rlhfless_ray.cli.train_ppo_ray {shlex.join(FLAGS)}",
+        f"{JOB} python3 -m {MODULE} {shlex.join(FLAGS)}",
+        f"srun --nodes=1 -w node1 python3 -m {MODULE} {shlex.join(FLAGS)}",
+        f"bash -c 'cd /x && python3 -m {MODULE} {shlex.join(FLAGS)} > log 2>&1 &'",
+        f"srun --overlap bash -lc {shlex.quote(f'pip install x && /root/.local/bin/{JOB} python3 -m {MODULE} ' + shlex.join(FLAGS))}",
+        f"srun bash -c {shlex.quote('bash -c ' + shlex.quote(f'python3 -m {MODULE} ' + shlex.join(FLAGS)))}",
+        shlex.join(["bash", "-c", ARRAYS % ""]),
+        shlex.join(["bash", "-c", ARRAYS % JOB]),
+        shlex.join(FLAGS),
+    ],
+)
+def test_the_launcher_is_found_in_every_shape(command):
+    found = find(shlex.split(command))
+    assert (found.launcher, found.flags) == ("train_ppo_ray", FLAGS)
+
+
+def test_the_launcher_is_found_in_a_script(tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(ARRAYS % JOB)
+    assert find(["bash", str(script)]).flags == FLAGS == find(["sbatch", "-N", "2", str(script)]).flags
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (f"python3 -m {MODULE.replace('train_ppo_ray', 'train_sft')} --x", "train_sft is not covered"),
+        ("deepspeed --module openrlhf.cli.train_dpo --x", "train_dpo is not covered"),
+        ("python -m openrlhf.cli.train_everything", "OpenRLHF has no such launcher"),
+        ("python3 train.py", "no launcher of OpenRLHF in it"),
+        ("", "no launcher of OpenRLHF in it"),
+    ],
+)
+def test_commands_without_our_launcher(command, said):
+    with pytest.raises(UserError, match=said):
+        find(shlex.split(command))
+
+
+def test_every_launcher_is_either_ours_or_said_not_to_be():
+    for launcher in launchers():
+        if launcher in ("train_ppo_ray", "serve_rm", "lora_combiner"):
+            assert find(["python", "-m", f"openrlhf.cli.{launcher}"]).launcher == launcher
+        else:
+            with pytest.raises(UserError, match="not covered"):
+                find(["python", "-m", f"openrlhf.cli.{launcher}"])
+
+
+# ---------------------------------------------------------------- the shell's grammar, against a real shell
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "a 'b c' \"d e\" f\\ g",
+        "a#b '#c' \\# # comment",
+        "$'x\\ny' \"a\\\"b\\$c\\q\" 'it'\"'\"'s'",
+        "a \\\n  b",
+        "--x=\"1 2\" --y='' \"\"",
+        "a\tb   c;",
+    ],
+)
+def test_words_are_those_of_bash(words):
+    script = f"printf '%s\\0' {words}\n"
+    real = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+    assert simple_commands(script, {})[0][2:] == real
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        'V="a b"; set -- $V "$V" ${V} "${V}x" \'$V\'',
+        'V=(1 "2 3" 4); set -- "${V[@]}" ${V[@]} ${V[0]} "${V[1]}" "${V[*]}"',
+        'V=(); set -- x "${V[@]}" y',
+        'V=(a); V+=(b "c d"); set -- "${V[@]}"',
+        "export V=q; W=$V/r; set -- $W ${X:-s} \"${X:-t u}\"",
+        "V=1 && set -- $V || echo no",
+        "set -- a 2>/dev/null b >/dev/null c",
+        "cat <<EOF\n--not-me $V\nEOF\nset -- a",
+        "V=(\n  --a 1 # --b 2\n  # --c\n  --d\n)\nset -- ${V[@]}",
+    ],
+)
+def test_expansions_are_those_of_bash(setup):
+    real = subprocess.run(["bash", "-c", setup + "\nprintf '%s\\0' \"$@\""], capture_output=True, text=True, check=True).stdout
+    real = real.rpartition("\0")[0].split("\0")
+    real[0] = real[0].rpartition("\n")[2]
+    ours = next(words for words in simple_commands(setup, {}) if words[0] == "set")
+    assert ours[2:] == real
+
+
+def test_nothing_is_executed_and_what_is_unknown_stays():
+    (words,) = simple_commands("python $(touch /nowhere/x) $MISSING `date` \"$1\"", {})
+    assert words == ["python", "$(touch /nowhere/x)", "$MISSING", "`date`", "$1"]
+
+
+# ---------------------------------------------------------------- running it
+
+
+def test_the_launcher_is_replaced_where_it_can_be_seen():
+    ours = ["-m", "rlhfless_ray.cli.train_ppo_ray"]
+    assert replaced(["python3", "-m", MODULE, *FLAGS]) == [sys.executable, *ours, *FLAGS]
+    assert replaced(["/usr/bin/python3", "-u", "-m", MODULE]) == ["/usr/bin/python3", "-u", *ours]
+    assert replaced(["python", "/c/openrlhf/cli/train_ppo_ray.py", "--x"]) == [sys.executable, *ours, "--x"]
+    nested = ["srun", "-n1", "bash", "-c", f"cd /openrlhf && python -m {MODULE} --x; python openrlhf/cli/train_ppo_ray.py"]
+    here = "python -m rlhfless_ray.cli.train_ppo_ray"
+    assert replaced(nested) == [*nested[:-1], f"cd /openrlhf && {here} --x; {here}"]
+    other = ["bash", "train.sh", "openrlhf"]
+    assert replaced(other) == other
+    assert replaced(["python", "-m", "openrlhf.cli.train_sft"])[-1] == "openrlhf.cli.train_sft"
+
+
+def test_a_flags_value_is_never_replaced():
+    argv = ["python3", "-m", MODULE, "--ckpt_path", "/runs/openrlhf.cli.train_ppo_ray", "--input_template", f"run -m {MODULE}: {{}}"]
+    assert replaced(argv)[3:] == argv[3:]
+
+
+def test_a_job_submission_keeps_what_it_says_and_takes_our_packages_along():
+    argv = [*shlex.split(JOB), "python3", "-m", MODULE, *FLAGS]
+    done = submission(argv)
+    cut = done.index("--")
+    assert done[cut + 1 :] == ["python3", "-m", "rlhfless_ray.cli.train_ppo_ray", *FLAGS]
+    assert done[:4] == ["ray", "job", "submit", "--address=http://127.0.0.1:8265"]
+    runtime_env = json.loads(done[done.index("--runtime-env-json") + 1])
+    assert runtime_env == {"working_dir": "/x y", "py_modules": [str(package_root() / name) for name in ("rlhfless_ray", "placement")]}
+    alone = submission(argv, ship=False)
+    assert json.loads(alone[alone.index("--runtime-env-json") + 1]) == {"working_dir": "/x y"}
+
+
+def test_a_submission_of_a_script_gets_the_import_hook(tmp_path):
+    file = tmp_path / "env.yaml"
+    file.write_text("env_vars: {A: b, PYTHONPATH: /mine}\n")
+    done = submission(["ray", "job", "submit", "--runtime-env", str(file), "--", "bash", "train.sh"], ship=False)
+    runtime_env = json.loads(done[done.index("--runtime-env-json") + 1])
+    assert runtime_env["env_vars"] == {"A": "b", "PYTHONPATH": f"{shim_folder()}:/mine"}
+
+
+@pytest.mark.parametrize("option", [["--runtime-env-json", "{"], ["--runtime-env", "/nowhere.yaml"], ["--runtime-env-json=[1]"]])
+def test_runtime_environments_that_cannot_be_read(option):
+    with pytest.raises(UserError, match="--runtime-env"):
+        submission(["ray", "job", "submit", *option, "--", "python3", "-m", MODULE])

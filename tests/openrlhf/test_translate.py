@@ -1,0 +1,357 @@
+"""From a command line to a recipe: no flag is lost, nothing that changes the policy is ignored, checks are theirs."""
+
+import json
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfless_ray.errors import UserError
+from rlhfless_ray.openrlhf import keys
+from rlhfless_ray.openrlhf import translate as translation
+from rlhfless_ray.openrlhf.canonical import defaults, targets
+from rlhfless_ray.openrlhf.dialect import Unreadable
+from rlhfless_ray.openrlhf.flags import newest
+from rlhfless_ray.openrlhf.keys import NEEDED, Installed, needed, nested
+from rlhfless_ray.openrlhf.page import as_data, explanation, summary
+from rlhfless_ray.openrlhf.resources import fit, openrlhf_gpus, slots_of
+from rlhfless_ray.openrlhf.table import RULES, rule_of
+from rlhfless_ray.openrlhf.translate import problem, refusals, translate
+from rlhfless_ray.recipe import Recipe, known_keys
+from tests.openrlhf.reference import VERSIONS, definitions, values_of
+
+BASE = "--pretrain /m --prompt_data /d.jsonl --remote_rm_url /r.py --vllm_num_engines 8 --advantage_estimator rloo --n_samples_per_prompt 4"
+GAE = BASE.replace("rloo", "gae")
+DOTTED = (
+    "--actor.model_name_or_path /m --data.prompt_dataset /d.jsonl --reward.remote_url /r.py --vllm.num_engines 8 "
+    "--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 4"
+)
+
+
+class Everything(Installed):
+    """A recipe that has every key there is a row for: what the table comes to once the recipe has grown."""
+
+    def knows(self, key):
+        return super().knows(key) or key in needed()
+
+    def accepts(self, key, value):
+        return super().accepts(key, value) if key in self.keys else key in needed()
+
+
+@pytest.fixture
+def grown(monkeypatch):
+    monkeypatch.setattr(translation, "Installed", Everything)
+
+
+def of(line):
+    return translate(line.split(), {})
+
+
+def status(found, flag):
+    (outcome,) = [outcome for outcome in found.flags if outcome.flag == flag]
+    return outcome.status
+
+
+# ---------------------------------------------------------------- nothing is lost
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.sampled_from(VERSIONS), st.data())
+def test_every_flag_given_ends_in_exactly_one_list(version, data):
+    known = definitions(version)
+    base = (BASE if "--pretrain" in known else DOTTED).split()
+    flags = data.draw(st.lists(st.sampled_from(sorted(set(known) - set(base))), max_size=10, unique=True))
+    tokens = [*base]
+    for flag in flags:
+        tokens += [flag, *data.draw(values_of(known[flag]))]
+    try:
+        found = translate(tokens, {})
+    except (UserError, Unreadable) as stop:
+        assert "--" in str(stop)  # a flag is named
+        return
+    given_flags = {token for token in tokens if token.startswith("--")}
+    lists = [[o.flag for o in found.with_status(s)] for s in ("honoured", "hint", "no effect", "refused")]
+    assert sorted(flag for one in lists for flag in one) == sorted(given_flags)
+    for flag in given_flags:
+        kinds = {rule_of()[name].kind for name in targets(flag) if name in rule_of()}
+        allowed = {"no effect"}
+        allowed |= {"honoured", "refused"} if kinds & {"exact", "cond"} else set()
+        allowed |= {"hint", "refused"} if "hint" in kinds else set()
+        allowed |= {"refused"} if "error" in kinds else set()
+        assert status(found, flag) in allowed
+    json.dumps(as_data(found)), explanation(found), summary(found)
+    for key, value in found.settings.items():
+        assert Installed().accepts(key, value)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_what_is_honoured_and_not_the_default_changes_the_recipe(data):
+    """Every exact flag: a value other than its default changes the settings, unless the flag has no effect on that line."""
+    plain = translate(DOTTED.split(), {})
+    known = definitions(newest())
+    exact = sorted(f"--{rule.name}" for rule in RULES if rule.kind in ("exact", "cond"))
+    flag = data.draw(st.sampled_from([f for f in exact if f not in DOTTED]))
+    words = data.draw(values_of(known[flag]))
+    try:
+        found = translate([*DOTTED.split(), flag, *words], {})
+    except (UserError, Unreadable):
+        return
+    name = flag[2:]
+    if found.values[name] == defaults(newest(), {})[name] or status(found, flag) == "no effect":
+        return
+    if name in ("data.prompt_probs", "ckpt.save_steps", "critic.freezing_steps", "data.max_samples", "ckpt.max_mem"):
+        return  # some of their values mean what leaving them out means
+    if name in ("data.input_template", "actor.loss_agg_mode", "rollout.vllm_generate_batch_size", "logger.tensorboard_dir"):
+        return
+    assert found.wanted != plain.wanted, words
+
+
+def test_the_table_asks_for_keys_that_are_known_or_described():
+    have = set(known_keys(Recipe))
+    for rule in RULES:
+        for key in rule.keys:
+            assert key in have or key in needed(), key
+        assert rule.kind in ("exact", "cond", "hint") or rule.reading is not None, rule.name
+        assert rule.kind != "exact" or rule.keys, rule.name
+    assert {key.name for key in NEEDED} <= {key for rule in RULES for key in rule.keys}
+    for key in NEEDED:
+        assert key.meaning and key.type and (key.as_now is keys.UNSET or key.as_now == key.default)
+
+
+@pytest.mark.parametrize("line", [BASE, DOTTED, GAE, DOTTED + " --algo.kl.use_loss --ds.lora.rank 8 --train.enable_ema"])
+def test_rules_set_only_keys_that_they_name(line):
+    found = of(line)
+    for rule in RULES:
+        assert set(rule.settings(found.values)) <= set(rule.keys), rule.name
+
+
+# ---------------------------------------------------------------- what the recipe becomes
+
+
+def test_a_recipe_with_every_key_takes_every_flag(grown):
+    found = of(DOTTED + " --algo.kl.use_loss --algo.kl.estimator k2 --ds.lora.rank 8 --algo.dynamic_filtering_enable --train.async_enable")
+    assert not found.refused
+    tree = nested(found.wanted)
+    assert tree["algorithm"]["advantage"]["estimator"] == "rloo" and tree["algorithm"]["kl"]["place"] == "loss"
+    assert tree["lora"]["rank"] == 8 and tree["algorithm"]["filter_range"] == [0, 1] and tree["rollout"]["max_lag_steps"] == 1
+    assert tree["reward"] == {
+        "function": "/r.py:reward_func", "contract": "openrlhf", "clip_range": [-10, 10], "overlong_buffer_tokens": None,
+        "stop_properly_penalty": None,
+    }  # fmt: skip
+    assert tree["learner"]["schedule"] == "cosine_with_min_lr" and tree["learner"]["min_rate_share"] == 0.1
+    assert found.settings["learner.betas"] == [0.9, 0.95] and "critic" not in tree
+
+
+def test_a_critic_brings_its_own_settings(grown):
+    found = of(GAE + " --critic_learning_rate 3e-6 --max_norm 2 --save_value_network --value_clip 0.3")
+    critic = nested(found.wanted)["critic"]
+    assert critic["path"] == "/m" and critic["learning_rate"] == 3e-6 and critic["grad_clip"] == 2 and critic["save"]
+    assert critic["value_clip"] == 0.3 and critic["schedule"] == "cosine_with_min_lr"
+    assert status(of(BASE + " --critic_learning_rate 3e-6"), "--critic_learning_rate") == "no effect"
+
+
+def test_what_the_recipe_cannot_say_is_refused_by_name_and_what_it_does_anyway_is_not(monkeypatch):
+    class Small(Installed):
+        def knows(self, key):
+            return super().knows(key) and key not in ("rollout.top_p", "algorithm.loss.dual_clip")
+
+        def accepts(self, key, value):
+            return self.knows(key) and super().accepts(key, value)
+
+    monkeypatch.setattr(translation, "Installed", Small)
+    found = of(BASE + " --top_p 0.9 --dual_clip 3 --temperature 0.7")
+    said = {o.flag: o.why for o in found.with_status("refused")}
+    assert "not supported yet" in said["--top_p"] and "`rollout.top_p` = 0.9" in said["--top_p"] and "--dual_clip" in said
+    assert status(found, "--temperature") == "honoured" and found.settings["rollout.temperature"] == 0.7
+    assert status(of(BASE + " --top_p 1.0"), "--top_p") == "honoured"
+    assert "--top_p" in str(refusals(found)) and "--dual_clip" in str(refusals(found))
+
+
+def test_a_default_that_the_recipe_cannot_follow_is_refused_too(monkeypatch):
+    class NoSchedule(Everything):
+        def knows(self, key):
+            return super().knows(key) and key != "learner.schedule"
+
+        def accepts(self, key, value):
+            return self.knows(key) and super().accepts(key, value)
+
+    monkeypatch.setattr(translation, "Installed", NoSchedule)
+    found = of(BASE)
+    assert any(outcome.flag == "--lr_scheduler (default cosine_with_min_lr)" for outcome in found.missing)
+    found = of(BASE + " --lr_scheduler constant")
+    assert not found.refused and found.settings["learner.warmup_steps"] == 0
+
+
+def test_a_hint_outside_its_range_is_refused_too():
+    found = of(BASE + " --vllm_gpu_memory_utilization 7")
+    assert status(found, "--vllm_gpu_memory_utilization") == "refused"
+    assert "`rollout.gpu_memory_share` does not take 7.0" in str(refusals(found))
+
+
+@pytest.mark.parametrize("flag", ["--load_in_4bit", "--max_images_per_prompt 2 --packing_samples", "--freeze_visual_encoder"])
+def test_what_is_outside_is_refused_when_it_is_set(flag, grown):
+    found = of(BASE + " " + flag)
+    assert status(found, flag.split()[0]) == "refused"
+    assert status(of(BASE + " --max_images_per_prompt 0"), "--max_images_per_prompt") == "no effect"
+
+
+def test_both_lengths():
+    assert of(BASE + " --prompt_max_len 100 --generate_max_len 60").wanted["prompts.max_prompt_tokens"] == 100
+    wanted = of(BASE + " --max_len 300 --max_new_tokens 60").wanted
+    assert (wanted["prompts.max_prompt_tokens"], wanted["rollout.max_tokens"]) == (240, 60) and "rollout.max_total_tokens" not in wanted
+    wanted = of(BASE + " --max_len 300").wanted
+    assert wanted["rollout.max_total_tokens"] == 300 and wanted["prompts.max_prompt_tokens"] == 299
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", {"algorithm.importance_cap": 0.0}),
+        ("--enable_vllm_is_correction --vllm_is_truncated_threshold 3", {"algorithm.importance_cap": 3.0}),
+        ("--enable_vllm_is_correction", {"algorithm.importance_cap": 0.0, "algorithm.loss.correction_mode": "clip",
+                                         "algorithm.loss.correction_low": 0.5}),
+    ],
+)  # fmt: skip
+def test_importance_correction(flags, expected):
+    wanted = of(f"{BASE} {flags}").wanted
+    assert {key: wanted[key] for key in expected} == expected
+
+
+def test_one_optimizer_step_per_rollout_batch_is_said_so():
+    assert of(BASE + " --rollout_batch_size 32 --train_batch_size 128").wanted["algorithm.updates_per_step"] == 1
+    assert of(BASE + " --rollout_batch_size 32 --train_batch_size 64").wanted["algorithm.batch_samples"] == 64
+
+
+# ---------------------------------------------------------------- our own settings
+
+
+def test_our_own_settings_go_to_the_recipe():
+    found = of(BASE + " --elastic.prefer 0.3 --elastic.keep_alive_s=7 --elastic.rollout.min_actors 2 --elastic.run.root /runs")
+    assert found.tree["objective"]["prefer"] == 0.3 and found.tree["functions"]["keep_alive_s"] == 7
+    assert found.tree["rollout"]["min_actors"] == 2 and found.tree["run"]["root"] == "/runs"
+    assert [outcome.flag for outcome in found.flags] == [t for t in BASE.split() if t.startswith("--")]
+    assert of(BASE + " --elastic.knee").tree["objective"]["knee"] is True
+    assert of(BASE + " --elastic.rollout.max_actors 3").tree["rollout"]["max_actors"] == 3  # a hint is not owned
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--elastic.prefr 1", "did you mean --elastic.prefer?"),
+        ("--elastic.rollout.temperature 1", "--rollout.temperature decides that"),
+        ("--elastic.learner.learning_rate 1", "--actor.adam.lr decides that"),
+        ("--elastic.dialect", "name a version"),
+        ("--elastic.prefer [", "not valid YAML"),
+    ],
+)
+def test_mistakes_in_our_own_settings(flag, said):
+    with pytest.raises(UserError) as caught:
+        of(f"{BASE} {flag}")
+    assert said in str(caught.value) and flag.split()[0] in str(caught.value)
+
+
+def test_a_dialect_can_be_asked_for():
+    assert of(BASE).line.version == "0.10.1"
+    found = of(BASE + " --elastic.dialect 0.8.1")
+    assert found.values["critic.value_clip"] == 0.2 and found.wanted["policy.dtype"] == "checkpoint"
+    with pytest.raises(Unreadable, match="--max_new_tokens"):
+        of(BASE + " --max_new_tokens 3 --elastic.dialect 0.9.5")
+
+
+def test_no_flag_of_theirs_begins_like_ours():
+    assert not [flag for version in VERSIONS for flag in definitions(version) if flag.startswith(("--elastic", "--prefix"))]
+
+
+# ---------------------------------------------------------------- their checks, resources, secrets
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("--n_samples_per_prompt 1", "--n_samples_per_prompt: rloo compares responses"),
+        ("--dynamic_filtering --dynamic_filtering_reward_range 1 0", "--dynamic_filtering_reward_range: the first value"),
+        ("--eval_dataset /e --remote_rm_url= --reward_pretrain /rm", "--eval_dataset: evaluation needs --remote_rm_url"),
+        ("--partial_rollout", "--partial_rollout: needs --async_train"),
+        ("--vllm_generate_batch_size 4096", "--vllm_generate_batch_size: more than --rollout_batch_size needs --async_train"),
+        ("--colocate_all_models --vllm_num_engines 3", "--colocate_all_models: the actor's GPUs (8)"),
+        ("--colocate_actor_ref --ref_num_gpus_per_node 4", "--ref_num_gpus_per_node must be equal (8 and 4)"),
+        ("--async_train --vllm_enable_sleep --colocate_all_models", "--vllm_enable_sleep: not with --async_train"),
+        ("--dual_clip 0.5", "--dual_clip: must be above 1"),
+        ("--rollout_batch_size 1 --micro_rollout_batch_size 4", "fewer than the actor's 8 processes"),
+        ("--packing_samples --vllm_num_engines 0", "--vllm_num_engines: packed samples"),
+        ("--overlong_buffer_len 5000", "--overlong_buffer_len: must not exceed"),
+        ("--prompt_data_probs 0.5,x", "--prompt_data_probs: expected numbers"),
+        ("--prompt_data_probs 0.5,0.5", "--prompt_data_probs: 2 probabilities for 1 data sets"),
+        ("--max_len 100 --max_new_tokens 100", "--max_len: no token is left"),
+        ("--remote_rm_url=", "there is no reward"),
+        ("--pretrain=", "--pretrain: name the model"),
+        ("--ring_attn_size 0", "--ring_attn_size: must be at least 1"),
+        ("--vllm_num_engines=-2", "--vllm_num_engines: must not be negative"),
+        ("--generate_max_len=-4", "--generate_max_len: must be at least 1"),
+        ("--micro_train_batch_size 0", "--micro_train_batch_size: must be at least 1"),
+    ],
+)
+def test_their_validations(change, said):
+    with pytest.raises(UserError) as caught:
+        of(f"{BASE} {change}")
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_dotted_validations():
+    with pytest.raises(UserError, match="clip needs --algo.advantage.is_correction_level token".replace(".", r"\.")):
+        of(DOTTED + " --algo.advantage.is_correction_level seq --algo.advantage.is_correction_mode clip")
+    with pytest.raises(UserError, match="takes an upper bound only"):
+        of(DOTTED + " --algo.advantage.is_correction_level token --algo.advantage.is_correction_gating tv")
+    with pytest.raises(UserError, match="takes HIGH or LOW HIGH"):
+        of(DOTTED + " --algo.advantage.is_correction_threshold 1 2 3")
+
+
+@pytest.mark.parametrize(
+    ("line", "gpus"),
+    [
+        (BASE + " --colocate_all_models", 8),
+        (BASE, 8 + 8 + 8),
+        (BASE + " --init_kl_coef 0", 8 + 8),
+        (BASE + " --colocate_actor_ref", 8 + 8),
+        (BASE + " --colocate_all_models --async_train", 8 + 8),
+        (GAE + " --vllm_tensor_parallel_size 2", 8 + 8 + 16 + 8),
+        (GAE.replace("--remote_rm_url /r.py", "--reward_pretrain /rm") + " --colocate_critic_reward", 8 + 8 + 8 + 8),
+    ],
+)
+def test_gpus_that_openrlhf_would_hold(line, gpus):
+    assert openrlhf_gpus(of(line).values) == gpus == slots_of(of(line)).openrlhf_gpus
+
+
+def test_slots_and_a_machine_with_fewer():
+    found = of(BASE + " --elastic.rollout.min_actors 2 --elastic.cluster.cpus 3 --elastic.functions.slot cpu")
+    assert slots_of(found).at_most == 8
+    assert "8 ranks of the learner are asked for and 3 slots exist" in fit(found, {})
+    assert found.settings["learner.ranks"] == 3 and slots_of(found).at_least == 3
+    assert fit(of(BASE), {"RAY_ADDRESS": "auto"}) == ""
+    assert fit(of(BASE + " --elastic.learner.ranks 8 --elastic.cluster.cpus 3"), {}) == ""
+
+
+def test_a_login_key_is_in_no_recipe_and_no_explanation():
+    key = "0123456789abcdef0123456789abcdef01234567"
+    found = of(f"{BASE} --use_wandb {key}")
+    assert found.secrets == {"WANDB_API_KEY": key} and found.settings["watch.wandb"] == "online"
+    for told in (yaml.safe_dump(found.tree), explanation(found), json.dumps(as_data(found)), "\n".join(summary(found))):
+        assert key not in told
+    assert of(f"{BASE} --use_wandb True").secrets == {}
+
+
+def test_a_setting_that_the_recipe_refuses_is_named_by_its_flag():
+    assert "--lr" not in (problem(of(BASE)) or "")
+    found = of(BASE + " --zero_stage 0 --param_dtype bf16")
+    assert "--zero_stage" in problem(found)
+    found = of(BASE + " --elastic.prefer 7")
+    assert "--elastic.objective.prefer" in problem(found)
+
+
+def test_other_versions_with_other_defaults_are_said():
+    notes = " ".join(of(BASE).notes)
+    assert "--param_dtype checkpoint (0.8.0 to 0.9.1)" in notes and "--elastic.dialect VERSION" in notes
+    assert "--value_clip" not in notes  # there is no critic
+    assert "other versions" not in " ".join(of(BASE + " --elastic.dialect 0.9.10").notes)
