@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,8 @@ import numpy as np
 from rlhfless_ray.prefix.address import salt
 from rlhfless_ray.prefix.pages import PageStore
 from rlhfless_ray.rollout.inbox import Inbox, Order
-from rlhfless_ray.rollout.progress import CUT, ENDS, GOES_ON, Progress
+from rlhfless_ray.rollout.live import Live
+from rlhfless_ray.rollout.progress import ENDS, Progress
 from rlhfless_ray.types import EngineStep, Request, Span
 
 # Read by vLLM when it is imported: engine and worker in this process, no telemetry, quiet.
@@ -37,15 +36,6 @@ def prepare() -> None:
     import vllm  # noqa: F401
 
 
-@dataclass
-class _Live:
-    """A request in the engine. told: tokens generated here that were told; ended: its last tokens and how it ended."""
-
-    request: Request
-    told: int = 0
-    ended: tuple[list[int], int] | None = None
-
-
 class Engine:
     """A vLLM engine that takes Requests and tells their Progress; weights come as {name: array}, by version.
 
@@ -63,9 +53,6 @@ class Engine:
         self.pages: PageStore | None = PageStore() if settings.get("prefix_kv") else None
         self.steps: list[EngineStep] = []
         self.spans: list[Span] = []  # what it did besides generating
-        self.live: dict[int, _Live] = {}  # by a number of its own: a key may leave and come back
-        self.number: dict[int, int] = {}  # of a live request's key
-        self.numbers = itertools.count(1)
         self.stop_token_ids = stop_tokens(folder)
         self.max_model_len = settings["max_model_len"]
         on_cpu = settings["device"] == "cpu"
@@ -94,7 +81,7 @@ class Engine:
         )
         sampler = KeyedSampler.latest
         assert sampler is not None, "vLLM did not build the sampler"
-        self.sampler = sampler
+        self.sampler, self.live = sampler, Live(sampler)
         self.on_cpu = on_cpu
 
     def load(self, version: int, weights: dict[str, np.ndarray]) -> None:
@@ -129,7 +116,7 @@ class Engine:
                 for order in inbox.take() if inbox else ():
                     fresh |= self._carry_out(order)
                     if order.cut:
-                        yield self._progress()
+                        yield self.live.progress(self.version)
                 if not self.live:
                     if inbox is None or inbox.close_if_empty():
                         return
@@ -140,23 +127,21 @@ class Engine:
                 now = time.perf_counter()
                 drawn = self.sampler
                 self.steps.append(EngineStep(drawn.running, drawn.new_tokens, drawn.context_tokens, now - start))
-                left = len(self.live) - self._note_ends(outputs)
-                begun = {number for number in fresh if self.sampler.outputs.get(number)}
-                if begun or not left or now - last >= interval_s:
+                self._note_ends(outputs)
+                begun = self.live.begun(fresh)
+                if begun or not self.live.decoding or now - last >= interval_s:
                     fresh -= begun
-                    yield self._progress()
+                    yield self.live.progress(self.version)
                     last = now
-        finally:
-            self._drop(list(self.live))  # if the caller stopped listening
+        finally:  # if the caller stopped listening
+            self.engine.abort_request([str(number) for number in self.live.rows])
+            self.live.forget(self.live.rows)
+            self.sampler.take()
 
     def _carry_out(self, order: Order) -> set[int]:
-        """Numbers of the requests it adds. A cut of what is not here is too late, and says so by what was told of it."""
+        """Numbers of the requests it adds. A cut of what is not here comes too late: how it ended was told."""
         begin = time.time()
-        cut = [self.number[key] for key in order.cut if key in self.number]
-        for number in cut:
-            live = self.live[number]
-            live.ended = live.ended or (list(self.sampler.outputs.get(number, ())), CUT)
-        self.engine.abort_request([str(number) for number in cut])
+        self.engine.abort_request([str(number) for number in self.live.cut(order.cut)])
         added = self._add(order.add)
         self.spans.append(Span("transfer", order.what, begin, time.time()))
         return added
@@ -167,9 +152,7 @@ class Engine:
 
         added = set()
         for request in requests:
-            if request.key in self.number:
-                raise RuntimeError(f"request {request.key} is at work in this engine already")
-            number, before = next(self.numbers), len(request.generated)
+            number, before = self.live.take_up(request), len(request.generated)
             extra: dict[str, Any] = {"key": number, "seed": request.seed, "temperature": request.temperature, "offset": before}
             if self.pages is not None:
                 extra["kv_transfer_params"] = {"name": str(request.key)}  # by it the connector knows whose pages are asked for
@@ -184,72 +167,17 @@ class Engine:
             )
             tokens = [*request.token_ids, *request.generated]
             self.engine.add_request(str(number), TokensPrompt(prompt_token_ids=tokens, cache_salt=salt(self.version or 0)), params)
-            self.live[number], self.number[request.key] = _Live(request), number
             added.add(number)
         return added
 
-    def _note_ends(self, outputs: list[Any]) -> int:
-        """How many requests have ended and were not told yet."""
+    def _note_ends(self, outputs: list[Any]) -> None:
         for output in outputs:
             number, answer = int(output.request_id), output.outputs[0]
-            if not output.finished or number not in self.live:
+            if not output.finished or number not in self.live.rows:
                 continue
             if answer.finish_reason not in ENDS[1:3]:
-                raise RuntimeError(f"vLLM ended request {self.live[number].request.key} as {answer.finish_reason!r}")
-            self.live[number].ended = (list(answer.token_ids), ENDS.index(answer.finish_reason))
-        return sum(live.ended is not None for live in self.live.values())
-
-    def _progress(self) -> Progress:
-        """What is new of every request; those that have ended are forgotten."""
-        news: list[tuple[int, int, int, int]] = []
-        numbers, firsts, token_ids, over = [], [], [], []
-        for number, live in self.live.items():
-            tokens, end = live.ended or (self.sampler.outputs.get(number, []), GOES_ON)
-            new = tokens[live.told :]
-            if not new and end == GOES_ON:
-                continue
-            news.append((live.request.key, len(live.request.generated) + live.told, len(new), end))
-            numbers.append(number)
-            firsts.append(live.told)
-            token_ids += new
-            live.told += len(new)
-            if end != GOES_ON:
-                over.append(number)
-        counts = np.array([one[2] for one in news], np.int64)
-        logprobs = self._logprobs(np.array(numbers, np.int64), np.array(firsts, np.int64), counts)
-        if not np.isfinite(logprobs).all():
-            at = int(np.searchsorted(np.cumsum(counts), np.flatnonzero(~np.isfinite(logprobs))[0], side="right"))
-            raise RuntimeError(f"request {news[at][0]}: the sampler kept no log-probability for one of its tokens")
-        self._forget(over)
-        return Progress.of(self.version or 0, news, token_ids, logprobs)
-
-    def _logprobs(self, numbers: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """(Σ counts,) of the tokens from position `firsts` on of each request; NaN where nothing was drawn."""
-        drawn, positions, values = self.sampler.take()
-        found = np.full(int(counts.sum()), np.nan, np.float32)
-        if not len(numbers):
-            return found
-        row = np.minimum(np.searchsorted(numbers, drawn), len(numbers) - 1)  # numbers ascend, as requests came
-        known = numbers[row] == drawn
-        again = known & (positions < firsts[row])
-        if again.any():
-            key = self.live[int(drawn[again][0])].request.key
-            raise RuntimeError(f"request {key}: vLLM took back a token that was told already")
-        kept = known & (positions - firsts[row] < counts[row])
-        begins = np.cumsum(counts) - counts
-        found[(begins[row] + positions - firsts[row])[kept]] = values[kept]  # of a position drawn twice the last stays
-        return found
-
-    def _forget(self, numbers: list[int]) -> None:
-        for number in numbers:
-            del self.number[self.live.pop(number).request.key]
-            self.sampler.forget(number)
-
-    def _drop(self, numbers: list[int]) -> None:
-        """End requests unheard."""
-        self.engine.abort_request([str(number) for number in numbers])
-        self._forget(numbers)
-        self.sampler.take()
+                raise RuntimeError(f"vLLM ended request {self.live.rows[number].request.key} as {answer.finish_reason!r}")
+            self.live.end(number, answer.token_ids, ENDS.index(answer.finish_reason))
 
     def take_steps(self) -> list[EngineStep]:
         """The step records since the last call."""
