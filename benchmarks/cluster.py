@@ -42,6 +42,7 @@ def row(runs: list[Run], name: str) -> dict[str, Any]:
     pairs = list(zip(of, base, strict=True))
     return {
         "step_s": spread([p.step_s for p in of]),
+        "rollout_s": spread([float(np.mean([s.rollout_s for s in p.steps])) for p in of]),
         "full": spread([p.full for p in of]),
         "busy": spread([p.busy for p in of]),
         "speedup": spread([b.step_s / p.step_s for p, b in pairs]),

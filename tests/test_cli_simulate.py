@@ -1,6 +1,7 @@
 """`rlhfless simulate` as a user meets it."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -45,6 +46,8 @@ def test_json_has_means_over_seeds(tmp_path):
         ({"model": "qwen2.5-7"}, "did you mean `qwen2.5-7b`?"),
         ({"nodes": 0}, "a cluster without devices runs nothing"),
         ({"trace": "nowhere.csv"}, "nowhere.csv: no such file"),
+        ({"deadline_s": 3}, "for a deadline or a budget use `rlhfless plan`"),
+        ({"phases": 3}, "`phases` must be a mapping"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, change, said):
@@ -58,6 +61,34 @@ def test_a_malformed_trace_names_row_and_column(tmp_path):
     (tmp_path / "lengths.csv").write_text("response_tokens\n" + "5\n" * 8 + "many\n")
     done = command("simulate", spec(tmp_path, trace="lengths.csv"))
     assert done.returncode == 2 and "row 10, column `response_tokens`" in done.stderr
+
+
+def test_a_device_may_be_changed_field_by_field_and_a_number_written_as_yaml_takes_for_text(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(Path(spec(tmp_path)).read_text() + "\ndevice: {like: H100, memory_bytes_per_s: 2e12}\n")
+    done = command("simulate", str(path), "--policy", "fixed", "--json")
+    slower = json.loads(done.stdout)["policies"]["fixed"]["step_s"]["mean"]
+    done = command("simulate", spec(tmp_path, device="H100"), "--policy", "fixed", "--json")
+    assert slower > json.loads(done.stdout)["policies"]["fixed"]["step_s"]["mean"]
+
+
+def test_prefer_is_checked_and_used(tmp_path):
+    done = command("simulate", spec(tmp_path), "--prefer", "1.5")
+    assert done.returncode == 2 and "`prefer` must lie in 0" in done.stderr
+    cheap, fast = (
+        json.loads(command("simulate", spec(tmp_path), "--policy", "rlhfless-paper", "--json", "--prefer", p).stdout) for p in ("0", "1")
+    )
+    assert cheap["prefer"] == 0 and fast["prefer"] == 1
+    cost = [found["policies"]["rlhfless-paper"]["full_device_s"]["mean"] for found in (cheap, fast)]
+    assert cost[0] < cost[1]
+
+
+def test_files_that_are_no_text(tmp_path):
+    (tmp_path / "lengths.csv").write_bytes(bytes(range(200, 256)))
+    done = command("simulate", spec(tmp_path, trace="lengths.csv"))
+    assert done.returncode == 2 and "lengths.csv: not a text file" in done.stderr
+    done = command("simulate", str(tmp_path))
+    assert done.returncode == 2 and "no such file" in done.stderr
 
 
 def test_nothing_or_both_named(tmp_path):

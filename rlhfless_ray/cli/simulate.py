@@ -20,23 +20,27 @@ def simulate(
         Path | None, typer.Argument(help="A setting in YAML: device, nodes, model, lengths or trace, …", show_default=False)
     ] = None,
     setting: Annotated[
-        str | None, typer.Option("--setting", help="A setting that ships, by name.", show_default=False)
+        str | None, typer.Option("--setting", help="A setting that ships, by name; `list` shows them.", show_default=False)
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", help="A policy to run; may be given again. All by default.", show_default=False),
+        typer.Option(
+            "--policy",
+            help="A policy to run (fixed, fixed+, global-cut, ours, oracle, …); may be given again. All by default.",
+            show_default=False,
+        ),
+    ] = None,
+    prefer: Annotated[
+        float | None,
+        typer.Option("--prefer", help="0 cheapest … 1 fastest, instead of the setting's own.", show_default=False),
     ] = None,
     seeds: Annotated[int, typer.Option("--seeds", help="Workloads to average over.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Write a picture of time against cost.", show_default=False)
-    ] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write a picture of time against cost.", show_default=False)] = None,
 ) -> None:
     """Simulate training steps of a setting under fixed, elastic and clairvoyant policies; nothing is run but arithmetic."""
     if (spec is None) == (setting is None):
-        raise UserError(
-            "name either a YAML file or --setting NAME; `rlhfless simulate --setting list` shows those that ship"
-        )
+        raise UserError("name either a YAML file or --setting NAME; `rlhfless simulate --setting list` shows those that ship")
     if seeds < 1:
         raise UserError(f"--seeds must be at least 1, not {seeds}")
     from placement import simulate as simulator
@@ -46,6 +50,8 @@ def simulate(
         return
     try:
         chosen = simulator.load(spec) if spec is not None else simulator.named(str(setting))
+        if prefer is not None:
+            chosen = chosen.but(prefer=prefer)
         policies = policy or list(simulator.POLICIES)
         runs = [simulator.simulate(chosen, policies, seed) for seed in range(seeds)]
     except (ValueError, OSError) as error:
@@ -72,9 +78,7 @@ def summary(runs: list[Run]) -> dict[str, Any]:
             "busy_device_s": [p.busy for p in of],
             "rollout_s": [float(np.mean([s.rollout_s for s in p.steps])) for p in of],
         }
-        rows[name] = {
-            k: {"mean": float(np.mean(v)), "sd": float(np.std(v, ddof=1)) if len(v) > 1 else 0.0} for k, v in figures.items()
-        }
+        rows[name] = {k: {"mean": float(np.mean(v)), "sd": float(np.std(v, ddof=1)) if len(v) > 1 else 0.0} for k, v in figures.items()}
         rows[name]["last_plan"] = of[-1].steps[-1].reason
         price = setting.device.price_per_hour
         if price is not None:
@@ -86,6 +90,7 @@ def summary(runs: list[Run]) -> dict[str, Any]:
         "model": setting.model.name,
         "algorithm": setting.algorithm,
         "responses_per_step": setting.prompts * setting.samples,
+        "prefer": setting.prefer,
         "seeds": len(runs),
         "steps": len(runs[0].bounds),
         "bound": {
