@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -21,7 +22,7 @@ Every flag of OpenRLHF 0.8.0 to {newest} is accepted; the usage above is that of
 def main(arguments: Sequence[str] | None = None) -> None:
     """Exit code 0 after the final save, 2 for a mistake in the command line (usage and the flag on stderr), 1 for a failed run."""
     tokens = list(sys.argv[1:] if arguments is None else arguments)
-    if "-h" in tokens or "--help" in tokens:
+    if any(re.fullmatch(r"-h|--h(e(lp?)?)?", token) for token in tokens):
         print(usage(newest()) + HELP.format(newest=newest()))
         return
     from rlhfless_ray.cli.main import guarded
@@ -32,14 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _train(tokens: Sequence[str]) -> None:
     from rlhfless_ray.openrlhf.page import summary
     from rlhfless_ray.openrlhf.resources import fit
-    from rlhfless_ray.openrlhf.translate import recipe_of, refusals, translate
+    from rlhfless_ray.openrlhf.translate import by_flag, recipe_of, refusals, translate
 
     try:
         found = translate(tokens)
     except Unreadable as error:
         _stop(str(error), error.version)
     except UserError as error:
-        _stop(str(error), newest())
+        _stop(str(error), _dialect(tokens))
     fewer = fit(found)
     try:
         if refused := refusals(found):
@@ -53,11 +54,26 @@ def _train(tokens: Sequence[str]) -> None:
         os.environ.setdefault(name, value)
     from rlhfless_ray.runtime import Runtime
 
-    with Runtime(recipe) as run:
-        for _ in run:
-            pass
+    try:
+        with Runtime(recipe) as run:
+            for _ in run:
+                pass
+    except UserError as error:
+        raise by_flag(found, error) from None
     print(f"model:  {run.folder.path / 'model'}")
     print(f"report: {(run.folder.path / 'report.html').resolve()}")
+
+
+def _dialect(tokens: Sequence[str]) -> str:
+    """Whose usage to show for a line that argparse accepts and something later does not."""
+    from rlhfless_ray.openrlhf.dialect import read
+    from rlhfless_ray.openrlhf.own import separate
+
+    try:
+        theirs, _, version = separate(tokens)
+        return read(theirs, version).version
+    except (Unreadable, UserError):
+        return newest()
 
 
 def _stop(message: str, version: str) -> NoReturn:

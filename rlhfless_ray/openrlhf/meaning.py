@@ -23,7 +23,9 @@ def no_reward_model(v: Values) -> str:
 
 
 def no_evaluation(v: Values) -> str:
-    return "" if v["eval.dataset"] else "there is no evaluation data set"
+    if not v["eval.dataset"]:
+        return "there is no evaluation data set"
+    return "" if v["eval.steps"] > 0 else "evaluation is off"
 
 
 def no_lora(v: Values) -> str:
@@ -125,7 +127,7 @@ def input_template(x: str | None, v: Values) -> dict[str, Any]:
 
 
 def evaluation_set(x: str | None, v: Values) -> dict[str, Any]:
-    return {"evaluate.path": x} if x else {"evaluate.prompts": 0}
+    return {"evaluate.prompts": 0} if no_evaluation(v) else {"evaluate.path": x}
 
 
 def decay(section: str) -> Callable[[float, Values], dict[str, Any]]:

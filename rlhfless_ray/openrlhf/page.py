@@ -33,6 +33,8 @@ def explanation(found: Translation) -> str:
     idle = found.with_status(NO_EFFECT)
     if idle:
         lines.append(f"no effect   {' '.join(outcome.flag for outcome in idle)}")
+    if found.own:
+        lines.append("our own     " + ", ".join(f"{key} = {value}" for key, value in found.own.items()))
     lines += _block("notes", found.notes)
     lines += _block("refused", [f"{flags}: {why}" for flags, why in _grouped(found.refused)])
     lines.append("recipe" + (" (what can be honoured of it)" if found.refused else ""))

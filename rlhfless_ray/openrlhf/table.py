@@ -134,7 +134,7 @@ RULES: tuple[Rule, ...] = (
     # evaluation, checkpoints, logs
     _row(
         "eval.steps", "exact", "evaluate.every_steps evaluate.prompts",
-        lambda x, v: {"evaluate.every_steps": x} if x > 0 else {"evaluate.prompts": 0}, idle=m.no_evaluation,
+        lambda x, v: {"evaluate.prompts": 0} if m.no_evaluation(v) else {"evaluate.every_steps": x},
     ),
     _row("ckpt.save_steps", "exact", "checkpoint.every_steps", lambda x, v: {"checkpoint.every_steps": x} if x > 0 else {}),
     _row("logger.logging_steps", "exact", "watch.every_steps"),

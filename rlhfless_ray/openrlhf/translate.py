@@ -192,14 +192,17 @@ def recipe_of(found: Translation) -> Any:
     try:
         return Recipe.parse(found.tree)
     except UserError as error:
-        keys = [key for key in found.settings if re.search(rf"\b{re.escape(key)}\b", str(error))]
-        own = [key for key in keys if key in found.own]
-        flags = [f"--elastic.{key}" for key in own] or [
-            found.values.spelled(rule.name)
-            for rule in RULES
-            if not rule.idle(found.values) and set(keys) & set(rule.settings(found.values))
-        ]
-        raise UserError((f"{' '.join(dict.fromkeys(flags))}: " if flags else "") + str(error)) from None
+        raise by_flag(found, error) from None
+
+
+def by_flag(found: Translation, error: UserError) -> UserError:
+    """The same mistake with the flags that set the recipe keys it names."""
+    keys = [key for key in found.settings if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", str(error))]
+    flags = [f"--elastic.{key}" for key in keys if key in found.own]
+    for rule in RULES:
+        if not rule.idle(found.values) and (set(keys) - set(found.own)) & set(rule.settings(found.values)):
+            flags.append(found.values.spelled(rule.name))
+    return UserError((f"{', '.join(dict.fromkeys(flags))}: " if flags else "") + str(error))
 
 
 def problem(found: Translation) -> str | None:

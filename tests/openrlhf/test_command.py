@@ -33,6 +33,30 @@ MORE=()
 echo "done --bf16"
 """
 
+SLURM = r"""#!/bin/bash
+#SBATCH --ntasks-per-node=1        # one
+IMAGE="reg/image:tag"
+LOG="$(realpath .)/run-$SLURM_JOB_ID.log"
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+all=( $nodes )
+head=${all[0]}
+srun -w "$head" bash -c \
+   "pip install ray \
+   && ray start --head --port=$((6000 + 379)) --block" &>> ${LOG} &
+for ((i = 1; i < SLURM_JOB_NUM_NODES; i++)); do
+  srun -w "${all[$i]}" bash -c "ray start --address $head --block" &>> ${LOG} &
+done
+srun --overlap --container-image="$IMAGE" bash -c \
+"pip install ray \
+&& /root/.local/bin/ray job submit --address=http://localhost:8265 \
+    --runtime-env-json='{\"working_dir\": \"/openrlhf\", \"pip\": \"/r.txt\"}' \
+    -- python3 -m openrlhf.cli.train_ppo_ray \
+    --pretrain /m \
+    --eps_clip_low_high 0.2 0.3 \
+    --bf16" &>> ${LOG}
+echo "$(date) done" &>> ${LOG}
+"""
+
 
 @pytest.mark.parametrize(
     "command",
@@ -50,6 +74,7 @@ echo "done --bf16"
         f"srun bash -c {shlex.quote('bash -c ' + shlex.quote(f'python3 -m {MODULE} ' + shlex.join(FLAGS)))}",
         shlex.join(["bash", "-c", ARRAYS % ""]),
         shlex.join(["bash", "-c", ARRAYS % JOB]),
+        shlex.join(["bash", "-c", SLURM]),
         shlex.join(FLAGS),
     ],
 )

@@ -219,6 +219,14 @@ def test_importance_correction(flags, expected):
     assert {key: wanted[key] for key in expected} == expected
 
 
+def test_evaluation_that_is_never_asked_for():
+    wanted = of(BASE + " --eval_dataset /e --eval_temperature 1").wanted
+    assert wanted["evaluate.prompts"] == 0 and "evaluate.path" not in wanted and "evaluate.temperature" not in wanted
+    wanted = of(BASE + " --eval_dataset /e --eval_steps 5").wanted
+    assert (wanted["evaluate.path"], wanted["evaluate.every_steps"], wanted["evaluate.temperature"]) == ("/e", 5, 0.6)
+    assert "evaluate.prompts" not in wanted
+
+
 def test_one_optimizer_step_per_rollout_batch_is_said_so():
     assert of(BASE + " --rollout_batch_size 32 --train_batch_size 128").wanted["algorithm.updates_per_step"] == 1
     assert of(BASE + " --rollout_batch_size 32 --train_batch_size 64").wanted["algorithm.batch_samples"] == 64
@@ -346,6 +354,8 @@ def test_a_setting_that_the_recipe_refuses_is_named_by_its_flag():
     assert "--lr" not in (problem(of(BASE)) or "")
     found = of(BASE + " --zero_stage 0 --param_dtype bf16")
     assert "--zero_stage" in problem(found)
+    found = of(BASE + " --temperature 0.5 --elastic.rollout.min_actors 9")
+    assert problem(found).startswith("--elastic.rollout.min_actors, --vllm_num_engines: ")
     found = of(BASE + " --elastic.prefer 7")
     assert "--elastic.objective.prefer" in problem(found)
 
