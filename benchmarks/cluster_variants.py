@@ -11,7 +11,7 @@ from placement.rollout_policies.oracle import Planned
 from placement.rollout_policies.view import Job
 from placement.rollout_sim import run
 from placement.simulate import Hold, Knobs, Setting, StepRun, Terms
-from placement.simulate.elastic import candidates, elastic
+from placement.simulate.elastic import ROUGH, candidates, elastic
 from placement.simulate.planning import Planner
 from placement.simulate.policies import fixed
 from placement.simulate.step import StepInput, learn_beside, on_clock
@@ -34,12 +34,15 @@ def variant(name: str, rollout: str = "ours", *, without: Callable[[Terms, Knobs
         later = [Knobs(e, p, 0, terms.devices) for e in engines for p in prefers]  # of which all but two are else not tried
         return list(dict.fromkeys([*kept, *(k for k in later if not without(terms, k))]))
 
-    def step(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
-        def run(view: StepInput, knobs: Knobs) -> StepRun:
-            done = elastic(terms, view, knobs, rollout=rollout, name=name, **changes)
-            return done if release else replace(done, full=done.time_s * terms.devices)
+    def made(terms: Terms, view: StepInput, knobs: Knobs, policy: str) -> StepRun:
+        done = elastic(terms, view, knobs, rollout=policy, name=name, **changes)
+        return done if release else replace(done, full=done.time_s * terms.devices)
 
-        return run(given, planner.knobs(name, run, allowed(terms)))
+    def step(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
+        knobs = planner.searched(
+            name, lambda view, k: made(terms, view, k, rollout), lambda view, k: made(terms, view, k, ROUGH), allowed(terms)
+        )
+        return made(terms, given, knobs, rollout)
 
     return name, step
 

@@ -8,27 +8,33 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from placement.simulate.narrow import Narrowing
-from placement.simulate.planning import Planner
+from placement.simulate.planning import Planner, Try
 from placement.simulate.step import Hold, Knobs, Rollout, StepInput, StepRun, learn_beside, roll_out
 from placement.simulate.terms import Terms
 
 PREFERS = (0.5, 0.9)  # of the rollout within the step, which weighs the tail less than a rollout alone would
 SHARES = (0.0, 0.4, 0.7, 0.85, 0.95)  # of the responses, ended before the early learner is leased
+ROUGH = "consolidate"  # a rollout policy that decides in no time, to rank step plans by
 GIVEN_UP = (0.75, 0.9)  # the same, where engines are given up for it
 
 
 def ours(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
     """Engines as many as pay, grouped and consolidated by forecast scenarios; a learner of planned size works beside the
     tail on devices that were never leased or already released; every device is given back when its phase ends."""
-    knobs = planner.knobs("ours", lambda view, k: elastic(terms, view, k), candidates(terms))
+    knobs = planner.searched("ours", trial(terms, "ours"), trial(terms, ROUGH), candidates(terms))
     return elastic(terms, given, knobs, expected=planner.expected)
 
 
 def oracle(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
     """`ours` that knows every length: rollout and step plan see the truth."""
     true = StepInput(given.lengths, given.prompts, given.group, given.lengths[:, None], given.seed)
-    knobs = planner.clairvoyant("oracle", true, lambda view, k: elastic(terms, view, k, rollout="oracle"), candidates(terms))
+    knobs = planner.searched("oracle", trial(terms, "oracle"), trial(terms, ROUGH), candidates(terms), true)
     return elastic(terms, true, knobs, rollout="oracle", name="oracle")
+
+
+def trial(terms: Terms, rollout: str) -> Try:
+    """A step with some knobs, its rollout under this policy."""
+    return lambda view, knobs: elastic(terms, view, knobs, rollout=rollout)
 
 
 def candidates(terms: Terms) -> list[Knobs]:

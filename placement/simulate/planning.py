@@ -9,7 +9,11 @@ import numpy as np
 
 from placement.simulate.step import Knobs, StepInput, StepRun
 
-DRAWS = 1  # scenarios that a candidate is tried on
+DRAWS = 2  # scenarios that a candidate of ours is tried on
+FINALISTS = 10  # candidates that are tried in earnest after all were tried roughly
+
+
+Try = Callable[[StepInput, Knobs], StepRun]
 
 
 @dataclass
@@ -31,27 +35,43 @@ class Planner:
         if forget:
             self.chosen.clear()
 
-    def views(self) -> list[StepInput]:
-        """Scenarios of this step, as if they were the truth; the forecast shown with each is the others."""
+    def views(self, draws: int = 1) -> list[StepInput]:
+        """Scenarios of this step, as if they were the truth; the forecast shown with each is the others. One is the first;
+        more are typical ones, evenly among all in the order of their longest response, which most of a step's time follows."""
         given, found = self.given, []
-        for k in range(min(DRAWS, given.scenarios.shape[1])):
-            rest = np.delete(given.scenarios, k, axis=1) if given.scenarios.shape[1] > 1 else given.scenarios
+        count = given.scenarios.shape[1]
+        order = np.argsort(given.scenarios.max(0), kind="stable")
+        chosen = [0] if draws == 1 else order[(np.arange(1, draws + 1) * count) // (draws + 1)]
+        for k in chosen:
+            rest = np.delete(given.scenarios, k, axis=1) if count > 1 else given.scenarios
             found.append(StepInput(given.scenarios[:, k], given.prompts, given.group, rest, given.seed, view=True))
         return found
 
-    def knobs(self, name: str, run: Callable[[StepInput, Knobs], StepRun], candidates: list[Knobs], prefer: float | None = None) -> Knobs:
+    def knobs(self, name: str, run: Try, candidates: list[Knobs], prefer: float | None = None) -> Knobs:
         """The best candidate for this epoch, from forecasts."""
         if name not in self.chosen:
             self.chosen[name] = self._best(self.views(), run, candidates, self.prefer if prefer is None else prefer)
         return self.chosen[name]
 
-    def clairvoyant(self, name: str, given: StepInput, run: Callable[[StepInput, Knobs], StepRun], candidates: list[Knobs]) -> Knobs:
-        """The best candidate for this epoch, tried on the true lengths of its first step."""
+    def searched(self, name: str, run: Try, rough: Try, candidates: list[Knobs], truth: StepInput | None = None) -> Knobs:
+        """The same in two rounds, on `DRAWS` scenarios: all candidates by `rough`, which should rank them much like `run` at a
+        fraction of its cost, then the best of them by `run`. truth: tried instead of scenarios, for the clairvoyant."""
         if name not in self.chosen:
-            self.chosen[name] = self._best([replace(given, view=True, memo={})], run, candidates, self.prefer)
+            views = self.views(DRAWS) if truth is None else [replace(truth, view=True, memo={})]
+            scores = self._scores(views, rough, candidates, self.prefer)[0]
+            finalists = [candidates[i] for i in np.argsort(scores, kind="stable")[:FINALISTS]]
+            self.chosen[name] = self._best(views, run, finalists, self.prefer)
         return self.chosen[name]
 
-    def _best(self, views: list[StepInput], run: Callable[[StepInput, Knobs], StepRun], candidates: list[Knobs], prefer: float) -> Knobs:
+    def _best(self, views: list[StepInput], run: Try, candidates: list[Knobs], prefer: float) -> Knobs:
+        scores, seen = self._scores(views, run, candidates, prefer)
+        best = int(np.argmin(scores))
+        self.expected = seen[best]
+        return candidates[best]
+
+    def _scores(
+        self, views: list[StepInput], run: Try, candidates: list[Knobs], prefer: float
+    ) -> tuple[np.ndarray, list[tuple[float, float]]]:
         base = [self.reference(view) for view in views]
         scores = np.zeros(len(candidates))
         seen = []
@@ -59,6 +79,4 @@ class Planner:
             done = [run(view, knobs) for view in views]
             scores[i] = sum(prefer * d.time_s / b.time_s + (1 - prefer) * d.full / b.full for d, b in zip(done, base, strict=True))
             seen.append((float(np.mean([d.time_s for d in done])), float(np.mean([d.full for d in done]))))
-        best = int(np.argmin(scores))
-        self.expected = seen[best]
-        return candidates[best]
+        return scores, seen
