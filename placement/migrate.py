@@ -116,7 +116,10 @@ def look(live: LiveState, settings: Settings) -> Outlook:
     if settings.learn:
         known = calibrate(known, live.generated, live.finished, surprise=FREAKS)
     index = live.live
-    surprise = surprise_of(known) if settings.surprise is None else settings.surprise
+    surprise = settings.surprise
+    if surprise is None:
+        seen = live.generated if settings.learn else np.zeros_like(live.generated)
+        surprise = surprise_of(known, seen, live.finished)
     return outlook(Forecast(known.mean_log[index], known.sd_log[index]), known, live.generated[index], surprise)
 
 

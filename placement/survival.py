@@ -9,6 +9,8 @@ from scipy.special import expit, log_ndtr, ndtr
 
 LEAST_SPREAD = 0.05  # log-scale spread below which no forecast is believed
 KNEE = 0.36  # share of variance explained at which half of the forecasts are believed
+SHARES = np.array([0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95, 0.999])  # of sequences whose forecast says nothing
+BELIEFS = np.array([1, 1, 2, 3, 4, 3, 2, 1]) / 17  # in each of these, before a rollout shows anything
 STEPS = 24  # points of the grid of future tokens
 
 
@@ -87,9 +89,14 @@ def _own_share(log_odds: np.ndarray, surprise: float) -> np.ndarray:
     return np.asarray(expit(log_odds + np.log((1 - surprise) / surprise)))
 
 
-def surprise_of(forecast: Forecast) -> float:
-    """The share of sequences to treat as if their forecast said nothing, from the share R² of log-length variance that the
-    forecast explains: 1 / (1 + (R² / KNEE)^6).
+def surprise_of(forecast: Forecast, generated: np.ndarray, finished: np.ndarray) -> float:
+    """The share of sequences to treat as if their forecast said nothing: those that a forecast as weak as this one leaves in the
+    dark (`unexplained`), and of the others the share that this rollout shows (`surprise_shown`)."""
+    return min(0.999, 1 - (1 - unexplained(forecast)) * (1 - surprise_shown(forecast, generated, finished)))
+
+
+def unexplained(forecast: Forecast) -> float:
+    """1 / (1 + (R² / KNEE)^6), with R² the share of log-length variance that the forecast explains.
 
     A forecast that explains little has little to give and, believed, a long one in the crowd to lose: it is ignored, which
     leaves consolidation. The form and KNEE are judgement, set on GSM8K answers (R² about 0.5), a conversation trace forecast
@@ -97,7 +104,35 @@ def surprise_of(forecast: Forecast) -> float:
     """
     between = float(forecast.mean_log.var())
     explained = between / max(between + float(np.mean(forecast.sd_log**2)), 1e-12)
-    return min(0.999, 1 / (1 + (explained / KNEE) ** 6))
+    return 1 / (1 + (explained / KNEE) ** 6)
+
+
+def surprise_shown(forecast: Forecast, generated: np.ndarray, finished: np.ndarray) -> float:
+    """Posterior mean of the share, over SHARES with prior BELIEFS, by what became of sequences longer than the median forecast.
+
+    What matters is whether forecasts order the long ones, and only those that outlived the median can say: each adds the
+    likelihood of its end (or of being still alive) given that it got so far, as a mixture of its own forecast and of all
+    forecasts pooled. Forecasts of recorded answers can be right in the bulk and wrong about the longest, which is why the
+    prior doubts: believed at once, they put the longest response into a crowd and took up to 17 % more time than consolidation.
+    """
+    pool_mean = float(forecast.mean_log.mean())
+    pool_sd = float(np.sqrt(np.mean(forecast.sd_log**2) + forecast.mean_log.var()))
+    log_tokens = np.log(np.maximum(generated, 0.5))
+    long = log_tokens > pool_mean
+    log_tokens, ended = log_tokens[long], finished[long]
+
+    def told(mean: np.ndarray | float, sd: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
+        """Log-likelihoods (k,): of what is seen, and of having outlived the median."""
+        z = (log_tokens - mean) / sd
+        return np.where(ended, z * z / -2 - np.log(sd) - 0.5 * np.log(2 * np.pi), log_ndtr(-z)), log_ndtr((mean - pool_mean) / sd)
+
+    own, own_before = told(forecast.mean_log[long], forecast.sd_log[long])
+    pool, pool_before = told(pool_mean, pool_sd)
+    known, dark = np.log1p(-SHARES)[:, None], np.log(SHARES)[:, None]
+    given = np.logaddexp(known + own, dark + pool) - np.logaddexp(known + own_before, dark + pool_before)
+    log_odds = np.log(BELIEFS) + given.sum(1)
+    odds = np.exp(log_odds - log_odds.max())
+    return float(SHARES @ odds / odds.sum())
 
 
 @dataclass(frozen=True)

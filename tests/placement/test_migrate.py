@@ -11,7 +11,7 @@ from scipy.stats import norm
 from placement.migrate import LiveState, Settings, cut_at_share, decide_moves, look, relabel
 from placement.speed import Speed
 from placement.spread import best_split, judge
-from placement.survival import Forecast, Outlook, calibrate, outlook
+from placement.survival import BELIEFS, SHARES, Forecast, Outlook, calibrate, outlook, surprise_shown
 
 SPEED = Speed(8.5e-3, 3e-5)
 
@@ -119,6 +119,34 @@ def test_the_split_found_is_near_the_best_of_all_contiguous_ones(seed: int, mu: 
             alive = np.stack([np.r_[float(len(part)), view.alive[part].sum(0)] for part in parts])
             best = min(best, judge(alive, view.tokens, base, per_seq, mu).score)
     assert best <= found.judged.score * (1 + 1e-9) and found.judged.score <= 1.1 * best
+
+
+def halfway(said: np.ndarray, truth: np.ndarray, tokens: float) -> float:
+    """`surprise_shown` for log lengths `truth` forecast as `said`, after `tokens`."""
+    finished = truth <= np.log(tokens)
+    return surprise_shown(Forecast(said, np.full(len(said), 0.35)), np.exp(np.minimum(truth, np.log(tokens))), finished)
+
+
+def test_forecasts_that_order_the_long_are_believed_and_others_are_not() -> None:
+    rng = np.random.default_rng(6)
+    said = rng.normal(5.0, 0.5, 600)
+    truth = said + 0.35 * rng.normal(size=600)
+    doubt = halfway(said, truth, 1.0)
+    assert doubt == pytest.approx(SHARES @ BELIEFS)
+    assert halfway(said, truth, 250.0) < 0.15 < doubt
+    assert halfway(rng.permutation(said), truth, 250.0) > 0.9
+    freak = truth.copy()
+    low = np.argsort(said)[:200]
+    freak[low] = rng.permutation(truth)[:200]  # right about two thirds, and the short third may be anything
+    assert halfway(said, truth, 250.0) < halfway(said, freak, 250.0) < doubt + 0.3
+
+
+def test_leases_that_all_start_at_once_delay_nobody() -> None:
+    """At the first placement one actor more costs the seconds of its lease; where time is all that counts, all are taken."""
+    view = known_outlook(np.sort(np.random.default_rng(8).lognormal(5, 0.4, 60)))
+    first = best_split(view, SPEED.base_s, 1e-3, 1e-6, 8, start_s=20.0)
+    later = best_split(view, SPEED.base_s, 1e-3, 1e-6, 8, opened=2, start_s=20.0)
+    assert first.groups == 8 > later.groups
 
 
 def test_without_information_the_law_decides_and_loads_are_even() -> None:
