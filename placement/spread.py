@@ -92,8 +92,7 @@ def best_split(
             alive = np.diff(sums[cuts], axis=0)
             alive = np.concatenate([np.diff(cuts)[:, None].astype(float), alive], 1)
             judged = judge(alive, view.tokens, base_s, per_seq_s, mu)
-            late = 1 / (len(cuts) - 1) if opened else 0.0  # the first leases start together: one more delays nobody
-            score = judged.score + max(0, len(cuts) - 1 - opened) * start_s * (mu + late)
+            score = judged.score + max(0, len(cuts) - 1 - opened) * start_s * (mu + 1 / (len(cuts) - 1))
             if best is None or score < best[0]:
                 best = score, judged, cuts
     assert best is not None

@@ -141,14 +141,6 @@ def test_forecasts_that_order_the_long_are_believed_and_others_are_not() -> None
     assert halfway(said, truth, 250.0) < halfway(said, freak, 250.0) < doubt + 0.3
 
 
-def test_leases_that_all_start_at_once_delay_nobody() -> None:
-    """At the first placement one actor more costs the seconds of its lease; where time is all that counts, all are taken."""
-    view = known_outlook(np.sort(np.random.default_rng(8).lognormal(5, 0.4, 60)))
-    first = best_split(view, SPEED.base_s, 1e-3, 1e-6, 8, start_s=20.0)
-    later = best_split(view, SPEED.base_s, 1e-3, 1e-6, 8, opened=2, start_s=20.0)
-    assert first.groups == 8 > later.groups
-
-
 def test_without_information_the_law_decides_and_loads_are_even() -> None:
     n, mu = 400, 0.1
     forecast = Forecast(np.full(n, 5.0), np.full(n, 0.4))
