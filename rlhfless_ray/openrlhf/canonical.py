@@ -16,6 +16,7 @@ from rlhfless_ray.errors import UserError
 from rlhfless_ray.openrlhf.dialect import CommandLine
 from rlhfless_ray.openrlhf.flags import TYPES, flags_of, history, newest, place, renamed
 
+LOGIN = "logger.wandb.key"  # a secret: never shown
 PROMPT_LIMIT = "data.prompt_max_len"
 LEVEL, MODE, GATING, THRESHOLD = (f"algo.advantage.is_correction_{part}" for part in ("level", "mode", "gating", "threshold"))
 CORRECTION = {
@@ -162,9 +163,8 @@ def _typed(name: str, value: Any) -> Any:
 def _say(values: Values, name: str, value: Any, flag: str) -> None:
     said = values.said.setdefault(name, [])
     if said and values.value[name] != value:
-        raise UserError(
-            f"{said[0]} and {flag}: two spellings of one setting disagree ({shown(values.value[name])} and {shown(value)}); give one"
-        )
+        both = "" if name == LOGIN else f" ({shown(values.value[name])} and {shown(value)})"
+        raise UserError(f"{said[0]} and {flag}: two spellings of one setting disagree{both}; give one")
     values.value[name] = value
     if flag not in said:
         said.append(flag)

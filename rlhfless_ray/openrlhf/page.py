@@ -16,8 +16,6 @@ from rlhfless_ray.openrlhf.resources import slots_of
 from rlhfless_ray.openrlhf.table import KINDS, RULES
 from rlhfless_ray.openrlhf.translate import HINT, HONOURED, NO_EFFECT, Outcome, Translation, supported_today
 
-HIDDEN = ("--use_wandb", "--logger.wandb.key")  # may hold a login key
-
 
 def explanation(found: Translation) -> str:
     """Dialect, slots, what is honoured, reinterpreted, without effect or refused, and the recipe."""
@@ -78,7 +76,7 @@ def as_data(found: Translation) -> dict[str, Any]:
 
 def _said(found: Translation, flag: str) -> str:
     value = found.line.given.values.get(flag)
-    if value is True or flag in HIDDEN:
+    if value is True:
         return flag
     return f"{flag} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhfless_ray.errors import UserError
-from rlhfless_ray.openrlhf.canonical import Values, canonical, defaults, shown
+from rlhfless_ray.openrlhf.canonical import LOGIN, Values, canonical, defaults, shown
 from rlhfless_ray.openrlhf.checks import check
 from rlhfless_ray.openrlhf.dialect import CommandLine, instead_of, read
 from rlhfless_ray.openrlhf.flags import LAUNCHER, newest, span_text
@@ -167,8 +167,8 @@ def _run_name(v: Values) -> str:
 
 
 def _keep_secrets(found: Translation) -> None:
-    key = found.values["logger.wandb.key"]
-    if key and len(key) >= 32 and key.isalnum():  # anything else just turns logging on, as scripts write `True`
+    key = found.values[LOGIN]
+    if key and re.fullmatch(r"[\w-]{32,}", key):  # anything else just turns logging on, as scripts write `True`
         found.secrets["WANDB_API_KEY"] = key
 
 

@@ -73,5 +73,13 @@ def test_a_script_that_starts_the_launcher(tmp_path):
     assert done.returncode == 2 and "--no_such_flag" in done.stderr
 
 
+def test_an_interpreter_without_the_package_finds_it(tmp_path):
+    bare = Path(sys.base_prefix) / "bin" / "python3"  # the environment's own base: nothing is installed there
+    for module in ("openrlhf.cli.train_ppo_ray", "rlhfless_ray.cli.train_ppo_ray"):
+        environment = {**os.environ, "PYTHONPATH": str(shim_folder())}
+        done = subprocess.run([bare, "-m", module, "--help"], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+        assert done.returncode == 0 and "--elastic.FIELD" in done.stdout, done.stderr
+
+
 def test_no_top_level_package_is_named_openrlhf():
     assert not (ROOT / "openrlhf").exists() and not (shim_folder() / "openrlhf").exists()

@@ -336,18 +336,21 @@ def test_slots_and_a_machine_with_fewer():
     found = of(BASE + " --elastic.rollout.min_actors 2 --elastic.cluster.cpus 3 --elastic.functions.slot cpu")
     assert slots_of(found).at_most == 8
     assert "8 ranks of the learner are asked for and 3 slots exist" in fit(found, {})
-    assert found.settings["learner.ranks"] == 3 and slots_of(found).at_least == 3
+    assert found.settings["learner.ranks"] == 3 and slots_of(found).at_least in (2, 3)  # 2 once ranks may shrink by themselves
     assert fit(of(BASE), {"RAY_ADDRESS": "auto"}) == ""
     assert fit(of(BASE + " --elastic.learner.ranks 8 --elastic.cluster.cpus 3"), {}) == ""
 
 
 def test_a_login_key_is_in_no_recipe_and_no_explanation():
-    key = "0123456789abcdef0123456789abcdef01234567"
+    key = "wandb_v1_0123456789abcdef-0123456789abcdef01234567"
     found = of(f"{BASE} --use_wandb {key}")
     assert found.secrets == {"WANDB_API_KEY": key} and found.settings["watch.wandb"] == "online"
     for told in (yaml.safe_dump(found.tree), explanation(found), json.dumps(as_data(found)), "\n".join(summary(found))):
         assert key not in told
     assert of(f"{BASE} --use_wandb True").secrets == {}
+    with pytest.raises(UserError) as caught:
+        of(f"{BASE} --use_wandb {key} --logger.wandb.key x")
+    assert "disagree" in str(caught.value) and key not in str(caught.value)
 
 
 def test_a_setting_that_the_recipe_refuses_is_named_by_its_flag():

@@ -50,6 +50,9 @@ def _next_sitecustomize():
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-if any("openrlhf.cli." in argument for argument in sys.orig_argv):
+STARTED = [argument.removeprefix("-m") for argument in getattr(sys, "orig_argv", ())]  # an older Python is left alone
+if any(argument.startswith("openrlhf.cli.") for argument in STARTED):
     sys.meta_path.insert(0, Launchers)
+if any(argument.startswith("rlhfless_ray.cli.") for argument in STARTED) and ROOT not in sys.path:
+    sys.path.append(ROOT)
 _next_sitecustomize()
