@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
+from rlhfless_ray.prefix.address import salt
+from rlhfless_ray.prefix.pages import Bundle
 from rlhfless_ray.rollout.inbox import Inbox, Order
 from rlhfless_ray.rollout.progress import Progress
 from rlhfless_ray.types import EngineStep, Request, Span
 from rlhfless_ray.weights.folder import write_folder
 from rlhfless_ray.weights.version import checksum
+
+PAGES_S = 5.0  # to fetch the KV pages of a moved request; to compute them does not take longer
 
 
 class RolloutActor:
@@ -26,6 +30,7 @@ class RolloutActor:
         self.files, self.settings = files, settings
         self.engine: Any = None
         self.inbox = Inbox()
+        self.carried: list[bytes] = []  # addresses of pages that came with requests
         import rlhfless_ray.rollout.engine as engine
 
         engine.prepare()
@@ -57,11 +62,13 @@ class RolloutActor:
         return [Span("transfer", f"load version {version}", start, time.time())]
 
     def rollout(
-        self, epoch: int, requests: list[Request], interval_s: float, threads: int
+        self, epoch: int, requests: list[Request], interval_s: float, threads: int, pages: Sequence[Any] = ()
     ) -> Iterator[tuple[Progress, list[EngineStep], list[Span]]]:
         """Answer requests; yields their progress about every `interval_s`, with the step records since. `epoch` numbers the
-        calls: orders that `tell` brings for this one are carried out on the way."""
+        calls: orders that `tell` brings for this one are carried out on the way. `pages`: as in an order."""
         set_threads(threads)
+        self.engine.kept.clear()  # who did not ask for them until now will not
+        self._fetch(pages)
         self.inbox.open(epoch)
         start = time.time()
         try:
@@ -71,10 +78,44 @@ class RolloutActor:
                 start = end
         finally:
             self.inbox.close()
+            for address in self.carried:
+                self.engine.pages.rows.pop(address, None)
+            self.carried.clear()
 
     def tell(self, epoch: int, order: Order) -> bool:
         """Runs beside `rollout`, in the group "control". False: that call is over, nothing will be done."""
+        self._fetch(order.pages)
         return self.inbox.tell(epoch, order)
+
+    def hand_over(self, ticket: int) -> Bundle | None:
+        """The KV pages of what an order with this ticket cut, once; None where there are none. In the group "control"."""
+        pages = self.engine.kept.pop(ticket, None)
+        if not pages:
+            return None
+        start = self.engine.pages.made.start(salt(self.engine.version))
+        return Bundle.seal(start, list(pages), np.stack(list(pages.values())))
+
+    def take_in(self, bundle: Bundle) -> None:
+        """Pages for requests that come, until the end of the call. Those of another version or model are refused, and their
+        contexts computed."""
+        self.engine.pages.put(bundle, salt(self.engine.version), set(bundle.addresses))
+        self.carried += bundle.addresses
+
+    def _fetch(self, pages: Sequence[Any]) -> None:
+        """What cannot be had in time, as its engine has died, is computed instead, and counted."""
+        import ray
+        from ray.exceptions import RayError
+
+        if self.engine.pages is None or self.engine.pages.refused:
+            return
+        for ref in pages:
+            try:
+                bundle = ray.get(ref, timeout=PAGES_S)
+            except RayError:
+                self.engine.pages.counts["lost"] += 1
+                continue
+            if bundle is not None:
+                self.take_in(bundle)
 
     def park(self) -> dict[str, Any]:
         """Leave the device, weights and all."""

@@ -51,6 +51,7 @@ class Engine:
 
         self.version: int | None = None
         self.pages: PageStore | None = PageStore() if settings.get("prefix_kv") else None
+        self.kept: dict[int, dict[bytes, np.ndarray]] = {}  # by ticket: pages of what was cut, by address
         self.steps: list[EngineStep] = []
         self.spans: list[Span] = []  # what it did besides generating
         self.stop_token_ids = stop_tokens(folder)
@@ -140,8 +141,13 @@ class Engine:
 
     def _carry_out(self, order: Order) -> set[int]:
         """Numbers of the requests it adds. A cut of what is not here comes too late: how it ended was told."""
-        begin = time.time()
+        begin, names = time.time(), [str(key) for key in order.cut]
+        keep = self.pages is not None and not self.pages.refused and order.ticket
+        if self.pages is not None and keep:
+            self.pages.ask(names)
         self.engine.abort_request([str(number) for number in self.live.cut(order.cut)])
+        if self.pages is not None and keep:
+            self.kept[order.ticket] = self.pages.take(names)
         added = self._add(order.add)
         self.spans.append(Span("transfer", order.what, begin, time.time()))
         return added

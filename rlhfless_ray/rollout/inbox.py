@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 from rlhfless_ray.types import Request
 
@@ -11,11 +12,14 @@ from rlhfless_ray.types import Request
 @dataclass(frozen=True)
 class Order:
     """cut: keys of requests to stop, whose last tokens are then told with end "cut"; add: requests to take up. `what` names it
-    in the timeline."""
+    in the timeline. ticket: not 0 to keep the KV pages of what is cut, to be handed over against it; pages: references to such
+    pages of what is added."""
 
     cut: tuple[int, ...] = ()
     add: tuple[Request, ...] = ()
     what: str = ""
+    ticket: int = 0
+    pages: tuple[Any, ...] = ()
 
 
 class Inbox:

@@ -53,16 +53,16 @@ class Launches:
         numbers = [self.number(instance) for instance in self.pool.working]
         return [number for number in numbers if number in busy or _ready(self.engines[number])]
 
-    def send(self, number: int, indices: np.ndarray, what: str = "") -> None:
-        """The engine goes on with these requests: beside what it has, or called anew."""
+    def send(self, number: int, indices: np.ndarray, what: str = "", pages: tuple[Any, ...] = ()) -> None:
+        """The engine goes on with these requests: beside what it has, or called anew. `pages`: references to their KV pages."""
         instance, launch = self.engines[number], self.of(number)
         requests = self.transcript.give(indices, number)
         if launch is not None:
-            self.tell(launch, Order(add=tuple(requests), what=what))
+            self.tell(launch, Order(add=tuple(requests), what=what, pages=pages))
             return
         epoch = next(_epochs)
         generator = instance.actor.rollout.options(num_returns="streaming").remote(
-            epoch, requests, self.interval_s, len(instance.leases)
+            epoch, requests, self.interval_s, len(instance.leases), *([pages] if pages else [])
         )
         self.running[generator] = Launch(instance, number, epoch, set(indices.tolist()), time.monotonic())
 

@@ -25,6 +25,7 @@ class Wish:
     source: int
     target: int
     reason: str
+    how: str = "prefill"  # the way's name
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,14 @@ def how_to_move(context_tokens: float, prefill: Term, pages: Term | None = None)
 class Migration:
     """The rule of a run. What moves took in one rollout is known in the next."""
 
-    def __init__(self, rule: str, tau: float) -> None:
-        """`rule`: "tau", the RLHFless paper's (arXiv 2602.22718) with share `tau`, or "auto", the planner's."""
+    def __init__(self, rule: str, tau: float, carries: bool = False) -> None:
+        """`rule`: "tau", the RLHFless paper's (arXiv 2602.22718) with share `tau`, or "auto", the planner's. `carries`: engines
+        keep KV pages, so that these can be carried."""
         if rule not in ("tau", "auto"):
             raise ValueError(f"no rule of migration is called {rule!r}")
         self.rule, self.tau = rule, tau
-        self.prefill = Term(0.05, 2e-5)  # seconds of a move by prefill over context tokens
+        self.prefill = Term(0.05, 2e-5)  # seconds of a move over context tokens
+        self.pages = Term(0.06, 2e-6) if carries else None
         self.forecast = Forecast(np.zeros(0), np.zeros(0))
         self.speed, self.mu, self.token_s = Speed(1.0, 0.0), 1.0, 0.0
 
@@ -90,12 +93,12 @@ class Migration:
         else:
             moves = self._best(state, self._present_speed(steps), transcript.prompt + transcript.length)
             new, saved_s, reason = moves.actor, moves.time_saved_s, moves.reason
-        return self._wishes(live, actor, new, engines, saved_s, reason)
+        return self._wishes(live, actor, new, engines, saved_s, reason, how_to_move(context, self.prefill, self.pages).name)
 
     def _best(self, state: LiveState, speed: Speed, context: np.ndarray) -> Moves:
         """The planner prices a move as a pause of what moves. That contexts are computed again is work of the engine that takes
         them, which all it holds wait for: many moves at once must be worth that too."""
-        pause_s = how_to_move(state.context_tokens, self.prefill).seconds
+        pause_s = how_to_move(state.context_tokens, self.prefill, self.pages).seconds
         engines = len(state.opened)
         work_s = np.zeros(engines)
         for _ in range(2):
@@ -109,12 +112,14 @@ class Migration:
         return replace(moves, actor=state.actor, moves=(), reason="moves would cost more than they save")
 
     def _wishes(
-        self, live: np.ndarray, actor: np.ndarray, new: np.ndarray, engines: list[int], saved_s: float, reason: str
+        self, live: np.ndarray, actor: np.ndarray, new: np.ndarray, engines: list[int], saved_s: float, reason: str,
+        how: str,
     ) -> Wishes:
         changed = live[actor[live] != new[live]]
         pairs = sorted(set(zip(actor[changed].tolist(), new[changed].tolist(), strict=True)))
         moves = tuple(
-            Wish(changed[(actor[changed] == a) & (new[changed] == b)], engines[a], engines[b], reason) for a, b in pairs
+            Wish(changed[(actor[changed] == a) & (new[changed] == b)], engines[a], engines[b], reason, how)
+            for a, b in pairs
         )
         emptied = sorted(set(actor[live].tolist()) - set(new[live].tolist()))
         return Wishes(moves, max(0.0, saved_s), tuple(engines[a] for a in emptied), reason)
@@ -129,6 +134,8 @@ class Migration:
         off = float(np.median([seconds / max(predicted, 1e-9) for seconds, predicted in pairs]))
         return Speed(off * self.speed.base_s, off * self.speed.per_seq_s, off * self.speed.per_ctx_s)
 
-    def observe(self, context_tokens: float, seconds: float) -> None:
-        """A sequence was moved by prefill: from the wish to its first token elsewhere."""
-        self.prefill.observe(context_tokens, seconds)
+    def observe(self, context_tokens: float, seconds: float, how: str = "prefill") -> None:
+        """A sequence was moved: from the wish to its first token elsewhere."""
+        term = self.pages if how == "pages" else self.prefill
+        if term is not None:
+            term.observe(context_tokens, seconds)

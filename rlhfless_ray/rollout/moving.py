@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from rlhfless_ray.rollout.migrate import Wish
 from rlhfless_ray.rollout.progress import Progress
 from rlhfless_ray.rollout.transcript import Transcript
 
+_tickets = itertools.count(1)  # for KV pages that wait to be handed over
+
 
 @dataclass(frozen=True)
 class Moved:
@@ -25,6 +28,7 @@ class Moved:
     context_tokens: int
     seconds: float
     reason: str
+    how: str = "prefill"  # or "pages"
 
 
 @dataclass
@@ -33,6 +37,7 @@ class _Way:
     target: int
     wished_s: float
     reason: str
+    ticket: int  # 0: its context is computed again
 
 
 class Moving:
@@ -47,12 +52,12 @@ class Moving:
         launch = self.launches.of(wish.source)
         if launch is None:
             return
-        now = time.monotonic()
+        now, ticket = time.monotonic(), next(_tickets) if wish.how == "pages" else 0
         for i in wish.requests.tolist():
-            self.leaving[i] = _Way(wish.source, wish.target, now, wish.reason)
+            self.leaving[i] = _Way(wish.source, wish.target, now, wish.reason, ticket)
         keys = tuple(self.transcript.requests[i].key for i in wish.requests.tolist())
         what = f"move {sequences(len(keys))} to {self.launches.engines[wish.target].id}"
-        self.launches.tell(launch, Order(cut=keys, what=what))
+        self.launches.tell(launch, Order(cut=keys, what=what, ticket=ticket))
 
     def awaited_by(self, number: int) -> bool:
         """Whether something is on its way to this engine."""
@@ -64,15 +69,16 @@ class Moving:
 
     def go_on(self, cut: np.ndarray) -> None:
         """Requests were cut and go where they were wished, or anywhere if that engine has died or gone meanwhile."""
-        together: dict[tuple[int, int], list[int]] = {}
+        together: dict[tuple[int, int, int], list[int]] = {}
         for i in cut.tolist():
             way = self.landing[i] = self.leaving.pop(i)
-            together.setdefault((way.source, way.target), []).append(i)
-        living = self.launches.living()
-        for (source, target), indices in together.items():
+            together.setdefault((way.source, way.target, way.ticket), []).append(i)
+        living = self.launches.living() if together else []
+        for (source, target, ticket), indices in together.items():
             if target in living:
-                what = f"take {sequences(len(indices))} from {self.launches.engines[source].id}"
-                self.launches.send(target, np.array(indices), what)
+                giver = self.launches.engines[source]
+                pages = (giver.actor.hand_over.options(concurrency_group="control").remote(ticket),) if ticket else ()
+                self.launches.send(target, np.array(indices), f"take {sequences(len(indices))} from {giver.id}", pages)
             else:
                 self.launches.spread(np.array(indices), living, self.expected)
 
@@ -85,6 +91,7 @@ class Moving:
                 continue
             way, context = self.landing.pop(mine[key]), int(self.transcript.prompt[mine[key]]) + start
             source = self.launches.engines[way.source].id
-            done.append(Moved(key, source, launch.instance.id, context, now - way.wished_s, way.reason))
+            how = "pages" if way.ticket else "prefill"
+            done.append(Moved(key, source, launch.instance.id, context, now - way.wished_s, way.reason, how))
         self.moved += done
         return done

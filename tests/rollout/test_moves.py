@@ -121,7 +121,7 @@ class Whims:
                 wishes.append(Wish(np.array([i]), source, target, "a whim"))
         return Wishes(tuple(wishes), time_saved_s=1.0, reason="a whim")
 
-    def observe(self, context_tokens: float, seconds: float) -> None:
+    def observe(self, context_tokens: float, seconds: float, how: str = "prefill") -> None:
         self.took.append(seconds)
 
 
