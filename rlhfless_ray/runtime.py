@@ -123,9 +123,11 @@ class Runtime:
         self.leases, self.rollout, self.reward, self.gang = crew.leases, crew.rollout, crew.reward, crew.gang
         most = min(self.recipe.rollout.max_actors, self.slots)
         self.site = Site(self.recipe, self.ledger, self.leases, self.phases, self.record, self.autoscaler, most)
-        self.rollout_stage = RolloutStage(self.site, self.rollout, self.reward, self.gang, self.tokenizer, self.weight_bytes)
         self.score_stage = ScoreStage(self.site, self.reward)
         self.learn_stage = LearnStage(self.site, self.gang)
+        self.rollout_stage = RolloutStage(
+            self.site, self.rollout, self.score_stage, self.learn_stage, self.tokenizer, self.weight_bytes
+        )
 
     def _begin(self, checkpoint: tuple[int, dict[str, bytes], dict[str, Any]] | None) -> None:
         """Start the learner, and the engines' processes beside it; publish the first weights."""

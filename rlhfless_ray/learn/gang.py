@@ -131,6 +131,15 @@ class Gang:
     def park(self) -> list[Lease]:
         return self.pool.park_all()
 
+    @property
+    def working(self) -> bool:
+        """Whether its ranks hold their leases."""
+        return bool(self.pool.working)
+
+    def fits(self, leases: list[Lease]) -> bool:
+        """Whether these leases are enough for every rank, or the ranks have theirs."""
+        return self.working or len(self._own(leases)[0]) == self.ranks
+
     # ---- work -------------------------------------------------------------------------------------------------
 
     def warm_start(self, files: Any, recipe: Recipe) -> dict[str, bytes]:
@@ -165,6 +174,20 @@ class Gang:
                 f"{self.max_skipped}): {stats.reason}; {advice}"
             )
         return stats
+
+    def accumulate(self, batch: Batch) -> list[Any]:
+        """Gradients of a part of a step, on every rank; references for `accumulated`."""
+        shared = ray.put(batch)
+        return [i.actor.accumulate.remote(shared, len(i.leases)) for i in self.by_rank]
+
+    def pending(self, refs: list[Any]) -> list[Any]:
+        """Those that are not there yet."""
+        return ray.wait(refs, num_returns=len(refs), timeout=0)[1] if refs else []
+
+    def accumulated(self, refs: list[Any]) -> None:
+        """Wait for them. The ranks still hold the leases that they work under."""
+        for instance, spans in zip(self.by_rank, self._all(refs, "the learner's gradients"), strict=True):
+            self._spans(instance, spans)
 
     def publish(self, version: int) -> WeightVersion:
         """The current weights as a version that engines can pull. The arrays stay in the object store."""

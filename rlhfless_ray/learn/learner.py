@@ -23,7 +23,7 @@ from rlhfless_ray.learn.loss import clipped_policy_loss, importance_weights, kl_
 from rlhfless_ray.learn.model import TokenLogprobs, check_head, load_model, padded
 from rlhfless_ray.learn.offload import leave_device, return_to_device
 from rlhfless_ray.learn.optimizer_state import full_moments, full_weights, plain_optimizer, restore_moments
-from rlhfless_ray.learn.overlap import obstacle
+from rlhfless_ray.learn.overlap import inexact
 from rlhfless_ray.types import Span, UpdateStats
 from rlhfless_ray.weights.folder import write_folder
 
@@ -159,7 +159,7 @@ class Learner:
 
         Raises ValueError where that does not hold.
         """
-        if reason := obstacle(self.algorithm, self.learner):
+        if reason := inexact(self.algorithm, self.learner):
             raise ValueError(reason)
         start = time.time()
         torch.set_num_threads(threads)

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlhfless_ray.recipe import Recipe
 
-def obstacle(algorithm: dict[str, Any], learner: dict[str, Any]) -> str | None:
+
+def obstacle(recipe: Recipe) -> str | None:
+    """Why a run does not do so, or None where it does."""
+    if recipe.learner.overlap == "off":
+        return "learner.overlap is off"
+    return inexact(recipe.algorithm.model_dump(), recipe.learner.model_dump())
+
+
+def inexact(algorithm: dict[str, Any], learner: dict[str, Any]) -> str | None:
     """Why the result would not be that of the whole batch, or None where it is, to rounding. Sections of the recipe.
 
     Gradients add up over a batch as long as all of them are taken at the same weights and nothing in a sample's loss

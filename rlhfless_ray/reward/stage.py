@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rlhfless_ray.errors import RunError
+from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.pool import Pool
-from rlhfless_ray.reward import score as scoring
+from rlhfless_ray.reward.score import Scoring, check_failures
 from rlhfless_ray.site import Site
 from rlhfless_ray.types import Sample
 
@@ -15,6 +17,32 @@ from rlhfless_ray.types import Sample
 class ScoreStage:
     def __init__(self, site: Site, pool: Pool) -> None:
         self.site, self.pool = site, pool
+        self.ahead: Scoring | None = None  # of the step whose rollout goes on
+
+    # ---- ahead, while engines work ----------------------------------------------------------------------------
+
+    def begin(self, samples: int) -> None:
+        """A step of so many samples begins: some of them may be scored before its score phase."""
+        self.ahead = self._scoring(samples)
+
+    def score_ahead(self, samples: list[Sample], leases: list[Lease]) -> list[Lease]:
+        """Score these under one of the leases; returns the others."""
+        assert self.ahead is not None
+        left = self.pool.resize(max(1, len(self.pool.working)), leases)
+        self.ahead.add(samples)
+        return left
+
+    def refs(self) -> list[Any]:
+        return list(self.ahead.running) if self.ahead is not None else []
+
+    def done_ahead(self) -> list[Lease]:
+        """Take the answers that are there; the leases back, once all that was asked for is answered."""
+        if self.ahead is None or not self.pool.working:
+            return []
+        self.ahead.hear()
+        return self._park() if not self.ahead.running else []
+
+    # ---- the phase --------------------------------------------------------------------------------------------
 
     @contextmanager
     def phase(self, name: str = "score") -> Iterator[None]:
@@ -23,20 +51,29 @@ class ScoreStage:
             spare = site.handed()
             site.spare = self.pool.resize(min(site.recipe.reward.workers, max(1, len(spare))), spare)
             yield
-            for instance in self.pool.working:
-                site.told_start(instance)
-            site.spare += self.pool.park_all()
+            site.spare += self._park()
+
+    def _park(self) -> list[Lease]:
+        for instance in self.pool.working:
+            self.site.told_start(instance)
+        return self.pool.park_all()
+
+    def _scoring(self, samples: int) -> Scoring:
+        recipe = self.site.recipe
+        most = recipe.reward.max_failed_share * samples
+        return Scoring(self.pool, recipe.reward.timeout_s, most, recipe.functions.max_replacements)
 
     def score(self, samples: list[Sample], step: int, name: str = "step") -> int:
-        """Every sample's reward; returns how many have none. Raises RunError when too many: the samples are on disk then."""
-        recipe, record = self.site.recipe, self.site.record
-        share = recipe.reward.max_failed_share
+        """Every sample's reward, of those that were not scored ahead; returns how many have none. Raises RunError when too many:
+        the samples are on disk then."""
+        record, share = self.site.record, self.site.recipe.reward.max_failed_share
+        scoring, self.ahead = self.ahead or self._scoring(len(samples)), None
         try:
-            failed = scoring.score_samples(
-                self.pool, samples, recipe.reward.timeout_s, max_failed_share=share,
-                max_replacements=recipe.functions.max_replacements, say=record.progress.phase,
-            )
-            scoring.check_failures(samples, failed, share)
+            before = {id(sample) for sample in scoring.samples}
+            scoring.add([sample for sample in samples if id(sample) not in before])
+            scoring.finish(record.progress.phase)
+            failed = scoring.failed
+            check_failures(samples, failed, share)
         except RunError:
             record.samples(step, samples, name)
             raise

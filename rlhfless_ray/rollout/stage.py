@@ -14,20 +14,26 @@ from rlhfless_ray.autoscale import RolloutPlan
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.pool import Pool
-from rlhfless_ray.learn.gang import Gang
+from rlhfless_ray.learn.stage import LearnStage
+from rlhfless_ray.reward.stage import ScoreStage
+from rlhfless_ray.rollout.beside import Beside
 from rlhfless_ray.rollout.migrate import Migration
 from rlhfless_ray.rollout.requests import evaluation_requests, step_requests
+from rlhfless_ray.rollout.samples import Samples
 from rlhfless_ray.rollout.stream import Stream, run_rollout
 from rlhfless_ray.site import Site
-from rlhfless_ray.types import Completion, Prompt, Request, Sample, Step, WeightVersion
+from rlhfless_ray.tail import Tail
+from rlhfless_ray.types import Prompt, Request, Sample, Step, WeightVersion
 
 REWARD_START_S = 3.0  # a reward process: its imports, measured on two cores
 
 
 class RolloutStage:
-    def __init__(self, site: Site, pool: Pool, reward: Pool, gang: Gang, tokenizer: Any, weight_bytes: int) -> None:
-        """`reward`, `gang`: the functions that come next, whose processes and slots it minds."""
-        self.site, self.pool, self.reward, self.gang = site, pool, reward, gang
+    def __init__(
+        self, site: Site, pool: Pool, scoring: ScoreStage, learning: LearnStage, tokenizer: Any, weight_bytes: int
+    ) -> None:
+        """`scoring`, `learning`: the stages that come next, which begin while the last engines work."""
+        self.site, self.pool, self.scoring, self.learning = site, pool, scoring, learning
         self.tokenizer, self.weight_bytes = tokenizer, weight_bytes
         self.began_s = 0.0
         rollout = site.recipe.rollout
@@ -49,7 +55,7 @@ class RolloutStage:
                 site.autoscaler.terms.warm_start.observe(0.0, time.monotonic() - began_s)
             site.autoscaler.actors = len(self.pool.working)
             yield
-            site.spare = self._park()
+            site.spare += self._park()
 
     def generate(self, step: Step, weights: WeightVersion) -> list[Sample]:
         """Every response to the step's prompts, as samples without reward."""
@@ -59,11 +65,16 @@ class RolloutStage:
         groups = np.repeat(np.arange(len(step.prompts)), count)
         if self.migration is not None:
             autoscaler, elastic = self.site.autoscaler, self.site.recipe.functions.elastic
-            self.migration.begin(step.forecast.lengths, autoscaler.speed.speed, autoscaler.second if elastic else float("inf"))
+            second = autoscaler.second if elastic else float("inf")  # what is never given back cannot be saved
+            prefill = autoscaler.terms.prefill.per_unit_s
+            self.migration.begin(step.forecast.lengths, autoscaler.speed.speed, second, prefill)
         shares = step.plan.shares(len(self.pool.working), expected, groups)
-        stream = self._run(requests, shares, expected, weights, self.migration)
-        step.metrics |= stream.metrics()
-        return self._samples([prompt for prompt in step.prompts for _ in range(count)], stream.completions, count)
+        tail = Tail(self.scoring, self.learning, len(step.prompts), count)
+        beside = self._beside(Samples(step.prompts, count, self.tokenizer), tail if self.site.recipe.functions.elastic else None)
+        stream = self._run(requests, shares, expected, weights, self.migration, beside)
+        self.site.spare += tail.over()
+        step.metrics |= {**stream.metrics(), **tail.metrics()}
+        return beside.samples.all()
 
     def answer(self, prompts: list[Prompt], temperatures: list[float], weights: WeightVersion) -> list[Sample]:
         """One response to each prompt at each temperature, by as many engines as there can be; for evaluations."""
@@ -72,13 +83,18 @@ class RolloutStage:
         expected = np.tile(site.autoscaler.expected(prompts), len(temperatures))
         groups = np.tile(np.arange(len(prompts)), len(temperatures))
         requests = evaluation_requests(site.recipe, prompts, temperatures)
-        done = self._run(requests, deal(expected, groups, len(self.pool.working)), expected, weights, None)
+        beside = self._beside(Samples(prompts * len(temperatures), 1, self.tokenizer), None)
+        self._run(requests, deal(expected, groups, len(self.pool.working)), expected, weights, None, beside)
         site.spare += self._park()
-        return self._samples(prompts * len(temperatures), done.completions, 1)
+        return beside.samples.all()
+
+    def _beside(self, samples: Samples, tail: Tail | None) -> Beside:
+        handing_over_s = 2 * self.site.autoscaler.terms.warm_start.predict()
+        return Beside(samples, tail, self._leave, self.site.leases.release, handing_over_s)
 
     def _run(
         self, requests: list[Request], shares: list[np.ndarray], expected: np.ndarray, weights: WeightVersion,
-        migration: Migration | None,
+        migration: Migration | None, beside: Beside,
     ) -> Stream:
         recipe, autoscaler = self.site.recipe, self.site.autoscaler
         self.began_s = time.monotonic()
@@ -86,9 +102,9 @@ class RolloutStage:
         stream = run_rollout(
             self.pool, requests, shares, expected, weights,
             interval_s=recipe.rollout.stream_interval_s, deadline_s=recipe.rollout.deadline_s,
-            max_replacements=recipe.functions.max_replacements, needed_next=self.gang.slots,
+            max_replacements=recipe.functions.max_replacements, needed_next=self.learning.gang.slots,
             drained=autoscaler.drained, give_back=self.drained, on_progress=self._prewarm_next,
-            migration=migration, start_s=autoscaler.terms.cold_start.predict(),
+            beside=beside, migration=migration, start_s=autoscaler.terms.cold_start.predict(),
         )
         around_s = time.monotonic() - self.began_s - max(stream.decode_s.values())
         for seconds in stream.load_s:
@@ -99,17 +115,22 @@ class RolloutStage:
     def drained(self, instance: Instance, decision: Decision) -> None:
         """An engine has nothing left to do: its lease goes where the decision says so. One that still starts is at work."""
         if decision.action == "Release" and self.site.recipe.functions.elastic and instance.started:
-            self._told_start(instance)
-            self.site.leases.release(self.pool.park(instance))
+            self.site.leases.release(self._leave(instance))
+
+    def _leave(self, instance: Instance) -> list[Lease]:
+        """One engine leaves its slot; returns its leases."""
+        self._told_start(instance)
+        return self.pool.park(instance)
 
     def _prewarm_next(self, done: int, total: int) -> None:
         """The next phase's process starts while this one ends, if none is warm."""
         self.site.record.progress.phase(f"rollout: {done} of {total} responses")
-        if self.reward.parked or self.reward.working:
+        reward = self.scoring.pool
+        if reward.parked or reward.working:
             return
         left_s = (time.monotonic() - self.began_s) * (total - done) / max(done, 1)
         if self.site.autoscaler.prewarm_now(left_s, REWARD_START_S):
-            self.reward.prewarm(self.pool.working[0].slot)
+            reward.prewarm(self.pool.working[0].slot)
 
     def _told_start(self, instance: Instance) -> None:
         if spans := self.site.told_start(instance):
@@ -120,8 +141,3 @@ class RolloutStage:
         for instance in self.pool.working:
             self._told_start(instance)
         return self.pool.park_all()
-
-    def _samples(self, prompts: list[Prompt], done: dict[int, Completion], count: int) -> list[Sample]:
-        ordered = [done[i] for i in range(len(prompts))]
-        texts = self.tokenizer.batch_decode([c.token_ids for c in ordered], skip_special_tokens=True)
-        return [Sample(p, i % count, c, t) for i, (p, c, t) in enumerate(zip(prompts, ordered, texts, strict=True))]

@@ -19,6 +19,7 @@ from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.instance import Instance, State, reason_of
 from rlhfless_ray.functions.lease import alive_nodes
 from rlhfless_ray.functions.pool import Pool
+from rlhfless_ray.rollout.beside import Beside
 from rlhfless_ray.rollout.launches import Launch, Launches
 from rlhfless_ray.rollout.migrate import Migration
 from rlhfless_ray.rollout.moving import Moved, Moving
@@ -26,7 +27,7 @@ from rlhfless_ray.rollout.transcript import Transcript
 from rlhfless_ray.types import Completion, EngineStep, Request, Span, WeightVersion
 from rlhfless_ray.waits import wait_any
 
-DECIDING_SHARE = 0.05  # of the driver's time, at most, goes into deciding on moves
+DECIDING_SHARE = 0.02  # of the driver's time, at most, goes into deciding on moves
 OUTLIVES = 1.1  # a response that outlives its forecast is taken to become this many times as long as it is
 
 
@@ -79,6 +80,7 @@ def run_rollout(
     drained: Callable[[float, bool], Decision],
     give_back: Callable[[Instance, Decision], None],
     on_progress: Callable[[int, int], None],
+    beside: Beside | None = None,
     migration: Migration | None = None,
     start_s: float = 15.0,
 ) -> Stream:
@@ -87,9 +89,9 @@ def run_rollout(
     shares: indices of the requests of each working instance, in the pool's order; instances beyond them get nothing to
     do and are given back at once. expected (n,): forecast tokens. `needed_next`: slots the next phase will want.
     When an instance has nothing left to do, `drained` (seconds of tail left, whether the next phase needs the slot) decides
-    what becomes of its lease, and `give_back` carries it out. `migration`: moves requests while they are answered (None:
-    they stay where they are as long as their engine lives). `start_s`: what a new engine takes to start. Raises RunError
-    past the deadline or when more engines died than may be replaced.
+    what becomes of its lease, and `give_back` carries it out, unless `beside` has work for its slot. `migration`: moves
+    requests while they are answered (None: they stay where they are as long as their engine lives). `start_s`: what a new
+    engine takes to start. Raises RunError past the deadline or when more engines died than may be replaced.
     """
     shares = [share for share in shares if len(share)]
     if sum(map(len, shares)) != len(requests) or len(shares) > len(pool.working):
@@ -97,7 +99,8 @@ def run_rollout(
             f"{len(shares)} shares with {sum(map(len, shares))} requests for {len(pool.working)} engines and {len(requests)} requests"
         )
     rollout = _Rollout(
-        pool, requests, expected, weights, interval_s, max_replacements, needed_next, drained, give_back, on_progress, migration, start_s
+        pool, requests, expected, weights, interval_s, max_replacements, needed_next, drained, give_back, on_progress, beside,
+        migration, start_s,
     )
     return rollout.run(shares, deadline_s)
 
@@ -106,12 +109,13 @@ class _Rollout:
     def __init__(
         self, pool: Pool, requests: list[Request], expected: np.ndarray, weights: WeightVersion, interval_s: float,
         max_replacements: int, needed_next: int, drained: Callable[[float, bool], Decision],
-        give_back: Callable[[Instance, Decision], None], on_progress: Callable[[int, int], None], migration: Migration | None,
-        start_s: float,
+        give_back: Callable[[Instance, Decision], None], on_progress: Callable[[int, int], None], beside: Beside | None,
+        migration: Migration | None, start_s: float,
     ) -> None:
         self.pool, self.expected, self.weights, self.interval_s = pool, expected, weights, interval_s
         self.max_replacements, self.needed_next, self.start_s = max_replacements, needed_next, start_s
         self.drained, self.give_back, self.on_progress, self.migration = drained, give_back, on_progress, migration
+        self.beside = beside
         self.transcript = Transcript(requests)
         self.launches = Launches(pool, self.transcript, interval_s)
         self.moving = Moving(self.launches, self.transcript, expected)
@@ -128,12 +132,15 @@ class _Rollout:
             self.give_back(instance, Release(0, "the plan has nothing for it to do"))
         while running := self.launches.running:
             left = deadline_s - (time.monotonic() - start)
-            for generator in wait_any(
-                list(running), left, f"{self.transcript.missing} of {total} responses from {len(running)} engines"
-            ):
-                self.hear(generator)
+            others = self.beside.refs() if self.beside is not None else []
+            what = f"{self.transcript.missing} of {total} responses from {len(running)} engines"
+            for ready in wait_any([*running, *others], left, what):
+                if ready in running:
+                    self.hear(ready)
             self.on_progress(len(self.stream.completions), total)
             self.steer()
+            if self.beside is not None and running:
+                self.beside.poll(self.tail_s(), self.fate)
         if self.transcript.missing:
             raise RunError(f"{self.transcript.missing} of {total} responses are missing although every engine reported to be done")
         return self.stream
@@ -163,9 +170,11 @@ class _Rollout:
         ended, cut = self.transcript.accept(launch.number, instance.id, progress)
         for moved in self.moving.landed(launch, progress):
             if self.migration is not None:
-                self.migration.observe(moved.context_tokens, moved.seconds)
+                self.migration.observe(moved.context_tokens, moved.seconds, moved.how)
         launch.asked.difference_update(cut.tolist())
         self.moving.go_on(cut)
+        if self.beside is not None:
+            self.beside.heard(self.transcript.completion(i) for i in ended.tolist())
         self.unreserve(ended.tolist())
 
     def ended(self, launch: Launch) -> None:
@@ -184,16 +193,17 @@ class _Rollout:
         instance, busy = self.launches.engines[number], self.launches.of(number) is not None
         if busy or not self.launches.running or instance not in self.pool.working or self.moving.awaited_by(number):
             return
-        self.give_back(instance, self.fate())
+        if self.beside is None or not self.beside.take(instance, self.tail_s()):
+            self.give_back(instance, self.fate())
 
     def unreserve(self, indices: list[int]) -> None:
         """These requests go nowhere any more: who waited for them may be without work."""
         for number in self.moving.stay(indices):
             self.idle(number)
 
-    def fate(self) -> Decision:
-        """What becomes of the lease of an engine without work."""
-        return self.drained(self.tail_s(), len(self.pool.working) <= self.needed_next)
+    def fate(self, others: int = 0) -> Decision:
+        """What becomes of a lease without work; `others`: leases that are not with engines."""
+        return self.drained(self.tail_s(), len(self.pool.working) + others <= self.needed_next)
 
     def tail_s(self) -> float:
         """For how long the longest live response goes on, as forecast."""

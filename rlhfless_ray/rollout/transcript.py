@@ -39,6 +39,10 @@ class Transcript:
     def missing(self) -> int:
         return len(self.requests) - len(self.completions)
 
+    def completion(self, i: int) -> Completion:
+        """Of a request that has ended."""
+        return self.completions[self.requests[i].key]
+
     def owed(self, engine: int) -> np.ndarray:
         """Indices of the requests that the engine has not ended."""
         return np.flatnonzero((self.owner == engine) & ~self.finished)

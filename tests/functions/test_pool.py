@@ -14,7 +14,7 @@ from rlhfless_ray.functions.instance import State, start_actor
 from rlhfless_ray.functions.lease import Leases
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool import Pool
-from rlhfless_ray.recipe import Functions
+from rlhfless_ray.recipe import Functions, Rollout
 from rlhfless_ray.rollout.progress import STOP, Progress
 from rlhfless_ray.rollout.stage import RolloutStage
 from rlhfless_ray.site import Site
@@ -191,7 +191,7 @@ def test_a_drained_engine_leaves_its_device_before_its_lease_goes(engines):
         engines.leases.release(leases)
 
     autoscaler = SimpleNamespace(terms=SimpleNamespace(cold_start=SimpleNamespace(observe=lambda *_: None)))
-    recipe: Any = SimpleNamespace(functions=Functions())
+    recipe: Any = SimpleNamespace(functions=Functions(), rollout=Rollout())
     leases: Any = SimpleNamespace(release=release)
     site = Site(recipe, engines.ledger, leases, None, None, autoscaler, 2)  # type: ignore[arg-type]
     stage = RolloutStage(site, engines, None, None, None, 0)  # type: ignore[arg-type]

@@ -1,0 +1,69 @@
+"""The tail of a rollout: what is scored and learned on slots that engines have left, while others still decode.
+
+Work done now on a slot is work not done later on one, so it costs nothing and shortens the step. Samples are scored as they
+come; of groups that are complete and scored the gradients are accumulated, where that is exact (`learn/overlap.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhfless_ray.functions.lease import Lease
+from rlhfless_ray.learn.stage import LearnStage
+from rlhfless_ray.reward.stage import ScoreStage
+from rlhfless_ray.types import Sample
+
+
+class Tail:
+    def __init__(self, scoring: ScoreStage, learning: LearnStage, prompts: int, count: int) -> None:
+        """Of a step with so many prompts, `count` samples each."""
+        self.scoring, self.learning, self.count = scoring, learning, count
+        scoring.begin(prompts * count)
+        learning.begin()
+        self.leases: list[Lease] = []  # engines have left them and nobody works on them
+        self.unscored: list[Sample] = []
+        self.by_group: dict[int, list[Sample]] = {}  # asked to be scored, not learned
+        self.scored = self.learned = 0
+
+    def heard(self, samples: list[Sample]) -> None:
+        """Responses that have come to their end."""
+        self.unscored += samples
+
+    def wants_slot(self) -> bool:
+        """Whether a slot more would have work."""
+        return not self.leases and (bool(self.unscored) or self.learning.obstacle is None)
+
+    def take(self, leases: list[Lease]) -> None:
+        self.leases += leases
+
+    def refs(self) -> list[Any]:
+        """What is under way."""
+        return [*self.scoring.refs(), *self.learning.pending()]
+
+    def poll(self, seconds: float) -> None:
+        """Take what is done, begin what can be. `seconds`: for how long engines will go on."""
+        self.leases += self.scoring.done_ahead() + self.learning.done_ahead()
+        if self.leases and self.unscored and seconds > 0:
+            samples, self.unscored = self.unscored, []
+            self.leases = self.scoring.score_ahead(samples, self.leases)
+            self.scored += len(samples)
+            for sample in samples:
+                self.by_group.setdefault(self.learning.group_of(sample), []).append(sample)
+        if self.learning.fits(self.leases):
+            samples = self.learning.some([group for group in self.by_group.values() if self._is_done(group)], seconds)
+            for sample in samples:
+                self.by_group.pop(self.learning.group_of(sample), None)
+            if samples:
+                self.leases = self.learning.accumulate(samples, self.leases)
+                self.learned += len(samples)
+
+    def _is_done(self, group: list[Sample]) -> bool:
+        return len(group) == self.count and all(s.reward is not None or s.error is not None for s in group)
+
+    def over(self) -> list[Lease]:
+        """The rollout has ended: the leases without work. Scoring and gradients under way go on."""
+        leases, self.leases = self.leases, []
+        return leases
+
+    def metrics(self) -> dict[str, Any]:
+        return {"overlap/scored": self.scored, "overlap/learned": self.learned, "overlap/obstacle": self.learning.obstacle or ""}

@@ -1,0 +1,64 @@
+"""A step whose first groups are scored and learned while an engine still works equals the one in which all is done in turn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.autoscale import RolloutPlan
+from rlhfless_ray.functions.ledger import read_rows
+from rlhfless_ray.rollout import stream
+from tests.conftest import samples, small_recipe
+
+pytestmark = [pytest.mark.ray, pytest.mark.engine]
+GROUPS = 2  # of eight: all that the first engine gets
+
+
+def uneven(plan: RolloutPlan, engines: int, expected: np.ndarray, groups: np.ndarray) -> list[np.ndarray]:
+    """So that the first engine is done long before the second."""
+    return [np.flatnonzero(groups < GROUPS), np.flatnonzero(groups >= GROUPS)] if engines == 2 else [np.arange(len(groups))]
+
+
+def trained(folder: Path, overlap: str) -> Path:
+    folder.mkdir()
+    tree: dict[str, Any] = small_recipe(
+        folder, run__steps=2, rollout__min_actors=2, rollout__max_tokens=96, rollout__migrate="off", rollout__stream_interval_s=0.02,
+        rollout__max_running=16, evaluate__prompts=0, learner__overlap=overlap, learner__micro_batch_tokens=64,
+        reward__function=f"{folder / 'reward_file.py'}:shorter", cluster__cpus=2,
+    )
+    with Runtime(Recipe.parse(tree)) as run:
+        for _ in run:
+            pass
+        return run.folder.path
+
+
+def test_what_is_done_in_the_tail_changes_nothing_but_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RolloutPlan, "shares", uneven)
+    monkeypatch.setattr(stream._Rollout, "tail_s", lambda self: 1000.0)  # always worth beginning
+    ahead, after = trained(tmp_path / "ahead", "auto"), trained(tmp_path / "after", "off")
+    rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (ahead, after)]
+    assert [row["overlap/learned"] > 0 for row in rows[0]] == [True, True] and rows[0][0]["overlap/scored"] >= 4 * GROUPS
+    assert [row["overlap/learned"] for row in rows[1]] == [0, 0] and rows[1][0]["overlap/obstacle"] == "learner.overlap is off"
+    for number in (1, 2):
+        kept = [samples(run, number) for run in (ahead, after)]
+        assert [(s["response"], s["reward"]) for s in kept[0]] == [(s["response"], s["reward"]) for s in kept[1]]
+        assert [s["advantage"] for s in kept[0]] == pytest.approx([s["advantage"] for s in kept[1]], abs=1e-12)
+    for one, other in zip(*rows, strict=True):
+        assert one["tokens/trained"] == other["tokens/trained"]
+        for name in ("learn/loss", "learn/grad_norm", "learn/entropy", "learn/importance_mean"):
+            assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
+    from safetensors.numpy import load_file
+
+    weights = [load_file(run / "model" / "model.safetensors") for run in (ahead, after)]
+    for name in weights[0]:
+        np.testing.assert_allclose(weights[0][name], weights[1][name], rtol=0, atol=2e-5)
+    whats = [{row.what for row in read_rows(run / "ledger.csv")} for run in (ahead, after)]
+    assert "accumulate" in whats[0] and "accumulate" not in whats[1]
+    first_step = [row for row in read_rows(ahead / "ledger.csv") if row.step == 1]
+    working = max(row.to_s for row in first_step if row.kind == "rollout" and row.activity == "work")
+    assert min(row.from_s for row in first_step if row.what == "accumulate") < working, "while an engine worked"
