@@ -1,0 +1,296 @@
+"""Moving responses between engines: `python -m benchmarks.migrate [--quick] [--only latency|real|replayed]`.
+
+latency   a response is moved back and forth between two engines that decode others too: from the wish to the first token there, by
+          the length of its context, which is computed again (re-prefill) or comes as KV pages
+real      the runtime on this machine's cores, on a long-tailed workload: the step's time and full cost without moves, by the
+          RLHFless paper's rule (tau) and by ours (auto); same seed, hence the same tokens
+replayed  the same comparison on logical GPUs with replayed engines, for a number of engines that this machine does not have;
+          there a moved response starts at once
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.elastic import Mode, check_same_work
+from benchmarks.replay import ReplayedRuntime
+from benchmarks.replay_world import build, recipe_for, synthetic_lengths
+from benchmarks.results import Spread, Target, make_console, save, show_targets
+from benchmarks.system import run_process
+
+RULES = ("off", "tau", "auto")
+WAYS = ("prefill", "pages")
+MOVE_S = 0.1  # wanted of a move, at the median
+VOCABULARY = 256  # an untrained policy ends a response with about one token in so many
+SHOWN = ("step_s", "full_slot_s", "rollout_slot_s", "moved", "move_p50_s")
+
+
+# ---- latency ----------------------------------------------------------------------------------------------------------
+
+
+class Shuttle:
+    """In place of a Migration: at every look one response goes to the other engine, another one each time, by either way in
+    turn."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.next = count, 0
+
+    def decide(self, transcript: Any, engines: list[int], steps: list[Any]) -> Any:
+        from rlhfless_ray.rollout.migrate import Wish, Wishes
+
+        live = [i for i in range(self.count) if not transcript.finished[i]]
+        if len(engines) < 2 or not live or not transcript.length.any():
+            return Wishes()
+        i = live[self.next % len(live)]
+        self.next += 1
+        source = int(transcript.owner[i])
+        target = next(number for number in engines if number != source)
+        how = WAYS[self.next // len(live) % 2]
+        return Wishes((Wish(np.array([i]), source, target, "back and forth", how),), time_saved_s=1.0)
+
+    def observe(self, context_tokens: float, seconds: float, how: str) -> None:
+        pass
+
+
+def latency(contexts: list[int], rounds: int, others: int) -> dict[int, dict[str, list[float]]]:
+    """Seconds of the moves by context tokens and way; each engine decodes `others` responses besides."""
+    import ray
+
+    from placement.policy import Hold
+    from rlhfless_ray.functions.instance import start_actor
+    from rlhfless_ray.functions.lease import Leases
+    from rlhfless_ray.functions.ledger import Ledger
+    from rlhfless_ray.functions.pool import Pool
+    from rlhfless_ray.rollout.actor import RolloutActor
+    from rlhfless_ray.rollout.stream import run_rollout
+    from rlhfless_ray.types import Request, WeightVersion
+    from rlhfless_ray.weights.folder import without_weights
+    from rlhfless_ray.weights.version import checksum
+
+    interval_s, tokens = 0.05, rounds * 40
+    files = policy(ends=False)
+    from safetensors.numpy import load
+
+    weights = load(files["model.safetensors"])
+    settings = {
+        "device": "cpu", "max_model_len": max(contexts) + tokens, "dtype": "float32", "trust_remote_code": False,
+        "max_running": 64, "block_size": 32, "kv_cache_mb": 512, "gpu_memory_share": 0.5,
+        "prefix_kv": True,  # it keeps pages
+    }
+    ledger = Ledger("cpu", 1.0)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    found: dict[int, dict[str, list[float]]] = {}
+    try:
+        leases = Leases("cpu", ledger, 60.0, "migrate")
+        pool = Pool(
+            "rollout", lambda slot: start_actor(RolloutActor, slot, "cpu", {}, without_weights(files), settings), leases, ledger, 60.0
+        )
+        pool.resize(2, [], need=2)
+        for instance in pool.working:
+            instance.told(120.0)
+        version = WeightVersion(1, ray.put(weights), checksum(weights))
+        rng = np.random.default_rng(0)
+        for context in (contexts[0], *contexts):  # the first rollout of an engine compiles what it needs
+            sizes = [context] * 4 + [32] * (2 * others)
+            requests = [
+                Request(key, tuple(rng.integers(5, VOCABULARY, size).tolist()), key, tokens, 1.0) for key, size in enumerate(sizes)
+            ]
+            shares = [np.arange(len(sizes))[number::2] for number in range(2)]
+            stream = run_rollout(
+                pool, requests, shares, np.full(len(sizes), float(tokens)), version, interval_s=interval_s, deadline_s=600.0,
+                max_replacements=0, needed_next=2, drained=lambda tail_s, needed: Hold(1, "kept"), give_back=lambda *_: None,
+                on_progress=lambda *_: None, migration=Shuttle(4),  # type: ignore[arg-type]
+            )
+            found[context] = {way: [moved.seconds for moved in stream.moved if moved.how == way] for way in WAYS}
+        pool.close()
+        leases.release_all()
+    finally:
+        ray.shutdown()
+    return found
+
+
+def policy(ends: bool) -> dict[str, bytes]:
+    """An untrained policy of the quickstart's size over a vocabulary of 256, so that lengths are about geometric, differently for
+    each prompt. `ends` false: without an end-of-sequence token."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from rlhfless_ray.learn.scratch import folder_files, scratch_policy
+    from rlhfless_ray.policy_files import load_tokenizer
+    from rlhfless_ray.prompts.tasks import task
+    from rlhfless_ray.recipe import Recipe
+
+    recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "policy": {"hidden_size": 128}})
+    files = scratch_policy(recipe, task("chain"))
+    config = json.loads(files["config.json"]) | {"vocab_size": VOCABULARY, "max_position_embeddings": 8192}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = folder_files(Qwen2ForCausalLM(Qwen2Config.from_dict(config)), load_tokenizer(files, False))
+    if not ends:
+        for name in ("config.json", "generation_config.json"):
+            made[name] = json.dumps(json.loads(made[name]) | {"eos_token_id": None}).encode()
+    return made
+
+
+# ---- steps ------------------------------------------------------------------------------------------------------------
+
+
+def read(rows: list[dict[str, Any]], drop: int) -> list[dict[str, float]]:
+    return [
+        {
+            "step_s": row["step_s"], "full_slot_s": row["cost/full_slot_s"], "rollout_slot_s": row["cost/rollout_slot_s"],
+            "tokens": row["tokens/generated"], "moved": row["rollout/moved"],
+            "move_p50_s": float("nan") if row["rollout/move_p50_s"] is None else row["rollout/move_p50_s"],
+            "longest": row["length/max"], "median": row["length/p50"], "decisions": row["rollout/move_decisions"],
+        }
+        for row in rows
+        if row["step"] > drop
+    ]
+
+
+def real(mode: Mode, model: Path, options: Any, root: Path, overrides: list[str]) -> list[dict[str, float]]:
+    root.mkdir(parents=True)
+    recipe = root / "recipe.yaml"
+    recipe.write_text(json.dumps({  # JSON is YAML
+        "run": {"name": "run", "root": str(root), "steps": options.steps}, "policy": {"path": str(model)},
+        "prompts": {"task": "chain", "batch_prompts": 16, "rows": 64}, "evaluate": {"prompts": 0}, "reward": {"function": "task"},
+        "rollout": {
+            "samples_per_prompt": 8, "max_tokens": 1200, "max_actors": options.cores, "kv_cache_mb": 512, "stream_interval_s": 0.1
+        },
+        "learner": {"learning_rate": 1e-9, "max_slots_per_rank": options.cores},  # lengths stay what they are
+        "watch": {"progress": "plain", "tensorboard": False, "wandb": "off", "samples_per_step": 1},
+    }))
+    run_process([sys.executable, "-m", "rlhfless_ray", "train", recipe, *overrides, *mode.overrides], root / "log")
+    rows = [json.loads(line) for line in (root / "run" / "metrics.jsonl").read_text().splitlines()]
+    return read(rows, options.drop)
+
+
+def replayed(mode: Mode, options: Any, folder: Path, gpus: int, prefer: float) -> list[dict[str, float]]:
+    """128 prompts × 8 on logical GPUs, at ten times the speed of the script."""
+    import ray
+
+    prompts, samples, max_tokens = options.prompts, 8, 4096
+    lengths = synthetic_lengths(4 * prompts, samples, max_tokens, seed=0)
+    world = build(folder, lengths, base_s=8.5e-3, per_seq_s=3e-5, start_s=1.0, learn_s=2.0, clock=options.clock)
+    sections = json.loads(mode.overrides[0])
+    recipe = recipe_for(
+        world, folder, steps=options.steps, prompts=prompts, samples=samples, actors=gpus, max_tokens=max_tokens,
+        objective={"prefer": prefer}, functions={"slot": "gpu"}, rollout={**sections, "samples_per_prompt": samples,
+        "max_tokens": max_tokens, "max_actors": gpus, "stream_interval_s": 0.1},
+    )
+    ray.init(
+        address="local", num_cpus=4, num_gpus=gpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
+        object_store_memory=2**29,
+    )
+    try:
+        with ReplayedRuntime(recipe) as run:
+            for _ in run:
+                pass
+            path = run.folder.path
+    finally:
+        ray.shutdown()
+    return read([json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()], options.drop)
+
+
+def compare(
+    console: Any, title: str, found: dict[str, list[dict[str, float]]], rounds: int, *, replayed: bool = False
+) -> dict[str, Any]:
+    check_same_work(found, rounds)
+    spreads = {name: {key: Spread.of(s[key] for s in steps if np.isfinite(s[key])) for key in SHOWN} for name, steps in found.items()}
+    columns = ("migrate", "step, s", "full cost, slot-s", "rollout's", "moved a step", "time of off", "its cost")
+    table = Table(*columns, title=title, title_justify="left")
+    ratios = {}
+    for name, spread in spreads.items():
+        ratios[name] = {key: spread[key].median / spreads["off"][key].median for key in ("step_s", "full_slot_s")}
+        table.add_row(
+            name, spread["step_s"].show(), spread["full_slot_s"].show(), spread["rollout_slot_s"].show(), spread["moved"].show(2),
+            f"{ratios[name]['step_s']:.2f}×", f"{ratios[name]['full_slot_s']:.2f}×",
+        )
+    console.print(table)
+    lengths = {key: Spread.of(s[key] for s in found["off"]) for key in ("median", "longest")}
+    return {"replayed": replayed, "rules": spreads, "ratios": ratios, "lengths": lengths, "rounds": rounds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", help="section.key=value, of the real runs")
+    parser.add_argument("--only", choices=("latency", "real", "replayed"))
+    parser.add_argument("--contexts", type=int, nargs="+", default=[32, 128, 512, 1024, 2048])
+    parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument("--gpus", type=int, default=8, help="logical, of the replayed runs")
+    parser.add_argument("--prompts", type=int, default=64, help="of a replayed step")
+    parser.add_argument("--clock", type=float, default=4.0, help="speed of the replay")
+    parser.add_argument("--prefer", type=float, nargs="+", default=[0.2, 0.8], help="of the replayed runs")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--drop", type=int, default=3, help="first steps of a run that are not steady state")
+    parser.add_argument("--quick", action="store_true", help="everything small: shows that it runs, measures nothing")
+    options = parser.parse_args()
+    if options.quick:
+        options.contexts, options.rounds, options.steps, options.drop = [64, 256], 1, 3, 1
+        options.gpus, options.prompts, options.prefer, options.clock = 3, 8, [0.5], 8.0
+    console = make_console()
+    scratch = Path(tempfile.mkdtemp(prefix="rlhfless-migrate-"))
+    targets, content = [], {"options": vars(options)}
+    try:
+        if options.only in (None, "latency"):
+            moves = latency(options.contexts, 5 if options.quick else 30, others=8)
+            spreads = {
+                context: {way: Spread.of(1e3 * s for s in seconds) for way, seconds in ways.items()} for context, ways in moves.items()
+            }
+            title = "From the wish to move to the first token"
+            table = Table("context, tokens", "by re-prefill, ms", "by KV pages, ms", "moves", title=title, title_justify="left")
+            for context, spread in spreads.items():
+                counts = " + ".join(str(spread[way].count) for way in WAYS)
+                table.add_row(str(context), *(spread[way].show() for way in WAYS), counts)
+            console.print(table)
+            for way, name in zip(WAYS, ("re-prefill", "KV pages"), strict=True):
+                p50 = float(np.median([s for ways in moves.values() for s in ways[way]]))
+                targets.append(Target(f"a move by {name}, median", 1e3 * p50, most=1e3 * MOVE_S, unit=" ms"))
+            content["latency_ms"] = spreads
+        if options.only in (None, "real"):
+            from rlhfless_ray.weights.folder import write_folder
+
+            model = write_folder(scratch / "model", policy(ends=True))
+            every = [Mode(rule, (f"rollout.migrate='{rule}'",)) for rule in RULES]
+            found: dict[str, list[dict[str, float]]] = {rule: [] for rule in RULES}
+            for number in range(options.rounds):
+                for mode in every:  # in turn, so that what else the machine does falls on all of them
+                    console.print(f"round {number + 1} of {options.rounds}: {mode.name}", highlight=False)
+                    found[mode.name] += real(mode, model, options, scratch / f"real-{number}-{mode.name}", options.overrides)
+            content["real"] = compare(console, f"Real engines on {options.cores} cores, one step", found, options.rounds)
+            targets += judge("real", content["real"])
+        if options.only in (None, "replayed"):
+            for prefer in options.prefer:
+                found = {rule: [] for rule in RULES}
+                for rule in RULES:
+                    mode = Mode(rule, (json.dumps({"migrate": rule}),))
+                    found[rule] += replayed(mode, options, scratch / f"replayed-{prefer}-{rule}", options.gpus, prefer)
+                title = f"{options.gpus} logical GPUs, replayed engines, prefer {prefer:g}, one step"
+                content[f"replayed, prefer {prefer:g}"] = compare(console, title, found, 1, replayed=True)
+                targets += judge(f"replayed, prefer {prefer:g}", content[f"replayed, prefer {prefer:g}"])
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    show_targets(console, targets)
+    save("migrate", content, targets, console=console, quick=options.quick)
+
+
+def judge(name: str, compared: dict[str, Any]) -> list[Target]:
+    ratio = compared["ratios"]["auto"]
+    return [
+        Target(f"{name}: time × cost of auto over off", ratio["step_s"] * ratio["full_slot_s"], most=1.0, unit="×"),
+    ]
+
+
+if __name__ == "__main__":
+    main()
