@@ -1,0 +1,102 @@
+"""The recipe: one typed section per stage, one docstring per field, read from YAML with dotted overrides."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError, model_validator
+
+from rlhfless_ray.errors import UserError
+from rlhfless_ray.recipe.reading import apply, known_keys, one_line, sentence
+from rlhfless_ray.recipe.running import Checkpoint, Cluster, Functions, Objective, Price, Run, Watch
+from rlhfless_ray.recipe.sampling import Evaluate, Policy, Prompts, Reward, Rollout, WarmStart
+from rlhfless_ray.recipe.section import Section
+from rlhfless_ray.recipe.training import Algorithm, Learner
+
+__all__ = [
+    "Algorithm", "Checkpoint", "Cluster", "Evaluate", "Functions", "Learner", "Objective", "Policy", "Price", "Prompts", "Recipe",
+    "Reward", "Rollout", "Run", "WarmStart", "Watch", "known_keys",
+]
+
+
+class Recipe(Section):
+    """Everything a run needs to be repeated."""
+
+    run: Run = Run()
+    policy: Policy = Policy()
+    warm_start: WarmStart = WarmStart()
+    prompts: Prompts = Prompts()
+    evaluate: Evaluate = Evaluate()
+    rollout: Rollout = Rollout()
+    reward: Reward = Reward()
+    algorithm: Algorithm = Algorithm()
+    learner: Learner = Learner()
+    functions: Functions = Functions()
+    objective: Objective = Objective()
+    price: Price = Price()
+    cluster: Cluster = Cluster()
+    checkpoint: Checkpoint = Checkpoint()
+    watch: Watch = Watch()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Recipe:
+        if bool(self.prompts.task) == bool(self.prompts.path):
+            raise ValueError("prompts: set exactly one of `task` (built in) and `path` (a file)")
+        if self.prompts.path and not self.policy.path:
+            raise ValueError("policy.path: name a local Hugging Face model folder; only built-in tasks make their own policy")
+        if self.rollout.samples_per_prompt < 2:
+            raise ValueError(
+                "rollout.samples_per_prompt: the group advantage compares responses to one prompt, so it must be at least 2"
+            )
+        if self.rollout.min_actors > self.rollout.max_actors:
+            raise ValueError("rollout.min_actors: must not exceed rollout.max_actors")
+        if self.price.rollout_slot_per_hour is not None and not self.rollout.nodes:
+            raise ValueError("price.rollout_slot_per_hour: it is the price of the nodes that rollout.nodes names, which is empty")
+        if self.algorithm.updates_per_step > self.prompts.batch_prompts:
+            raise ValueError("algorithm.updates_per_step: must not exceed prompts.batch_prompts")
+        if self.policy.dtype == "bfloat16" and self.learner.zero_stage == 0:
+            raise ValueError(
+                "learner.zero_stage: with policy.dtype bfloat16 it must be 1, 2 or 3, which keep the float32 weights that "
+                "small updates need"
+            )
+        if self.reward.function == "task" and not self.prompts.task:
+            raise ValueError("reward.function: `task` needs a built-in task in prompts.task")
+        if not self.reward.function:
+            raise ValueError("reward.function: name one: `task`, `math` or `path/to/file.py:name`")
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+        """Read a YAML file and apply `section.key=value` overrides (values are YAML).
+
+        Raises UserError for a missing file, an unknown key (naming the nearest one), a wrong type or range.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise UserError(f"recipe {path}: no such file")
+        try:
+            tree = yaml.safe_load(path.read_text()) or {}
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UserError(f"recipe {path}: not valid YAML: {one_line(error)}") from None
+        if not isinstance(tree, dict):
+            raise UserError(f"recipe {path}: expected sections such as `rollout:` at the top, found {type(tree).__name__}")
+        for override in overrides:
+            apply(tree, override)
+        run = tree.get("run")
+        if run is None or (isinstance(run, dict) and not run.get("name")):
+            tree["run"] = {**(run or {}), "name": re.sub(r"[^\w.-]+", "-", path.stem).lstrip(".-")}
+        return cls.parse(tree, where=f"recipe {path}")
+
+    @classmethod
+    def parse(cls, tree: dict[str, Any], where: str = "recipe") -> Recipe:
+        """Validate a nested dict. Raises UserError with one sentence on the first mistake."""
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            raise UserError(f"{where}: {sentence(cls, error)}") from None
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

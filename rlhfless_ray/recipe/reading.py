@@ -1,0 +1,85 @@
+"""A recipe's keys and the mistakes people make in it, told in one sentence."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from rlhfless_ray.errors import UserError
+
+
+def apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"override `{override}`: expected section.key=value, for example rollout.temperature=0.7")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"override `{override}`: the value is not valid YAML") from None
+    *parents, leaf = key.split(".")
+    node = tree
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if child is None:
+            child = node[parent] = {}
+        if not isinstance(child, dict):
+            raise UserError(f"override `{override}`: `{parent}` is a value, not a section")
+        node = child
+    node[leaf] = value if text != "" else ""
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def sentence(model: type[BaseModel], error: ValidationError) -> str:
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    dotted = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        nearest = _nearest(model, dotted)
+        return f"unknown key `{dotted}`" + (f"; did you mean `{nearest}`?" if nearest else "")
+    section = _section(model, path)
+    if section is not None and first["type"] in ("model_type", "model_attributes_type"):
+        return f"`{dotted}`: a section with keys such as `{next(iter(section.model_fields))}`, not a value (got {first.get('input')!r})"
+    message = first["msg"].removeprefix("Value error, ")
+    if not dotted:
+        return message
+    given = first.get("input")
+    shown = "" if isinstance(given, (dict, BaseModel)) else f" (got {given!r})"
+    return f"`{dotted}`: {message[0].lower()}{message[1:]}{shown}"
+
+
+def _section(model: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
+    """The section at a dotted path, None where there is none."""
+    found: Any = model
+    for part in path:
+        info = found.model_fields.get(part)
+        found = info.annotation if info is not None else None
+        if not (isinstance(found, type) and issubclass(found, BaseModel)):
+            return None
+    return found
+
+
+def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every dotted key of the recipe."""
+    keys: list[str] = []
+    for name, info in model.model_fields.items():
+        dotted = f"{prefix}{name}"
+        keys.append(dotted)
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            keys += known_keys(info.annotation, f"{dotted}.")
+    return keys
+
+
+def _nearest(model: type[BaseModel], dotted: str) -> str | None:
+    keys = known_keys(model)
+    close = difflib.get_close_matches(dotted, keys, n=1, cutoff=0.6)
+    if close:
+        return close[0]
+    leaves = {key.rsplit(".", 1)[-1]: key for key in keys}
+    close = difflib.get_close_matches(dotted.rsplit(".", 1)[-1], leaves, n=1, cutoff=0.5)
+    return leaves[close[0]] if close else None

@@ -1,0 +1,98 @@
+"""Sections about a run as a whole: where it happens, what it may cost, what it leaves behind."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rlhfless_ray.recipe.section import OffIsAWord, Section
+
+
+class Run(Section):
+    name: str = Field("", pattern=r"^(\w[\w.-]*)?$")
+    """Folder below `root`. Empty: the recipe's file name; a number is added when that folder exists already."""
+    root: str = "runs"
+    """Where run folders go."""
+    steps: int = Field(100, ge=0)
+    """Steps to train in total (a resumed run counts the steps before)."""
+    seed: int = 0
+    """Every sample, shuffle and initial weight follows from it."""
+
+
+class Functions(Section):
+    slot: Literal["auto", "cpu", "gpu"] = "auto"
+    """What a slot is: one core or one GPU. `auto`: GPUs where the cluster has any."""
+    elastic: bool = True
+    """Off: every pool holds its most slots from the first step to the last, planned for by nobody. What elasticity is
+    compared with."""
+    keep_alive_s: float = Field(300.0, ge=0, allow_inf_nan=True)
+    """How long a parked rollout or reward instance stays warm without work. The learner keeps the optimizer state and
+    stays parked for the whole run."""
+    lease_deadline_s: float = Field(300.0, gt=0)
+    """A lease that Ray cannot grant by then ends the run with what is missing."""
+    max_replacements: int = Field(3, ge=0)
+    """Rollout or reward instances that may die and be replaced in one run before it ends."""
+
+
+class Cluster(Section):
+    address: str = ""
+    """Ray address; empty: RAY_ADDRESS or the surrounding job's cluster, else a private one on this machine."""
+    cpus: int = Field(0, ge=0)
+    """Cores of the private cluster. 0: those this process may use."""
+    object_store_mb: int = Field(512, ge=80)
+    """Object store of the private cluster."""
+
+
+class Objective(Section):
+    prefer: float = Field(0.5, ge=0, le=1)
+    """0: cheapest, 1: fastest. Holds where none of the next three is set."""
+    deadline_s: float | None = Field(None, gt=0)
+    """The cheapest rollout that is expected to end by then."""
+    budget: float | None = Field(None, gt=0)
+    """The fastest rollout that is expected to cost no more, in slot-seconds."""
+    knee: bool = False
+    """Where the frontier bends most: a second less would cost much more, a slot-second less would take much longer."""
+    scenarios: int = Field(64, ge=1)
+    """Joint draws of the response lengths that a plan is judged on."""
+    payback: float = Field(0.5, gt=0, le=1)
+    """A resize must cost no more than this share of what it is expected to save while it lasts."""
+
+    @model_validator(mode="after")
+    def _one_goal(self) -> Objective:
+        named = [name for name in ("deadline_s", "budget", "knee") if getattr(self, name)]
+        if len(named) > 1:
+            raise ValueError(f"objective: set one of `{named[0]}` and `{named[1]}`, a plan has one goal")
+        return self
+
+
+class Price(Section):
+    cpu_slot_per_hour: float = Field(0.04, ge=0)
+    """Money per hour of a leased core, for the money column of the ledger."""
+    gpu_slot_per_hour: float = Field(2.5, ge=0)
+    """Money per hour of a leased GPU."""
+    rollout_slot_per_hour: float | None = Field(None, ge=0)
+    """Money per hour of a slot on the nodes that `rollout.nodes` names, where these are cheaper. Empty: as any other."""
+    parked_share: float = Field(0.0, ge=0, le=1)
+    """What a parked process costs, as a share of its slot's price: the memory it keeps from others. Above 0 a process is
+    kept warm only while that costs less than the start it saves."""
+
+
+class Checkpoint(Section):
+    every_steps: int = Field(20, ge=1)
+    """Steps between two checkpoints; the last step always has one."""
+    keep: int = Field(2, ge=1)
+    """Older ones are removed."""
+
+
+class Watch(Section):
+    progress: Annotated[Literal["auto", "live", "plain", "off"], OffIsAWord] = "auto"
+    """`live`: a panel that redraws; `plain`: a line per step; `auto`: live on a terminal, else plain."""
+    tensorboard: bool = True
+    """Write the metrics for TensorBoard too, below the run folder."""
+    wandb: Annotated[Literal["auto", "online", "offline", "off"], OffIsAWord] = "auto"
+    """Weights & Biases. `auto`: online with an API key, else offline (into the run folder)."""
+    wandb_project: str = "rlhfless-ray"
+    """Project in Weights & Biases."""
+    samples_per_step: int = Field(64, ge=0)
+    """Samples written to `samples/step_<n>.jsonl`; 0: all of them."""

@@ -1,0 +1,108 @@
+"""Sections about what is answered, by which policy, and how it is scored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhfless_ray.recipe.section import MOST_ROWS, OffIsAWord, Section
+
+
+class Policy(Section):
+    path: str = ""
+    """A local Hugging Face folder of a causal LM. Empty: a small one is made from scratch for a built-in task."""
+    hidden_size: int = Field(128, ge=32, multiple_of=32)
+    """Width of a policy made from scratch (heads are 32 wide: vLLM's CPU attention refuses narrower ones)."""
+    layers: int = Field(3, ge=1)
+    """Layers of a policy made from scratch."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights in learner and engines."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model folder. Off unless you trust its author."""
+
+
+class WarmStart(Section):
+    steps: int = Field(0, ge=0)
+    """Supervised steps before the first rollout, for a policy made from scratch. The result is cached."""
+    batch_size: int = Field(64, ge=1)
+    """Supervised responses per step."""
+    learning_rate: float = Field(3e-3, gt=0)
+    """Peak; linear warm-up over the first tenth, then cosine to zero."""
+
+
+class Prompts(Section):
+    task: str = ""
+    """A built-in task: `chain` or `sort`. Set this or `path`."""
+    path: str = ""
+    """A JSONL, JSON, CSV or parquet file."""
+    prompt_column: str = "question"
+    """Column with the prompt's text."""
+    answer_column: str = "answer"
+    """Column with the reference answer, handed to the reward function as part of the row. Empty: there is none."""
+    template: Literal["none", "chat"] = "none"
+    """`chat`: wrap each prompt as a user turn with the tokenizer's chat template."""
+    system: str = ""
+    """System turn put before each prompt when `template` is `chat`."""
+    rows: int = Field(4096, ge=1, le=MOST_ROWS)
+    """Rows a built-in task generates for training."""
+    batch_prompts: int = Field(32, ge=1)
+    """Prompts per step."""
+    max_prompt_tokens: int = Field(512, ge=1)
+    """A longer prompt ends the run before it starts: prompts are never truncated."""
+    shuffle: bool = True
+    """Shuffle every epoch, by the run's seed."""
+
+
+class Evaluate(Section):
+    prompts: int = Field(256, ge=0, le=MOST_ROWS)
+    """Held-out prompts. Built-in tasks generate them; with a file, its last rows are held out of training."""
+    every_steps: int = Field(0, ge=0)
+    """0: before the first step and after the last only."""
+    greedy: bool = True
+    """Evaluate greedily too, besides the sampling temperature of training."""
+
+
+class Rollout(Section):
+    samples_per_prompt: int = Field(8, ge=1)
+    """The group size."""
+    max_tokens: int = Field(256, ge=1)
+    """Longest response; a response cut there has finish reason `length`."""
+    temperature: float = Field(1.0, gt=0)
+    """Of the sampling distribution, which is also the one that is trained."""
+    min_actors: int = Field(1, ge=1)
+    """Fewest engines; a rollout waits until it has a slot for each."""
+    max_actors: int = Field(2, ge=1)
+    """Most engines at once. The plan of each step decides how many there are."""
+    nodes: dict[str, str] = Field(default_factory=dict)
+    """Ray labels that the engines' nodes must have, such as `{market: spot}`. Empty: any node will do."""
+    max_running: int = Field(256, ge=1)
+    """Sequences one engine decodes at once."""
+    kv_cache_mb: int = Field(256, ge=16)
+    """KV cache of one engine on CPU."""
+    gpu_memory_share: float = Field(0.85, gt=0, le=1)
+    """Share of a GPU's memory one engine takes."""
+    block_size: int = Field(32, ge=1)
+    """Tokens of a KV block; prefixes are shared in whole blocks."""
+    stream_interval_s: float = Field(0.25, gt=0)
+    """How often an engine tells what it generated. What it has not told yet is generated again if it dies."""
+    migrate: Annotated[Literal["off", "tau", "auto"], OffIsAWord] = "auto"
+    """Moving responses between engines while they are generated. `auto`: as the planner expects it to save time or leases;
+    `tau`: the RLHFless paper's rule, an engine of which a share `migrate_tau` has finished hands the rest on; `off`."""
+    migrate_tau: float = Field(0.7, gt=0, le=1)
+    """For `migrate: tau` only."""
+    deadline_s: float = Field(1800, gt=0)
+    """A rollout that takes longer ends the run."""
+
+
+class Reward(Section):
+    function: str = ""
+    """`task` (the built-in task's verifier), `math` (math-verify on the text after `####` or in a box), or
+    `path/to/file.py:name` with `def name(prompt: str, response: str, row: dict) -> float`."""
+    workers: int = Field(1, ge=1)
+    """Processes that score at once, at most one per leased slot."""
+    timeout_s: float = Field(10.0, gt=0)
+    """For one sample."""
+    max_failed_share: float = Field(0.05, ge=0, le=1)
+    """The run ends when a larger share of a step's samples could not be scored. A sample that could not be scored is
+    left out of its group and of the update, and is shown in the log: it never becomes a silent 0."""

@@ -1,0 +1,23 @@
+"""What every section of a recipe is, and types that several use."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+MOST_ROWS = 1_000_000  # that a built-in task generates: half a minute's work
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
+
+
+def _yaml_off(value: Any) -> Any:
+    """YAML reads a bare `off` as false; where a setting has the word, the word is meant."""
+    return "off" if value is False else value
+
+
+OffIsAWord = BeforeValidator(_yaml_off)
