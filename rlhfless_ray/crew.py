@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,7 @@ def hire(
         check_kv_cache(recipe, files, longest_prompt_tokens)
     run_id = hashlib.blake2b(f"{folder.resolve()} {time.time_ns()}".encode(), digest_size=4).hexdigest()
     leases = Leases(resource, ledger, recipe.functions.lease_deadline_s, run_id)
+    ledger.price_of = prices(recipe, resource, leases)
     dump = recipe.model_dump()
     config = ray.put(without_weights(files))
     engine = {
@@ -89,7 +91,16 @@ def hire(
     keep = recipe.functions.keep_alive_s
     return Crew(
         leases,
-        Pool("rollout", start_engine, leases, ledger, keep, on_device=True),
+        Pool("rollout", start_engine, leases, ledger, keep, on_device=True, labels=recipe.rollout.nodes),
         Pool("score", start_reward, leases, ledger, keep),
         Gang(Pool("learn", start_learner, leases, ledger, float("inf"), on_device=True, leave_s=recipe.learner.deadline_s), recipe),
     )
+
+
+def prices(recipe: Recipe, resource: str, leases: Leases) -> Callable[[str], float]:
+    """Node id → money for an hour of one of its slots."""
+    usual = recipe.price.gpu_slot_per_hour if resource == "gpu" else recipe.price.cpu_slot_per_hour
+    special = recipe.price.rollout_slot_per_hour
+    if special is None:
+        return lambda node: usual
+    return lambda node: special if node in leases.matching(recipe.rollout.nodes) else usual

@@ -90,8 +90,7 @@ class Runtime:
             checkpoint = self.folder.load_checkpoint() if self.resume else None
             self.steps_done = checkpoint[0] if checkpoint else 0
             self.folder.begin(self.recipe, f"{platform.machine()}, {self.slots} {resource} slots", self.steps_done)
-            price = self.recipe.price.gpu_slot_per_hour if resource == "gpu" else self.recipe.price.cpu_slot_per_hour
-            self.ledger = Ledger(resource, price)
+            self.ledger = Ledger(resource)
             self.ledger.name_of = self.cluster.node_name
             self.ledger.resume_from(self.folder.path / "ledger.csv", self.steps_done)
             self.record = Record(self.recipe, self.folder, self.ledger, self.steps_done)
@@ -121,7 +120,7 @@ class Runtime:
             self.recipe, resource, self.files, longest, self.reward_source, self.ledger, self.folder.path, self.actor_classes()
         )
         self.leases, self.rollout, self.reward, self.gang = crew.leases, crew.rollout, crew.reward, crew.gang
-        most = min(self.recipe.rollout.max_actors, self.slots)
+        most = min(self.recipe.rollout.max_actors, sum(self.leases.matching(self.recipe.rollout.nodes).values()))
         self.site = Site(self.recipe, self.ledger, self.leases, self.phases, self.record, self.autoscaler, most)
         self.score_stage = ScoreStage(self.site, self.reward)
         self.learn_stage = LearnStage(self.site, self.gang)
@@ -133,13 +132,13 @@ class Runtime:
         """Start the learner, and the engines' processes beside it; publish the first weights."""
         import ray
 
-        from rlhfless_ray.functions.lease import node_slots, places
+        from rlhfless_ray.functions.lease import places
 
         with self.phases.phase("start", "starting the learner"):
             self.site.spare = self.gang.staff([])
             home = self.gang.by_rank[0].slot
             if self.leases.resource == "cpu":  # on GPU a guess: the device is known with the lease only
-                for slot in places(node_slots("cpu"), home.node, self.site.max_actors):
+                for slot in places(self.leases.matching(self.recipe.rollout.nodes), home.node, self.site.max_actors):
                     self.rollout.prewarm(slot)
             self.reward.prewarm(home)
             if self.owes_warm_start and checkpoint is None:

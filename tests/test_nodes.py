@@ -10,6 +10,7 @@ import pytest
 import ray
 
 from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.crew import prices
 from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import Leases, node_slots
 from rlhfless_ray.functions.ledger import Ledger
@@ -110,3 +111,31 @@ def test_what_was_on_a_lost_node_is_replaced_elsewhere_or_dropped(nodes):
     finally:
         pool.close()
         leases.release_all()
+
+
+def test_engines_of_cheap_nodes_work_there_only_at_their_price(nodes):
+    """Leases that others leave behind elsewhere are not for them, and what they cost is the node's price."""
+    spot = nodes.add_node(num_cpus=1, object_store_memory=128 * 2**20, labels={"market": "spot"})
+    nodes.wait_for_nodes()
+    leases, labels = leases_of(3.0), {"market": "spot"}
+    assert leases.matching(labels) == {spot.node_id: 1} and spot.node_id in leases.matching({})
+    tree = {
+        "prompts": {"task": "chain"}, "reward": {"function": "task"}, "rollout": {"nodes": labels},
+        "price": {"cpu_slot_per_hour": 10.0, "rollout_slot_per_hour": 2.0},
+    }
+    leases.ledger.price_of = prices(Recipe.parse(tree), "cpu", leases)
+    start = lambda slot: start_actor(worker_class(), slot, "cpu", {})  # noqa: E731
+    pool = Pool("rollout", start, leases, leases.ledger, 1e9, labels=labels)
+    other = next(node for node in node_slots("cpu") if node != spot.node_id)
+    try:
+        [elsewhere] = leases.collect(leases.ask(1, [other]), "learn", 10.0, need=1)
+        assert pool.resize(2, [elsewhere], wait_s=0.1) == [elsewhere]
+        assert [instance.slot.node for instance in pool.working] == [spot.node_id]
+        time.sleep(0.2)
+        leases.release_all()
+        rate = {row.kind: 3600 * row.money / row.seconds for row in leases.ledger.rows}
+        assert rate == {"learn": pytest.approx(10.0, rel=1e-3), "rollout": pytest.approx(2.0, rel=1e-3)}
+    finally:
+        pool.close()
+        leases.release_all()
+        nodes.remove_node(spot)

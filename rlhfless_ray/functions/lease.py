@@ -61,21 +61,24 @@ class Leases:
         self.asked: dict[str, Request] = {}
         self.counter = 0
         self.waited_s = 0.0  # on the critical path, for the step's anatomy
-        self.nodes: dict[str, int] = {}  # slots of the nodes that were alive at `nodes_s`
+        self.nodes: tuple[dict[str, int], dict[str, dict[str, str]]] = {}, {}  # slots and labels, as of `nodes_s`
         self.nodes_s = -float("inf")
         self.asked_leases = 0
         self.handed_over = 0
 
     # ---- asking -----------------------------------------------------------------------------------------------
 
-    def ask(self, count: int, nodes: list[str] | None = None) -> list[Request]:
-        """Ask Ray for slots without waiting. `nodes`: ids of the nodes they must be on, one per slot as far as they go."""
+    def ask(self, count: int, nodes: list[str] | None = None, labels: dict[str, str] | None = None) -> list[Request]:
+        """Ask Ray for slots without waiting. `nodes`: ids of the nodes they must be on, one per slot as far as they go; `labels`:
+        that all their nodes must have."""
         requests = []
         for i in range(count):
             self.counter += 1
             id = f"{self.run_id}-{self.counter}"
-            selector = [{"ray.io/node-id": nodes[i]}] if nodes and i < len(nodes) else None
-            group = placement_group([dict(self.bundle)], name=f"rlhfless-{id}", bundle_label_selector=selector)
+            selector = dict(labels or {}) | ({"ray.io/node-id": nodes[i]} if nodes and i < len(nodes) else {})
+            group = placement_group(
+                [dict(self.bundle)], name=f"rlhfless-{id}", bundle_label_selector=[selector] if selector else None
+            )
             request = Request(id, group)
             self.asked[id] = request
             requests.append(request)
@@ -107,27 +110,26 @@ class Leases:
         return leases
 
     def take(
-        self, count: int, kind: str, prefer: list[str] | None = None, need: int | None = None, wait_s: float = 0.0
+        self, count: int, kind: str, prefer: list[str] | None = None, need: int | None = None, wait_s: float = 0.0,
+        labels: dict[str, str] | None = None,
     ) -> list[Lease]:
         """Ask and collect: `count` slots, of which `need` (default all) must come within the lease deadline.
 
         `prefer`: ids of nodes where a slot is worth more, one per slot: a parked instance waits there. They are waited for
         shortly (half of `wait_s` where none must come); what they do not give is then asked of any node, for a cold start
-        elsewhere is better than none.
+        elsewhere is better than none. `labels`: that every slot's node must have.
         """
         need = count if need is None else need
         nodes = self.with_room(prefer or [])[:count]
         warm_s = PREFERRED_S if need else wait_s / 2
-        leases = self.collect(self.ask(len(nodes), nodes), kind, warm_s) if nodes else []
+        leases = self.collect(self.ask(len(nodes), nodes, labels), kind, warm_s) if nodes else []
         if len(leases) < count:
-            leases = self.collect(self.ask(count - len(leases)), kind, wait_s / 2 if nodes else wait_s, need, leases)
+            leases = self.collect(self.ask(count - len(leases), labels=labels), kind, wait_s / 2 if nodes else wait_s, need, leases)
         return leases
 
     def with_room(self, nodes: list[str]) -> list[str]:
         """Those of `nodes` that are alive and have a slot more than are held here, each as often as it has one."""
-        if nodes and time.monotonic() - self.nodes_s > NODES_S:
-            self.nodes, self.nodes_s = node_slots(self.resource), time.monotonic()
-        room = Counter(self.nodes) if nodes else Counter()
+        room = Counter(self.seen_nodes()[0]) if nodes else Counter()
         room.subtract(lease.slot.node for lease in self.held.values())
         found = []
         for node in nodes:
@@ -135,6 +137,17 @@ class Leases:
                 room[node] -= 1
                 found.append(node)
         return found
+
+    def seen_nodes(self) -> tuple[dict[str, int], dict[str, dict[str, str]]]:
+        """Slots and labels of the nodes that were alive a second ago."""
+        if time.monotonic() - self.nodes_s > NODES_S:
+            self.nodes, self.nodes_s = (node_slots(self.resource), node_labels()), time.monotonic()
+        return self.nodes
+
+    def matching(self, labels: dict[str, str]) -> dict[str, int]:
+        """{node id: slots} of the nodes that have all these labels."""
+        slots, known = self.seen_nodes()
+        return {node: n for node, n in slots.items() if labels.items() <= known.get(node, {}).items()}
 
     def _wait_granted(self, request: Request, until: float) -> str | None:
         """The node of the granted slot, None past the deadline. Ray's own wait rounds a timeout down to whole seconds."""
@@ -219,6 +232,11 @@ def node_slots(resource: str) -> dict[str, int]:
     name = "GPU" if resource == "gpu" else "CPU"
     found = {node["NodeID"]: int(node["Resources"].get(name, 0)) for node in ray.nodes() if node["Alive"]}
     return {node: slots for node, slots in found.items() if slots}
+
+
+def node_labels() -> dict[str, dict[str, str]]:
+    """{node id: its labels} of the nodes that are alive."""
+    return {node["NodeID"]: dict(node.get("Labels") or {}) for node in ray.nodes() if node["Alive"]}
 
 
 def cluster_slots(resource: str) -> int:

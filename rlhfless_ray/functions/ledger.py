@@ -58,13 +58,14 @@ class Holding:
     until_s: float | None = None
     memory_mb: float = 0.0
     slots: int = 1  # 0: parked, warm memory without a lease
+    price_per_hour: float = 0.0
     spans: list[Span] = field(default_factory=list)
 
 
 class Ledger:
-    def __init__(self, resource: str, price_per_hour: float, started_s: float | None = None) -> None:
+    def __init__(self, resource: str, price_per_hour: float = 0.0, started_s: float | None = None) -> None:
         self.resource = resource
-        self.price_per_hour = price_per_hour
+        self.price_of: Callable[[str], float] = lambda node: price_per_hour  # of a slot for an hour, by Ray's id of its node
         self.started_s = time.time() if started_s is None else started_s
         self.name_of: Callable[[str], str] = str  # from Ray's id of a node to what people call it
         self.open: dict[str, Holding] = {}
@@ -80,7 +81,8 @@ class Ledger:
         now = time.time()
         if lease in self.open:
             self._close(lease, now)
-        self.open[lease] = Holding(lease, self.name_of(node), device, kind, instance, self.step, now)
+        price = self.price_of(node)
+        self.open[lease] = Holding(lease, self.name_of(node), device, kind, instance, self.step, now, price_per_hour=price)
 
     def spans(self, leases: Iterable[str], spans: Iterable[Span]) -> None:
         """What the instance holding `leases` did with them, on its own clock. A span that goes on with the one before, as when
@@ -117,7 +119,7 @@ class Ledger:
             self._close(key, now)
             self.open[key] = Holding(
                 holding.lease, holding.node, holding.device, holding.kind, holding.instance, step, now,
-                memory_mb=holding.memory_mb, slots=holding.slots,
+                memory_mb=holding.memory_mb, slots=holding.slots, price_per_hour=holding.price_per_hour,
             )
         self.step = step
 
@@ -150,7 +152,7 @@ class Ledger:
         seconds = end - begin
         if seconds <= 0:
             return
-        money = seconds * holding.slots * self.price_per_hour / 3600
+        money = seconds * holding.slots * holding.price_per_hour / 3600
         self.rows.append(
             Row(
                 holding.lease, holding.node, holding.device, self.resource, holding.kind, holding.instance, activity,

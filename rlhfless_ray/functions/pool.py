@@ -22,12 +22,13 @@ class Pool:
 
     def __init__(
         self, kind: str, start: Callable[[Slot], Any], leases: Leases, ledger: Ledger, keep_alive_s: float,
-        *, on_device: bool = False, leave_s: float = 60.0,
+        *, on_device: bool = False, leave_s: float = 60.0, labels: dict[str, str] | None = None,
     ) -> None:
         """`start(slot)` makes the actor; its `open(threads)` must return {"memory_mb": …, "spans": […]}.
 
         `on_device`: on GPU its instances hold device memory, which their `park()` gives back within `leave_s` before a lease
-        is taken from them. It returns the same as `open`, with what stays on the device counted in.
+        is taken from them. It returns the same as `open`, with what stays on the device counted in. `labels`: that the nodes
+        it works on must have.
         """
         self.kind = kind
         self.start = start
@@ -36,6 +37,7 @@ class Pool:
         self.keep_alive_s = keep_alive_s
         self.on_device = on_device
         self.leave_s = leave_s
+        self.labels = labels or {}
         self.working: list[Instance] = []
         self.parked: list[Instance] = []
         self.replaced = 0
@@ -54,15 +56,15 @@ class Pool:
         """
         while len(self.working) > count:
             spare = [*spare, *self.park(self.working[-1])]
-        spare = sorted(spare, key=lambda lease: self._find(lease.slot) is None)
-        for lease in spare[: count - len(self.working)]:
+        usable = sorted((lease for lease in spare if self.may_use(lease)), key=lambda lease: self._find(lease.slot) is None)
+        for lease in usable[: count - len(self.working)]:
             self.staff([lease])
             spare = [other for other in spare if other is not lease]
         missing = count - len(self.working)
         if missing > 0:
             prefer = [instance.slot.node for instance in self.parked]
             urgent = max(0, need - len(self.working))
-            got = self.leases.take(missing, self.kind, prefer, need=urgent, wait_s=wait_s)
+            got = self.leases.take(missing, self.kind, prefer, need=urgent, wait_s=wait_s, labels=self.labels)
             for lease in got:
                 self.staff([lease])
         return spare
@@ -89,6 +91,9 @@ class Pool:
             instance.opened = instance.actor.open.remote(len(leases))
         self.working.append(instance)
         return instance
+
+    def may_use(self, lease: Lease) -> bool:
+        return not self.labels or lease.slot.node in self.leases.matching(self.labels)
 
     def fits(self, instance: Instance, slot: Slot) -> bool:
         """Whether the instance can work there. On CPU anywhere on its node; on GPU on its device only, where its memory was."""
@@ -169,7 +174,7 @@ class Pool:
         self.replaced += 1
         if instance.slot.node not in alive_nodes():  # Ray moves the group of a lost node: it is not where its lease says
             self.leases.release(leases)
-            leases = self.leases.take(1, self.kind, [other.slot.node for other in self.parked])
+            leases = self.leases.take(1, self.kind, [other.slot.node for other in self.parked], labels=self.labels)
         return self.staff(leases)
 
     def lose(self, instance: Instance) -> None:
