@@ -72,6 +72,8 @@ def _sampling(v: Values, notes: list[str]) -> None:
         samples > 1 or v.estimator not in GROUPED,
         f"{v.spelled('rollout.n_samples_per_prompt')}: {v.estimator} compares responses to one prompt, so it must be above 1",
     )
+    for name in ("eval.steps", "ckpt.save_steps"):
+        _must(v[name] > 0 or v[name] == -1, f"{v.spelled(name)}: must be at least 1, or -1 for never (got {v[name]})")
     if v["algo.dynamic_filtering_enable"]:
         low, high = v["algo.dynamic_filtering_range"]
         _must(low < high, f"{v.spelled('algo.dynamic_filtering_range')}: the first value must be below the second (got {low} {high})")

@@ -33,10 +33,8 @@ NEEDED = tuple(
         ("policy.attention", "str", "auto", UNSET, "attention kernel of the learner, by its transformers name"),
         ("policy.experts", "str | None", None, None, "kernel of mixture-of-experts layers, by its transformers name"),
         ("prompts.split", "str", "train", "train", "split of the data set"),
-        (
-            "prompts.probabilities", "list[float] | None", None, UNSET,
-            "mixing probabilities of a comma list in prompts.path (name@subdir too)",
-        ),
+        ("prompts.paths", "list[str]", [], UNSET, "several data sets in prompts.path's place; name@subdir is a folder of one"),
+        ("prompts.probabilities", "list[float] | None", None, None, "their mixing probabilities; None: one after the other"),
         ("prompts.max_rows", "int | None", None, None, "rows kept of each data set, and of their mix"),
         ("prompts.input_template", "str | None", None, None, "format string with one {} around the prompt column"),
         ("prompts.slow_tokenizer", "bool", False, False, "the tokenizer's Python class"),
@@ -200,6 +198,9 @@ class Installed:
         from rlhfless_ray.recipe import Recipe, known_keys
 
         self.keys = known_keys(Recipe)
+
+    def lacks_section(self, key: str) -> bool:
+        return not self.knows(key.partition(".")[0])
 
     def knows(self, key: str) -> bool:
         return key in self.keys

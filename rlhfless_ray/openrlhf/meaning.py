@@ -68,8 +68,9 @@ def lengths(x: Any, v: Values) -> dict[str, Any]:
 
 
 def dataset(x: str | None, v: Values) -> dict[str, Any]:
-    mixed = x is not None and ("," in x or "@" in x)
-    return {"prompts.path": x, **({"prompts.probabilities": probabilities(v)} if mixed else {})}
+    if x is not None and ("," in x or "@" in x):
+        return {"prompts.paths": x.split(",")}
+    return {"prompts.path": x}
 
 
 def probabilities(v: Values) -> list[float] | None:

@@ -135,6 +135,7 @@ RULES: tuple[Rule, ...] = (
     _row(
         "eval.steps", "exact", "evaluate.every_steps evaluate.prompts",
         lambda x, v: {"evaluate.prompts": 0} if m.no_evaluation(v) else {"evaluate.every_steps": x},
+        idle=lambda v: "" if v["eval.dataset"] else "there is no evaluation data set",
     ),
     _row("ckpt.save_steps", "exact", "checkpoint.every_steps", lambda x, v: {"checkpoint.every_steps": x} if x > 0 else {}),
     _row("logger.logging_steps", "exact", "watch.every_steps"),
@@ -291,10 +292,13 @@ RULES: tuple[Rule, ...] = (
     _row("reward.offload", "hint", "reward.offload", idle=m.no_reward_model, reading=m.PARKED),
     _row("train.agent_func_path", "exact", "agent.path", lambda x, v: {"agent.path": x or ""}),
     # data
-    _row("data.prompt_dataset", "exact", "prompts.path prompts.probabilities", m.dataset),
-    _row("data.prompt_probs", "exact", "prompts.probabilities", lambda x, v: {"prompts.probabilities": m.probabilities(v)} if x else {}),
+    _row("data.prompt_dataset", "exact", "prompts.path prompts.paths", m.dataset),
+    _row("data.prompt_probs", "exact", "prompts.probabilities", lambda x, v: {"prompts.probabilities": m.probabilities(v)}),
     _row("data.prompt_split", "exact", "prompts.split"),
-    _row("eval.dataset", "exact", "evaluate.path evaluate.prompts", m.evaluation_set),
+    _row(
+        "eval.dataset", "exact", "evaluate.path evaluate.prompts", m.evaluation_set,
+        idle=lambda v: m.no_evaluation(v) if v["eval.dataset"] else "",
+    ),
     _row("eval.split", "exact", "evaluate.split", idle=m.no_evaluation),
     _row("eval.temperature", "exact", "evaluate.temperature", idle=m.no_evaluation),
     _row("eval.n_samples_per_prompt", "exact", "evaluate.samples_per_prompt", idle=m.no_evaluation),
