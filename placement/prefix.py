@@ -9,7 +9,7 @@ be before it pays is a number.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,10 @@ class PrefixCosts:
     instance_s: float = 0.0
     step_s: float = 0.0
 
+    def with_start(self, start_s: float) -> PrefixCosts:
+        """As they are where each prefill instance has to be started first."""
+        return replace(self, instance_s=self.instance_s + start_s)
+
 
 @dataclass(frozen=True)
 class PrefixChoice:
@@ -67,6 +71,7 @@ class PrefixChoice:
     off_time_s: float = 0.0
     on_time_s: float = 0.0
     break_even_tokens: float = math.inf
+    no_room: bool = False  # off because memory is short
 
     @property
     def saved_engine_s(self) -> float:
@@ -89,7 +94,7 @@ def choose_prefix(
     if mode == "off":
         return PrefixChoice(False, 0, "prefix_kv: off")
     if blocked:
-        return PrefixChoice(False, 0, f"off: this policy's KV cannot be shared: {blocked}")
+        return PrefixChoice(False, 0, f"off: {blocked}")
     if demand.distinct_pages == 0:
         return PrefixChoice(False, 0, "off: no prompt has a token before its last")
     needed = demand.distinct_pages * page_bytes
@@ -97,7 +102,7 @@ def choose_prefix(
         return PrefixChoice(
             False, 0,
             f"off: the pages of {demand.distinct_tokens} distinct prompt tokens need {needed / 2**20:.0f} MB of the object store and "
-            f"may take {cap_bytes / 2**20:.0f} MB",
+            f"may take {cap_bytes / 2**20:.0f} MB", no_room=True,
         )  # fmt: skip
     off_cost, off_time = _off(demand, costs)
     tried = {n: _on(demand, costs, n) for n in range(1, max(1, max_instances) + 1)}

@@ -82,6 +82,15 @@ class PageActor(RolloutActor):
         spans = [Span("transfer", f"fetch {len(refs)} bundles of KV pages", start, now)] if refs else []
         return Fetched(new["put"], size, lost, new["foreign"], new["damaged"], now - start, spans)
 
+    def drop_pages(self) -> tuple[int, float]:
+        """After generation: let the pages go, which lie in the object store while they are held here. Returns how many were
+        copied into the engine's cache since the last call, and the seconds it took; they are part of the engine's steps."""
+        store = self._store
+        store.clear()
+        loaded, seconds = store.counts.pop("loaded", 0), store.seconds["load"]
+        store.seconds["load"] = 0.0
+        return loaded, seconds
+
     def prefill(
         self, version: int, prefixes: Sequence[np.ndarray], bundles: Sequence[Sequence[bytes]], needs: Sequence[Any],
         within_s: float, threads: int,

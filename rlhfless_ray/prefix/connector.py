@@ -131,10 +131,9 @@ class PageConnector(KVConnectorBase_V1):
         if not loads.blocks:
             return
         start = time.perf_counter()
-        whole = torch.from_numpy(np.stack(loads.pages))
         at = 0
         for layer in self.layers:
-            layer.write(loads.blocks, whole[:, at : at + layer.bytes])
+            layer.write(loads.blocks, torch.from_numpy(np.stack([page[at : at + layer.bytes] for page in loads.pages])))
             at += layer.bytes
         self.store.counts["loaded"] += len(loads.blocks)
         self.store.seconds["load"] += time.perf_counter() - start
@@ -181,7 +180,7 @@ class _Layer:
 
     def write(self, blocks: Sequence[int], pages: torch.Tensor) -> None:
         index = torch.tensor(blocks, dtype=torch.long, device=self.cache.device)
-        values = pages.contiguous().to(self.cache.device).view(self.cache.dtype).reshape(len(blocks), *self.shape)
+        values = pages.to(self.cache.device).view(self.cache.dtype).reshape(len(blocks), *self.shape)
         self.cache.movedim(self.dim, 0)[index] = values
 
 

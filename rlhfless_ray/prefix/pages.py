@@ -63,6 +63,7 @@ class PageStore:
         self.kind: Kind | None = None  # known once the engine has its KV cache
         self.refused = ""  # why this engine cannot take part; empty when it can
         self.rows: dict[bytes, np.ndarray] = {}  # address → (page_bytes,) uint8
+        self.chains: dict[tuple[str, tuple[int, ...]], list[bytes]] = {}  # addresses of the prompts it was filled for
         self.asked: set[str] = set()  # names of requests whose pages are saved when they end
         self.known: set[bytes] = set()  # pages that are not worth saving: whoever asked has them
         self.saved: dict[str, tuple[list[bytes], np.ndarray]] = {}
@@ -77,7 +78,8 @@ class PageStore:
 
     def addresses(self, version: str, tokens: Sequence[int]) -> list[bytes]:
         """Of the pages of these tokens under a policy version (the requests' cache salt)."""
-        return chain(self.made.start(version), tokens, self.made.block_size)
+        known = self.chains.get((version, tuple(tokens))) if self.chains else None
+        return known if known is not None else chain(self.made.start(version), tokens, self.made.block_size)
 
     @property
     def made(self) -> Kind:
@@ -87,8 +89,12 @@ class PageStore:
         return self.kind
 
     def wanted(self, version: str, prompts: Iterable[Sequence[int]]) -> set[bytes]:
-        """Addresses of every page that the prompts could use."""
-        return {address for tokens in set(map(tuple, prompts)) for address in self.addresses(version, reusable(tokens))}
+        """Addresses of every page that the prompts could use. They are remembered until `clear`: a group's samples ask for the
+        same ones."""
+        for tokens in prompts:
+            part = tuple(reusable(tokens))
+            self.chains[version, part] = self.addresses(version, part)
+        return {address for addresses in self.chains.values() for address in addresses}
 
     def put(self, bundle: Bundle, version: str, wanted: set[bytes]) -> int:
         """Take the pages that are wanted and sound; returns how many. Damaged ones are counted as `damaged`, and those of
@@ -111,6 +117,7 @@ class PageStore:
     def clear(self) -> None:
         """Forget every page; what the engine's own cache has of them stays there."""
         self.rows.clear()
+        self.chains.clear()
 
     def match(self, addresses: Sequence[bytes], first: int) -> list[np.ndarray]:
         """The pages from block `first` on, up to the first that is not here."""

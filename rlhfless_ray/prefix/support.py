@@ -37,8 +37,10 @@ def unsupported(config: dict[str, Any]) -> str | None:
 
 def page_bytes(config: dict[str, Any], dtype_bytes: int, block_size: int) -> int:
     """Bytes of one page as a plain attention model has it: keys and values of a block over all layers. An estimate for
-    deciding before there is an engine, which then tells the true size."""
+    deciding before there is an engine, which then tells the true size; 0 for a config that says it under other names."""
     text = config.get("text_config") or config
-    heads = text["num_attention_heads"]
-    width = text.get("head_dim") or text["hidden_size"] // heads
-    return 2 * text["num_hidden_layers"] * text.get("num_key_value_heads", heads) * width * dtype_bytes * block_size
+    heads, layers = text.get("num_attention_heads"), text.get("num_hidden_layers")
+    if not heads or not layers:
+        return 0
+    width = text.get("head_dim") or text.get("hidden_size", 0) // heads
+    return 2 * layers * (text.get("num_key_value_heads") or heads) * width * dtype_bytes * block_size

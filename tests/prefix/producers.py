@@ -26,6 +26,23 @@ def producer_class() -> type:
             self.delay_s, self.its_kind = delay_s, kind
             self.computed: list[bytes] = []
 
+        def open(self, threads: int) -> dict[str, Any]:
+            import time
+
+            from rlhfless_ray.types import Span
+
+            return {"memory_mb": 1.0, "spans": [Span("start", "build engine", time.time() - 0.01, time.time())]}
+
+        def load(self, version: int, weights: Any, expected: int) -> list[Any]:
+            return []
+
+        def fetch_pages(self, version: int, prompts: Any, refs: Sequence[Any], within_s: float) -> Any:
+            self.reader = taker(self.its_kind)
+            return self.reader.fetch_pages(version, prompts, refs, within_s)
+
+        def drop_pages(self) -> tuple[int, float]:
+            return self.reader.drop_pages()
+
         def kind(self) -> Kind:
             return self.its_kind
 
@@ -40,8 +57,10 @@ def producer_class() -> type:
             from rlhfless_ray.prefix.actor import Fetched, Prefilled
             from rlhfless_ray.prefix.address import chain, salt
             from rlhfless_ray.prefix.pages import Bundle
+            from rlhfless_ray.types import Span
 
             here = {address for ref in needs for address in ray.get(ref).addresses}
+            begin = time.time()
             time.sleep(self.delay_s)
             start, tokens, before = self.its_kind.start(salt(version)), 0, len(self.computed)
             for prefix in prefixes:
@@ -50,7 +69,8 @@ def producer_class() -> type:
                         here.add(address)
                         self.computed.append(address)
                         tokens += min(self.its_kind.block_size, len(prefix) - depth * self.its_kind.block_size)
-            done = Prefilled(tokens, len(self.computed) - before, self.its_kind.page_bytes, 0.0, 0.0, 0.0, Fetched(), [])
+            spans = [Span("work", "prefill", begin, time.time())]
+            done = Prefilled(tokens, len(self.computed) - before, self.its_kind.page_bytes, 0.01, 0.0, 0.01, Fetched(), spans)
             return done, *(Bundle.seal(start, b, np.stack([page_of(a, self.its_kind.page_bytes) for a in b])) for b in bundles)
 
         def log(self) -> list[bytes]:

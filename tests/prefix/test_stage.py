@@ -1,0 +1,153 @@
+"""The stage of a step with real leases and stand-ins for engines: from zero and back, billed, and never in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from placement.prefix import PrefixSpeed
+from placement.terms import Term, Terms
+from rlhfless_ray.functions.instance import Instance, start_actor
+from rlhfless_ray.functions.lease import Leases
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.pool import Pool
+from rlhfless_ray.phases import Phases
+from rlhfless_ray.prefix.address import distinct_prefixes
+from rlhfless_ray.prefix.stage import GIVE_UP, PrefixStage
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.site import Site
+from rlhfless_ray.types import WeightVersion
+from tests.prefix.producers import KIND, producer_class
+
+pytestmark = pytest.mark.ray
+
+PROMPTS = [(*range(100, 165), *(i for _ in range(9))) for i in range(8)]
+SHARES = [np.repeat(np.arange(8), 2), np.repeat(np.arange(8), 2)]
+
+
+def slow() -> PrefixSpeed:
+    """A token is dear: the service pays."""
+    return PrefixSpeed(Term(0.0, 1.0), Term(0.0, 1e-6), Term(0.0, 1e-6), Term(0.0, 1e-6))
+
+
+@pytest.fixture
+def make(ray_cluster: None, request: pytest.FixtureRequest) -> Iterator[Callable[..., PrefixStage]]:
+    import ray
+    from ray import serve
+
+    made: list[tuple[PrefixStage, Pool]] = []
+
+    def build(mode: str = "auto", delay_s: float = 0.0, **more: Any) -> PrefixStage:
+        ledger = Ledger("cpu", 3600.0)
+        leases = Leases("cpu", ledger, 30.0, f"stage{len(made)}")
+        messages: list[str] = []
+        recipe = Recipe.parse({"run": {"name": "stage"}, "prompts": {"task": "sort"}, "reward": {"function": "task"}})
+        record = SimpleNamespace(progress=SimpleNamespace(message=messages.append))
+        scaler = SimpleNamespace(terms=Terms(), second=0.0)
+        site = Site(recipe, ledger, leases, Phases(lambda *_: None), record, scaler, 2)  # type: ignore[arg-type]
+        fake = producer_class()
+        pools = [
+            Pool(kind, lambda slot: start_actor(fake, slot, "cpu", {}, delay_s), leases, ledger, 300.0) for kind in ("prefill", "rollout")
+        ]
+        options = {"block_size": KIND.block_size, "page_bytes": KIND.page_bytes, "store_bytes": 10**6, **more}
+        stage = PrefixStage(site, pools[0], mode, run_id=f"stage{len(made)}{id(ledger)}", **options)  # type: ignore[arg-type]
+        stage.speed, stage.messages, stage.engines = slow(), messages, pools[1]  # type: ignore[attr-defined]
+        made.append((stage, pools[1]))
+        return stage
+
+    yield build
+    for stage, engines in made:
+        stage.close()
+        stage.site.leases.release(engines.close())
+        stage.site.leases.release_all()
+        assert not stage.site.leases.held
+    assert serve.status().applications == {}
+    serve.shutdown()
+    assert not ray.util.placement_group_table() or all(
+        info["state"] == "REMOVED" for info in ray.util.placement_group_table().values()
+    )
+
+
+def weights(version: int = 1) -> WeightVersion:
+    import ray
+
+    return WeightVersion(version, ray.put({}))
+
+
+def engines_of(stage: Any, count: int = 2) -> list[Instance]:
+    stage.site.leases.release(stage.engines.resize(count, stage.site.handed(), need=count))
+    return list(stage.engines.working)
+
+
+def test_a_step_from_zero_and_back(make: Callable[..., Any]) -> None:
+    stage = make("on")
+    trie = distinct_prefixes(PROMPTS, KIND.block_size)
+    assert not stage.pool.parked and not stage.pool.working
+    step = stage.prefill(PROMPTS, SHARES, weights(), 100)
+    assert step.choice.on and not stage.pool.working and len(stage.pool.parked) == 1, stage.messages
+    assert len(stage.site.spare) == len(stage.site.leases.held) == 1, "the lease waits for the engines"
+    assert step.metrics["prefix/computed_tokens"] == step.metrics["prefix/distinct_tokens"] == trie.distinct_tokens
+    engines = engines_of(stage)
+    stage.send(step, PROMPTS, engines, SHARES, 1)
+    found = stage.over(step)
+    assert found["prefix/fetched"] == 2 * len(trie.nodes)
+    assert found["prefix/lost"] == found["prefix/foreign"] == found["prefix/damaged"] == 0
+    again = stage.prefill(PROMPTS, SHARES, weights(), 99)
+    assert again.metrics["prefix/computed_tokens"] == 0 and again.prepared.refs, "the same version's pages are there still"
+    updated = stage.prefill(PROMPTS, SHARES, weights(2), 98)
+    assert updated.metrics["prefix/computed_tokens"] == trie.distinct_tokens
+    assert stage.pool.cold_starts == 1 and stage.pool.warm_starts == 2 and stage.messages == []
+    stage.site.ledger.close()
+    rows = [row for row in stage.site.ledger.rows if row.kind == "prefill" and row.slots]
+    billed_s = sum(row.seconds for row in rows)
+    assert billed_s > 0 and sum(row.money for row in rows) == pytest.approx(billed_s), "at one a second"
+    assert any(row.activity == "work" for row in rows)
+
+
+def test_auto_is_on_where_it_pays_and_else_starts_nothing(make: Callable[..., Any]) -> None:
+    stage = make()
+    pays = stage.prefill(PROMPTS, SHARES, weights(), 100)
+    assert pays.choice.on and pays.prepared.refs and "engine-s of prefill" in pays.metrics["prefix/reason"]
+    stage = make()
+    step = stage.prefill(PROMPTS[:1], [np.zeros(8, int)], weights(), 100)
+    assert not step.choice.on and step.metrics["prefix/on"] == 0.0 and "engine-s of prefill" in step.choice.reason
+    assert stage.service.handle is None and not stage.pool.parked and not stage.site.leases.held
+    engines = engines_of(stage, 1)
+    stage.send(step, PROMPTS[:1], engines, SHARES[:1], 1)
+    assert step.sent == [] and "prefix/lost" not in stage.over(step)
+
+
+@pytest.mark.parametrize("more, said", [({"blocked": "it has a sliding window"}, "sliding window"), ({"store_bytes": 2000}, "need 0 MB")])
+def test_what_cannot_be_is_said_once(make: Callable[..., Any], more: dict[str, Any], said: str) -> None:
+    stage = make("on", **more)
+    for _ in range(2):
+        assert not stage.prefill(PROMPTS, SHARES, weights(), 100).choice.on
+    [message] = stage.messages
+    assert said in message and stage.service.handle is None
+
+
+def test_a_killed_instance_costs_its_pages_only(make: Callable[..., Any]) -> None:
+    import ray
+
+    stage = make("on")
+    stage.prefill(PROMPTS, SHARES, weights(), 100)
+    ray.kill(stage.pool.parked[0].actor)
+    step = stage.prefill(PROMPTS, SHARES, weights(2), 99)
+    assert step.choice.on and step.prepared.refs == [] and len(stage.messages) == 1
+    assert not stage.pool.parked and not stage.pool.working and stage.pool.replaced == 1
+    engines = engines_of(stage)
+    stage.send(step, PROMPTS, engines, SHARES, 2)
+    stage.over(step)
+    assert stage.prefill(PROMPTS, SHARES, weights(2), 98).prepared.refs, "the next one starts anew"
+
+
+def test_it_is_off_after_failing_again_and_again(make: Callable[..., Any]) -> None:
+    stage = make("on", delay_s="no number")
+    for _ in range(GIVE_UP):
+        assert stage.prefill(PROMPTS, SHARES, weights(), 100).choice.on
+    off = stage.prefill(PROMPTS, SHARES, weights(), 100)
+    assert not off.choice.on and f"{GIVE_UP} steps in a row" in off.choice.reason
