@@ -197,6 +197,12 @@ def test_what_is_outside_is_refused_when_it_is_set(flag, grown):
     assert status(of(BASE + " --max_images_per_prompt 0"), "--max_images_per_prompt") == "no effect"
 
 
+def test_weight_decay_spares_biases_and_norms_as_there():
+    wanted = of(BASE + " --l2 0.1").wanted
+    assert (wanted["learner.weight_decay"], wanted["learner.decay_all"]) == (0.1, False)
+    assert "learner.decay_all" not in of(BASE).wanted
+
+
 def test_several_data_sets():
     line = BASE.replace("/d.jsonl", "/a.jsonl,org/b@sub") + " --prompt_data_probs 0.4,0.6"
     wanted = of(line).wanted
@@ -206,6 +212,7 @@ def test_several_data_sets():
 
 def test_both_lengths():
     assert of(BASE + " --prompt_max_len 100 --generate_max_len 60").wanted["prompts.max_prompt_tokens"] == 100
+    assert of(BASE + " --prompt_max_len 100 --generate_max_len 60 --max_len 400").wanted["prompts.max_prompt_tokens"] == 100
     wanted = of(BASE + " --max_len 300 --max_new_tokens 60").wanted
     assert (wanted["prompts.max_prompt_tokens"], wanted["rollout.max_tokens"]) == (240, 60) and "rollout.max_total_tokens" not in wanted
     wanted = of(BASE + " --max_len 300").wanted
