@@ -62,6 +62,8 @@ class Sample:
     reward: float | None = None  # None: not scored, or the reward function failed (then `error` says how)
     error: str | None = None
     advantage: float | None = None  # None: the sample does not take part in the update
+    score: float | None = None  # in [0, 1], for dynamic filtering; None: the reward serves as the score
+    extra_logs: dict[str, float] = field(default_factory=dict)  # what the reward function wants to see in the log
 
 
 @dataclass(frozen=True)

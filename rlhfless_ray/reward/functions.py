@@ -1,68 +1,86 @@
-"""The reward function as a value: found and checked on the driver, shipped as source text, built where it runs."""
+"""The reward as a value: found and checked on the driver, shipped as plain data, built where it runs."""
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import linecache
-import sys
-import traceback
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhfless_ray.errors import UserError
+from rlhfless_ray.reward.user_file import UserFile, function_of
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
+    from rlhfless_ray.reward.worker import Score
+    from rlhfless_ray.types import Sample
 
 RewardFunction = Callable[[str, str, dict[str, Any]], float]
+Decode = Callable[[list[int]], str]  # token ids → text, special tokens kept
 CONTRACT = "def {name}(prompt: str, response: str, row: dict) -> float"
+
+
+class Worker(Protocol):
+    def score(self, items: list[Any], budget_s: float) -> list[Score]:
+        """Of the first items, at least one and as many as were done in that time; in their order."""
+
+
+class Source(Protocol):
+    """Everything that scoring processes, on other machines too, need. It pickles."""
+
+    @property
+    def pool_kind(self) -> str:
+        """The function whose processes score: "score", or "reward" where a model does."""
+
+    @property
+    def batch_samples(self) -> int:
+        """Samples of one call, which may take that many times the limit of one sample."""
+
+    def item(self, key: int, sample: Sample, decode: Decode) -> tuple[Any, ...]:
+        """What a worker is given of a sample; `key` comes first."""
+
+    def worker(self, timeout_s: float) -> Worker: ...
 
 
 @dataclass(frozen=True)
 class RewardSource:
-    """Everything a worker on another machine needs; plain strings, so it pickles."""
+    """A function `(prompt, response, row) -> float`: a task's verifier, `math`, or one of a user's file."""
 
     kind: str  # "task", "math" or "file"
     name: str  # the task's name, or the function's
     answer_column: str = ""  # for "math"
     file: str = ""  # as the user wrote it: for messages only, it is never opened again
     text: str = ""  # the file's source
+    pool_kind: str = "score"
+    batch_samples: int = 1
+
+    @property
+    def user_file(self) -> UserFile | None:
+        return UserFile(self.file, self.text) if self.kind == "file" else None
+
+    def item(self, key: int, sample: Sample, decode: Decode) -> tuple[int, str, str, dict[str, Any]]:
+        return key, sample.prompt.text, sample.text, sample.prompt.row
+
+    def worker(self, timeout_s: float) -> Worker:
+        from rlhfless_ray.reward.worker import RewardWorker
+
+        return RewardWorker(self, timeout_s)
 
     def build(self) -> RewardFunction:
-        """The function `(prompt, response, row) -> float`. For a file this runs its top-level code."""
+        """The function. For a file this runs its top-level code."""
         if self.kind == "task":
             return self._of_task()
         if self.kind == "math":
             from rlhfless_ray.reward.math_answer import math_reward
 
             return partial(math_reward, answer_column=self.answer_column)
-        return getattr(self._module(), self.name)
+        return getattr(UserFile(self.file, self.text).module(), self.name)
 
     def _of_task(self) -> RewardFunction:
         from rlhfless_ray.prompts.tasks import task
 
         verify = task(self.name).verify
         return lambda prompt, response, row: verify(response, row)
-
-    def _module(self) -> types.ModuleType:
-        code = compile(self.text, self.file, "exec")
-        module = types.ModuleType(f"rlhfless_reward_{hashlib.sha256(self.text.encode()).hexdigest()[:12]}")
-        module.__file__ = self.file
-        # Dataclasses and pickle look a module up by name; tracebacks look its lines up by file name.
-        sys.modules[module.__name__] = module
-        linecache.cache[self.file] = (len(self.text), None, self.text.splitlines(keepends=True), self.file)
-        exec(code, module.__dict__)
-        return module
-
-    def line_of(self, error: BaseException) -> int | None:
-        """The innermost line of the user's file in the error's traceback."""
-        lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == self.file]
-        return lines[-1] if lines else None
 
 
 def load_reward(recipe: Recipe) -> RewardSource:
@@ -83,47 +101,6 @@ def load_reward(recipe: Recipe) -> RewardSource:
     if not colon or not path or not name:
         raise UserError(f"reward.function: `{function}` is none of `task`, `math` and `path/to/file.py:name`")
     where = f"reward.function {function}"
-    if not Path(path).is_file():
-        raise UserError(f"{where}: no such file `{path}`")
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"{where}: `{path}` is not UTF-8 text; give a Python file") from None
-    source = RewardSource("file", name, file=path, text=text)
-    _check(source, where)
-    return source
-
-
-def _check(source: RewardSource, where: str) -> None:
-    try:
-        module = source._module()
-    except SyntaxError as error:
-        raise UserError(f"{where}: syntax error in line {error.lineno}: {error.msg}") from None
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"{where}: line {source.line_of(error)} imports `{error.name}`, which is not installed; the file is shipped "
-            "alone, so it may import installed packages only"
-        ) from None
-    except (Exception, SystemExit) as error:
-        line = source.line_of(error)
-        at = f"line {line}" if line is not None else "the file"
-        words = " ".join(str(error).split())
-        raise UserError(f"{where}: {at} failed when it was loaded: {type(error).__name__}: {words}") from None
-    if not hasattr(module, source.name):
-        own = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
-        found = f"it defines {', '.join(f'`{n}`' for n in own)}" if own else "it defines no function"
-        raise UserError(f"{where}: the file has no function `{source.name}`; {found}")
-    value = getattr(module, source.name)
-    contract = CONTRACT.format(name=source.name)
-    if not callable(value) or inspect.isclass(value):
-        raise UserError(f"{where}: `{source.name}` is not a function; write `{contract}`")
-    if inspect.iscoroutinefunction(value):
-        raise UserError(f"{where}: `{source.name}` is async; write `{contract}`")
-    try:
-        signature = inspect.signature(value)
-    except ValueError:  # some built-in callables have none: the first call will tell
-        return
-    try:
-        signature.bind("", "", {})
-    except TypeError:
-        raise UserError(f"{where}: `{source.name}{signature}` cannot take three arguments; write `{contract}`") from None
+    file = UserFile.read(path, where)
+    function_of(file.checked_module(where), name, CONTRACT.format(name=name), ("", "", {}), where)
+    return RewardSource("file", name, file=path, text=file.text)

@@ -43,10 +43,12 @@ def math_reward(prompt: str, response: str, row: dict[str, Any], answer_column: 
     answer = final_answer(response)
     if not answer:
         return 0.0
-    gold_number, number = _plain(gold), _plain(answer)
-    if gold_number is not None and number is not None:
-        return float(gold_number == number)
-    return _math_verify(gold, answer)
+    equal = equal_numbers(gold, answer)
+    if equal is None:
+        equal = verified(gold, answer)
+    if equal is None:
+        raise ValueError(f"math-verify cannot read the reference answer {gold!r}")
+    return float(equal)
 
 
 def final_answer(response: str) -> str | None:
@@ -98,10 +100,17 @@ def _fraction(text: str) -> Fraction:
     return Fraction(re.sub(r"[\s,$€£]", "", text).replace("−", "-"))
 
 
-def _math_verify(gold: str, answer: str) -> float:
+def equal_numbers(gold: str, answer: str) -> bool | None:
+    """Whether two plain numbers are equal; None where one of them is not plain."""
+    gold_number, number = _plain(gold), _plain(answer)
+    return None if gold_number is None or number is None else gold_number == number
+
+
+def verified(gold: str, answer: str) -> bool | None:
+    """What math-verify says; None where it cannot read the first of them."""
     import math_verify
 
-    # Its own time limits use SIGALRM, which is ours here (worker.py): None switches them off, and a warning on.
+    # Its own time limits use SIGALRM, which is ours here (limit.py): None switches them off, and a warning on.
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
     configs = [math_verify.LatexExtractionConfig(), math_verify.ExprExtractionConfig()]
@@ -109,6 +118,4 @@ def _math_verify(gold: str, answer: str) -> float:
         math_verify.parse(text if "$" in text else f"${text}$", configs, fallback_mode="no_fallback", parsing_timeout=None)
         for text in (gold, answer)
     ]
-    if not parsed[0]:
-        raise ValueError(f"math-verify cannot read the reference answer {gold!r}")
-    return float(math_verify.verify(parsed[0], parsed[1], timeout_seconds=None))
+    return bool(math_verify.verify(parsed[0], parsed[1], timeout_seconds=None)) if parsed[0] else None

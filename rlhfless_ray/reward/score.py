@@ -13,23 +13,24 @@ from ray.exceptions import RayActorError
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.pool import Pool
-from rlhfless_ray.reward.functions import RewardSource
-from rlhfless_ray.reward.worker import RewardWorker, Score
+from rlhfless_ray.reward.functions import Source
+from rlhfless_ray.reward.worker import Score
 from rlhfless_ray.types import Sample, Span
 from rlhfless_ray.waits import STOP
 
 ANSWER_S = 2.0  # a worker that has worked for this long answers with what it has
 SLACK_S = 30.0  # beyond that and the time limit of one sample: the worker's own start
 
-Item = tuple[int, str, str, dict[str, Any]]  # position in the step's samples, prompt, response, row
+Item = tuple[Any, ...]  # what the source's worker takes; first comes the position in the step's samples
+MakeItem = Callable[[int, Sample], Item]
 
 
 class RewardActor:
     """The scoring function's process."""
 
-    def __init__(self, source: RewardSource, timeout_s: float) -> None:
+    def __init__(self, source: Source, timeout_s: float) -> None:
         start = time.time()
-        self.worker = RewardWorker(source, timeout_s)
+        self.worker = source.worker(timeout_s)
         self.imported = Span("start", "load reward function", start, time.time())
 
     def open(self, threads: int) -> dict[str, Any]:
@@ -59,12 +60,18 @@ class Scoring:
     `max_failed` samples failed the rest is left alone: they have neither reward nor error. A worker that does not answer hangs
     where no signal reaches (in foreign code): it is killed and replaced, as one that died is, and the rest of its share is
     scored one by one, so that the sample at fault can be named. Raises RunError, naming it, when instances were replaced more
-    than `max_replacements` times.
+    than `max_replacements` times. `item` makes of a sample what the pool's workers take; they score `batch_samples` in one call.
     """
 
-    def __init__(self, pool: Pool, timeout_s: float, max_failed: float, max_replacements: int) -> None:
+    def __init__(
+        self, pool: Pool, timeout_s: float, max_failed: float, max_replacements: int, item: MakeItem | None = None,
+        batch_samples: int = 1,
+    ) -> None:
         self.pool, self.timeout_s = pool, timeout_s
         self.max_failed, self.max_replacements = max_failed, max_replacements
+        self.item = item or _row
+        # a batch that fails is scored again one by one before the worker answers
+        self.call_s = timeout_s * (2 * batch_samples if batch_samples > 1 else 1)
         self.samples: list[Sample] = []
         self.running: dict[Any, _Call] = {}
         self.done = self.failed = 0
@@ -76,14 +83,14 @@ class Scoring:
     def add(self, samples: list[Sample]) -> None:
         first = len(self.samples)
         self.samples += samples
-        items = [(first + i, s.prompt.text, s.text, s.prompt.row) for i, s in enumerate(samples)]
+        items = [self.item(first + i, sample) for i, sample in enumerate(samples)]
         for k, worker in enumerate(self.pool.working):
             self._ask(worker, items[k :: len(self.pool.working)], singly=False)
 
     def _ask(self, worker: Instance, left: list[Item], singly: bool) -> None:
         if left and not self.gave_up:
             ref = worker.actor.score.remote(left[:1] if singly else left, ANSWER_S)
-            self.running[ref] = _Call(worker, left, singly, time.monotonic() + ANSWER_S + self.timeout_s + SLACK_S)
+            self.running[ref] = _Call(worker, left, singly, time.monotonic() + ANSWER_S + self.call_s + SLACK_S)
 
     def hear(self, wait_s: float = 0.0) -> bool:
         """Take the answers that are there, or come within `wait_s`; whether there were any."""
@@ -104,7 +111,9 @@ class Scoring:
             scores = [Score(call.left[0][0], None, _gone(self.timeout_s))] if at else []
             singly = True
         for score in scores:
-            self.samples[score.key].reward, self.samples[score.key].error = score.reward, score.error
+            sample = self.samples[score.key]
+            sample.reward, sample.error, sample.score = score.reward, score.error, score.score
+            sample.extra_logs = dict(score.extra_logs)
         self.done += len(scores)
         self.failed += sum(score.error is not None for score in scores)
         self._ask(worker, call.left[len(scores) :], singly)
@@ -126,6 +135,22 @@ def score_samples(
     scoring.add(samples)
     scoring.finish(say)
     return scoring.failed
+
+
+def _row(key: int, sample: Sample) -> Item:
+    return key, sample.prompt.text, sample.text, sample.prompt.row
+
+
+def maker(source: Source, tokenizer: Any) -> MakeItem:
+    """`item` for `Scoring`."""
+
+    def decode(token_ids: list[int]) -> str:
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def make(key: int, sample: Sample) -> Item:
+        return source.item(key, sample, decode)
+
+    return make
 
 
 def _answer(pool: Pool, worker: Instance, ref: Any) -> list[Score] | None:

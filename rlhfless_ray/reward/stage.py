@@ -9,14 +9,18 @@ from typing import Any
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.pool import Pool
-from rlhfless_ray.reward.score import Scoring, check_failures
+from rlhfless_ray.reward.functions import Source
+from rlhfless_ray.reward.score import Scoring, check_failures, maker
 from rlhfless_ray.site import Site
 from rlhfless_ray.types import Sample
 
 
 class ScoreStage:
-    def __init__(self, site: Site, pool: Pool) -> None:
+    def __init__(self, site: Site, pool: Pool, source: Source | None = None, tokenizer: Any = None) -> None:
+        """Without a source samples are given as a function `(prompt, response, row)` takes them."""
         self.site, self.pool = site, pool
+        self.item = maker(source, tokenizer) if source is not None else None
+        self.batch_samples = source.batch_samples if source is not None else 1
         self.ahead: Scoring | None = None  # of the step whose rollout goes on
 
     # ---- ahead, while engines work ----------------------------------------------------------------------------
@@ -61,7 +65,9 @@ class ScoreStage:
     def _scoring(self, samples: int) -> Scoring:
         recipe = self.site.recipe
         most = recipe.reward.max_failed_share * samples
-        return Scoring(self.pool, recipe.reward.timeout_s, most, recipe.functions.max_replacements)
+        return Scoring(
+            self.pool, recipe.reward.timeout_s, most, recipe.functions.max_replacements, self.item, self.batch_samples
+        )
 
     def score(self, samples: list[Sample], step: int, name: str = "step") -> int:
         """Every sample's reward, of those that were not scored ahead; returns how many have none. Raises RunError when too many:

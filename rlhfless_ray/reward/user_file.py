@@ -1,0 +1,94 @@
+"""A user's Python file as a value: read and checked on the driver, shipped as text, run where it is needed."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import linecache
+import sys
+import traceback
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhfless_ray.errors import UserError
+
+
+@dataclass(frozen=True)
+class UserFile:
+    """Plain strings, so it pickles."""
+
+    path: str  # as the user wrote it: for messages only, it is never opened again
+    text: str
+
+    @classmethod
+    def read(cls, path: str, where: str) -> UserFile:
+        """Raises UserError, which begins with `where`, for a missing file and one that is no text."""
+        if not Path(path).is_file():
+            raise UserError(f"{where}: no such file `{path}`")
+        try:
+            return cls(path, Path(path).read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            raise UserError(f"{where}: `{path}` is not UTF-8 text; give a Python file") from None
+
+    def module(self) -> types.ModuleType:
+        """Runs the file's top-level code. Names of OpenRLHF that it imports are offered where OpenRLHF is absent."""
+        from rlhfless_ray.reward.offered import offer
+
+        if "openrlhf" in self.text:
+            offer()
+        code = compile(self.text, self.path, "exec")
+        module = types.ModuleType(f"rlhfless_reward_{hashlib.sha256(self.text.encode()).hexdigest()[:12]}")
+        module.__file__ = self.path
+        # Dataclasses and pickle look a module up by name; tracebacks look its lines up by file name.
+        sys.modules[module.__name__] = module
+        linecache.cache[self.path] = (len(self.text), None, self.text.splitlines(keepends=True), self.path)
+        exec(code, module.__dict__)
+        return module
+
+    def checked_module(self, where: str) -> types.ModuleType:
+        """`module()`; raises UserError, which begins with `where`, with the line of a syntax, import or other error."""
+        try:
+            return self.module()
+        except SyntaxError as error:
+            raise UserError(f"{where}: syntax error in line {error.lineno}: {error.msg}") from None
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"{where}: line {self.line_of(error)} imports `{error.name}`, which is not installed; the file is shipped "
+                "alone, so it may import installed packages only"
+            ) from None
+        except (Exception, SystemExit) as error:
+            line = self.line_of(error)
+            at = f"line {line}" if line is not None else "the file"
+            words = " ".join(str(error).split())
+            raise UserError(f"{where}: {at} failed when it was loaded: {type(error).__name__}: {words}") from None
+
+    def line_of(self, error: BaseException) -> int | None:
+        """The innermost line of the file in the error's traceback."""
+        lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == self.path]
+        return lines[-1] if lines else None
+
+
+def function_of(module: types.ModuleType, name: str, contract: str, arguments: tuple[Any, ...], where: str) -> Any:
+    """The module's function of that name. Raises UserError, which begins with `where`, where there is none, it is not callable
+    or cannot be called with the arguments."""
+    if not hasattr(module, name):
+        own = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
+        found = f"it defines {', '.join(f'`{n}`' for n in own)}" if own else "it defines no function"
+        raise UserError(f"{where}: the file has no function `{name}`; {found}")
+    value = getattr(module, name)
+    if not callable(value) or inspect.isclass(value):
+        raise UserError(f"{where}: `{name}` is not a function; write `{contract}`")
+    if inspect.iscoroutinefunction(value):
+        raise UserError(f"{where}: `{name}` is async; write `{contract}`")
+    try:
+        signature = inspect.signature(value)
+    except ValueError:  # some built-in callables have none: the first call will tell
+        return value
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        count = {1: "one argument", 3: "three arguments"}[len(arguments)]
+        raise UserError(f"{where}: `{name}{signature}` cannot take {count}; write `{contract}`") from None
+    return value
