@@ -22,7 +22,7 @@ CONTRACT = "def {name}(prompt: str, response: str, row: dict) -> float"
 
 class Worker(Protocol):
     def score(self, items: list[Any], budget_s: float) -> list[Score]:
-        """Of the first items, at least one and as many as were done in that time; in their order."""
+        """Of as many items as were done in that time; of none where something is waited for."""
 
 
 class Source(Protocol):

@@ -116,7 +116,8 @@ class Scoring:
             sample.extra_logs = dict(score.extra_logs)
         self.done += len(scores)
         self.failed += sum(score.error is not None for score in scores)
-        self._ask(worker, call.left[len(scores) :], singly)
+        done = {score.key for score in scores}
+        self._ask(worker, [item for item in call.left if item[0] not in done], singly)
 
     def finish(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Wait until every sample has its reward or error, or too many have failed."""
