@@ -72,6 +72,8 @@ def recipe_for(
         "prompts": {"path": str(world.prompts), "prompt_column": "prompt", "answer_column": "", "batch_prompts": prompts},
         "evaluate": {"prompts": 0},
         "rollout": {"samples_per_prompt": samples, "max_tokens": max_tokens, "max_actors": actors},
+        # what the replayed learner takes is one number for all of an update: nothing of it can be done before
+        "learner": {"overlap": "off"},
         "reward": {"function": f"{world.reward}:reward"},
         "checkpoint": {"every_steps": 10**6},
         "watch": {"progress": "off", "tensorboard": False, "wandb": "off"},
