@@ -242,7 +242,7 @@ class Autoscaler:
     def observe_step(self, phases: dict[str, float], wall_s: float, samples: int) -> None:
         """Where a finished step's wall time went, evaluation apart. The learner's own time comes by `observe_update`."""
         self.terms.score.observe(float(samples), phases.get("score", 0.0))
-        known = sum(phases.get(name, 0.0) for name in ("rollout", "score", "eval"))
+        known = sum(phases.get(name, 0.0) for name in ("prefill", "rollout", "score", "eval"))
         self.outside.observe(0.0, wall_s - known - self.update_s)
 
     def observe_samples(self, prompts: list[Prompt], samples: list[Sample]) -> None:

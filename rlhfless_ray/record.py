@@ -105,6 +105,7 @@ class Record:
         inside rollout, learn and eval."""
         publish = seconds.get("publish", 0.0)
         phases = {
+            **({"prefill": seconds["prefill"]} if "prefill" in seconds else {}),
             "rollout": seconds.get("rollout", 0.0), "score": seconds.get("score", 0.0),
             "learn": seconds.get("learn", 0.0) - publish, "publish": publish, "eval": seconds.get("eval", 0.0),
         }

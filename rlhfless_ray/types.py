@@ -125,6 +125,7 @@ class Step:
     prompts: list[Prompt] = field(default_factory=list)
     forecast: Any = None  # placement.lengths.Scenarios: joint draws of every response's length
     plan: Any = None  # rlhfless_ray.autoscale.RolloutPlan
+    prefixes: Any = None  # rlhfless_ray.prefix.stage.StepPrefixes; None: no prefix KV in this run
     samples: list[Sample] = field(default_factory=list)
     stats: UpdateStats | None = None
     evaluation: dict[str, float] = field(default_factory=dict)

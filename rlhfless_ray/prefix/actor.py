@@ -51,6 +51,8 @@ class Prefilled:
 class PageActor(RolloutActor):
     @property
     def _store(self) -> PageStore:
+        if self.engine is None:
+            raise RunError("this instance has not started its engine")
         store = self.engine.pages
         if store is None or store.kind is None:
             raise RunError(f"this engine keeps no pages: {'prefix_kv is off' if store is None else store.refused}")

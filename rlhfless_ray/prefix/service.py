@@ -233,11 +233,13 @@ class PrefixService:
             with contextlib.suppress(Exception):  # a replica that died comes back; whoever asks is told what failed
                 self.handle.beat.remote()
 
-    def stop(self) -> None:
-        """Remove our application, and with it the pages. Serve itself stays: it may be somebody else's."""
+    def stop(self, remove: bool = True) -> None:
+        """Remove our application, and with it the pages. Serve itself stays: it may be somebody else's. Without `remove` the
+        cluster is about to end."""
         from ray import serve
 
         self._ended.set()
         if self.handle is not None:
             self.handle = None
-            serve.delete(self.name)
+            if remove:
+                serve.delete(self.name)

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from placement.prefix import PrefixChoice, PrefixSpeed, choose_prefix
 from rlhfless_ray.errors import RunError
-from rlhfless_ray.functions.instance import Instance
+from rlhfless_ray.functions.instance import Instance, reason_of
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.prefix.actor import Fetched
 from rlhfless_ray.prefix.demand import prefix_demand
@@ -41,16 +41,17 @@ class StepPrefixes:
 class PrefixStage:
     def __init__(
         self, site: Site, pool: Pool, mode: str, *, run_id: str, block_size: int, page_bytes: int, store_bytes: int,
-        blocked: str | None = None, max_instances: int = 1,
+        blocked: str | None = None, max_instances: int = 1, private: bool = False,
     ) -> None:  # fmt: skip
         """`pool`: prefill instances (`PageActor`). `mode`: auto, on or off. `page_bytes`: as estimated from the policy; the
-        engines tell. `store_bytes`: the object store's size. `blocked`: why this policy cannot be served."""
+        engines tell. `store_bytes`: the object store's size. `blocked`: why this policy cannot be served. `private`: the
+        cluster ends with the run, and the service with it."""
         self.site, self.pool, self.mode, self.blocked = site, pool, mode, blocked
         self.block_size, self.page_bytes, self.max_instances = block_size, page_bytes, max_instances
         self.cap_bytes = int(SHARE_OF_STORE * store_bytes)
         self.speed = PrefixSpeed.first_guess(site.autoscaler.terms.prefill.per_unit_s, max(page_bytes, 1))
         self.service = PrefixService(run_id, self.cap_bytes)
-        self.told = ""
+        self.private, self.told = private, ""
         self.failed_in_a_row = 0
 
     def choose(self, prompts: Sequence[Sequence[int]], shares: Sequence[np.ndarray], steps_left: int) -> PrefixChoice:
@@ -88,7 +89,7 @@ class PrefixStage:
             if self.service.handle is None:
                 self.service.start()
             site.spare = self.pool.resize(choice.instances, site.spare, need=0, wait_s=0.2)
-            fetch_weights(self.pool, weights)
+            unready = self._made_ready(weights)
             producers = [Producer(instance.actor, len(instance.leases)) for instance in self.pool.working]
             within_s = site.recipe.functions.lease_deadline_s
             said = len(self.service.failures)
@@ -97,15 +98,28 @@ class PrefixStage:
             self._account(step, time.monotonic() - start)
             if step.prepared.failed:
                 self._end_failed()
-            for instance in self.pool.working:
-                site.told_start(instance)
             site.spare += self.pool.park_all()
-        for failure in [*step.prepared.failed, *self.service.failures[said:]]:
+        for failure in [*unready, *step.prepared.failed, *self.service.failures[said:]]:
             site.record.progress.message(f"prefix KV: {failure}; engines compute what is missing")
         self.failed_in_a_row = 0 if step.prepared.refs else self.failed_in_a_row + 1
         if self.failed_in_a_row >= GIVE_UP:
             self.blocked = f"it came to nothing in {GIVE_UP} steps in a row"
         return step
+
+    def _made_ready(self, weights: WeightVersion) -> list[str]:
+        """Instances that have started and loaded; of the others, which end here, why. They are waited for: the index's calls
+        come from another process, and Ray keeps the order of calls of one caller only."""
+        fetch_weights(self.pool, weights)
+        failed = []
+        for instance in list(self.pool.working):
+            try:
+                before = [ref for ref in (instance.opened, instance.loading) if ref is not None]
+                get(before, self.site.recipe.functions.lease_deadline_s, f"{instance.id} to be ready")
+                self.site.told_start(instance)
+            except (RayActorError, RayTaskError, RunError) as error:
+                failed.append(instance.failure() or f"{instance.id}: {reason_of(error)}")
+                self.pool.lose(instance)
+        return failed
 
     def _end_failed(self) -> None:
         """Instances that died, hang or could not start: the next step that needs one starts it anew."""
@@ -149,8 +163,8 @@ class PrefixStage:
             try:
                 fetched: Fetched = get(told, FETCH_S, f"{instance.id} to have fetched its pages")
                 loaded, load_s = get(dropped, FETCH_S, f"{instance.id} to drop its pages")
-            except (RayActorError, RayTaskError):
-                counts["lost_engines"] += 1
+            except (RayActorError, RayTaskError, RunError):
+                counts["lost"] += 1
                 continue
             self.site.ledger.spans([lease.id for lease in instance.leases], fetched.spans)
             self.speed.observe_fetch(fetched.pages, fetched.seconds, loaded, load_s)
@@ -165,4 +179,4 @@ class PrefixStage:
     def close(self) -> None:
         """Processes end, leases go, the application is removed."""
         self.site.leases.release(self.pool.close())
-        self.service.stop()
+        self.service.stop(remove=not self.private)
