@@ -72,7 +72,7 @@ def hire(
     dump = recipe.model_dump()
     config = ray.put(without_weights(files))
     engine = {
-        "device": resource, "max_model_len": longest_prompt_tokens + recipe.rollout.max_tokens,
+        "device": resource, "max_model_len": recipe.rollout.longest_tokens(longest_prompt_tokens),
         "dtype": recipe.policy.dtype, "trust_remote_code": recipe.policy.trust_remote_code, **dump["rollout"],
     }
     ranks = itertools.count()

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -198,6 +199,24 @@ def _swap_folder(path: Path, files: dict[str, bytes]) -> Path:
     os.replace(temporary, path)
     shutil.rmtree(old, ignore_errors=True)
     return path
+
+
+def check_writable(folder: Path, setting: str) -> None:
+    """Make the folder, so that a run does not find out at its end. Raises UserError where that cannot be, or nothing can be
+    written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"{setting} {folder}: cannot be written to: {error.strerror}") from None
+
+
+def put_files(folder: Path, files: dict[str, bytes]) -> None:
+    """Into a folder that may hold others, which stay; each file is whole at every moment."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        _replace(folder / name, content)
 
 
 def _replace(path: Path, content: bytes) -> None:

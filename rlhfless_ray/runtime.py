@@ -12,6 +12,7 @@ import platform
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import Any, Self
 
 from placement.lengths import Scenarios
@@ -34,7 +35,7 @@ from rlhfless_ray.record import Record
 from rlhfless_ray.reward.functions import load_reward
 from rlhfless_ray.reward.stage import ScoreStage
 from rlhfless_ray.rollout.stage import RolloutStage
-from rlhfless_ray.run_folder import RunFolder
+from rlhfless_ray.run_folder import RunFolder, check_writable, put_files
 from rlhfless_ray.site import Site
 from rlhfless_ray.types import Prompt, Sample, Step, UpdateStats, WeightVersion
 from rlhfless_ray.waits import STOP
@@ -50,12 +51,19 @@ class Runtime:
 
     def __init__(self, recipe: Recipe, *, resume: bool = False) -> None:
         """Reads and checks everything that can be checked without Ray. Raises UserError for the user's mistakes."""
-        self.recipe, self.resume = recipe, resume
+        self.resume = resume
         self.files, self.owes_warm_start = initial_policy(recipe)
         self.tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
         self.prompts = load_prompts(recipe, self.tokenizer, context_tokens(self.files))
         self.reward_source = load_reward(recipe)
-        self.cursor = Cursor(len(self.prompts.train), recipe.prompts.batch_prompts, recipe.prompts.shuffle, recipe.run.seed)
+        if recipe.save.path:
+            check_writable(Path(recipe.save.path), "save.path")
+        rows, batch, episodes = len(self.prompts.train), recipe.prompts.batch_prompts, recipe.run.episodes
+        self.cursor = Cursor(rows, batch, recipe.prompts.shuffle, recipe.run.seed, ends=episodes is not None)
+        if episodes is not None:
+            run = recipe.run.model_copy(update={"steps": episodes * self.cursor.batches_per_epoch})
+            recipe = recipe.model_copy(update={"run": run})
+        self.recipe = recipe
         self.autoscaler = Autoscaler(recipe, FIRST_SPEED)
         self.cluster = RayCluster(recipe)
         self.cursor_done = self.cursor.state()  # after the last finished step: a stop inside a step repeats it whole
@@ -95,6 +103,8 @@ class Runtime:
             self.ledger.resume_from(self.folder.path / "ledger.csv", self.steps_done)
             self.record = Record(self.recipe, self.folder, self.ledger, self.steps_done)
             stack.push(self._ended)
+            for note in self.prompts.notes:
+                self.record.progress.message(note)
             self.phases = Phases(self.record.progress.phase)
             self.step = Step(self.steps_done)
             self._hire(resource)
@@ -274,6 +284,8 @@ class Runtime:
         """The final model, beside the tokenizer and config it needs."""
         files = {**without_weights(self.files), "model.safetensors": self.gang.snapshot()["model.safetensors"]}
         self.folder.write_model(files)
+        if self.recipe.save.path:
+            put_files(Path(self.recipe.save.path), files)
         self.finished = True
 
     # ---- state ------------------------------------------------------------------------------------------------

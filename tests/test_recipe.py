@@ -97,7 +97,7 @@ def test_any_value_survives_yaml(text: str, seed: int, rate: float) -> None:
     [
         ("rollout.temprature", "rollout.temperature"), ("rollout.max_token", "rollout.max_tokens"), ("lerner.ranks", "learner"),
         ("algorithm.kl.coeficient", "algorithm.kl.coefficient"),
-        ("learner.temperature", "rollout.temperature"),
+        ("learner.kv_cache_mb", "rollout.kv_cache_mb"),
         ("run.learning_rate", "learning_rate"), ("policy.hidden", "policy.hidden_size"),
     ],
 )

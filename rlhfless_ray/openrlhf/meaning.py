@@ -128,7 +128,7 @@ def input_template(x: str | None, v: Values) -> dict[str, Any]:
 
 
 def evaluation_set(x: str | None, v: Values) -> dict[str, Any]:
-    return {"evaluate.prompts": 0} if no_evaluation(v) else {"evaluate.path": x}
+    return {"evaluate.prompts": 0} if no_evaluation(v) else {"evaluate.path": x, "evaluate.greedy": False}
 
 
 def decay(section: str) -> Callable[[float, Values], dict[str, Any]]:

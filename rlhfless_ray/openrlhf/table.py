@@ -296,7 +296,7 @@ RULES: tuple[Rule, ...] = (
     _row("data.prompt_probs", "exact", "prompts.probabilities", lambda x, v: {"prompts.probabilities": m.probabilities(v)}),
     _row("data.prompt_split", "exact", "prompts.split"),
     _row(
-        "eval.dataset", "exact", "evaluate.path evaluate.prompts", m.evaluation_set,
+        "eval.dataset", "exact", "evaluate.path evaluate.prompts evaluate.greedy", m.evaluation_set,
         idle=lambda v: m.no_evaluation(v) if v["eval.dataset"] else "",
     ),
     _row("eval.split", "exact", "evaluate.split", idle=m.no_evaluation),
@@ -339,8 +339,9 @@ RULES: tuple[Rule, ...] = (
     _row("use_ms", "cond", "policy.hub", lambda x, v: {"policy.hub": "modelscope" if x else "huggingface"}),
 )
 
-ALWAYS: dict[str, Any] = {"learner.ranks_may_shrink": True, "watch.metric_names": "openrlhf"}
-"""What no flag says and a drop-in needs, as soon as the recipe can say it: start smaller where the cluster is; metric names."""
+ALWAYS: dict[str, Any] = {"learner.ranks_may_shrink": True, "watch.metric_names": "openrlhf", "prompts.add_bos": False}
+"""What no flag says and a drop-in needs, as soon as the recipe can say it: start smaller where the cluster is; metric names;
+prompts' tokens without those that a tokenizer adds."""
 
 
 @cache

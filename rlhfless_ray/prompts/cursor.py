@@ -13,12 +13,14 @@ class Cursor:
     """Hands out row indices, `batch` at a time.
 
     Every epoch is a permutation that follows from (seed, epoch). Batches run across the end of an epoch, so every row is
-    seen exactly once per epoch and every batch is full; a batch that spans two epochs may hold a row of each twice.
+    seen exactly once per epoch and every batch is full; a batch that spans two epochs may hold a row of each twice. With
+    `ends` a batch ends with its epoch instead, whose last one has the rows that are left.
     """
 
-    def __init__(self, n_rows: int, batch: int, shuffle: bool, seed: int) -> None:
+    def __init__(self, n_rows: int, batch: int, shuffle: bool, seed: int, *, ends: bool = False) -> None:
         if n_rows < 1 or batch < 1:
             raise ValueError("n_rows and batch must be at least 1")
+        self.ends = ends
         self.n_rows, self.batch, self.shuffle, self.seed = n_rows, batch, shuffle, seed
         self._taken = 0  # rows handed out since the start
         self._order_epoch, self._order = -1, np.empty(0, dtype=np.int64)
@@ -29,14 +31,21 @@ class Cursor:
         return self._taken // self.n_rows
 
     def next(self) -> list[int]:
-        """The next `batch` row indices."""
+        """The next `batch` row indices; fewer at the end of an epoch that ends its batches."""
         rows: list[int] = []
         while len(rows) < self.batch:
             start = self._taken % self.n_rows
             part = self._permutation(self.epoch)[start : start + self.batch - len(rows)]
             rows += part.tolist()
             self._taken += len(part)
+            if self.ends and self._taken % self.n_rows == 0:
+                break
         return rows
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Of an epoch that ends its batches."""
+        return -(-self.n_rows // self.batch)
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, as JSON."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.errors import UserError
-from rlhfless_ray.prompts.read import Named, read_rows
+from rlhfless_ray.prompts.read import Named
+from rlhfless_ray.prompts.sources import read_sources
 from rlhfless_ray.prompts.tasks import task
 from rlhfless_ray.types import Prompt
 
@@ -23,49 +25,83 @@ class PromptSet:
 
     train: list[Prompt]
     heldout: list[Prompt]
+    notes: tuple[str, ...] = ()  # what the user should know of rows that were left out
 
 
 def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None = None) -> PromptSet:
     """Read or generate the rows, apply the template and tokenize; `context_tokens` is the longest sequence the policy takes.
 
     With template `chat` the text is what the chat template renders, and its token ids are that text's, nothing added. With
-    template `none` the beginning-of-sequence token comes first exactly where the tokenizer itself would put one, and
-    nothing is ever added at the end. Prompts are never truncated and rows never dropped: what does not fit raises a
-    UserError that names the row.
+    template `none` the beginning-of-sequence token comes first exactly where the tokenizer itself would put one (and the
+    recipe lets it), and nothing is ever added at the end. Prompts are never truncated; rows are left out only where the
+    recipe says so, else what does not fit raises a UserError that names the row.
     """
-    section = recipe.prompts
-    held = recipe.evaluate.prompts
+    section, held = recipe.prompts, recipe.evaluate.prompts
     if section.task:
         source = task(section.task)
-        where = f"prompts.task {section.task}"
         # Held-out rows come from their own stream, and a task keeps their prompts out of the training split.
-        train_rows = source.rows(section.rows, recipe.run.seed, "train")
-        rows = [*train_rows, *source.rows(held, recipe.run.seed, "heldout")]
+        rows = [*source.rows(section.rows, recipe.run.seed, "train"), *source.rows(held, recipe.run.seed, "heldout")]
         named: list[Named] = [(f"row {number}", row) for number, row in enumerate(rows, 1)]
-        prompt_column = "prompt"
-    else:
-        where = f"prompts.path {section.path}"
-        named = read_rows(section.path)
-        prompt_column = section.prompt_column
-        _check_columns(named, where, prompt_column, section.answer_column)
-    n_train = len(named) - held
-    if n_train < section.batch_prompts:
+        found, left_out = _prompts(named, f"prompts.task {section.task}", "prompt", recipe, tokenizer, context_tokens)
+        return PromptSet(*_parted(found, held, len(left_out), recipe), _told(left_out, recipe))
+    seed = recipe.run.seed
+    named = read_sources(
+        section.sources, section.split, "prompts", probabilities=section.probabilities, max_rows=section.max_rows, seed=seed
+    )
+    found, left_out = _prompts(named, _where("prompts", section.sources), section.prompt_column, recipe, tokenizer, context_tokens)
+    if not recipe.evaluate.path or not held:
+        return PromptSet(*_parted(found, held, len(left_out), recipe), _told(left_out, recipe))
+    train, _ = _parted(found, 0, len(left_out), recipe)
+    paths = recipe.evaluate.path
+    sources = [paths] if Path(paths).exists() else paths.split(",")
+    named = read_sources(sources, recipe.evaluate.split, "evaluate", max_rows=section.max_rows)
+    heldout, more = _prompts(named, _where("evaluate", sources), section.prompt_column, recipe, tokenizer, context_tokens)
+    return PromptSet(train, [replace(p, index=len(train) + p.index) for p in heldout], _told(left_out + more, recipe))
+
+
+def _where(section: str, sources: list[str]) -> str:
+    return f"{section}.path {sources[0]}" if len(sources) == 1 else f"{section}.path{'s' if section == 'prompts' else ''}"
+
+
+def _parted(prompts: list[Prompt], held: int, left_out: int, recipe: Recipe) -> tuple[list[Prompt], list[Prompt]]:
+    """Training and held-out ones. Raises UserError where there are too few."""
+    n_train = len(prompts) - held
+    batch = recipe.prompts.batch_prompts
+    if n_train < (1 if recipe.run.episodes else batch):
+        section = recipe.prompts
+        where = f"prompts.task {section.task}" if section.task else _where("prompts", section.sources)
         setting = "prompts.rows" if section.task else "the file"
+        without = f" ({left_out} are too long and left out)" if left_out else ""
         raise UserError(
-            f"{where}: {len(named)} rows are too few for {section.batch_prompts} prompts per step (prompts.batch_prompts) "
+            f"{where}: {len(prompts)} rows{without} are too few for {batch} prompts per step (prompts.batch_prompts) "
             f"and {held} held-out ones (evaluate.prompts); lower one of them, or add rows to {setting}"
         )
-    texts = _texts(named, where, prompt_column, recipe, tokenizer)
+    return prompts[:n_train], prompts[n_train:]
+
+
+def _prompts(
+    named: list[Named], where: str, column: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None
+) -> tuple[list[Prompt], list[str]]:
+    """Prompts counted from 0, and the names of rows that are too long and left out."""
+    if not recipe.prompts.task:
+        _check_columns(named, where, column, recipe.prompts.answer_column, turns=recipe.prompts.template == "chat")
+    texts = _texts(named, where, column, recipe, tokenizer)
     ids = _token_ids(texts, where, recipe, tokenizer)
-    _check_lengths(named, ids, where, recipe, context_tokens)
-    prompts = [
-        Prompt(index=i, text=text, token_ids=tuple(tokens), row=row)
-        for i, ((_, row), text, tokens) in enumerate(zip(named, texts, ids, strict=True))
-    ]
-    return PromptSet(train=prompts[:n_train], heldout=prompts[n_train:])
+    fits = _fitting(named, ids, where, recipe, context_tokens)
+    rows = [(row, text, tokens) for (_, row), text, tokens, fit in zip(named, texts, ids, fits, strict=True) if fit]
+    prompts = [Prompt(index=i, text=text, token_ids=tuple(tokens), row=row) for i, (row, text, tokens) in enumerate(rows)]
+    return prompts, [name for (name, _), fit in zip(named, fits, strict=True) if not fit]
 
 
-def _check_columns(named: list[Named], where: str, prompt_column: str, answer_column: str) -> None:
+def _told(left_out: list[str], recipe: Recipe) -> tuple[str, ...]:
+    if not left_out:
+        return ()
+    shown = ", ".join(left_out[:5]) + (", …" if len(left_out) > 5 else "")
+    limit = recipe.prompts.max_prompt_tokens
+    return (f"{len(left_out)} prompts of more than {limit} tokens (prompts.max_prompt_tokens) are left out: {shown}",)
+
+
+def _check_columns(named: list[Named], where: str, prompt_column: str, answer_column: str, turns: bool) -> None:
     for name, row in named:
         for key, column in (("prompt_column", prompt_column), ("answer_column", answer_column)):
             if not column:
@@ -78,6 +114,8 @@ def _check_columns(named: list[Named], where: str, prompt_column: str, answer_co
                     f"{hint} prompts.{key}"
                 )
         cell = row[prompt_column]
+        if turns and isinstance(cell, list) and cell and all(isinstance(turn, dict) for turn in cell):
+            continue
         if not isinstance(cell, str):
             raise UserError(
                 f"{where}, {name}: the prompt in column `{prompt_column}` is {_kind(cell)}, not a string; fix the row or "
@@ -97,7 +135,8 @@ def _texts(named: list[Named], where: str, column: str, recipe: Recipe, tokenize
     if section.template == "none":
         if section.system:
             raise UserError("prompts.system: a system turn needs prompts.template=chat; set it, or remove prompts.system")
-        return [row[column] for _, row in named]
+        template = section.input_template
+        return [row[column] if template is None else template.format(row[column]) for _, row in named]
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"prompts.template: the tokenizer of {recipe.policy.path or 'the built-in policy'} has no chat template; set "
@@ -106,7 +145,11 @@ def _texts(named: list[Named], where: str, column: str, recipe: Recipe, tokenize
     system = [{"role": "system", "content": section.system}] if section.system else []
     texts = []
     for name, row in named:
-        turns = [*system, {"role": "user", "content": row[column]}]
+        cell = row[column]
+        own = [{"role": "user", "content": cell}] if isinstance(cell, str) else cell
+        if system and own[0].get("role") == "system":
+            raise UserError(f"{where}, {name}: the row has a system turn of its own; remove prompts.system, or the turn")
+        turns = [*system, *own]
         try:
             texts.append(str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)))
         except Exception as error:  # a template may raise anything; its own words say what it refuses
@@ -124,28 +167,38 @@ def _token_ids(texts: list[str], where: str, recipe: Recipe, tokenizer: PreTrain
     except Exception as error:
         words = " ".join(str(error).split())
         raise UserError(f"{where}: the policy's tokenizer cannot encode the prompts ({words}); use another policy") from None
-    if recipe.prompts.template == "none" and tokenizer.bos_token_id is not None:
+    if recipe.prompts.template == "none" and recipe.prompts.add_bos and tokenizer.bos_token_id is not None:
         added = tokenizer("")["input_ids"]
         if added[:1] == [tokenizer.bos_token_id]:
             ids = [[tokenizer.bos_token_id, *tokens] for tokens in ids]
     return ids
 
 
-def _check_lengths(
+def _fitting(
     named: list[Named], ids: list[list[int]], where: str, recipe: Recipe, context_tokens: int | None
-) -> None:
-    limit = recipe.prompts.max_prompt_tokens
-    for (name, _), tokens in zip(named, ids, strict=True):
-        if len(tokens) > limit:
+) -> list[bool]:
+    """Which rows are used. Raises UserError for one that is too long, unless such rows are to be left out."""
+    limit, rollout = recipe.prompts.max_prompt_tokens, recipe.rollout
+    fits = [len(tokens) <= limit for tokens in ids]
+    for (name, _), tokens, fit in zip(named, ids, fits, strict=True):
+        if not fit and recipe.prompts.overlong == "stop":
             raise UserError(
                 f"{where}, {name}: the prompt has {len(tokens)} tokens, more than prompts.max_prompt_tokens = {limit}; "
-                "raise the limit, or shorten or remove the row"
+                "raise the limit, shorten or remove the row, or set prompts.overlong=leave_out"
             )
-        if context_tokens is not None and len(tokens) + recipe.rollout.max_tokens > context_tokens:
+        room = rollout.response_tokens(len(tokens))
+        if fit and room < 1:
             raise UserError(
-                f"{where}, {name}: {len(tokens)} prompt tokens and rollout.max_tokens = {recipe.rollout.max_tokens} exceed "
-                f"the policy's context of {context_tokens} tokens; lower rollout.max_tokens, or shorten or remove the row"
+                f"{where}, {name}: {len(tokens)} prompt tokens leave nothing of rollout.max_total_tokens = "
+                f"{rollout.max_total_tokens} for a response; raise it, or lower prompts.max_prompt_tokens"
             )
+        if fit and context_tokens is not None and len(tokens) + room > context_tokens:
+            key = "max_tokens" if room == rollout.max_tokens else "max_total_tokens"
+            raise UserError(
+                f"{where}, {name}: {len(tokens)} prompt tokens and rollout.{key} = {getattr(rollout, key)} exceed "
+                f"the policy's context of {context_tokens} tokens; lower rollout.{key}, or shorten or remove the row"
+            )
+    return fits
 
 
 def _kind(value: Any) -> str:

@@ -12,24 +12,19 @@ from rlhfless_ray.errors import UserError
 Named = tuple[str, dict[str, Any]]  # ("line 7", the row)
 
 
-def read_rows(path: str) -> list[Named]:
-    """Every row of a JSONL, JSON, CSV or parquet file, or of a folder written by `Dataset.save_to_disk`.
+def read_file(file: Path, where: str) -> list[Named]:
+    """Every row of a JSONL, JSON, CSV, parquet or Arrow file. `where` begins every message.
 
     Raises UserError for a missing file, an unknown type, a malformed row (naming its line) and an empty file.
     """
-    file = Path(path)
-    where = f"prompts.path {path}"
-    if file.is_dir():
-        rows = _saved_dataset(file, where)
-    elif not file.is_file():
-        raise UserError(f"{where}: no such file; give the path of a JSONL, JSON, CSV or parquet file")
-    elif (reader := _READERS.get(file.suffix.lower())) is None:
-        raise UserError(f"{where}: unknown file type `{file.suffix}`; use .jsonl, .json, .csv or .parquet")
-    else:
-        try:
-            rows = reader(file, where)
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where}: not valid UTF-8 at byte {error.start}; save the file as UTF-8") from None
+    if not file.is_file():
+        raise UserError(f"{where}: no such file; give the path of a JSONL, JSON, CSV, parquet or Arrow file, or of a folder")
+    if (reader := FILE_TYPES.get(file.suffix.lower())) is None:
+        raise UserError(f"{where}: unknown file type `{file.suffix}`; use .jsonl, .json, .csv, .parquet or .arrow")
+    try:
+        rows = reader(file, where)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not valid UTF-8 at byte {error.start}; save the file as UTF-8") from None
     if not rows:
         raise UserError(f"{where}: the data set is empty; give a file with at least one row")
     return rows
@@ -101,34 +96,33 @@ def _parquet(file: Path, where: str) -> list[Named]:
     try:
         table = pyarrow.parquet.read_table(file)
     except (pyarrow.ArrowInvalid, OSError) as error:
-        raise UserError(f"{where}: not a readable parquet file ({_first_line(error)}); write it again") from None
+        raise UserError(f"{where}: not a readable parquet file ({first_line(error)}); write it again") from None
     return [(f"row {number}", row) for number, row in enumerate(table.to_pylist(), 1)]
 
 
-def _saved_dataset(folder: Path, where: str) -> list[Named]:
-    import datasets
+def _arrow(file: Path, where: str) -> list[Named]:
+    """Either of Arrow's formats: a stream, as `datasets` writes it, or a file with an index at its end."""
+    import pyarrow
 
-    try:
-        data = datasets.load_from_disk(str(folder))
-    except Exception as error:  # datasets raises many types, all of which mean that this is no such folder
-        raise UserError(
-            f"{where}: a folder that `datasets` cannot load ({_first_line(error)}); give a file, or a folder written by "
-            "Dataset.save_to_disk"
-        ) from None
-    if isinstance(data, datasets.DatasetDict):
-        raise UserError(
-            f"{where}: the folder holds several splits ({', '.join(data)}); give the folder of one, for example "
-            f"{folder / next(iter(data), 'train')}"
-        )
-    return [(f"row {number}", dict(row)) for number, row in enumerate(data, 1)]
+    with pyarrow.memory_map(str(file)) as source:
+        try:
+            try:
+                table = pyarrow.ipc.open_stream(source).read_all()
+            except pyarrow.ArrowInvalid:
+                source.seek(0)
+                table = pyarrow.ipc.open_file(source).read_all()
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            raise UserError(f"{where}: not a readable Arrow file ({first_line(error)}); write it again") from None
+        return [(f"row {number}", row) for number, row in enumerate(table.to_pylist(), 1)]
 
 
-_READERS = {
+FILE_TYPES = {
     ".jsonl": _jsonl,
     ".ndjson": _jsonl,
     ".json": _json,
     ".csv": _csv,
     ".parquet": _parquet,
+    ".arrow": _arrow,
 }
 
 
@@ -136,5 +130,5 @@ def _kind(value: Any) -> str:
     return {list: "a list", str: "a string", dict: "an object", type(None): "null"}.get(type(value), "a number")
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -10,15 +10,16 @@ import yaml
 from pydantic import ValidationError, model_validator
 
 from rlhfless_ray.errors import UserError
+from rlhfless_ray.recipe.data import Evaluate, Prompts
 from rlhfless_ray.recipe.reading import apply, known_keys, one_line, sentence
-from rlhfless_ray.recipe.running import Checkpoint, Cluster, Functions, Objective, Price, Run, Watch
-from rlhfless_ray.recipe.sampling import Evaluate, Policy, Prompts, Reward, Rollout, WarmStart
+from rlhfless_ray.recipe.running import Checkpoint, Cluster, Functions, Objective, Price, Run, Save, Watch
+from rlhfless_ray.recipe.sampling import Policy, Reward, Rollout, WarmStart
 from rlhfless_ray.recipe.section import Section
 from rlhfless_ray.recipe.training import Algorithm, Learner
 
 __all__ = [
     "Algorithm", "Checkpoint", "Cluster", "Evaluate", "Functions", "Learner", "Objective", "Policy", "Price", "Prompts", "Recipe",
-    "Reward", "Rollout", "Run", "WarmStart", "Watch", "known_keys",
+    "Reward", "Rollout", "Run", "Save", "WarmStart", "Watch", "known_keys",
 ]
 
 
@@ -39,13 +40,16 @@ class Recipe(Section):
     price: Price = Price()
     cluster: Cluster = Cluster()
     checkpoint: Checkpoint = Checkpoint()
+    save: Save = Save()
     watch: Watch = Watch()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
-        if bool(self.prompts.task) == bool(self.prompts.path):
-            raise ValueError("prompts: set exactly one of `task` (built in) and `path` (a file)")
-        if self.prompts.path and not self.policy.path:
+        if sum(map(bool, (self.prompts.task, self.prompts.path, self.prompts.paths))) != 1:
+            raise ValueError("prompts: set exactly one of `task` (built in) and `path` (a file) or `paths` (several)")
+        if self.evaluate.path and self.prompts.task:
+            raise ValueError("evaluate.path: a built-in task makes its own held-out rows; leave it out")
+        if self.prompts.sources and not self.policy.path:
             raise ValueError("policy.path: name a local Hugging Face model folder; only built-in tasks make their own policy")
         if self.rollout.samples_per_prompt < 2:
             raise ValueError(

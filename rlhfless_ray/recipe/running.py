@@ -16,6 +16,9 @@ class Run(Section):
     """Where run folders go."""
     steps: int = Field(100, ge=0)
     """Steps to train in total (a resumed run counts the steps before)."""
+    episodes: int | None = Field(None, ge=1)
+    """Passes over the training prompts, which then decide `steps`; the last step of each has the prompts that are left. None:
+    `steps` counts."""
     seed: int = 0
     """Every sample, shuffle and initial weight follows from it."""
 
@@ -83,6 +86,12 @@ class Checkpoint(Section):
     """Steps between two checkpoints; the last step always has one."""
     keep: int = Field(2, ge=1)
     """Older ones are removed."""
+
+
+class Save(Section):
+    path: str = ""
+    """Folder that the final model is written into too, as Hugging Face's libraries and vLLM load it. Other files there stay.
+    Empty: it is in the run folder's `model/` only."""
 
 
 class Watch(Section):

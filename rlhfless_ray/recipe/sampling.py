@@ -1,4 +1,4 @@
-"""Sections about what is answered, by which policy, and how it is scored."""
+"""Sections about who answers, how, and how that is scored."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhfless_ray.recipe.section import MOST_ROWS, OffIsAWord, Section
+from rlhfless_ray.recipe.section import OffIsAWord, Section
 
 
 class Policy(Section):
@@ -31,43 +31,14 @@ class WarmStart(Section):
     """Peak; linear warm-up over the first tenth, then cosine to zero."""
 
 
-class Prompts(Section):
-    task: str = ""
-    """A built-in task: `chain` or `sort`. Set this or `path`."""
-    path: str = ""
-    """A JSONL, JSON, CSV or parquet file."""
-    prompt_column: str = "question"
-    """Column with the prompt's text."""
-    answer_column: str = "answer"
-    """Column with the reference answer, handed to the reward function as part of the row. Empty: there is none."""
-    template: Literal["none", "chat"] = "none"
-    """`chat`: wrap each prompt as a user turn with the tokenizer's chat template."""
-    system: str = ""
-    """System turn put before each prompt when `template` is `chat`."""
-    rows: int = Field(4096, ge=1, le=MOST_ROWS)
-    """Rows a built-in task generates for training."""
-    batch_prompts: int = Field(32, ge=1)
-    """Prompts per step."""
-    max_prompt_tokens: int = Field(512, ge=1)
-    """A longer prompt ends the run before it starts: prompts are never truncated."""
-    shuffle: bool = True
-    """Shuffle every epoch, by the run's seed."""
-
-
-class Evaluate(Section):
-    prompts: int = Field(256, ge=0, le=MOST_ROWS)
-    """Held-out prompts. Built-in tasks generate them; with a file, its last rows are held out of training."""
-    every_steps: int = Field(0, ge=0)
-    """0: before the first step and after the last only."""
-    greedy: bool = True
-    """Evaluate greedily too, besides the sampling temperature of training."""
-
-
 class Rollout(Section):
     samples_per_prompt: int = Field(8, ge=1)
     """The group size."""
     max_tokens: int = Field(256, ge=1)
     """Longest response; a response cut there has finish reason `length`."""
+    max_total_tokens: int | None = Field(None, ge=2)
+    """Longest prompt and response together: a response has what its prompt leaves of it, and no more than `max_tokens`.
+    None: there is no such limit."""
     temperature: float = Field(1.0, gt=0)
     """Of the sampling distribution, which is also the one that is trained."""
     min_actors: int = Field(1, ge=1)
@@ -93,6 +64,15 @@ class Rollout(Section):
     """For `migrate: tau` only."""
     deadline_s: float = Field(1800, gt=0)
     """A rollout that takes longer ends the run."""
+
+    def response_tokens(self, prompt_tokens: int) -> int:
+        """The longest response that a prompt of so many tokens may have."""
+        left = self.max_tokens if self.max_total_tokens is None else self.max_total_tokens - prompt_tokens
+        return min(self.max_tokens, left)
+
+    def longest_tokens(self, longest_prompt_tokens: int) -> int:
+        """The longest sequence that there may be."""
+        return min(longest_prompt_tokens + self.max_tokens, self.max_total_tokens or longest_prompt_tokens + self.max_tokens)
 
 
 class Reward(Section):

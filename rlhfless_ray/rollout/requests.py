@@ -26,13 +26,14 @@ def step_requests(recipe: Recipe, step: int, prompts: list[Prompt]) -> list[Requ
     return requests
 
 
-def evaluation_requests(recipe: Recipe, prompts: list[Prompt], temperatures: list[float]) -> list[Request]:
-    """One request for each prompt at each temperature, the same in every evaluation of a run."""
-    pairs = [(temperature, prompt) for temperature in temperatures for prompt in prompts]
-    return [request(recipe, key, prompt, temperature, EVALUATION, 0) for key, (temperature, prompt) in enumerate(pairs)]
+def evaluation_requests(recipe: Recipe, prompts: list[Prompt], asked: list[tuple[float, int]]) -> list[Request]:
+    """`asked`: temperatures and how many responses to each prompt have it. One temperature after the other, the responses to
+    a prompt side by side; the same in every evaluation of a run."""
+    wanted = [(temperature, prompt, n) for temperature, count in asked for prompt in prompts for n in range(count)]
+    return [request(recipe, key, prompt, temperature, EVALUATION, n) for key, (temperature, prompt, n) in enumerate(wanted)]
 
 
 def request(recipe: Recipe, key: int, prompt: Prompt, temperature: float, step: int, sample: int) -> Request:
     name = struct.pack("<qqqq", recipe.run.seed, step, prompt.index, sample)
     seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
-    return Request(key, prompt.token_ids, seed, recipe.rollout.max_tokens, temperature)
+    return Request(key, prompt.token_ids, seed, recipe.rollout.response_tokens(len(prompt.token_ids)), temperature)

@@ -76,15 +76,15 @@ class RolloutStage:
         step.metrics |= {**stream.metrics(), **tail.metrics()}
         return beside.samples.all()
 
-    def answer(self, prompts: list[Prompt], temperatures: list[float], weights: WeightVersion) -> list[Sample]:
-        """One response to each prompt at each temperature, by as many engines as there can be; for evaluations."""
+    def answer(self, prompts: list[Prompt], asked: list[tuple[float, int]], weights: WeightVersion) -> list[Sample]:
+        """So many responses to each prompt at each temperature, by as many engines as there can be; for evaluations."""
         site = self.site
         site.spare = self.pool.resize(site.max_actors, site.spare, wait_s=0.2)
-        expected = np.tile(site.autoscaler.expected(prompts), len(temperatures))
-        groups = np.tile(np.arange(len(prompts)), len(temperatures))
-        requests = evaluation_requests(site.recipe, prompts, temperatures)
-        beside = self._beside(Samples(prompts * len(temperatures), 1, self.tokenizer), None)
-        self._run(requests, deal(expected, groups, len(self.pool.working)), expected, weights, None, beside)
+        requests = evaluation_requests(site.recipe, prompts, asked)
+        of = np.concatenate([np.repeat(np.arange(len(prompts)), count) for _, count in asked])
+        expected = site.autoscaler.expected(prompts)[of]
+        beside = self._beside(Samples([prompts[k] for k in of], 1, self.tokenizer), None)
+        self._run(requests, deal(expected, of, len(self.pool.working)), expected, weights, None, beside)
         site.spare += self._park()
         return beside.samples.all()
 

@@ -155,7 +155,7 @@ def test_mistakes_in_files_name_file_and_line(tmp_path: Path) -> None:
         return sentence
 
     assert "no such file" in refused(recipe(tmp_path / "nowhere.jsonl"))
-    assert "unknown file type `.txt`; use .jsonl, .json, .csv or .parquet" in say("rows.txt", "a")
+    assert "unknown file type `.txt`; use .jsonl, .json, .csv, .parquet or .arrow" in say("rows.txt", "a")
     for name in ("e.jsonl", "e.json", "e.csv"):
         assert "the data set is empty" in say(name, "")
     assert "the data set is empty" in say("header.csv", "question,answer\n")
@@ -176,8 +176,8 @@ def test_splits_of_a_saved_dataset_are_named(tmp_path: Path) -> None:
     import datasets
 
     datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "dict")
-    assert "several splits (train); give the folder of one" in refused(recipe(tmp_path / "dict"))
-    assert len(load_prompts(recipe(tmp_path / "dict" / "train"), letters()).train) == 7
+    assert "has no split `test`, only `train`" in refused(recipe(tmp_path / "dict", split="test"))
+    assert len(load_prompts(recipe(tmp_path / "dict"), letters()).train) == 7
 
 
 def test_what_does_not_fit_is_refused_by_row_never_cut(tmp_path: Path) -> None:

@@ -1,0 +1,147 @@
+"""Data sets of a recipe → rows: files, folders, builders and names on the hub; several of them, one after the other or mixed."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhfless_ray.errors import UserError
+from rlhfless_ray.prompts.read import FILE_TYPES, Named, first_line, read_file
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
+HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+
+
+def read_sources(
+    sources: list[str], split: str, setting: str, *, probabilities: list[float] | None = None, max_rows: int | None = None, seed: int = 0
+) -> list[Named]:
+    """The rows of every data set, at most `max_rows` of each and of all. `setting`: the recipe's section, for messages.
+
+    With probabilities rows are drawn by `datasets.interleave_datasets` until each data set was used up once; a row that comes
+    twice is there twice. Raises UserError for what cannot be read, a split that is not there, and a data set without rows.
+    """
+    found = [read_source(source, split, setting)[:max_rows] for source in sources]
+    if len(found) > 1:
+        found = [[(f"{name} of {source}", row) for name, row in rows] for source, rows in zip(sources, found, strict=True)]
+    if probabilities is not None:
+        from datasets import Dataset, interleave_datasets
+
+        numbers = [Dataset.from_dict({"of": [k] * len(rows), "row": range(len(rows))}) for k, rows in enumerate(found)]
+        mix = interleave_datasets(numbers, probabilities=probabilities, seed=seed, stopping_strategy="all_exhausted")
+        rows = [found[pair["of"]][pair["row"]] for pair in mix]
+    else:
+        rows = [row for part in found for row in part]
+    return rows[:max_rows]
+
+
+def read_source(source: str, split: str, setting: str) -> list[Named]:
+    """Every row of one data set; `source` may end in `@subdir`."""
+    path, where = Path(source), f"{setting}.path {source}"
+    name, at, subdir = source.rpartition("@")
+    if at and not path.exists():
+        path = Path(name)
+    else:
+        name, subdir = source, ""
+    if path.is_file() and subdir:
+        raise UserError(f"{where}: {path} is a file, which has no folder `{subdir}`")
+    if path.is_file() and path.suffix.lower() == ".py":
+        return _rows(_built(path, where), split, setting, where)
+    if path.is_file() or path.suffix.lower() in FILE_TYPES:
+        if split != "train":
+            raise UserError(f"{setting}.split: {source} is one file, it has no split `{split}`; leave the setting out")
+        return read_file(path, where)
+    if path.is_dir():
+        return _rows(_of_folder(path, subdir, where), split, setting, where)
+    if path.is_absolute() or not HUB_NAME.fullmatch(name):
+        raise UserError(f"{where}: no such file; give the path of a JSONL, JSON, CSV, parquet or Arrow file, or of a folder")
+    return _rows(_of_hub(name, subdir, where), split, setting, where)
+
+
+def _rows(data: Dataset | DatasetDict, split: str, setting: str, where: str) -> list[Named]:
+    import datasets
+
+    if isinstance(data, datasets.DatasetDict):
+        if split not in data:
+            raise UserError(f"{setting}.split: {where} has no split `{split}`, only {', '.join(f'`{name}`' for name in data)}")
+        data = data[split]
+    elif split != "train":
+        raise UserError(f"{setting}.split: {where} has no splits, so no `{split}` either; leave the setting out")
+    if not len(data):
+        raise UserError(f"{where}: the data set is empty; give one with at least one row")
+    return [(f"row {number}", dict(row)) for number, row in enumerate(data, 1)]
+
+
+def _of_folder(folder: Path, subdir: str, where: str) -> Any:
+    """Written by `save_to_disk`, else whatever `load_dataset` makes of the files in it."""
+    import datasets
+
+    if subdir and not (folder / subdir).is_dir():
+        raise UserError(f"{where}: {folder} has no folder `{subdir}`")
+    try:
+        return datasets.load_from_disk(str(folder / subdir))
+    except Exception:  # of many types, all of which mean that this is no such folder
+        pass
+    try:
+        with tempfile.TemporaryDirectory(prefix="rlhfless-data-") as cache:
+            return _in_memory(datasets.load_dataset(str(folder), data_dir=subdir or None, cache_dir=cache))
+    except Exception as error:
+        raise UserError(
+            f"{where}: a folder that `datasets` cannot load ({first_line(error)}); give a file, a folder of files, or one written by "
+            "Dataset.save_to_disk"
+        ) from None
+
+
+def _of_hub(name: str, subdir: str, where: str) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, data_dir=subdir or None)
+    except Exception as error:
+        raise UserError(
+            f"{where}: there is no such file or folder, and the Hugging Face hub does not give a data set of that name "
+            f"({first_line(error)}); give a path, or check name and network"
+        ) from None
+
+
+def _built(file: Path, where: str) -> Any:
+    """What the `datasets` builder in a Python file makes. Runs the file."""
+    import datasets
+
+    module_name = f"rlhfless_data_{file.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{where}: running the file failed: {type(error).__name__}: {first_line(error)}") from None
+    builders: list[Any] = [
+        kind for kind in vars(module).values()
+        if inspect.isclass(kind) and issubclass(kind, datasets.DatasetBuilder) and kind.__module__ == module_name
+    ]
+    if len(builders) != 1:
+        raise UserError(f"{where}: expected one `datasets` builder class in the file, found {len(builders)}")
+    try:
+        with tempfile.TemporaryDirectory(prefix="rlhfless-data-") as cache:
+            builder = builders[0](cache_dir=cache, base_path=str(file.resolve().parent), hash="built")
+            builder.download_and_prepare()
+            return _in_memory(builder.as_dataset())
+    except Exception as error:
+        raise UserError(f"{where}: its data set cannot be built: {type(error).__name__}: {first_line(error)}") from None
+
+
+def _in_memory(data: Any) -> Any:
+    """A copy that outlives the files it was read from."""
+    import datasets
+
+    if isinstance(data, datasets.DatasetDict):
+        return datasets.DatasetDict({name: _in_memory(part) for name, part in data.items()})
+    return datasets.Dataset.from_list(data.to_list(), features=data.features, split=data.split)
