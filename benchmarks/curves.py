@@ -92,7 +92,7 @@ def _settings(recipe: Recipe, policy: Path, folder: Path, threads: int) -> dict[
         "seed": recipe.run.seed, "root": str(ROOT),
         "config": {
             "loss_type": "dapo" if algorithm.loss_mean == "token" else "grpo",
-            "scale_rewards": "group" if algorithm.normalize_std else "none",
+            "scale_rewards": "group" if algorithm.advantage.estimator == "group_norm" else "none",
             "epsilon": algorithm.clip_low, "epsilon_high": algorithm.clip_high, "weight_decay": learner.weight_decay,
             "adam_beta1": learner.betas[0], "adam_beta2": learner.betas[1], "max_grad_norm": learner.grad_clip,
             "lr_scheduler_type": "constant_with_warmup", "warmup_steps": learner.warmup_steps,

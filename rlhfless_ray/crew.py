@@ -85,7 +85,9 @@ def hire(
 
     def start_learner(slot: Any) -> Any:
         sections = {name: dump[name] for name in ("learner", "algorithm", "policy")}
-        settings = {**sections, "temperature": recipe.rollout.temperature, "rank": next(ranks), "device": resource}
+        settings = {
+            **sections, "temperature": recipe.rollout.temperature, "seed": recipe.run.seed, "rank": next(ranks), "device": resource,
+        }
         return start_actor(actors.learner, slot, resource, {}, settings)
 
     keep = recipe.functions.keep_alive_s

@@ -33,9 +33,9 @@ def steps(run: Runtime) -> Iterator[Step]:
         with run.score_phase():
             run.score(step.samples)
 
-        batch = run.advantages(step.samples)
         with run.learn_phase():
             step.stats = run.update(batch)
+            batch = run.advantages(step.samples)
             run.weights = run.publish(number)
 
         if run.evaluation_is_due(number):

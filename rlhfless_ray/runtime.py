@@ -293,7 +293,7 @@ class Runtime:
     def _state(self) -> dict[str, Any]:
         return {
             "step": self.steps_done, "version": self.weights.version if self.weights else 0, "cursor": self.cursor_done,
-            "autoscaler": self.autoscaler.state(),
+            "autoscaler": self.autoscaler.state(), "learning": self.learn_stage.state(),
             "skipped_in_a_row": self.gang.skipped_in_a_row, "owes_evaluation": self.owes_evaluation,
         }
 
@@ -331,6 +331,7 @@ class Runtime:
         except Exception as failure:  # the checkpoint before stands; the leases must go all the same
             self.record.progress.message(f"no checkpoint at the stop: {' '.join(str(failure).split())[:300]}")
         finally:
+        self.learn_stage.restore(state.get("learning", {}))
             self.folder.end(*self._outcome(error))  # before any word to Ray: it may be gone, and an answer take a minute
             for pool in (self.rollout, self.reward, self.gang.pool):
                 pool.close()

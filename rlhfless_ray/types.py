@@ -109,6 +109,23 @@ class UpdateStats:
 
 
 @dataclass(frozen=True)
+class CriticStats:
+    """What one update of the critic did, averaged over the tokens it learned from."""
+
+    loss: float
+    value_mean: float  # before the update
+    return_mean: float
+    clip_share: float  # share of tokens whose clipped error was the larger
+    grad_norm: float
+    learning_rate: float
+    trained_tokens: int
+    skipped: int  # as in UpdateStats
+    reason: str = ""
+    applied: int = 1
+    skipped_last: int = 0
+
+
+@dataclass(frozen=True)
 class WeightVersion:
     """Weights as a value: pulled by whoever needs them, checked by version and checksum."""
 

@@ -139,6 +139,46 @@ def test_wrong_types_ranges_and_combinations(key: str, value: Any, said: str) ->
     assert said in refused((key, value))
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"advantage.estimator": "grpo"}, "`algorithm.advantage.estimator`: input should be "),
+        ({"advantage.gamma": 0.9}, "algorithm.advantage.gamma: group_norm does not discount, so it must be 1"),
+        ({"advantage.estimator": "rloo", "advantage.normalize_std": False}, "which rloo does not do"),
+        ({"loss.kind": "gspo"}, "algorithm.loss_mean: gspo is a loss of sequences, so it must be `sequence`"),
+        ({"loss.correction_level": "token"}, "algorithm.importance_cap: must be 0 where algorithm.loss.correction_level"),
+        ({"loss.correction_level": "seq", "loss.correction_mode": "clip", "importance_cap": 0}, "so `clip` needs algorithm.loss"),
+        ({"loss.correction_level": "token", "loss.correction_gating": "tv", "loss.correction_low": 0.1}, "it must be 0 with tv"),
+        ({"loss.correction_level": "token", "loss.correction_low": 6}, "loss.correction_low: must not exceed algorithm.loss."),
+        ({"loss.dual_clip": 1}, "`algorithm.loss.dual_clip`: input should be greater than 1"),
+        ({"kl.target": 0.1}, "algorithm.kl.target: needs an algorithm.kl.coefficient above 0"),
+        ({"kl.place": "reward", "kl.unbiased_gradient": True, "kl.coefficient": 0.1}, "algorithm.kl.unbiased_gradient"),
+        ({"batch_samples": 8, "updates_per_step": 2}, "algorithm.batch_samples: set either this or algorithm.updates_per_step"),
+        ({"batch_samples": 257}, "algorithm.batch_samples: must not exceed prompts.batch_prompts"),
+    ],
+)
+def test_combinations_of_an_algorithm(changes: dict[str, Any], said: str) -> None:
+    assert said in refused(*((f"algorithm.{key}", value) for key, value in changes.items()))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("clip_range", [1, -1], "reward.clip_range: the lower end must not exceed"), ("clip_range", [1], "`reward.clip_range"),
+        ("overlong_buffer_tokens", 257, "reward.overlong_buffer_tokens: must not exceed rollout.max_tokens"),
+        ("stop_properly_penalty", 1.5, "less than or equal to 1"), ("overlong_penalty", -1, "greater than or equal to 0"),
+    ],
+)
+def test_reward_shaping_in_range(key: str, value: Any, said: str) -> None:
+    assert said in refused((f"reward.{key}", value))
+
+
+def test_an_estimator_without_groups_takes_single_samples() -> None:
+    for name in ("reinforce", "flash_reinforce"):
+        Recipe.parse(merged(("rollout.samples_per_prompt", 1), ("algorithm.advantage.estimator", name)))
+    assert "rloo compares the responses" in refused(("rollout.samples_per_prompt", 1), ("algorithm.advantage.estimator", "rloo"))
+
+
 def test_combinations_across_sections() -> None:
     assert "only built-in tasks make their own policy" in refused(("prompts.task", ""), ("prompts.path", "x.jsonl"))
     said = refused(("prompts.task", ""), ("prompts.path", "x.jsonl"), ("policy.path", "m"))

@@ -1,4 +1,4 @@
-"""The learner function's process: one rank, wrapped so that the gang can start, join and ask it."""
+"""The processes of learner and critic: one rank each, wrapped so that a gang can start, join and ask it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from typing import Any
 import numpy as np
 
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.types import Span, UpdateStats
+from rlhfless_ray.types import CriticStats, Span, UpdateStats
 
 
-class LearnerActor:
-    def __init__(self, settings: dict[str, Any]) -> None:
-        """Imports only: the model is built under a lease."""
-        start = time.time()
-        from rlhfless_ray.learn.learner import Learner
+class RankActor:
+    """What both have. `rank`: a Learner or a Critic."""
 
-        self.learner = Learner(settings)
-        self.imported = Span("start", "import torch and deepspeed", start, time.time())
+    rank: Any
+    imported: Span
 
     def open(self, threads: int) -> dict[str, Any]:
         import psutil
@@ -35,6 +32,35 @@ class LearnerActor:
             probe.bind(("", 0))
             return address, probe.getsockname()[1]
 
+    def build(
+        self, files: dict[str, bytes], rendezvous: tuple[str, int], threads: int, state: dict[str, bytes] | None
+    ) -> list[Span]:
+        from rlhfless_ray.learn.trainer import state_from_bytes
+
+        return self.rank.open(files, rendezvous, threads, None if state is None else state_from_bytes(state))
+
+    def snapshot(self) -> dict[str, bytes] | None:
+        return self.rank.trainer.snapshot_bytes()
+
+    def park(self) -> dict[str, Any]:
+        """Leave the device. What stays there, a library's buffers, is counted as memory kept warm, and named."""
+        from rlhfless_ray.functions.memory import kept_memory
+
+        return kept_memory(self.rank.leave_device() if self.rank.device.type == "cuda" else [])
+
+    def unpark(self) -> list[Span]:
+        return self.rank.return_to_device() if self.rank.device.type == "cuda" else []
+
+
+class LearnerActor(RankActor):
+    def __init__(self, settings: dict[str, Any]) -> None:
+        """Imports only: the model is built under a lease."""
+        start = time.time()
+        from rlhfless_ray.learn.learner import Learner
+
+        self.rank = Learner(settings)
+        self.imported = Span("start", "import torch and deepspeed", start, time.time())
+
     def warm_start(self, files: dict[str, bytes], recipe: dict[str, Any], threads: int) -> tuple[dict[str, bytes], list[Span]]:
         from rlhfless_ray.learn.warm_start import warm_start
         from rlhfless_ray.recipe import Recipe
@@ -42,34 +68,37 @@ class LearnerActor:
         start = time.time()
         return warm_start(files, Recipe.parse(recipe), threads), [Span("work", "warm start", start, time.time())]
 
-    def build(
-        self, files: dict[str, bytes], rendezvous: tuple[str, int], threads: int, state: dict[str, bytes] | None
-    ) -> list[Span]:
-        from rlhfless_ray.learn.learner import state_from_bytes
-
-        return self.learner.open(files, rendezvous, threads, None if state is None else state_from_bytes(state))
-
     def update(self, batch: Batch, threads: int) -> tuple[UpdateStats, list[Span]]:
-        return self.learner.update(batch, threads)
+        return self.rank.update(batch, threads)
+
+    def logprobs(self, batch: Batch, threads: int) -> tuple[tuple[np.ndarray, np.ndarray], list[Span]]:
+        return self.rank.logprobs(batch, threads)
 
     def accumulate(self, batch: Batch, threads: int) -> list[Span]:
-        return self.learner.accumulate(batch, threads)
+        return self.rank.accumulate(batch, threads)
 
     def weights(self) -> tuple[dict[str, np.ndarray] | None, tuple[int, list[Span]]]:
         """Two return values: the weights, which stay where they are until pulled, and their checksum."""
         from rlhfless_ray.weights.version import checksum
 
-        weights, spans = self.learner.weights()
+        weights, spans = self.rank.weights()
         return weights, (checksum(weights) if weights is not None else 0, spans)
 
-    def snapshot(self) -> dict[str, bytes] | None:
-        return self.learner.snapshot_bytes()
 
-    def park(self) -> dict[str, Any]:
-        """Leave the device. What stays there, a library's buffers, is counted as memory kept warm, and named."""
-        from rlhfless_ray.functions.memory import kept_memory
+class CriticActor(RankActor):
+    def __init__(self, settings: dict[str, Any]) -> None:
+        """Imports only: the model is built under a lease."""
+        start = time.time()
+        from rlhfless_ray.learn.critic import Critic
 
-        return kept_memory(self.learner.park())
+        self.rank = Critic(settings)
+        self.imported = Span("start", "import torch and deepspeed", start, time.time())
 
-    def unpark(self) -> list[Span]:
-        return self.learner.unpark()
+    def values(self, batch: Batch, threads: int) -> tuple[np.ndarray, list[Span]]:
+        return self.rank.values(batch, threads)
+
+    def update(self, batch: Batch, threads: int) -> tuple[CriticStats, list[Span]]:
+        return self.rank.update(batch, threads)
+
+    def config(self) -> bytes:
+        return self.rank.config()

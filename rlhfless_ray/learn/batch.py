@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -11,16 +12,22 @@ import numpy as np
 class Batch:
     """Sequences of prompt and response, laid end to end. All arrays are numpy, so the object store shares them.
 
-    tokens (Σ length,) int64; prompt_lengths and lengths (n,) int64, `lengths` with the response; logprobs
-    (Σ response length,) float32 of the sampler; advantages (n,) float32; groups (n,) int64, the prompt's position.
+    tokens (Σ length,) int64; prompt_lengths and lengths (n,) int64, `lengths` with the response; groups (n,) int64, the
+    prompt's position. Per response token, (Σ response length,) float32: logprobs of the sampler; advantages; and, None where
+    nobody needs them, `old`: log-probabilities of the learner before the step, `values`: the critic's, `returns`: what it is
+    to learn. `kl_coefficient`: of this step, where it is not the recipe's.
     """
 
     tokens: np.ndarray
     prompt_lengths: np.ndarray
     lengths: np.ndarray
+    groups: np.ndarray
     logprobs: np.ndarray
     advantages: np.ndarray
-    groups: np.ndarray
+    old: np.ndarray | None = None
+    values: np.ndarray | None = None
+    returns: np.ndarray | None = None
+    kl_coefficient: float | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -30,16 +37,18 @@ class Batch:
         return self.lengths - self.prompt_lengths
 
     @classmethod
-    def of(cls, sequences: list[tuple[tuple[int, ...], np.ndarray, np.ndarray, float, int]]) -> Batch:
-        """From (prompt ids, response ids, response log-probabilities, advantage, group) per sequence."""
+    def of(cls, sequences: list[tuple[tuple[int, ...], np.ndarray, np.ndarray, float | np.ndarray, int]]) -> Batch:
+        """From (prompt ids, response ids, response log-probabilities, advantage, group) per sequence. The advantage is one per
+        token, or one for all of them."""
         parts = [piece for prompt, response, *_ in sequences for piece in (np.asarray(prompt, np.int64), response)]
+        advantages = [np.broadcast_to(s[3], len(s[1])) for s in sequences]
         return cls(
             tokens=np.concatenate(parts or [np.empty(0)]).astype(np.int64),
             prompt_lengths=np.array([len(s[0]) for s in sequences], np.int64),
             lengths=np.array([len(s[0]) + len(s[1]) for s in sequences], np.int64),
-            logprobs=np.concatenate([s[2] for s in sequences] or [np.empty(0)]).astype(np.float32),
-            advantages=np.array([s[3] for s in sequences], np.float32),
             groups=np.array([s[4] for s in sequences], np.int64),
+            logprobs=np.concatenate([s[2] for s in sequences] or [np.empty(0)]).astype(np.float32),
+            advantages=np.concatenate(advantages or [np.empty(0)]).astype(np.float32),
         )
 
     def take(self, indices: np.ndarray) -> Batch:
@@ -48,16 +57,35 @@ class Batch:
             ends = np.cumsum(lengths)
             return np.concatenate([values[:0], *(values[ends[i] - lengths[i] : ends[i]] for i in indices)])
 
-        return Batch(
-            pieces(self.tokens, self.lengths), self.prompt_lengths[indices], self.lengths[indices],
-            pieces(self.logprobs, self.response_lengths), self.advantages[indices], self.groups[indices],
+        by_token = {name: getattr(self, name) for name in ("logprobs", "advantages", "old", "values", "returns")}
+        taken: dict[str, Any] = {name: None if x is None else pieces(x, self.response_lengths) for name, x in by_token.items()}
+        return replace(
+            self, tokens=pieces(self.tokens, self.lengths), prompt_lengths=self.prompt_lengths[indices],
+            lengths=self.lengths[indices], groups=self.groups[indices], **taken,
         )
 
 
-def mini_batches(batch: Batch, count: int) -> list[np.ndarray]:
-    """Sequence indices of each optimizer step: whole groups, dealt in order."""
+def mini_batches(
+    batch: Batch, count: int, samples: int | None = None, rng: np.random.Generator | None = None
+) -> list[np.ndarray]:
+    """Sequence indices of each optimizer step: whole groups, dealt in order to `count` of them; or, with `samples`, so many
+    sequences each, in an order drawn from `rng` (the last may have fewer)."""
+    if samples is not None:
+        assert rng is not None
+        order = rng.permutation(len(batch))
+        return [np.sort(order[start : start + samples]) for start in range(0, len(order), samples)]
     order = np.unique(batch.groups)
     return [np.flatnonzero(np.isin(batch.groups, part)) for part in np.array_split(order, count) if len(part)]
+
+
+def optimizer_steps(batch: Batch, algorithm: dict[str, Any], seed: list[int]) -> list[np.ndarray]:
+    """Sequence indices of each optimizer step of an update, as the recipe's section `algorithm` says. The same on every rank;
+    what is drawn follows from the seed."""
+    rng = np.random.default_rng(seed)
+    parts: list[np.ndarray] = []
+    for _ in range(algorithm["epochs"]):
+        parts += mini_batches(batch, algorithm["updates_per_step"], algorithm["batch_samples"], rng)
+    return parts
 
 
 def micro_batches(lengths: np.ndarray, max_tokens: int, ranks: int) -> list[list[np.ndarray]]:

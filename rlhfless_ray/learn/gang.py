@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import ray
 
 from rlhfless_ray.errors import RunError
@@ -174,6 +175,15 @@ class Gang:
                 f"{self.max_skipped}): {stats.reason}; {advice}"
             )
         return stats
+
+    def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probabilities under the current weights and the estimated KL to the reference, per response token."""
+        shared = ray.put(batch)
+        refs = [i.actor.logprobs.remote(shared, len(i.leases)) for i in self.by_rank]
+        replies = self._all(refs, "the learner's log-probabilities")
+        for instance, (_, spans) in zip(self.by_rank, replies, strict=True):
+            self._spans(instance, spans)
+        return replies[0][0]
 
     def accumulate(self, batch: Batch) -> list[Any]:
         """Gradients of a part of a step, on every rank; references for `accumulated`."""

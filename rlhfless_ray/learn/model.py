@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.logprobs import chunked_logprobs
 
 
 class TokenLogprobs(nn.Module):
     """A causal LM whose forward pass gives log-probabilities of given next tokens, at the sampling temperature.
 
-    The head runs on the response positions only: over a large vocabulary the logits are the largest tensor there is.
+    The head runs on the response positions only, a few at a time: over a large vocabulary the logits are the largest tensor
+    there is.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,12 +33,23 @@ class TokenLogprobs(nn.Module):
 
         No attention mask: padding is on the right, and a causal model never looks there from a real token.
         """
-        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        logits = self.model.get_output_embeddings()(hidden[rows, columns]).float() / temperature
-        logprobs = torch.log_softmax(logits, dim=-1)
-        with torch.no_grad():
-            entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
-        return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
+        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[rows, columns]
+        head, vocabulary = self.model.get_output_embeddings(), self.model.config.get_text_config().vocab_size
+        return chunked_logprobs(head, hidden, targets, vocabulary, temperature)
+
+
+class TokenValues(nn.Module):
+    """A critic: the value before each response token, from a model with a scalar head."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """`model`: of a class for sequence classification with one label; its head is called on the tokens asked for."""
+        super().__init__()
+        self.model: Any = model
+
+    def forward(self, ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """Arguments as in `TokenLogprobs`. Values (tokens,) float32."""
+        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[rows, columns]
+        return self.model.score(hidden).float().squeeze(-1)
 
 
 def load_model(folder: Path, dtype: str, trust_remote_code: bool) -> Any:
@@ -46,6 +59,54 @@ def load_model(folder: Path, dtype: str, trust_remote_code: bool) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code, local_files_only=True
     )
+    return without_dropout(model)
+
+
+def load_critic(folder: Path, dtype: str, trust_remote_code: bool, value_head: str, seed: int) -> Any:
+    """A model for sequence classification with one label, whose head gives values, from the folder of any causal LM, reward
+    model or critic.
+
+    The head's weights are those the folder has under the name `value_head`; where it has none they are drawn, from a normal
+    distribution of deviation 1 / (width + 1). Raises UserError where the architecture has no such class.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code, local_files_only=True, num_labels=1,
+            output_loading_info=True,
+        )
+    except ValueError as error:
+        raise UserError(f"critic.path: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(getattr(model, "score", None), nn.Module):
+        raise UserError(f"critic.path: {type(model).__name__} has no scalar head called `score`, so it cannot be a critic yet")
+    others = set(found["missing_keys"]) - {"score.weight", "score.bias"}
+    if others:
+        raise UserError(f"critic.path: the folder has no weights for {sorted(others)[0]}")
+    if value_head != "score" or "score.weight" in found["missing_keys"]:
+        weight = _stored(folder, f"{value_head}.weight")
+        with torch.no_grad():
+            if weight is None:
+                width = model.score.weight.shape[1]
+                drawn = torch.empty(model.score.weight.shape).normal_(0, 1 / (width + 1), generator=torch.Generator().manual_seed(seed))
+                model.score.weight.copy_(drawn)
+            else:
+                model.score.weight.copy_(weight)
+    return without_dropout(model)
+
+
+def _stored(folder: Path, name: str) -> Tensor | None:
+    """One tensor of a model folder, None where it has no such tensor."""
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            if name in tensors.keys():  # noqa: SIM118, it is no dict
+                return tensors.get_tensor(name)
+    return None
+
+
+def without_dropout(model: Any) -> Any:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlhfless_ray.learn.credit import obstacle as of_credit
 from rlhfless_ray.recipe import Recipe
 
 
@@ -20,8 +21,15 @@ def inexact(algorithm: dict[str, Any], learner: dict[str, Any]) -> str | None:
     Gradients add up over a batch as long as all of them are taken at the same weights and nothing in a sample's loss
     depends on samples that are not there yet, but for a common divisor that can be applied at the end.
     """
+    later = "a later update needs weights that the first one must have changed already"
     if algorithm["updates_per_step"] > 1:
-        return "algorithm.updates_per_step: a later update needs weights that the first one must have changed already"
+        return f"algorithm.updates_per_step: {later}"
+    if algorithm["epochs"] > 1:
+        return f"algorithm.epochs: {later}"
+    if algorithm["batch_samples"] is not None:
+        return f"algorithm.batch_samples: they are drawn from all samples, and {later}"
+    if reason := of_credit(algorithm):
+        return reason
     if learner["zero_stage"] == 3:
         return "learner.zero_stage 3: DeepSpeed offers no place to divide its gradients before the step"
     return None

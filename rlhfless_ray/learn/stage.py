@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from placement.policy import Decision
 from rlhfless_ray.functions.lease import Lease
-from rlhfless_ray.learn.advantage import group_advantages
+from rlhfless_ray.learn.advantage import spans
 from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.credit import credit
 from rlhfless_ray.learn.gang import Gang
+from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
 from rlhfless_ray.learn.overlap import obstacle
 from rlhfless_ray.site import Site
 from rlhfless_ray.types import Sample, UpdateStats, WeightVersion
@@ -29,6 +32,12 @@ class LearnStage:
         self.obstacle = obstacle(site.recipe)
         self.learned: set[int] = set()  # keys of the step's samples whose gradients have been asked for
         self.refs: list[Any] = []  # of the gradients under way
+        section = site.recipe.algorithm.kl
+        self.controller: FixedKL | AdaptiveKL = FixedKL(section.coefficient)
+        if section.target is not None:
+            self.controller = AdaptiveKL(section.coefficient, section.target, section.horizon)
+        self.kl_in_reward = section.coefficient > 0 and section.place == "reward"
+        self.kl = 0.0  # mean over the step's samples, where it is in the reward
 
     # ---- ahead, while engines work ----------------------------------------------------------------------------
 
@@ -80,19 +89,37 @@ class LearnStage:
         return sample.completion.key // self.site.recipe.rollout.samples_per_prompt
 
     def advantages(self, samples: list[Sample]) -> Batch:
-        """The learner's batch, of whole groups; samples without a reward and those learned ahead are not in it."""
-        algorithm, count = self.site.recipe.algorithm, self.site.recipe.rollout.samples_per_prompt
+        """The learner's batch, of whole groups; samples without a reward and those learned ahead are not in it.
+
+        Inside the phase: where rewards hold a KL per token, the gang looks at the batch first.
+        """
+        recipe = self.site.recipe
         samples = [sample for sample in samples if sample.completion.key not in self.learned]
-        rewards = np.array([np.nan if s.reward is None else s.reward for s in samples]).reshape(-1, count)
-        values = group_advantages(rewards, algorithm.normalize_std).reshape(-1)
-        sequences = []
-        for sample, value in zip(samples, values, strict=True):
-            if np.isnan(value):
-                continue
-            sample.advantage = float(value)
-            answer = sample.completion
-            sequences.append((sample.prompt.token_ids, answer.token_ids, answer.logprobs, float(value), self.group_of(sample)))
-        return Batch.of(sequences)
+        rewards = np.array([np.nan if s.reward is None else s.reward for s in samples])
+        known = np.isfinite(rewards)
+        batch = Batch.of([
+            (s.prompt.token_ids, s.completion.token_ids, s.completion.logprobs, 0.0, self.group_of(s))
+            for s, scored in zip(samples, known, strict=True) if scored
+        ])
+        lengths = np.array([len(s.completion.token_ids) for s in samples], np.int64)
+        scored_tokens = np.repeat(known, lengths)
+        extra: dict[str, Any] = {}
+        if self.kl_in_reward and len(batch):
+            old, kl = self.gang.logprobs(batch)
+            batch = replace(batch, old=old)
+            self.kl = float(np.mean([kl[span].mean() for span in spans(batch.response_lengths)]))
+            extra = {"kl": _spread(kl, scored_tokens), "kl_coefficient": self.controller.coefficient}
+        truncated = np.array([s.completion.finish_reason == "length" for s in samples], bool)
+        advantages, _ = credit(
+            recipe.algorithm.model_dump(), recipe.reward.model_dump(), rewards.reshape(-1, recipe.rollout.samples_per_prompt),
+            lengths, truncated, recipe.rollout.max_tokens, **extra,
+        )
+        for sample, span, scored in zip(samples, spans(lengths), known, strict=True):
+            if scored:
+                sample.advantage = float(advantages[span].mean())
+        return replace(
+            batch, advantages=advantages[scored_tokens].astype(np.float32), kl_coefficient=self.controller.coefficient
+        )
 
     @contextmanager
     def phase(self, samples: list[Sample]) -> Iterator[None]:
@@ -114,16 +141,39 @@ class LearnStage:
         """Statistics, and metrics of the gang's size. A stop signal waits for the update to end: one that is half done cannot
         be saved. `meanwhile` runs on the driver while the gang works."""
         assert self.plan is not None
-        progress = self.site.record.progress
+        progress, coefficient = self.site.record.progress, self.controller.coefficient
         with STOP.deferred(UPDATE_GRACE_S, progress.message):
             began_s = time.monotonic()
             stats = self.gang.update(batch, meanwhile)
+            if self.kl_in_reward:
+                stats = replace(stats, kl=self.kl)
+            if stats.applied:
+                self.controller = self.controller.after(stats.kl, len(samples))
             slots = min(len(instance.leases) for instance in self.gang.by_rank)
             self.site.autoscaler.observe_update(slots, samples, time.monotonic() - began_s)
         if stats.skipped:
             progress.message(f"optimizer step skipped: {stats.reason}")
-        return stats, {"pool/learn_slots": slots * self.gang.ranks, "pool/learn_reason": self.plan.reason}
+        sized = {"pool/learn_slots": slots * self.gang.ranks, "pool/learn_reason": self.plan.reason}
+        if self.site.recipe.algorithm.keeps_reference:
+            sized["learn/kl_coefficient"] = coefficient
+        return stats, sized
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs, as JSON."""
+        return {"kl_coefficient": self.controller.coefficient}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """An adapted coefficient goes on where it was; a fixed one is the recipe's."""
+        if isinstance(self.controller, AdaptiveKL) and "kl_coefficient" in state:
+            self.controller = replace(self.controller, coefficient=state["kl_coefficient"])
 
     def publish(self, version: int) -> WeightVersion:
         with self.site.phases.phase("publish"):
             return self.gang.publish(version)
+
+
+def _spread(values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Values of the chosen tokens among all tokens, 0 at the others."""
+    out = np.zeros(len(chosen))
+    out[chosen] = values
+    return out

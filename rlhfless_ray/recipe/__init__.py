@@ -15,7 +15,7 @@ from rlhfless_ray.recipe.reading import apply, known_keys, one_line, sentence
 from rlhfless_ray.recipe.running import Checkpoint, Cluster, Functions, Objective, Price, Run, Save, Watch
 from rlhfless_ray.recipe.sampling import Policy, Reward, Rollout, WarmStart
 from rlhfless_ray.recipe.section import Section
-from rlhfless_ray.recipe.training import Algorithm, Learner
+from rlhfless_ray.recipe.training import COMPARES, Algorithm, Learner
 
 __all__ = [
     "Algorithm", "Checkpoint", "Cluster", "Evaluate", "Functions", "Learner", "Objective", "Policy", "Price", "Prompts", "Recipe",
@@ -51,10 +51,16 @@ class Recipe(Section):
             raise ValueError("evaluate.path: a built-in task makes its own held-out rows; leave it out")
         if self.prompts.sources and not self.policy.path:
             raise ValueError("policy.path: name a local Hugging Face model folder; only built-in tasks make their own policy")
-        if self.rollout.samples_per_prompt < 2:
+        estimator, samples = self.algorithm.advantage.estimator, self.rollout.samples_per_prompt
+        if samples < 2 and estimator in COMPARES:
             raise ValueError(
                 "rollout.samples_per_prompt: the group advantage compares responses to one prompt, so it must be at least 2"
             )
+        buffer = self.reward.overlong_buffer_tokens
+        if buffer is not None and buffer > self.rollout.max_tokens:
+            raise ValueError("reward.overlong_buffer_tokens: must not exceed rollout.max_tokens")
+        if (self.algorithm.batch_samples or 1) > self.prompts.batch_prompts * samples:
+            raise ValueError("algorithm.batch_samples: must not exceed prompts.batch_prompts × rollout.samples_per_prompt")
         if self.rollout.min_actors > self.rollout.max_actors:
             raise ValueError("rollout.min_actors: must not exceed rollout.max_actors")
         if self.price.rollout_slot_per_hour is not None and not self.rollout.nodes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhfless_ray.recipe.section import OffIsAWord, Section
 
@@ -86,3 +86,17 @@ class Reward(Section):
     max_failed_share: float = Field(0.05, ge=0, le=1)
     """The run ends when a larger share of a step's samples could not be scored. A sample that could not be scored is
     left out of its group and of the update, and is shown in the log: it never becomes a silent 0."""
+    clip_range: tuple[float, float] | None = None
+    """Rewards are cut to it after the baseline is subtracted. None: they are not."""
+    overlong_buffer_tokens: int | None = Field(None, ge=1)
+    """A penalty that grows over so many tokens before `rollout.max_tokens` is added to the reward (DAPO). None: there is none."""
+    overlong_penalty: float = Field(1.0, ge=0)
+    """Its size at the longest response."""
+    stop_properly_penalty: float | None = Field(None, le=1)
+    """Responses cut off at `rollout.max_tokens`: their reward is multiplied by it, or, where it is negative, replaced by it."""
+
+    @model_validator(mode="after")
+    def _a_range(self) -> Reward:
+        if self.clip_range is not None and self.clip_range[0] > self.clip_range[1]:
+            raise ValueError("reward.clip_range: the lower end must not exceed the upper one")
+        return self

@@ -4,22 +4,77 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhfless_ray.recipe.section import Decay, OffIsAWord, Section
+
+COMPARES = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")  # the responses to one prompt with each other
+WHITENS = ("gae", "reinforce", "reinforce_baseline")
+DISCOUNTS = ("gae", "reinforce")
+
+
+class Advantage(Section):
+    estimator: Literal["reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce"] = "group_norm"
+    """How rewards become advantages. `group_norm` (GRPO): a group's rewards, centred and divided by their deviation; `dr_grpo`:
+    centred only; `rloo`: minus the mean of the others of the group; `reinforce_baseline`: centred, then whitened over the batch;
+    `reinforce`: the rewards, whitened over the batch; `flash_reinforce`: minus the batch's mean, no group is needed."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per token, for `reinforce`."""
+    normalize_std: bool = True
+    """Whitening divides by the deviation, besides centring."""
 
 
 class Kl(Section):
     coefficient: float = Field(0.0, ge=0)
     """0: no reference model is kept."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimators of KL(policy ‖ reference), added to the loss. As a loss `k1` does nothing but add noise: the
-    expectation of its gradient is zero. `k2` has the gradient of the KL itself, `k3` comes close near the reference."""
+    """Schulman's estimators of KL(policy ‖ reference). As a loss `k1` does nothing but add noise: the expectation of its
+    gradient is zero. `k2` has the gradient of the KL itself, `k3` comes close near the reference."""
+    place: Literal["loss", "reward"] = "loss"
+    """The estimate is a term of the loss, or taken off each token's reward."""
+    target: float | None = Field(None, gt=0)
+    """The coefficient is adapted so that the KL comes to this (Ziegler et al. 2019). None: it stays as it is."""
+    horizon: int = Field(10_000, ge=1)
+    """In samples: how slowly the coefficient is adapted."""
+    unbiased_gradient: bool = False
+    """As a loss: the gradient of the KL itself, whatever the estimator, with a bounded importance weight off-policy."""
+
+
+class Loss(Section):
+    kind: Literal["ppo", "gspo"] = "ppo"
+    """The clipped ratio is that of a token, or the geometric mean over its sequence."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound on the loss of negative advantages, in units of the advantage. None: there is none."""
+    entropy_coefficient: float | None = Field(None, ge=0)
+    """Weight of the policy's entropy, which is added to what is maximised. The entropy is logged in any case."""
+    correction_level: Literal["off", "token", "seq"] = "off"
+    """Importance weights learner / sampler with a band, in `importance_cap`'s place: looked at per token, or per sequence."""
+    correction_mode: Literal["mask", "clip"] = "mask"
+    """What is outside the band is left out, or (tokens' ratios only) cut to it."""
+    correction_gating: Literal["ratio", "binary_kl", "tv"] = "ratio"
+    """What the band holds for: the ratio; or a divergence between the two probabilities of the drawn token."""
+    correction_low: float = Field(0.0, ge=0)
+    """Lower end of the band."""
+    correction_high: float = Field(5.0, gt=0)
+    """Upper end of the band."""
+
+    @model_validator(mode="after")
+    def _a_band(self) -> Loss:
+        name = "algorithm.loss.correction"
+        if self.correction_level == "off":
+            return self
+        if self.correction_mode == "clip" and (self.correction_level, self.correction_gating) != ("token", "ratio"):
+            raise ValueError(f"{name}_mode: only a token's ratio can be cut, so `clip` needs {name}_level token and {name}_gating ratio")
+        if self.correction_gating != "ratio" and self.correction_low > 0:
+            raise ValueError(f"{name}_low: a divergence is bounded from above only, so it must be 0 with {self.correction_gating}")
+        if self.correction_low > self.correction_high:
+            raise ValueError(f"{name}_low: must not exceed {name}_high")
+        return self
 
 
 class Algorithm(Section):
-    normalize_std: bool = True
-    """Divide a group's centred rewards by their standard deviation (GRPO); off: centred only (Dr. GRPO)."""
+    advantage: Advantage = Advantage()
+    """From rewards to advantages."""
     clip_low: float = Field(0.2, gt=0)
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = Field(0.2, gt=0)
@@ -30,8 +85,38 @@ class Algorithm(Section):
     """Mean over all tokens of the optimizer step, or over sequences of each sequence's token mean."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer steps per rollout batch, each on its share of the prompts."""
+    batch_samples: int | None = Field(None, ge=1)
+    """Samples of one optimizer step, drawn from the shuffled rollout batch, in `updates_per_step`'s place. The last one may
+    have fewer."""
+    epochs: int = Field(1, ge=1)
+    """Passes of the optimizer over a rollout batch."""
+    loss: Loss = Loss()
+    """The policy's loss, beyond the clip."""
     kl: Kl = Kl()
     """Distance to the policy the run started from."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Algorithm:
+        name = self.advantage.estimator
+        if self.advantage.gamma != 1 and name not in DISCOUNTS:
+            raise ValueError(f"algorithm.advantage.gamma: {name} does not discount, so it must be 1")
+        if not self.advantage.normalize_std and name not in WHITENS:
+            raise ValueError(f"algorithm.advantage.normalize_std: is about whitening, which {name} does not do; leave it out")
+        if self.loss.kind == "gspo" and self.loss_mean != "sequence":
+            raise ValueError("algorithm.loss_mean: gspo is a loss of sequences, so it must be `sequence`")
+        if self.loss.correction_level != "off" and self.importance_cap > 0:
+            raise ValueError("algorithm.importance_cap: must be 0 where algorithm.loss.correction_level corrects instead")
+        if self.kl.target is not None and not self.kl.coefficient:
+            raise ValueError("algorithm.kl.target: needs an algorithm.kl.coefficient above 0 to begin with")
+        if self.kl.unbiased_gradient and self.kl.place == "reward":
+            raise ValueError("algorithm.kl.unbiased_gradient: is about the KL as a loss; with algorithm.kl.place reward leave it out")
+        if self.batch_samples is not None and self.updates_per_step > 1:
+            raise ValueError("algorithm.batch_samples: set either this or algorithm.updates_per_step")
+        return self
+
+    @property
+    def keeps_reference(self) -> bool:
+        return self.kl.coefficient > 0
 
 
 class Learner(Section):

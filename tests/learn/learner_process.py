@@ -3,7 +3,8 @@
     python learner_process.py RANK RANKS PORT CASES.pickle RESULTS.pickle
 
 A case is a dict: `settings` and `files` of the learner, `batches` to update with, `state` (files of a snapshot) to
-start from, `early`: how many groups of each batch are accumulated ahead, one at a time, `snapshots`: after how many
+start from, `looks`: whether to ask for log-probabilities and KL before each update,
+`early`: how many groups of each batch are accumulated ahead, one at a time, `snapshots`: after how many
 updates to take one, `parks`: whether to leave the device after each, `device`. The result holds `stats` per update and,
 from rank 0, `weights` after each update, and `snapshots` as {updates done: files}; on GPU `memory` as (bytes at work,
 bytes away) per update.
@@ -22,34 +23,39 @@ import numpy as np
 def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any]:
     import torch
 
-    from rlhfless_ray.learn.learner import Learner, state_from_bytes
+    from rlhfless_ray.learn.learner import Learner
+    from rlhfless_ray.learn.trainer import state_from_bytes
 
     settings = {**case["settings"], "rank": rank, "device": case.get("device", "cpu")}
     assert settings["learner"]["ranks"] == ranks
     state = case.get("state")
     learner = Learner(settings)
     learner.open(case["files"], ("127.0.0.1", port), 1, None if state is None else state_from_bytes(state))
-    found: dict[str, Any] = {"stats": [], "weights": [], "snapshots": {}, "memory": [], "rng": torch.get_rng_state().numpy()}
+    found: dict[str, Any] = {
+        "stats": [], "weights": [], "snapshots": {}, "memory": [], "logprobs": [], "rng": torch.get_rng_state().numpy(),
+    }
     if 0 in case.get("snapshots", ()):
-        found["snapshots"][0] = learner.snapshot_bytes()
+        found["snapshots"][0] = learner.trainer.snapshot_bytes()
     for number, batch in enumerate(case["batches"], 1):
         ahead = np.unique(batch.groups)[: case.get("early", 0)]
         for group in ahead:
             learner.accumulate(batch.take(np.flatnonzero(batch.groups == group)), 1)
+        if case.get("looks"):
+            found["logprobs"].append(learner.logprobs(batch, 1)[0])
         stats, _ = learner.update(batch.take(np.flatnonzero(~np.isin(batch.groups, ahead))), 1)
         found["stats"].append(stats)
         weights, _ = learner.weights()  # arrays of the live parameters: Ray would copy them
         found["weights"].append(None if weights is None else {k: v.copy() for k, v in weights.items()})
         if number in case.get("snapshots", ()):
-            found["snapshots"][number] = learner.snapshot_bytes()
+            found["snapshots"][number] = learner.trainer.snapshot_bytes()
         if case.get("parks"):
             at_work = torch.cuda.memory_allocated()  # 0 on CPU
             learner.leave_device()
             found["memory"].append((at_work, torch.cuda.memory_allocated()))
             if number in case.get("snapshots", ()):
-                found["snapshots"][f"{number} away"] = learner.snapshot_bytes()
+                found["snapshots"][f"{number} away"] = learner.trainer.snapshot_bytes()
             learner.return_to_device()
-    learner.engine.destroy()
+    learner.trainer.engine.destroy()
     return found
 
 

@@ -31,17 +31,22 @@ def sequences(batch: Batch) -> list[dict[str, Any]]:
             {
                 "ids": torch.from_numpy(batch.tokens[at : at + length]), "prompt": prompt, "group": int(batch.groups[i]),
                 "sampler": torch.from_numpy(batch.logprobs[answer_at : answer_at + length - prompt]),
-                "advantage": float(batch.advantages[i]),
+                "advantages": batch.advantages[answer_at : answer_at + length - prompt].tolist(),
             }
         )
         at, answer_at = at + length, answer_at + length - prompt
     return out
 
 
-def logprobs(model: torch.nn.Module, sequence: dict[str, Any], temperature: float) -> torch.Tensor:
+def distributions(model: torch.nn.Module, sequence: dict[str, Any], temperature: float) -> torch.Tensor:
+    """Log-probabilities of every token at every place of the response."""
     logits = model(sequence["ids"][None]).logits[0].float() / temperature
-    places = range(sequence["prompt"], len(sequence["ids"]))
-    return torch.stack([torch.log_softmax(logits[t - 1], -1)[sequence["ids"][t]] for t in places])
+    return torch.log_softmax(logits[sequence["prompt"] - 1 : len(sequence["ids"]) - 1], -1)
+
+
+def logprobs(model: torch.nn.Module, sequence: dict[str, Any], temperature: float) -> torch.Tensor:
+    every = distributions(model, sequence, temperature)
+    return torch.stack([every[k, token] for k, token in enumerate(sequence["ids"][sequence["prompt"] :])])
 
 
 class Reference:
@@ -61,37 +66,69 @@ class Reference:
 
     def update(self, batch: Batch) -> list[dict[str, float]]:
         every = sequences(batch)
-        groups = np.array_split(sorted({s["group"] for s in every}), self.settings["algorithm"]["updates_per_step"])
+        algorithm = self.settings["algorithm"]
+        rng = np.random.default_rng([self.settings["seed"], self.steps])
+        parts: list[list[dict[str, Any]]] = []
+        for _ in range(algorithm["epochs"]):
+            if size := algorithm["batch_samples"]:
+                order = rng.permutation(len(every))
+                parts += [[every[i] for i in order[start : start + size]] for start in range(0, len(order), size)]
+            else:
+                groups = np.array_split(sorted({s["group"] for s in every}), algorithm["updates_per_step"])
+                parts += [[s for s in every if s["group"] in part] for part in groups]
         with torch.no_grad():
             for s in every:
                 s["old"] = logprobs(self.model, s, self.settings["temperature"])
-        return [self._step([s for s in every if s["group"] in part]) for part in groups]
+        return [self._step(part) for part in parts]
+
+    def _weights(self, s: dict[str, Any]) -> list[float]:
+        """Of the tokens, for what sampler and learner differ in."""
+        algorithm, loss = self.settings["algorithm"], self.settings["algorithm"]["loss"]
+        ratios = [math.exp(old - sampler) for old, sampler in zip(s["old"].tolist(), s["sampler"].tolist(), strict=True)]
+        low, high = loss["correction_low"], loss["correction_high"]
+        if loss["correction_level"] == "off":
+            return [min(r, algorithm["importance_cap"]) for r in ratios] if algorithm["importance_cap"] else [1.0] * len(ratios)
+        if loss["correction_level"] == "seq":
+            mean = math.prod(ratios) ** (1 / len(ratios))
+            return ratios if low <= mean <= high else [0.0] * len(ratios)
+        if loss["correction_mode"] == "clip":
+            return [min(max(r, low), high) for r in ratios]
+        return [r if low <= r <= high else 0.0 for r in ratios]
 
     def _step(self, part: list[dict[str, Any]]) -> dict[str, float]:
         algorithm, section = self.settings["algorithm"], self.settings["learner"]
+        loss_section, kl_section = algorithm["loss"], algorithm["kl"]
         self.model.zero_grad()
         all_tokens = sum(len(s["old"]) for s in part)
         total, clipped = 0.0, 0
         weights: list[float] = []
         for s in part:
-            new = logprobs(self.model, s, self.settings["temperature"])
-            factors, bounds = [], []  # of the ratio where it is inside its bounds; of the constant where it is not
-            for now, old, sampler in zip(new.tolist(), s["old"].tolist(), s["sampler"].tolist(), strict=True):
-                weight = min(math.exp(old - sampler), algorithm["importance_cap"]) if algorithm["importance_cap"] else 1.0
-                weights.append(weight)
-                ratio, advantage = math.exp(now - old), s["advantage"]
+            whole = distributions(self.model, s, self.settings["temperature"])
+            new = torch.stack([whole[k, token] for k, token in enumerate(s["ids"][s["prompt"] :])])
+            ratios = torch.exp(new - s["old"])
+            if loss_section["kind"] == "gspo":
+                ratios = torch.prod(ratios) ** (1 / len(ratios)) * torch.ones(len(new))
+            weights += (mine := self._weights(s))
+            each = []
+            for ratio, advantage, weight in zip(ratios, s["advantages"], mine, strict=True):
                 outside = ratio > 1 + algorithm["clip_high"] if advantage > 0 else ratio < 1 - algorithm["clip_low"]
                 bound = 1 + algorithm["clip_high"] if advantage > 0 else 1 - algorithm["clip_low"]
-                clipped += outside
-                factors.append(0.0 if outside else -weight * advantage)
-                bounds.append(-weight * advantage * bound if outside else 0.0)
-            tokens = torch.tensor(factors) * torch.exp(new - s["old"]) + torch.tensor(bounds)
-            if algorithm["kl"]["coefficient"]:
+                clipped += int(outside)
+                gain = bound * advantage if outside else ratio * advantage
+                if loss_section["dual_clip"] and advantage < 0 and (gain.item() if torch.is_tensor(gain) else gain) < loss_section["dual_clip"] * advantage:
+                    gain = loss_section["dual_clip"] * advantage
+                each.append(-weight * gain * torch.ones(()))
+            tokens = torch.stack(each)
+            if kl_section["coefficient"] and kl_section["place"] == "loss":
                 with torch.no_grad():
                     reference = logprobs(self.start, s, self.settings["temperature"])
                 d = new - reference
-                kl = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[algorithm["kl"]["estimator"]]
-                tokens = tokens + algorithm["kl"]["coefficient"] * kl
+                kl = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[kl_section["estimator"]]
+                if kl_section["unbiased_gradient"]:
+                    kl = kl.detach() + (torch.exp(new - s["old"]) * d).detach() * (new - new.detach())
+                tokens = tokens + kl_section["coefficient"] * kl
+            if loss_section["entropy_coefficient"]:
+                tokens = tokens + loss_section["entropy_coefficient"] * (whole.exp() * whole).sum(-1)
             loss = tokens.sum() / (all_tokens if algorithm["loss_mean"] == "token" else len(new) * len(part))
             loss.backward()
             total += float(loss.detach())

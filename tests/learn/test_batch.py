@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -27,7 +30,7 @@ def test_layout() -> None:
     np.testing.assert_array_equal(batch.prompt_lengths, [2, 1, 4])
     np.testing.assert_array_equal(batch.response_lengths, [3, 1, 2])
     np.testing.assert_array_equal(batch.logprobs, [-2, -3, -4, -6, -11, -12])
-    np.testing.assert_array_equal(batch.advantages, np.float32([0, 0.5, 1]))
+    np.testing.assert_array_equal(batch.advantages, np.float32([0, 0, 0, 0.5, 1, 1]))
     assert len(batch) == 3
     kinds = (batch.tokens, batch.lengths, batch.groups, batch.logprobs, batch.advantages)
     assert [a.dtype for a in kinds] == [np.int64, np.int64, np.int64, np.float32, np.float32]
@@ -84,8 +87,14 @@ def test_mini_batches_hold_whole_groups(groups: list[int], count: int) -> None:
 
 
 def test_a_part_of_a_batch_holds_its_sequences_whole() -> None:
-    rows = [((i, i), np.arange(i + 1), np.full(i + 1, -0.1 * i, np.float32), float(i), i // 2) for i in range(5)]
-    batch, part = Batch.of(rows), Batch.of([rows[i] for i in (3, 1)])
+    rows = [((i, i), np.arange(i + 1), np.full(i + 1, -0.1 * i, np.float32), np.arange(i + 1) / 2, i // 2) for i in range(5)]
+
+    def of(some: list[Any]) -> Batch:
+        batch = Batch.of(some)
+        return replace(batch, old=2 * batch.advantages, returns=3 * batch.advantages, kl_coefficient=0.3)
+
+    batch, part = of(rows), of([rows[i] for i in (3, 1)])
+    np.testing.assert_array_equal(part.advantages, [0, 0.5, 1, 1.5, 0, 0.5])
     taken = batch.take(np.array([3, 1]))
     for name in Batch.__dataclass_fields__:
         np.testing.assert_array_equal(getattr(taken, name), getattr(part, name))

@@ -10,7 +10,7 @@ import pytest
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.learn import gang as module
 from rlhfless_ray.learn.gang import Gang
-from rlhfless_ray.learn.learner import _merge, _nothing
+from rlhfless_ray.learn.update_stats import merged, nothing
 from rlhfless_ray.types import UpdateStats
 
 
@@ -43,17 +43,17 @@ def gang(monkeypatch: pytest.MonkeyPatch) -> Gang:
 def test_successes_in_between_begin_the_count_anew(gang: Gang, updates: list[str], counts: list[int]) -> None:
     found = []
     for update in updates:
-        gang.update(_merge([step(mark) for mark in update]))
+        gang.update(merged([step(mark) for mark in update]))
         found.append(gang.skipped_in_a_row)
     assert found == counts
 
 
 def test_too_many_in_a_row_end_the_run_with_advice_that_fits(gang: Gang) -> None:
-    gang.update(_merge([step("x"), step("-"), step("-")]))
+    gang.update(merged([step("x"), step("-"), step("-")]))
     with pytest.raises(RunError, match=r"4 optimizer steps in a row .*: nan; nan; lower learner.learning_rate"):
-        gang.update(_merge([step("-"), step("-")]))
+        gang.update(merged([step("-"), step("-")]))
     gang.skipped_in_a_row = 0
     for _ in range(3):
-        gang.update(_nothing("no sample of the step has a reward"))
+        gang.update(nothing(UpdateStats, "no sample of the step has a reward"))
     with pytest.raises(RunError, match=r"no sample of the step has a reward; look at samples/$"):
-        gang.update(_nothing("no sample of the step has a reward"))
+        gang.update(nothing(UpdateStats, "no sample of the step has a reward"))

@@ -5,6 +5,7 @@ All runs happen once, in the `cases` fixture; the tests here compare what came o
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import lru_cache
 from pathlib import Path
@@ -13,15 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_reference import Reference, load
+from learner_reference import Reference, load, logprobs, sequences
 from safetensors.torch import load as load_tensors
 from tiny_policy import EARLY
 
-from rlhfless_ray.learn.learner import state_from_bytes
+from rlhfless_ray.learn.trainer import state_from_bytes
 
 Weights = dict[str, np.ndarray]
-FLOAT32 = ("plain", "full", "few", "tied", "uncorrected")
-STAGES = {"plain": range(4), "full": range(4), "few": (0, 2, 3), "tied": (0, 2, 3), "uncorrected": (0,)}
+FLOAT32 = ("plain", "full", "few", "tied", "uncorrected", "gspo", "shuffled", "masked", "kl in reward")
+STAGES = {
+    "plain": range(4), "full": range(4), "few": (0, 2, 3), "tied": (0, 2, 3), "gspo": (0, 2, 3), "shuffled": (0, 1), "masked": (0, 2),
+    "kl in reward": (0, 3),
+}
 SAME_AS_PLAIN = ("wide", "narrow", "recompute")
 
 
@@ -138,6 +142,24 @@ def test_bfloat16_keeps_float32_weights_behind(cases: Any, expected: Any, ranks:
         for name, value in master.items():
             np.testing.assert_array_equal(found["weights"][0][name], torch.tensor(value).bfloat16().float().numpy())
         assert distance(found["weights"][-1], weights[-1], start) < 0.15
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_the_gang_sees_before_a_step(cases: Any, expected: Any, stage: int, ranks: int) -> None:
+    """Log-probabilities of every token under the weights of the moment, and the KL to where the run began, on every rank."""
+    case = cases.first(1)["kl in reward/0"]
+    reference = Reference(case["files"], case["settings"])
+    for rank in range(ranks):
+        found = cases.result(f"kl in reward/{stage}", ranks, rank)["logprobs"]
+        moved = copy.deepcopy(reference.model)
+        for batch, (policy, kl), after in zip(case["batches"], found, expected("kl in reward")[1], strict=True):
+            with torch.no_grad():
+                now, start = (torch.cat([logprobs(m, s, 1.0) for s in sequences(batch)]) for m in (moved, reference.start))
+            np.testing.assert_allclose(policy, now, atol=2e-5)
+            np.testing.assert_allclose(kl, (now - start) ** 2 / 2, atol=2e-5)
+            moved.load_state_dict({k: torch.from_numpy(v) for k, v in after.items()})
+        assert kl.max() > 1e-4
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rlhfless_ray.learn.loss import (
@@ -24,6 +24,7 @@ RATIO_ADVANTAGE = st.tuples(st.floats(0.01, 20), st.floats(-3, 3))
 @given(st.lists(RATIO_ADVANTAGE, min_size=1, max_size=10), st.floats(1.01, 10))
 @settings(max_examples=200, deadline=None)
 def test_dual_clip_by_cases(pairs: list[tuple[float, float]], dual: float) -> None:
+    assume(all(abs(r - edge) > 1e-9 for r, _ in pairs for edge in (0.8, 1.3, dual)))  # at a corner the slope is anything between
     ratios, advantages = (torch.tensor(x, dtype=torch.float64) for x in zip(*pairs, strict=True))
     ratios.requires_grad_()
     loss, clipped = clipped_loss(ratios, advantages, 0.2, 0.3, dual)

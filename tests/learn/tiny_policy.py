@@ -33,7 +33,7 @@ def tiny_policy(
 
 
 # cases in which so many groups of each batch are accumulated before the others are there
-EARLY = {"plain/0": 1, "plain/1": 2, "plain/2": 3, "sequence/0": 2, "sequence/2": 1, "nan/0": 2, "nan/2": 2, "bf16/2": 2}
+EARLY = {"plain/0": 1, "plain/1": 2, "plain/2": 3, "sequence/0": 2, "sequence/2": 1, "nan/0": 2, "nan/2": 2, "bf16/2": 2, "masked/2": 2}
 
 
 def random_batch(rng: np.random.Generator, groups: int = 4, samples: int = 3, longest: int = 24) -> Batch:
@@ -44,5 +44,5 @@ def random_batch(rng: np.random.Generator, groups: int = 4, samples: int = 3, lo
         for _ in range(samples):
             response = rng.integers(2, VOCABULARY, rng.integers(1, longest)).astype(np.int32)
             drawn = (-np.log(VOCABULARY) + 0.5 * rng.normal(size=len(response))).astype(np.float32)
-            rows.append((prompt, response, drawn, float(rng.normal()), group))
+            rows.append((prompt, response, drawn, rng.normal(size=len(response)), group))
     return Batch.of(rows)

@@ -1,0 +1,48 @@
+"""Which token gets how much credit: a step's rewards → advantages and returns per token, as the recipe says. Pure numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlhfless_ray.learn.estimators import estimate, estimator_of, normalise
+from rlhfless_ray.learn.reward_shaping import overlong_penalty, stop_properly
+
+
+def credit(
+    algorithm: dict[str, Any], reward: dict[str, Any], rewards: np.ndarray, lengths: np.ndarray, truncated: np.ndarray,
+    max_tokens: int, *, kl: np.ndarray | None = None, kl_coefficient: float = 0.0, values: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages and returns of the whole rollout batch, both (Σ length,) float64.
+
+    algorithm, reward: sections of the recipe. rewards (prompts, samples), NaN where a sample has none: its tokens are NaN, and
+    it takes part in nothing. lengths and truncated (prompts · samples,): tokens of each response, and whether it was cut at
+    `max_tokens`. kl, values: per token of all samples, in the same order. In this order: penalties, baseline, clip, KL per
+    token, discount, whitening over all tokens of the batch.
+    """
+    shaped = np.asarray(rewards, np.float64)
+    if reward["overlong_buffer_tokens"] is not None:
+        penalty = overlong_penalty(lengths, max_tokens, reward["overlong_buffer_tokens"], reward["overlong_penalty"])
+        shaped = shaped + penalty.reshape(shaped.shape)
+    if reward["stop_properly_penalty"] is not None:
+        shaped = stop_properly(shaped, truncated.reshape(shaped.shape), reward["stop_properly_penalty"])
+    section = algorithm["advantage"]
+    advantages, returns = estimate(
+        section["estimator"], shaped, lengths, kl=kl, kl_coefficient=kl_coefficient, clip_range=reward["clip_range"],
+        values=values, gamma=section["gamma"], lambd=section.get("lambd", 1.0),
+    )
+    return normalise(section["estimator"], advantages, divide=section["normalize_std"]), returns
+
+
+def obstacle(algorithm: dict[str, Any]) -> str | None:
+    """Why advantages of a part of the groups are not those they have in the whole batch, or None where they are."""
+    name = algorithm["advantage"]["estimator"]
+    estimator = estimator_of(name)
+    if estimator.critic:
+        return f"algorithm.advantage.estimator {name}: the critic values the whole batch first"
+    if estimator.whitens or estimator.whole_batch:
+        return f"algorithm.advantage.estimator {name}: an advantage depends on all rewards of the batch"
+    if algorithm["kl"]["coefficient"] and algorithm["kl"]["place"] == "reward":
+        return "algorithm.kl.place reward: rewards need the KL of the whole batch first"
+    return None

@@ -1,0 +1,119 @@
+"""The critic: one rank of the gang that learns what the policy's responses are going to return."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhfless_ray.learn.batch import Batch, micro_batches, optimizer_steps
+from rlhfless_ray.learn.loss import token_weights, value_loss
+from rlhfless_ray.learn.model import TokenValues, load_critic, padded
+from rlhfless_ray.learn.trainer import Trainer
+from rlhfless_ray.learn.update_stats import merged, nothing
+from rlhfless_ray.types import CriticStats, Span
+from rlhfless_ray.weights.folder import write_folder
+
+SUMS = ("loss", "values", "returns", "clipped")
+
+
+class Critic:
+    """A plain class, like the learner: `open` → `values` → `update` → `snapshot_bytes`."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        """`settings`: sections `critic` (with what it shares with the learner: see `Recipe.critic_section`), `algorithm`, `policy`
+        of the recipe, `seed`, `rank`, `device`."""
+        self.settings, self.section = settings, settings["critic"]
+        self.rank, self.ranks = settings["rank"], self.section["ranks"]
+        self.device = torch.device("cuda" if settings["device"] == "gpu" else "cpu")
+        self.trainer = Trainer(self.section, settings["policy"]["dtype"], self.rank, self.device)
+
+    def open(
+        self, files: dict[str, bytes], rendezvous: tuple[str, int], threads: int, state: dict[str, Any] | None = None
+    ) -> list[Span]:
+        """Build the engine from a model folder's files, as `Learner.open`."""
+        start = time.time()
+        torch.set_num_threads(threads)
+        self.trainer.join_gang(rendezvous)
+        with tempfile.TemporaryDirectory(prefix="rlhfless-critic-") as name:
+            folder, policy = write_folder(Path(name), files), self.settings["policy"]
+            model = load_critic(
+                folder, policy["dtype"], policy["trust_remote_code"], self.section["value_head"], self.settings["seed"] % 2**63
+            )
+        self.trainer.open(TokenValues(model), state)
+        return [Span("start", "open critic", start, time.time())]
+
+    def values(self, batch: Batch, threads: int) -> tuple[np.ndarray, list[Span]]:
+        """The value before every response token, (Σ response length,) float32, the same on every rank."""
+        start = time.time()
+        torch.set_num_threads(threads)
+        flat = torch.zeros(len(batch.logprobs), device=self.device)
+        everything = np.arange(len(batch))
+        with torch.no_grad():
+            for cut in self._share(batch, everything):
+                tensors = padded(batch, cut if len(cut) else everything[:1], self.device)
+                values = self._forward(tensors)
+                if len(cut):
+                    flat[tensors["flat"]] = values
+        return self.trainer.over_ranks(flat).numpy(), [Span("work", "values", start, time.time())]
+
+    def update(self, batch: Batch, threads: int) -> tuple[CriticStats, list[Span]]:
+        """Learn `batch.returns`; `batch.values` are those that the advantages were made with. The optimizer steps are cut as the
+        policy's are."""
+        start = time.time()
+        torch.set_num_threads(threads)
+        if len(batch) == 0:
+            stats = [nothing(CriticStats, "no sample of the step has a reward")]
+        else:
+            parts = optimizer_steps(batch, self.settings["algorithm"], [self.settings["seed"] % 2**63, self.trainer.optimizer_steps])
+            stats = [self._step(batch, part) for part in parts]
+        return merged(stats), [Span("work", "update", start, time.time())]
+
+    def _share(self, batch: Batch, indices: np.ndarray) -> list[np.ndarray]:
+        cuts = micro_batches(batch.lengths[indices], self.section["micro_batch_tokens"], self.ranks)[self.rank]
+        return [indices[cut] for cut in cuts]
+
+    def _forward(self, tensors: dict[str, Tensor]) -> Tensor:
+        return self.trainer.engine(tensors["ids"], tensors["rows"], tensors["columns"])
+
+    def _step(self, batch: Batch, indices: np.ndarray) -> CriticStats:
+        assert batch.values is not None and batch.returns is not None
+        old, returns = (torch.from_numpy(x).to(self.device) for x in (batch.values, batch.returns))
+        lengths = torch.from_numpy(batch.response_lengths[indices])
+        weight = float(token_weights(lengths, "token")[0])
+        sums = torch.zeros(len(SUMS), dtype=torch.float64)
+        for cut in self._share(batch, indices):
+            # A rank without work still joins the collectives: one sequence at weight 0.
+            tensors = padded(batch, cut if len(cut) else indices[:1], self.device)
+            before, wanted = old[tensors["flat"]], returns[tensors["flat"]]
+            token_loss, clipped = value_loss(self._forward(tensors), before, wanted, self.section["value_clip"])
+            loss = token_loss.sum() * (weight if len(cut) else 0.0)
+            self.trainer.backward(loss)
+            if len(cut):
+                sums += torch.stack([x.detach().double().cpu() for x in (loss, before.sum(), wanted.sum(), clipped.sum())])
+        sums = self.trainer.over_ranks(sums)
+        rate, tokens = self.trainer.rate(), int(lengths.sum())
+        norm, applied, reason = self.trainer.step(bool(torch.isfinite(sums[0])))
+        loss, values, wanted, clipped = sums.tolist()
+        return CriticStats(
+            loss=loss, value_mean=values / tokens, return_mean=wanted / tokens, clip_share=clipped / tokens, grad_norm=norm,
+            learning_rate=rate, trained_tokens=tokens if applied else 0, skipped=int(not applied), reason=reason,
+            applied=int(applied), skipped_last=int(not applied),
+        )
+
+    def leave_device(self) -> list[Span]:
+        return self.trainer.leave_device()
+
+    def return_to_device(self) -> list[Span]:
+        return self.trainer.return_to_device()
+
+    def config(self) -> bytes:
+        """config.json of the model that `snapshot_bytes` has the weights of."""
+        model = self.trainer.engine.module.model
+        return json.dumps({**model.config.to_dict(), "architectures": [type(model).__name__]}, indent=1, default=str).encode()

@@ -1,0 +1,244 @@
+"""One rank of a gang that trains a model: a DeepSpeed engine whose gradients add up until a step is made of them."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlhfless_ray.learn.offload import leave_device, return_to_device
+from rlhfless_ray.learn.optimizer_state import full_moments, full_weights, plain_optimizer, restore_moments
+from rlhfless_ray.types import Span
+
+
+class Trainer:
+    """`open` → `backward` … `step` → `weights`, `snapshot`. Every rank calls the same in the same order."""
+
+    def __init__(self, section: dict[str, Any], dtype: str, rank: int, device: torch.device) -> None:
+        """`section`: ranks, ZeRO stage and optimizer settings, as in the recipe's section `learner`."""
+        self.section, self.dtype, self.rank, self.device = section, dtype, rank, device
+        self.ranks, self.stage = section["ranks"], section["zero_stage"]
+        self.optimizer_steps = 0
+        self.engine: Any = None
+        self.away = False  # parked on a GPU's host
+        self.kept: dict[str, Any] | None = None  # the snapshot while away, where it cannot be made there
+
+    # ---- life -------------------------------------------------------------------------------------------------
+
+    def open(self, wrapped: nn.Module, state: dict[str, Any] | None) -> None:
+        """`wrapped.model`: what is trained and published; `join_gang` comes before. `state`: see `snapshot`."""
+        import deepspeed
+
+        model: Any = wrapped.model
+        if state is not None:
+            missing, unexpected = model.load_state_dict(state["weights"], strict=False)  # a tied head is stored once
+            if unexpected or set(missing) - {"lm_head.weight"}:
+                raise ValueError(f"the checkpoint is of another model: {(unexpected or missing)[0]} is in one of them only")
+        model.train()
+        if self.section["gradient_checkpointing"]:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        wrapped = wrapped.to(self.device)
+        optimizer = torch.optim.AdamW(
+            wrapped.parameters(), lr=self.rate(), betas=tuple(self.section["betas"]), weight_decay=self.section["weight_decay"],
+            fused=True,
+        )
+        self.engine, *_ = deepspeed.initialize(
+            model=wrapped,
+            optimizer=optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "managed_gradient_accumulation": False,  # the number of micro-batches is open: we call step()
+                "gradient_clipping": self.section["grad_clip"] if self.stage else 0.0,  # stage 0: see `step`
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+                "bf16": {"enabled": self.dtype == "bfloat16"},
+                "zero_optimization": {"stage": self.stage, "overlap_comm": False, "contiguous_gradients": True},
+                "steps_per_print": 10**9,
+            },
+        )
+        if self.stage == 0:
+            self.engine.enable_backward_allreduce = False  # `step` reduces, so that it can look before it steps
+        self._forget_trial_step()
+        if state is not None:
+            self.optimizer_steps = int(state["optimizer_steps"])
+            restore_moments(self.engine, self.stage, state["moments"], self.optimizer_steps)
+            torch.set_rng_state(state["rng"])
+
+    def join_gang(self, rendezvous: tuple[str, int]) -> None:
+        """rendezvous: address and port of rank 0."""
+        os.environ.setdefault("DS_ACCELERATOR", "cuda" if self.device.type == "cuda" else "cpu")
+        import deepspeed
+        import torch.distributed as dist
+
+        address, port = rendezvous
+        if dist.is_initialized():
+            return
+        os.environ.update(
+            MASTER_ADDR=address, MASTER_PORT=str(port), RANK=str(self.rank), LOCAL_RANK="0",
+            WORLD_SIZE=str(self.ranks), LOCAL_SIZE="1",
+        )
+        if address.startswith("127."):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if self.device.type == "cpu":
+            # DeepSpeed would compile a shared-memory all-reduce (about 45 s, needs g++ and ninja); gloo does it too.
+            setattr(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)  # noqa: B010
+        deepspeed.init_distributed(
+            dist_backend="nccl" if self.device.type == "cuda" else "gloo",
+            init_method=f"tcp://{address}:{port}", rank=self.rank, world_size=self.ranks, verbose=False,
+        )
+
+    def _forget_trial_step(self) -> None:
+        """DeepSpeed's ZeRO creates the optimizer state by a step on zero gradients; undo its count, which would
+        distort Adam's bias correction of the first real step."""
+        for state in plain_optimizer(self.engine).state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"].zero_()
+
+    # ---- the step ---------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a part of the whole step's loss; the parts of all ranks add up."""
+        self.engine.backward(loss * self.ranks, scale_wrt_gas=False)  # DeepSpeed averages gradients over ranks
+
+    def over_ranks(self, x: Tensor, largest: bool = False) -> Tensor:
+        """The sum over the ranks, or the largest of each element, on the host."""
+        if self.ranks == 1:
+            return x.cpu()
+        import torch.distributed as dist
+
+        x = x.to(self.device)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        return x.cpu()
+
+    def rate(self) -> float:
+        """The learning rate of the next optimizer step."""
+        warmup = self.section["warmup_steps"]
+        return self.section["learning_rate"] * min(1.0, (self.optimizer_steps + 1) / max(1, warmup))
+
+    def step(self, loss_is_finite: bool, scale: float = 1.0) -> tuple[float, bool, str]:
+        """Scale what has been added up, clip and step, or refuse: (gradient norm before clipping, applied, why not)."""
+        for group in plain_optimizer(self.engine).param_groups:
+            group["lr"] = self.rate()
+        if self.stage == 0:
+            if self.ranks > 1:
+                self.engine.buffered_allreduce_fallback()
+            if scale != 1:
+                torch._foreach_mul_([p.grad for p in self.engine.module.parameters() if p.grad is not None], scale)
+            norm = float(torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), self.section["grad_clip"]))
+            applied = loss_is_finite and math.isfinite(norm)
+            if applied:
+                self.engine.step()
+            else:
+                self.engine.zero_grad()
+        else:  # DeepSpeed's ZeRO optimizers clip, and leave the weights alone when the norm is not finite
+            with _loss_scale(self.engine.optimizer, 1 / scale):
+                self.engine.step()
+            norm = float(self.engine.get_global_grad_norm())
+            applied = bool(self.engine.was_step_applied())
+        if applied:
+            self.optimizer_steps += 1
+            return norm, True, ""
+        return norm, False, "the loss is not finite" if not loss_is_finite else f"the gradient norm is {norm}"
+
+    # ---- what others take -------------------------------------------------------------------------------------
+
+    def _is_tied(self, name: str) -> bool:
+        """Tied weights appear twice in a state dict; files and engines want the one they load."""
+        return name == "lm_head.weight" and getattr(self.engine.module.model.config, "tie_word_embeddings", False)
+
+    def weights(self) -> dict[str, np.ndarray] | None:
+        """{parameter name: array} from rank 0; the other ranks take part and return None."""
+        found = full_weights(self.engine, self.stage)
+        return None if self.rank else {k: as_numpy(v) for k, v in found.items() if not self._is_tied(k)}
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """Everything a stopped run needs to go on, by parameter name: see `open`. From rank 0; others return None."""
+        return self.kept if self.away and self.stage else self._state()
+
+    def _state(self) -> dict[str, Any] | None:
+        weights = full_weights(self.engine, self.stage)
+        moments = full_moments(self.engine, self.stage)
+        if self.rank:
+            return None
+        return {
+            "weights": {name: tensor.clone() for name, tensor in weights.items()},
+            "moments": moments,
+            "optimizer_steps": self.optimizer_steps,
+            "rng": torch.get_rng_state(),
+        }
+
+    def snapshot_bytes(self) -> dict[str, bytes] | None:
+        """`snapshot` as safetensors files, which travel through Ray to wherever the run folder is."""
+        from safetensors.torch import save
+
+        state = self.snapshot()
+        if state is None:
+            return None
+        weights = {name: tensor.contiguous() for name, tensor in state["weights"].items() if not self._is_tied(name)}
+        numbers = {"optimizer_steps": state["optimizer_steps"]}
+        return {
+            "model.safetensors": save(weights, metadata={"format": "pt"}),
+            "optimizer.safetensors": save({**state["moments"], "rng": state["rng"]}),
+            "learner.json": json.dumps(numbers).encode(),
+        }
+
+    # ---- between updates --------------------------------------------------------------------------------------
+
+    def leave_device(self) -> list[Span]:
+        """All state goes to the host. Parts of several ranks can be put together on their devices only, so what a
+        checkpoint may want before the next update is put together now."""
+        if self.away:
+            return []
+        start = time.time()
+        if self.stage:
+            self.kept = self._state()
+        leave_device(self.engine, self.stage)
+        self.away = True
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [Span("transfer", "leave device", start, time.time())]
+
+    def return_to_device(self) -> list[Span]:
+        if not self.away:
+            return []
+        start = time.time()
+        return_to_device(self.engine, self.stage, self.device)
+        self.away, self.kept = False, None
+        return [Span("transfer", "return to device", start, time.time())]
+
+
+@contextmanager
+def _loss_scale(optimizer: Any, scale: float) -> Iterator[None]:
+    """DeepSpeed's ZeRO 1 and 2 divide gradients by the loss scale before they measure and clip them."""
+    if scale != 1:
+        optimizer.override_loss_scale(scale)
+    try:
+        yield
+    finally:
+        if scale != 1:
+            optimizer.custom_loss_scaler = False
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """bfloat16 has no numpy twin: it travels as float32, which holds it exactly."""
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).contiguous().numpy()
+
+
+def state_from_bytes(files: dict[str, bytes]) -> dict[str, Any]:
+    """The inverse of `Trainer.snapshot_bytes`."""
+    from safetensors.torch import load
+
+    moments = load(files["optimizer.safetensors"])
+    rng = moments.pop("rng")
+    return {"weights": load(files["model.safetensors"]), "moments": moments, "rng": rng, **json.loads(files["learner.json"])}

@@ -1,0 +1,174 @@
+"""From a step's rewards to advantages per token, against loops; and which of them a part of the groups can have by itself."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhfless_ray.learn.credit import credit
+from rlhfless_ray.learn.estimators import ESTIMATORS
+from rlhfless_ray.learn.gang import Gang
+from rlhfless_ray.learn.overlap import inexact, obstacle
+from rlhfless_ray.learn.stage import LearnStage
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.training import COMPARES, DISCOUNTS, WHITENS, Advantage
+from rlhfless_ray.types import Completion, Prompt, Sample, UpdateStats
+
+MOST = 10
+
+
+def recipe(**changes: Any) -> Recipe:
+    tree = {"prompts": {"task": "chain"}, "reward": {"function": "task", **changes.get("reward", {})}}
+    rollout = {"samples_per_prompt": 3, "max_tokens": MOST}
+    return Recipe.parse({
+        **tree, "rollout": rollout, "algorithm": changes.get("algorithm", {}), "learner": changes.get("learner", {}),
+    })  # fmt: skip
+
+
+def by_hand(
+    chosen: Recipe, rewards: list[list[float]], lengths: list[int], truncated: list[bool], kl: list[list[float]], beta: float
+) -> list[list[float]]:
+    """Advantages of the samples that have a reward, token by token."""
+    name, section, count = chosen.algorithm.advantage.estimator, chosen.reward, 3
+    flat = [r for group in rewards for r in group]
+    for i, length in enumerate(lengths):
+        over = length - (MOST - (section.overlong_buffer_tokens or 0))
+        if section.overlong_buffer_tokens and over > 0:
+            flat[i] -= section.overlong_penalty * over / section.overlong_buffer_tokens
+        if section.stop_properly_penalty is not None and truncated[i]:
+            flat[i] = flat[i] * section.stop_properly_penalty if section.stop_properly_penalty >= 0 else section.stop_properly_penalty
+    known = [i for i, row in enumerate(r for group in rewards for r in group) if not np.isnan(row)]
+    found = []
+    for i in known:
+        group = [flat[j] for j in known if j // count == i // count]
+        others = [flat[j] for j in known if j // count == i // count and j != i]
+        alone = len(group) == 1 and name in COMPARES
+        value = {
+            "reinforce": lambda i=i: flat[i],
+            "rloo": lambda i=i, o=others: flat[i] - np.mean(o),
+            "reinforce_baseline": lambda i=i, g=group: flat[i] - np.mean(g),
+            "dr_grpo": lambda i=i, g=group: flat[i] - np.mean(g),
+            "group_norm": lambda i=i, g=group: (flat[i] - np.mean(g)) / (np.std(g, ddof=1) + 1e-9),
+            "flash_reinforce": lambda i=i: flat[i] - np.mean([flat[j] for j in known]),
+        }[name]
+        shaped = 0.0 if alone else float(value())
+        if section.clip_range is not None:
+            shaped = min(max(shaped, section.clip_range[0]), section.clip_range[1])
+        tokens = [-beta * k for k in kl[i]]
+        tokens[-1] += shaped
+        for t in reversed(range(len(tokens) - 1)):
+            tokens[t] += chosen.algorithm.advantage.gamma * tokens[t + 1]
+        found.append(tokens)
+    if name in WHITENS:
+        every = [a for tokens in found for a in tokens]
+        scale = np.std(every) if chosen.algorithm.advantage.normalize_std else 1.0
+        found = [[(a - np.mean(every)) / scale for a in tokens] for tokens in found]
+    return found
+
+
+CASES = [
+    *({"algorithm": {"advantage": {"estimator": name}}} for name in COMPARES),
+    {"algorithm": {"advantage": {"estimator": "flash_reinforce"}}},
+    {"algorithm": {"advantage": {"estimator": "reinforce", "gamma": 0.9}}},
+    {"algorithm": {"advantage": {"estimator": "reinforce_baseline", "normalize_std": False}}, "reward": {"clip_range": (-0.3, 0.4)}},
+    {"algorithm": {"advantage": {"estimator": "rloo"}}, "reward": {"overlong_buffer_tokens": 6, "overlong_penalty": 0.7}},
+    {"algorithm": {"advantage": {"estimator": "reinforce"}}, "reward": {"stop_properly_penalty": 0.25}},
+    {"reward": {"stop_properly_penalty": -0.5, "overlong_buffer_tokens": 4}},
+]
+
+
+class Looking:
+    """A gang that saw these log-probabilities and KLs."""
+
+    def __init__(self, kl: list[list[float]]) -> None:
+        self.kl = np.concatenate(kl).astype(np.float32)
+
+    def logprobs(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
+        assert len(self.kl) == len(batch.logprobs)
+        return -self.kl, self.kl
+
+
+@pytest.mark.parametrize("in_reward", [False, True])
+@pytest.mark.parametrize("changes", CASES)
+def test_the_stage_makes_the_advantages_of_the_recipe(changes: dict[str, Any], in_reward: bool) -> None:
+    rng = np.random.default_rng(1)
+    rewards = rng.normal(size=(4, 3)).round(1)
+    rewards[0, 1] = rewards[2, 0] = rewards[2, 2] = np.nan
+    lengths, truncated = rng.integers(1, MOST + 1, 12).tolist(), (rng.random(12) < 0.4).tolist()
+    kl = [rng.random(length).round(2).tolist() if in_reward else [0.0] * length for length in lengths]
+    tree = {**changes, "algorithm": {**changes.get("algorithm", {})}}
+    if in_reward:
+        tree["algorithm"]["kl"] = {"coefficient": 0.3, "place": "reward"}
+    chosen = recipe(**tree)
+    samples = []
+    for i, length in enumerate(lengths):
+        done = Completion(i, np.arange(length, dtype=np.int32), np.zeros(length, np.float32), "length" if truncated[i] else "stop", 1)
+        reward = float(rewards.flat[i])
+        samples.append(Sample(Prompt(i // 3, "p", (7, 8)), i % 3, done, reward=None if np.isnan(reward) else reward))
+    scored = [i for i, s in enumerate(samples) if s.reward is not None]
+    stage = LearnStage(SimpleNamespace(recipe=chosen), Looking([kl[i] for i in scored]))  # type: ignore[arg-type]
+    batch = stage.advantages(samples)
+    expected = by_hand(chosen, rewards.tolist(), lengths, truncated, kl, 0.3)
+    assert batch.response_lengths.tolist() == [lengths[i] for i in scored]
+    np.testing.assert_allclose(batch.advantages, np.concatenate(expected), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose([samples[i].advantage for i in scored], [np.mean(tokens) for tokens in expected], rtol=1e-5, atol=1e-6)
+    assert all(s.advantage is None for i, s in enumerate(samples) if i not in scored)
+    if in_reward:
+        np.testing.assert_array_equal(batch.old, -np.concatenate([kl[i] for i in scored]).astype(np.float32))
+        assert stage.kl == pytest.approx(np.mean([np.mean(kl[i]) for i in scored]), rel=1e-5)
+
+
+def test_the_recipe_knows_the_estimators_as_they_are() -> None:
+    names = {name for name, e in ESTIMATORS.items() if not e.critic}
+    assert names <= set(Advantage.model_fields["estimator"].annotation.__args__) <= set(ESTIMATORS)
+    assert set(COMPARES) == {name for name, e in ESTIMATORS.items() if e.least_samples > 1}
+    assert set(WHITENS) == {name for name, e in ESTIMATORS.items() if e.whitens}
+    assert set(DISCOUNTS) == {name for name, e in ESTIMATORS.items() if e.discounts}
+
+
+PARTS = [*({"advantage": {"estimator": name}} for name in ESTIMATORS if name != "gae"), {"kl": {"coefficient": 0.1, "place": "reward"}}]
+
+
+@pytest.mark.parametrize("algorithm", PARTS)
+def test_gradients_go_ahead_exactly_where_a_part_has_the_advantages_of_the_whole(algorithm: dict[str, Any]) -> None:
+    chosen = recipe(algorithm=algorithm)
+    rng = np.random.default_rng(2)
+    rewards, lengths = rng.normal(size=(4, 3)), rng.integers(1, 6, 12)
+    sections = chosen.algorithm.model_dump(), chosen.reward.model_dump()
+    whole, _ = credit(*sections, rewards, lengths, np.zeros(12, bool), MOST)
+    part, _ = credit(*sections, rewards[:2], lengths[:6], np.zeros(6, bool), MOST)
+    needs_a_look = "kl" in algorithm
+    same = np.array_equal(whole[: len(part)], part) and not needs_a_look
+    assert same == (obstacle(chosen) is None)
+
+
+@pytest.mark.parametrize("algorithm", [{"updates_per_step": 2}, {"epochs": 2}, {"batch_samples": 7}])
+def test_later_updates_wait_for_all_samples(algorithm: dict[str, Any]) -> None:
+    chosen = recipe(algorithm=algorithm)
+    said = inexact(chosen.algorithm.model_dump(), chosen.learner.model_dump())
+    assert said is not None and said.startswith(f"algorithm.{next(iter(algorithm))}")
+
+
+def test_an_adapted_coefficient_goes_on_where_it_was() -> None:
+    chosen = recipe(algorithm={"kl": {"coefficient": 0.1, "target": 0.02, "horizon": 100}})
+    numbers: dict[str, Any] = dict.fromkeys(UpdateStats.__dataclass_fields__, 0.0)
+    stats = UpdateStats(**{**numbers, "kl": 0.03, "applied": 1})
+    gang = SimpleNamespace(update=lambda batch, meanwhile: stats, by_rank=[SimpleNamespace(leases=[1])], ranks=1)
+    site = SimpleNamespace(
+        recipe=chosen, record=SimpleNamespace(progress=SimpleNamespace(message=print)),
+        autoscaler=SimpleNamespace(observe_update=lambda *a: None),
+    )
+    stage = LearnStage(site, gang)  # type: ignore[arg-type]
+    stage.plan = SimpleNamespace(reason="")  # type: ignore[assignment]
+    _, told = stage.update(None, [None] * 12, lambda: None)  # type: ignore[arg-type, list-item]
+    assert told["learn/kl_coefficient"] == 0.1
+    assert stage.controller.coefficient == pytest.approx(0.1 * (1 + 0.2 * 12 / 100))
+    again = LearnStage(site, gang)  # type: ignore[arg-type]
+    again.restore(stage.state())
+    assert again.controller == stage.controller
+    fixed = LearnStage(SimpleNamespace(recipe=recipe(algorithm={"kl": {"coefficient": 0.4}})), Gang.__new__(Gang))  # type: ignore[arg-type]
+    fixed.restore(stage.state())
+    assert fixed.controller.coefficient == 0.4
