@@ -81,20 +81,25 @@ def hire(
         return start_actor(actors.rollout, slot, resource, {}, config, engine)
 
     def start_reward(slot: Any) -> Any:
-        return start_actor(actors.reward, slot, resource, {}, reward_source, recipe.reward.timeout_s)
+        return start_actor(actors.reward, slot, resource, {}, source, recipe.reward.timeout_s, resource)
 
     def start_learner(slot: Any) -> Any:
+    source = ray.put(reward_source)  # a reward model's weights are in it
         sections = {name: dump[name] for name in ("learner", "algorithm", "policy")}
         settings = {
             **sections, "temperature": recipe.rollout.temperature, "seed": recipe.run.seed, "rank": next(ranks), "device": resource,
         }
+    def start_prefill(slot: Any) -> Any:
+        assert actors.prefill is not None
+        return start_actor(actors.prefill, slot, resource, {}, config, engine)
+
         return start_actor(actors.learner, slot, resource, {}, settings)
 
     keep = recipe.functions.keep_alive_s
     return Crew(
         leases,
         Pool("rollout", start_engine, leases, ledger, keep, on_device=True, labels=recipe.rollout.nodes),
-        Pool("score", start_reward, leases, ledger, keep),
+        Pool(reward_source.pool_kind, start_reward, leases, ledger, keep, on_device=reward_source.on_device),
         Gang(Pool("learn", start_learner, leases, ledger, float("inf"), on_device=True, leave_s=recipe.learner.deadline_s), recipe),
     )
 

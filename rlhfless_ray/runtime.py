@@ -34,6 +34,7 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.record import Record
 from rlhfless_ray.reward.functions import load_reward
 from rlhfless_ray.reward.stage import ScoreStage
+from rlhfless_ray.reward.dry import dry_call
 from rlhfless_ray.rollout.stage import RolloutStage
 from rlhfless_ray.run_folder import RunFolder, check_writable, put_files
 from rlhfless_ray.site import Site
@@ -55,7 +56,8 @@ class Runtime:
         self.files, self.owes_warm_start = initial_policy(recipe)
         self.tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
         self.prompts = load_prompts(recipe, self.tokenizer, context_tokens(self.files))
-        self.reward_source = load_reward(recipe)
+        self.reward_source = load_reward(recipe, self.tokenizer)
+        dry_call(self.reward_source, self.prompts.train, self.tokenizer, recipe.reward.timeout_s)
         if recipe.save.path:
             check_writable(Path(recipe.save.path), "save.path")
         rows, batch, episodes = len(self.prompts.train), recipe.prompts.batch_prompts, recipe.run.episodes
@@ -132,7 +134,7 @@ class Runtime:
         self.leases, self.rollout, self.reward, self.gang = crew.leases, crew.rollout, crew.reward, crew.gang
         most = min(self.recipe.rollout.max_actors, sum(self.leases.matching(self.recipe.rollout.nodes).values()))
         self.site = Site(self.recipe, self.ledger, self.leases, self.phases, self.record, self.autoscaler, most)
-        self.score_stage = ScoreStage(self.site, self.reward)
+        self.score_stage = ScoreStage(self.site, self.reward, self.reward_source, self.tokenizer)
         self.learn_stage = LearnStage(self.site, self.gang)
         self.rollout_stage = RolloutStage(
             self.site, self.rollout, self.score_stage, self.learn_stage, self.tokenizer, self.weight_bytes

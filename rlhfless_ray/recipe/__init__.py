@@ -74,8 +74,11 @@ class Recipe(Section):
             )
         if self.reward.function == "task" and not self.prompts.task:
             raise ValueError("reward.function: `task` needs a built-in task in prompts.task")
-        if not self.reward.function:
-            raise ValueError("reward.function: name one: `task`, `math` or `path/to/file.py:name`")
+        sources = [name for name in ("function", "url", "model_path") if getattr(self.reward, name)]
+        if not sources:
+            raise ValueError("reward.function: name one: `task`, `math` or `path/to/file.py:name`; or set reward.url or model_path")
+        if len(sources) > 1:
+            raise ValueError(f"reward.{sources[1]}: rewards have one source; set it or reward.{sources[0]}")
         return self
 
     @classmethod

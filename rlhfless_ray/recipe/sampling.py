@@ -78,11 +78,31 @@ class Rollout(Section):
 class Reward(Section):
     function: str = ""
     """`task` (the built-in task's verifier), `math` (math-verify on the text after `####` or in a box), or
-    `path/to/file.py:name` with `def name(prompt: str, response: str, row: dict) -> float`."""
+    `path/to/file.py:name` with `def name(prompt: str, response: str, row: dict) -> float`. Set this, `url` or `model_path`."""
+    contract: Literal["row", "openrlhf"] = "row"
+    """What a file's function is called with: the above, or, as OpenRLHF does, lists of queries (prompt and response), prompts
+    and labels, for rewards or a dict with `rewards`, `scores` and `extra_logs`."""
+    url: list[str] = []
+    """HTTP rewards: POST of query, prompts and labels, the JSON of OpenRLHF; several addresses are taken in turn."""
+    model_path: str = ""
+    """A local Hugging Face folder of a model with a scalar head and the policy's tokenizer; the reward is its value at the last
+    token."""
+    value_head: str = "score"
+    """Name of that head's weights. `value_head_prefix` in the model's config.json goes before it."""
+    normalize: bool = False
+    """Apply the mean and std that the model's config.json has of its rewards."""
+    ranks: int = Field(1, ge=1)
+    """Copies of the model that score at once, at most one per leased slot."""
+    micro_batch_tokens: int = Field(16384, ge=1)
+    """Padded tokens the model reads at once."""
+    batch_samples: int = Field(1, ge=1)
+    """Samples of one call of contract `openrlhf`, or of one request. A batch that fails is taken apart."""
     workers: int = Field(1, ge=1)
     """Processes that score at once, at most one per leased slot."""
     timeout_s: float = Field(10.0, gt=0)
-    """For one sample."""
+    """For one sample, or one HTTP request."""
+    deadline_s: float = Field(600.0, gt=0)
+    """The run ends when no HTTP server has answered, or a reward model is at one micro-batch, for so long."""
     max_failed_share: float = Field(0.05, ge=0, le=1)
     """The run ends when a larger share of a step's samples could not be scored. A sample that could not be scored is
     left out of its group and of the update, and is shown in the log: it never becomes a silent 0."""

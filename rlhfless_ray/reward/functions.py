@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.reward.user_file import UserFile, function_of
@@ -20,30 +20,40 @@ Decode = Callable[[list[int]], str]  # token ids → text, special tokens kept
 CONTRACT = "def {name}(prompt: str, response: str, row: dict) -> float"
 
 
-class Worker(Protocol):
+class Worker:
+    """What a scoring process holds."""
+
     def score(self, items: list[Any], budget_s: float) -> list[Score]:
         """Of as many items as were done in that time; of none where something is waited for."""
+        raise NotImplementedError
+
+    def open(self, threads: int) -> None:
+        """Its slots have so many cores."""
+
+    def park(self) -> None:
+        """Leave the device: the slot goes to others."""
 
 
-class Source(Protocol):
+class Source:
     """Everything that scoring processes, on other machines too, need. It pickles."""
 
-    @property
-    def pool_kind(self) -> str:
-        """The function whose processes score: "score", or "reward" where a model does."""
-
-    @property
-    def batch_samples(self) -> int:
-        """Samples of one call, which may take that many times the limit of one sample."""
+    pool_kind: ClassVar[str] = "score"  # the function whose processes score
+    on_device: ClassVar[bool] = False  # whether they hold a device's memory
 
     def item(self, key: int, sample: Sample, decode: Decode) -> tuple[Any, ...]:
         """What a worker is given of a sample; `key` comes first."""
+        raise NotImplementedError
 
-    def worker(self, timeout_s: float) -> Worker: ...
+    def worker(self, timeout_s: float, device: str = "cpu") -> Worker:
+        raise NotImplementedError
+
+    def call_s(self, timeout_s: float) -> float:
+        """The longest that a worker may take beyond the time it was asked to answer in."""
+        return timeout_s
 
 
 @dataclass(frozen=True)
-class RewardSource:
+class RewardSource(Source):
     """A function `(prompt, response, row) -> float`: a task's verifier, `math`, or one of a user's file."""
 
     kind: str  # "task", "math" or "file"
@@ -51,8 +61,6 @@ class RewardSource:
     answer_column: str = ""  # for "math"
     file: str = ""  # as the user wrote it: for messages only, it is never opened again
     text: str = ""  # the file's source
-    pool_kind: str = "score"
-    batch_samples: int = 1
 
     @property
     def user_file(self) -> UserFile | None:
@@ -61,7 +69,7 @@ class RewardSource:
     def item(self, key: int, sample: Sample, decode: Decode) -> tuple[int, str, str, dict[str, Any]]:
         return key, sample.prompt.text, sample.text, sample.prompt.row
 
-    def worker(self, timeout_s: float) -> Worker:
+    def worker(self, timeout_s: float, device: str = "cpu") -> Worker:
         from rlhfless_ray.reward.worker import RewardWorker
 
         return RewardWorker(self, timeout_s)
@@ -83,23 +91,37 @@ class RewardSource:
         return lambda prompt, response, row: verify(response, row)
 
 
-def load_reward(recipe: Recipe) -> RewardSource:
-    """Find the recipe's reward function and check that it can be called with (prompt, response, row).
+def load_reward(recipe: Recipe, tokenizer: Any = None) -> Source:
+    """What the recipe says rewards come from, checked as far as can be without scoring anything.
 
     Runs the top-level code of a user's file once. Raises UserError for a missing file or function, a syntax or import
-    error (with its line), something that is not callable, and other parameters.
+    error (with its line), something that is not callable, and other parameters; for an address that is none, and for a model
+    that gives no single score or has other tokens than the policy's `tokenizer`.
     """
-    function = recipe.reward.function
+    reward = recipe.reward
+    column = "answer" if recipe.prompts.task else recipe.prompts.answer_column
+    if reward.url:
+        from rlhfless_ray.reward.http import HttpSource
+
+        return HttpSource.load(reward.url, column, reward.deadline_s, reward.batch_samples)
+    if reward.model_path:
+        from rlhfless_ray.reward.model import ModelSource
+
+        return ModelSource.load(recipe, tokenizer)
+    function = reward.function
     if function == "task":
         return RewardSource("task", recipe.prompts.task)
     if function == "math":
-        column = "answer" if recipe.prompts.task else recipe.prompts.answer_column
         if not column:
             raise UserError("reward.function: `math` compares with the reference answer; set prompts.answer_column")
         return RewardSource("math", "math_reward", answer_column=column)
     path, colon, name = function.rpartition(":")
     if not colon or not path or not name:
         raise UserError(f"reward.function: `{function}` is none of `task`, `math` and `path/to/file.py:name`")
+    if reward.contract == "openrlhf":
+        from rlhfless_ray.reward.queries import QuerySource
+
+        return QuerySource.load(path, name, column, reward.batch_samples)
     where = f"reward.function {function}"
     file = UserFile.read(path, where)
     function_of(file.checked_module(where), name, CONTRACT.format(name=name), ("", "", {}), where)

@@ -17,7 +17,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from rlhfless_ray.errors import RunError, UserError
-from rlhfless_ray.reward.functions import Decode, Worker
+from rlhfless_ray.reward.functions import Decode, Source, Worker
 from rlhfless_ray.reward.queries import BadReturn, Query, query_of, scores_of
 from rlhfless_ray.reward.worker import Score
 from rlhfless_ray.types import Sample
@@ -30,7 +30,7 @@ SHOWN_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
-class HttpSource:
+class HttpSource(Source):
     """`urls` are taken in turn; each request carries up to `batch_samples` queries. `deadline_s`: for how long no server at all
     may answer before the run ends."""
 
@@ -38,7 +38,6 @@ class HttpSource:
     label_column: str
     deadline_s: float
     batch_samples: int = 1
-    pool_kind: str = "score"
 
     @classmethod
     def load(cls, urls: list[str], label_column: str, deadline_s: float, batch_samples: int) -> HttpSource:
@@ -52,7 +51,7 @@ class HttpSource:
     def item(self, key: int, sample: Sample, decode: Decode) -> Query:
         return query_of(key, sample, decode, self.label_column)
 
-    def worker(self, timeout_s: float) -> Worker:
+    def worker(self, timeout_s: float, device: str = "cpu") -> Worker:
         return HttpWorker(self, timeout_s)
 
 
@@ -93,7 +92,7 @@ class _Batch:
     first_s: float = math.inf  # when it failed first
 
 
-class HttpWorker:
+class HttpWorker(Worker):
     def __init__(self, source: HttpSource, timeout_s: float) -> None:
         self.source, self.timeout_s = source, timeout_s
         self.servers = deque(Server(url) for url in source.urls)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhfless_ray.reward.functions import Decode, Worker
+from rlhfless_ray.reward.functions import Decode, Source, Worker
 from rlhfless_ray.reward.limit import TimeLimit, TookTooLong
 from rlhfless_ray.reward.user_file import UserFile, function_of
 from rlhfless_ray.reward.worker import Score, finite, late, named, real
@@ -30,20 +30,23 @@ class BadReturn(Exception):
 
 
 @dataclass(frozen=True)
-class QuerySource:
+class QuerySource(Source):
     """A file's function called with lists of up to `batch_samples`. From OpenRLHF 0.9.1 on they have one element."""
 
     file: UserFile
     name: str
     label_column: str
     batch_samples: int = 1
-    pool_kind: str = "score"
 
     def item(self, key: int, sample: Sample, decode: Decode) -> Query:
         return query_of(key, sample, decode, self.label_column)
 
-    def worker(self, timeout_s: float) -> Worker:
+    def worker(self, timeout_s: float, device: str = "cpu") -> Worker:
         return QueryWorker(self, timeout_s)
+
+    def call_s(self, timeout_s: float) -> float:
+        """A batch that fails is scored again one by one before the worker answers."""
+        return timeout_s * (2 * self.batch_samples if self.batch_samples > 1 else 1)
 
     @classmethod
     def load(cls, path: str, name: str, label_column: str, batch_samples: int) -> QuerySource:
@@ -61,7 +64,7 @@ def query_of(key: int, sample: Sample, decode: Decode, label_column: str) -> Que
     return key, text, sample.prompt.text, sample.prompt.row.get(label_column, "") if label_column else ""
 
 
-class QueryWorker:
+class QueryWorker(Worker):
     """Works in a process's main thread only. A batch that fails is taken apart, so that the sample at fault can be named."""
 
     def __init__(self, source: QuerySource, timeout_s: float) -> None:

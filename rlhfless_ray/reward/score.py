@@ -28,19 +28,29 @@ MakeItem = Callable[[int, Sample], Item]
 class RewardActor:
     """The scoring function's process."""
 
-    def __init__(self, source: Source, timeout_s: float) -> None:
+    def __init__(self, source: Source, timeout_s: float, device: str = "cpu") -> None:
         start = time.time()
-        self.worker = source.worker(timeout_s)
+        self.worker = source.worker(timeout_s, device)
         self.imported = Span("start", "load reward function", start, time.time())
 
     def open(self, threads: int) -> dict[str, Any]:
-        import psutil
+        self.worker.open(threads)
+        return {"memory_mb": _memory_mb(), "spans": [self.imported]}
 
-        return {"memory_mb": psutil.Process().memory_info().rss / 2**20, "spans": [self.imported]}
+    def park(self) -> dict[str, Any]:
+        start = time.time()
+        self.worker.park()
+        return {"memory_mb": _memory_mb(), "spans": [Span("transfer", "leave the device", start, time.time())]}
 
     def score(self, items: list[Item], budget_s: float) -> tuple[list[Score], list[Span]]:
         start = time.time()
         return self.worker.score(items, budget_s), [Span("work", "score", start, time.time())]
+
+
+def _memory_mb() -> float:
+    import psutil
+
+    return psutil.Process().memory_info().rss / 2**20
 
 
 @dataclass
@@ -60,18 +70,18 @@ class Scoring:
     `max_failed` samples failed the rest is left alone: they have neither reward nor error. A worker that does not answer hangs
     where no signal reaches (in foreign code): it is killed and replaced, as one that died is, and the rest of its share is
     scored one by one, so that the sample at fault can be named. Raises RunError, naming it, when instances were replaced more
-    than `max_replacements` times. `item` makes of a sample what the pool's workers take; they score `batch_samples` in one call.
+    than `max_replacements` times. `item` makes of a sample what the pool's workers take, who may take `call_s` beyond the time
+    they were asked to answer in.
     """
 
     def __init__(
         self, pool: Pool, timeout_s: float, max_failed: float, max_replacements: int, item: MakeItem | None = None,
-        batch_samples: int = 1,
+        call_s: float | None = None,
     ) -> None:
         self.pool, self.timeout_s = pool, timeout_s
         self.max_failed, self.max_replacements = max_failed, max_replacements
         self.item = item or _row
-        # a batch that fails is scored again one by one before the worker answers
-        self.call_s = timeout_s * (2 * batch_samples if batch_samples > 1 else 1)
+        self.call_s = timeout_s if call_s is None else call_s
         self.samples: list[Sample] = []
         self.running: dict[Any, _Call] = {}
         self.done = self.failed = 0

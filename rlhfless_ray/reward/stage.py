@@ -20,7 +20,8 @@ class ScoreStage:
         """Without a source samples are given as a function `(prompt, response, row)` takes them."""
         self.site, self.pool = site, pool
         self.item = maker(source, tokenizer) if source is not None else None
-        self.batch_samples = source.batch_samples if source is not None else 1
+        timeout_s = site.recipe.reward.timeout_s
+        self.call_s = source.call_s(timeout_s) if source is not None else timeout_s
         self.ahead: Scoring | None = None  # of the step whose rollout goes on
 
     # ---- ahead, while engines work ----------------------------------------------------------------------------
@@ -52,8 +53,9 @@ class ScoreStage:
     def phase(self, name: str = "score") -> Iterator[None]:
         site = self.site
         with site.phases.phase(name):
-            spare = site.handed()
-            site.spare = self.pool.resize(min(site.recipe.reward.workers, max(1, len(spare))), spare)
+            spare, reward = site.handed(), site.recipe.reward
+            most = reward.ranks if reward.model_path else reward.workers
+            site.spare = self.pool.resize(min(most, max(1, len(spare))), spare)
             yield
             site.spare += self._park()
 
@@ -66,7 +68,7 @@ class ScoreStage:
         recipe = self.site.recipe
         most = recipe.reward.max_failed_share * samples
         return Scoring(
-            self.pool, recipe.reward.timeout_s, most, recipe.functions.max_replacements, self.item, self.batch_samples
+            self.pool, recipe.reward.timeout_s, most, recipe.functions.max_replacements, self.item, self.call_s
         )
 
     def score(self, samples: list[Sample], step: int, name: str = "step") -> int:

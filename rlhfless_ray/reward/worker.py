@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rlhfless_ray.reward.functions import Worker
 from rlhfless_ray.reward.limit import TimeLimit, TookTooLong
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Score:
     extra_logs: Mapping[str, float] = field(default_factory=dict)
 
 
-class RewardWorker:
+class RewardWorker(Worker):
     """Holds a built reward function `(prompt, response, row) -> float`. Works in a process's main thread only."""
 
     def __init__(self, source: RewardSource, timeout_s: float) -> None:

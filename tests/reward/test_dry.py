@@ -1,0 +1,68 @@
+"""Before the first step a reward file is called once: what is wrong with it is one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhfless_ray.errors import UserError
+from rlhfless_ray.policy_files import load_tokenizer
+from rlhfless_ray.reward import dry as module
+from rlhfless_ray.reward.dry import dry_call
+from rlhfless_ray.reward.functions import RewardSource
+from rlhfless_ray.reward.queries import QuerySource
+from rlhfless_ray.reward.user_file import UserFile
+from rlhfless_ray.types import Prompt
+from tests.reward.reward_models import tokenizer_files
+
+PROMPTS = [Prompt(i, f"w{3 + i}", (3 + i,), {"answer": "w9"}) for i in range(2)]
+GOOD = """
+def reward_func(queries, prompts, labels):
+    assert all(q.split()[:1] == p.split() for q, p in zip(queries, prompts)), (queries, prompts)
+    assert set(labels) == {"w9"} and queries[0].split() in (["w3"], ["w4", "w9"]), queries
+    print("hello")
+    return [1.0] * len(queries)
+"""
+
+
+def called(text: str, batch_samples: int = 1, timeout_s: float = 2.0) -> None:
+    source = QuerySource(UserFile("mine.py", text), "reward_func", "answer", batch_samples)
+    dry_call(source, PROMPTS, load_tokenizer(tokenizer_files(), False), timeout_s)
+
+
+@pytest.mark.parametrize("batch_samples", [1, 4])
+def test_a_good_file_passes(batch_samples: int, capfd: pytest.CaptureFixture[str]) -> None:
+    called(GOOD, batch_samples)
+    assert "hello" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return {'reward': [0.0]}", r"`reward_func` returned a dict with the key `reward`: write `rewards`"),
+        ("return {'rewards': [0.0, 1.0], 'scores': [1.0]}", r"returned 2 values in `rewards` for 1 query"),
+        ("return None", r"returned NoneType, neither rewards nor a dict"),
+        ("return labels[7]", r"IndexError: list index out of range \(mine.py, line 2\)"),
+        ("import time; time.sleep(60)", r"took longer than reward.timeout_s = 0.3 s"),
+        ("import os; os._exit(7)", r"its process ended with code 7 in a dry call"),
+    ],
+)
+def test_what_fails_for_every_response_is_named(body: str, words: str) -> None:
+    with pytest.raises(UserError, match=rf"^reward.function mine.py:reward_func: .*{words}"):
+        called(f"def reward_func(queries, prompts, labels):\n    {body}\n", timeout_s=0.3)
+
+
+def test_a_process_that_no_signal_reaches_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "START_S", 8.0)
+    deaf = "import signal, time\ndef reward_func(q, p, l):\n    signal.signal(signal.SIGALRM, signal.SIG_IGN)\n    time.sleep(99)"
+    with pytest.raises(UserError, match=r"a dry call did not return within 9.2 s"):
+        called(deaf, timeout_s=0.3)
+
+
+def test_a_function_may_fail_for_some_responses() -> None:
+    called("def reward_func(q, p, l):\n    return [1.0 / q[0].count('w9')]")
+
+
+def test_other_sources_are_not_called(tmp_path: Path) -> None:
+    dry_call(RewardSource("file", "score", file="mine.py", text="raise ValueError"), PROMPTS, None, 1.0)
