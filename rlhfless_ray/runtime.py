@@ -309,6 +309,7 @@ class Runtime:
                 f"--resume: the checkpoint's planner is of another version of this program ({error}); start the run anew under "
                 "another run.name"
             ) from None
+        self.learn_stage.restore(state.get("learning", {}))
         self.gang.skipped_in_a_row = state["skipped_in_a_row"]
         self.owes_evaluation = state.get("owes_evaluation", self.steps_done == 0)
 
@@ -333,7 +334,6 @@ class Runtime:
         except Exception as failure:  # the checkpoint before stands; the leases must go all the same
             self.record.progress.message(f"no checkpoint at the stop: {' '.join(str(failure).split())[:300]}")
         finally:
-        self.learn_stage.restore(state.get("learning", {}))
             self.folder.end(*self._outcome(error))  # before any word to Ray: it may be gone, and an answer take a minute
             for pool in (self.rollout, self.reward, self.gang.pool):
                 pool.close()
