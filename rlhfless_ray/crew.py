@@ -76,6 +76,7 @@ def hire(
         "dtype": recipe.policy.dtype, "trust_remote_code": recipe.policy.trust_remote_code, **dump["rollout"],
     }
     ranks = itertools.count()
+    source = ray.put(reward_source)  # a reward model's weights are in it
 
     def start_engine(slot: Any) -> Any:
         return start_actor(actors.rollout, slot, resource, {}, config, engine)
@@ -84,15 +85,10 @@ def hire(
         return start_actor(actors.reward, slot, resource, {}, source, recipe.reward.timeout_s, resource)
 
     def start_learner(slot: Any) -> Any:
-    source = ray.put(reward_source)  # a reward model's weights are in it
         sections = {name: dump[name] for name in ("learner", "algorithm", "policy")}
         settings = {
             **sections, "temperature": recipe.rollout.temperature, "seed": recipe.run.seed, "rank": next(ranks), "device": resource,
         }
-    def start_prefill(slot: Any) -> Any:
-        assert actors.prefill is not None
-        return start_actor(actors.prefill, slot, resource, {}, config, engine)
-
         return start_actor(actors.learner, slot, resource, {}, settings)
 
     keep = recipe.functions.keep_alive_s
