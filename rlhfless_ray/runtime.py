@@ -32,9 +32,9 @@ from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.prompts.load import load_prompts
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.record import Record
+from rlhfless_ray.reward.dry import dry_call
 from rlhfless_ray.reward.functions import load_reward
 from rlhfless_ray.reward.stage import ScoreStage
-from rlhfless_ray.reward.dry import dry_call
 from rlhfless_ray.rollout.stage import RolloutStage
 from rlhfless_ray.run_folder import RunFolder, check_writable, put_files
 from rlhfless_ray.site import Site
