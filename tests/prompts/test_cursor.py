@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfless_ray.errors import UserError
@@ -68,3 +68,16 @@ def test_the_batch_size_may_change_on_resume() -> None:
     wider = Cursor(10, 6, True, 0)
     wider.restore(cursor.state())
     assert sorted(Cursor(10, 4, True, 0).next() + wider.next()) == list(range(10))
+
+
+@given(n_rows=st.integers(1, 12), batch=st.integers(1, 9), epochs=st.integers(1, 3), shuffle=st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_batches_that_end_with_their_epoch_hold_every_row_once(n_rows: int, batch: int, epochs: int, shuffle: bool) -> None:
+    cursor = Cursor(n_rows, batch, shuffle, 0, ends=True)
+    for epoch in range(epochs):
+        batches = [cursor.next() for _ in range(cursor.batches_per_epoch)]
+        assert sorted(row for rows in batches for row in rows) == list(range(n_rows))
+        assert all(len(rows) == batch for rows in batches[:-1]) and cursor.epoch == epoch + 1
+        other = Cursor(n_rows, batch, shuffle, 0, ends=True)
+        other.restore(cursor.state())
+        assert other._taken == cursor._taken
