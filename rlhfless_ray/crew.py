@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.policy_files import check_kv_cache
+from rlhfless_ray.prefix.support import unsupported
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.folder import without_weights
 
@@ -29,14 +31,16 @@ class Actors:
     rollout: type
     reward: type
     learner: type
+    prefill: type | None = None  # None: these engines keep no pages
+    critic: type | None = None
 
     @classmethod
     def real(cls) -> Actors:
-        from rlhfless_ray.learn.actor import LearnerActor
+        from rlhfless_ray.learn.actor import CriticActor, LearnerActor
+        from rlhfless_ray.prefix.actor import PageActor
         from rlhfless_ray.reward.score import RewardActor
-        from rlhfless_ray.rollout.actor import RolloutActor
 
-        return cls(RolloutActor, RewardActor, LearnerActor)
+        return cls(PageActor, RewardActor, LearnerActor, PageActor, CriticActor)
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,9 @@ class Crew:
     rollout: Pool
     reward: Pool
     gang: Gang
+    prefill: Pool | None = None
+    critic: Gang | None = None
+    prefix_blocked: str | None = None  # why there is no prefix KV although the recipe asks for it
 
 
 def hire(
@@ -70,10 +77,13 @@ def hire(
     leases = Leases(resource, ledger, recipe.functions.lease_deadline_s, run_id)
     ledger.price_of = prices(recipe, resource, leases)
     dump = recipe.model_dump()
+    wanted = recipe.rollout.prefix_kv != "off" and actors.prefill is not None
+    unshared = unsupported(json.loads(files["config.json"])) if wanted else None
     config = ray.put(without_weights(files))
     engine = {
         "device": resource, "max_model_len": recipe.rollout.longest_tokens(longest_prompt_tokens),
         "dtype": recipe.policy.dtype, "trust_remote_code": recipe.policy.trust_remote_code, **dump["rollout"],
+        "prefix_kv": wanted and unshared is None,
     }
     ranks = itertools.count()
     source = ray.put(reward_source)  # a reward model's weights are in it
@@ -81,22 +91,38 @@ def hire(
     def start_engine(slot: Any) -> Any:
         return start_actor(actors.rollout, slot, resource, {}, config, engine)
 
+    def start_prefill(slot: Any) -> Any:
+        assert actors.prefill is not None
+        return start_actor(actors.prefill, slot, resource, {}, config, engine)
+
     def start_reward(slot: Any) -> Any:
         return start_actor(actors.reward, slot, resource, {}, source, recipe.reward.timeout_s, resource)
 
+    critic_ranks = itertools.count()
+    shared = {"algorithm": dump["algorithm"], "policy": dump["policy"], "seed": recipe.run.seed, "device": resource}
+
     def start_learner(slot: Any) -> Any:
-        sections = {name: dump[name] for name in ("learner", "algorithm", "policy")}
-        settings = {
-            **sections, "temperature": recipe.rollout.temperature, "seed": recipe.run.seed, "rank": next(ranks), "device": resource,
-        }
-        return start_actor(actors.learner, slot, resource, {}, settings)
+        own = {"learner": recipe.learner_section(), "temperature": recipe.rollout.temperature, "rank": next(ranks)}
+        return start_actor(actors.learner, slot, resource, {}, {**shared, **own})
+
+    def start_critic(slot: Any) -> Any:
+        assert actors.critic is not None
+        own = {"critic": recipe.critic_section(), "rank": next(critic_ranks)}
+        return start_actor(actors.critic, slot, resource, {}, {**shared, **own})
+
+    def gang(kind: str, start: Callable[[Any], Any], ranks: int, name: str) -> Gang:
+        pool = Pool(kind, start, leases, ledger, float("inf"), on_device=True, leave_s=recipe.learner.deadline_s)
+        return Gang(pool, ranks, recipe.learner, name)
 
     keep = recipe.functions.keep_alive_s
     return Crew(
         leases,
         Pool("rollout", start_engine, leases, ledger, keep, on_device=True, labels=recipe.rollout.nodes),
         Pool(reward_source.pool_kind, start_reward, leases, ledger, keep, on_device=reward_source.on_device),
-        Gang(Pool("learn", start_learner, leases, ledger, float("inf"), on_device=True, leave_s=recipe.learner.deadline_s), recipe),
+        gang("learn", start_learner, recipe.learner.ranks, "learner"),
+        Pool("prefill", start_prefill, leases, ledger, keep, on_device=True) if wanted else None,
+        gang("critic", start_critic, recipe.critic.ranks, "critic") if recipe.algorithm.has_critic else None,
+        f"this policy's KV cannot be shared: {unshared}" if unshared else None,
     )
 
 

@@ -1,6 +1,6 @@
 """The page: one step of GRPO, stage by stage.
 
-    recipe → Prompt → Forecast → Plan → lease → rollout → reward → Advantage → learn → WeightVersion ↺
+    recipe → Prompt → Forecast → Plan → lease → prefix KV → rollout → reward → Advantage → learn → WeightVersion ↺
 
 Each line is one stage; stages do not call each other, the loop hands nouns from one to the next. What a stage does lies in
 the folder of its name, what it holds (pools, leases, ledger) in `runtime.py`.
@@ -27,6 +27,7 @@ def steps(run: Runtime) -> Iterator[Step]:
         step.prompts = run.next_prompts()
         step.forecast = run.forecast(step)
         step.plan = run.plan(step)
+        step.prefixes = run.prefill(step)
 
         with run.rollout_phase(step.plan):
             step.samples = run.generate(step)
@@ -34,8 +35,8 @@ def steps(run: Runtime) -> Iterator[Step]:
             run.score(step.samples)
 
         with run.learn_phase():
-            step.stats = run.update(batch)
             batch = run.advantages(step.samples)
+            step.stats = run.update(batch)
             run.weights = run.publish(number)
 
         if run.evaluation_is_due(number):

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import platform
 import signal
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from placement.lengths import Scenarios
 from placement.policy import failed, slots_to_yield
 from placement.speed import Speed
 from rlhfless_ray.autoscale import Autoscaler, RolloutPlan
-from rlhfless_ray.crew import Actors, hire
+from rlhfless_ray.crew import Actors, Crew, hire
 from rlhfless_ray.errors import Stopped, UserError
 from rlhfless_ray.evaluation import evaluate
 from rlhfless_ray.functions.cluster import RayCluster
@@ -28,6 +29,7 @@ from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.stage import LearnStage
 from rlhfless_ray.phases import Phases
 from rlhfless_ray.policy_files import context_tokens, initial_policy, keep_policy, load_tokenizer
+from rlhfless_ray.prefix.stage import PrefixStage, StepPrefixes
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.prompts.load import load_prompts
 from rlhfless_ray.recipe import Recipe
@@ -54,6 +56,7 @@ class Runtime:
         """Reads and checks everything that can be checked without Ray. Raises UserError for the user's mistakes."""
         self.resume = resume
         self.files, self.owes_warm_start = initial_policy(recipe)
+        self.critic_files = read_folder(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
         self.tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
         self.prompts = load_prompts(recipe, self.tokenizer, context_tokens(self.files))
         self.reward_source = load_reward(recipe, self.tokenizer)
@@ -135,9 +138,25 @@ class Runtime:
         most = min(self.recipe.rollout.max_actors, sum(self.leases.matching(self.recipe.rollout.nodes).values()))
         self.site = Site(self.recipe, self.ledger, self.leases, self.phases, self.record, self.autoscaler, most)
         self.score_stage = ScoreStage(self.site, self.reward, self.reward_source, self.tokenizer)
-        self.learn_stage = LearnStage(self.site, self.gang)
+        self.learn_stage = LearnStage(self.site, self.gang, crew.critic)
+        self.prefix_stage = self._prefix_stage(crew)
         self.rollout_stage = RolloutStage(
-            self.site, self.rollout, self.score_stage, self.learn_stage, self.tokenizer, self.weight_bytes
+            self.site, self.rollout, self.score_stage, self.learn_stage, self.tokenizer, self.weight_bytes, self.prefix_stage
+        )
+
+    def _prefix_stage(self, crew: Crew) -> PrefixStage | None:
+        import ray
+
+        from rlhfless_ray.prefix.support import page_bytes
+
+        if crew.prefill is None:
+            return None
+        rollout, size = self.recipe.rollout, 4 if self.recipe.policy.dtype == "float32" else 2
+        return PrefixStage(
+            self.site, crew.prefill, rollout.prefix_kv, run_id=self.leases.run_id, block_size=rollout.block_size,
+            page_bytes=page_bytes(json.loads(self.files["config.json"]), size, rollout.block_size),
+            store_bytes=int(ray.cluster_resources().get("object_store_memory", 0)), blocked=crew.prefix_blocked,
+            max_instances=self.site.max_actors, private=self.cluster.private,
         )
 
     def _begin(self, checkpoint: tuple[int, dict[str, bytes], dict[str, Any]] | None) -> None:
@@ -170,6 +189,7 @@ class Runtime:
                 self._restore(checkpoint[2])
             self.weights = self.gang.publish(self.steps_done)
             self.site.spare += self.gang.park()
+            self.learn_stage.open_critic(self.critic_files or self.files, self.cluster.private, state)
         if checkpoint is None:
             self._save()  # a stop at any later moment finds something to resume from
 
@@ -200,6 +220,10 @@ class Runtime:
             self.record.progress.message(f"step {step.number}: {plan.reason}")
         return plan
 
+    def prefill(self, step: Step) -> StepPrefixes | None:
+        assert self.weights is not None
+        return self.rollout_stage.prefill(step, self.weights)
+
     def rollout_phase(self, plan: RolloutPlan) -> AbstractContextManager[None]:
         return self.rollout_stage.phase(plan)
 
@@ -217,7 +241,7 @@ class Runtime:
         return self.learn_stage.advantages(samples)
 
     def learn_phase(self) -> AbstractContextManager[None]:
-        return self.learn_stage.phase(self.step.samples)
+        return self.learn_stage.phase(self.step.samples, self.step.number)
 
     def update(self, batch: Batch) -> UpdateStats:
         self.in_update = True
@@ -265,7 +289,7 @@ class Runtime:
         self._record(step)
         if step.number % self.recipe.checkpoint.every_steps == 0 or step.number == self.recipe.run.steps:
             self._save()
-        for pool in (self.rollout, self.reward):
+        for pool in (self.rollout, self.reward, *([self.prefix_stage.pool] if self.prefix_stage else [])):
             pool.reap(self.autoscaler.keep_warm_s(pool.gaps_s), look_every_s=LOOK_EVERY_S)
         if not self.cluster.private:
             spare = self.site.spare
@@ -288,6 +312,8 @@ class Runtime:
         self.folder.write_model(files)
         if self.recipe.save.path:
             put_files(Path(self.recipe.save.path), files)
+        if self.recipe.critic.save:
+            write_folder(self.folder.path / "critic", self.learn_stage.critic_model(without_weights(self.critic_files or self.files)))
         self.finished = True
 
     # ---- state ------------------------------------------------------------------------------------------------
@@ -314,7 +340,7 @@ class Runtime:
         self.owes_evaluation = state.get("owes_evaluation", self.steps_done == 0)
 
     def _save(self, deadline_s: float | None = None) -> None:
-        learner = self.gang.snapshot(deadline_s)
+        learner = self.learn_stage.snapshot(deadline_s)
         self.folder.save_checkpoint(self.steps_done, learner, self._state(), self.recipe.checkpoint.keep)
         self.saved = self.steps_done
         self.record.checkpointed()
@@ -335,11 +361,13 @@ class Runtime:
             self.record.progress.message(f"no checkpoint at the stop: {' '.join(str(failure).split())[:300]}")
         finally:
             self.folder.end(*self._outcome(error))  # before any word to Ray: it may be gone, and an answer take a minute
-            for pool in (self.rollout, self.reward, self.gang.pool):
+            for pool in (self.rollout, self.reward, *self.learn_stage.pools()):
                 pool.close()
+            if self.prefix_stage is not None:
+                self.prefix_stage.close()
             self.leases.release_all()
             self.weights = None  # the last reference: its arrays lie on a node, which is not idle while they do
-            self.gang.by_rank = []
+            self.learn_stage.forget()
 
     def _save_last_step(self, hurry: bool) -> None:
         """The last whole step, if it is not saved yet. `hurry`: whoever asked for the stop kills soon."""

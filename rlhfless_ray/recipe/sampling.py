@@ -55,6 +55,9 @@ class Rollout(Section):
     """Share of a GPU's memory one engine takes."""
     block_size: int = Field(32, ge=1)
     """Tokens of a KV block; prefixes are shared in whole blocks."""
+    prefix_kv: Annotated[Literal["auto", "on", "off"], OffIsAWord] = "auto"
+    """The service that computes each distinct beginning of a step's prompts once for all engines. `auto`: in the steps where
+    the planner expects it to save prefill, its own costs included; `on`: in every step; `off`."""
     stream_interval_s: float = Field(0.25, gt=0)
     """How often an engine tells what it generated. What it has not told yet is generated again if it dies."""
     migrate: Annotated[Literal["off", "tau", "auto"], OffIsAWord] = "auto"

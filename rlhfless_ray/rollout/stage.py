@@ -15,6 +15,7 @@ from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.learn.stage import LearnStage
+from rlhfless_ray.prefix.stage import PrefixStage, StepPrefixes
 from rlhfless_ray.reward.stage import ScoreStage
 from rlhfless_ray.rollout.beside import Beside
 from rlhfless_ray.rollout.migrate import Migration
@@ -30,12 +31,15 @@ REWARD_START_S = 3.0  # a reward process: its imports, measured on two cores
 
 class RolloutStage:
     def __init__(
-        self, site: Site, pool: Pool, scoring: ScoreStage, learning: LearnStage, tokenizer: Any, weight_bytes: int
+        self, site: Site, pool: Pool, scoring: ScoreStage, learning: LearnStage, tokenizer: Any, weight_bytes: int,
+        prefix: PrefixStage | None = None,
     ) -> None:
-        """`scoring`, `learning`: the stages that come next, which begin while the last engines work."""
+        """`scoring`, `learning`: the stages that come next, which begin while the last engines work. `prefix`: what gives the
+        engines KV that others have computed."""
         self.site, self.pool, self.scoring, self.learning = site, pool, scoring, learning
         self.tokenizer, self.weight_bytes = tokenizer, weight_bytes
         self.began_s = 0.0
+        self.prefix = prefix
         rollout = site.recipe.rollout
         self.migration = None if rollout.migrate == "off" else Migration(rollout.migrate, rollout.migrate_tau)
 
@@ -43,6 +47,23 @@ class RolloutStage:
     def warm(self) -> int:
         """Engines that need no cold start."""
         return sum(instance.memory_mb > 0 for instance in (*self.pool.parked, *self.pool.working))
+
+    def prefill(self, step: Step, weights: WeightVersion) -> StepPrefixes | None:
+        """Before the engines have their leases: the KV of what the prompts begin with, if that pays for the plan's shares."""
+        if self.prefix is None:
+            return None
+        shares = self._prompts(self._shares(step, step.plan.actors))
+        steps_left = self.site.recipe.run.steps - step.number + 1
+        return self.prefix.prefill([p.token_ids for p in step.prompts], shares, weights, steps_left)
+
+    def _shares(self, step: Step, engines: int) -> list[np.ndarray]:
+        """The requests of each engine."""
+        count = self.site.recipe.rollout.samples_per_prompt
+        return step.plan.shares(engines, step.forecast.lengths.mean(1), np.repeat(np.arange(len(step.prompts)), count))
+
+    def _prompts(self, shares: list[np.ndarray]) -> list[np.ndarray]:
+        """The prompts of these requests, engine by engine; engines that get none are left out, as in the rollout."""
+        return [share // self.site.recipe.rollout.samples_per_prompt for share in shares if len(share)]
 
     @contextmanager
     def phase(self, plan: RolloutPlan) -> Iterator[None]:
@@ -62,18 +83,22 @@ class RolloutStage:
         count = self.site.recipe.rollout.samples_per_prompt
         requests = step_requests(self.site.recipe, step.number, step.prompts)
         expected = step.forecast.lengths.mean(1)
-        groups = np.repeat(np.arange(len(step.prompts)), count)
         if self.migration is not None:
             autoscaler, elastic = self.site.autoscaler, self.site.recipe.functions.elastic
             second = autoscaler.second if elastic else float("inf")  # what is never given back cannot be saved
             prefill = autoscaler.terms.prefill.per_unit_s
             self.migration.begin(step.forecast.lengths, autoscaler.speed.speed, second, prefill)
-        shares = step.plan.shares(len(self.pool.working), expected, groups)
+        shares = self._shares(step, len(self.pool.working))
+        if self.prefix is not None and step.prefixes is not None:
+            tokens = [p.token_ids for p in step.prompts]
+            self.prefix.send(step.prefixes, tokens, self.pool.working, self._prompts(shares), weights.version)
         tail = Tail(self.scoring, self.learning, len(step.prompts), count)
         beside = self._beside(Samples(step.prompts, count, self.tokenizer), tail if self.site.recipe.functions.elastic else None)
         stream = self._run(requests, shares, expected, weights, self.migration, beside)
         self.site.spare += tail.over()
         step.metrics |= {**stream.metrics(), **tail.metrics()}
+        if self.prefix is not None and step.prefixes is not None:
+            step.metrics |= self.prefix.over(step.prefixes)
         return beside.samples.all()
 
     def answer(self, prompts: list[Prompt], asked: list[tuple[float, int]], weights: WeightVersion) -> list[Sample]:
