@@ -90,6 +90,8 @@ class Record:
         rewards = np.array([s.reward for s in samples if s.reward is not None])
         lengths = np.array([len(s.completion.token_ids) for s in samples])
         quantiles = np.quantile(lengths, [0.5, 0.9, 0.99])
+        scored = [s for s in samples if s.reward is not None]
+        logs = {name for s in scored for name in s.extra_logs}
         return {
             "reward/mean": float(rewards.mean()) if len(rewards) else None,
             "reward/std": float(rewards.std()) if len(rewards) else None,
@@ -97,7 +99,14 @@ class Record:
             "length/mean": float(lengths.mean()), "length/p50": float(quantiles[0]), "length/p90": float(quantiles[1]),
             "length/p99": float(quantiles[2]), "length/max": int(lengths.max()),
             "length/truncated_share": float(np.mean([s.completion.finish_reason == "length" for s in samples])),
-            "tokens/generated": int(lengths.sum()),
+            "length/total_mean": float(np.mean([len(s.prompt.token_ids) + len(s.completion.token_ids) for s in samples])),
+            "tokens/generated": int(lengths.sum()), "tokens/samples": len(samples),
+            **({"reward/group_std": _group_std(scored)} if self.recipe.rollout.samples_per_prompt > 1 and scored else {}),
+            **({"reward/score_mean": float(np.mean(scores))} if (scores := [s.score for s in scored if s.score is not None]) else {}),
+            **{
+                f"reward/logs/{name}": float(np.mean([s.extra_logs[name] for s in scored if name in s.extra_logs]))
+                for name in sorted(logs)
+            },
         }
 
     def _of_phases(self, seconds: dict[str, float], wall_s: float, leases: Any) -> dict[str, float]:
@@ -144,3 +153,11 @@ class Record:
         self.progress.close()
         write_timeline(self.folder.path)
         write_report(self.folder.path)
+
+
+def _group_std(samples: list[Sample]) -> float:
+    """Mean over prompts of the sample deviation of their responses' rewards."""
+    groups: dict[int, list[float]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt.index, []).append(sample.reward or 0.0)
+    return float(np.mean([np.std(group, ddof=1) if len(group) > 1 else 0.0 for group in groups.values()]))

@@ -103,5 +103,18 @@ class Watch(Section):
     """Weights & Biases. `auto`: online with an API key, else offline (into the run folder)."""
     wandb_project: str = "rlhfless-ray"
     """Project in Weights & Biases."""
+    wandb_entity: str | None = None
+    """Team or user there. None: the account's own."""
+    wandb_group: str | None = None
+    """Group of runs there. None: the name of the run, which joins the processes of one that was resumed."""
+    run_name: str = ""
+    """Name of the run in Weights & Biases, and of its folder below `tensorboard_path`. Empty: the run folder's name."""
+    tensorboard_path: str = ""
+    """Where TensorBoard's files go, into a folder of the run's name. Empty: the run folder's `tensorboard/`."""
+    metric_names: Literal["own", "openrlhf"] = "own"
+    """`openrlhf`: TensorBoard and Weights & Biases get OpenRLHF's names where it logs the same, and each step is told in a
+    line `Global step N: {…}` too. The run folder's `metrics.jsonl` keeps its own."""
+    every_steps: int = Field(1, ge=1)
+    """Steps between two rows for TensorBoard and Weights & Biases; evaluations always get there, files have every step."""
     samples_per_step: int = Field(64, ge=0)
     """Samples written to `samples/step_<n>.jsonl`; 0: all of them."""

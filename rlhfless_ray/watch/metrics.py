@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhfless_ray.recipe import Watch
+from rlhfless_ray.watch.openrlhf_names import renamed, step_line
 
 
 class Sink(Protocol):
@@ -41,6 +42,7 @@ class Metrics:
         say: Callable[[str], None] | None = None,
     ) -> None:
         self._say = say or _to_stderr
+        self._watch = watch
         self._noted: set[str] = set()
         self.path = Path(run_folder) / "metrics.jsonl"
         _drop_after(self.path, resume_after_step)
@@ -68,8 +70,22 @@ class Metrics:
                 self._say(f"step {row.get('step')}: {key} is {bad[key]}, written as null (said once per metric)")
         self._file.write(json.dumps(row, allow_nan=False, separators=(",", ":"), ensure_ascii=False) + "\n")
         self._file.flush()
+        told = self._for_sinks(row)
         for label in list(self._sinks):
-            self._guard(label, lambda sink: sink.write(row))
+            if told:
+                self._guard(label, lambda sink: sink.write(told))
+
+    def _for_sinks(self, row: dict[str, Any]) -> dict[str, Any]:
+        """What of a row goes on, and under which names; empty: nothing."""
+        step, ours = row.get("step"), self._watch.metric_names == "own"
+        if not ours and "learn/policy_loss" in row:
+            self._say(step_line(row))
+        if isinstance(step, int) and step % self._watch.every_steps:
+            row = {name: value for name, value in row.items() if name.startswith("eval/")}
+            if not row:
+                return {}
+            row["step"] = step
+        return row if ours else {"step": step, **renamed(row)}
 
     def amend(self, row: dict[str, Any]) -> dict[str, Any]:
         """Append the row, or join it to the last one if that is of the same step, whose values stay; returns it whole."""
@@ -166,13 +182,17 @@ def _clean(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
 def _tensorboard(folder: Path, watch: Watch, name: str, resume_after_step: int | None, say: Callable[[str], None]) -> Sink:
     from rlhfless_ray.watch.tensorboard_sink import TensorBoard
 
-    return TensorBoard(folder / "tensorboard", resume_after_step=resume_after_step)
+    path = Path(watch.tensorboard_path) / (watch.run_name or name) if watch.tensorboard_path else folder / "tensorboard"
+    return TensorBoard(path, resume_after_step=resume_after_step)
 
 
 def _wandb(folder: Path, watch: Watch, name: str, resume_after_step: int | None, say: Callable[[str], None]) -> Sink:
     from rlhfless_ray.watch.wandb_sink import WandbRun
 
-    return WandbRun(folder, mode=watch.wandb, project=watch.wandb_project, name=name, say=say)
+    return WandbRun(
+        folder, mode=watch.wandb, project=watch.wandb_project, name=watch.run_name or name, entity=watch.wandb_entity,
+        group=watch.wandb_group or name, openrlhf_names=watch.metric_names == "openrlhf", say=say,
+    )
 
 
 def _one_line(error: Exception) -> str:

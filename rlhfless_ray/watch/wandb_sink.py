@@ -11,7 +11,8 @@ import yaml
 
 
 class WandbRun:
-    """One run per process; the processes of a resumed run share the group `name` and plot over `step`.
+    """One run per process; the processes of a resumed run share the group and plot over `step`, those of OpenRLHF's names over
+    `train/global_step` and `eval/global_step`.
 
     folder: the run folder; files go to its `wandb/`, and its `recipe.yaml`, when there, becomes the config.
     mode: `auto` is online when WANDB_API_KEY is set, else offline.
@@ -24,6 +25,9 @@ class WandbRun:
         mode: Literal["auto", "online", "offline", "off"],
         project: str,
         name: str,
+        entity: str | None = None,
+        group: str = "",
+        openrlhf_names: bool = False,
         say: Callable[[str], None],
     ) -> None:
         import wandb
@@ -42,7 +46,8 @@ class WandbRun:
         run = wandb.init(
             project=project,
             name=name or None,
-            group=name or None,
+            group=group or name or None,
+            entity=entity,
             dir=str(folder),
             mode="online" if mode == "online" else "offline",
             config=yaml.safe_load(recipe.read_text()) if recipe.is_file() else None,
@@ -50,6 +55,8 @@ class WandbRun:
         )
         # Steps of a resumed run start again from a checkpoint; wandb's own counter would refuse to go back.
         run.define_metric("*", step_metric="step")
+        for section in ("train", "eval") if openrlhf_names else ():
+            run.define_metric(f"{section}/*", step_metric=f"{section}/global_step")
         self._run = run
         if mode == "offline":
             say(f"Weights & Biases is offline: `wandb sync {Path(run.dir).parent}` uploads the run")

@@ -1,0 +1,73 @@
+"""Metrics under OpenRLHF's names: what its users' dashboards and log parsers look for."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+
+from rlhfless_ray.recipe import Recipe, Watch
+from rlhfless_ray.record import Record
+from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.watch.metrics import Metrics
+from rlhfless_ray.watch.openrlhf_names import NAMES, renamed, step_line
+
+ROW = {
+    "step": 7, "step_s": 3.0, "learn/policy_loss": 0.5, "learn/kl": 0.1, "learn/learning_rate": 1e-6, "learn/grad_norm": 2.0,
+    "learn/clip_share": 0.01, "reward/mean": 0.25, "reward/std": 0.5, "length/mean": 9.0, "length/total_mean": 12.0,
+    "length/truncated_share": 0.125, "tokens/samples": 64, "phase/rollout_s": 1.0, "phase/score_s": 0.5, "phase/learn_s": 1.25,
+    "reward/logs/format": 0.75, "plan/actors": 2, "eval/length_mean": 8.0, "eval/gsm8k/pass1": 0.5, "eval/gsm8k/pass4": 0.75,
+    "eval/gsm8k/length_mean": 8.0, "eval/accuracy_sampled": 0.5,
+}
+
+
+def test_names_under_train_and_eval() -> None:
+    found = renamed(ROW)
+    assert found["train/global_step"] == found["eval/global_step"] == 7
+    assert found["train/reward"] == found["train/rollout/reward_mean"] == 0.25
+    assert found["train/timing/make_experience"] == 1.5 and found["train/timing/step_total"] == 3.0
+    assert found["train/format"] == 0.75 and found["plan/actors"] == 2
+    assert found["eval/eval_gsm8k_pass1"] == 0.5 and found["eval/eval_gsm8k_pass4"] == 0.75
+    assert found["eval/eval_gsm8k_response_length_mean"] == 8.0 and found["eval/eval_response_length_mean"] == 8.0
+    always = {"policy_loss", "actor_lr", "actor_grad_norm", "ppo_clip_ratio", "reward", "kl", "response_length", "total_length"}
+    assert {f"train/{name}" for name in always} <= found.keys()
+    new = [name for names in NAMES.values() for name in names]
+    assert len(new) == len(set(new))
+
+
+def test_the_line_of_a_step_reads_back() -> None:
+    match = re.fullmatch(r"Global step (\d+): (\{.*\})", step_line(ROW))
+    assert match is not None and match[1] == "7"
+    found = ast.literal_eval(match[2])
+    assert found["policy_loss"] == 0.5 and found["rollout/num_samples"] == 64 and "eval_gsm8k_pass1" not in found
+
+
+def test_sinks_get_other_names_and_the_file_its_own(tmp_path: Path) -> None:
+    said: list[str] = []
+    watch = Watch(wandb="off", metric_names="openrlhf", every_steps=2, run_name="mine", tensorboard_path=str(tmp_path / "tb"))
+    with Metrics(tmp_path, watch, "run", say=said.append) as metrics:
+        got: list[dict] = []
+        metrics._sinks = {"test": type("Sink", (), {"write": lambda self, row: got.append(row), "close": lambda self: None})()}
+        for step in (1, 2, 3):
+            metrics.write({"step": step, "learn/policy_loss": 0.5, **({"eval/samples": 4.0} if step == 3 else {})})
+    assert [row["step"] for row in got] == [2, 3]
+    assert got[0]["train/policy_loss"] == 0.5 and "train/policy_loss" not in got[1] and got[1]["eval/eval_num_samples"] == 4.0
+    assert [line.split(":")[0] for line in said] == ["Global step 1", "Global step 2", "Global step 3"]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["learn/policy_loss"] == 0.5 for row in rows)
+    assert list((tmp_path / "tb" / "mine").iterdir())  # TensorBoard's own file
+
+
+def test_what_a_reward_function_logs_is_averaged_over_the_samples_that_have_it() -> None:
+    def sample(index: int, reward: float | None, **logs: float) -> Sample:
+        done = Completion(0, np.zeros(4, np.int32), np.zeros(4, np.float32), "stop", 0)
+        return Sample(Prompt(index, "p", (1, 2)), 0, done, reward=reward, score=reward, extra_logs=logs)
+
+    record = Record.__new__(Record)
+    record.recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}})
+    found = record._of_samples([sample(0, 1.0, a=2.0), sample(0, 0.0), sample(1, 0.5, a=4.0), sample(1, None, a=9.0)])
+    assert found["reward/logs/a"] == 3.0 and found["reward/score_mean"] == 0.5 and found["length/total_mean"] == 6.0
+    assert found["reward/group_std"] == np.mean([np.std([1.0, 0.0], ddof=1), 0.0]) and found["tokens/samples"] == 4
