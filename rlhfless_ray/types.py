@@ -64,6 +64,7 @@ class Sample:
     advantage: float | None = None  # None: the sample does not take part in the update
     score: float | None = None  # in [0, 1], for dynamic filtering; None: the reward serves as the score
     extra_logs: dict[str, float] = field(default_factory=dict)  # what the reward function wants to see in the log
+    action_mask: np.ndarray | None = None  # (length,) bool: tokens that the policy wrote, the others are feedback; None: all are
 
 
 @dataclass(frozen=True)

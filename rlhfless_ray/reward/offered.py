@@ -1,4 +1,4 @@
-"""Names that reward and agent files import from OpenRLHF (and vLLM), offered where those are not installed."""
+"""Names that reward and agent files import from OpenRLHF and vLLM, offered where those are not installed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ OFFERED = {
     "openrlhf.utils": {"extract_boxed_answer": "reward.boxed", "grade_answer": "reward.boxed"},
     "openrlhf.utils.math_utils": {"extract_boxed_answer": "reward.boxed", "grade_answer": "reward.boxed"},
     "openrlhf.utils.logging_utils": {"init_logger": "reward.offered"},
+    "openrlhf.utils.agent": {name: "agent.base" for name in ("AgentInstanceBase", "AgentExecutorBase", "MultiTurnAgentExecutor")},
+    "vllm": {"SamplingParams": "agent.params"},
 }
 
 

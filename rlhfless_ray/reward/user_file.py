@@ -36,7 +36,7 @@ class UserFile:
         """Runs the file's top-level code. Names of OpenRLHF that it imports are offered where OpenRLHF is absent."""
         from rlhfless_ray.reward.offered import offer
 
-        if "openrlhf" in self.text:
+        if "openrlhf" in self.text or "vllm" in self.text:
             offer()
         code = compile(self.text, self.path, "exec")
         module = types.ModuleType(f"rlhfless_reward_{hashlib.sha256(self.text.encode()).hexdigest()[:12]}")

@@ -1,0 +1,96 @@
+"""What came of one prompt: every token, which of them the policy wrote, and what it was worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rlhfless_ray.reward.worker import finite, real
+from rlhfless_ray.types import Completion, Prompt, Sample
+
+
+class BadEpisode(Exception):
+    """The agent's result is not of the contract; the sentence says how."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """`token_ids` (n,) int32: the first observation, then actions and feedback in turn; it ends with an action, since nothing is
+    learned from feedback that nobody answered. The others are of the tokens after the first observation."""
+
+    token_ids: np.ndarray
+    prompt_tokens: int  # of the first observation
+    action: np.ndarray  # (n - prompt_tokens,) bool: written by the policy, to be trained on
+    logprobs: np.ndarray | None  # (n - prompt_tokens,) float32, of the sampling distribution; 0 on feedback; None: not known
+    turns: int
+    truncated: bool  # the last action was cut at the limit
+    reward: float
+    score: float | None = None
+    extra_logs: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, result: Any) -> Episode:
+        """From what an executor's `execute` returns, in the form of OpenRLHF. Raises BadEpisode naming what is wrong."""
+        if not isinstance(result, Mapping):
+            raise BadEpisode(f"`execute` returned {type(result).__name__}, not a dict")
+        for key in ("observation_tokens", "action_ranges", "reward"):
+            if result.get(key) is None:
+                raise BadEpisode(f"`execute` returned a dict without `{key}` (its keys: {', '.join(f'`{k}`' for k in result)})")
+        tokens = np.asarray(result["observation_tokens"], np.int64)
+        ranges = [(int(start), int(end)) for start, end in result["action_ranges"]]
+        _check(ranges, len(tokens))
+        first, last = ranges[0][0], ranges[-1][1]
+        action = np.zeros(last - first, bool)
+        for start, end in ranges:
+            action[start - first : end - first] = True
+        logprobs = result.get("rollout_log_probs")
+        if logprobs is not None:
+            if len(logprobs) != len(tokens):
+                raise BadEpisode(f"`rollout_log_probs` has {len(logprobs)} values for {len(tokens)} observation tokens")
+            logprobs = np.where(action, np.asarray(logprobs, np.float32)[first:last], np.float32(0))
+        try:
+            reward = finite(plain(result["reward"]))
+            score = None if result.get("scores") is None else finite(plain(result["scores"]))
+            logs = {str(name): real(plain(value)) for name, value in (result.get("extra_logs") or {}).items()}
+        except ValueError as error:
+            raise BadEpisode(f"`reward`, `scores` or `extra_logs` is {error}") from None
+        return cls(
+            tokens[:last].astype(np.int32), first, action, logprobs, len(ranges), bool(result.get("truncated", False)), reward, score, logs
+        )
+
+    def sample(self, prompt: Prompt, number: int, key: int, version: int, text: str) -> Sample:
+        """As the learner takes it, scored. The agent's first observation takes the prompt's place."""
+        seen = tuple(self.token_ids[: self.prompt_tokens].tolist())
+        if seen != prompt.token_ids:
+            prompt = replace(prompt, token_ids=seen)
+        rest = self.token_ids[self.prompt_tokens :]
+        logprobs = np.full(len(rest), np.nan, np.float32) if self.logprobs is None else self.logprobs
+        completion = Completion(key, rest, logprobs, "length" if self.truncated else "stop", version)
+        return Sample(
+            prompt, number, completion, text, self.reward, score=self.score, extra_logs=self.extra_logs,
+            action_mask=None if self.action.all() else self.action,
+        )
+
+
+def _check(ranges: list[tuple[int, int]], tokens: int) -> None:
+    if not ranges:
+        raise BadEpisode("the policy wrote nothing: `action_ranges` is empty")
+    before = 0
+    for start, end in ranges:
+        if not before <= start < end <= tokens:
+            raise BadEpisode(f"`action_ranges` {ranges} must ascend without overlap within the {tokens} observation tokens")
+        before = end
+    if ranges[0][0] == 0:
+        raise BadEpisode("the first action begins at token 0: there is no observation before it")
+
+
+def plain(value: Any) -> Any:
+    """A number out of a tensor, array or list that holds one."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    while isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    return value

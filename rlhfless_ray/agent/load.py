@@ -1,0 +1,157 @@
+"""Agent files, of every contract that OpenRLHF has had, behind one call: play a prompt, get an Episode.
+
+    0.8.0 – 0.8.2   async def step(state, action, label) -> (reward, next_state, done, extra_info)
+    0.8.3 – 0.8.6   async def step(observation, action, label) -> {rewards, scores, next_state or next_observation, done, …}
+    0.8.7 – 0.9.0   class AgentExecutor, constructed with (max_steps, max_length, llm_engine, hf_tokenizer, result_queue)
+    0.9.1 –         class AgentExecutor, constructed without arguments
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from contextvars import ContextVar
+from copy import deepcopy
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from rlhfless_ray.agent.base import AgentExecutorBase, AgentInstanceBase
+from rlhfless_ray.agent.engine import AgentEngine, Generate
+from rlhfless_ray.agent.episode import BadEpisode, Episode
+from rlhfless_ray.agent.turns import AgentError, play
+from rlhfless_ray.errors import UserError
+from rlhfless_ray.reward.user_file import UserFile
+from rlhfless_ray.reward.worker import named
+
+MAX_STEPS = 10_000  # what the executors of 0.8.7 to 0.9.0 were constructed with
+KEY = "agent.path"
+CONTRACT = "write `class AgentExecutor(MultiTurnAgentExecutor)`, whose constructor needs no arguments"
+
+
+@dataclass(frozen=True)
+class AgentSource:
+    """Plain strings, so it pickles."""
+
+    file: UserFile
+    contract: str  # "step", "queue" (0.8.7 – 0.9.0) or "executor"
+
+    @classmethod
+    def load(cls, path: str) -> AgentSource:
+        """Runs the file's top-level code once. Raises UserError for a missing file, one that fails to load (with its line), and
+        one that is of none of the contracts."""
+        where = f"{KEY} {path}"
+        file = UserFile.read(path, where)
+        return cls(file, _contract(file.checked_module(where), where))
+
+
+def _contract(module: ModuleType, where: str) -> str:
+    executor = getattr(module, "AgentExecutor", None)
+    if executor is None:
+        step = getattr(module, "step", None)
+        if not inspect.iscoroutinefunction(step):
+            raise UserError(f"{where}: the file has neither a class `AgentExecutor` nor `async def step`; {CONTRACT}")
+        if not _takes(step, "", "", ""):
+            raise UserError(f"{where}: `step{inspect.signature(step)}` cannot take (observation, action, label)")
+        return "step"
+    if not inspect.isclass(executor) or not issubclass(executor, AgentExecutorBase):
+        raise UserError(f"{where}: `AgentExecutor` must inherit from AgentExecutorBase or MultiTurnAgentExecutor of openrlhf.utils.agent")
+    if _takes(executor):
+        return "executor"
+    if _takes(executor, max_steps=0, max_length=0, llm_engine=0, hf_tokenizer=0, result_queue=0):
+        return "queue"
+    raise UserError(f"{where}: `AgentExecutor{inspect.signature(executor)}` needs arguments that nobody gives it; {CONTRACT}")
+
+
+def _takes(function: Any, *arguments: Any, **named_arguments: Any) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments, **named_arguments)
+    except TypeError:
+        return False
+    return True
+
+
+class Player:
+    """Plays prompts, many at once on one event loop. `max_length`: tokens of an episode; `step_timeout_s`: for what an agent does
+    in one turn, where the loop of turns is ours."""
+
+    def __init__(
+        self, source: AgentSource, tokenizer: Any, generate: Generate, max_length: int, step_timeout_s: float | None = None
+    ) -> None:
+        self.source, self.tokenizer, self.llm_engine = source, tokenizer, AgentEngine(generate)
+        self.max_length, self.step_timeout_s = max_length, step_timeout_s
+        self.executor: Any = None
+        if source.contract != "step":
+            executor_class = source.file.module().AgentExecutor
+            self.executor = executor_class() if source.contract == "executor" else executor_class(
+                max_steps=MAX_STEPS, max_length=max_length, llm_engine=self.llm_engine, hf_tokenizer=tokenizer, result_queue=_Results()
+            )
+
+    async def play(self, prompt: str, label: Any, sampling_params: Any) -> Episode | str:
+        """The episode, or what went wrong with it: the sample's error."""
+        try:
+            return Episode.of(await self._result(prompt, label, deepcopy(sampling_params)))
+        except (AgentError, BadEpisode) as error:
+            return str(error)
+        except (Exception, SystemExit) as error:
+            return named(error, self.source.file)
+
+    async def _result(self, prompt: str, label: Any, params: Any) -> Any:
+        everything = (self.max_length, self.tokenizer, self.llm_engine)
+        if self.source.contract == "step":
+            # each sample had a process of its own: files of this contract count their turns in globals
+            agent = _Stepping(self.source.file.module().step)
+            return await play(agent, prompt, label, params, *everything, step_timeout_s=self.step_timeout_s)
+        if self.source.contract == "queue":
+            put: list[Any] = []
+            _PUT.set(put)
+            await self.executor.execute(prompt, label, params)
+            if len(put) != 1:
+                raise AgentError(f"`execute` put {len(put)} results into its queue, not one")
+            return put[0]
+        keywords = dict(zip(("max_length", "hf_tokenizer", "llm_engine"), everything, strict=True))
+        # `images` came in 0.10.0: executors written before do not know it
+        more = {"images": None} if _takes(self.executor.execute, prompt, label, params, **keywords, images=None) else {}
+        return await self.executor.execute(prompt=prompt, label=label, sampling_params=params, **keywords, **more)
+
+
+_PUT: ContextVar[list[Any]] = ContextVar("results of the sample that is being played")
+
+
+class _Results:
+    """The queue of 0.8.7 to 0.9.0: what is put there belongs to the sample whose task puts it."""
+
+    async def put(self, result: Any) -> None:
+        _PUT.get().append(result)
+
+    def put_nowait(self, result: Any) -> None:
+        _PUT.get().append(result)
+
+
+class _Stepping(AgentInstanceBase):
+    """A `step` function of 0.8.0 to 0.8.6 as an agent: it gives the whole text back, of which the new end is the feedback."""
+
+    def __init__(self, step: Any) -> None:
+        self._step = step
+
+    async def step(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        seen, action = state_dict["observation_text"], state_dict["action_text"]
+        result = await self._step(seen, action, state_dict["label"])
+        more: dict[str, Any] = {}
+        if isinstance(result, Mapping):
+            text = result.get("next_observation", result.get("next_state"))
+            if text is None or "rewards" not in result or "done" not in result:
+                keys = ", ".join(f"`{key}`" for key in result)
+                raise AgentError(f"`step` must return a dict with `rewards`, `next_observation` and `done` (its keys: {keys})")
+            rewards, done = result["rewards"], result["done"]
+            more = {key: result.get(key) for key in ("scores", "sampling_params", "extra_logs")}
+        elif isinstance(result, tuple) and len(result) == 4:
+            rewards, text, done, _ = result
+        else:
+            raise AgentError(f"`step` returned {type(result).__name__}, neither (reward, next_state, done, extra_info) nor a dict")
+        feedback = ""
+        if isinstance(text, str) and text.startswith(seen + action):
+            feedback = text[len(seen + action) :]
+        elif not done:
+            raise AgentError("the next observation must begin with the observation and the action: what was sampled is trained")
+        return {**more, "rewards": rewards, "environment_feedback": feedback, "done": done}

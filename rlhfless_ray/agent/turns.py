@@ -1,0 +1,118 @@
+"""The loop of turns: observation → action → feedback → action …, over any `generate`."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from rlhfless_ray.agent.episode import plain
+
+FIXED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+
+
+class AgentError(Exception):
+    """An agent's mistake, in words; it is the sample's error."""
+
+
+async def play(
+    agent: Any, prompt: str, label: Any, sampling_params: Any, max_length: int, tokenizer: Any, llm_engine: Any, *,
+    max_turns: int | None = None, step_timeout_s: float | None = None,
+) -> dict[str, Any]:
+    """One episode of an agent with `reset` and `step`; what OpenRLHF's executors return.
+
+    Each turn may take what is left of `max_length` tokens. It ends when the agent is done, the tokens or the turns are used up.
+    Rewards of the turns add up; of scores and extra_logs the last ones stay. Feedback is tokenized by itself and appended.
+    Raises AgentError for a first observation that leaves no room (it is never cut), a result of another form, and sampling
+    parameters that change the distribution that is trained.
+    """
+    reset = await _in_time(agent.reset({"observation": prompt, "label": label}), step_timeout_s, "reset")
+    if not isinstance(reset, Mapping) or not isinstance(reset.get("observation"), str):
+        raise AgentError("`reset` must return a dict with the text `observation`")
+    text: str = reset["observation"]
+    tokens: list[int] = _tokens(tokenizer, text)
+    if not 0 < len(tokens) < max_length:
+        raise AgentError(f"the first observation has {len(tokens)} tokens, which leaves nothing of {max_length} for an action")
+    given, sampling_params = sampling_params, deepcopy(sampling_params)
+    ranges: list[tuple[int, int]] = []
+    logprobs: list[float] | None = None if sampling_params.logprobs is None else [0.0] * len(tokens)
+    reward, score, logs, truncated = 0.0, None, {}, False
+    while len(tokens) < max_length and (max_turns is None or len(ranges) < max_turns):
+        sampling_params.max_tokens = max_length - len(tokens)
+        answer = await llm_engine.generate(tokens, deepcopy(sampling_params))
+        action = answer.outputs[0]
+        written = [int(token) for token in action.token_ids]
+        truncated = action.finish_reason == "length"
+        ranges.append((len(tokens), len(tokens) + len(written)))
+        turn = f"turn {len(ranges)}"
+        state = {"observation_text": text, "action_text": action.text, "label": label, "sampling_params": sampling_params}
+        result = await _in_time(agent.step(state), step_timeout_s, turn)
+        feedback, done = _read(result, turn)
+        reward += _number(result["rewards"], "rewards", turn)
+        score = reward if result.get("scores") is None else _number(result["scores"], "scores", turn)
+        logs = result.get("extra_logs") or {}
+        said = _tokens(tokenizer, feedback) if feedback else []
+        text = text + action.text + feedback
+        tokens = [*tokens, *written, *said]
+        if logprobs is not None:
+            logprobs += [at[token].logprob for token, at in zip(written, action.logprobs, strict=True)]
+            logprobs += [0.0] * len(said)
+        if result.get("sampling_params") is not None:
+            sampling_params = deepcopy(result["sampling_params"])
+        _check_distribution(given, sampling_params, turn)
+        sampling_params.logprobs = given.logprobs
+        if done:
+            break
+    return {
+        "prompt": prompt, "label": label, "observation_tokens": tokens, "action_ranges": ranges, "rollout_log_probs": logprobs,
+        "truncated": truncated, "reward": reward, "scores": score, "extra_logs": logs,
+    }
+
+
+async def _in_time(result: Any, seconds: float | None, what: str) -> Any:
+    """Coroutines are waited for; plain values are taken."""
+    if not inspect.isawaitable(result):
+        return result
+    try:
+        return await asyncio.wait_for(result, seconds)
+    except TimeoutError:
+        if seconds is None:
+            raise
+        raise AgentError(f"{what}: the agent took longer than {seconds:g} s") from None
+
+
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def _read(result: Any, turn: str) -> tuple[str, bool]:
+    if not isinstance(result, Mapping):
+        raise AgentError(f"{turn}: `step` returned {type(result).__name__}, not a dict")
+    for key in ("rewards", "environment_feedback", "done"):
+        if key not in result:
+            raise AgentError(f"{turn}: `step` returned a dict without `{key}` (its keys: {', '.join(f'`{k}`' for k in result)})")
+    if result.get("environment_images"):
+        raise AgentError(f"{turn}: `step` returned images, which this runtime does not take")
+    feedback = result["environment_feedback"] or ""
+    if not isinstance(feedback, str):
+        raise AgentError(f"{turn}: `environment_feedback` is {type(feedback).__name__}, not text")
+    return feedback, bool(plain(result["done"]))
+
+
+def _number(value: Any, name: str, turn: str) -> float:
+    value = plain(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise AgentError(f"{turn}: `{name}` is {type(value).__name__} {value!r:.100}, not a number")
+    return float(value)
+
+
+def _check_distribution(given: Any, changed: Any, turn: str) -> None:
+    """Limits and stop words may change from turn to turn. What changes the distribution may not: it is the one that is trained."""
+    for name in FIXED:
+        before, after = getattr(given, name, None), getattr(changed, name, None)
+        if before != after:
+            raise AgentError(
+                f"{turn}: `sampling_params` with another {name} ({after} instead of {before}): the policy is trained at the recipe's"
+            )

@@ -1,0 +1,274 @@
+"""Agent files of every contract play the same game and give the same episode."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhfless_ray.agent.engine import Reply
+from rlhfless_ray.agent.episode import BadEpisode, Episode
+from rlhfless_ray.agent.load import AgentSource, Player
+from rlhfless_ray.agent.params import SamplingParams
+from rlhfless_ray.errors import UserError
+from rlhfless_ray.types import Prompt
+
+# The game: after each action `[+n]` is said, n the number of the turn; it ends after two turns; a turn's reward is n.
+GAMES = {
+    "0.8.0": """
+import torch
+turn = 0
+async def step(state, action, label, **kwargs):
+    global turn
+    turn += 1
+    return torch.tensor([float(turn)]), state + action + f"[+{turn}]", turn == 2, {}
+""",
+    "0.8.3": """
+import torch
+turn = 0
+async def step(observation, action, label, **kwargs):
+    global turn
+    turn += 1
+    return {"rewards": torch.tensor([float(turn)]), "scores": torch.tensor([turn / 4]), "done": turn == 2, "sampling_params":
+            kwargs.get("sampling_params", None), "next_observation": observation + action + f"[+{turn}]", "extra_logs": {"turn": turn}}
+""",
+    "0.8.7": """
+import torch
+from openrlhf.utils.agent import AgentExecutorBase, AgentInstanceBase
+
+class AgentInstance(AgentInstanceBase):
+    async def __init__(self, *args, **kwargs):
+        self.turn = 0
+    async def reset(self, states, **kwargs):
+        return {"observation": states["observation"]}
+    async def step(self, states, **kwargs):
+        self.turn += 1
+        assert states["observation_text"].startswith("ask") and states["label"] == "label"
+        return {"rewards": torch.tensor([float(self.turn)]), "scores": torch.tensor(self.turn / 4), "done": self.turn == 2,
+                "environment_feedback": f"[+{self.turn}]", "sampling_params": states.get("sampling_params", None),
+                "extra_logs": {"turn": torch.tensor(self.turn)}}
+
+class AgentExecutor(AgentExecutorBase):
+    def __init__(self, max_steps, max_length, llm_engine, hf_tokenizer, result_queue):
+        super().__init__(AgentInstance, max_steps, max_length, llm_engine, hf_tokenizer, result_queue)
+    async def execute(self, prompt, label, sampling_params):
+        return await super().execute(prompt, label, sampling_params)
+""",
+}
+GAMES["0.9.1"] = GAMES["0.8.7"].replace("AgentExecutorBase", "MultiTurnAgentExecutor").split("class AgentExecutor(")[0].replace(
+    "async def __init__", "def __init__"
+) + """
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)
+"""
+GAMES["0.8.7, own generate"] = GAMES["0.8.7"] + """
+    async def generate(self, prompt_ids, sampling_params):
+        final = None
+        async for output in self.llm_engine.generate({"prompt_token_ids": prompt_ids}, sampling_params, "request"):
+            final = output
+        return final
+"""
+GAMES["own executor"] = """
+from openrlhf.utils.agent import AgentExecutorBase
+class AgentExecutor(AgentExecutorBase):
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):
+        tokens, ranges, logprobs = hf_tokenizer(prompt, add_special_tokens=False)["input_ids"], [], None
+        logprobs = [0.0] * len(tokens)
+        for turn in (1, 2):
+            sampling_params.max_tokens = max_length - len(tokens)
+            out = (await llm_engine.generate(tokens, sampling_params)).outputs[0]
+            ranges.append((len(tokens), len(tokens) + len(out.token_ids)))
+            said = hf_tokenizer(f"[+{turn}]", add_special_tokens=False)["input_ids"]
+            logprobs += [one[token].logprob for token, one in zip(out.token_ids, out.logprobs)] + [0.0] * len(said)
+            tokens = tokens + out.token_ids + said
+        return {"prompt": prompt, "label": label, "observation_tokens": tokens, "reward": 3.0, "scores": 0.5,
+                "extra_logs": {"turn": 2}, "action_ranges": ranges, "rollout_log_probs": logprobs}
+"""
+
+
+class Characters:
+    """A tokenizer: a character's number is its token."""
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": [ord(c) for c in text]}
+
+
+class Policy:
+    """Answers `<n>` to a context of n tokens, cut at max_tokens; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+
+    async def __call__(self, token_ids: list[int], params: Any) -> Reply:
+        self.asked.append(("".join(map(chr, token_ids)), params.max_tokens))
+        await asyncio.sleep(0)
+        whole = f"<{len(token_ids)}>"
+        text = whole[: params.max_tokens]
+        ids = [ord(c) for c in text]
+        return Reply(ids, text, [-i / 10 - len(token_ids) for i in range(len(ids))], "stop" if text == whole else "length")
+
+
+def source(folder: Path, text: str) -> AgentSource:
+    file = folder / "agent.py"
+    file.write_text(text)
+    return pickle.loads(pickle.dumps(AgentSource.load(str(file))))
+
+
+def params() -> SamplingParams:
+    return SamplingParams(temperature=1.0, logprobs=1, max_tokens=None)
+
+
+def played(folder: Path, text: str, prompts: tuple[str, ...] = ("ask",), max_length: int = 40, **more: Any) -> list[Episode | str]:
+    async def all_at_once() -> list[Episode | str]:
+        player = Player(source(folder, text), Characters(), more.pop("policy", Policy()), max_length, **more)
+        return await asyncio.gather(*(player.play(prompt, "label", params()) for prompt in prompts))
+
+    return asyncio.run(all_at_once())
+
+
+def one(folder: Path, text: str, **more: Any) -> Episode:
+    (episode,) = played(folder, text, **more)
+    assert isinstance(episode, Episode), episode
+    return episode
+
+
+@pytest.mark.parametrize("version", GAMES)
+def test_every_contract_plays_the_same_game(tmp_path: Path, version: str) -> None:
+    policy = Policy()
+    episode = one(tmp_path, GAMES[version], policy=policy)
+    assert policy.asked == [("ask", 37), ("ask<3>[+1]", 30)], "each turn may take all that is left"
+    assert "".join(map(chr, episode.token_ids)) == "ask<3>[+1]<10>", "the last feedback is answered by nobody"
+    assert episode.prompt_tokens == 3 and episode.turns == 2 and not episode.truncated
+    assert "".join(".#"[int(a)] for a in episode.action) == "###....####"
+    np.testing.assert_allclose(episode.logprobs, [-3, -3.1, -3.2, 0, 0, 0, 0, -10, -10.1, -10.2, -10.3], rtol=1e-6)
+    assert episode.reward == 3.0
+    assert episode.score == (3.0 if version == "0.8.0" else 0.5) and episode.extra_logs == ({} if version == "0.8.0" else {"turn": 2.0})
+
+
+@pytest.mark.parametrize("version", GAMES)
+def test_samples_at_once_do_not_get_in_each_others_way(tmp_path: Path, version: str) -> None:
+    episodes = played(tmp_path, GAMES[version], ("ask", "ask more", "ask a"))
+    texts = ["".join(map(chr, e.token_ids)) if isinstance(e, Episode) else e for e in episodes]
+    assert texts == ["ask<3>[+1]<10>", "ask more<8>[+1]<15>", "ask a<5>[+1]<12>"]
+
+
+@pytest.mark.parametrize("version", ["0.8.0", "0.8.3", "0.8.7", "0.9.1"])
+def test_tokens_that_are_used_up_end_it(tmp_path: Path, version: str) -> None:
+    episode = one(tmp_path, GAMES[version], max_length=12)
+    assert "".join(map(chr, episode.token_ids)) == "ask<3>[+1]<1" and episode.truncated and episode.turns == 2
+    episode = one(tmp_path, GAMES[version], max_length=9)  # the feedback does not fit: no second turn
+    assert "".join(map(chr, episode.token_ids)) == "ask<3>" and not episode.truncated and episode.action.all() and episode.reward == 1.0
+    (error,) = played(tmp_path, GAMES[version], max_length=3)
+    assert error == "the first observation has 3 tokens, which leaves nothing of 3 for an action"
+
+
+def test_as_the_learner_takes_it(tmp_path: Path) -> None:
+    prompt = Prompt(7, "ask", tuple(map(ord, "ask")), {"answer": "label"})
+    sample = one(tmp_path, GAMES["0.9.1"]).sample(prompt, 2, 58, 4, "text")
+    assert sample.prompt is prompt and sample.sample == 2 and sample.reward == 3.0 and sample.score == 0.5
+    assert sample.completion.key == 58 and sample.completion.versions == ((4, 11),) and sample.completion.finish_reason == "stop"
+    assert sample.action_mask is not None and int(sample.action_mask.sum()) == 7
+    assert len(sample.completion.token_ids) == len(sample.completion.logprobs) == len(sample.action_mask) == 11
+    changed = GAMES["0.9.1"].replace('states["observation"]}', '"ask: " + states["observation"]}')
+    sample = one(tmp_path, changed).sample(prompt, 0, 0, 0, "")
+    assert "".join(map(chr, sample.prompt.token_ids)) == "ask: ask" and sample.prompt.index == 7
+    assert one(tmp_path, GAMES["0.9.1"].replace("turn == 2", "turn == 1")).sample(prompt, 0, 0, 0, "").action_mask is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("self.turn += 1", "self.turn += 1 / 0", "ZeroDivisionError: division by zero (agent.py, line 11)"),
+        ('"environment_feedback"', '"feedback"', "turn 1: `step` returned a dict without `environment_feedback`"),
+        ('"environment_feedback": f"[+{self.turn}]"', '"environment_feedback": 3', "turn 1: `environment_feedback` is int, not text"),
+        ("torch.tensor([float(self.turn)])", "'x'", "turn 1: `rewards` is str 'x', not a number"),
+        ("torch.tensor([float(self.turn)])", "torch.tensor([float('nan')])", "`extra_logs` is nan, not a finite number"),
+        ('{"observation": states["observation"]}', "states['observation']", "`reset` must return a dict with the text `observation`"),
+        ('"extra_logs"', '"environment_images": [1], "extra_logs"', "turn 1: `step` returned images"),
+        ("self.turn += 1", "self.turn += 1; states['sampling_params'].temperature = 0.5", "turn 1: `sampling_params` with another temperature"),
+        (
+            'states.get("sampling_params", None)', "type(states['sampling_params'])(temperature=0.5, logprobs=1)",
+            "turn 1: `sampling_params` with another temperature (0.5 instead of 1.0): the policy is trained at the recipe's",
+        ),
+    ],
+)
+def test_mistakes_become_the_samples_error(tmp_path: Path, old: str, new: str, error: str) -> None:
+    assert old in GAMES["0.9.1"]
+    (found,) = played(tmp_path, GAMES["0.9.1"].replace(old, new, 1))
+    assert isinstance(found, str) and error.replace("agent.py", str(tmp_path / "agent.py")) in found
+
+
+def test_limits_and_stop_words_may_change_from_turn_to_turn(tmp_path: Path) -> None:
+    stops: list[Any] = []
+
+    class Watching(Policy):
+        async def __call__(self, token_ids: list[int], given: Any) -> Reply:
+            stops.append(given.stop)
+            return await super().__call__(token_ids, given)
+
+    text = GAMES["0.9.1"].replace("self.turn += 1", "self.turn += 1; states['sampling_params'].stop = ['!']")
+    one(tmp_path, text, policy=Watching())
+    assert stops == [None, ["!"]]
+
+
+def test_an_agent_that_takes_too_long(tmp_path: Path) -> None:
+    text = "import asyncio\n" + GAMES["0.8.0"].replace("turn += 1", "turn += 1; await asyncio.sleep(30)")
+    assert played(tmp_path, text, step_timeout_s=0.1) == ["turn 1: the agent took longer than 0.1 s"]
+
+
+def test_text_that_is_rewritten_cannot_be_trained_on(tmp_path: Path) -> None:
+    text = GAMES["0.8.3"].replace('observation + action + f"[+{turn}]"', '"rewritten"')
+    (error,) = played(tmp_path, text)
+    assert error == "the next observation must begin with the observation and the action: what was sampled is trained"
+    assert one(tmp_path, text.replace("turn == 2", "True")).reward == 1.0, "after the last action it does not matter"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def step(a, b, c): 0", "has neither a class `AgentExecutor` nor `async def step`"),
+        ("async def step(a): 0", r"`step\(a\)` cannot take \(observation, action, label\)"),
+        ("class AgentExecutor: ...", "`AgentExecutor` must inherit from AgentExecutorBase"),
+        (
+            "from openrlhf.utils.agent import AgentExecutorBase\nclass AgentExecutor(AgentExecutorBase):\n    def __init__(self, a): 0",
+            r"`AgentExecutor\(a\)` needs arguments that nobody gives it",
+        ),
+        ("from openrlhf.utils.agent import Agent", "line 1 failed when it was loaded: ImportError: cannot import name 'Agent'"),
+        ("import nowhere", "line 1 imports `nowhere`"),
+    ],
+)
+def test_files_of_no_contract_are_refused(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(UserError, match=rf"^agent.path .*agent.py: .*{words}"):
+        source(tmp_path, text)
+    with pytest.raises(UserError, match="no such file"):
+        AgentSource.load(str(tmp_path / "nowhere.py"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"action_ranges": []}, "the policy wrote nothing"),
+        ({"action_ranges": [(0, 2)]}, "begins at token 0"),
+        ({"action_ranges": [(1, 3), (2, 4)]}, "must ascend without overlap within the 5 observation tokens"),
+        ({"action_ranges": [(1, 6)]}, "must ascend"),
+        ({"action_ranges": [(2, 2)]}, "must ascend"),
+        ({"rollout_log_probs": [0.0]}, "`rollout_log_probs` has 1 values for 5 observation tokens"),
+        ({"reward": None}, "a dict without `reward`"),
+        ({"reward": "x"}, "is str 'x', not a number"),
+    ],
+)
+def test_results_of_own_executors_are_checked(change: dict[str, Any], words: str) -> None:
+    good = {"observation_tokens": [1, 2, 3, 4, 5], "action_ranges": [(1, 3), (4, 5)], "rollout_log_probs": None, "reward": np.float32(0.5)}
+    episode = Episode.of(good)
+    assert episode.logprobs is None and episode.reward == 0.5 and episode.action.tolist() == [True, True, False, True]
+    with pytest.raises(BadEpisode) as caught:
+        Episode.of({**good, **change})
+    assert words in str(caught.value)
+    with pytest.raises(BadEpisode, match="returned NoneType, not a dict"):
+        Episode.of(None)
