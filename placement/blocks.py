@@ -17,13 +17,14 @@ ROWS = 16_384  # sequences gathered at a time
 @dataclass(frozen=True)
 class Blocks:
     """edges (B + 1,): positions in the order where blocks start, and n. Per block and scenario, each (B, S): longest, the
-    longest response; tokens, Σ L; context, Σ L·(p + L/2) or None if no kind asks; held, Σ (p + L) or None likewise."""
+    longest response; tokens, Σ L; context, Σ L·(p + L/2) or None if no kind asks; held, Σ (p + L) or None likewise; prompt (B, 1), Σ p."""
 
     edges: np.ndarray
     longest: np.ndarray
     tokens: np.ndarray
     context: np.ndarray | None
     held: np.ndarray | None
+    prompt: np.ndarray
 
     @classmethod
     def of(cls, work: Workload, order: np.ndarray, edges: np.ndarray) -> Blocks:
@@ -33,6 +34,7 @@ class Blocks:
         longest, tokens = np.empty(shape), np.empty(shape)
         context = np.empty(shape) if asks_context else None
         held = np.empty(shape) if asks_held else None
+        prompt = np.empty((shape[0], 1))
         first = 0
         while first < shape[0]:
             # whole blocks, and no more rows at once than needed: the reordered copy of everything would double the memory
@@ -42,12 +44,13 @@ class Blocks:
             longest[first:last] = np.maximum.reduceat(lengths, starts, axis=0)
             tokens[first:last] = np.add.reduceat(lengths, starts, axis=0)
             prompts = work.prompts[rows][:, None]
+            prompt[first:last] = np.add.reduceat(prompts, starts, axis=0)
             if context is not None:
                 context[first:last] = np.add.reduceat(lengths * (prompts + lengths / 2), starts, axis=0)
             if held is not None:
                 held[first:last] = np.add.reduceat(lengths + prompts, starts, axis=0)
             first = last
-        return cls(edges, longest, tokens, context, held)
+        return cls(edges, longest, tokens, context, held, prompt)
 
     def coarser(self, edges: np.ndarray) -> Blocks:
         """Blocks joined at those of my edges that are nearest to `edges`."""
@@ -60,7 +63,7 @@ class Blocks:
             return None if values is None else np.add.reduceat(values, starts, axis=0)
 
         return Blocks(self.edges[at], np.maximum.reduceat(self.longest, starts, axis=0), np.add.reduceat(self.tokens, starts, axis=0),
-                      add(self.context), add(self.held))
+                      add(self.context), add(self.held), np.add.reduceat(self.prompt, starts, axis=0))
 
     def judge(self, points: Sequence[Partition], work: Workload) -> list[Partition]:
         """The same partitions, timed over all scenarios; without those that a cache does not hold. Cuts must be edges."""
@@ -92,12 +95,14 @@ class Blocks:
         def pick(values: np.ndarray | None) -> np.ndarray | None:
             return None if values is None else values[:, columns]
 
-        return Blocks(self.edges, self.longest[:, columns], self.tokens[:, columns], pick(self.context), pick(self.held))
+        return Blocks(self.edges, self.longest[:, columns], self.tokens[:, columns], pick(self.context), pick(self.held), self.prompt)
 
     def work_s(self, kind: Kind) -> np.ndarray:
         """(B, S) what each block adds to its actor's time besides base · longest."""
         seconds = kind.per_seq_s * self.tokens
-        return seconds if self.context is None or kind.per_ctx_s == 0 else seconds + kind.per_ctx_s * self.context
+        if self.context is not None and kind.per_ctx_s:
+            seconds = seconds + kind.per_ctx_s * self.context
+        return seconds + kind.prefill_s * self.prompt if kind.prefill_s else seconds
 
     def reach(self, seconds: float, kinds: Sequence[Kind]) -> np.ndarray:
         """(B,) for each block the end of the longest range from it that takes at most about `seconds` on any kind, in the

@@ -152,7 +152,7 @@ def search(work: Workload, order: np.ndarray, key: np.ndarray, thin: float) -> t
 
 def tail_s(work: Workload) -> np.ndarray:
     """(S,) seconds of the longest response alone on the kind that is fastest with it: nobody is faster."""
-    if all(kind.per_ctx_s == 0 for kind in work.kinds):  # then the longest response is the longest on every kind
+    if all(kind.per_ctx_s == 0 and kind.prefill_s == 0 for kind in work.kinds):  # then the longest response is the longest on every kind
         longest = work.lengths.max(0)
         return np.minimum.reduce([kind.over_s + (kind.base_s + kind.per_seq_s) * longest for kind in work.kinds])
     alone = [kind.over_s + kind.base_s * work.lengths + work.work_s(kind) for kind in work.kinds]

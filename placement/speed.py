@@ -12,11 +12,13 @@ from placement.robust import fit_shares, scale, scaled_seed
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of one decode step: base_s + per_seq_s · sequences + per_ctx_s · context tokens."""
+    """Seconds of one decode step: base_s + per_seq_s · sequences + per_ctx_s · context tokens. prefill_s: seconds for a prompt
+    token, before the first step."""
 
     base_s: float
     per_seq_s: float
     per_ctx_s: float = 0.0
+    prefill_s: float = 0.0
 
     def step_s(self, running: float, context_tokens: float = 0.0) -> float:
         """Seconds of one decode step with `running` sequences that hold `context_tokens` tokens together."""
@@ -24,11 +26,14 @@ class Speed:
 
     def rollout_s(self, lengths: np.ndarray, prompts: np.ndarray | float = 0.0) -> float:
         """Seconds one engine takes to decode `lengths` (n,) together, prompts (n,) tokens each:
-        base·max L + Σ (per_seq·L + per_ctx·(prompt·L + L²/2)). All sequences are admitted at once."""
+        base·max L + Σ (per_seq·L + per_ctx·(prompt·L + L²/2) + prefill·prompt). All sequences are admitted at once. With
+        scenarios (n, S), the mean over them."""
         if len(lengths) == 0:
             return 0.0
-        each = self.per_seq_s * lengths + self.per_ctx_s * (prompts * lengths + np.square(lengths) / 2)
-        return float(self.base_s * np.max(lengths) + np.sum(each))
+        tokens = np.asarray(prompts, float)
+        tokens = tokens[:, None] if lengths.ndim == 2 and tokens.ndim else tokens
+        each = self.per_seq_s * lengths + self.per_ctx_s * (tokens * lengths + np.square(lengths) / 2) + self.prefill_s * tokens
+        return float(np.mean(self.base_s * np.max(lengths, axis=0) + np.sum(each, axis=0)))
 
 
 LEAST_RECORDS = 8

@@ -271,13 +271,13 @@ def end_times(lengths: np.ndarray, prompts: np.ndarray, kind: Kind) -> np.ndarra
 
 def _ends(down: np.ndarray, tokens: np.ndarray, kind: Kind) -> np.ndarray:
     """(m, S) for lengths that fall along the first axis."""
-    own = kind.work_s(down, tokens)
+    own = kind.work_s(down, tokens) - kind.prefill_s * tokens
     shorter = np.cumsum(own[::-1], axis=0)[::-1] - own
     running = np.arange(1, len(down) + 1)[:, None]
     seconds = kind.base_s * down + kind.per_seq_s * running * down + shorter
     if kind.per_ctx_s:
         seconds += kind.per_ctx_s * (np.cumsum(tokens, axis=0) * down + running * np.square(down) / 2)
-    return seconds
+    return seconds + kind.prefill_s * np.sum(np.broadcast_to(tokens, down.shape), axis=0)  # every prompt comes first
 
 
 def last_end(release_s: np.ndarray, seconds: np.ndarray) -> np.ndarray:

@@ -16,8 +16,8 @@ from placement.speed import Speed
 class Kind:
     """A pool in the terms a search needs; seconds include the rework that preemption is expected to cause.
 
-    An actor with sequences G takes over_s + base_s · max L + Σ (per_seq_s · L + per_ctx_s · (p·L + L²/2)) seconds and costs
-    price per second of it.
+    An actor with sequences G takes over_s + base_s · max L + Σ (per_seq_s · L + per_ctx_s · (p·L + L²/2) + prefill_s · p)
+    seconds and costs price per second of it.
 
     Preemption: an actor is taken away at rate r per second of its life (a Poisson process); its token streams resume from
     the tokens already delivered, so what is lost is bringing up a replacement, over_s = start_s + transfer_s, during which it
@@ -32,11 +32,12 @@ class Kind:
     price: float
     max_actors: int
     capacity: float
+    prefill_s: float = 0.0
 
     @classmethod
     def of(cls, pool: Pool, index: int, transfer_s: float) -> Kind:
         speed, name = pool.speed, f"pool {index}"
-        terms = (speed.base_s, speed.per_seq_s, speed.per_ctx_s)
+        terms = (speed.base_s, speed.per_seq_s, speed.per_ctx_s, speed.prefill_s)
         if not all(math.isfinite(t) and t >= 0 for t in terms) or speed.base_s + speed.per_seq_s <= 0:
             raise ValueError(f"{name} needs a speed with finite terms ≥ 0 and a decode step of more than 0 s, got {speed}")
         if pool.max_actors < 1 or pool.devices < 1:
@@ -55,14 +56,16 @@ class Kind:
             )
         grow = 1 / (1 - rate * over_s)
         capacity = math.inf if pool.capacity is None else float(pool.capacity)
-        base_s, per_seq_s, per_ctx_s = (t * grow for t in terms)
-        return cls(base_s, per_seq_s, per_ctx_s, over_s * grow, pool.price * pool.devices, pool.max_actors, capacity)
+        base_s, per_seq_s, per_ctx_s, prefill_s = (t * grow for t in terms)
+        price = pool.price * pool.devices
+        return cls(base_s, per_seq_s, per_ctx_s, over_s * grow, price, pool.max_actors, capacity, prefill_s)
 
     def work_s(self, lengths: np.ndarray, prompts: np.ndarray) -> np.ndarray:
         """What each sequence adds to its actor's time besides base_s · max L; prompts broadcast against lengths."""
-        if self.per_ctx_s == 0:
-            return self.per_seq_s * lengths
-        return self.per_seq_s * lengths + self.per_ctx_s * lengths * (prompts + lengths / 2)
+        seconds = self.per_seq_s * lengths
+        if self.per_ctx_s:
+            seconds = seconds + self.per_ctx_s * lengths * (prompts + lengths / 2)
+        return seconds + self.prefill_s * prompts if self.prefill_s else seconds
 
 
 @dataclass(frozen=True)

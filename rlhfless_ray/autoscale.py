@@ -143,8 +143,7 @@ class Autoscaler:
         if not failed(decision):
             self.last = decision
         start_s = self.terms.cold_start.predict() if decision.actors > warm else 0.0
-        prefill_s = self.terms.prefill.predict(sum(len(p.token_ids) for p in prompts) / max(1, decision.actors))
-        phase_s, slot_s = self._predict(decision, scenarios.lengths, start_s + prefill_s)
+        phase_s, slot_s = self._predict(decision, scenarios.lengths, self._prompt_tokens(prompts), start_s)
         learn_s = self.learner.predict(self.learner_slots, float(scenarios.lengths.mean(1).sum()))
         step_s = phase_s + self.terms.score.predict(len(scenarios.lengths)) + learn_s + self.outside.predict()
         return RolloutPlan(decision, max(least, decision.actors), tuple(plans), phase_s, slot_s, step_s)
@@ -162,17 +161,18 @@ class Autoscaler:
         self.update_s = seconds
         self.learner.observe(slots, float(response_tokens(samples).sum()), seconds)
 
-    def _predict(self, decision: Decision, lengths: np.ndarray, before_s: float) -> tuple[float, float]:
+    def _predict(
+        self, decision: Decision, lengths: np.ndarray, prompt_tokens: np.ndarray, before_s: float
+    ) -> tuple[float, float]:
         """Seconds of the rollout phase and slot-seconds of its leases: the plan's, with what surrounds decoding, and with
         slots held for the learner where that is cheaper than to take them again."""
         around, slower = self.around.predict() + before_s, 1 + self.speed.overhead
         phase_s = decision.time_s * slower + around
         if decision.plan is None:
             return phase_s, decision.actors * phase_s
-        speed, slot_s = self.speed.speed, 0.0
+        speed, slot_s = self.engine_speed, 0.0
         for group in decision.plan.groups:
-            part = lengths[group].astype(float)
-            own_s = float(speed.base_s * part.max(0).mean() + speed.per_seq_s * part.sum(0).mean()) * slower + around
+            own_s = speed.rollout_s(lengths[group].astype(float), prompt_tokens[group]) * slower + around
             tail_s = max(0.0, phase_s - own_s)
             held = self.drained(tail_s, decision.actors <= self.learner_slots * self.recipe.learner.ranks).action == "Hold"
             slot_s += phase_s if held else min(own_s, phase_s)
@@ -197,8 +197,16 @@ class Autoscaler:
 
     def _frontier(self, lengths: np.ndarray, prompts: list[Prompt], max_actors: int) -> list[Plan]:
         """lengths (n,) known or (n, S) scenarios."""
-        tokens = np.repeat([len(p.token_ids) for p in prompts], self.samples).astype(float)
-        return frontier(lengths, self.speed.speed, max_actors=max_actors, prompts=tokens, thin=THIN)
+        return frontier(lengths, self.engine_speed, max_actors=max_actors, prompts=self._prompt_tokens(prompts), thin=THIN)
+
+    @property
+    def engine_speed(self) -> Speed:
+        """Fitted to decode steps, with what a prompt token takes before them."""
+        return replace(self.speed.speed, prefill_s=self.terms.prefill.per_unit_s)
+
+    def _prompt_tokens(self, prompts: list[Prompt]) -> np.ndarray:
+        """(samples,) prompt tokens of every response."""
+        return np.repeat([len(p.token_ids) for p in prompts], self.samples).astype(float)
 
     def _decide(self, plans: list[Plan], step: int, warm: int) -> Decision:
         choice = choose_nearest(plans, self.objective)
@@ -266,9 +274,8 @@ class Autoscaler:
         found = asdict(forecast_quality(scenarios.lengths, lengths))
         row = {f"forecast/{name}": value for name, value in found.items() if name not in ("responses", "pit_deciles")}
         known = self._frontier(lengths, prompts, max_actors)
-        tokens = np.repeat([len(p.token_ids) for p in prompts], self.samples).astype(float)
         best = choose_nearest(known, self.objective).plan
-        bounds = rollout_bounds(lengths, self.speed.speed, max_actors, prompts=tokens)
+        bounds = rollout_bounds(lengths, self.engine_speed, max_actors, prompts=self._prompt_tokens(prompts))
         return row | {
             "plan/clairvoyant_s": best.time_s, "plan/clairvoyant_cost_slot_s": best.cost,
             "plan/bound_s": bounds.time_s, "plan/bound_cost_slot_s": bounds.cost, "plan/speed_spread": self.speed.spread,

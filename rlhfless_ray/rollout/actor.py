@@ -106,7 +106,7 @@ class RolloutActor:
         import ray
         from ray.exceptions import RayError
 
-        if self.engine.pages is None or self.engine.pages.refused:
+        if not pages or self.engine is None or self.engine.pages is None or self.engine.pages.refused:  # None: it starts
             return
         for ref in pages:
             try:

@@ -198,3 +198,21 @@ def test_pools_under_scenarios_come_near_all_contiguous_mixtures(seed: int) -> N
         assert all(plan.pools.count(q) <= pools[q].max_actors for q in range(2))
     undominated = [a for a in points if not any(b[0] <= a[0] and b[1] < a[1] for b in points)]
     assert gap(plans, undominated) < 0.05
+
+
+@pytest.mark.parametrize("scenarios", [1, 5])
+def test_prompts_take_their_time_before_the_first_step(scenarios: int) -> None:
+    """Every plan's time and cost are those of the formula; and an engine with many short responses has less of them."""
+    rng = np.random.default_rng(4)
+    lengths = rng.lognormal(3, 1, (40, scenarios)).round() + 1
+    prompts = rng.integers(5, 400, 40).astype(float)
+    speed = Speed(0.01, 2e-4, 1e-6, prefill_s=3e-4)
+    given = lengths[:, 0] if scenarios == 1 else lengths
+    plans = frontier(given, speed, max_actors=4, prompts=prompts)
+    assert len(plans) > 1
+    for plan in plans:
+        seconds = np.array([[speed.rollout_s(lengths[g, s], prompts[g]) for g in plan.groups] for s in range(scenarios)])
+        assert plan.time_s == pytest.approx(seconds.max(1).mean())
+        assert plan.cost == pytest.approx(seconds.sum(1).mean())
+    free = frontier(given, Speed(0.01, 2e-4, 1e-6), max_actors=4, prompts=prompts)
+    assert plans[0].time_s > free[0].time_s
