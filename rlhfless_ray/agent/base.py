@@ -70,7 +70,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         super().__init__(agent_instance_cls)
 
 
-async def made(agent_class: type) -> Any:
+async def made(agent_class: Any) -> Any:
     """An instance. `async def __init__` was legal while instances were Ray actors, and examples still have it."""
     instance = agent_class.__new__(agent_class)
     pending: Any = agent_class.__init__(instance)

@@ -38,7 +38,8 @@ async def play(
     given, sampling_params = sampling_params, deepcopy(sampling_params)
     ranges: list[tuple[int, int]] = []
     logprobs: list[float] | None = None if sampling_params.logprobs is None else [0.0] * len(tokens)
-    reward, score, logs, truncated = 0.0, None, {}, False
+    logs: Any = {}
+    reward, score, truncated = 0.0, None, False
     while len(tokens) < max_length and (max_turns is None or len(ranges) < max_turns):
         sampling_params.max_tokens = max_length - len(tokens)
         answer = await llm_engine.generate(tokens, deepcopy(sampling_params))

@@ -56,7 +56,7 @@ class ModelSource(Source):
     def load(cls, recipe: Recipe, tokenizer: Any) -> ModelSource:
         """Raises UserError for a folder that is no reward model, or whose tokens are not those of the policy's `tokenizer`."""
         reward = recipe.reward
-        with _told_as(KEY):
+        with told_as(KEY):
             files = read_folder(Path(reward.model_path))
         head = find_head(files, reward.value_head, reward.normalize)
         if tokenizer is not None:
@@ -118,7 +118,7 @@ class ModelWorker(Worker):
             for key, ids in items
             if most is not None and len(ids) > most
         ]
-        values = self.model.values([ids for _, ids in short]) if short else []
+        values: Any = self.model.values([ids for _, ids in short]) if short else []
         head = self.source.head
         for (key, _), value in zip(short, values, strict=True):
             try:
@@ -169,7 +169,7 @@ def check_same_tokens(files: dict[str, bytes], tokenizer: Any, trust_remote_code
     """The model reads the policy's tokens: raises UserError where the same number means another token."""
     from rlhfless_ray.policy_files import load_tokenizer
 
-    with _told_as(KEY):
+    with told_as(KEY):
         own = load_tokenizer(files, trust_remote_code)
     if own.get_vocab() != tokenizer.get_vocab():
         raise UserError(
@@ -179,9 +179,9 @@ def check_same_tokens(files: dict[str, bytes], tokenizer: Any, trust_remote_code
 
 
 @contextmanager
-def _told_as(key: str) -> Iterator[None]:
-    """Readers of model folders speak of the policy's."""
+def told_as(key: str) -> Iterator[None]:
+    """Readers of model folders speak of the policy's, or of the recipe's."""
     try:
         yield
     except UserError as error:
-        raise UserError(str(error).replace("policy.path", key)) from None
+        raise UserError(str(error).replace("policy.path", key).replace(KEY, key)) from None

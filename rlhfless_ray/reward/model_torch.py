@@ -26,7 +26,10 @@ class ScalarModel:
         when the folder lacks weights of the base model."""
         from safetensors import safe_open
         from transformers import AutoModel
+        from transformers.utils import logging as transformers_logging
 
+        transformers_logging.set_verbosity_error()  # it reports the head as a weight that its class does not know
+        transformers_logging.disable_progress_bar()
         kind = getattr(torch, dtype)
         base, told = AutoModel.from_pretrained(
             folder, dtype=kind, trust_remote_code=trust_remote_code, local_files_only=True, output_loading_info=True

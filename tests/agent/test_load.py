@@ -191,7 +191,7 @@ def test_as_the_learner_takes_it(tmp_path: Path) -> None:
         ("torch.tensor([float(self.turn)])", "torch.tensor([float('nan')])", "`extra_logs` is nan, not a finite number"),
         ('{"observation": states["observation"]}', "states['observation']", "`reset` must return a dict with the text `observation`"),
         ('"extra_logs"', '"environment_images": [1], "extra_logs"', "turn 1: `step` returned images"),
-        ("self.turn += 1", "self.turn += 1; states['sampling_params'].temperature = 0.5", "turn 1: `sampling_params` with another temperature"),
+        ("self.turn += 1", "self.turn += 1; states['sampling_params'].temperature = 0.5", "`sampling_params` with another temperature"),
         (
             'states.get("sampling_params", None)', "type(states['sampling_params'])(temperature=0.5, logprobs=1)",
             "turn 1: `sampling_params` with another temperature (0.5 instead of 1.0): the policy is trained at the recipe's",

@@ -1,0 +1,75 @@
+"""`python -m rlhfless_ray.cli.serve_rm`: a reward model over HTTP, with the flags of OpenRLHF's server, in both spellings.
+
+It listens on loopback unless --host says otherwise; OpenRLHF's listens on every address.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhfless_ray.errors import UserError
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serves until it is interrupted. Exit code 2 for a mistake in the command line or a folder that is no reward model."""
+    from rlhfless_ray.cli.main import guarded
+
+    asked = _parser().parse_args(arguments)
+    guarded(lambda: _serve(asked))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="serve_rm", description="POST {\"query\": [text, …]} to /get_reward.")
+    add = parser.add_argument
+    add("--reward.model_name_or_path", "--reward_pretrain", dest="model", required=True, help="a local Hugging Face folder")
+    add("--reward.normalize_enable", "--normalize_reward", dest="normalize", action="store_true", help="mean and std of config.json")
+    add("--ds.value_head_prefix", "--value_head_prefix", dest="head", default="score", help="name of the scalar head")
+    add("--data.max_len", "--max_len", dest="max_len", type=int, default=2048, help="tokens of a text that are read")
+    add("--port", type=int, default=5000, help="0: any that is free; it is printed")
+    add("--host", default="127.0.0.1")
+    add("--ds.param_dtype", "--param_dtype", dest="dtype", choices=list(DTYPES), default="bf16")
+    add("--bf16", dest="dtype", action="store_const", const="bf16", help="the default")
+    add("--batch_size", type=int, default=None, help="texts read at once; otherwise a budget of tokens")
+    add("--trust_remote_code", action="store_true", help="run Python code that comes with the folder")
+    add("--ds.load_in_4bit", "--load_in_4bit", dest="four_bit", action="store_true", help="refused")
+    add("--use_ms", action="store_true", help="refused: local folders only")
+    for speed in ("--ds.attn_implementation", "--attn_implementation", "--ds.experts_implementation"):
+        add(speed, default=None, help="accepted without effect: the values are the same")
+    for flag in ("--flash_attn", "--ds.packing_samples", "--packing_samples", "--data.disable_fast_tokenizer", "--disable_fast_tokenizer"):
+        add(flag, action="store_true", help="accepted without effect")
+    return parser
+
+
+def _serve(asked: argparse.Namespace) -> None:
+    for given, flag in ((asked.four_bit, "load_in_4bit"), (asked.use_ms, "use_ms")):
+        if given:
+            raise UserError(f"--{flag}: is not supported here; leave it out and give a local folder of full-precision weights")
+    if asked.max_len < 1 or (asked.batch_size is not None and asked.batch_size < 1):
+        raise UserError("--max_len and --batch_size must be at least 1")
+    if not 0 <= asked.port < 65536:
+        raise UserError(f"--port {asked.port}: a port is from 0 to 65535")
+    import torch
+
+    from rlhfless_ray.reward.served import PATH, TextScorer, server
+
+    scorer = TextScorer(
+        Path(asked.model), asked.head, DTYPES[asked.dtype], "cuda" if torch.cuda.is_available() else "cpu",
+        normalize=asked.normalize, max_tokens=asked.max_len, batch_size=asked.batch_size, trust_remote_code=asked.trust_remote_code,
+    )
+    made = server(scorer, asked.host, asked.port)
+    print(f"serving {asked.model} at http://{asked.host}:{made.server_port}{PATH}", flush=True)
+    try:
+        made.serve_forever()
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+    finally:
+        made.server_close()
+
+
+if __name__ == "__main__":
+    main()
