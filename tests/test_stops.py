@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhfless_ray.checkpoints import Best
 from rlhfless_ray.cli import main as cli
 from rlhfless_ray.errors import Stopped, UserError
 from rlhfless_ray.learn.stage import LearnStage
@@ -27,6 +28,7 @@ from rlhfless_ray.types import Step
 from rlhfless_ray.waits import StopSignal
 from rlhfless_ray.watch.metrics import Metrics
 from tests.conftest import small_recipe
+from tests.test_run_folder import store
 
 # ---- the signal ---------------------------------------------------------------------------------------------------
 
@@ -97,6 +99,7 @@ class Ended:
         run.recipe = Recipe.parse(small_recipe(folder, run__steps=9, **overrides))
         run.folder = RunFolder.create(run.recipe)
         run.folder.begin(run.recipe, "machine", 3)
+        run.checkpoints, run.best, run.prefix_stage = store(run.folder), Best("none"), None
         run.steps_done, run.cursor_done, run.cursor_after, run.saved = 3, [3], [4], 2
         run.weights, run.in_update, run.step = SimpleNamespace(version=3), False, Step(4)
         run.first_row, run.quality = 0, {}
@@ -104,7 +107,7 @@ class Ended:
         run.phases = SimpleNamespace(take=lambda: ({}, 1.0), phase=lambda *_: nullcontext())
         pool = SimpleNamespace(close=lambda: self.did.append(f"close as {self.status()}"), replaced=0)
         run.rollout = run.reward = pool
-        run.gang = SimpleNamespace(snapshot=self.snapshot, skipped_in_a_row=0, pool=pool, ranks=1)
+        run.gang = SimpleNamespace(snapshot=self.snapshot, ask_snapshot=list, skipped_in_a_row=0, pool=pool, ranks=1)
         run.gang.by_rank = [SimpleNamespace(leases=[None])]
         run.leases = SimpleNamespace(release_all=lambda: None)
         self.messages: list[str] = []
@@ -116,7 +119,7 @@ class Ended:
         run.learn_stage = LearnStage(run.site, run.gang)
         run.learn_stage.plan = SimpleNamespace(reason="")  # type: ignore[assignment]
 
-    def snapshot(self, deadline_s: float | None = None) -> dict[str, bytes]:
+    def snapshot(self, deadline_s: float | None = None, refs: Any = None) -> dict[str, bytes]:
         self.did.append(f"snapshot within {deadline_s}")
         return {"model.safetensors": b""}
 
@@ -130,7 +133,7 @@ class Ended:
         return [what for what in self.did if not what.startswith("close")]
 
     def driver(self) -> dict[str, Any]:
-        return self.run.folder.load_checkpoint()[2]
+        return store(self.run.folder).load()[2]
 
 
 def test_ctrl_c_gives_the_snapshot_the_learners_deadline_and_sigterm_two_seconds(tmp_path: Path) -> None:
@@ -153,7 +156,7 @@ def test_a_step_whose_update_is_done_is_saved_and_its_evaluation_made_up_for(tmp
 
 def test_an_update_clears_its_mark_when_it_ends_so_that_a_later_stop_saves_it(tmp_path: Path) -> None:
     ended = Ended(tmp_path)
-    ended.run.gang.update = lambda batch, meanwhile: SimpleNamespace(skipped=0)
+    ended.run.gang.update = lambda batch, meanwhile: SimpleNamespace(skipped=0, applied=0)
     ended.run.update(None)
     assert not ended.run.in_update and ended.run.unrecorded
     ended.run.gang.update = lambda batch, meanwhile: exec("raise KeyError")
@@ -221,7 +224,7 @@ def test_a_sigterm_while_ray_starts_is_a_stop(tmp_path: Path, monkeypatch: pytes
         run.__enter__()
     assert caught.value.signal_number == signal.SIGTERM and left == [True] and not caught.value.resumable
     folder = RunFolder.create(run.recipe)
-    folder.save_checkpoint(2, {}, {}, keep=1)
+    store(folder, 1).save(2, {}, {})
     run.resume = True
     with pytest.raises(Stopped) as caught:
         run.__enter__()

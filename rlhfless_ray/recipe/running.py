@@ -82,10 +82,31 @@ class Price(Section):
 
 
 class Checkpoint(Section):
+    path: str = ""
+    """Where checkpoints go, as OpenRLHF lays them out: `_actor/global_step<n>`, `_actor/latest`. Empty: into the run folder."""
     every_steps: int = Field(20, ge=1)
     """Steps between two checkpoints; the last step always has one."""
     keep: int = Field(2, ge=1)
-    """Older ones are removed."""
+    """Others are removed: first those without an evaluation, then those of the worst `best_metric`, then the oldest."""
+    max_gib: float = Field(float("inf"), gt=0, allow_inf_nan=True)
+    """They are removed too while all take more than that; the newest stays in any case."""
+    resume: bool = False
+    """Go on from the newest checkpoint where there is one, as `--resume` does, else start."""
+    best_metric: str = "none"
+    """Metric of the evaluation whose best value has a checkpoint of its own, which stays, such as `eval_gsm8k_pass1` or
+    `accuracy_sampled`; empty: the first `*_pass1`, else `accuracy_sampled`. `none`: there is no such checkpoint."""
+    save_hf: bool = False
+    """With `path`: a model folder as Hugging Face's libraries load it besides, `global_step<n>_hf`. These are never removed,
+    but for that of the best, of which there is one."""
+    resumable: bool = True
+    """Off, with `path`: model folders only. Such a run cannot be resumed."""
+
+    @model_validator(mode="after")
+    def _needs_a_path(self) -> Checkpoint:
+        for name, wanted in (("save_hf", self.save_hf), ("resumable", not self.resumable)):
+            if wanted and not self.path:
+                raise ValueError(f"checkpoint.{name}: needs a folder in checkpoint.path")
+        return self
 
 
 class Save(Section):
