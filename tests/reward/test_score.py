@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,3 +151,52 @@ def test_a_real_process_that_exits_is_replaced_and_the_sample_named(ray_cluster)
     finally:
         pool.close()
         leases.release_all()
+
+
+@pytest.mark.ray
+def test_a_reward_model_and_a_reward_file_score_in_real_pools(ray_cluster, tmp_path) -> None:
+    import ray
+
+    from rlhfless_ray.functions.instance import start_actor
+    from rlhfless_ray.reward.model import ModelSource, find_head
+    from rlhfless_ray.reward.queries import QuerySource
+    from rlhfless_ray.reward.score import Scoring, maker
+    from rlhfless_ray.reward.user_file import UserFile
+    from rlhfless_ray.weights.folder import write_folder
+    from tests.reward.reward_models import reward_model
+    from tests.reward.test_model import by_transformers
+
+    text = "import os\ndef reward_func(q, p, l):\n    if any('9' in x for x in q): os._exit(1)\n    return [len(x) for x in q]"
+    files = reward_model()
+    write_folder(tmp_path, files)
+    sources = [
+        ModelSource(files, find_head(files, "score", False), "float32", 64, 60.0),
+        QuerySource(UserFile("mine.py", text), "reward_func", "answer", 2),
+    ]
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(map(str, ids)))
+    ledger = Ledger("cpu", 1.0)
+    leases = Leases("cpu", ledger, 60.0, f"score{time.time_ns()}")
+    for source in sources:
+        shared = ray.put(source)
+        pool = Pool(
+            source.pool_kind, lambda slot, shared=shared: start_actor(RewardActor, slot, "cpu", {}, shared, 2.0, "cpu"), leases, ledger,
+            60.0, on_device=source.on_device,
+        )
+        try:
+            samples = samples_of(*"abcd")
+            for i, sample in enumerate(samples):
+                sample.completion = replace(sample.completion, token_ids=np.array([5 + 4 * (i == 1)] * (i + 1), np.int32))
+            spare = pool.resize(2, [])
+            scoring = Scoring(pool, 2.0, 4, 5, maker(source, tokenizer), source.call_s(2.0))
+            scoring.add(samples)
+            scoring.finish()
+            if source is sources[0]:
+                expected = by_transformers(tmp_path, [np.array([1, *s.completion.token_ids]) for s in samples])
+                np.testing.assert_allclose([s.reward for s in samples], expected, atol=2e-5)
+            else:
+                # '199' ends its process; the others of its batch are scored
+                assert [s.reward for s in samples] == [2.0, None, 4.0, 5.0] and "died" in samples[1].error
+            assert not spare
+        finally:
+            leases.release(pool.close())
+        assert ledger.held_slot_s(source.pool_kind, 0) > 0, "billed under its own name"

@@ -1,0 +1,54 @@
+"""`python -m rlhfless_ray.cli.lora_combiner`: a LoRA adapter merged into its base model, with OpenRLHF's flags of every version."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhfless_ray.cli.serve_rm import DTYPES
+from rlhfless_ray.errors import UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Exit code 2 for a mistake in the command line, a folder that is no model or no adapter, and one that does not fit."""
+    from rlhfless_ray.cli.main import guarded
+
+    parser = argparse.ArgumentParser(prog="lora_combiner", description="Merge a LoRA adapter into its base model.")
+    add = parser.add_argument
+    add("--model_path", required=True, help="the base model's folder")
+    add("--lora_path", required=True, help="the adapter's folder")
+    add("--output_path", required=True, help="folder of the merged model")
+    add("--is_rm", action="store_true", help="the base model is a reward model with the scalar head `score`")
+    add("--ds.param_dtype", "--param_dtype", dest="dtype", choices=list(DTYPES), default="bf16", help="of the merged weights")
+    add("--bf16", dest="dtype", action="store_const", const="bf16", help="the default")
+    asked = parser.parse_args(arguments)
+    guarded(lambda: combine(Path(asked.model_path), Path(asked.lora_path), Path(asked.output_path), asked.is_rm, DTYPES[asked.dtype]))
+
+
+def combine(base: Path, adapter: Path, output: Path, is_reward_model: bool, dtype: str) -> None:
+    from rlhfless_ray.reward.model import told_as
+    from rlhfless_ray.weights.adapter import Adapter, merge_folder
+    from rlhfless_ray.weights.folder import read_folder, without_weights, write_folder
+
+    if output.resolve() in (base.resolve(), adapter.resolve()):
+        raise UserError(f"--output_path {output}: is the folder of the model or the adapter; name another")
+    with told_as("--model_path"):
+        files = read_folder(base)
+    print(f"merging {adapter} into {base}")
+    with told_as("--lora_path"):
+        found = Adapter.read(adapter)
+        merge_folder(base, found, output, dtype, "score" if is_reward_model else "")
+    rest = without_weights(files)
+    config = json.loads(rest["config.json"])
+    config["dtype"] = dtype
+    config.pop("torch_dtype", None)
+    rest["config.json"] = json.dumps(config, indent=2).encode()
+    rest |= {name: content for name, content in files.items() if name.endswith(".index.json")}
+    write_folder(output, rest)
+    print(f"merged {len(found.used)} weights; the model is in {output}")
+
+
+if __name__ == "__main__":
+    main()

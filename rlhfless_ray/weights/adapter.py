@@ -1,0 +1,129 @@
+"""LoRA adapters folded into the weights they belong to: W + scale · B A (Hu et al. 2021, section 4.1, arXiv 2106.09685)."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhfless_ray.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PREFIX = "base_model.model."
+# what an adapter_config.json may switch on that is more than W + scale · B A
+REFUSED = (
+    "use_dora", "use_qalora", "lora_bias", "trainable_token_indices", "layer_replication", "megatron_config",
+    "alora_invocation_tokens",
+)
+
+
+@dataclass
+class Adapter:
+    """`pairs`: weight's name → (A (rank, in), B (out, rank)); `whole`: weights that replace the base model's."""
+
+    scale: dict[str, float]
+    pairs: dict[str, tuple[Tensor, Tensor]]
+    whole: dict[str, Tensor]
+    transposed: frozenset[str] = frozenset()  # weights that lie as (in, out)
+    used: set[str] = field(default_factory=set)
+
+    @classmethod
+    def read(cls, folder: Path) -> Adapter:
+        """From a folder that peft has saved. Raises UserError for another kind of adapter, and one that is not whole."""
+        from safetensors.torch import load_file
+
+        try:
+            config = json.loads((folder / "adapter_config.json").read_text())
+        except (OSError, ValueError):
+            raise UserError(f"{folder}: no adapter_config.json that can be read; give a folder saved by peft") from None
+        if config.get("peft_type") != "LORA":
+            raise UserError(f"{folder}: the adapter is {config.get('peft_type')}, not LORA")
+        if on := [name for name in REFUSED if config.get(name)]:
+            raise UserError(f"{folder}: the adapter uses {on[0]}, which is not merged here; merge it with peft")
+        if config.get("bias", "none") != "none":
+            raise UserError(f"{folder}: the adapter trains biases (bias = {config['bias']}), which is not merged here; merge it with peft")
+        if not (folder / "adapter_model.safetensors").is_file():
+            raise UserError(f"{folder}: there is no adapter_model.safetensors; save it with safe_serialization")
+        tensors = load_file(folder / "adapter_model.safetensors")
+        pairs: dict[str, dict[str, Tensor]] = {}
+        embeddings: set[str] = set()
+        whole: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            name = name.removeprefix(PREFIX)
+            match = re.fullmatch(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.\w+)?(?:\.weight)?", name)
+            if match is None:
+                whole[re.sub(r"\.(?:modules_to_save|base_layer)\b(?:\.default)?", "", name)] = tensor
+            else:
+                pairs.setdefault(f"{match[1]}.weight", {})[match[2]] = tensor
+                embeddings |= {f"{match[1]}.weight"} if "lora_embedding" in name else set()
+        if lacking := [name for name, parts in pairs.items() if len(parts) != 2]:
+            raise UserError(f"{folder}: {lacking[0]} has only one of its two adapter matrices")
+        both = {name: (parts["A"], parts["B"]) for name, parts in pairs.items()}
+        scale = {name: _scale(config, name.removesuffix(".weight")) for name in both}
+        return cls(scale, both, whole, frozenset(both if config.get("fan_in_fan_out") else embeddings))
+
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """The weight with its adapter, in its own dtype; computed in float32. Others come back as they are."""
+        if name in self.whole:
+            self.used.add(name)
+            weight = self.whole[name].to(weight.dtype)
+        if name not in self.pairs:
+            return weight
+        self.used.add(name)
+        a, b = self.pairs[name]
+        update = self.scale[name] * (b.float() @ a.float())
+        update = update.T if name in self.transposed else update
+        if update.shape != weight.shape:
+            raise UserError(f"{name}: the adapter is for a weight of {tuple(update.shape)}, the base model's is {tuple(weight.shape)}")
+        return (weight.float() + update).to(weight.dtype)
+
+    def unused(self) -> list[str]:
+        return sorted((self.pairs.keys() | self.whole.keys()) - self.used)
+
+
+def _scale(config: Mapping[str, Any], module: str) -> float:
+    """alpha / rank, or alpha / sqrt(rank) for rsLoRA; both may be set for some modules by a pattern on the end of their names."""
+    rank = _by_pattern(config.get("rank_pattern"), module, config["r"])
+    alpha = _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _by_pattern(patterns: Mapping[str, Any] | None, module: str, otherwise: float) -> float:
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return otherwise
+
+
+def merge_folder(base: Path, adapter: Adapter, output: Path, dtype: str, head: str = "") -> None:
+    """Write the base model's folder with the adapter merged, every floating weight in `dtype`, file by file.
+
+    `head`: a scalar head that the adapter may bring along where the base model has none. Raises UserError when a part of the
+    adapter fits no weight of the base model, or there is no such head.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    kind = getattr(torch, dtype)
+    output.mkdir(parents=True, exist_ok=True)
+    files = sorted(base.glob("*.safetensors"))
+    seen: set[str] = set()
+    for file in files:
+        tensors = {name: adapter.merged(name, weight) for name, weight in load_file(file).items()}
+        seen |= tensors.keys()
+        if file == files[-1] and f"{head}.weight" in adapter.unused():
+            tensors |= {name: adapter.whole[name] for name in adapter.unused() if name.startswith(f"{head}.")}
+            adapter.used |= tensors.keys()
+        cast = {name: (t.to(kind) if t.is_floating_point() else t).contiguous() for name, t in tensors.items()}
+        seen |= cast.keys()
+        save_file(cast, output / file.name, {"format": "pt"})
+    if left := adapter.unused():
+        raise UserError(f"the base model has no weight `{left[0]}`, for which the adapter is made ({len(left)} such)")
+    if head and f"{head}.weight" not in seen:
+        raise UserError(f"neither the base model nor the adapter has a scalar head `{head}`: it is no reward model")
