@@ -1,0 +1,88 @@
+"""Commands of two dialects, run for two or three steps on a tiny model with a reward file: what OpenRLHF's users find afterwards."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhfless_ray.learn.scratch import scratch_policy
+from rlhfless_ray.prompts.tasks import task
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.weights.folder import read_folder, write_folder
+from tests.conftest import environment
+
+pytestmark = [pytest.mark.ray, pytest.mark.engine]
+
+REWARD = """
+def reward_func(queries, prompts, labels, **kwargs):
+    import torch
+
+    assert all(query.startswith(prompt) for query, prompt in zip(queries, prompts)) and all(label.isdigit() for label in labels)
+    rewards = torch.tensor([float(len(set(query)) % 5) / 5 for query in queries])
+    return {"rewards": rewards, "scores": rewards, "extra_logs": {"letters": rewards}}
+"""
+OLD = """--pretrain model --save_path out --remote_rm_url reward.py --prompt_data data.jsonl --input_key prompt --label_key label
+--advantage_estimator reinforce --rollout_batch_size 4 --n_samples_per_prompt 2 --train_batch_size 4 --num_episodes 1
+--prompt_max_len 64 --generate_max_len 16 --vllm_num_engines 1 --init_kl_coef 0 --zero_stage 2 --bf16 --lr_scheduler constant
+--actor_num_nodes 1 --actor_num_gpus_per_node 1 --micro_rollout_batch_size 2 --micro_train_batch_size 2 --elastic.cluster.cpus 2"""
+NEW = """--actor.model_name_or_path model --ckpt.output_dir out --reward.remote_url reward.py --data.prompt_dataset data.jsonl,more.csv
+--data.input_key prompt --data.label_key label --algo.advantage.estimator group_norm --rollout.batch_size 4 --train.batch_size 8
+--rollout.n_samples_per_prompt 2 --data.max_len 64 --vllm.num_engines 1 --algo.kl.init_coef 0 --ds.zero_stage 2 --ds.param_dtype bf16
+--actor.num_nodes 1 --actor.num_gpus_per_node 1 --rollout.micro_batch_size 2 --train.micro_batch_size 2 --actor.lr_scheduler constant
+--eval.dataset eval.jsonl --eval.steps 2 --eval.n_samples_per_prompt 2 --ckpt.path ckpt --ckpt.save_steps 1 --ckpt.max_num 1
+--ckpt.save_hf --ckpt.load_enable --logger.tensorboard_dir tb --logger.wandb.run_name mine --elastic.cluster.cpus 2"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "policy": {"hidden_size": 32, "layers": 1}})
+    write_folder(tmp_path / "model", scratch_policy(recipe, task("chain")))
+    rows = [{"prompt": row["prompt"], "label": row["answer"]} for row in task("chain").rows(14, 0, "train")]
+    jsonl = lambda part: "".join(json.dumps(row) + "\n" for row in part)  # noqa: E731
+    (tmp_path / "data.jsonl").write_text(jsonl(rows[:6]))
+    (tmp_path / "more.csv").write_text("prompt,label\n" + "".join(f"{row['prompt']},{row['label']}\n" for row in rows[6:10]))
+    (tmp_path / "eval.jsonl").write_text(jsonl([{**row, "datasource": "ab"[i % 2]} for i, row in enumerate(rows[10:])]))
+    (tmp_path / "reward.py").write_text(REWARD)
+    return tmp_path
+
+
+def run(folder: Path, line: str) -> list[tuple[int, dict]]:
+    """The steps that the log tells."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhfless_ray.cli.train_ppo_ray", *line.split()], cwd=folder, env=environment(), timeout=600,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"^Global step (\d+): (\{.*\})$", done.stdout, re.MULTILINE)
+    return [(int(step), ast.literal_eval(values)) for step, values in found]
+
+
+def test_a_flat_command_leaves_a_model_that_transformers_loads(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    steps = run(folder, OLD)
+    assert [step for step, _ in steps] == [1, 2]  # six rows, four at a time
+    assert [values["rollout/num_samples"] for _, values in steps] == [8, 4]
+    assert all({"policy_loss", "reward", "letters", "actor_lr"} <= values.keys() for _, values in steps)
+    assert AutoModelForCausalLM.from_pretrained(folder / "out").config.hidden_size == 32
+    assert read_folder(folder / "out")["model.safetensors"] != read_folder(folder / "model")["model.safetensors"]
+
+
+def test_a_dotted_command_saves_evaluates_and_goes_on(folder: Path) -> None:
+    assert [step for step, _ in run(folder, NEW)] == [1, 2, 3]  # ten rows
+    actor = folder / "ckpt" / "_actor"
+    assert (actor / "latest").read_text() == "global_step3" and len(list(actor.glob("global_step*"))) == 1
+    assert len(list(actor.glob("best_global_step*"))) == 1
+    assert json.loads((actor / "global_step3" / "metric.json").read_text())["metric_key"] == "eval_a_pass1"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (folder / "ckpt" / "global_step2_hf").iterdir()}
+    rows = [json.loads(line) for line in (folder / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()]
+    assert {"eval/a/pass1", "eval/b/pass2"} <= rows[2].keys() and rows[2]["eval/b/pass1"] <= rows[2]["eval/b/pass2"]
+    assert list((folder / "tb" / "mine").iterdir())
+    assert [step for step, _ in run(folder, NEW + " --train.num_episodes 2")] == [4, 5, 6]
+    assert [path.name for path in (folder / "runs").iterdir()] == ["mine"]
