@@ -54,7 +54,7 @@ class Recipe(Section):
         estimator, samples = self.algorithm.advantage.estimator, self.rollout.samples_per_prompt
         if samples < 2 and estimator in COMPARES:
             raise ValueError(
-                "rollout.samples_per_prompt: the group advantage compares responses to one prompt, so it must be at least 2"
+                f"rollout.samples_per_prompt: {estimator} compares the responses to one prompt, so it must be at least 2"
             )
         buffer = self.reward.overlong_buffer_tokens
         if buffer is not None and buffer > self.rollout.max_tokens:

@@ -70,7 +70,7 @@ def test_updates_equal_the_reference(cases: Any, expected: Any, name: str, ranks
         found = cases.result(f"{name}/{stage}", ranks)
         for got, wanted in zip(found["weights"], weights, strict=True):
             assert distance(got, wanted, start) < 1e-4
-            assert max(np.abs(got[k] - wanted[k]).max() for k in wanted) < 1e-5
+            assert max(np.abs(got[k] - wanted[k]).max() for k in wanted) < 3e-5  # an Adam step is up to 1e-3
         for got, wanted in zip(found["stats"], stats, strict=True):
             assert got.loss == pytest.approx(np.mean([w["loss"] for w in wanted]), abs=1e-6)
             assert got.grad_norm == pytest.approx(np.mean([w["grad_norm"] for w in wanted]), rel=1e-5)
