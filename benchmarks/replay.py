@@ -6,7 +6,9 @@ learning. Good for one thing only, to measure what control costs at a size this 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -178,38 +180,58 @@ class ReplayedEngine:
     def tell(self, epoch: int, order: Order) -> bool:
         return self.inbox.tell(epoch, order)
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def park(self) -> dict[str, Any]:
         return {"memory_mb": 1.0, "spans": []}
 
 
 class ReplayedLearner:
-    """Stands where LearnerActor does: an update takes `learn_s`; its weights are one number."""
+    """Stands where LearnerActor does: an update takes `learn_s`. What it has learned is a digest of every batch in order, so a
+    batch that is lost, learned twice or in another order shows in its weights."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.learn_s = 0.0
+        self.digest, self.updates, self.early = bytes(8), 0, b""
 
     def open(self, threads: int) -> dict[str, Any]:
         return {"memory_mb": 1.0, "spans": []}
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def rendezvous(self, loopback: bool) -> tuple[str, int]:
         return "", 0
 
-    def build(self, files: dict[str, bytes], place: Any, threads: int, state: Any) -> list[Span]:
+    def build(self, files: dict[str, bytes], place: Any, threads: int, state: dict[str, bytes] | None) -> list[Span]:
         script = Script.read(files)
         self.learn_s = script.learn_s / script.clock
+        if state is not None:
+            self.digest, self.updates = state["model.safetensors"], int(state["updates"])
+        return []
+
+    def accumulate(self, batch: Any, threads: int) -> list[Span]:
+        self.early += batch.tokens.tobytes()
         return []
 
     def update(self, batch: Any, threads: int) -> tuple[UpdateStats, list[Span]]:
         start = time.time()
         time.sleep(self.learn_s)
+        learned = self.early + batch.tokens.tobytes()
+        self.digest, self.early = hashlib.blake2b(self.digest + learned, digest_size=8).digest(), b""
+        self.updates += 1
         nothing = UpdateStats(0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, int(batch.lengths.sum()), 0)
         return nothing, [Span("work", "update (replayed)", start, start + self.learn_s)]
 
     def weights(self) -> tuple[dict[str, np.ndarray], tuple[int, list[Span]]]:
-        return {"weight": np.zeros(1, np.float32)}, (0, [])
+        return {"weight": np.frombuffer(self.digest, np.uint8)}, (int.from_bytes(self.digest), [])
 
     def snapshot(self) -> dict[str, bytes]:
-        return {"model.safetensors": b""}
+        return {"model.safetensors": self.digest, "updates": str(self.updates).encode()}
+
+    def keep(self) -> tuple[dict[str, bytes], tuple[float, int]]:
+        return self.snapshot(), (0.0, len(self.digest))
 
     def park(self) -> dict[str, Any]:
         return {"memory_mb": 1.0, "spans": []}

@@ -85,7 +85,7 @@ def hire(
         "dtype": recipe.policy.dtype, "trust_remote_code": recipe.policy.trust_remote_code, **dump["rollout"],
         "prefix_kv": wanted and unshared is None,
     }
-    ranks = itertools.count()
+    ranks = itertools.cycle(range(recipe.learner.ranks))  # a gang starts whole, also when it starts anew
     source = ray.put(reward_source)  # a reward model's weights are in it
 
     def start_engine(slot: Any) -> Any:
@@ -98,7 +98,7 @@ def hire(
     def start_reward(slot: Any) -> Any:
         return start_actor(actors.reward, slot, resource, {}, source, recipe.reward.timeout_s, resource)
 
-    critic_ranks = itertools.count()
+    critic_ranks = itertools.cycle(range(recipe.critic.ranks))
     shared = {"algorithm": dump["algorithm"], "policy": dump["policy"], "seed": recipe.run.seed, "device": resource}
 
     def start_learner(slot: Any) -> Any:

@@ -25,6 +25,7 @@ from rlhfless_ray.crew import Actors, Crew, hire
 from rlhfless_ray.errors import Stopped, UserError
 from rlhfless_ray.evaluation import evaluate
 from rlhfless_ray.functions.cluster import RayCluster
+from rlhfless_ray.functions.faults import Faults
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.stage import LearnStage
@@ -144,6 +145,10 @@ class Runtime:
         self.site = Site(self.recipe, self.ledger, self.leases, self.phases, self.record, self.autoscaler, most)
         self.score_stage = ScoreStage(self.site, self.reward, self.reward_source, self.tokenizer)
         self.learn_stage = LearnStage(self.site, self.gang, crew.critic)
+        self.faults = Faults(self.recipe.functions.max_replacements)
+        for pool in (self.rollout, self.reward, *self.learn_stage.pools()):
+            pool.faults = self.faults
+        self.learn_stage.recovers(self.recipe.checkpoint.memory_every_steps, self.record.progress.message)
         self.prefix_stage = self._prefix_stage(crew)
         self.rollout_stage = RolloutStage(
             self.site, self.rollout, self.score_stage, self.learn_stage, self.tokenizer, self.weight_bytes, self.prefix_stage
@@ -189,7 +194,7 @@ class Runtime:
                 else:
                     write_folder(reference, self.files)
             state = checkpoint[1] if checkpoint else None
-            self.gang.build(ray.put(self.files), self.cluster.private, ray.put(state) if state else None)
+            self.gang.build(lambda: ray.put(self.files), self.cluster.private, ray.put(state) if state else None)
             if checkpoint:
                 self._restore(checkpoint[2])
             self.weights = self.gang.publish(self.steps_done)
@@ -311,7 +316,9 @@ class Runtime:
         self.steps_done, self.cursor_done, self.unrecorded = step.number, self.cursor_after, False
         seconds, wall_s = self.phases.take()
         self.autoscaler.observe_step(seconds, wall_s, len(step.samples))
-        replaced = self.rollout.replaced + self.reward.replaced
+        self.faults.step_done()
+        step.metrics |= {**self.faults.take(), **self.gang.recovery.take_metrics()}
+        replaced = self.rollout.replacements + self.reward.replacements
         self.record.step(step, seconds, wall_s, self.first_row, self.quality, replaced, self.leases)
 
     def finish(self) -> None:
@@ -358,6 +365,8 @@ class Runtime:
         self.checkpoints.save(self.steps_done, learner, state, metric, model)
         if best and metric is not None:
             self.checkpoints.save_best(self.steps_done, learner, state, metric, self._model(learner))
+        if self.recipe.checkpoint.resumable:
+            self.learn_stage.saved(lambda: self.checkpoints.load()[1])
         self.saved = self.steps_done
         self.record.checkpointed()
 

@@ -17,6 +17,8 @@ import pytest
 from rlhfless_ray.checkpoints import Best
 from rlhfless_ray.cli import main as cli
 from rlhfless_ray.errors import Stopped, UserError
+from rlhfless_ray.functions.faults import Faults
+from rlhfless_ray.learn.recovery import Recovery
 from rlhfless_ray.learn.stage import LearnStage
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.stage import ScoreStage
@@ -105,10 +107,11 @@ class Ended:
         run.first_row, run.quality = 0, {}
         run.autoscaler = SimpleNamespace(state=lambda: {}, observe_update=lambda *_: None, observe_step=lambda *_: None)
         run.phases = SimpleNamespace(take=lambda: ({}, 1.0), phase=lambda *_: nullcontext())
-        pool = SimpleNamespace(close=lambda: self.did.append(f"close as {self.status()}"), replaced=0)
+        pool = SimpleNamespace(close=lambda: self.did.append(f"close as {self.status()}"), replacements=0)
         run.rollout = run.reward = pool
         run.gang = SimpleNamespace(snapshot=self.snapshot, ask_snapshot=list, skipped_in_a_row=0, pool=pool, ranks=1)
         run.gang.by_rank = [SimpleNamespace(leases=[None])]
+        run.gang.recovery, run.gang.forget, run.faults = Recovery(1), lambda: None, Faults(3)
         run.leases = SimpleNamespace(release_all=lambda: None)
         self.messages: list[str] = []
         run.record = SimpleNamespace(

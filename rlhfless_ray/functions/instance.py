@@ -92,6 +92,16 @@ def reason_of(error: BaseException) -> str:
     return words if len(words) <= LONGEST_REASON else words[: LONGEST_REASON - 1] + "…"
 
 
+def actor_state(actor: Any) -> tuple[bool, bool]:
+    """Whether Ray takes the actor's process to be alive, and whether it ended it for the node's memory. Of a process that the
+    kernel killed, memory is only one of the reasons that Ray supposes."""
+    import ray._private.state as state
+
+    told = state.actors(actor_id=actor._actor_id.hex())
+    death = told.get("DeathCause")
+    return told.get("State") != "DEAD", death is not None and death.WhichOneof("context") == "oom_context"
+
+
 def start_actor(cls: type, slot: Slot, resource: str, environment: dict[str, str], *args: Any) -> Any:
     """An actor without Ray resources of its own, on the slot's node, seeing only the slot's device.
 

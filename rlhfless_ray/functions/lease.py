@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.waits import STOP
 
 NODES_S = 1.0  # for how long a list of nodes serves to choose one: Ray takes milliseconds to make it
+NOTICES_S = 0.25  # the same for notices of drained nodes: a notice gives little time, and asking takes a millisecond
 PREFERRED_S = 1.0  # longest wait for a slot of a certain node, where any would do: Ray's retry tick and a little more
 
 
@@ -63,6 +65,8 @@ class Leases:
         self.waited_s = 0.0  # on the critical path, for the step's anatomy
         self.nodes: tuple[dict[str, int], dict[str, dict[str, str]]] = {}, {}  # slots and labels, as of `nodes_s`
         self.nodes_s = -float("inf")
+        self.notices: Callable[[], set[str]] = draining_nodes  # ids of the nodes that will soon be gone
+        self.drained: tuple[set[str], float] = set(), -float("inf")  # as they were then
         self.asked_leases = 0
         self.handed_over = 0
 
@@ -139,15 +143,28 @@ class Leases:
         return found
 
     def seen_nodes(self) -> tuple[dict[str, int], dict[str, dict[str, str]]]:
-        """Slots and labels of the nodes that were alive a second ago."""
+        """Slots of the nodes that were alive a second ago, without those that are drained, and labels of all."""
         if time.monotonic() - self.nodes_s > NODES_S:
-            self.nodes, self.nodes_s = (node_slots(self.resource), node_labels()), time.monotonic()
+            going = self.draining()
+            slots = {node: n for node, n in node_slots(self.resource).items() if node not in going}
+            self.nodes, self.nodes_s = (slots, node_labels()), time.monotonic()
         return self.nodes
+
+    def draining(self) -> set[str]:
+        """Ids of the nodes that Ray was told will be gone soon, as of a moment ago: nothing should begin or stay there."""
+        if time.monotonic() - self.drained[1] > NOTICES_S:
+            self.drained = self.notices(), time.monotonic()
+        return self.drained[0]
 
     def matching(self, labels: dict[str, str]) -> dict[str, int]:
         """{node id: slots} of the nodes that have all these labels."""
         slots, known = self.seen_nodes()
         return {node: n for node, n in slots.items() if labels.items() <= known.get(node, {}).items()}
+
+    def gone(self, nodes: list[str]) -> list[str]:
+        """Those of `nodes` that are not there any more."""
+        alive = alive_nodes() if nodes else set()
+        return [node for node in nodes if node not in alive]
 
     def _wait_granted(self, request: Request, until: float) -> str | None:
         """The node of the granted slot, None past the deadline. Ray's own wait rounds a timeout down to whole seconds."""
@@ -204,6 +221,13 @@ class Leases:
         self.withdraw(list(self.asked.values()))
         self.release(list(self.held.values()))
 
+    def living(self, leases: list[Lease]) -> list[Lease]:
+        """Those whose node is there and stays. The others are released: Ray moves the group of a lost node, so it is not where it
+        was."""
+        gone = (set(self.gone([lease.slot.node for lease in leases])) | self.draining()) if leases else set()
+        self.release([lease for lease in leases if lease.slot.node in gone])
+        return [lease for lease in leases if lease.slot.node not in gone]
+
     # ---- looking ----------------------------------------------------------------------------------------------
 
     def availability(self) -> str:
@@ -225,6 +249,13 @@ class Leases:
 def alive_nodes() -> set[str]:
     """Ids of the cluster's nodes."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def draining_nodes() -> set[str]:
+    """Ids of the nodes whose end Ray has been told of: by a cloud's notice, its autoscaler or `ray drain-node`."""
+    import ray._private.state as state
+
+    return set(state.state.get_draining_nodes())
 
 
 def node_slots(resource: str) -> dict[str, int]:

@@ -11,10 +11,14 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from rlhfless_ray.errors import RunError
-from rlhfless_ray.functions.instance import Instance, State, reason_of
-from rlhfless_ray.functions.lease import Lease, Leases, Slot, alive_nodes
+from rlhfless_ray.functions.faults import Cause, Faults
+from rlhfless_ray.functions.instance import Instance, State, actor_state, reason_of
+from rlhfless_ray.functions.lease import Lease, Leases, Slot
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.waits import get
+
+FAULTS = 3  # that a pool on its own survives
+KNOWN_S = 5.0  # until Ray knows that a process or a node is gone
 
 
 class Pool:
@@ -38,9 +42,10 @@ class Pool:
         self.on_device = on_device
         self.leave_s = leave_s
         self.labels = labels or {}
+        self.faults = Faults(FAULTS)  # of the run, where there is one
         self.working: list[Instance] = []
         self.parked: list[Instance] = []
-        self.replaced = 0
+        self.replacements = 0  # instances that died, and what they had to do goes on elsewhere
         self.gaps_s: deque[float] = deque(maxlen=64)  # for how long instances lay parked before they were needed again
         self.warm_starts = 0
         self.cold_starts = 0
@@ -54,6 +59,7 @@ class Pool:
         Spare leases are handed over first, those of slots with a parked instance before others; Ray is asked for the
         rest: `need` instances in all must be staffed within the lease deadline, for more it waits `wait_s`.
         """
+        spare = self.leases.living(spare)
         while len(self.working) > count:
             spare = [*spare, *self.park(self.working[-1])]
         usable = sorted((lease for lease in spare if self.may_use(lease)), key=lambda lease: self._find(lease.slot) is None)
@@ -154,40 +160,69 @@ class Pool:
         lost: set[str] = set()
         if self.parked and now - self.looked_s >= look_every_s:
             self.looked_s = now
-            lost = {i.slot.node for i in self.parked} - alive_nodes()
+            lost = set(self.leases.gone([i.slot.node for i in self.parked])) | self.leases.draining()
         over = [i for i in self.parked if now - i.parked_since_s > keep_s or i.slot.node in lost]
         for instance in over:
-            self._end(instance)
+            self.end(instance)
         return len(over)
 
-    def _end(self, instance: Instance) -> None:
+    def end(self, instance: Instance) -> None:
+        """For good. What becomes of its leases is the caller's business."""
         instance.state = State.GONE
         ray.kill(instance.actor, no_restart=True)
         self.ledger.unpark(instance.id)
         self.parked = [i for i in self.parked if i is not instance]
         self.working = [i for i in self.working if i is not instance]
 
+    @property
+    def replaced(self) -> int:
+        """Of the budget for faults, which is the run's: what is used up."""
+        return self.faults.used
+
+    def cause(self, *instances: Instance) -> Cause:
+        """Why one of these does not answer any more. A connection may break before Ray knows what happened: what still seems to
+        live after some seconds hangs."""
+        end = time.monotonic() + KNOWN_S
+        while True:
+            if self.leases.gone([instance.slot.node for instance in instances]):
+                return Cause.NODE_LOST
+            ended = [for_memory for alive, for_memory in (actor_state(i.actor) for i in instances) if not alive]
+            if ended:
+                return Cause.MEMORY if any(ended) else Cause.DIED
+            if time.monotonic() > end:
+                return Cause.HUNG
+            time.sleep(0.05)
+
     def replace(self, instance: Instance) -> Instance:
-        """A dead instance's leases get a new one. The process is killed first: it may only look dead."""
-        leases = instance.leases
-        self._end(instance)
-        self.replaced += 1
-        if instance.slot.node not in alive_nodes():  # Ray moves the group of a lost node: it is not where its lease says
-            self.leases.release(leases)
+        """A dead instance's leases get a new one. The process is killed first: it may only look dead. Raises RunError when the
+        budget for faults is used up."""
+        leases = self.leases.living(self._bury(instance))
+        if not leases:
             leases = self.leases.take(1, self.kind, [other.slot.node for other in self.parked], labels=self.labels)
         return self.staff(leases)
 
     def lose(self, instance: Instance) -> None:
         """A dead instance has no successor for now: others go on with its work. Its leases go back."""
+        self.leases.release(self._bury(instance))
+
+    def _bury(self, instance: Instance) -> list[Lease]:
+        leases, cause = instance.leases, self.cause(instance)
+        self.end(instance)
+        self.replacements += 1
+        self.faults.count(instance.id, cause)
+        return leases
+
+    def leave(self, instance: Instance) -> None:
+        """An instance without work goes, with its lease, from a node that is drained."""
         leases = instance.leases
-        self._end(instance)
-        self.replaced += 1
+        self.end(instance)
         self.leases.release(leases)
+        self.faults.count(instance.id, Cause.NODE_DRAINED)
 
     def close(self) -> list[Lease]:
         """End every instance, for good; returns their leases."""
         leases = [lease for instance in self.working for lease in instance.leases]
         for instance in [*self.working, *self.parked]:
-            self._end(instance)
+            self.end(instance)
         del self.start  # what it refers to (config, files) lies in the object store of a node that is to become idle
         return leases

@@ -1,4 +1,4 @@
-"""The learner gang: its ranks' instances, staffed with leases for an update and parked between updates."""
+"""A gang, the learner's or the critic's: its ranks' instances, staffed with leases for an update and parked between updates."""
 
 from __future__ import annotations
 
@@ -11,31 +11,56 @@ import numpy as np
 import ray
 
 from rlhfless_ray.errors import RunError
+from rlhfless_ray.functions.faults import Cause
 from rlhfless_ray.functions.instance import Instance, State, reason_of
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.types import UpdateStats, WeightVersion
+from rlhfless_ray.learn.recovery import LearnerLost, Recovery
+from rlhfless_ray.recipe import Learner, Recipe
+from rlhfless_ray.types import WeightVersion
 from rlhfless_ray.waits import STOP, get
 
 ATTEMPT_S = 5.0  # two gangs that each hold half of what both need let go after this long
+SETTLE_S = 10.0  # for the state that was asked for last, before its node goes
+DEATH_S = 5.0  # until a rank's death is known, after others have failed for it
 
 
 class Gang:
-    """`staff` → `update`, `publish`, `snapshot` → `park`. The optimizer lives in the instances, which stay parked."""
+    """`staff` → `update`, `publish`, `snapshot` → `park`. The optimizer lives in the instances, which stay parked.
 
-    def __init__(self, pool: Pool, recipe: Recipe) -> None:
-        self.pool = pool
-        self.ranks = recipe.learner.ranks
-        more_threads = recipe.learner.max_slots_per_rank if pool.leases.resource == "cpu" else 1
-        self.slots = recipe.learner.ranks * more_threads
-        self.deadline_s = recipe.learner.deadline_s
-        self.max_skipped = recipe.learner.max_skipped_updates
+    When a rank's process or node is lost, all ranks start anew, wherever there are leases, and go back to where they were: the
+    caller only sees that it took longer. Raises RunError when that happens more often than functions.max_replacements allows.
+    """
+
+    def __init__(self, pool: Pool, ranks: int, section: Learner, name: str = "learner") -> None:
+        """`section`: of the recipe, for what all gangs share: threads, deadline, patience with skipped steps. `name`: in
+        messages."""
+        self.pool, self.ranks, self.name = pool, ranks, name
+        more_threads = section.max_slots_per_rank if pool.leases.resource == "cpu" else 1
+        self.slots = ranks * more_threads
+        self.deadline_s = section.deadline_s
+        self.max_skipped = section.max_skipped_updates
         self.skipped_in_a_row = 0
         self.by_rank: list[Instance] = []
+        self.recovery = Recovery(1)
+        self.files: Callable[[], Any] | None = None  # reference to the policy's files, once the ranks have loaded it
+        self.loopback = False
+        self.left: list[Lease] = []  # of ranks that are lost
 
     def staff(self, spare: list[Lease]) -> list[Lease]:
+        """Hand leases to the ranks, see `_take`; ranks that were lost are as they were when this returns. The rest of the
+        leases."""
+        while True:
+            spare = self._take(spare)
+            try:
+                self._begin()
+            except LearnerLost as lost:
+                self.bury(lost)
+            else:
+                return spare
+
+    def _take(self, spare: list[Lease]) -> list[Lease]:
         """Hand leases to the ranks: one each, then more (threads, on CPU) as far as they are free. Returns the rest.
 
         Ranks stay where their state is: a lease of another node (on GPU: of another device) is of no use to them. A gang
@@ -43,13 +68,21 @@ class Gang:
         is held here: after a few seconds everything is let go, and asked for again at a random moment.
         """
         leases, start = self.pool.leases, time.monotonic()
-        homes = self._homes()
-        own, spare = self._own(spare)
+        if self.by_rank and set(self._homes()) & leases.draining():
+            self.recovery.settle(SETTLE_S)
+            self.bury(LearnerLost(f"the {self.name}'s node is drained"), Cause.NODE_DRAINED)
+            spare = leases.living(spare)
+        own, spare = self._own([*spare, *self._leases_left()])
         while missing := self.ranks - len(own):
+            if self.by_rank and (gone := leases.gone(self._homes())):
+                self.bury(LearnerLost(f"node {gone[0]} is gone"))
+                own, spare = self._own(leases.living([*own, *spare, *self._leases_left()]))
+                continue
+            homes = self._homes()
             leases.release([lease for lease in spare if homes and lease.slot.node not in homes])
             spare = [lease for lease in spare if not homes or lease.slot.node in homes]  # on GPU: of the wrong device, so far
             asked = leases.ask(missing, self._homes(own))
-            got = leases.collect(asked, "learn", ATTEMPT_S)
+            got = leases.collect(asked, self.pool.kind, ATTEMPT_S)
             own, spare = self._own([*own, *spare, *got])
             late = time.monotonic() - start > leases.deadline_s
             if len(own) == self.ranks or (len(got) == missing and not late):
@@ -59,7 +92,7 @@ class Gang:
             if late:
                 where = " on the nodes and devices that hold its state" if homes else ""
                 raise RunError(
-                    f"the learner gang needs {self.ranks} × {leases.bundle} at once{where} and did not get them within "
+                    f"the {self.name} gang needs {self.ranks} × {leases.bundle} at once{where} and did not get them within "
                     f"{leases.deadline_s:.0f} s; {leases.availability()}"
                 )
             STOP.check()
@@ -69,10 +102,23 @@ class Gang:
         staffed = [self.pool.staff(share) for share in shares]
         if not self.by_rank:
             self.by_rank = staffed
-            self._opened()
-        else:
-            self._same_processes(staffed)
+        elif {id(i) for i in staffed} != {id(i) for i in self.by_rank}:  # ranks keep their state
+            raise RunError(f"the {self.name}'s leases fit other processes than those that hold its state")
         return spare
+
+    def _begin(self) -> None:
+        """The ranks have their leases: now they start, come back to where they were lost, or return to their devices."""
+        starting = [i for i in self.by_rank if i.state is State.STARTING]
+        if starting:
+            self._opened()
+            if self.files is not None:
+                self._come_back()
+        elif self.pool.leases.resource == "gpu":
+            refs = [instance.actor.unpark.remote() for instance in self.by_rank]
+            for instance, spans in zip(self.by_rank, self._all(refs, f"the {self.name}'s return to its device"), strict=True):
+                self._spans(instance, spans)
+        for instance in self.by_rank:
+            instance.state = State.READY
 
     def _own(self, leases: list[Lease]) -> tuple[list[Lease], list[Lease]]:
         """One lease for each rank, as far as there are fitting ones, and the leases left over."""
@@ -109,28 +155,21 @@ class Gang:
         if wanted := leases.with_room(wanted):
             # The first groups of a fresh cluster take Ray longer, and a warm start is worth every core.
             patience_s = 0.05 if self.by_rank else 2.0
-            add(leases.collect(leases.ask(len(wanted), wanted), "learn", patience_s))
+            add(leases.collect(leases.ask(len(wanted), wanted), self.pool.kind, patience_s))
         return spare
 
     def _opened(self) -> None:
         for instance in self.by_rank:
-            told = self._all([instance.opened], "the learner's start")[0]
+            told = self._all([instance.opened], f"the {self.name}'s start")[0]
             instance.memory_mb = told["memory_mb"]
             self._spans(instance, told["spans"])
 
-    def _same_processes(self, staffed: list[Instance]) -> None:
-        """Ranks keep their state, so the instances must be the ones there were, in any order."""
-        if {id(i) for i in staffed} != {id(i) for i in self.by_rank}:
-            raise RunError("the learner's leases fit other processes than those that hold its state")
-        for instance in self.by_rank:
-            instance.state = State.READY
-        if self.pool.leases.resource == "gpu":
-            refs = [instance.actor.unpark.remote() for instance in self.by_rank]
-            for instance, spans in zip(self.by_rank, self._all(refs, "the learner's return to its device"), strict=True):
-                self._spans(instance, spans)
-
     def park(self) -> list[Lease]:
-        return self.pool.park_all()
+        return [*self.pool.park_all(), *self._leases_left()]
+
+    def _leases_left(self) -> list[Lease]:
+        leases, self.left = self.left, []
+        return leases
 
     @property
     def working(self) -> bool:
@@ -139,7 +178,49 @@ class Gang:
 
     def fits(self, leases: list[Lease]) -> bool:
         """Whether these leases are enough for every rank, or the ranks have theirs."""
-        return self.working or len(self._own(leases)[0]) == self.ranks
+        return self.working or (bool(self.by_rank) and len(self._own(leases)[0]) == self.ranks)
+
+    def forget(self) -> None:
+        """At the end: what is referred to lies on nodes that are to become idle."""
+        self.by_rank, self.files, self.recovery = [], None, Recovery(0)
+
+    # ---- loss -------------------------------------------------------------------------------------------------
+
+    def bury(self, lost: LearnerLost, cause: Cause | None = None) -> None:
+        """End every rank: what they hold together is whole or lost. The next `staff` starts them anew."""
+        cause = cause or self.pool.cause(*self.by_rank)
+        self.recovery.restarts += 1
+        self.recovery.say(f"{lost}: the {self.name} starts anew from its newest state")
+        leases = [lease for instance in self.by_rank for lease in instance.leases]
+        slots = [instance.slot for instance in self.by_rank]
+        for instance in self.by_rank:
+            self.pool.end(instance)
+        self.by_rank = []
+        self.left += self.pool.leases.living(leases)
+        self.pool.faults.count(f"a {self.name} process", cause, f"{lost}; continue from the last checkpoint with --resume")
+        if self.ranks == 1 and not cause.is_preemption:  # several would have to come in their order
+            self.pool.prewarm(slots[0])
+
+    def _come_back(self) -> None:
+        """New processes get the newest state, and again what the lost ones were given since."""
+        began_s = time.monotonic()
+        for instance in list(self.pool.parked):  # started ahead elsewhere than there was a lease
+            self.pool.end(instance)
+        self._join(self.recovery.newest())
+        for what, batch in self.recovery.since:
+            for instance, reply in zip(self.by_rank, self._all(self._ask(what, batch), f"the {self.name}'s lost work"), strict=True):
+                self._spans(instance, reply[1] if what == "update" else reply)
+            self.recovery.redone += what == "update"
+        self.recovery.seconds += time.monotonic() - began_s
+
+    def _surely(self, ask: Callable[[], list[Any]], what: str) -> list[Any]:
+        """What the ranks reply, asked again of new ones when one was lost."""
+        while True:
+            try:
+                return self._all(ask(), what)
+            except LearnerLost as lost:
+                self.bury(lost)
+                self.pool.leases.release(self.staff([]))
 
     # ---- work -------------------------------------------------------------------------------------------------
 
@@ -150,77 +231,159 @@ class Gang:
         self._spans(first, spans)
         return content
 
-    def build(self, files: Any, loopback: bool, state: Any) -> None:
-        """Load the policy (or a checkpoint's state) into every rank and join them."""
-        place = get(self.by_rank[0].actor.rendezvous.remote(loopback), self.deadline_s, "the gang's address")
+    def build(self, files: Callable[[], Any], loopback: bool, state: Any) -> None:
+        """Load the model (or a checkpoint's state) into every rank and join them. `files`: makes a reference to the model's."""
+        self.files, self.loopback, self.recovery.whole = files, loopback, state
+        try:
+            self._join(state)
+        except LearnerLost as lost:
+            self.bury(lost)
+            self.pool.leases.release(self.staff([]))
+
+    def _join(self, state: Any) -> None:
+        assert self.files is not None
+        place = self._all([self.by_rank[0].actor.rendezvous.remote(self.loopback)], f"the {self.name} gang's address")[0]
+        files = self.files()
         refs = [i.actor.build.remote(files, place, len(i.leases), state) for i in self.by_rank]
-        for instance, spans in zip(self.by_rank, self._all(refs, "the learner to load the policy"), strict=True):
+        for instance, spans in zip(self.by_rank, self._all(refs, f"the {self.name} to load its model"), strict=True):
             self._spans(instance, spans)
 
-    def update(self, batch: Batch, meanwhile: Callable[[], None] = lambda: None) -> UpdateStats:
-        """One update on every rank; all of them report the same. `meanwhile` is called while they work. Raises RunError after
-        too many skipped in a row."""
-        shared = ray.put(batch)
-        refs = [i.actor.update.remote(shared, len(i.leases)) for i in self.by_rank]
-        meanwhile()
-        replies = self._all(refs, "the learner's update")
+    def update(self, batch: Batch, meanwhile: Callable[[], None] = lambda: None) -> Any:
+        """One update on every rank; all of them report the same UpdateStats, or CriticStats. `meanwhile` is called once, while they
+        work. Raises RunError after too many skipped in a row."""
+        chores = [meanwhile]
+
+        def ask() -> list[Any]:
+            refs = self._ask("update", batch)
+            while chores:
+                chores.pop()()
+            return refs
+
+        replies = self._surely(ask, f"the {self.name}'s update")
+        self.recovery.did("update", batch)
         for instance, (_, spans) in zip(self.by_rank, replies, strict=True):
             self._spans(instance, spans)
         stats = replies[0][0]
         self.skipped_in_a_row = (0 if stats.applied else self.skipped_in_a_row) + stats.skipped_last
         if self.skipped_in_a_row > self.max_skipped:
-            advice = "look at samples/" if "no sample" in stats.reason else "lower learner.learning_rate"
+            advice = "look at samples/" if "no sample" in stats.reason else f"lower {self.name}.learning_rate"
             raise RunError(
                 f"{self.skipped_in_a_row} optimizer steps in a row were skipped (learner.max_skipped_updates = "
                 f"{self.max_skipped}): {stats.reason}; {advice}"
             )
         return stats
 
-    def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probabilities under the current weights and the estimated KL to the reference, per response token."""
-        shared = ray.put(batch)
-        refs = [i.actor.logprobs.remote(shared, len(i.leases)) for i in self.by_rank]
-        replies = self._all(refs, "the learner's log-probabilities")
+    def values(self, batch: Batch) -> np.ndarray:
+        """A critic's value before every response token."""
+        replies = self._surely(lambda: self._ask("values", batch), "the critic's values")
         for instance, (_, spans) in zip(self.by_rank, replies, strict=True):
             self._spans(instance, spans)
         return replies[0][0]
 
+    def config(self) -> bytes:
+        """config.json of a critic's model."""
+        return self._surely(lambda: [self.by_rank[0].actor.config.remote()], "the critic's config")[0]
+
+    def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probabilities under the current weights and the estimated KL to the reference, per response token."""
+        replies = self._surely(lambda: self._ask("logprobs", batch), "the learner's log-probabilities")
+        for instance, (_, spans) in zip(self.by_rank, replies, strict=True):
+            self._spans(instance, spans)
+        return replies[0][0]
+
+    def _ask(self, what: str, batch: Batch) -> list[Any]:
+        shared = ray.put(batch)
+        return [getattr(i.actor, what).remote(shared, len(i.leases)) for i in self.by_rank]
+
     def accumulate(self, batch: Batch) -> list[Any]:
         """Gradients of a part of a step, on every rank; references for `accumulated`."""
-        shared = ray.put(batch)
-        return [i.actor.accumulate.remote(shared, len(i.leases)) for i in self.by_rank]
+        self.recovery.did("accumulate", batch)
+        return self._ask("accumulate", batch)
 
     def pending(self, refs: list[Any]) -> list[Any]:
         """Those that are not there yet."""
         return ray.wait(refs, num_returns=len(refs), timeout=0)[1] if refs else []
 
     def accumulated(self, refs: list[Any]) -> None:
-        """Wait for them. The ranks still hold the leases that they work under."""
-        for instance, spans in zip(self.by_rank, self._all(refs, "the learner's gradients"), strict=True):
+        """Wait for them. The ranks still hold the leases that they work under. When one of them was lost, nobody waits for its
+        successor: it accumulates them again when it is staffed next."""
+        try:
+            replies = self._all(refs, "the learner's gradients")
+        except LearnerLost as lost:
+            self.bury(lost)
+            return
+        for instance, spans in zip(self.by_rank, replies, strict=True):
             self._spans(instance, spans)
 
     def publish(self, version: int) -> WeightVersion:
         """The current weights as a version that engines can pull. The arrays stay in the object store."""
-        refs = [i.actor.weights.options(num_returns=2).remote() for i in self.by_rank]
-        replies = self._all([told for _, told in refs], "the learner to publish weights")
+        weights: list[Any] = []
+
+        def ask() -> list[Any]:
+            refs = [i.actor.weights.options(num_returns=2).remote() for i in self.by_rank]
+            weights[:] = [refs[0][0]]
+            return [told for _, told in refs]
+
+        replies = self._surely(ask, "the learner to publish weights")
         for instance, (_, spans) in zip(self.by_rank, replies, strict=True):
             self._spans(instance, spans)
-        return WeightVersion(version, refs[0][0], replies[0][0])
+        return WeightVersion(version, weights[0], replies[0][0])
 
-    def snapshot(self, deadline_s: float | None = None) -> dict[str, bytes]:
+    def keep(self) -> None:
+        """Have the state of now kept outside of the ranks, if it is time to. Nobody waits; it needs no lease."""
+        if self.recovery.is_due and self.by_rank:
+            replies = [i.actor.keep.options(num_returns=2).remote() for i in self.by_rank]
+            self.recovery.take(replies, self.by_rank[0].slot.node)
+
+    def ask_snapshot(self) -> list[Any]:
+        """References for `snapshot`; none where the state is kept already."""
+        return [] if self.recovery.has_now else self._snapshots()
+
+    def _snapshots(self) -> list[Any]:
+        return [i.actor.snapshot.remote() for i in self.by_rank]
+
+    def snapshot(self, deadline_s: float | None = None, asked: list[Any] | None = None) -> dict[str, bytes]:
         """Model, optimizer and random state as files. Works without leases too: it reads memory, on the host."""
-        refs = [i.actor.snapshot.remote() for i in self.by_rank]
-        return self._all(refs, "the learner's snapshot", deadline_s)[0]
+        if (kept := self.recovery.current(deadline_s or self.deadline_s)) is not None:
+            return get(kept, deadline_s or self.deadline_s, f"the {self.name}'s snapshot")
+        working = self.working
+        while True:
+            try:
+                if not self.by_rank:
+                    self.pool.leases.release(self.staff([]))
+                refs, asked = asked or self._snapshots(), None
+                found = self._all(refs, f"the {self.name}'s snapshot", deadline_s)[0]
+            except LearnerLost as lost:
+                self.bury(lost)
+            else:
+                if not working:
+                    self.pool.leases.release(self.park())
+                return found
 
     def _all(self, refs: list[Any], what: str, deadline_s: float | None = None) -> list[Any]:
         try:
             return get(refs, deadline_s or self.deadline_s, what)
         except ray.exceptions.RayTaskError as error:
+            if self.ranks > 1 and (death := _death(refs)) is not None:  # the others fail for it, and may do so first
+                raise LearnerLost(f"{what} failed: a {self.name} process died: {reason_of(death)}") from death
             raise RunError(f"{what} failed: {reason_of(error)}") from error
         except ray.exceptions.RayActorError as error:
             if error.actor_init_failed:
                 raise RunError(f"{what} failed: {reason_of(error)}") from error
-            raise RunError(f"{what} failed: a learner process died; continue from the last checkpoint with --resume") from error
+            raise LearnerLost(f"{what} failed: a {self.name} process died: {reason_of(error)}") from error
 
     def _spans(self, instance: Instance, spans: list[Any]) -> None:
         self.pool.ledger.spans([lease.id for lease in instance.leases], spans)
+
+
+def _death(refs: list[Any]) -> BaseException | None:
+    """What one of these calls says of the death of its process, if that is heard of within a few seconds."""
+    end = time.monotonic() + DEATH_S
+    for ref in refs:
+        try:
+            ray.get(ref, timeout=max(0.0, end - time.monotonic()))
+        except ray.exceptions.RayActorError as error:
+            return error
+        except (ray.exceptions.RayTaskError, ray.exceptions.GetTimeoutError):
+            continue
+    return None

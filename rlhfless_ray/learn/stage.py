@@ -5,29 +5,34 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
 from placement.policy import Decision
 from rlhfless_ray.functions.lease import Lease
+from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.learn.advantage import spans
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.credit import credit
 from rlhfless_ray.learn.gang import Gang
 from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
 from rlhfless_ray.learn.overlap import obstacle
+from rlhfless_ray.learn.recovery import Recovery
+from rlhfless_ray.learn.update_stats import untouched
 from rlhfless_ray.site import Site
 from rlhfless_ray.types import Sample, UpdateStats, WeightVersion
 from rlhfless_ray.waits import STOP
 
+OF_CRITIC = "critic_"  # names of a checkpoint's files begin with it
 UPDATE_GRACE_S = 1.5  # `ray job stop` kills 3 s after SIGTERM: an update may take this much of them to end
 
 
 class LearnStage:
-    def __init__(self, site: Site, gang: Gang) -> None:
-        self.site, self.gang = site, gang
+    def __init__(self, site: Site, gang: Gang, critic: Gang | None = None) -> None:
+        self.site, self.gang, self.critic = site, gang, critic
+        self.number = 0  # of the step whose phase it is
         self.plan: Decision | None = None
         self.obstacle = obstacle(site.recipe)
         self.learned: set[int] = set()  # keys of the step's samples whose gradients have been asked for
@@ -91,7 +96,7 @@ class LearnStage:
     def advantages(self, samples: list[Sample]) -> Batch:
         """The learner's batch, of whole groups; samples without a reward and those learned ahead are not in it.
 
-        Inside the phase: where rewards hold a KL per token, the gang looks at the batch first.
+        Inside the phase: where rewards hold a KL per token, or there is a critic, their gangs look at the batch first.
         """
         recipe = self.site.recipe
         samples = [sample for sample in samples if sample.completion.key not in self.learned]
@@ -105,58 +110,149 @@ class LearnStage:
         scored_tokens = np.repeat(known, lengths)
         extra: dict[str, Any] = {}
         if self.kl_in_reward and len(batch):
+            self._turn(self.gang)
             old, kl = self.gang.logprobs(batch)
             batch = replace(batch, old=old)
             self.kl = float(np.mean([kl[span].mean() for span in spans(batch.response_lengths)]))
-            extra = {"kl": _spread(kl, scored_tokens), "kl_coefficient": self.controller.coefficient}
+            extra |= {"kl": _spread(kl, scored_tokens), "kl_coefficient": self.controller.coefficient}
+        if self.critic is not None:
+            self._turn(self.critic)
+            values = self.critic.values(batch) if len(batch) else np.zeros(0, np.float32)
+            batch = replace(batch, values=values)
+            extra["values"] = _spread(values, scored_tokens)
         truncated = np.array([s.completion.finish_reason == "length" for s in samples], bool)
-        advantages, _ = credit(
+        advantages, returns = credit(
             recipe.algorithm.model_dump(), recipe.reward.model_dump(), rewards.reshape(-1, recipe.rollout.samples_per_prompt),
             lengths, truncated, recipe.rollout.max_tokens, **extra,
         )
         for sample, span, scored in zip(samples, spans(lengths), known, strict=True):
             if scored:
                 sample.advantage = float(advantages[span].mean())
+        by_token = {"advantages": advantages} | ({} if self.critic is None else {"returns": returns})
         return replace(
-            batch, advantages=advantages[scored_tokens].astype(np.float32), kl_coefficient=self.controller.coefficient
+            batch, kl_coefficient=self.controller.coefficient,
+            **{name: x[scored_tokens].astype(np.float32) for name, x in by_token.items()},  # type: ignore[arg-type]
         )
 
     @contextmanager
-    def phase(self, samples: list[Sample]) -> Iterator[None]:
-        """Rollout engines hold no lease here."""
-        site = self.site
+    def phase(self, samples: list[Sample], number: int) -> Iterator[None]:
+        """Of step `number`. Rollout engines hold no lease here."""
+        site, self.number = self.site, number
         with site.phases.phase("learn"):
             self.plan = site.autoscaler.size_learner(samples)
             site.spare += self.done_ahead(wait=True)
             if site.leases.resource == "cpu":  # a slot more is a thread more; on GPU a rank has one device
-                self.gang.slots = self.gang.ranks * self.plan.actors
-            if not self.gang.working:
-                site.leases.release(self.gang.staff(site.handed()))
-            else:  # it kept its devices, with gradients on them
-                site.leases.release(site.handed())
+                for gang in self._gangs():
+                    gang.slots = gang.ranks * self.plan.actors
+            if self.critic is None:
+                self._turn(self.gang)
             yield
-            site.spare = self.gang.park()
+            for gang in self._gangs():
+                if gang.working:
+                    site.spare += gang.park()
+        for gang in self._gangs():
+            gang.keep()
+
+    def _gangs(self) -> list[Gang]:
+        return [self.gang] if self.critic is None else [self.gang, self.critic]
+
+    def _turn(self, gang: Gang) -> None:
+        """It works from here on, under the slots of the one that worked before it."""
+        site = self.site
+        for other in self._gangs():
+            if other is not gang and other.working:
+                site.spare += other.park()
+        if gang.working:  # on GPU it may have kept its devices, with gradients on them
+            spare, kept = site.handed(), 0
+        else:
+            spare = gang.staff(site.handed())
+            kept = max(0, self.gang.slots - sum(len(i.leases) for i in gang.by_rank)) if gang is self.critic else 0
+        site.leases.release(spare[kept:])
+        site.spare = spare[:kept]
 
     def update(self, batch: Batch, samples: list[Sample], meanwhile: Callable[[], None]) -> tuple[UpdateStats, dict[str, Any]]:
-        """Statistics, and metrics of the gang's size. A stop signal waits for the update to end: one that is half done cannot
+        """Statistics, and metrics of the gangs. A stop signal waits for the update to end: one that is half done cannot
         be saved. `meanwhile` runs on the driver while the gang works."""
         assert self.plan is not None
         progress, coefficient = self.site.record.progress, self.controller.coefficient
+        told: dict[str, Any] = {}
         with STOP.deferred(UPDATE_GRACE_S, progress.message):
-            began_s = time.monotonic()
-            stats = self.gang.update(batch, meanwhile)
+            if self.critic is not None:
+                self._turn(self.critic)
+                of_critic = self.critic.update(batch)
+                if of_critic.skipped:
+                    progress.message(f"optimizer step of the critic skipped: {of_critic.reason}")
+                told |= {f"critic/{name}": value for name, value in asdict(of_critic).items() if name not in ("reason", "skipped_last")}
+                self._turn(self.gang)
+            if self.critic is not None and self.number <= self.site.recipe.critic.freeze_policy_steps:
+                meanwhile()
+                stats = untouched()
+            else:
+                began_s, restarts = time.monotonic(), self.gang.recovery.restarts
+                stats = self.gang.update(batch, meanwhile)
+                if restarts == self.gang.recovery.restarts:
+                    self.site.autoscaler.observe_update(self._slots(), samples, time.monotonic() - began_s)
             if self.kl_in_reward:
                 stats = replace(stats, kl=self.kl)
             if stats.applied:
                 self.controller = self.controller.after(stats.kl, len(samples))
-            slots = min(len(instance.leases) for instance in self.gang.by_rank)
-            self.site.autoscaler.observe_update(slots, samples, time.monotonic() - began_s)
         if stats.skipped:
             progress.message(f"optimizer step skipped: {stats.reason}")
-        sized = {"pool/learn_slots": slots * self.gang.ranks, "pool/learn_reason": self.plan.reason}
+        told |= {"pool/learn_slots": self._slots() * self.gang.ranks, "pool/learn_reason": self.plan.reason}
         if self.site.recipe.algorithm.keeps_reference:
-            sized["learn/kl_coefficient"] = coefficient
-        return stats, sized
+            told["learn/kl_coefficient"] = coefficient
+        return stats, told
+
+    def _slots(self) -> int:
+        """Of each rank of the learner."""
+        return min(len(instance.leases) for instance in self.gang.by_rank)
+
+    # ---- the critic's life ------------------------------------------------------------------------------------
+
+    def open_critic(self, files: dict[str, bytes], loopback: bool, checkpoint: dict[str, bytes] | None) -> None:
+        """Load it from a model folder's files, or go on from a checkpoint's, and park it."""
+        if self.critic is None:
+            return
+        import ray
+
+        state = None if checkpoint is None else _of_critic(checkpoint)
+        self._turn(self.critic)
+        self.critic.build(lambda: ray.put(files), loopback, ray.put(state) if state else None)
+        self.site.spare += self.critic.park()
+
+    def snapshot(self, deadline_s: float | None = None) -> dict[str, bytes]:
+        """Files of all that learns; the critic's have names of their own."""
+        asked = [(gang, gang.ask_snapshot()) for gang in self._gangs()]
+        found: dict[str, bytes] = {}
+        for gang, refs in asked:
+            prefix = OF_CRITIC if gang is self.critic else ""
+            found |= {prefix + name: content for name, content in gang.snapshot(deadline_s, refs).items()}
+        return found
+
+    def recovers(self, every_steps: int, say: Callable[[str], None]) -> None:
+        """From lost processes: `every_steps`, see `Recovery`; `say`: tells of it."""
+        for gang in self._gangs():
+            gang.recovery = Recovery(every_steps)
+            gang.recovery.say = say
+
+    def saved(self, load: Callable[[], dict[str, bytes]]) -> None:
+        """What `snapshot` gave is on disk now; `load` reads it."""
+        self.gang.recovery.saved(load)
+        if self.critic is not None:
+            self.critic.recovery.saved(lambda: _of_critic(load()))
+
+    def pools(self) -> list[Pool]:
+        return [gang.pool for gang in self._gangs()]
+
+    def forget(self) -> None:
+        """The processes are gone."""
+        for gang in self._gangs():
+            gang.forget()
+
+    def critic_model(self, files: dict[str, bytes]) -> dict[str, bytes]:
+        """The critic as a model folder; `files`: tokenizer and whatever else goes with it."""
+        assert self.critic is not None
+        return {**files, "config.json": self.critic.config(), "model.safetensors": self.critic.snapshot()["model.safetensors"]}
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, as JSON."""
@@ -177,3 +273,7 @@ def _spread(values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     out = np.zeros(len(chosen))
     out[chosen] = values
     return out
+
+
+def _of_critic(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {name.removeprefix(OF_CRITIC): content for name, content in files.items() if name.startswith(OF_CRITIC)}

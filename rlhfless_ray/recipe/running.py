@@ -35,7 +35,8 @@ class Functions(Section):
     lease_deadline_s: float = Field(300.0, gt=0)
     """A lease that Ray cannot grant by then ends the run with what is missing."""
     max_replacements: int = Field(3, ge=0)
-    """Rollout or reward instances that may die and be replaced in one run before it ends."""
+    """Processes that may die or hang and be replaced before the run ends; every step done without such a fault gives one of them
+    back. Those whose node was lost or drained are not counted."""
 
 
 class Cluster(Section):
@@ -88,6 +89,10 @@ class Checkpoint(Section):
     """Steps between two checkpoints; the last step always has one."""
     keep: int = Field(2, ge=1)
     """Others are removed: first those without an evaluation, then those of the worst `best_metric`, then the oldest."""
+    memory_every_steps: int = Field(1, ge=0)
+    """Steps between two copies of the learner's state on the driver's node, made while engines decode: a learner that dies goes
+    on from there. 0: none, it goes on from the checkpoint on disk and learns again what came since. The samples in between are
+    kept in memory either way, none is made again."""
     max_gib: float = Field(float("inf"), gt=0, allow_inf_nan=True)
     """They are removed too while all take more than that; the newest stays in any case."""
     resume: bool = False

@@ -21,7 +21,7 @@ from rlhfless_ray.functions.lease import alive_nodes
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.rollout.beside import Beside
 from rlhfless_ray.rollout.launches import Launch, Launches
-from rlhfless_ray.rollout.migrate import Migration
+from rlhfless_ray.rollout.migrate import Migration, Wish
 from rlhfless_ray.rollout.moving import Moved, Moving
 from rlhfless_ray.rollout.transcript import Transcript
 from rlhfless_ray.types import Completion, EngineStep, Request, Span, WeightVersion
@@ -138,6 +138,7 @@ class _Rollout:
                 if ready in running:
                     self.hear(ready)
             self.on_progress(len(self.stream.completions), total)
+            self.evacuate()
             self.steer()
             if self.beside is not None and running:
                 self.beside.poll(self.tail_s(), self.fate)
@@ -193,6 +194,9 @@ class _Rollout:
         instance, busy = self.launches.engines[number], self.launches.of(number) is not None
         if busy or not self.launches.running or instance not in self.pool.working or self.moving.awaited_by(number):
             return
+        if instance.slot.node in self.pool.leases.draining():
+            self.pool.leave(instance)
+            return
         if self.beside is None or not self.beside.take(instance, self.tail_s()):
             self.give_back(instance, self.fate())
 
@@ -215,7 +219,9 @@ class _Rollout:
         began_s = time.monotonic()
         if self.migration is None or self.moving.leaving or not self.launches.running or began_s < self.decide_at_s:
             return
-        wishes = self.migration.decide(self.transcript, self.launches.living(), self.stream.steps)
+        going = self.pool.leases.draining()
+        stay = [number for number in self.launches.living() if self.launches.engines[number].slot.node not in going]
+        wishes = self.migration.decide(self.transcript, stay, self.stream.steps)
         now = time.monotonic()
         self.decide_at_s = now + max(self.interval_s, (now - began_s) / DECIDING_SHARE)
         if not wishes.moves:
@@ -226,12 +232,36 @@ class _Rollout:
         for wish in wishes.moves:
             self.moving.cut(wish)
 
+    def evacuate(self) -> None:
+        """Engines on nodes that will soon be gone: what they have goes to others, or where there are none to a new one, which
+        starts while they still work. They leave when they have nothing more to tell."""
+        going = self.pool.leases.draining()
+        leaving = [i for i in self.pool.working if i.slot.node in going]
+        if not leaving:
+            return
+        if len(leaving) == len(self.pool.working):
+            took = self.pool.leases.take(1, self.pool.kind, need=0, labels=self.pool.labels)
+            for lease in self.pool.leases.living(took):
+                self.pool.staff([lease])
+                fetch_weights(self.pool, self.weights)
+        stay = [number for number in self.launches.living() if self.launches.engines[number] not in leaving]
+        for instance in leaving if stay else ():
+            number = self.launches.number(instance)
+            if self.launches.of(number) is None:
+                self.idle(number)
+                continue
+            owed = [i for i in self.transcript.owed(number).tolist() if i not in self.moving.leaving]
+            for k, target in enumerate(stay):
+                if part := owed[k :: len(stay)]:
+                    self.moving.cut(Wish(np.array(part), number, target, "the node is drained"))
+
     def died(self, launch: Launch, error: RayActorError) -> None:
         """Its requests go on from what was heard: on the living engines at once, or where there are none on its successor."""
         instance = launch.instance
-        if error.actor_init_failed:  # an exception, not a death: it would be raised again in the next process
+        preempted = self.pool.cause(instance).is_preemption
+        if error.actor_init_failed and not preempted:  # an exception, not a death: the next process would raise it again
             raise RunError(f"rollout engine {instance.id} could not start: {reason_of(error)}") from error
-        if self.pool.replaced >= self.max_replacements:
+        if self.pool.replaced >= self.max_replacements and not preempted:
             raise RunError(
                 f"rollout engine {instance.id} died and functions.max_replacements = {self.max_replacements} are used up: "
                 f"{instance.failure() or reason_of(error)}"

@@ -24,6 +24,7 @@ class Cluster(Leases):
         super().__init__(resource, Ledger(resource, 1.0), deadline_s, "test")
         self.free = free
         self.log: list[str] = []
+        self.notices = set
 
     def lease(self, node: str, device: int) -> Lease:
         self.counter += 1
@@ -43,6 +44,9 @@ class Cluster(Leases):
                 got.append(self.lease(found, self.free[found].pop(0)))
         return got
 
+    def gone(self, nodes: list[str]) -> list[str]:
+        return [node for node in nodes if node not in self.free]
+
     def with_room(self, nodes: list[str]) -> list[str]:
         return nodes
 
@@ -61,7 +65,8 @@ def gang_on(cluster: Cluster, *slots: Slot, threads: int = 1) -> Gang:
         "prompts": {"task": "chain"}, "reward": {"function": "task"},
         "learner": {"ranks": len(slots), "max_slots_per_rank": threads},
     }
-    gang = Gang(Pool("learn", lambda slot: pytest.fail("a rank is started anew"), cluster, cluster.ledger, 1e9), Recipe.parse(tree))
+    pool = Pool("learn", lambda slot: pytest.fail("a rank is started anew"), cluster, cluster.ledger, 1e9)
+    gang = Gang(pool, len(slots), Recipe.parse(tree).learner)
     gang._all = lambda refs, what, deadline_s=None: [ref() for ref in refs]  # type: ignore[method-assign]
     for slot in slots:
         actor = SimpleNamespace(unpark=SimpleNamespace(remote=lambda: lambda: cluster.log.append("unpark") or []))

@@ -10,6 +10,7 @@ import pytest
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.learn import gang as module
 from rlhfless_ray.learn.gang import Gang
+from rlhfless_ray.learn.recovery import Recovery
 from rlhfless_ray.learn.update_stats import merged, nothing
 from rlhfless_ray.types import UpdateStats
 
@@ -28,7 +29,8 @@ def gang(monkeypatch: pytest.MonkeyPatch) -> Gang:
     made = Gang.__new__(Gang)
     made.by_rank, made.max_skipped, made.skipped_in_a_row = [SimpleNamespace(leases=[])], 3, 0
     made.by_rank[0].actor = SimpleNamespace(update=SimpleNamespace(remote=lambda batch, threads: batch))
-    made._all = lambda refs, what: [(refs[0], [])]
+    made.name, made.recovery = "learner", Recovery(1)
+    made._all = lambda refs, what, deadline_s=None: [(refs[0], [])]
     made._spans = lambda instance, spans: None
     return made
 

@@ -1,0 +1,234 @@
+"""Runs in which processes die and nodes go: the same samples and the same learning as in a run without, on replayed engines and
+learners under the real driver, with real leases on several nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from benchmarks.replay import ReplayedRuntime
+from benchmarks.replay_world import World, build, recipe_for, synthetic_lengths
+from rlhfless_ray.errors import RunError
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.types import Step
+from tests.conftest import samples
+
+pytestmark = pytest.mark.ray
+
+PROMPTS, SAMPLES, STEPS, TOKENS = 4, 4, 7, 48
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Any]:
+    """A head, where the driver is, and two more nodes, with two cores each."""
+    from ray.cluster_utils import Cluster
+
+    if ray.is_initialized():
+        ray.shutdown()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 128 * 2**20})
+    cluster.add_node(num_cpus=2, object_store_memory=128 * 2**20)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    cluster.wait_for_nodes()
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    lengths = synthetic_lengths(4 * PROMPTS, SAMPLES, TOKENS, seed=0)
+    return build(tmp_path_factory.mktemp("world"), lengths, base_s=0.02, per_seq_s=1e-4, start_s=0.1, learn_s=0.2, clock=1.0)
+
+
+def recipe_of(world: World, folder: Path, actors: int = 3, **sections: Any) -> Recipe:
+    functions = {"slot": "cpu", "lease_deadline_s": 40, **sections.pop("functions", {})}
+    watch = {"samples_per_step": 0}
+    return recipe_for(
+        world, folder, steps=STEPS, prompts=PROMPTS, samples=SAMPLES, actors=actors, max_tokens=TOKENS, functions=functions, watch=watch,
+        **sections,
+    )
+
+
+Script = dict[tuple[int, str], Callable[["Hit"], None]]  # what happens in which step at which moment
+
+
+class Hit(ReplayedRuntime):
+    """Does something at moments of steps, and writes down the checksum of every version that was published."""
+
+    def __init__(self, recipe: Recipe, script: Script | None = None) -> None:
+        super().__init__(recipe)
+        self.script = script or {}
+        self.published: dict[int, int] = {}
+        self.learner_pids: list[int] = []
+
+    def now(self, moment: str) -> None:
+        if do := self.script.pop((self.step.number, moment), None):
+            do(self)
+
+    def generate(self, step: Step, *more: Any) -> Any:
+        if any(number == step.number for number, _ in self.script):  # they answer only while they do nothing else
+            self.learner_pids = ray.get([i.actor.pid.remote() for i in self.gang.by_rank], timeout=60)
+        self.now("parked")
+        return super().generate(step, *more)
+
+    def update(self, batch: Any) -> Any:
+        self.now("before update")
+        return super().update(batch)
+
+    def _look_ahead(self) -> None:
+        super()._look_ahead()
+        self.now("update")
+
+    def publish(self, version: int) -> Any:
+        self.now("publish")
+        weights = super().publish(version)
+        assert version not in self.published
+        self.published[version] = weights.checksum
+        self.now("published")
+        return weights
+
+    def rows(self) -> list[dict[str, Any]]:
+        lines = (self.folder.path / "metrics.jsonl").read_text().splitlines()
+        return [row for row in map(json.loads, lines) if row["step"] > 0]
+
+    def total(self, name: str) -> float:
+        return sum(row[name] for row in self.rows())
+
+
+def go(run: Hit) -> Hit:
+    with run:
+        for _ in run:
+            pass
+    return run
+
+
+@pytest.fixture(scope="module")
+def clean(nodes: Any, world: World, tmp_path_factory: pytest.TempPathFactory) -> Hit:
+    return go(Hit(recipe_of(world, tmp_path_factory.mktemp("clean"))))
+
+
+def same(run: Hit, clean: Hit) -> None:
+    """Every sample once, as without the fault; every version published once, with the content it would have had."""
+    assert run.published == clean.published and len(run.published) == STEPS
+    for step in range(1, STEPS + 1):
+        mine, theirs = samples(run.folder.path, step), samples(clean.folder.path, step)
+        assert [(s["prompt_index"], s["sample"]) for s in mine] == [(s["prompt_index"], s["sample"]) for s in theirs]
+        assert [(s["response"], s["tokens"], s["reward"]) for s in mine] == [(s["response"], s["tokens"], s["reward"]) for s in theirs]
+    assert len(run.rows()) == STEPS
+    assert not run.leases.held and not run.leases.asked
+
+
+def kill_learner(run: Hit) -> None:
+    os.kill(run.learner_pids[0], signal.SIGKILL)
+
+
+MOMENTS = {(2, "parked"): 0, (3, "before update"): 0, (4, "update"): 0, (5, "publish"): 1, (6, "published"): 1}
+
+
+@pytest.mark.parametrize("every", [1, 0])
+def test_a_learner_killed_at_any_moment_goes_on_where_it_was(
+    nodes: Any, world: World, clean: Hit, tmp_path: Path, every: int
+) -> None:
+    """`every`: steps between two states in memory; 0: the checkpoints of every third step have to do."""
+    recipe = recipe_of(world, tmp_path, checkpoint={"memory_every_steps": every, "every_steps": 3}, functions={"max_replacements": 5})
+    run = go(Hit(recipe, dict.fromkeys(MOMENTS, kill_learner)))
+    same(run, clean)
+    assert run.total("faults/learner_restarts") == run.total("faults/bugs") == len(MOMENTS)
+    # from disk: those of step 1 after the first checkpoint; of 1 and 2; none after 3; of 4 and 5; of 4 to 6 before that is saved
+    assert run.total("faults/updates_redone") == (sum(MOMENTS.values()) if every else 1 + 2 + 0 + 2 + 3)
+
+
+def test_faults_that_outrun_progress_end_the_run_and_say_so(nodes: Any, world: World, tmp_path: Path) -> None:
+    recipe = recipe_of(world, tmp_path, functions={"max_replacements": 1})
+    run = Hit(recipe, dict.fromkeys([(2, "update"), (3, "update")], kill_learner))
+    with pytest.raises(RunError, match=r"a learner process died and functions.max_replacements = 1 are used up: .*; faults outran"):
+        go(run)
+    assert not run.leases.held and [row["step"] for row in run.rows()] == [1, 2]
+
+
+# ---- nodes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def passing(nodes: Any) -> Iterator[Any]:
+    """A node more, which may be taken away: it alone has the label."""
+    node = nodes.add_node(num_cpus=3, object_store_memory=128 * 2**20, labels={"market": "spot"})
+    nodes.wait_for_nodes()
+    yield node
+    if node in nodes.worker_nodes:
+        nodes.remove_node(node)
+
+
+def drain(node_id: str, seconds: float = 60.0) -> None:
+    """What a cloud's notice of preemption comes to, or `ray drain-node`."""
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    client = ray._private.worker.global_worker.gcs_client
+    deadline_ms = int(1000 * (time.time() + seconds))
+    accepted, why = client.drain_node(node_id, DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), "notice", deadline_ms)
+    assert accepted, why
+
+
+def when(condition: Callable[[Hit], bool], do: Callable[[Hit], None]) -> Callable[[Hit], None]:
+    """Does it in the rollout of this step, as soon as something was heard and the condition holds."""
+
+    def arm(run: Hit) -> None:
+        tell, done = run.rollout_stage._prewarm_next, []
+
+        def told(*progress: int) -> None:
+            tell(*progress)
+            if not done and condition(run):
+                done.append(True)
+                do(run)
+
+        run.rollout_stage._prewarm_next = told  # type: ignore[method-assign]
+
+    return arm
+
+
+def engine_on(node_id: str) -> Callable[[Hit], bool]:
+    return lambda run: any(i.slot.node == node_id for i in run.rollout.working)
+
+
+def on(run: Hit, node_id: str) -> list[Any]:
+    """Instances of the run on a node."""
+    pools = (run.rollout, run.reward, run.gang.pool)
+    return [i for pool in pools for i in (*pool.working, *pool.parked) if i.slot.node == node_id]
+
+
+def test_a_drained_node_is_left_before_it_goes(nodes: Any, world: World, clean: Hit, tmp_path: Path, passing: Any) -> None:
+    """What its engines have goes on elsewhere, so nothing is generated again; its learner moves between two steps."""
+    recipe = recipe_of(
+        world, tmp_path, actors=5, objective={"prefer": 1.0}, functions={"max_replacements": 0}, rollout={"stream_interval_s": 0.05}
+    )
+    here: list[bool] = []
+    script = {
+        (3, "parked"): when(engine_on(passing.node_id), lambda run: drain(passing.node_id)),
+        (3, "update"): lambda run: here.append(any(i.leases for i in on(run, passing.node_id))),
+    }
+    run = go(Hit(recipe, script))
+    same(run, clean)
+    assert here == [False] and not on(run, passing.node_id)
+    row = run.rows()[2]
+    assert run.total("faults/bugs") == 0 and row["faults/preempted"] >= 1
+    assert row["rollout/orphans"] == 0 and row["rollout/moved"] >= 1
+
+
+def test_a_lost_node_takes_engines_and_parked_processes_with_it(
+    nodes: Any, world: World, clean: Hit, tmp_path: Path, passing: Any
+) -> None:
+    recipe = recipe_of(
+        world, tmp_path, actors=5, objective={"prefer": 1.0}, functions={"max_replacements": 0}, rollout={"stream_interval_s": 0.05}
+    )
+    lose = when(engine_on(passing.node_id), lambda run: nodes.remove_node(passing, allow_graceful=False))
+    run = go(Hit(recipe, {(3, "parked"): lose}))
+    same(run, clean)
+    assert run.total("faults/bugs") == 0 and run.total("faults/preempted") >= 1 and not on(run, passing.node_id)
