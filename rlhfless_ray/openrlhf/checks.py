@@ -109,7 +109,10 @@ def _sampling(v: Values, notes: list[str]) -> None:
     elif template and "\\n" in template:
         notes.append(f"{v.spelled('data.input_template')}: it holds a backslash and an n, no newline; Bash writes that $'\\n'")
     prompt = min(total - (response or 1), v[PROMPT_LIMIT] or total)
-    notes.append(f"prompts longer than {prompt} tokens end the run before it starts; OpenRLHF cuts tokens off their left")
+    notes.append(
+        f"prompts longer than {prompt} tokens end the run before it starts (--elastic.prompts.overlong leave_out leaves them out); "
+        "OpenRLHF cuts tokens off their left"
+    )
 
 
 def _loss(v: Values, notes: list[str]) -> None:

@@ -16,7 +16,7 @@ import yaml
 from rlhfless_ray.errors import UserError
 
 SHORT = ("functions", "objective")
-SECTIONS = (*SHORT, "rollout", "learner", "price", "cluster", "run", "watch", "evaluate", "reward", "policy")
+SECTIONS = (*SHORT, "rollout", "learner", "price", "cluster", "run", "prompts", "checkpoint", "watch", "evaluate", "reward", "policy")
 DIALECT = "--elastic.dialect"
 
 
