@@ -77,16 +77,27 @@ class Checkpoints:
         swap_folder(path, {**learner, DRIVER: json.dumps(driver).encode(), **told})
 
     def _evict(self, stays: Path) -> None:
-        """Those without a metric go first, then those of the worst, then the oldest. What another program wrote stays."""
-        others = sorted((path for _, path in self.list() if path != stays and (path / DRIVER).is_file()), key=_worth)
+        """Those without a metric go first, then those of the worst, then the oldest."""
+        others = sorted((path for _, path in self.list() if path != stays), key=_worth)
         sizes = {path: sum(file.stat().st_size for file in path.iterdir()) for path in [*others, stays]}
         while others and (len(others) >= self.section.keep or sum(sizes.values()) > self.section.max_gib * 2**30):
             victim = others.pop(0)
             del sizes[victim]
             _remove(victim)
 
+    def check(self) -> None:
+        """Raises UserError where another program's checkpoints lie in our place: ours would take theirs away."""
+        for step, path in self.list():
+            if self.elsewhere is not None and not (path / DRIVER).is_file():
+                raise UserError(
+                    f"checkpoint.path: {path} is a checkpoint of DeepSpeed, as OpenRLHF writes it, which is not read here; begin with "
+                    f"the model in its Hugging Face export instead (policy.path {self.elsewhere / f'global_step{step}_hf'}, where there "
+                    "is one) and another checkpoint.path"
+                )
+
     def newest(self) -> tuple[int, Path] | None:
-        """The one that `latest` names, or of the last step. Raises UserError where it is another program's."""
+        """The one that `latest` names, or of the last step. Raises UserError where any is another program's."""
+        self.check()
         found = self.list()
         latest = self.folder / LATEST
         if self.elsewhere is not None and latest.is_file():
@@ -94,14 +105,7 @@ class Checkpoints:
             found = [(step, path) for step, path in found if path.name == name] or found
         if not found:
             return None
-        step, path = found[-1]
-        if self.elsewhere is not None and not (path / DRIVER).is_file():
-            raise UserError(
-                f"checkpoint.path: {path} is a checkpoint of DeepSpeed, as OpenRLHF writes it, which is not read here; begin with the "
-                f"model in its Hugging Face export instead (policy.path {self.elsewhere / f'global_step{step}_hf'}, where there is one) "
-                "and another checkpoint.path"
-            )
-        return step, path
+        return found[-1]
 
     def load(self) -> tuple[int, dict[str, bytes], dict[str, Any]]:
         """The newest one: step, the learner's files, the driver's state."""

@@ -60,6 +60,7 @@ class Runtime:
         self.best = Best(recipe.checkpoint.best_metric)
         if recipe.checkpoint.path:
             check_writable(Path(recipe.checkpoint.path), "checkpoint.path")
+            Checkpoints(recipe.checkpoint, Path(recipe.run.root)).check()
         self.files, self.owes_warm_start = initial_policy(recipe)
         self.critic_files = read_folder(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
         self.tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)

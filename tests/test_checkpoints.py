@@ -87,18 +87,14 @@ def test_models_only_where_nothing_is_to_be_resumed(tmp_path: Path) -> None:
     assert names(tmp_path / "ckpt") == ["global_step3_hf"]
 
 
-def test_a_checkpoint_of_deepspeed_is_refused_and_never_removed(tmp_path: Path) -> None:
+def test_checkpoints_of_deepspeed_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     theirs = tmp_path / "ckpt" / "_actor" / "global_step9"
     theirs.mkdir(parents=True)
     (theirs / "mp_rank_00_model_states.pt").write_bytes(b"x")
     (theirs.parent / "latest").write_text("global_step9")
-    kept = store(tmp_path, keep=1)
-    with pytest.raises(UserError, match=r"checkpoint of DeepSpeed.*global_step9_hf"):
-        kept.newest()
-    for step in (1, 2):
-        kept.save(step, LEARNER, {})
-    assert names(theirs.parent) == ["global_step2", "global_step9", "latest"]
-    assert kept.load()[0] == 2
+    for look in (store(tmp_path).newest, store(tmp_path).check):
+        with pytest.raises(UserError, match=r"checkpoint of DeepSpeed.*global_step9_hf"):
+            look()
 
 
 def test_a_run_goes_on_in_its_folder_or_in_a_new_one(tmp_path: Path) -> None:
