@@ -154,6 +154,7 @@ def test_wrong_types_ranges_and_combinations(key: str, value: Any, said: str) ->
         ({"kl.target": 0.1}, "algorithm.kl.target: needs an algorithm.kl.coefficient above 0"),
         ({"kl.place": "reward", "kl.unbiased_gradient": True, "kl.coefficient": 0.1}, "algorithm.kl.unbiased_gradient"),
         ({"batch_samples": 8, "updates_per_step": 2}, "algorithm.batch_samples: set either this or algorithm.updates_per_step"),
+        ({"advantage.lambd": 0.9}, "algorithm.advantage.lambd: is about gae, group_norm has none"),
         ({"batch_samples": 257}, "algorithm.batch_samples: must not exceed prompts.batch_prompts"),
     ],
 )
@@ -171,6 +172,20 @@ def test_combinations_of_an_algorithm(changes: dict[str, Any], said: str) -> Non
 )
 def test_reward_shaping_in_range(key: str, value: Any, said: str) -> None:
     assert said in refused((f"reward.{key}", value))
+
+
+def test_critic_and_schedules() -> None:
+    assert "critic: algorithm.advantage.estimator group_norm has no critic" in refused(("critic.learning_rate", 1e-4))
+    gae = ("algorithm.advantage.estimator", "gae")
+    recipe = Recipe.parse(merged(gae, ("critic.ranks", 2), ("rollout.samples_per_prompt", 1), ("learner.zero_stage", 2)))
+    section = recipe.critic_section()
+    assert (section["ranks"], section["zero_stage"], section["schedule"]) == (2, 2, "cosine_with_min_lr")
+    assert set(recipe.learner_section()) <= set(section)
+    assert "learner.warmup_steps: is for the schedule `constant`" in refused(("learner.warmup_steps", 3), ("learner.schedule", "linear"))
+    assert "learner.warmup_share: `constant` has none" in refused(("learner.warmup_share", 0.1))
+    assert "`learner.schedule`: input should be" in refused(("learner.schedule", "cosin"))
+    many = merged(("run.steps", 7), ("algorithm.epochs", 3), ("algorithm.batch_samples", 100))
+    assert Recipe.parse(many).optimizer_steps == 7 * 3 * 3, "256 samples in parts of 100"
 
 
 def test_an_estimator_without_groups_takes_single_samples() -> None:

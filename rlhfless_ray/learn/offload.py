@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlhfless_ray.learn.optimizer_state import plain_optimizer
+from rlhfless_ray.learn.optimizer_state import link_moments, plain_optimizer
 
 HOST = torch.device("cpu")
 
@@ -36,9 +36,7 @@ def return_to_device(engine: Any, stage: int, device: torch.device) -> None:
         _move_optimizer(engine, device)
     elif stage in (1, 2):
         engine.reload_states()
-        if plain_optimizer(engine).state:  # DeepSpeed links the weights anew, but not their moments
-            engine.optimizer._hp_optimizer_states_linked = False
-            engine.optimizer._lazy_init_hp_params_optimizer_state()
+        link_moments(engine)  # DeepSpeed links the weights anew, but not their moments
     else:
         _move_parts(engine, device)
         _move_optimizer(engine, device)

@@ -57,6 +57,14 @@ def plain_optimizer(engine: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+def link_moments(engine: Any) -> None:
+    """Make ZeRO 1 and 2 find the moments of every parameter, also after they have moved. DeepSpeed does so by itself in the step
+    of the first group of parameters, when those of the other groups are not there yet."""
+    if plain_optimizer(engine).state:
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
 def restore_moments(engine: Any, stage: int, moments: dict[str, Tensor], steps: int) -> None:
     """Put back what `full_moments` took, and the number of optimizer steps done."""
     optimizer = plain_optimizer(engine)

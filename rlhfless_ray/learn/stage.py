@@ -162,11 +162,11 @@ class LearnStage:
         for other in self._gangs():
             if other is not gang and other.working:
                 site.spare += other.park()
-        if gang.working:  # on GPU it may have kept its devices, with gradients on them
-            spare, kept = site.handed(), 0
-        else:
-            spare = gang.staff(site.handed())
-            kept = max(0, self.gang.slots - sum(len(i.leases) for i in gang.by_rank)) if gang is self.critic else 0
+        spare = site.handed()
+        if not gang.working:  # on GPU it may have kept its devices, with gradients on them
+            spare = gang.staff(spare)
+        # the learner comes after the critic: what it will want is kept for it
+        kept = max(0, self.gang.slots - sum(len(i.leases) for i in gang.by_rank)) if gang is self.critic else 0
         site.leases.release(spare[kept:])
         site.spare = spare[:kept]
 

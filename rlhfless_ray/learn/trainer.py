@@ -17,8 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from rlhfless_ray.learn.offload import leave_device, return_to_device
-from rlhfless_ray.learn.optimizer_state import full_moments, full_weights, plain_optimizer, restore_moments
+from rlhfless_ray.learn.optimizer_state import full_moments, full_weights, link_moments, plain_optimizer, restore_moments
+from rlhfless_ray.learn.schedule import rate
 from rlhfless_ray.types import Span
+
+UNDECAYED = ("bias", "layernorm.weight", "layer_norm.weight", "norm.weight", "ln_f.weight")  # parts of names, as OpenRLHF has them
 
 
 class Trainer:
@@ -30,6 +33,7 @@ class Trainer:
         self.ranks, self.stage = section["ranks"], section["zero_stage"]
         self.optimizer_steps = 0
         self.engine: Any = None
+        self.linked = False  # ZeRO 1 and 2 know the moments of all parameters
         self.away = False  # parked on a GPU's host
         self.kept: dict[str, Any] | None = None  # the snapshot while away, where it cannot be made there
 
@@ -49,8 +53,8 @@ class Trainer:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         wrapped = wrapped.to(self.device)
         optimizer = torch.optim.AdamW(
-            wrapped.parameters(), lr=self.rate(), betas=tuple(self.section["betas"]), weight_decay=self.section["weight_decay"],
-            fused=True,
+            self._parameters(model), lr=self.rate(), betas=tuple(self.section["betas"]), eps=self.section["adam_eps"],
+            weight_decay=self.section["weight_decay"], fused=True,
         )
         self.engine, *_ = deepspeed.initialize(
             model=wrapped,
@@ -122,8 +126,24 @@ class Trainer:
 
     def rate(self) -> float:
         """The learning rate of the next optimizer step."""
-        warmup = self.section["warmup_steps"]
-        return self.section["learning_rate"] * min(1.0, (self.optimizer_steps + 1) / max(1, warmup))
+        section, done = self.section, self.optimizer_steps
+        if section["schedule"] == "constant":
+            return section["learning_rate"] * min(1.0, (done + 1) / max(1, section["warmup_steps"]))
+        return rate(
+            section["schedule"], done, section["optimizer_steps"], section["learning_rate"], section["warmup_share"],
+            section["min_rate_share"],
+        )
+
+    def _parameters(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Those that are trained, and apart from them those without weight decay."""
+        decayed: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, parameter in model.named_parameters():
+            spared = not self.section["decay_all"] and any(part in name for part in UNDECAYED)
+            if parameter.requires_grad:
+                (others if spared else decayed).append(parameter)
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        return [group for group in groups if group["params"]]
 
     def step(self, loss_is_finite: bool, scale: float = 1.0) -> tuple[float, bool, str]:
         """Scale what has been added up, clip and step, or refuse: (gradient norm before clipping, applied, why not)."""
@@ -147,6 +167,9 @@ class Trainer:
             applied = bool(self.engine.was_step_applied())
         if applied:
             self.optimizer_steps += 1
+            if self.stage in (1, 2) and not self.linked:
+                link_moments(self.engine)
+                self.linked = True
             return norm, True, ""
         return norm, False, "the loss is not finite" if not loss_is_finite else f"the gradient norm is {norm}"
 

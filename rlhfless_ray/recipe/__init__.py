@@ -15,10 +15,10 @@ from rlhfless_ray.recipe.reading import apply, known_keys, one_line, sentence
 from rlhfless_ray.recipe.running import Checkpoint, Cluster, Functions, Objective, Price, Run, Save, Watch
 from rlhfless_ray.recipe.sampling import Policy, Reward, Rollout, WarmStart
 from rlhfless_ray.recipe.section import Section
-from rlhfless_ray.recipe.training import COMPARES, Algorithm, Learner
+from rlhfless_ray.recipe.training import COMPARES, Algorithm, Critic, Learner
 
 __all__ = [
-    "Algorithm", "Checkpoint", "Cluster", "Evaluate", "Functions", "Learner", "Objective", "Policy", "Price", "Prompts", "Recipe",
+    "Algorithm", "Checkpoint", "Cluster", "Critic", "Evaluate", "Functions", "Learner", "Objective", "Policy", "Price", "Prompts", "Recipe",
     "Reward", "Rollout", "Run", "Save", "WarmStart", "Watch", "known_keys",
 ]
 
@@ -35,6 +35,7 @@ class Recipe(Section):
     reward: Reward = Reward()
     algorithm: Algorithm = Algorithm()
     learner: Learner = Learner()
+    critic: Critic = Critic()
     functions: Functions = Functions()
     objective: Objective = Objective()
     price: Price = Price()
@@ -56,6 +57,8 @@ class Recipe(Section):
             raise ValueError(
                 f"rollout.samples_per_prompt: {estimator} compares the responses to one prompt, so it must be at least 2"
             )
+        if self.critic != Critic() and not self.algorithm.has_critic:
+            raise ValueError(f"critic: algorithm.advantage.estimator {estimator} has no critic, so leave its settings out")
         buffer = self.reward.overlong_buffer_tokens
         if buffer is not None and buffer > self.rollout.max_tokens:
             raise ValueError("reward.overlong_buffer_tokens: must not exceed rollout.max_tokens")
@@ -80,6 +83,23 @@ class Recipe(Section):
         if len(sources) > 1:
             raise ValueError(f"reward.{sources[1]}: rewards have one source; set it or reward.{sources[0]}")
         return self
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Of the whole run, where no sample is missing."""
+        per_step, size = self.algorithm.updates_per_step, self.algorithm.batch_samples
+        if size is not None:
+            per_step = -(-self.prompts.batch_prompts * self.rollout.samples_per_prompt // size)
+        return self.run.steps * self.algorithm.epochs * per_step
+
+    def learner_section(self) -> dict[str, Any]:
+        """What a rank of the learner needs of `learner`."""
+        return {**self.learner.model_dump(), "optimizer_steps": self.optimizer_steps}
+
+    def critic_section(self) -> dict[str, Any]:
+        """The same for the critic, with what it shares with the learner."""
+        own = self.critic.model_dump()
+        return {**self.learner_section(), "warmup_steps": 0, "decay_all": False, **own}
 
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:

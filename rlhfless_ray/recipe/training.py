@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhfless_ray.recipe.section import Decay, OffIsAWord, Section
+from rlhfless_ray.recipe.section import Decay, OffIsAWord, ScheduleName, Section, Share
 
 COMPARES = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")  # the responses to one prompt with each other
 WHITENS = ("gae", "reinforce", "reinforce_baseline")
@@ -14,12 +14,15 @@ DISCOUNTS = ("gae", "reinforce")
 
 
 class Advantage(Section):
-    estimator: Literal["reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce"] = "group_norm"
+    estimator: Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce"] = "group_norm"
     """How rewards become advantages. `group_norm` (GRPO): a group's rewards, centred and divided by their deviation; `dr_grpo`:
     centred only; `rloo`: minus the mean of the others of the group; `reinforce_baseline`: centred, then whitened over the batch;
-    `reinforce`: the rewards, whitened over the batch; `flash_reinforce`: minus the batch's mean, no group is needed."""
-    gamma: float = Field(1.0, ge=0, le=1)
-    """Discount per token, for `reinforce`."""
+    `reinforce`: the rewards, whitened over the batch; `flash_reinforce`: minus the batch's mean, no group is needed; `gae`
+    (PPO): generalised advantages over a critic's values, whitened over the batch."""
+    gamma: Share = 1.0
+    """Discount per token, for `gae` and `reinforce`."""
+    lambd: Share = 1.0
+    """Of `gae`: 0 trusts the critic's next value, 1 what was returned."""
     normalize_std: bool = True
     """Whitening divides by the deviation, besides centring."""
 
@@ -100,6 +103,8 @@ class Algorithm(Section):
         name = self.advantage.estimator
         if self.advantage.gamma != 1 and name not in DISCOUNTS:
             raise ValueError(f"algorithm.advantage.gamma: {name} does not discount, so it must be 1")
+        if self.advantage.lambd != 1 and name != "gae":
+            raise ValueError(f"algorithm.advantage.lambd: is about gae, {name} has none, so it must be 1")
         if not self.advantage.normalize_std and name not in WHITENS:
             raise ValueError(f"algorithm.advantage.normalize_std: is about whitening, which {name} does not do; leave it out")
         if self.loss.kind == "gspo" and self.loss_mean != "sequence":
@@ -118,6 +123,10 @@ class Algorithm(Section):
     def keeps_reference(self) -> bool:
         return self.kl.coefficient > 0
 
+    @property
+    def has_critic(self) -> bool:
+        return self.advantage.estimator == "gae"
+
 
 class Learner(Section):
     ranks: int = Field(1, ge=1)
@@ -127,13 +136,25 @@ class Learner(Section):
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage."""
     learning_rate: float = Field(1e-6, gt=0)
-    """Constant after `warmup_steps`."""
+    """Its peak."""
+    schedule: ScheduleName = "constant"
+    """Of the learning rate, by the name that transformers has for it, over all optimizer steps of the run."""
     warmup_steps: int = Field(0, ge=0)
-    """Linear warm-up of the learning rate, in optimizer steps."""
+    """Linear warm-up of a `constant` learning rate, in optimizer steps."""
+    warmup_share: Share = 0.0
+    """Linear warm-up of the other schedules, as a share of all optimizer steps. It begins at 0."""
+    min_rate_share: Share = 0.0
+    """Where `cosine_with_min_lr` ends, as a share of the peak."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW's, on every weight."""
+    """AdamW's."""
+    decay_all: bool = True
+    """Weight decay on every weight. Off: not on biases and norms."""
+    optimizer: Literal["adam"] = "adam"
+    """AdamW."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay of AdamW's two moments."""
+    adam_eps: float = Field(1e-8, gt=0)
+    """Epsilon of AdamW."""
     grad_clip: float = Field(1.0, gt=0)
     """Longest gradient (Euclidean norm over all weights); a longer one is shortened to it."""
     micro_batch_tokens: int = Field(8192, ge=1)
@@ -147,3 +168,44 @@ class Learner(Section):
     """The run ends after this many optimizer steps in a row were skipped for a non-finite loss or gradient."""
     deadline_s: float = Field(1800, gt=0)
     """An update that takes longer ends the run."""
+
+    @model_validator(mode="after")
+    def _one_warm_up(self) -> Learner:
+        if self.warmup_steps and self.schedule != "constant":
+            raise ValueError(f"learner.warmup_steps: is for the schedule `constant`; with {self.schedule} set learner.warmup_share")
+        if self.warmup_share and self.schedule == "constant":
+            raise ValueError("learner.warmup_share: `constant` has none; set learner.schedule to `constant_with_warmup`")
+        return self
+
+
+class Critic(Section):
+    path: str = ""
+    """A local Hugging Face folder of a causal LM, reward model or critic. Empty: the policy the run starts from."""
+    ranks: int = Field(1, ge=1)
+    """Data-parallel ranks of the critic's gang. ZeRO stage, micro-batches, threads and deadline are the learner's."""
+    value_head: str = Field("score", min_length=1)
+    """Name of the scalar head's weights in that folder. Where it has none they are drawn."""
+    value_clip: float | None = Field(0.5, gt=0)
+    """Values may move so far from the old ones before the loss clips them. None: as far as they like."""
+    freeze_policy_steps: int = Field(0, ge=0)
+    """Steps at the start that train the critic alone."""
+    save: bool = False
+    """Write the critic as a Hugging Face folder at the end, `critic/` in the run folder."""
+    learning_rate: float = Field(9e-6, gt=0)
+    """Its peak."""
+    schedule: ScheduleName = "cosine_with_min_lr"
+    """As learner.schedule."""
+    warmup_share: Share = 0.03
+    """As learner.warmup_share; `constant` has no warm-up."""
+    min_rate_share: Share = 0.1
+    """As learner.min_rate_share."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's; not on biases and norms."""
+    optimizer: Literal["adam"] = "adam"
+    """AdamW."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """As learner.betas."""
+    adam_eps: float = Field(1e-8, gt=0)
+    """As learner.adam_eps."""
+    grad_clip: float = Field(1.0, gt=0)
+    """As learner.grad_clip."""

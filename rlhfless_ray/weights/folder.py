@@ -10,17 +10,18 @@ KEPT = (".json", ".safetensors", ".txt", ".model", ".jinja", ".py")
 WEIGHTS = ".safetensors"
 
 
-def read_folder(path: Path) -> dict[str, bytes]:
-    """{file name: content}. Raises UserError when it is no model folder with safetensors weights and a tokenizer."""
+def read_folder(path: Path, setting: str = "policy.path") -> dict[str, bytes]:
+    """{file name: content}. Raises UserError when it is no model folder with safetensors weights and a tokenizer; `setting` is
+    the recipe's key that named it."""
     if not path.is_dir():
-        raise UserError(f"policy.path: {path} is not a folder; give a local Hugging Face model folder")
+        raise UserError(f"{setting}: {path} is not a folder; give a local Hugging Face model folder")
     files = {file.name: file for file in sorted(path.iterdir()) if file.is_file() and file.suffix in KEPT}
     if "config.json" not in files:
-        raise UserError(f"policy.path: {path} has no config.json, so it is not a Hugging Face model folder")
+        raise UserError(f"{setting}: {path} has no config.json, so it is not a Hugging Face model folder")
     if not {"tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"} & files.keys():
-        raise UserError(f"policy.path: {path} has no tokenizer (tokenizer.json); save one with tokenizer.save_pretrained")
+        raise UserError(f"{setting}: {path} has no tokenizer (tokenizer.json); save one with tokenizer.save_pretrained")
     if not any(name.endswith(WEIGHTS) for name in files):
-        raise UserError(f"policy.path: {path} has no *.safetensors weights; save them with model.save_pretrained")
+        raise UserError(f"{setting}: {path} has no *.safetensors weights; save them with model.save_pretrained")
     return {name: file.read_bytes() for name, file in files.items()}
 
 

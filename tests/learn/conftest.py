@@ -34,8 +34,23 @@ def learner_settings(ranks: int = 1, stage: int = 0, temperature: float = 1.0, *
         "algorithm": {"clip_low": 0.01, "clip_high": 0.015, "importance_cap": 1.5, **changes.get("algorithm", {})},
         "policy": {"dtype": changes.get("dtype", "float32")},
     }
-    dump = Recipe.parse(tree).model_dump()
+    recipe = Recipe.parse(tree)
+    dump = {**recipe.model_dump(), "learner": recipe.learner_section()}
     return {**{name: dump[name] for name in ("learner", "algorithm", "policy")}, "temperature": temperature, "seed": 3}
+
+
+def critic_settings(ranks: int = 1, stage: int = 0, dtype: str = "float32") -> dict[str, Any]:
+    """Warm-up, decay of the rate, weight decay on some weights, clipping of gradients and values, two steps an update."""
+    recipe = Recipe.parse({
+        "prompts": {"task": "chain"}, "reward": {"function": "task"}, "run": {"steps": 6}, "policy": {"dtype": dtype},
+        "algorithm": {"advantage": {"estimator": "gae"}, "updates_per_step": 2},
+        "learner": {"zero_stage": stage, "micro_batch_tokens": 100},
+        "critic": {
+            "ranks": ranks, "learning_rate": 3e-3, "warmup_share": 0.2, "weight_decay": 0.2, "value_clip": 0.01, "grad_clip": 0.3,
+        },
+    })  # fmt: skip
+    dump = recipe.model_dump()
+    return {"critic": recipe.critic_section(), "algorithm": dump["algorithm"], "policy": dump["policy"], "seed": 3}
 
 
 def run_gangs(folder: Path, jobs: dict[int, dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
@@ -84,6 +99,9 @@ class Cases:
         self.with_nan = [self.batches[0], replace(self.batches[1], advantages=spoilt), self.batches[2]]
         drawn = self.batches[1].logprobs.copy()
         drawn[2] = np.nan
+        self.returned = [
+            replace(batch, returns=rng.normal(size=len(batch.logprobs)).astype(np.float32)) for batch in self.batches
+        ]
         self.with_nan_sampler = [replace(self.batches[1], logprobs=drawn), Batch.of([])]
 
     def first(self, ranks: int) -> dict[str, Any]:
@@ -134,6 +152,10 @@ class Cases:
         add("sequence", self.files, self.batches, 0, 2, algorithm=sequence)
         for of, groups in EARLY.items():
             cases[of.replace("/", " early/")] = {**cases[of], "early": groups, "snapshots": ()}
+        for stage in (0, 1, 3):
+            cases[f"critic/{stage}"] = {
+                "settings": critic_settings(ranks, stage), "files": self.files, "batches": self.returned, "snapshots": (1,),
+            }
         add("bf16 nan", self.bf16, self.with_nan, 1, 2, 3, dtype="bfloat16")
         return cases
 
@@ -143,9 +165,9 @@ class Cases:
     CONTINUED: ClassVar = {
         1: [
             ("plain/0", 1, 0), ("plain/2", 2, 0), ("plain/3", 2, 1), ("plain/0", 1, 3), ("full/0", 1, 0), ("tied/3", 2, 2),
-            ("bf16/2", 1, 2), ("bf16/3", 2, 1),
+            ("bf16/2", 1, 2), ("bf16/3", 2, 1), ("critic/1", 2, 0),
         ],
-        2: [("plain/0", 1, 2), ("plain/2", 1, 3), ("plain/0", 2, 0), ("tied/0", 1, 3), ("bf16/1", 1, 3)],
+        2: [("plain/0", 1, 2), ("plain/2", 1, 3), ("plain/0", 2, 0), ("tied/0", 1, 3), ("bf16/1", 1, 3), ("critic/0", 1, 3)],
     }
 
     def second(self, ranks: int) -> dict[str, Any]:
@@ -154,9 +176,10 @@ class Cases:
         starts = [(*row, 1) for row in self.CONTINUED[ranks]] + [("plain/2", 2, ranks, 0), ("bf16/2", 1, 2, 0)]
         for name, from_ranks, stage, done in starts:
             before = self.first(from_ranks)[name]
-            changed = {**before["settings"]["learner"], "zero_stage": stage, "ranks": ranks}
+            section = "critic" if name.startswith("critic") else "learner"
+            changed = {**before["settings"][section], "zero_stage": stage, "ranks": ranks}
             cases[f"{name} of {from_ranks} at {stage} after {done}"] = {
-                "settings": {**before["settings"], "learner": changed}, "files": before["files"],
+                "settings": {**before["settings"], section: changed}, "files": before["files"],
                 "batches": before["batches"][done:],
                 "state": self.result(name, from_ranks)["snapshots"][done],
             }

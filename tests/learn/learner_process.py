@@ -15,6 +15,7 @@ from __future__ import annotations
 import pickle
 import sys
 import traceback
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,30 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
     return found
 
 
+def run_critic(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any]:
+    """`settings` of a critic; the batches hold the returns. The result holds `values` before each update too."""
+    from rlhfless_ray.learn.critic import Critic
+    from rlhfless_ray.learn.trainer import state_from_bytes
+
+    critic = Critic({**case["settings"], "rank": rank, "device": "cpu"})
+    assert critic.ranks == ranks
+    state = case.get("state")
+    critic.open(case["files"], ("127.0.0.1", port), 1, None if state is None else state_from_bytes(state))
+    found: dict[str, Any] = {"stats": [], "weights": [], "values": [], "snapshots": {}, "config": critic.config()}
+    for number, batch in enumerate(case["batches"], 1):
+        values, _ = critic.values(batch, 1)
+        found["values"].append(values.copy())
+        found["stats"].append(critic.update(replace(batch, values=values), 1)[0])
+        weights = critic.trainer.weights()
+        found["weights"].append(None if weights is None else {k: v.copy() for k, v in weights.items()})
+        if number in case.get("snapshots", ()):
+            found["snapshots"][number] = critic.trainer.snapshot_bytes()
+        critic.leave_device()
+        critic.return_to_device()
+    critic.trainer.engine.destroy()
+    return found
+
+
 def main() -> None:
     rank, ranks, port = (int(a) for a in sys.argv[1:4])
     with open(sys.argv[4], "rb") as file:
@@ -66,7 +91,7 @@ def main() -> None:
     results = {}
     for name, case in cases.items():
         try:
-            results[name] = run(case, rank, ranks, port)
+            results[name] = (run_critic if "critic" in case["settings"] else run)(case, rank, ranks, port)
         except Exception:  # the test that asks for this case fails with it; with two ranks both stop here
             results[name] = {"error": traceback.format_exc()}
     with open(sys.argv[5], "wb") as file:

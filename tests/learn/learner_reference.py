@@ -115,7 +115,8 @@ class Reference:
                 bound = 1 + algorithm["clip_high"] if advantage > 0 else 1 - algorithm["clip_low"]
                 clipped += int(outside)
                 gain = bound * advantage if outside else ratio * advantage
-                if loss_section["dual_clip"] and advantage < 0 and (gain.item() if torch.is_tensor(gain) else gain) < loss_section["dual_clip"] * advantage:
+                so_far = gain.item() if torch.is_tensor(gain) else gain
+                if loss_section["dual_clip"] and advantage < 0 and so_far < loss_section["dual_clip"] * advantage:
                     gain = loss_section["dual_clip"] * advantage
                 each.append(-weight * gain * torch.ones(()))
             tokens = torch.stack(each)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from rlhfless_ray.learn.overlap import inexact, obstacle
 from rlhfless_ray.learn.stage import LearnStage
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.training import COMPARES, DISCOUNTS, WHITENS, Advantage
-from rlhfless_ray.types import Completion, Prompt, Sample, UpdateStats
+from rlhfless_ray.types import Completion, CriticStats, Prompt, Sample, UpdateStats
 
 MOST = 10
 
@@ -83,6 +84,8 @@ CASES = [
 class Looking:
     """A gang that saw these log-probabilities and KLs."""
 
+    working = True
+
     def __init__(self, kl: list[list[float]]) -> None:
         self.kl = np.concatenate(kl).astype(np.float32)
 
@@ -109,7 +112,8 @@ def test_the_stage_makes_the_advantages_of_the_recipe(changes: dict[str, Any], i
         reward = float(rewards.flat[i])
         samples.append(Sample(Prompt(i // 3, "p", (7, 8)), i % 3, done, reward=None if np.isnan(reward) else reward))
     scored = [i for i, s in enumerate(samples) if s.reward is not None]
-    stage = LearnStage(SimpleNamespace(recipe=chosen), Looking([kl[i] for i in scored]))  # type: ignore[arg-type]
+    site = SimpleNamespace(recipe=chosen, handed=list, leases=SimpleNamespace(release=lambda leases: None))
+    stage = LearnStage(site, Looking([kl[i] for i in scored]))  # type: ignore[arg-type]
     batch = stage.advantages(samples)
     expected = by_hand(chosen, rewards.tolist(), lengths, truncated, kl, 0.3)
     assert batch.response_lengths.tolist() == [lengths[i] for i in scored]
@@ -122,14 +126,98 @@ def test_the_stage_makes_the_advantages_of_the_recipe(changes: dict[str, Any], i
 
 
 def test_the_recipe_knows_the_estimators_as_they_are() -> None:
-    names = {name for name, e in ESTIMATORS.items() if not e.critic}
-    assert names <= set(Advantage.model_fields["estimator"].annotation.__args__) <= set(ESTIMATORS)
+    assert set(Advantage.model_fields["estimator"].annotation.__args__) == set(ESTIMATORS)
+    for name, estimator in ESTIMATORS.items():
+        assert recipe(algorithm={"advantage": {"estimator": name}}).algorithm.has_critic == estimator.critic
     assert set(COMPARES) == {name for name, e in ESTIMATORS.items() if e.least_samples > 1}
     assert set(WHITENS) == {name for name, e in ESTIMATORS.items() if e.whitens}
     assert set(DISCOUNTS) == {name for name, e in ESTIMATORS.items() if e.discounts}
 
 
-PARTS = [*({"advantage": {"estimator": name}} for name in ESTIMATORS if name != "gae"), {"kl": {"coefficient": 0.1, "place": "reward"}}]
+class Working:
+    """A gang that notes whose turn it is, and under which leases."""
+
+    def __init__(self, name: str, log: list[str], ranks: int) -> None:
+        self.name, self.log, self.ranks, self.slots = name, log, ranks, ranks
+        self.recovery = SimpleNamespace(restarts=0)
+        self.working, self.held = False, []
+        self.by_rank: list[Any] = []
+
+    def staff(self, leases: list[str]) -> list[str]:
+        self.held, spare = leases[: self.slots], leases[self.slots :]
+        self.working, self.by_rank = True, [SimpleNamespace(leases=[lease]) for lease in self.held]
+        self.log.append(f"{self.name} on {' '.join(self.held)}")
+        return spare
+
+    def park(self) -> list[str]:
+        self.working, held = False, self.held
+        return held
+
+    def keep(self) -> None:
+        assert not self.working
+
+    def logprobs(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
+        assert self.working
+        return np.zeros(len(batch.logprobs), np.float32), np.full(len(batch.logprobs), 0.5, np.float32)
+
+    def values(self, batch: Any) -> np.ndarray:
+        assert self.working
+        return np.arange(len(batch.logprobs), dtype=np.float32) / 10
+
+    def update(self, batch: Any, meanwhile: Any = None) -> Any:
+        assert self.working
+        self.log.append(f"{self.name} learns")
+        kind = CriticStats if self.name == "critic" else UpdateStats
+        return kind(**{**dict.fromkeys(kind.__dataclass_fields__, 0.0), "applied": 1})
+
+
+def test_with_a_critic_the_gangs_take_turns_under_the_same_leases() -> None:
+    log: list[str] = []
+    gae = {"estimator": "gae", "gamma": 0.9, "lambd": 0.8}
+    chosen = recipe(algorithm={"advantage": gae, "kl": {"coefficient": 0.2, "place": "reward"}})
+    chosen = chosen.model_copy(update={"critic": chosen.critic.model_copy(update={"freeze_policy_steps": 1})})
+    learner, critic = Working("learner", log, 2), Working("critic", log, 1)
+    released: list[str] = []
+    site: Any = SimpleNamespace(
+        recipe=chosen, spare=["a", "b", "c"], phases=SimpleNamespace(phase=lambda name: nullcontext()),
+        leases=SimpleNamespace(resource="cpu", release=released.extend), record=SimpleNamespace(progress=SimpleNamespace(message=print)),
+        autoscaler=SimpleNamespace(
+            size_learner=lambda samples: SimpleNamespace(actors=1, reason=""), observe_update=lambda *a: log.append("measured")
+        ),
+    )
+
+    def handed() -> list[str]:
+        leases, site.spare = site.spare, []
+        return leases
+
+    site.handed = handed
+    stage = LearnStage(site, learner, critic)  # type: ignore[arg-type]
+    samples = []
+    for i in range(6):
+        done = Completion(i, np.arange(2, dtype=np.int32), np.zeros(2, np.float32), "stop", 1)
+        samples.append(Sample(Prompt(i // 3, "p", (7,)), i % 3, done, reward=float(i) if i != 1 else None))
+    for number in (1, 2):
+        with stage.phase(samples, number):
+            batch = stage.advantages(samples)
+            stats, told = stage.update(batch, samples, lambda: log.append("meanwhile"))
+        assert stats.applied == (number == 2) and told["critic/applied"] == 1
+    # the KL, then the values; of what the critic does not need, the lease that the learner will
+    turns = ["learner on a b", "critic on a", "critic learns", "learner on b a"]
+    again = ["learner on b a", "critic on b", "critic learns", "learner on a b"]
+    assert log == [*turns, "meanwhile", *again, "learner learns", "measured"]
+    assert released == ["c"] and sorted(site.spare) == ["a", "b"]
+    by_hand = []
+    for reward, k in zip([0, 2, 3, 4, 5], range(5), strict=True):  # five samples of two tokens; one has no reward
+        first, last = 0.2 * k, 0.2 * k + 0.1
+        at_last = (reward - 0.1) - last
+        by_hand.append([-0.1 + 0.9 * last - first + 0.9 * 0.8 * at_last, at_last])
+    returns = [[a + v for a, v in zip(row, (0.2 * k, 0.2 * k + 0.1), strict=True)] for k, row in enumerate(by_hand)]
+    np.testing.assert_allclose(batch.returns, np.concatenate(returns), rtol=1e-5, atol=1e-6)
+    flat = np.concatenate(by_hand)
+    np.testing.assert_allclose(batch.advantages, (flat - flat.mean()) / flat.std(), rtol=1e-5, atol=1e-6)
+
+
+PARTS = [*({"advantage": {"estimator": name}} for name in ESTIMATORS), {"kl": {"coefficient": 0.1, "place": "reward"}}]
 
 
 @pytest.mark.parametrize("algorithm", PARTS)
@@ -138,8 +226,9 @@ def test_gradients_go_ahead_exactly_where_a_part_has_the_advantages_of_the_whole
     rng = np.random.default_rng(2)
     rewards, lengths = rng.normal(size=(4, 3)), rng.integers(1, 6, 12)
     sections = chosen.algorithm.model_dump(), chosen.reward.model_dump()
-    whole, _ = credit(*sections, rewards, lengths, np.zeros(12, bool), MOST)
-    part, _ = credit(*sections, rewards[:2], lengths[:6], np.zeros(6, bool), MOST)
+    values = np.zeros(lengths.sum())
+    whole, _ = credit(*sections, rewards, lengths, np.zeros(12, bool), MOST, values=values)
+    part, _ = credit(*sections, rewards[:2], lengths[:6], np.zeros(6, bool), MOST, values=values[: lengths[:6].sum()])
     needs_a_look = "kl" in algorithm
     same = np.array_equal(whole[: len(part)], part) and not needs_a_look
     assert same == (obstacle(chosen) is None)
@@ -156,7 +245,8 @@ def test_an_adapted_coefficient_goes_on_where_it_was() -> None:
     chosen = recipe(algorithm={"kl": {"coefficient": 0.1, "target": 0.02, "horizon": 100}})
     numbers: dict[str, Any] = dict.fromkeys(UpdateStats.__dataclass_fields__, 0.0)
     stats = UpdateStats(**{**numbers, "kl": 0.03, "applied": 1})
-    gang = SimpleNamespace(update=lambda batch, meanwhile: stats, by_rank=[SimpleNamespace(leases=[1])], ranks=1)
+    recovery = SimpleNamespace(restarts=0)
+    gang = SimpleNamespace(recovery=recovery, update=lambda batch, meanwhile: stats, by_rank=[SimpleNamespace(leases=[1])], ranks=1)
     site = SimpleNamespace(
         recipe=chosen, record=SimpleNamespace(progress=SimpleNamespace(message=print)),
         autoscaler=SimpleNamespace(observe_update=lambda *a: None),

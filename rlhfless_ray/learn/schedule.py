@@ -1,0 +1,40 @@
+"""Learning rates from optimizer step to optimizer step, as shares of the peak. Pure functions; they are those of transformers'
+`get_scheduler`, so that a name means here what it means there."""
+
+from __future__ import annotations
+
+import math
+
+SCHEDULES = (
+    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "inverse_sqrt",
+)
+POLYNOMIAL_END = 1e-7  # the rate that `polynomial` ends at
+
+
+def rate(name: str, step: int, total: int, peak: float, warmup_share: float = 0.0, min_share: float = 0.0) -> float:
+    """The rate of optimizer step `step` (0 is the first) of `total`.
+
+    Warm-up takes ceil(total · warmup_share) steps and begins at 0; `constant` has none. `min_share`: floor of
+    `cosine_with_min_lr`, as a share of the peak. Raises ValueError for an unknown name.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"unknown learning-rate schedule {name!r}: {', '.join(SCHEDULES)}")
+    warmup = math.ceil(total * warmup_share)
+    if name == "constant":
+        return peak
+    if step < warmup:
+        return peak * step / warmup
+    if name == "constant_with_warmup":
+        return peak
+    if name == "inverse_sqrt":
+        scale = warmup or 10_000
+        return peak / math.sqrt((step + scale - warmup) / scale)
+    done = (step - warmup) / max(1, total - warmup)
+    if name == "linear":
+        return peak * max(0.0, 1 - done)
+    if name == "polynomial":
+        return POLYNOMIAL_END + (peak - POLYNOMIAL_END) * (1 - done) if step <= total else POLYNOMIAL_END
+    if name == "cosine_with_restarts" and done >= 1:
+        return 0.0
+    cosine = max(0.0, 0.5 * (1 + math.cos(math.pi * done)))
+    return peak * (cosine * (1 - min_share) + min_share) if name == "cosine_with_min_lr" else peak * cosine

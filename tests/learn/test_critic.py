@@ -1,0 +1,74 @@
+"""The critic's gang against an independent reference, and as a model folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from critic_reference import CriticReference
+from safetensors.torch import load, save
+from test_learner import distance
+from tiny_policy import tiny_policy
+from transformers import AutoModelForSequenceClassification
+
+from rlhfless_ray.errors import UserError
+from rlhfless_ray.learn.model import load_critic
+from rlhfless_ray.weights.folder import write_folder
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_updates_equal_the_reference(cases: Any, stage: int, ranks: int, tmp_path: Path) -> None:
+    case, found = cases.first(1)["critic/0"], cases.result(f"critic/{stage}", ranks)
+    first = load_critic(write_folder(tmp_path, case["files"]), "float32", False, "score", 3)
+    start = {name: tensor.numpy().copy() for name, tensor in first.state_dict().items()}
+    reference = CriticReference(case["files"], case["settings"], start["score.weight"])
+    for batch, values, got, weights in zip(case["batches"], found["values"], found["stats"], found["weights"], strict=True):
+        before, steps = reference.update(batch)
+        np.testing.assert_allclose(values, before, atol=2e-5)
+        assert got.loss == pytest.approx(np.mean([s["loss"] for s in steps]), rel=1e-5)
+        assert got.grad_norm == pytest.approx(np.mean([s["grad_norm"] for s in steps]), rel=1e-4)
+        assert got.learning_rate == pytest.approx(np.mean([s["rate"] for s in steps]), rel=1e-9)
+        assert got.clip_share == pytest.approx(np.mean([s["clip_share"] for s in steps]), abs=0.01)
+        # of both halves of the batch, which are about equal
+        assert got.value_mean == pytest.approx(before.mean(), abs=0.2) and got.return_mean == pytest.approx(batch.returns.mean(), abs=0.2)
+        assert distance(weights, {n: p.detach().numpy() for n, p in reference.named.items()}, start) < 2e-4
+    assert max(s.clip_share for s in found["stats"]) > 0.05, "values are clipped"
+    assert min(s.grad_norm for s in found["stats"]) > 0.3, "gradients are clipped"
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(1, "critic/1 of 2 at 0 after 1"), (2, "critic/0 of 1 at 3 after 1")])
+def test_it_goes_on_from_a_snapshot(cases: Any, ranks: int, name: str) -> None:
+    of, from_ranks = name.split(" of ")[0], int(name.split(" of ")[1][0])
+    uncut, went_on = cases.result(of, from_ranks), cases.result(name, ranks)
+    for got, wanted in zip(went_on["weights"], uncut["weights"][1:], strict=True):
+        assert distance(got, wanted, uncut["weights"][0]) < 1e-4
+    assert [s.learning_rate for s in went_on["stats"]] == [s.learning_rate for s in uncut["stats"][1:]]
+
+
+def test_its_folder_is_a_model_that_transformers_loads(cases: Any, tmp_path: Path) -> None:
+    found = cases.result("critic/0", 1)
+    files = {"config.json": found["config"], "model.safetensors": found["snapshots"][1]["model.safetensors"]}
+    model, told = AutoModelForSequenceClassification.from_pretrained(write_folder(tmp_path, files), output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    assert json.loads(found["config"])["architectures"] == ["Qwen2ForSequenceClassification"]
+    np.testing.assert_array_equal(model.score.weight.detach(), found["weights"][0]["score.weight"])
+
+
+def test_the_head_is_taken_by_its_name_or_drawn(tmp_path: Path) -> None:
+    files = tiny_policy(width=64)
+    head = torch.arange(64.0)[None]
+    with_head = {**files, "model.safetensors": save({**load(files["model.safetensors"]), "value_head.weight": head}, {"format": "pt"})}
+    folder = write_folder(tmp_path / "a", with_head)
+    assert torch.equal(load_critic(folder, "float32", False, "value_head", 1).score.weight, head)
+    drawn = [load_critic(folder, "float32", False, "score", seed).score.weight.detach() for seed in (1, 1, 2)]
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    assert drawn[0].std() == pytest.approx(1 / 65, rel=0.4)
+    config = {**json.loads(files["config.json"]), "model_type": "mamba"}
+    other = write_folder(tmp_path / "b", {**files, "config.json": json.dumps(config).encode()})
+    with pytest.raises(UserError, match=r"critic\.path: "):
+        load_critic(other, "float32", False, "score", 1)
