@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.weights.folder import read_folder, write_folder
+from rlhfless_ray.weights.folder import KEPT, read_folder, write_folder
+
+HUB_MODEL = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
 def cache_folder() -> Path:
@@ -24,7 +27,7 @@ def initial_policy(recipe: Recipe) -> tuple[dict[str, bytes], bool]:
     """The policy's files, and whether a warm start is still owed. Raises UserError for a folder that is no model."""
     _quiet_libraries()
     if recipe.policy.path:
-        return read_folder(Path(recipe.policy.path)), False
+        return read_folder(model_folder(recipe.policy.path, "policy.path")), False
     from rlhfless_ray.learn.scratch import scratch_policy
     from rlhfless_ray.learn.warm_start import warm_start_key
     from rlhfless_ray.prompts.tasks import task
@@ -33,6 +36,23 @@ def initial_policy(recipe: Recipe) -> tuple[dict[str, bytes], bool]:
     if kept.is_dir():
         return read_folder(kept), False
     return scratch_policy(recipe, task(recipe.prompts.task)), recipe.warm_start.steps > 0
+
+
+def model_folder(name: str, setting: str) -> Path:
+    """A local folder, or the copy of a model on the Hugging Face hub that `org/name` names, fetched where it is not there yet.
+    Raises UserError where the hub does not give it; `setting` is the recipe's key."""
+    if Path(name).exists() or not HUB_MODEL.fullmatch(name):
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[f"*{suffix}" for suffix in KEPT], ignore_patterns=["*/*"]))
+    except Exception as error:  # of many types: no network, no such model, no right to it
+        words = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{setting}: there is no folder {name}, and the Hugging Face hub does not give a model of that name ({words}); give a "
+            "local model folder, or check name, network and login"
+        ) from None
 
 
 def keep_policy(recipe: Recipe, files: dict[str, bytes]) -> None:

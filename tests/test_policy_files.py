@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.learn.scratch import scratch_policy
-from rlhfless_ray.policy_files import check_kv_cache, context_tokens, kv_cache_bytes
+from rlhfless_ray.policy_files import check_kv_cache, context_tokens, kv_cache_bytes, model_folder
 from rlhfless_ray.prompts.tasks import task
 from rlhfless_ray.weights.folder import write_folder
 from tests.conftest import small_recipe
@@ -56,3 +57,24 @@ def test_a_cache_too_small_for_the_longest_sequence_is_named_with_what_it_takes(
         check_kv_cache(recipe, files, 17)
     check_kv_cache(Recipe.parse({**tree, "rollout": {**tree["rollout"], "kv_cache_mb": 23}}), files, 17)
     assert kv_cache_bytes(config(model_type="gemma3"), 417, 32, "float32") is None  # sliding windows: the engine decides
+
+
+def test_a_name_on_the_hub_is_fetched_and_a_folder_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked = []
+
+    def fetch(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append((name, "*.safetensors" in allow_patterns, "*.bin" in allow_patterns))
+        if name == "org/gone":
+            raise ConnectionError("no\nnetwork")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "here").mkdir(parents=True)
+    for name in ("org/here", "/nowhere", "./org/x", "name"):
+        assert model_folder(name, "policy.path") == Path(name)
+    assert not asked and model_folder("org/there", "policy.path") == tmp_path and asked == [("org/there", True, False)]
+    with pytest.raises(UserError, match=r"critic\.path: there is no folder org/gone, and the Hugging Face hub .* \(no network\)"):
+        model_folder("org/gone", "critic.path")

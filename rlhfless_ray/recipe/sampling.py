@@ -11,7 +11,8 @@ from rlhfless_ray.recipe.section import OffIsAWord, Section
 
 class Policy(Section):
     path: str = ""
-    """A local Hugging Face folder of a causal LM. Empty: a small one is made from scratch for a built-in task."""
+    """A Hugging Face folder of a causal LM, or its name `org/name` on the hub. Empty: a small one is made from scratch for a
+    built-in task."""
     hidden_size: int = Field(128, ge=32, multiple_of=32)
     """Width of a policy made from scratch (heads are 32 wide: vLLM's CPU attention refuses narrower ones)."""
     layers: int = Field(3, ge=1)
