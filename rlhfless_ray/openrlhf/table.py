@@ -339,7 +339,10 @@ RULES: tuple[Rule, ...] = (
     _row("use_ms", "cond", "policy.hub", lambda x, v: {"policy.hub": "modelscope" if x else "huggingface"}),
 )
 
-ALWAYS: dict[str, Any] = {"learner.ranks_may_shrink": True, "watch.metric_names": "openrlhf", "prompts.add_bos": False}
+ALWAYS: dict[str, Any] = {
+    "learner.ranks_may_shrink": True, "watch.metric_names": "openrlhf", "prompts.add_bos": False,
+    "reward.timeout_s": 180.0,  # of its HTTP client; its reward functions have no limit
+}
 """What no flag says and a drop-in needs, as soon as the recipe can say it: start smaller where the cluster is; metric names;
 prompts' tokens without those that a tokenizer adds."""
 

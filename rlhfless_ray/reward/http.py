@@ -85,11 +85,12 @@ class Server:
         self.failures, self.rests_until_s = 0, 0.0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Batch:
     queries: list[Query]
     tries: int = 0
     first_s: float = math.inf  # when it failed first
+    rests_until_s: float = 0.0
 
 
 class HttpWorker(Worker):
@@ -115,14 +116,14 @@ class HttpWorker(Worker):
         running: dict[Future[list[Score]], tuple[Server, _Batch]] = {}
         with ThreadPoolExecutor(AT_ONCE, "reward-http") as threads:
             while running or (waiting and time.monotonic() < end):
-                while waiting and len(running) < AT_ONCE and time.monotonic() < end and (server := self._next_server()):
-                    batch = waiting.popleft()
+                while len(running) < AT_ONCE and time.monotonic() < end and (batch := _rested(waiting)) and (server := self._next()):
+                    waiting.remove(batch)
                     running[threads.submit(self._post, server.url, batch.queries)] = server, batch
-                rests_s = max(0.0, min(server.rests_until_s for server in self.servers) - time.monotonic())
+                rest_s = self._rest_s(waiting)
                 if not running:
-                    time.sleep(min(rests_s, max(0.0, end - time.monotonic())))
+                    time.sleep(min(rest_s, max(0.0, end - time.monotonic())))
                     continue
-                done, _ = wait(running, timeout=max(0.05, rests_s) if waiting else None, return_when=FIRST_COMPLETED)
+                done, _ = wait(running, timeout=max(0.05, rest_s) if waiting else None, return_when=FIRST_COMPLETED)
                 for future in done:
                     server, batch = running.pop(future)
                     scores += self._heard(server, batch, future, waiting)
@@ -137,7 +138,12 @@ class HttpWorker(Worker):
             return _Batch(queries, *self.troubled[queries[0][0]][1:])
         return _Batch(queries)
 
-    def _next_server(self) -> Server | None:
+    def _rest_s(self, waiting: deque[_Batch]) -> float:
+        """Until there is a server to ask and something to ask it."""
+        servers = min(server.rests_until_s for server in self.servers)
+        return max(0.0, servers - time.monotonic(), min((batch.rests_until_s for batch in waiting), default=0.0) - time.monotonic())
+
+    def _next(self) -> Server | None:
         now = time.monotonic()
         for _ in range(len(self.servers)):
             self.servers.rotate(-1)
@@ -147,7 +153,7 @@ class HttpWorker(Worker):
 
     def _heard(self, server: Server, batch: _Batch, future: Future[list[Score]], waiting: deque[_Batch]) -> list[Score]:
         now = time.monotonic()
-        words, final = "", False
+        words, refused, final = "", False, False
         try:
             scores = future.result()
         except _NoAnswer as error:
@@ -156,8 +162,8 @@ class HttpWorker(Worker):
             self.failing_since_s = self.failing_since_s or now
             self._check_deadline(now)
         except _Refused as error:
-            words, final = str(error), error.final
-        if not words or final:
+            words, refused, final = str(error), True, error.final
+        if not words or refused:  # it lives
             server.answered()
             self.failing_since_s, self.answered_s = None, now
         if not words:
@@ -170,10 +176,12 @@ class HttpWorker(Worker):
         batch.tries += 1
         batch.first_s = min(batch.first_s, now)
         key = batch.queries[0][0]
-        if final or (batch.tries >= TRIES and self.answered_s > batch.first_s):
+        if final or (batch.tries >= TRIES and (refused or self.answered_s > batch.first_s)):
             self.troubled.pop(key, None)
             again = "" if final else f", tried {batch.tries} times"
             return [Score(key, None, f"{server.url}: {words}{again}")]
+        if refused:
+            batch.rests_until_s = now + min(LONGEST_REST_S, FIRST_REST_S * 2 ** (batch.tries - 1))
         self.troubled[key] = batch.queries[0], batch.tries, batch.first_s
         waiting.append(batch)
         return []
@@ -214,6 +222,11 @@ class HttpWorker(Worker):
             raise _Refused(f"answered with what is no JSON: {text[:SHOWN_CHARACTERS]!r}", True) from None
         except BadReturn as error:
             raise _Refused(f"answered with {error}", True) from None
+
+
+def _rested(waiting: deque[_Batch]) -> _Batch | None:
+    now = time.monotonic()
+    return next((batch for batch in waiting if batch.rests_until_s <= now), None)
 
 
 def _shown(error: urllib.error.HTTPError) -> str:

@@ -171,6 +171,8 @@ def _answer(pool: Pool, worker: Instance, ref: Any) -> list[Score] | None:
     except RayActorError:
         return None
     except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, RunError):
+            raise RunError(str(error.cause)) from error
         raise RunError(f"the reward worker failed: {error.cause or error}") from error
     pool.ledger.spans([lease.id for lease in worker.leases], spans)
     return scores

@@ -138,7 +138,7 @@ def test_a_recipe_with_every_key_takes_every_flag(grown):
     assert tree["lora"]["rank"] == 8 and tree["algorithm"]["filter_range"] == [0, 1] and tree["rollout"]["max_lag_steps"] == 1
     assert tree["reward"] == {
         "function": "/r.py:reward_func", "contract": "openrlhf", "clip_range": [-10, 10], "overlong_buffer_tokens": None,
-        "stop_properly_penalty": None,
+        "stop_properly_penalty": None, "timeout_s": 180.0,
     }  # fmt: skip
     assert tree["learner"]["schedule"] == "cosine_with_min_lr" and tree["learner"]["min_rate_share"] == 0.1
     assert found.settings["learner.betas"] == [0.9, 0.95] and "critic" not in tree
