@@ -9,7 +9,9 @@ import pytest
 
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.reward.functions import RewardSource, load_reward
+from rlhfless_ray.reward.functions import RewardSource, Source, load_reward
+from rlhfless_ray.reward.http import HttpSource
+from rlhfless_ray.reward.queries import QuerySource
 
 
 def recipe(function: str, **prompts: str) -> Recipe:
@@ -104,3 +106,39 @@ def test_other_spellings_are_refused(function: str) -> None:
 def test_math_needs_an_answer_column() -> None:
     with pytest.raises(UserError, match=r"set prompts.answer_column"):
         load_reward(recipe("math", path="rows.jsonl", answer_column=""))
+
+
+def test_each_source_is_found_by_its_setting(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def reward_func(queries, prompts, labels, **kwargs): return [0.0]")
+    tree = {"prompts": {"path": "rows.jsonl", "answer_column": "solution"}, "policy": {"path": "model"}}
+
+    def found(**reward: object) -> Source:
+        return load_reward(Recipe.parse({**tree, "reward": reward}))
+
+    queries = found(function=f"{tmp_path / 'r.py'}:reward_func", contract="openrlhf", batch_samples=4)
+    assert isinstance(queries, QuerySource) and (queries.batch_samples, queries.label_column) == (4, "solution")
+    assert queries.call_s(10.0) == 80.0, "a batch of four, then each alone"
+    urls = ["http://127.0.0.1:5000/get_reward", "https://host/r"]
+    http = found(url=urls, deadline_s=60)
+    assert http == HttpSource(tuple(urls), "solution", 60.0) and http.pool_kind == "score" and http.call_s(10.0) == 10.0
+    with pytest.raises(UserError, match=r"reward.contract: `openrlhf` is for functions of a file, not for reward.function `math`"):
+        found(function="math", contract="openrlhf")
+    with pytest.raises(UserError, match=r"cannot take three arguments; write `def reward_func\(prompt: str"):
+        (tmp_path / "r.py").write_text("def reward_func(queries): return [0.0]")
+        found(function=f"{tmp_path / 'r.py'}:reward_func")
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ({}, "name one: `task`, `math` or `path/to/file.py:name`; or set reward.url or model_path"),
+        ({"function": "math", "url": ["http://host/r"]}, "reward.url: rewards have one source; set it or reward.function"),
+        ({"url": ["http://host/r"], "model_path": "folder"}, "reward.model_path: rewards have one source; set it or reward.url"),
+        ({"function": "math", "contract": "other"}, "`reward.contract`"),
+        ({"function": "math", "batch_samples": 0}, "`reward.batch_samples`"),
+    ],
+)
+def test_a_recipe_names_one_source(reward: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Recipe.parse({"prompts": {"task": "chain"}, "reward": reward})
+    assert words in str(caught.value)
