@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -122,8 +123,10 @@ def test_too_many_failures_stop_the_scoring() -> None:
     check_failures(samples, failed, 0.06)
 
 
-def test_a_worker_answers_with_what_it_has_when_its_time_is_over() -> None:
-    text = "import time\ndef score(prompt, response, row):\n    time.sleep(0.05)\n    return 1.0\n"
+def test_a_worker_answers_with_what_it_has_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0.0, 0.05)  # a sample takes 0.05 s
+    monkeypatch.setattr("rlhfless_ray.reward.worker.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    text = "def score(prompt, response, row):\n    return 1.0\n"
     worker = RewardWorker(RewardSource("file", "score", file="mine.py", text=text), 5.0)
     items = [(i, "", "", {}) for i in range(9)]
     assert [s.key for s in worker.score(items, 0.12)] == [0, 1, 2]
