@@ -6,6 +6,7 @@ for Ray's retry tick. So a lease is handed from one function to the next where i
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from rlhfless_ray.waits import STOP
 
 NODES_S = 1.0  # for how long a list of nodes serves to choose one: Ray takes milliseconds to make it
 NOTICES_S = 0.25  # the same for notices of drained nodes: a notice gives little time, and asking takes a millisecond
+ANSWER_S = 2.0  # for a node to take a connection
 PREFERRED_S = 1.0  # longest wait for a slot of a certain node, where any would do: Ray's retry tick and a little more
 
 
@@ -66,6 +68,7 @@ class Leases:
         self.nodes: tuple[dict[str, int], dict[str, dict[str, str]]] = {}, {}  # slots and labels, as of `nodes_s`
         self.nodes_s = -float("inf")
         self.notices: Callable[[], set[str]] = draining_nodes  # ids of the nodes that will soon be gone
+        self.lost: set[str] = set()  # ids of nodes that do not answer, though Ray may still count them
         self.drained: tuple[set[str], float] = set(), -float("inf")  # as they were then
         self.asked_leases = 0
         self.handed_over = 0
@@ -145,7 +148,7 @@ class Leases:
     def seen_nodes(self) -> tuple[dict[str, int], dict[str, dict[str, str]]]:
         """Slots of the nodes that were alive a second ago, without those that are drained, and labels of all."""
         if time.monotonic() - self.nodes_s > NODES_S:
-            going = self.draining()
+            going = self.draining() | self.lost
             slots = {node: n for node, n in node_slots(self.resource).items() if node not in going}
             self.nodes, self.nodes_s = (slots, node_labels()), time.monotonic()
         return self.nodes
@@ -163,8 +166,14 @@ class Leases:
 
     def gone(self, nodes: list[str]) -> list[str]:
         """Those of `nodes` that are not there any more."""
-        alive = alive_nodes() if nodes else set()
+        alive = alive_nodes() - self.lost if nodes else set()
         return [node for node in nodes if node not in alive]
+
+    def lose(self, node: str) -> bool:
+        """Whether a node is gone whose processes do not answer: Ray itself takes up to half a minute to say so."""
+        if not node_answers(node):
+            self.lost.add(node)
+        return node in self.lost
 
     def _wait_granted(self, request: Request, until: float) -> str | None:
         """The node of the granted slot, None past the deadline. Ray's own wait rounds a timeout down to whole seconds."""
@@ -256,6 +265,18 @@ def draining_nodes() -> set[str]:
     import ray._private.state as state
 
     return set(state.state.get_draining_nodes())
+
+
+def node_answers(node_id: str) -> bool:
+    """Whether the node's own process of Ray takes connections."""
+    node = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
+    if node is None or not node["Alive"]:
+        return False
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=ANSWER_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def node_slots(resource: str) -> dict[str, int]:

@@ -184,7 +184,7 @@ class Pool:
         live after some seconds hangs."""
         end = time.monotonic() + KNOWN_S
         while True:
-            if self.leases.gone([instance.slot.node for instance in instances]):
+            if any(self.leases.lose(node) for node in {instance.slot.node for instance in instances}):
                 return Cause.NODE_LOST
             ended = [for_memory for alive, for_memory in (actor_state(i.actor) for i in instances) if not alive]
             if ended:

@@ -17,7 +17,6 @@ from ray.exceptions import RayActorError, RayTaskError
 from placement.policy import Decision, Release
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.instance import Instance, State, reason_of
-from rlhfless_ray.functions.lease import alive_nodes
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.rollout.beside import Beside
 from rlhfless_ray.rollout.launches import Launch, Launches
@@ -279,7 +278,7 @@ class _Rollout:
             return
         self.launches.spread(orphans, others, self.expected)
         self.unreserve(orphans.tolist())
-        here = instance.slot.node in alive_nodes()
+        here = not self.pool.leases.gone([instance.slot.node])
         if here and self.migration is not None and self.tail_s() > self.start_s:
             self.pool.replace(instance)  # it gets its part by a move, as soon as it can work
             fetch_weights(self.pool, self.weights)

@@ -47,6 +47,9 @@ class Cluster(Leases):
     def gone(self, nodes: list[str]) -> list[str]:
         return [node for node in nodes if node not in self.free]
 
+    def lose(self, node: str) -> bool:
+        return node not in self.free
+
     def with_room(self, nodes: list[str]) -> list[str]:
         return nodes
 
