@@ -300,8 +300,8 @@ def test_samples_are_on_disk_when_scoring_ends_the_run(tmp_path: Path, monkeypat
     run.record.samples = lambda *a: Record.samples(run.record, *a)
     done = Completion(0, np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0)
     samples = [Sample(Prompt(i, "p", (1,)), 0, done, "r", reward=None if i else 1.0, error="boom" if i else None) for i in range(3)]
-    monkeypatch.setattr(score, "score_samples", lambda *_, **__: 2)
+    monkeypatch.setattr(score.Scoring, "finish", lambda self, announce: setattr(self, "failed", 2))
     with pytest.raises(RunError, match="2 of 3 samples could not be scored"):
-        ScoreStage(run.site, None).score(samples, 4, name)  # type: ignore[arg-type]
+        ScoreStage(run.site, SimpleNamespace(working=[])).score(samples, 4, name)  # type: ignore[arg-type]
     lines = (run.folder.path / "samples" / f"{name}_4.jsonl").read_text().splitlines()
     assert [json.loads(line)["error"] for line in lines] == [None, "boom", "boom"]

@@ -29,12 +29,12 @@ def reward_func(queries, prompts, labels, **kwargs):
 """
 OLD = """--pretrain model --save_path out --remote_rm_url reward.py --prompt_data data.jsonl --input_key prompt --label_key label
 --advantage_estimator reinforce --rollout_batch_size 4 --n_samples_per_prompt 2 --train_batch_size 4 --num_episodes 1
---prompt_max_len 64 --generate_max_len 16 --vllm_num_engines 1 --init_kl_coef 0 --zero_stage 2 --bf16 --lr_scheduler constant
+--prompt_max_len 64 --generate_max_len 16 --vllm_num_engines 1 --init_kl_coef 0 --zero_stage 2 --bf16
 --actor_num_nodes 1 --actor_num_gpus_per_node 1 --micro_rollout_batch_size 2 --micro_train_batch_size 2 --elastic.cluster.cpus 2"""
 NEW = """--actor.model_name_or_path model --ckpt.output_dir out --reward.remote_url reward.py --data.prompt_dataset data.jsonl,more.csv
 --data.input_key prompt --data.label_key label --algo.advantage.estimator group_norm --rollout.batch_size 4 --train.batch_size 8
 --rollout.n_samples_per_prompt 2 --data.max_len 64 --vllm.num_engines 1 --algo.kl.init_coef 0 --ds.zero_stage 2 --ds.param_dtype bf16
---actor.num_nodes 1 --actor.num_gpus_per_node 1 --rollout.micro_batch_size 2 --train.micro_batch_size 2 --actor.lr_scheduler constant
+--actor.num_nodes 1 --actor.num_gpus_per_node 1 --rollout.micro_batch_size 2 --train.micro_batch_size 2
 --eval.dataset eval.jsonl --eval.steps 2 --eval.n_samples_per_prompt 2 --ckpt.path ckpt --ckpt.save_steps 1 --ckpt.max_num 1
 --ckpt.save_hf --ckpt.load_enable --logger.tensorboard_dir tb --logger.wandb.run_name mine --elastic.cluster.cpus 2"""
 
