@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ import pytest
 from rlhfless_ray.errors import RunError, UserError
 from rlhfless_ray.reward import http as module
 from rlhfless_ray.reward.http import HttpSource, HttpWorker
+from tests.conftest import ROOT, environment
 
 Answer = Callable[[dict[str, Any], int], Any]  # body, number of the request → what to answer: JSON, (status, text) or None: hang up
 
@@ -196,6 +199,19 @@ def test_labels_must_fit_into_json() -> None:
     with standing(lengths) as (one,):
         score = worker(one.url).score([(0, "q", "p", {1, 2})], 5.0)[0]
     assert "the label cannot be written as JSON" in score.error
+
+
+def test_the_environments_proxy_is_not_asked() -> None:
+    code = """
+from rlhfless_ray.reward.http import HttpSource
+print(HttpSource.load([URL], "", 5.0, 1).worker(5.0).score([(0, "abc", "", "")], 5.0)[0].reward)
+"""
+    with standing(lengths) as (one,):
+        done = subprocess.run(
+            [sys.executable, "-c", code.replace("URL", repr(one.url))], cwd=ROOT, env={**environment(), "http_proxy": nowhere()},
+            capture_output=True, text=True, timeout=100,
+        )
+    assert done.stdout == "3.0\n", done.stderr
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:5000/get_reward", "rewards.txt", "ftp://host/x", "http:///x", ""])
