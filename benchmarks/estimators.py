@@ -27,7 +27,6 @@ from benchmarks.logprob_memory import Heads, LogprobPeak, logprob_peaks
 from benchmarks.peak import added_peak_bytes
 from benchmarks.peer_env import peer_python
 from benchmarks.results import Target, make_console, save, show_targets
-from rlhfless_ray.learn.batch import micro_batches
 from rlhfless_ray.learn.estimators import estimate, normalise
 from rlhfless_ray.learn.loss import clipped_loss, sequence_ratios
 from rlhfless_ray.learn.packing import packed, padded, padding_share
@@ -67,12 +66,22 @@ def gsm8k_lengths(samples: int, seed: int, group: int = 8) -> np.ndarray:
     return (np.repeat(np.maximum(np.round(prompts), 1), group) + np.clip(np.round(answers), 1, 1024)).astype(np.int64)
 
 
+def by_length(lengths: np.ndarray, budget: int) -> list[np.ndarray]:
+    """The plain way: sorted by length, each micro-batch as full as it gets."""
+    order, cuts, start = np.argsort(-lengths, kind="stable"), [], 0
+    while start < len(order):
+        size = max(1, budget // int(lengths[order[start]]))
+        cuts.append(order[start : start + size])
+        start += size
+    return cuts
+
+
 def padding(samples: int, budget: int, ranks: int) -> Padding:
     lengths = gsm8k_lengths(samples, seed=samples)
     cut, rows = padded(lengths, budget, ranks), packed(lengths, budget, ranks)
     loads = [sum(int(lengths[part].sum()) for part in mine) for mine in rows]
     return Padding(
-        samples, budget, ranks, padding_share(lengths, micro_batches(lengths, budget, ranks)), padding_share(lengths, cut),
+        samples, budget, ranks, padding_share(lengths, [by_length(lengths, budget)]), padding_share(lengths, cut),
         sum(len(part) > 0 for mine in cut for part in mine), float(lengths.sum()) / (budget * ranks * len(rows[0])),
         max(loads) * ranks / float(lengths.sum()) - 1,
     )

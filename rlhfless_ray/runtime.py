@@ -373,7 +373,8 @@ class Runtime:
 
     def _model(self, learner: dict[str, bytes]) -> dict[str, bytes]:
         """The policy as Hugging Face's libraries load it: the learner's weights beside tokenizer and config."""
-        return {**without_weights(self.files), "model.safetensors": learner["model.safetensors"]}
+        weights = learner.get("ema.safetensors", learner["model.safetensors"])  # the average, where one is kept
+        return {**without_weights(self.files), "model.safetensors": weights}
 
     # ---- the end ----------------------------------------------------------------------------------------------
 

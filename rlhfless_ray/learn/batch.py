@@ -86,30 +86,3 @@ def optimizer_steps(batch: Batch, algorithm: dict[str, Any], seed: list[int]) ->
     for _ in range(algorithm["epochs"]):
         parts += mini_batches(batch, algorithm["updates_per_step"], algorithm["batch_samples"], rng)
     return parts
-
-
-def micro_batches(lengths: np.ndarray, max_tokens: int, ranks: int) -> list[list[np.ndarray]]:
-    """Cut sequences into micro-batches of at most `max_tokens` padded tokens, the same number for each rank.
-
-    Sequences sorted by length share a micro-batch, which keeps padding low; micro-batches are dealt to the ranks so
-    that their padded tokens balance (largest first). A sequence longer than the budget gets a micro-batch of its own.
-    Collectives need every rank to run the same number, so short ranks get empty ones. Returns, per rank, index arrays.
-    """
-    order = np.argsort(-lengths, kind="stable")
-    budget = max_tokens
-    if ranks > 1 and len(lengths):  # at least one micro-batch per rank where there are sequences enough
-        budget = min(max_tokens, max(int(lengths.max()), int(np.ceil(lengths.sum() * 1.1 / ranks))))
-    cuts: list[np.ndarray] = []
-    start = 0
-    while start < len(order):
-        size = max(1, budget // int(lengths[order[start]]))
-        cuts.append(order[start : start + size])
-        start += size
-    loads = [0] * ranks
-    dealt: list[list[np.ndarray]] = [[] for _ in range(ranks)]
-    for cut in sorted(cuts, key=lambda c: -int(lengths[c[0]]) * len(c)):
-        rank = min(range(ranks), key=lambda r: loads[r])
-        dealt[rank].append(cut)
-        loads[rank] += int(lengths[cut[0]]) * len(cut)
-    most = max((len(d) for d in dealt), default=0)
-    return [d + [np.empty(0, np.int64)] * (most - len(d)) for d in dealt]

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfless_ray.learn.batch import Batch, micro_batches, optimizer_steps
+from rlhfless_ray.learn import packing
+from rlhfless_ray.learn.batch import Batch, optimizer_steps
 from rlhfless_ray.learn.loss import token_weights, value_loss
 from rlhfless_ray.learn.model import TokenValues, load_critic, padded
 from rlhfless_ray.learn.trainer import Trainer
@@ -76,7 +77,7 @@ class Critic:
         return merged(stats), [Span("work", "update", start, time.time())]
 
     def _share(self, batch: Batch, indices: np.ndarray) -> list[np.ndarray]:
-        cuts = micro_batches(batch.lengths[indices], self.section["micro_batch_tokens"], self.ranks)[self.rank]
+        cuts = packing.padded(batch.lengths[indices], self.section["micro_batch_tokens"], self.ranks)[self.rank]
         return [indices[cut] for cut in cuts]
 
     def _forward(self, tensors: dict[str, Tensor]) -> Tensor:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfless_ray.learn.batch import Batch, micro_batches, optimizer_steps
+from rlhfless_ray.learn import packing
+from rlhfless_ray.learn.batch import Batch, optimizer_steps
 from rlhfless_ray.learn.importance import Correction, correction_weights
 from rlhfless_ray.learn.kl import bounded_kl, unbiased_kl
 from rlhfless_ray.learn.loss import clipped_loss, importance_weights, sequence_ratios, token_ratios, token_weights
@@ -116,7 +117,7 @@ class Learner:
         return self._backward(batch, indices, None, weight_of, whole)
 
     def _share(self, batch: Batch, indices: np.ndarray) -> list[np.ndarray]:
-        cuts = micro_batches(batch.lengths[indices], self.learner["micro_batch_tokens"], self.ranks)[self.rank]
+        cuts = packing.padded(batch.lengths[indices], self.learner["micro_batch_tokens"], self.ranks)[self.rank]
         return [indices[cut] for cut in cuts]
 
     def logprobs(self, batch: Batch, threads: int) -> tuple[tuple[np.ndarray, np.ndarray], list[Span]]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlhfless_ray.learn.ema import ema_update
 from rlhfless_ray.learn.offload import leave_device, return_to_device
 from rlhfless_ray.learn.optimizer_state import full_moments, full_weights, link_moments, plain_optimizer, restore_moments
 from rlhfless_ray.learn.schedule import rate
@@ -33,6 +34,7 @@ class Trainer:
         self.ranks, self.stage = section["ranks"], section["zero_stage"]
         self.optimizer_steps = 0
         self.engine: Any = None
+        self.average: dict[str, Tensor] | None = None  # of the weights, in float32 on rank 0's host, where one is kept
         self.linked = False  # ZeRO 1 and 2 know the moments of all parameters
         self.away = False  # parked on a GPU's host
         self.kept: dict[str, Any] | None = None  # the snapshot while away, where it cannot be made there
@@ -73,6 +75,8 @@ class Trainer:
         if self.stage == 0:
             self.engine.enable_backward_allreduce = False  # `step` reduces, so that it can look before it steps
         self._forget_trial_step()
+        if self.section["ema_beta"] is not None:
+            self._average({} if state is None else state["average"])
         if state is not None:
             self.optimizer_steps = int(state["optimizer_steps"])
             restore_moments(self.engine, self.stage, state["moments"], self.optimizer_steps)
@@ -167,11 +171,26 @@ class Trainer:
             applied = bool(self.engine.was_step_applied())
         if applied:
             self.optimizer_steps += 1
+            if self.section["ema_beta"] is not None:
+                self._average()
             if self.stage in (1, 2) and not self.linked:
                 link_moments(self.engine)
                 self.linked = True
             return norm, True, ""
         return norm, False, "the loss is not finite" if not loss_is_finite else f"the gradient norm is {norm}"
+
+    def _average(self, start: dict[str, Tensor] | None = None) -> None:
+        """Take the weights of now into their average; or, with `start`, begin with it, with the weights where it is empty."""
+        if self.rank and self.stage < 3:
+            return
+        weights = {name: x for name, x in full_weights(self.engine, self.stage).items() if not self._is_tied(name)}
+        if self.rank:
+            return
+        if start is not None:
+            self.average = start or {name: x.detach().float().clone() for name, x in weights.items()}
+        else:
+            assert self.average is not None
+            ema_update(self.average, weights, self.section["ema_beta"])
 
     # ---- what others take -------------------------------------------------------------------------------------
 
@@ -196,6 +215,7 @@ class Trainer:
         return {
             "weights": {name: tensor.clone() for name, tensor in weights.items()},
             "moments": moments,
+            "average": {name: x.clone() for name, x in (self.average or {}).items()},
             "optimizer_steps": self.optimizer_steps,
             "rng": torch.get_rng_state(),
         }
@@ -209,7 +229,9 @@ class Trainer:
             return None
         weights = {name: tensor.contiguous() for name, tensor in state["weights"].items() if not self._is_tied(name)}
         numbers = {"optimizer_steps": state["optimizer_steps"]}
+        average = {"ema.safetensors": save(state["average"], metadata={"format": "pt"})} if state["average"] else {}
         return {
+            **average,
             "model.safetensors": save(weights, metadata={"format": "pt"}),
             "optimizer.safetensors": save({**state["moments"], "rng": state["rng"]}),
             "learner.json": json.dumps(numbers).encode(),
@@ -264,4 +286,6 @@ def state_from_bytes(files: dict[str, bytes]) -> dict[str, Any]:
 
     moments = load(files["optimizer.safetensors"])
     rng = moments.pop("rng")
-    return {"weights": load(files["model.safetensors"]), "moments": moments, "rng": rng, **json.loads(files["learner.json"])}
+    average = load(files["ema.safetensors"]) if "ema.safetensors" in files else {}
+    weights = load(files["model.safetensors"])
+    return {"weights": weights, "moments": moments, "rng": rng, "average": average, **json.loads(files["learner.json"])}

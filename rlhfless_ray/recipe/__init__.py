@@ -15,11 +15,11 @@ from rlhfless_ray.recipe.reading import apply, known_keys, one_line, sentence
 from rlhfless_ray.recipe.running import Checkpoint, Cluster, Functions, Objective, Price, Run, Save, Watch
 from rlhfless_ray.recipe.sampling import Policy, Reward, Rollout, WarmStart
 from rlhfless_ray.recipe.section import Section
-from rlhfless_ray.recipe.training import COMPARES, Algorithm, Critic, Learner
+from rlhfless_ray.recipe.training import COMPARES, Algorithm, Critic, Ema, Learner
 
 __all__ = [
-    "Algorithm", "Checkpoint", "Cluster", "Critic", "Evaluate", "Functions", "Learner", "Objective", "Policy", "Price", "Prompts", "Recipe",
-    "Reward", "Rollout", "Run", "Save", "WarmStart", "Watch", "known_keys",
+    "Algorithm", "Checkpoint", "Cluster", "Critic", "Ema", "Evaluate", "Functions", "Learner", "Objective", "Policy",
+    "Price", "Prompts", "Recipe", "Reward", "Rollout", "Run", "Save", "WarmStart", "Watch", "known_keys",
 ]
 
 
@@ -36,6 +36,7 @@ class Recipe(Section):
     algorithm: Algorithm = Algorithm()
     learner: Learner = Learner()
     critic: Critic = Critic()
+    ema: Ema = Ema()
     functions: Functions = Functions()
     objective: Objective = Objective()
     price: Price = Price()
@@ -94,12 +95,12 @@ class Recipe(Section):
 
     def learner_section(self) -> dict[str, Any]:
         """What a rank of the learner needs of `learner`."""
-        return {**self.learner.model_dump(), "optimizer_steps": self.optimizer_steps}
+        return {**self.learner.model_dump(), "optimizer_steps": self.optimizer_steps, "ema_beta": self.ema.beta}
 
     def critic_section(self) -> dict[str, Any]:
         """The same for the critic, with what it shares with the learner."""
         own = self.critic.model_dump()
-        return {**self.learner_section(), "warmup_steps": 0, "decay_all": False, **own}
+        return {**self.learner_section(), "warmup_steps": 0, "decay_all": False, "ema_beta": None, **own}
 
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:

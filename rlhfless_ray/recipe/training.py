@@ -209,3 +209,9 @@ class Critic(Section):
     """As learner.adam_eps."""
     grad_clip: float = Field(1.0, gt=0)
     """As learner.grad_clip."""
+
+
+class Ema(Section):
+    beta: float | None = Field(None, ge=0, le=1)
+    """An average of the policy's weights is kept, in which the old average has this share at each optimizer step; it is what is
+    saved as the final model. Engines go on with the policy itself. None: there is none."""

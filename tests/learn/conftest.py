@@ -32,7 +32,7 @@ def learner_settings(ranks: int = 1, stage: int = 0, temperature: float = 1.0, *
         "prompts": {"task": "chain"}, "reward": {"function": "task"},
         "learner": {**learner, **changes.get("learner", {})},
         "algorithm": {"clip_low": 0.01, "clip_high": 0.015, "importance_cap": 1.5, **changes.get("algorithm", {})},
-        "policy": {"dtype": changes.get("dtype", "float32")},
+        "policy": {"dtype": changes.get("dtype", "float32")}, "ema": changes.get("ema", {}),
     }
     recipe = Recipe.parse(tree)
     dump = {**recipe.model_dump(), "learner": recipe.learner_section()}
@@ -116,7 +116,7 @@ class Cases:
         def add(name: str, files: dict[str, bytes], batches: list[Any], *stages: int, **changes: Any) -> None:
             for stage in stages:
                 settings = learner_settings(ranks, stage, **changes)
-                snapshots = {"plain": (0, 1), "full": (1,), "tied": (1,), "bf16": (0, 1)}.get(name, ())
+                snapshots = {"plain": (0, 1), "full": (1,), "tied": (1,), "bf16": (0, 1), "averaged": (1, 3)}.get(name, ())
                 cases[f"{name}/{stage}"] = {"settings": settings, "files": files, "batches": batches, "snapshots": snapshots}
 
         add("plain", self.files, self.batches, 0, 1, 2, 3)
@@ -145,6 +145,7 @@ class Cases:
         add("kl in reward", self.files, self.batches, 0, 3, algorithm=in_reward)
         for stage in (0, 3):
             cases[f"kl in reward/{stage}"]["looks"] = True
+        add("averaged", self.files, self.batches, 0, 2, 3, ema={"beta": 0.6})
         add("uncorrected", self.files, self.batches, 0, algorithm=k1)
         add("bf16", self.bf16, self.batches, 1, 2, 3, dtype="bfloat16")
         for of in self.PARKED:  # the device's part is played by the host's own memory
@@ -165,7 +166,7 @@ class Cases:
     CONTINUED: ClassVar = {
         1: [
             ("plain/0", 1, 0), ("plain/2", 2, 0), ("plain/3", 2, 1), ("plain/0", 1, 3), ("full/0", 1, 0), ("tied/3", 2, 2),
-            ("bf16/2", 1, 2), ("bf16/3", 2, 1), ("critic/1", 2, 0),
+            ("bf16/2", 1, 2), ("bf16/3", 2, 1), ("critic/1", 2, 0), ("averaged/3", 2, 0),
         ],
         2: [("plain/0", 1, 2), ("plain/2", 1, 3), ("plain/0", 2, 0), ("tied/0", 1, 3), ("bf16/1", 1, 3), ("critic/0", 1, 3)],
     }
@@ -181,7 +182,7 @@ class Cases:
             cases[f"{name} of {from_ranks} at {stage} after {done}"] = {
                 "settings": {**before["settings"], section: changed}, "files": before["files"],
                 "batches": before["batches"][done:],
-                "state": self.result(name, from_ranks)["snapshots"][done],
+                "state": self.result(name, from_ranks)["snapshots"][done], "snapshots": (2,) if name.startswith("averaged") else (),
             }
         return cases
 

@@ -4,12 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.learn.batch import Batch, micro_batches, mini_batches
-
-LENGTHS = st.lists(st.integers(1, 400), max_size=60).map(lambda x: np.array(x, np.int64))
+from rlhfless_ray.learn.batch import Batch, mini_batches, optimizer_steps
 
 
 def batch_of(sizes: list[tuple[int, int, int]]) -> Batch:
@@ -42,38 +40,6 @@ def test_an_empty_batch_is_a_batch() -> None:
     assert mini_batches(batch, 2) == []
 
 
-@given(LENGTHS, st.integers(1, 2000), st.integers(1, 5))
-@settings(max_examples=300, deadline=None)
-@example(np.array([7], np.int64), 3, 4)
-def test_micro_batches_are_a_partition_within_the_budget(lengths: np.ndarray, budget: int, ranks: int) -> None:
-    dealt = micro_batches(lengths, budget, ranks)
-    assert len(dealt) == ranks
-    assert len({len(cuts) for cuts in dealt}) == 1, "collectives need the same number on every rank"
-    everything = np.concatenate([cut for cuts in dealt for cut in cuts] or [np.empty(0, np.int64)])
-    np.testing.assert_array_equal(np.sort(everything), np.arange(len(lengths)))
-    for cut in (cut for cuts in dealt for cut in cuts):
-        assert len(cut) <= 1 or int(lengths[cut].max()) * len(cut) <= budget
-
-
-@given(st.lists(st.integers(50, 60), min_size=16, max_size=60), st.integers(2, 4))
-@settings(deadline=None)
-def test_no_rank_idles_where_there_is_work_for_all(lengths: list[int], ranks: int) -> None:
-    """With a budget that would hold everything, the batch is still shared out, evenly for sequences of a size."""
-    array = np.array(lengths)
-    loads = [sum(int(array[cut].sum()) for cut in cuts) for cuts in micro_batches(array, 10**6, ranks)]
-    assert min(loads) > 0.5 * max(loads)
-
-
-def test_similar_lengths_share_a_micro_batch() -> None:
-    rng = np.random.default_rng(0)
-    lengths = np.round(rng.lognormal(4, 1, 300)).astype(np.int64)
-    cuts = micro_batches(lengths, 4096, 1)[0]
-    padded = sum(int(lengths[cut].max()) * len(cut) for cut in cuts)
-    in_order = [np.arange(start, min(start + 10, 300)) for start in range(0, 300, 10)]
-    assert padded < 1.3 * lengths.sum()
-    assert padded < 0.5 * sum(int(lengths[cut].max()) * len(cut) for cut in in_order)
-
-
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=50), st.integers(1, 6))
 @settings(deadline=None)
 def test_mini_batches_hold_whole_groups(groups: list[int], count: int) -> None:
@@ -99,3 +65,17 @@ def test_a_part_of_a_batch_holds_its_sequences_whole() -> None:
     for name in Batch.__dataclass_fields__:
         np.testing.assert_array_equal(getattr(taken, name), getattr(part, name))
     assert len(batch.take(np.empty(0, np.int64))) == 0
+
+
+@given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 3), st.integers(0, 5))
+@settings(deadline=None)
+def test_shuffled_optimizer_steps_hold_every_sample_once_an_epoch(n: int, size: int, epochs: int, seed: int) -> None:
+    batch = batch_of([(1, 1, i // 3) for i in range(n)])
+    algorithm = {"epochs": epochs, "updates_per_step": 1, "batch_samples": size}
+    parts = optimizer_steps(batch, algorithm, [seed, 7])
+    per_epoch = -(-n // size)
+    assert len(parts) == epochs * per_epoch and max(map(len, parts)) <= size
+    for start in range(0, len(parts), per_epoch):
+        np.testing.assert_array_equal(np.sort(np.concatenate(parts[start : start + per_epoch])), np.arange(n))
+    again = optimizer_steps(batch, algorithm, [seed, 7])
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))

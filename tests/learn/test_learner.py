@@ -163,6 +163,23 @@ def test_what_the_gang_sees_before_a_step(cases: Any, expected: Any, stage: int,
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_average_of_the_weights_is_kept_and_goes_on(cases: Any, stage: int, ranks: int) -> None:
+    found = cases.result(f"averaged/{stage}", ranks)
+    assert all(same(a, b) for a, b in zip(found["weights"], cases.result(f"plain/{stage}", ranks)["weights"], strict=True))
+    average = published_names(cases.files)
+    for done, weights in enumerate(found["weights"], 1):
+        average = {name: 0.6 * mean + 0.4 * weights[name] for name, mean in average.items()}
+        if done in found["snapshots"]:
+            kept = load_tensors(found["snapshots"][done]["ema.safetensors"])
+            assert kept.keys() == average.keys()
+            assert max(float(np.abs(kept[n].numpy() - average[n]).max()) for n in average) < 1e-6
+    if stage == 3:  # a run on one rank at ZeRO 0 that goes on from what two ranks left
+        kept = load_tensors(cases.result("averaged/3 of 2 at 0 after 1", 1)["snapshots"][2]["ema.safetensors"])
+        assert max(float(np.abs(kept[n].numpy() - average[n]).max()) for n in average) < 3e-5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", EARLY)
 def test_gradients_accumulated_ahead_make_the_same_step(cases: Any, name: str, ranks: int) -> None:
     """To rounding: weights, and all that is told of the step. A step that must be skipped is skipped."""
