@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlhfless_ray.errors import RunError
@@ -32,6 +32,7 @@ class State(Enum):
 
 
 _numbers = itertools.count(1)
+GONE = (RayActorError, ActorUnschedulableError, ObjectLostError)  # what calls raise when the process or its node is lost
 LONGEST_REASON = 500  # characters of another program's words that go into a message
 
 
@@ -77,6 +78,11 @@ class Instance:
             except (RayTaskError, RayActorError) as error:
                 return f"{self.id} could not {what}: {reason_of(error)}"
         return None
+
+
+def raised_at_start(error: BaseException) -> bool:
+    """Whether it is the word of a constructor rather than of a process that died."""
+    return bool(getattr(error, "actor_init_failed", False))
 
 
 def reason_of(error: BaseException) -> str:

@@ -12,7 +12,7 @@ import ray
 
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.faults import Cause
-from rlhfless_ray.functions.instance import Instance, State, reason_of
+from rlhfless_ray.functions.instance import GONE, Instance, State, raised_at_start, reason_of
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.learn.batch import Batch
@@ -367,8 +367,8 @@ class Gang:
             if self.ranks > 1 and (death := _death(refs)) is not None:  # the others fail for it, and may do so first
                 raise LearnerLost(f"{what} failed: a {self.name} process died: {reason_of(death)}") from death
             raise RunError(f"{what} failed: {reason_of(error)}") from error
-        except ray.exceptions.RayActorError as error:
-            if error.actor_init_failed:
+        except GONE as error:
+            if raised_at_start(error):
                 raise RunError(f"{what} failed: {reason_of(error)}") from error
             raise LearnerLost(f"{what} failed: a {self.name} process died: {reason_of(error)}") from error
 
@@ -382,7 +382,7 @@ def _death(refs: list[Any]) -> BaseException | None:
     for ref in refs:
         try:
             ray.get(ref, timeout=max(0.0, end - time.monotonic()))
-        except ray.exceptions.RayActorError as error:
+        except GONE as error:
             return error
         except (ray.exceptions.RayTaskError, ray.exceptions.GetTimeoutError):
             continue

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from placement.policy import Decision, Release
 from rlhfless_ray.errors import RunError
-from rlhfless_ray.functions.instance import Instance, State, reason_of
+from rlhfless_ray.functions.instance import GONE, Instance, State, raised_at_start, reason_of
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.rollout.beside import Beside
 from rlhfless_ray.rollout.launches import Launch, Launches
@@ -155,7 +155,7 @@ class _Rollout:
             del self.launches.running[generator]
             self.ended(launch)
             return
-        except RayActorError as error:
+        except GONE as error:
             del self.launches.running[generator]
             self.died(launch, error)
             return
@@ -254,11 +254,11 @@ class _Rollout:
                 if part := owed[k :: len(stay)]:
                     self.moving.cut(Wish(np.array(part), number, target, "the node is drained"))
 
-    def died(self, launch: Launch, error: RayActorError) -> None:
+    def died(self, launch: Launch, error: Exception) -> None:
         """Its requests go on from what was heard: on the living engines at once, or where there are none on its successor."""
         instance = launch.instance
         preempted = self.pool.cause(instance).is_preemption
-        if error.actor_init_failed and not preempted:  # an exception, not a death: the next process would raise it again
+        if raised_at_start(error) and not preempted:  # an exception, not a death: the next process would raise it again
             raise RunError(f"rollout engine {instance.id} could not start: {reason_of(error)}") from error
         if self.pool.replaced >= self.max_replacements and not preempted:
             raise RunError(

@@ -1,0 +1,241 @@
+"""Random faults of every kind in one run: `python -m benchmarks.chaos [--quick] [--faults N] [--real N] [--drivers N]`.
+
+A run on a local cluster of several nodes, struck once in every step, next to one that is not: the same samples, each once, the
+same learning (a replayed learner's weights are a digest of all it was given, in order), nothing left behind. Replayed engines
+for the volume; real ones, with `--real`, for a part. The driver is killed and resumed in processes of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from rich.table import Table
+
+from benchmarks.replay_world import World, build, recipe_for, synthetic_lengths
+from benchmarks.results import Target, make_console, save, show_targets
+from benchmarks.strikes import KINDS, Nodes, Strikes, Struck, left_behind, outcome, quick_to_see_hangs, step_rows
+from rlhfless_ray.recipe import Recipe
+
+PROMPTS, SAMPLES, TOKENS = 4, 4, 96
+REAL_KINDS = ("engine killed at work", "parked engine killed", "reward process killed", "learner killed")
+BUDGET = 10**6  # here faults are what is wanted
+
+
+class Chaos:
+    """One fault of `kinds` in each step from the second to the last but one; one that finds nothing to strike is tried again."""
+
+    def __init__(self, kinds: list[str], nodes: Nodes | None, seed: int) -> None:
+        self.kinds, self.nodes, self.rng = list(kinds), nodes, np.random.default_rng(seed)
+        self.step, self.calls, self.struck = 1, 0, True
+        self.moment, self.after = "", 0
+        self.done: list[tuple[int, str, str]] = []  # step, kind, moment
+
+    def __call__(self, run: Strikes, moment: str) -> None:
+        number = run.step.number
+        if number != self.step:
+            self.step, self.calls = number, 0
+            self.struck = number == 1 or not self.kinds
+            if not self.struck:
+                self.moment = str(self.rng.choice(KINDS[self.kinds[-1]][0]))
+                self.after = int(self.rng.integers(1, 6)) if self.moment == "rollout" else 0
+        if self.step == 1 or self.struck or moment != self.moment:
+            return
+        self.calls += 1
+        if self.calls > self.after and KINDS[self.kinds[-1]][1](run, self.rng, self.nodes):
+            self.struck = True
+            self.done.append((number, self.kinds.pop(), moment))
+
+
+def shuffled(faults: int, kinds: tuple[str, ...], seed: int) -> list[str]:
+    """As many of each kind as of any other."""
+    return [str(kind) for kind in np.random.default_rng(seed).permutation([kinds[i % len(kinds)] for i in range(faults)])]
+
+
+def drive(run: Strikes) -> dict[str, Any]:
+    began_s = time.monotonic()
+    with run:
+        for _ in run:
+            pass
+    rows = step_rows(run.folder.path)
+    names = ("faults/bugs", "faults/preempted", "faults/learner_restarts", "faults/updates_redone", "rollout/orphans")
+    return {
+        "samples": outcome(run.folder.path), "published": run.published, "seconds": time.monotonic() - began_s,
+        "steps": len(rows), **{name: sum(row.get(name) or 0 for row in rows) for name in names},
+    }
+
+
+def compare(struck: dict[str, Any], clean: dict[str, Any]) -> dict[str, int]:
+    """What is wrong with the struck run: nothing, if all of it is 0."""
+    ids = [(step, *one[:2]) for step, rows in struck["samples"].items() for one in rows]
+    expected = [(step, *one[:2]) for step, rows in clean["samples"].items() for one in rows]
+    counts = Counter(ids)
+    return {
+        "samples twice": sum(n - 1 for n in counts.values()), "samples lost": len(set(expected) - set(ids)),
+        "samples too many": len(set(ids) - set(expected)),
+        "steps with other samples": sum(struck["samples"].get(step) != rows for step, rows in clean["samples"].items()),
+        "versions with other weights": sum(struck["published"].get(v) != c for v, c in clean["published"].items()),
+    }
+
+
+def replayed(folder: Path, faults: int, seed: int) -> dict[str, Any]:
+    """The volume."""
+    kinds = shuffled(faults, tuple(KINDS), seed)
+    steps = faults + faults // 5 + 4  # a strike that finds nothing takes a step more
+    nodes = Nodes(3)
+    try:
+        world = small_world(folder)
+        clean = on_cluster(nodes, Struck(recipe(world, folder / "clean", steps), lambda run, moment: None))
+        chaos = Chaos(kinds, nodes, seed)
+        with quick_to_see_hangs():
+            struck = on_cluster(nodes, Struck(recipe(world, folder / "struck", steps), chaos))
+        left = left_behind(nodes.address)
+        return told(struck, clean, chaos, left) | {"nodes_lost": nodes.removed}
+    finally:
+        nodes.close()
+
+
+def real(folder: Path, faults: int, seed: int) -> dict[str, Any]:
+    """On vLLM and DeepSpeed; log-probabilities are those of float32, so samples can be the same."""
+    from tests.conftest import small_recipe
+
+    def recipe_of(name: str) -> Recipe:
+        tree = small_recipe(
+            folder, run__name=name, run__steps=faults + 4, watch__samples_per_step=0, functions__max_replacements=BUDGET,
+            rollout__min_actors=2, rollout__stream_interval_s=0.05, evaluate__prompts=0,
+        )
+        return Recipe.parse(tree)
+
+    class StruckReal(Strikes):
+        """As it is."""
+
+    clean = drive(StruckReal(recipe_of("clean"), lambda run, moment: None))
+    chaos = Chaos(shuffled(faults, REAL_KINDS, seed), None, seed)
+    return told(drive(StruckReal(recipe_of("struck"), chaos)), clean, chaos, {})
+
+
+def told(struck: dict[str, Any], clean: dict[str, Any], chaos: Chaos, left: dict[str, int]) -> dict[str, Any]:
+    """What is kept of two runs."""
+    kept = ("seconds", "steps", "faults/bugs", "faults/preempted", "faults/learner_restarts", "faults/updates_redone", "rollout/orphans")
+    return {
+        "faults": dict(Counter(kind for _, kind, _ in chaos.done)), "not_done": dict(Counter(chaos.kinds)), "log": chaos.done,
+        "wrong": compare(struck, clean), "left": left, "clean_s": clean["seconds"], **{name: struck[name] for name in kept},
+    }
+
+
+def drivers(folder: Path, times: int, seed: int) -> dict[str, Any]:
+    """Drivers killed by SIGKILL at random moments, each followed by one that resumes."""
+    rng, nodes = np.random.default_rng(seed), Nodes(2)
+    try:
+        world, steps = small_world(folder), 2 * times + 2
+        clean = on_cluster(nodes, Struck(recipe(world, folder / "clean", steps), lambda run, moment: None))
+        moments = ("begin", "rollout", "score", "update", "publish", "published")
+        kills = [(2 * k + 2, str(rng.choice(moments))) for k in range(times)]
+        began_s = time.monotonic()
+        for k, (step, moment) in enumerate([*kills, (0, "")]):
+            tree = recipe(world, folder / "struck", steps, checkpoint={"every_steps": 1}).model_dump(exclude_unset=True)
+            job = {"recipe": tree, "address": nodes.address, "step": step, "moment": moment, "resume": k > 0}
+            code = subprocess.run([sys.executable, "-m", "benchmarks.chaos", "--drive", json.dumps(job)], timeout=600).returncode
+            if code != (-signal.SIGKILL if moment else 0):
+                raise RuntimeError(f"the driver that was to be killed at {step, moment} ended with {code}")
+        [path] = (folder / "struck" / "runs").iterdir()
+        struck = {"samples": outcome(path), "published": json.loads((path / "published.json").read_text())}
+        struck["published"] = {int(version): checksum for version, checksum in struck["published"].items()}
+        wrong = compare(struck, {**clean, "published": {steps: clean["published"][steps]}})
+        left = left_behind(nodes.address)
+        return {"faults": {"driver killed": times}, "wrong": wrong, "left": left, "log": kills, "seconds": time.monotonic() - began_s}
+    finally:
+        nodes.close()
+
+
+def driven(job: dict[str, Any]) -> None:
+    """One driver, which ends itself."""
+
+    def strike(run: Strikes, moment: str) -> None:
+        if (run.step.number, moment) == (job["step"], job["moment"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ray.init(address=job["address"], log_to_driver=False, logging_level="ERROR")
+    run = Struck(Recipe.parse(job["recipe"]), strike, resume=job["resume"])
+    drive(run)
+    (run.folder.path / "published.json").write_text(json.dumps(run.published))
+
+
+def on_cluster(nodes: Nodes, run: Strikes) -> dict[str, Any]:
+    ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
+    try:
+        return drive(run)
+    finally:
+        ray.shutdown()
+
+
+def small_world(folder: Path) -> World:
+    lengths = synthetic_lengths(4 * PROMPTS, SAMPLES, TOKENS, seed=0)
+    return build(folder, lengths, base_s=0.005, per_seq_s=1e-4, start_s=0.1, learn_s=0.1, clock=1.0)
+
+
+def recipe(world: World, folder: Path, steps: int, **sections: Any) -> Recipe:
+    return recipe_for(
+        world, folder, steps=steps, prompts=PROMPTS, samples=SAMPLES, actors=4, max_tokens=TOKENS, objective={"prefer": 1.0},
+        functions={"slot": "cpu", "max_replacements": BUDGET, "lease_deadline_s": 120}, reward={"timeout_s": 1.0},
+        rollout={"stream_interval_s": 0.05}, watch={"samples_per_step": 0}, **sections,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=105, help="on replayed engines")
+    parser.add_argument("--drivers", type=int, default=5, help="drivers killed")
+    parser.add_argument("--real", type=int, default=0, help="faults on real engines; 20 take about ten minutes on two cores")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="each kind once: shows that it runs")
+    parser.add_argument("--drive", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.drive:
+        driven(json.loads(options.drive))
+        return
+    if options.quick:
+        options.faults, options.drivers = len(KINDS), 1
+    console, found = make_console(), {}
+    parts = {"replayed": (replayed, options.faults), "drivers": (drivers, options.drivers), "real": (real, options.real)}
+    for name, (part, count) in parts.items():
+        if count:
+            with tempfile.TemporaryDirectory(prefix="rlhfless-chaos-") as folder:
+                found[name] = part(Path(folder), count, options.seed)
+    table = Table("part", "fault", "times", title="faults survived", title_justify="left")
+    for name, one in found.items():
+        for kind, times in one["faults"].items():
+            table.add_row(name, kind, str(times))
+    console.print(table)
+    counts: Counter[str] = Counter()
+    for name in ("replayed", "drivers"):
+        counts += Counter(found.get(name, {}).get("faults", {}))
+    wrong, left = (sum(sum(one[what].values()) for one in found.values()) for what in ("wrong", "left"))
+    targets = [
+        Target("samples lost, twice, other or too many; versions with other weights", wrong, most=0),
+        Target("placement groups and actors left behind", left, most=0),
+    ]
+    if not options.quick:
+        targets += [
+            Target("faults", sum(sum(o["faults"].values()) for o in found.values()), least=100),
+            Target("faults of the rarest kind", min(counts.values(), default=0), least=5),
+        ]
+        if options.real:
+            targets.append(Target("faults on real engines", sum(found["real"]["faults"].values()), least=20))
+    show_targets(console, targets)
+    save("chaos", {"options": vars(options), **found}, targets, console=console, quick=options.quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Faults done to a replayed run on a local cluster of several nodes: each kind is a function of the run, at a moment of a step."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks.replay import ReplayedRuntime
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.runtime import Runtime
+from rlhfless_ray.types import Step
+
+NODE_CORES = 2
+NOTICE_S = 4.0  # between a drain notice and the end of the node
+PATIENCE_S = 20.0  # for a strike whose moment does not come in its step
+
+
+class Nodes:
+    """A head, where the driver and nothing that is struck lies, and nodes that may be lost. Lost ones have successors."""
+
+    def __init__(self, count: int, store_bytes: int = 128 * 2**20) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.store_bytes = store_bytes
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": NODE_CORES, "object_store_memory": store_bytes})
+        self.removed = 0
+        for _ in range(count):
+            self.add()
+
+    @property
+    def address(self) -> str:
+        return self.cluster.address
+
+    def add(self) -> None:
+        self.cluster.add_node(num_cpus=NODE_CORES, object_store_memory=self.store_bytes)
+
+    def passing(self) -> list[str]:
+        """Ids of the nodes that may be lost."""
+        return [node.node_id for node in self.cluster.worker_nodes]
+
+    def lose(self, node_id: str) -> None:
+        node = next((n for n in self.cluster.worker_nodes if n.node_id == node_id), None)
+        if node is not None:
+            self.removed += 1
+            self.cluster.remove_node(node, allow_graceful=False)
+            self.add()
+
+    def close(self) -> None:
+        self.cluster.shutdown()
+
+
+def drain(node_id: str, seconds: float) -> None:
+    """A notice that the node will be gone in so many seconds, as a cloud gives it to Ray."""
+    import ray
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    client = ray._private.worker.global_worker.gcs_client
+    accepted, why = client.drain_node(node_id, reason, "chaos", int(1000 * (time.time() + seconds)))
+    if not accepted:
+        raise RuntimeError(f"Ray does not drain {node_id}: {why}")
+
+
+class Strikes(Runtime):
+    """At the moments of a step, asks `strike(run, moment)`. Writes down the checksum of every version that is published."""
+
+    def __init__(self, recipe: Recipe, strike: Callable[[Strikes, str], None], resume: bool = False) -> None:
+        super().__init__(recipe, resume=resume)
+        self.strike = strike
+        self.published: dict[int, int] = {}
+
+    def __enter__(self) -> Self:
+        run = super().__enter__()
+        tell = self.rollout_stage._prewarm_next
+
+        def told(done: int, total: int) -> None:
+            tell(done, total)
+            self.strike(self, "rollout")
+
+        self.rollout_stage._prewarm_next = told  # type: ignore[method-assign]
+        return run
+
+    def generate(self, step: Step, *more: Any) -> Any:
+        self.strike(self, "begin")
+        return super().generate(step, *more)
+
+    def score(self, samples: Any) -> Any:
+        self.strike(self, "score")
+        return super().score(samples)
+
+    def _look_ahead(self) -> None:
+        super()._look_ahead()
+        self.strike(self, "update")
+
+    def publish(self, version: int) -> Any:
+        self.strike(self, "publish")
+        weights = super().publish(version)
+        self.published[version] = weights.checksum
+        self.strike(self, "published")
+        return weights
+
+
+class Struck(Strikes, ReplayedRuntime):
+    """On replayed engines and a replayed learner."""
+
+
+def pid_of(instance: Any) -> int | None:
+    """As Ray knows it; None while its process starts."""
+    import ray._private.state as state
+
+    told = state.actors(actor_id=instance.actor._actor_id.hex())
+    return (told.get("Pid") or None) if told.get("State") == "ALIVE" else None
+
+
+def kill(instances: list[Any], rng: Any, number: signal.Signals = signal.SIGKILL) -> bool:
+    """One of them. Whether there was one."""
+    pids = [pid for pid in map(pid_of, instances) if pid]
+    if not pids:
+        return False
+    os.kill(int(rng.choice(pids)), number)
+    return True
+
+
+Strike = Callable[[Strikes, Any, Nodes], bool]
+
+
+def _node(run: Strikes, rng: Any, nodes: Nodes, of: str) -> str | None:
+    """A node that has something of the run's pool on it."""
+    pool = run.gang.pool if of == "learn" else run.rollout
+    used = {i.slot.node for i in (*pool.working, *pool.parked)} & set(nodes.passing())
+    return str(rng.choice(sorted(used))) if used else None
+
+
+def lose_node(run: Strikes, rng: Any, nodes: Nodes, of: str = "rollout") -> bool:
+    node = _node(run, rng, nodes, of)
+    if node is not None:
+        nodes.lose(node)
+    return node is not None
+
+
+def drain_node(run: Strikes, rng: Any, nodes: Nodes) -> bool:
+    node = _node(run, rng, nodes, "rollout")
+    if node is None:
+        return False
+    drain(node, NOTICE_S)
+    timer = threading.Timer(NOTICE_S, nodes.lose, (node,))
+    timer.daemon = True
+    timer.start()
+    return True
+
+
+KINDS: dict[str, tuple[tuple[str, ...], Strike]] = {
+    "engine killed at work": (("rollout",), lambda run, rng, nodes: kill(run.rollout.working, rng)),
+    "parked engine killed": (("update", "published"), lambda run, rng, nodes: kill(run.rollout.parked, rng)),
+    "reward process killed": (("score",), lambda run, rng, nodes: kill(run.reward.working, rng)),
+    "reward process hung": (("score",), lambda run, rng, nodes: kill(run.reward.working, rng, signal.SIGSTOP)),
+    "learner killed": (("begin", "update", "publish", "published"), lambda run, rng, nodes: kill(run.gang.by_rank, rng)),
+    "node lost": (("rollout", "score", "update", "published"), lose_node),
+    "node drained": (("rollout", "update", "published"), drain_node),
+}
+
+
+@contextmanager
+def quick_to_see_hangs() -> Iterator[None]:
+    """The runtime gives a reward process half a minute for its own start before it is taken to hang; here it has started."""
+    import rlhfless_ray.reward.score as score
+
+    before, score.SLACK_S = score.SLACK_S, 1.0
+    try:
+        yield
+    finally:
+        score.SLACK_S = before
+
+
+def outcome(path: Path) -> dict[int, list[tuple[Any, ...]]]:
+    """{step: its samples}, in order."""
+    found = {}
+    for file in (path / "samples").glob("step_*.jsonl"):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        found[int(file.stem[5:])] = [(r["prompt_index"], r["sample"], r["response"], r["tokens"], r["reward"]) for r in rows]
+    return found
+
+
+def step_rows(path: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["step"] > 0]
+
+
+def left_behind(address: str) -> dict[str, int]:
+    """What is still there of a run that has ended, on a cluster that goes on."""
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    try:
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            groups = sum(info["state"] != "REMOVED" for info in placement_group_table().values())
+            actors = sum(info["State"] != "DEAD" for info in ray._private.state.actors().values())
+            if not groups + actors or time.monotonic() > end:
+                return {"placement groups": groups, "actors": actors}
+            time.sleep(0.2)
+    finally:
+        ray.shutdown()
