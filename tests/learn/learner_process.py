@@ -62,6 +62,8 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
 
 def run_critic(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any]:
     """`settings` of a critic; the batches hold the returns. The result holds `values` before each update too."""
+    import torch
+
     from rlhfless_ray.learn.critic import Critic
     from rlhfless_ray.learn.trainer import state_from_bytes
 
@@ -70,6 +72,7 @@ def run_critic(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[s
     state = case.get("state")
     critic.open(case["files"], ("127.0.0.1", port), 1, None if state is None else state_from_bytes(state))
     found: dict[str, Any] = {"stats": [], "weights": [], "values": [], "snapshots": {}, "config": critic.config()}
+    found["rng"] = torch.get_rng_state().numpy()
     for number, batch in enumerate(case["batches"], 1):
         values, _ = critic.values(batch, 1)
         found["values"].append(values.copy())
