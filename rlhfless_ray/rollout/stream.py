@@ -120,6 +120,7 @@ class _Rollout:
         self.moving = Moving(self.launches, self.transcript, expected)
         self.stream = Stream(self.transcript.completions, moved=self.moving.moved)
         self.decide_at_s = 0.0
+        self.going: set[str] = set()  # ids of nodes that are drained
 
     def run(self, shares: Sequence[np.ndarray], deadline_s: float) -> Stream:
         start, total = time.monotonic(), len(self.expected)
@@ -193,7 +194,7 @@ class _Rollout:
         instance, busy = self.launches.engines[number], self.launches.of(number) is not None
         if busy or not self.launches.running or instance not in self.pool.working or self.moving.awaited_by(number):
             return
-        if instance.slot.node in self.pool.leases.draining():
+        if instance.slot.node in self.going:
             self.pool.leave(instance)
             return
         if self.beside is None or not self.beside.take(instance, self.tail_s()):
@@ -218,8 +219,7 @@ class _Rollout:
         began_s = time.monotonic()
         if self.migration is None or self.moving.leaving or not self.launches.running or began_s < self.decide_at_s:
             return
-        going = self.pool.leases.draining()
-        stay = [number for number in self.launches.living() if self.launches.engines[number].slot.node not in going]
+        stay = [number for number in self.launches.living() if self.launches.engines[number].slot.node not in self.going]
         wishes = self.migration.decide(self.transcript, stay, self.stream.steps)
         now = time.monotonic()
         self.decide_at_s = now + max(self.interval_s, (now - began_s) / DECIDING_SHARE)
@@ -234,8 +234,8 @@ class _Rollout:
     def evacuate(self) -> None:
         """Engines on nodes that will soon be gone: what they have goes to others, or where there are none to a new one, which
         starts while they still work. They leave when they have nothing more to tell."""
-        going = self.pool.leases.draining()
-        leaving = [i for i in self.pool.working if i.slot.node in going]
+        self.going = self.pool.leases.draining()
+        leaving = [i for i in self.pool.working if i.slot.node in self.going]
         if not leaving:
             return
         if len(leaving) == len(self.pool.working):
