@@ -86,7 +86,7 @@ class Reward(Section):
     contract: Literal["row", "openrlhf"] = "row"
     """What a file's function is called with: the above, or, as OpenRLHF does, lists of queries (prompt and response), prompts
     and labels, for rewards or a dict with `rewards`, `scores` and `extra_logs`."""
-    url: list[str] = []
+    url: list[str] = Field(default_factory=list)
     """HTTP rewards: POST of query, prompts and labels, the JSON of OpenRLHF; several addresses are taken in turn."""
     model_path: str = ""
     """A local Hugging Face folder of a model with a scalar head and the policy's tokenizer; the reward is its value at the last
