@@ -104,7 +104,7 @@ class Autoscaler:
 
     def forecast(self, prompts: list[Prompt], step: int) -> Scenarios:
         """Joint draws of the lengths of every response to `prompts`, siblings side by side."""
-        rows, tokens = [p.index for p in prompts], [len(p.token_ids) for p in prompts]
+        rows, tokens = _asked(prompts)
         draws = self.recipe.objective.scenarios
         return self._safely(
             "the forecast", lambda: self.forecaster.predict(rows, tokens, self.samples).draw(draws, step),
@@ -113,7 +113,7 @@ class Autoscaler:
 
     def expected(self, prompts: list[Prompt]) -> np.ndarray:
         """(prompts,) expected tokens of one response to each."""
-        rows, tokens = [p.index for p in prompts], [len(p.token_ids) for p in prompts]
+        rows, tokens = _asked(prompts)
         return self._safely(
             "the forecast", lambda: self.forecaster.forecast(rows, tokens),
             lambda: np.full(len(prompts), self.forecaster.default_tokens),
@@ -255,7 +255,7 @@ class Autoscaler:
 
     def observe_samples(self, prompts: list[Prompt], samples: list[Sample]) -> None:
         lengths = response_tokens(samples).reshape(len(prompts), self.samples)
-        rows, tokens = [p.index for p in prompts], [len(p.token_ids) for p in prompts]
+        rows, tokens = _asked(prompts)
         self._safely("learning from lengths", lambda: self.forecaster.observe(rows, tokens, list(lengths)), lambda: None)
 
     def quality(self, scenarios: Scenarios, samples: list[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
@@ -303,6 +303,11 @@ class Autoscaler:
         self.outside.restore(state["outside"])
         self.learner.restore(state["learner"])
         self.learner_slots = state["learner_slots"]
+
+
+def _asked(prompts: list[Prompt]) -> tuple[list[int], list[int]]:
+    """(prompts,) rows and tokens: what the forecaster knows prompts by."""
+    return [p.index for p in prompts], [len(p.token_ids) for p in prompts]
 
 
 def response_tokens(samples: list[Sample]) -> np.ndarray:

@@ -76,11 +76,21 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "small"
 
 
-@pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    """One local Ray with four logical cores and four logical GPUs, for all tests of leases and pools."""
+@pytest.fixture(scope="module")
+def ray_cluster() -> None:
+    """One local Ray with four logical cores and four logical GPUs, for all tests of leases and pools. It stays between modules; one
+    that needs a Ray of its own ends it (`no_ray`), and the next to need it starts it again."""
     import ray
 
-    ray.init(address="local", num_cpus=4, num_gpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    if not ray.is_initialized():
+        ray.init(address="local", num_cpus=4, num_gpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+
+
+@pytest.fixture(scope="module")
+def no_ray() -> Iterator[None]:
+    """For tests that start a Ray of their own in this process: none before, and none after."""
+    import ray
+
+    ray.shutdown()
     yield
     ray.shutdown()

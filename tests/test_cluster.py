@@ -18,12 +18,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.engine]
 
 
 @pytest.fixture(scope="module")
-def two_nodes():
+def two_nodes(no_ray: None):
     """A head without cores, where the driver is, and a second node with all of them."""
     from ray.cluster_utils import Cluster
 
-    if ray.is_initialized():
-        ray.shutdown()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 256 * 2**20})
     cluster.add_node(num_cpus=2, object_store_memory=256 * 2**20)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")

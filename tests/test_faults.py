@@ -27,12 +27,10 @@ PROMPTS, SAMPLES, STEPS, TOKENS = 4, 4, 7, 48
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[Any]:
+def nodes(no_ray: None) -> Iterator[Any]:
     """A head, where the driver is, and two more nodes, with two cores each."""
     from ray.cluster_utils import Cluster
 
-    if ray.is_initialized():
-        ray.shutdown()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 128 * 2**20})
     cluster.add_node(num_cpus=2, object_store_memory=128 * 2**20)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")

@@ -21,12 +21,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.engine]
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[Any]:
+def nodes(no_ray: None) -> Iterator[Any]:
     """A head, where the driver is, and a second node, with a core each."""
     from ray.cluster_utils import Cluster
 
-    if ray.is_initialized():
-        ray.shutdown()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 256 * 2**20})
     cluster.add_node(num_cpus=1, object_store_memory=256 * 2**20)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")

@@ -37,7 +37,7 @@ def trained(folder: Path, overlap: str) -> Path:
         return run.folder.path
 
 
-def test_what_is_done_in_the_tail_changes_nothing_but_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_done_in_the_tail_changes_nothing_but_the_time(no_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
     monkeypatch.setattr(stream._Rollout, "tail_s", lambda self: 1000.0)  # always worth beginning
     ahead, after = trained(tmp_path / "ahead", "auto"), trained(tmp_path / "after", "off")

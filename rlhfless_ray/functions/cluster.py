@@ -108,15 +108,14 @@ class RayCluster:
 
     def check_size(self, resource: str) -> int:
         """Slots of the cluster. Raises UserError when the recipe needs more at once than there are, or on nodes that are not."""
-        from rlhfless_ray.functions.lease import cluster_slots, node_labels, node_slots
+        from rlhfless_ray.functions.lease import cluster_slots, node_slots
 
         slots, labels = cluster_slots(resource), self.recipe.rollout.nodes
         for name, needed in (("learner.ranks", self.recipe.learner.ranks), ("rollout.min_actors", self.recipe.rollout.min_actors)):
             if needed > slots:
                 unit = "GPUs" if resource == "gpu" else "CPU cores"
                 raise UserError(f"{name}: {needed} slots at once, but the cluster has {slots} ({unit}); lower it or add nodes")
-        known = node_labels()
-        usable = sum(n for node, n in node_slots(resource).items() if labels.items() <= known[node].items())
+        usable = sum(node_slots(resource, labels).values())
         if self.recipe.rollout.min_actors > usable:
             raise UserError(
                 f"rollout.nodes: engines need {self.recipe.rollout.min_actors} slots on nodes labelled {labels}, but these have "

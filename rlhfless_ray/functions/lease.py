@@ -65,7 +65,7 @@ class Leases:
         self.asked: dict[str, Request] = {}
         self.counter = 0
         self.waited_s = 0.0  # on the critical path, for the step's anatomy
-        self.nodes: tuple[dict[str, int], dict[str, dict[str, str]]] = {}, {}  # slots and labels, as of `nodes_s`
+        self.nodes: list[dict[str, Any]] = []  # what Ray told of them at `nodes_s`, see `seen_nodes`
         self.nodes_s = -float("inf")
         self.notices: Callable[[], set[str]] = draining_nodes  # ids of the nodes that will soon be gone
         self.lost: set[str] = set()  # ids of nodes that do not answer, though Ray may still count them
@@ -136,7 +136,7 @@ class Leases:
 
     def with_room(self, nodes: list[str]) -> list[str]:
         """Those of `nodes` that are alive and have a slot more than are held here, each as often as it has one."""
-        room = Counter(self.seen_nodes()[0]) if nodes else Counter()
+        room = Counter(self.matching({})) if nodes else Counter()
         room.subtract(lease.slot.node for lease in self.held.values())
         found = []
         for node in nodes:
@@ -145,12 +145,11 @@ class Leases:
                 found.append(node)
         return found
 
-    def seen_nodes(self) -> tuple[dict[str, int], dict[str, dict[str, str]]]:
-        """Slots of the nodes that were alive a second ago, without those that are drained, and labels of all."""
+    def seen_nodes(self) -> list[dict[str, Any]]:
+        """What Ray told a second ago of its nodes, without those that are drained or lost."""
         if time.monotonic() - self.nodes_s > NODES_S:
             going = self.draining() | self.lost
-            slots = {node: n for node, n in node_slots(self.resource).items() if node not in going}
-            self.nodes, self.nodes_s = (slots, node_labels()), time.monotonic()
+            self.nodes, self.nodes_s = [node for node in ray.nodes() if node["NodeID"] not in going], time.monotonic()
         return self.nodes
 
     def draining(self) -> set[str]:
@@ -161,8 +160,7 @@ class Leases:
 
     def matching(self, labels: dict[str, str]) -> dict[str, int]:
         """{node id: slots} of the nodes that have all these labels."""
-        slots, known = self.seen_nodes()
-        return {node: n for node, n in slots.items() if labels.items() <= known.get(node, {}).items()}
+        return node_slots(self.resource, labels, self.seen_nodes())
 
     def gone(self, nodes: list[str]) -> list[str]:
         """Those of `nodes` that are not there any more."""
@@ -279,16 +277,18 @@ def node_answers(node_id: str) -> bool:
     return True
 
 
-def node_slots(resource: str) -> dict[str, int]:
-    """{node id: slots} of the nodes that are alive and have any."""
-    name = "GPU" if resource == "gpu" else "CPU"
-    found = {node["NodeID"]: int(node["Resources"].get(name, 0)) for node in ray.nodes() if node["Alive"]}
+def node_slots(
+    resource: str, labels: dict[str, str] | None = None, nodes: list[dict[str, Any]] | None = None
+) -> dict[str, int]:
+    """{node id: slots} of the nodes that are alive, have any, and have all these labels. `nodes`: as Ray told of them, if it
+    was asked already."""
+    name, wanted = "GPU" if resource == "gpu" else "CPU", (labels or {}).items()
+    found = {
+        node["NodeID"]: int(node["Resources"].get(name, 0))
+        for node in (ray.nodes() if nodes is None else nodes)
+        if node["Alive"] and wanted <= (node.get("Labels") or {}).items()
+    }
     return {node: slots for node, slots in found.items() if slots}
-
-
-def node_labels() -> dict[str, dict[str, str]]:
-    """{node id: its labels} of the nodes that are alive."""
-    return {node["NodeID"]: dict(node.get("Labels") or {}) for node in ray.nodes() if node["Alive"]}
 
 
 def cluster_slots(resource: str) -> int:

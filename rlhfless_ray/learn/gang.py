@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -115,8 +115,7 @@ class Gang:
                 self._come_back()
         elif self.pool.leases.resource == "gpu":
             refs = [instance.actor.unpark.remote() for instance in self.by_rank]
-            for instance, spans in zip(self.by_rank, self._all(refs, f"the {self.name}'s return to its device"), strict=True):
-                self._spans(instance, spans)
+            self._book(self._all(refs, f"the {self.name}'s return to its device"))
         for instance in self.by_rank:
             instance.state = State.READY
 
@@ -208,8 +207,8 @@ class Gang:
             self.pool.end(instance)
         self._join(self.recovery.newest())
         for what, batch in self.recovery.since:
-            for instance, reply in zip(self.by_rank, self._all(self._ask(what, batch), f"the {self.name}'s lost work"), strict=True):
-                self._spans(instance, reply[1] if what == "update" else reply)
+            replies = self._all(self._ask(what, batch), f"the {self.name}'s lost work")
+            self._book(reply[1] if what == "update" else reply for reply in replies)
             self.recovery.redone += what == "update"
         self.recovery.seconds += time.monotonic() - began_s
 
@@ -245,8 +244,7 @@ class Gang:
         place = self._all([self.by_rank[0].actor.rendezvous.remote(self.loopback)], f"the {self.name} gang's address")[0]
         files = self.files()
         refs = [i.actor.build.remote(files, place, len(i.leases), state) for i in self.by_rank]
-        for instance, spans in zip(self.by_rank, self._all(refs, f"the {self.name} to load its model"), strict=True):
-            self._spans(instance, spans)
+        self._book(self._all(refs, f"the {self.name} to load its model"))
 
     def update(self, batch: Batch, meanwhile: Callable[[], None] = lambda: None) -> Any:
         """One update on every rank; all of them report the same UpdateStats, or CriticStats. `meanwhile` is called once, while they
@@ -261,8 +259,7 @@ class Gang:
 
         replies = self._surely(ask, f"the {self.name}'s update")
         self.recovery.did("update", batch)
-        for instance, (_, spans) in zip(self.by_rank, replies, strict=True):
-            self._spans(instance, spans)
+        self._book(spans for _, spans in replies)
         stats = replies[0][0]
         self.skipped_in_a_row = (0 if stats.applied else self.skipped_in_a_row) + stats.skipped_last
         if self.skipped_in_a_row > self.max_skipped:
@@ -276,8 +273,7 @@ class Gang:
     def values(self, batch: Batch) -> np.ndarray:
         """A critic's value before every response token."""
         replies = self._surely(lambda: self._ask("values", batch), "the critic's values")
-        for instance, (_, spans) in zip(self.by_rank, replies, strict=True):
-            self._spans(instance, spans)
+        self._book(spans for _, spans in replies)
         return replies[0][0]
 
     def config(self) -> bytes:
@@ -287,8 +283,7 @@ class Gang:
     def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Log-probabilities under the current weights and the estimated KL to the reference, per response token."""
         replies = self._surely(lambda: self._ask("logprobs", batch), "the learner's log-probabilities")
-        for instance, (_, spans) in zip(self.by_rank, replies, strict=True):
-            self._spans(instance, spans)
+        self._book(spans for _, spans in replies)
         return replies[0][0]
 
     def _ask(self, what: str, batch: Batch) -> list[Any]:
@@ -312,8 +307,7 @@ class Gang:
         except LearnerLost as lost:
             self.bury(lost)
             return
-        for instance, spans in zip(self.by_rank, replies, strict=True):
-            self._spans(instance, spans)
+        self._book(replies)
 
     def publish(self, version: int) -> WeightVersion:
         """The current weights as a version that engines can pull. The arrays stay in the object store."""
@@ -325,8 +319,7 @@ class Gang:
             return [told for _, told in refs]
 
         replies = self._surely(ask, "the learner to publish weights")
-        for instance, (_, spans) in zip(self.by_rank, replies, strict=True):
-            self._spans(instance, spans)
+        self._book(spans for _, spans in replies)
         return WeightVersion(version, weights[0], replies[0][0])
 
     def keep(self) -> None:
@@ -371,6 +364,11 @@ class Gang:
             if raised_at_start(error):
                 raise RunError(f"{what} failed: {reason_of(error)}") from error
             raise LearnerLost(f"{what} failed: a {self.name} process died: {reason_of(error)}") from error
+
+    def _book(self, spans: Iterable[list[Any]]) -> None:
+        """What every rank did, in the order of the ranks, to the ledger."""
+        for instance, own in zip(self.by_rank, spans, strict=True):
+            self._spans(instance, own)
 
     def _spans(self, instance: Instance, spans: list[Any]) -> None:
         self.pool.ledger.spans([lease.id for lease in instance.leases], spans)

@@ -137,17 +137,6 @@ class Scoring:
                 say(f"score: {self.done} of {len(self.samples)} samples" + (f", {self.failed} failed" if self.failed else ""))
 
 
-def score_samples(
-    pool: Pool, samples: list[Sample], timeout_s: float, *, max_failed_share: float = 1.0, max_replacements: int = 3,
-    say: Callable[[str], None] = lambda _: None,
-) -> int:
-    """Give every sample its reward, or its error, see `Scoring`; returns how many failed."""
-    scoring = Scoring(pool, timeout_s, max_failed_share * len(samples), max_replacements)
-    scoring.add(samples)
-    scoring.finish(say)
-    return scoring.failed
-
-
 def _row(key: int, sample: Sample) -> Item:
     return key, sample.prompt.text, sample.text, sample.prompt.row
 

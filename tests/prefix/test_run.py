@@ -13,12 +13,8 @@ from tests.conftest import samples, small_recipe
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 
 
-def test_a_run_with_the_service_on_makes_the_same_samples(tmp_path: Path, uninterrupted: Path) -> None:
+def test_a_run_with_the_service_on_makes_the_same_samples(no_ray: None, tmp_path: Path, uninterrupted: Path) -> None:
     """`uninterrupted` is `auto`, which is off for prompts this short."""
-    import ray
-
-    if ray.is_initialized():
-        ray.shutdown()
     with Runtime(Recipe.parse(small_recipe(tmp_path, run__steps=2, rollout__prefix_kv="on"))) as run:
         for step in run:
             found = step.metrics

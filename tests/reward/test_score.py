@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.reward import score as module
 from rlhfless_ray.reward.functions import RewardSource
-from rlhfless_ray.reward.score import RewardActor, check_failures, score_samples
+from rlhfless_ray.reward.score import RewardActor, Scoring, check_failures
 from rlhfless_ray.reward.worker import RewardWorker, Score
 from rlhfless_ray.types import Completion, Prompt, Sample
 
@@ -82,6 +83,17 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
     monkeypatch.setitem(globals(), "SimpleNamespace", Ref)
     monkeypatch.setattr(module, "ray", SimpleNamespace(get=get, wait=wait, exceptions=module.ray.exceptions))
     monkeypatch.setattr(module, "SLACK_S", -module.ANSWER_S)
+
+
+def score_samples(
+    pool: Any, samples: list[Sample], timeout_s: float, *, max_failed_share: float = 1.0, max_replacements: int = 3,
+    say: Callable[[str], None] = lambda _: None,
+) -> int:
+    """How many failed, once all are scored or too many have failed."""
+    scoring = Scoring(pool, timeout_s, max_failed_share * len(samples), max_replacements)
+    scoring.add(samples)
+    scoring.finish(say)
+    return scoring.failed
 
 
 def scored(pool: FakePool, samples: list[Sample], **more: Any) -> int:
