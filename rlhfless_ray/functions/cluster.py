@@ -50,8 +50,7 @@ class RayCluster:
                 raise UserError(f"cluster.address {address}: no Ray cluster answers there: {_one_line(error)}") from None
             return
         self.private = True
-        # A local Ray asks for a token unless RAY_AUTH_MODE says otherwise; one of this run's own, never on disk.
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        _own_token()
         _loopback_only(True)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ENABLE_METRICS_COLLECTION", "0")
@@ -219,6 +218,16 @@ def _brief_errors() -> None:
 
     setattr(brief, "brief", True)  # noqa: B010
     setattr(worker, "print_to_stdstream", brief)  # noqa: B010
+
+
+def _own_token() -> None:
+    """A local Ray asks for a token unless RAY_AUTH_MODE says otherwise: one of this run's own, never on disk. Ray keeps the one that
+    an earlier Ray of this process had (a notebook's `ray.init()`), and would not be let in with that."""
+    from ray._raylet import AuthenticationTokenLoader
+
+    if "RAY_AUTH_TOKEN" not in os.environ:
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _loopback_only(on: bool) -> None:

@@ -49,6 +49,29 @@ def test_a_signal_to_the_drivers_group_leaves_ray_alone_and_its_files_go_with_it
     assert said["left"] is False and said["TMPDIR"] is None
 
 
+AFTER = """
+import ray
+
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+ray.shutdown()
+from rlhfless_ray import Recipe
+from rlhfless_ray.functions.cluster import RayCluster
+
+cluster = RayCluster(Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "cluster": {"cpus": 1}}))
+cluster.start()
+print(ray.cluster_resources()["CPU"])
+cluster.stop()
+"""
+
+
+@pytest.mark.ray
+def test_a_process_that_had_a_ray_before_gets_one_of_its_own_too() -> None:
+    """Ray remembers the token of the first."""
+    ended = subprocess.run([sys.executable, "-c", AFTER], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "1.0"
+
+
 def test_folders_of_killed_runs_are_removed_and_those_of_living_ones_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("rlhfless_ray.functions.cluster.len", lambda _: 0, raising=False)  # pytest's folders have long names
