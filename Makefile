@@ -30,7 +30,7 @@ demo: install
 	@$(BIN)/rlhfless train recipes/quickstart.yaml
 
 test: install
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n 2
 
 lint: install
 	@$(BIN)/ruff check rlhfless_ray placement tests benchmarks

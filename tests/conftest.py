@@ -66,6 +66,21 @@ def environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT)}
 
 
+SHARED = ("cases", "uninterrupted")  # fixtures that cost minutes: all files with one of them go to the same process
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files stay together, and long ones begin first: tests with engines, then with Ray, then all others."""
+    shared = {item.path: name for item in items for name in SHARED if name in getattr(item, "fixturenames", ())}
+    ranks: dict[str, int] = {}
+    for item in items:
+        group = shared.get(item.path, str(item.path))
+        item.add_marker(pytest.mark.xdist_group(group))
+        rank = 0 if group in SHARED else 1 if item.get_closest_marker("engine") else 2 if item.get_closest_marker("ray") else 3
+        ranks[group] = min(rank, ranks.get(group, rank))
+    items.sort(key=lambda item: ranks[shared.get(item.path, str(item.path))])
+
+
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of four steps from start to end, started as a user starts it."""

@@ -223,7 +223,7 @@ def _brief_errors() -> None:
 def _own_token() -> None:
     """A local Ray asks for a token unless RAY_AUTH_MODE says otherwise: one of this run's own, never on disk. Ray keeps the one that
     an earlier Ray of this process had (a notebook's `ray.init()`), and would not be let in with that."""
-    from ray._raylet import AuthenticationTokenLoader
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
     if "RAY_AUTH_TOKEN" not in os.environ:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
