@@ -51,6 +51,7 @@ class Instance:
     loading: Any = None  # reference that resolves when `version` is in the engine
     parked_since_s: float = 0.0
     memory_mb: float = 0.0
+    keeps_no_pages: str = ""  # why an engine that should keep KV pages does not
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.kind}-{next(_numbers)}"

@@ -80,9 +80,8 @@ class PrefixStage:
             "prefix/break_even_tokens": choice.break_even_tokens if np.isfinite(choice.break_even_tokens) else None,
         }
         if not choice.on:
-            if self.mode != "off" and (self.blocked or choice.no_room) and choice.reason != self.told:
-                self.told = choice.reason
-                self.site.record.progress.message(f"prefix KV is {choice.reason}")
+            if self.mode != "off" and (self.blocked or choice.no_room):
+                self._say(choice.reason)
             return step
         site, start = self.site, time.monotonic()
         with site.phases.phase("prefill"):
@@ -105,6 +104,18 @@ class PrefixStage:
         if self.failed_in_a_row >= GIVE_UP:
             self.blocked = f"it came to nothing in {GIVE_UP} steps in a row"
         return step
+
+    def _say(self, reason: str) -> None:
+        """Once."""
+        if reason != self.told:
+            self.told = reason
+            self.site.record.progress.message(f"prefix KV is {reason}")
+
+    def block(self, why: str) -> None:
+        """Engines turn out to keep no pages: neither those of prompts nor those of what moves."""
+        if not self.blocked:
+            self.blocked = why
+            self._say(f"off, and what moves between engines is computed again: {why}")
 
     def _made_ready(self, weights: WeightVersion) -> list[str]:
         """Instances that have started and loaded; of the others, which end here, why. They are waited for: the index's calls

@@ -138,7 +138,7 @@ def test_a_killed_instance_costs_its_pages_only(make: Callable[..., Any]) -> Non
     ray.kill(stage.pool.parked[0].actor)
     step = stage.prefill(PROMPTS, SHARES, weights(2), 99)
     assert step.choice.on and step.prepared.refs == [] and len(stage.messages) == 1
-    assert not stage.pool.parked and not stage.pool.working and stage.pool.replaced == 1
+    assert not stage.pool.parked and not stage.pool.working and stage.pool.faults.used == 1
     engines = engines_of(stage)
     stage.send(step, PROMPTS, engines, SHARES, 2)
     stage.over(step)
