@@ -233,6 +233,7 @@ class Runtime:
 
     def prefill(self, step: Step) -> StepPrefixes | None:
         assert self.weights is not None
+        self.weights = self.learn_stage.safe(self.weights)
         return self.rollout_stage.prefill(step, self.weights)
 
     def rollout_phase(self, plan: RolloutPlan) -> AbstractContextManager[None]:
@@ -288,6 +289,7 @@ class Runtime:
 
     def evaluate(self) -> dict[str, float]:
         assert self.weights is not None
+        self.weights = self.learn_stage.safe(self.weights)
         return evaluate(self.rollout_stage, self.score_stage, self.prompts.heldout, self.weights, self.step.number)
 
     def record_evaluation(self, found: dict[str, float]) -> None:

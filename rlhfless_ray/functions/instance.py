@@ -81,6 +81,19 @@ class Instance:
         return None
 
 
+def lost_on_the_way(ref: Any) -> bool:
+    """Whether a call came to nothing because what it was given was lost."""
+    if ref is None or not ray.wait([ref], timeout=0)[0]:
+        return False
+    try:
+        ray.get(ref)
+    except (ObjectLostError, RayTaskError) as error:
+        return isinstance(error, ObjectLostError) or isinstance(error.cause, ObjectLostError)
+    except RayActorError:
+        return False
+    return False
+
+
 def raised_at_start(error: BaseException) -> bool:
     """Whether it is the word of a constructor rather than of a process that died."""
     return bool(getattr(error, "actor_init_failed", False))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,10 @@ from ray.exceptions import RayTaskError
 from placement.policy import Decision, Release
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.faults import Cause
-from rlhfless_ray.functions.instance import GONE, Instance, State, raised_at_start, reason_of
+from rlhfless_ray.functions.instance import GONE, Instance, State, lost_on_the_way, raised_at_start, reason_of
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.rollout.beside import Beside
+from rlhfless_ray.rollout.inbox import Order
 from rlhfless_ray.rollout.launches import Launch, Launches
 from rlhfless_ray.rollout.migrate import Migration, Wish
 from rlhfless_ray.rollout.moving import Moved, Moving
@@ -126,6 +127,7 @@ class _Rollout:
         self.stream = Stream(self.transcript.completions, moved=self.moving.moved)
         self.decide_at_s = 0.0
         self.going: set[str] = set()  # ids of nodes that are drained
+        self.from_copy: set[int] = set()  # engines whose weights were lost on their way, once each
 
     def run(self, shares: Sequence[np.ndarray], deadline_s: float) -> Stream:
         start, total = time.monotonic(), len(self.expected)
@@ -173,11 +175,13 @@ class _Rollout:
             del self.launches.running[generator]
             self.ended(launch)
             return
-        except GONE as error:
+        except (*GONE, RayTaskError) as error:
             del self.launches.running[generator]
-            self.died(launch, error)
-            return
-        except RayTaskError as error:
+            if self.weights_lost(launch):
+                return
+            if isinstance(error, GONE):
+                self.died(launch, error)
+                return
             failure = instance.failure() or f"{instance.id} failed: {reason_of(error)}"
             raise RunError(f"rollout engine {failure}") from error
         launch.heard_s = time.monotonic()
@@ -194,6 +198,21 @@ class _Rollout:
         if self.beside is not None:
             self.beside.heard(self.transcript.completion(i) for i in ended.tolist())
         self.unreserve(ended.tolist())
+
+    def weights_lost(self, launch: Launch) -> bool:
+        """Whether the engine could not load as its weights' node was lost: it takes the copy of them, and begins again. What it
+        may have begun with the weights of before is cut and not heard."""
+        instance = launch.instance
+        if self.weights.copy is None or launch.number in self.from_copy or not lost_on_the_way(instance.loading):
+            return False
+        self.from_copy.add(launch.number)
+        keys = tuple(self.transcript.requests[i].key for i in launch.asked)
+        self.launches.tell(launch, Order(cut=keys, what="begin again with the step's weights"))
+        instance.version = None
+        fetch_weights(self.pool, replace(self.weights, ref=self.weights.copy))
+        if len(owed := self.transcript.owed(launch.number)):
+            self.launches.send(launch.number, owed)
+        return True
 
     def ended(self, launch: Launch) -> None:
         """An engine's call is over. What it was sent too late goes on in another one; with nothing left it is drained."""

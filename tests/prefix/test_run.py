@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from placement.prefix import PrefixSpeed
 from placement.terms import Term
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.rollout.migrate import Migration, Wish, Wishes
@@ -47,6 +48,11 @@ def test_a_run_with_the_service_on_makes_the_same_samples(no_ray: None, tmp_path
             moved.update({name: found[f"rollout/{name}"] for name in ("moved", "moved_by_pages", "move_fallbacks")})
             assert found["prefix/on"] == 1 and found["prefix/loaded"] > 0 and found["prefix/lost"] == found["prefix/damaged"] == 0
             assert found["prefix/computed_tokens"] == found["prefix/distinct_tokens"]
+        assert run.prefix_stage is not None
+        told, costs = run.checkpoints.load()[2], run.prefix_stage.speed.costs()
+        run.prefix_stage.speed, stage.migration = PrefixSpeed.first_guess(1.0, 10**9), Migration("auto", 0.7, carries=True)
+        run._restore(told)  # as a resumed run does
+        assert run.prefix_stage.speed.costs() == costs and told["moves"].keys() == {"prefill", "pages"}
     assert moved["moved"] >= moved["moved_by_pages"] > 0 and moved["move_fallbacks"] < moved["moved_by_pages"], moved
     for number in (1, 2):
         assert [s["response"] for s in samples(run.folder.path, number)] == [s["response"] for s in samples(uninterrupted, number)]

@@ -161,7 +161,7 @@ def test_a_real_process_that_exits_is_replaced_and_the_sample_named(ray_cluster)
         samples = samples_of("a", "die", "b")
         assert score_samples(pool, samples, 1.0) == 1 and pool.faults.used == 2
         assert [s.reward for s in samples] == [1.0, None, 1.0]
-        with pytest.raises(RunError, match="used up: it hung past .* or died at prompt row 71 'p1', response 'die'"):
+        with pytest.raises(RunError, match=r"used up: it hung past .* or died at prompt row 71 'p1', response 'die'"):
             score_samples(pool, samples_of("a", "die", "b"), 1.0)
     finally:
         pool.close()
@@ -202,7 +202,7 @@ def test_a_reward_model_and_a_reward_file_score_in_real_pools(ray_cluster, tmp_p
             for i, sample in enumerate(samples):
                 sample.completion = replace(sample.completion, token_ids=np.array([5 + 4 * (i == 1)] * (i + 1), np.int32))
             spare = pool.resize(2, [])
-            scoring = Scoring(pool, 2.0, 4, 5, maker(source, tokenizer), source.call_s(2.0))
+            scoring = Scoring(pool, 2.0, 4, maker(source, tokenizer), source.call_s(2.0))
             scoring.add(samples)
             scoring.finish()
             if source is sources[0]:
