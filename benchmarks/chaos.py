@@ -25,11 +25,13 @@ from rich.table import Table
 
 from benchmarks.replay_world import World, build, recipe_for, synthetic_lengths
 from benchmarks.results import Target, make_console, save, show_targets
-from benchmarks.strikes import KINDS, Nodes, Strikes, Struck, left_behind, outcome, quick_to_see_hangs, step_rows
+from benchmarks.strikes import KINDS, PAGE_KINDS, Nodes, Strikes, Struck, left_behind, outcome, quick_to_see_hangs, step_rows
 from rlhfless_ray.recipe import Recipe
 
 PROMPTS, SAMPLES, TOKENS = 4, 4, 96
-REAL_KINDS = ("engine killed at work", "parked engine killed", "reward process killed", "learner killed")
+REAL_KINDS = ("engine killed at work", "engine hung", "parked engine killed", "reward process killed", "learner killed", *PAGE_KINDS)
+SILENCE_S = 5.0  # after which an engine hangs; a real one may have to load weights in it
+EVERY = KINDS | PAGE_KINDS
 BUDGET = 10**6  # here faults are what is wanted
 
 
@@ -48,12 +50,12 @@ class Chaos:
             self.step, self.calls = number, 0
             self.struck = number == 1 or not self.kinds
             if not self.struck:
-                self.moment = str(self.rng.choice(KINDS[self.kinds[-1]][0]))
+                self.moment = str(self.rng.choice(EVERY[self.kinds[-1]][0]))
                 self.after = int(self.rng.integers(1, 6)) if self.moment == "rollout" else 0
         if self.step == 1 or self.struck or moment != self.moment:
             return
         self.calls += 1
-        if self.calls > self.after and KINDS[self.kinds[-1]][1](run, self.rng, self.nodes):
+        if self.calls > self.after and EVERY[self.kinds[-1]][1](run, self.rng, self.nodes):
             self.struck = True
             self.done.append((number, self.kinds.pop(), moment))
 
@@ -113,7 +115,8 @@ def real(folder: Path, faults: int, seed: int) -> dict[str, Any]:
     def recipe_of(name: str) -> Recipe:
         tree = small_recipe(
             folder, run__name=name, run__steps=faults + 4, watch__samples_per_step=0, functions__max_replacements=BUDGET,
-            rollout__min_actors=2, rollout__stream_interval_s=0.05, evaluate__prompts=0,
+            rollout__min_actors=2, rollout__stream_interval_s=0.05, rollout__silence_s=2 * SILENCE_S, rollout__prefix_kv="on",
+            evaluate__prompts=0,
         )
         return Recipe.parse(tree)
 
@@ -189,7 +192,7 @@ def recipe(world: World, folder: Path, steps: int, **sections: Any) -> Recipe:
     return recipe_for(
         world, folder, steps=steps, prompts=PROMPTS, samples=SAMPLES, actors=4, max_tokens=TOKENS, objective={"prefer": 1.0},
         functions={"slot": "cpu", "max_replacements": BUDGET, "lease_deadline_s": 120}, reward={"timeout_s": 1.0},
-        rollout={"stream_interval_s": 0.05}, watch={"samples_per_step": 0}, **sections,
+        rollout={"stream_interval_s": 0.05, "silence_s": SILENCE_S}, watch={"samples_per_step": 0}, **sections,
     )
 
 

@@ -108,7 +108,7 @@ def latency(contexts: list[int], rounds: int, others: int) -> dict[int, dict[str
             shares = [np.arange(len(sizes))[number::2] for number in range(2)]
             stream = run_rollout(
                 pool, requests, shares, np.full(len(sizes), float(tokens)), version, interval_s=interval_s, deadline_s=600.0,
-                max_replacements=0, needed_next=2, drained=lambda tail_s, needed: Hold(1, "kept"), give_back=lambda *_: None,
+                silence_s=60.0, needed_next=2, drained=lambda tail_s, needed: Hold(1, "kept"), give_back=lambda *_: None,
                 on_progress=lambda *_: None, migration=Shuttle(4),  # type: ignore[arg-type]
             )
             found[context] = {way: [moved.seconds for moved in stream.moved if moved.how == way] for way in WAYS}

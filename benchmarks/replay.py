@@ -137,7 +137,7 @@ class ReplayedEngine:
     def __init__(self, files: dict[str, bytes], settings: dict[str, Any]) -> None:
         self.script = Script.read(files)
         self.speed = Speed(self.script.base_s, self.script.per_seq_s)
-        self.version = 0
+        self.version: int | None = None
         self.inbox = Inbox()
 
     def open(self, threads: int) -> dict[str, Any]:
@@ -146,12 +146,16 @@ class ReplayedEngine:
         return {"memory_mb": 1.0, "spans": [Span("start", "build engine (replayed)", start, time.time())]}
 
     def load(self, version: int, weights: Any, expected: int) -> list[Span]:
+        if int.from_bytes(weights["weight"].tobytes()) != expected:
+            raise ValueError(f"weight version {version} is not what was published")
         self.version = version
         return [Span("transfer", f"load version {version} (replayed)", time.time(), time.time())]
 
     def rollout(
         self, epoch: int, requests: list[Request], interval_s: float, threads: int
     ) -> Iterator[tuple[Progress, list[EngineStep], list[Span]]]:
+        if self.version is None:
+            raise RuntimeError("this engine has no weights yet")
         self.inbox.open(epoch)
         decoding = Decoding(self.speed, self.script.clock)
         decoding.add(requests, self.script)

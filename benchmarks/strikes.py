@@ -128,6 +128,23 @@ def kill(instances: list[Any], rng: Any, number: signal.Signals = signal.SIGKILL
     return True
 
 
+def kill_index(run: Strikes, rng: Any, nodes: Any) -> bool:
+    """The replica of the run's prefix service, which owns the pages."""
+    import ray._private.state as state
+
+    if run.prefix_stage is None or run.prefix_stage.service.handle is None:
+        return False
+    name = f"ServeReplica:{run.prefix_stage.service.name}:PrefixApp"
+    pids = [one["Pid"] for one in state.actors().values() if one["State"] == "ALIVE" and one["ActorClassName"] == name]
+    if pids:
+        os.kill(pids[0], signal.SIGKILL)
+    return bool(pids)
+
+
+def prefill_instances(run: Strikes) -> list[Any]:
+    return [] if run.prefix_stage is None else [*run.prefix_stage.pool.working, *run.prefix_stage.pool.parked]
+
+
 Strike = Callable[[Strikes, Any, Nodes], bool]
 
 
@@ -159,11 +176,18 @@ def drain_node(run: Strikes, rng: Any, nodes: Nodes) -> bool:
 KINDS: dict[str, tuple[tuple[str, ...], Strike]] = {
     "engine killed at work": (("rollout",), lambda run, rng, nodes: kill(run.rollout.working, rng)),
     "parked engine killed": (("update", "published"), lambda run, rng, nodes: kill(run.rollout.parked, rng)),
+    "engine hung": (("rollout",), lambda run, rng, nodes: kill(run.rollout.working, rng, signal.SIGSTOP)),
     "reward process killed": (("score",), lambda run, rng, nodes: kill(run.reward.working, rng)),
     "reward process hung": (("score",), lambda run, rng, nodes: kill(run.reward.working, rng, signal.SIGSTOP)),
     "learner killed": (("begin", "update", "publish", "published"), lambda run, rng, nodes: kill(run.gang.by_rank, rng)),
     "node lost": (("rollout", "score", "update", "published"), lose_node),
     "node drained": (("rollout", "update", "published"), drain_node),
+}
+
+# Replayed engines keep no pages: these need real ones.
+PAGE_KINDS: dict[str, tuple[tuple[str, ...], Strike]] = {
+    "prefill instance killed": (("update", "published"), lambda run, rng, nodes: kill(prefill_instances(run), rng)),
+    "index replica killed": (("begin", "update", "published"), kill_index),
 }
 
 

@@ -36,6 +36,11 @@ class Term:
         self.unfitted: list[tuple[np.ndarray, np.ndarray]] = []
 
     @property
+    def records(self) -> int:
+        """How many it is fitted to; at 0 it is the seed."""
+        return len(self.units) + sum(len(units) for units, _ in self.unfitted)
+
+    @property
     def beta(self) -> np.ndarray:
         """(2,) fixed_s and per_unit_s, fitted to all records so far."""
         self._fit_records()

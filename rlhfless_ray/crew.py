@@ -122,7 +122,7 @@ def hire(
         gang("learn", start_learner, recipe.learner.ranks, "learner"),
         Pool("prefill", start_prefill, leases, ledger, keep, on_device=True) if wanted else None,
         gang("critic", start_critic, recipe.critic.ranks, "critic") if recipe.algorithm.has_critic else None,
-        f"this policy's KV cannot be shared: {unshared}" if unshared else None,
+        f"this policy's KV cannot be shared, and what moves between engines is computed again: {unshared}" if unshared else None,
     )
 
 

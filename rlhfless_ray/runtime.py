@@ -147,7 +147,7 @@ class Runtime:
         self.score_stage = ScoreStage(self.site, self.reward, self.reward_source, self.tokenizer)
         self.learn_stage = LearnStage(self.site, self.gang, crew.critic)
         self.faults = Faults(self.recipe.functions.max_replacements)
-        for pool in (self.rollout, self.reward, *self.learn_stage.pools()):
+        for pool in (self.rollout, self.reward, *([crew.prefill] if crew.prefill else []), *self.learn_stage.pools()):
             pool.faults = self.faults
         self.learn_stage.recovers(self.recipe.checkpoint.memory_every_steps, self.record.progress.message)
         self.prefix_stage = self._prefix_stage(crew)
@@ -233,6 +233,7 @@ class Runtime:
 
     def prefill(self, step: Step) -> StepPrefixes | None:
         assert self.weights is not None
+        self.weights = self.learn_stage.safe(self.weights)
         return self.rollout_stage.prefill(step, self.weights)
 
     def rollout_phase(self, plan: RolloutPlan) -> AbstractContextManager[None]:
@@ -288,6 +289,7 @@ class Runtime:
 
     def evaluate(self) -> dict[str, float]:
         assert self.weights is not None
+        self.weights = self.learn_stage.safe(self.weights)
         return evaluate(self.rollout_stage, self.score_stage, self.prompts.heldout, self.weights, self.step.number)
 
     def record_evaluation(self, found: dict[str, float]) -> None:
@@ -337,7 +339,8 @@ class Runtime:
     def _state(self) -> dict[str, Any]:
         return {
             "step": self.steps_done, "version": self.weights.version if self.weights else 0, "cursor": self.cursor_done,
-            "autoscaler": self.autoscaler.state(), "learning": self.learn_stage.state(),
+            "autoscaler": self.autoscaler.state(), "learning": self.learn_stage.state(), "moves": self.rollout_stage.state(),
+            "prefix": self.prefix_stage.speed.state() if self.prefix_stage is not None else {},
             "skipped_in_a_row": self.gang.skipped_in_a_row, "owes_evaluation": self.owes_evaluation,
             "best_value": self.best.value, "run_folder": str(self.folder.path.resolve()),
         }
@@ -353,6 +356,9 @@ class Runtime:
                 "another run.name"
             ) from None
         self.learn_stage.restore(state.get("learning", {}))
+        self.rollout_stage.restore(state.get("moves", {}))
+        if self.prefix_stage is not None:
+            self.prefix_stage.speed.restore(state.get("prefix", {}))
         self.gang.skipped_in_a_row = state["skipped_in_a_row"]
         self.owes_evaluation = state.get("owes_evaluation", self.steps_done == 0)
         self.best.value = state.get("best_value")

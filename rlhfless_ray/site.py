@@ -38,6 +38,6 @@ class Site:
         if instance.opened is None or instance.memory_mb:
             return []
         told = instance.told(self.recipe.functions.lease_deadline_s)
-        instance.memory_mb = told["memory_mb"]
+        instance.memory_mb, instance.keeps_no_pages = told["memory_mb"], told.get("keeps_no_pages", "")
         self.ledger.spans([lease.id for lease in instance.leases], told["spans"])
         return told["spans"]

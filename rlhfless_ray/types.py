@@ -133,6 +133,8 @@ class WeightVersion:
     version: int
     ref: Any  # ray.ObjectRef of {name: array}; a return value owned by the driver, so it outlives its producer
     checksum: int = 0
+    node: str = ""  # where they lie, if that is not the driver's node: they are lost with it, and then there is
+    copy: Any = None  # the same on the driver's node, made while engines load
 
 
 @dataclass

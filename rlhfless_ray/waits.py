@@ -83,9 +83,11 @@ class StopSignal:
 STOP = StopSignal()  # one per process, as signals are
 
 
-def wait_any(refs: list[Any], seconds: float, what: str) -> list[Any]:
-    """The references (or streaming generators) that are ready, at least one. Raises RunError past the deadline."""
-    end = time.monotonic() + seconds
+def wait_any(refs: list[Any], seconds: float, what: str, within_s: float = float("inf")) -> list[Any]:
+    """The references (or streaming generators) that are ready, at least one; after `within_s` maybe none. Raises RunError past the
+    deadline."""
+    begin = time.monotonic()
+    end = begin + seconds
     while True:
         STOP.check()
         ready, _ = ray.wait(refs, num_returns=1, timeout=min(POLL_S, max(0.0, end - time.monotonic())), fetch_local=False)
@@ -93,6 +95,8 @@ def wait_any(refs: list[Any], seconds: float, what: str) -> list[Any]:
             return ready
         if time.monotonic() >= end:
             raise RunError(f"waited {seconds:.0f} s for {what} in vain")
+        if time.monotonic() - begin >= within_s:
+            return []
 
 
 def get(ref: Any, seconds: float, what: str) -> Any:

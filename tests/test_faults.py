@@ -8,14 +8,17 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 
-from benchmarks.replay import ReplayedRuntime
+from benchmarks.replay import ReplayedLearner, ReplayedRuntime
 from benchmarks.replay_world import World, build, recipe_for, synthetic_lengths
+from rlhfless_ray.crew import Actors
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Step
@@ -152,6 +155,19 @@ def test_faults_that_outrun_progress_end_the_run_and_say_so(nodes: Any, world: W
     assert not run.leases.held and [row["step"] for row in run.rows()] == [1, 2]
 
 
+class Heavy(ReplayedLearner):
+    """Its weights are too large to travel with the word that they are there: they lie on its node."""
+
+    def weights(self) -> tuple[dict[str, np.ndarray], Any]:
+        weights, told = super().weights()
+        return {**weights, "more": np.zeros(2**20, np.uint8)}, told
+
+
+class HeavyHit(Hit):
+    def actor_classes(self) -> Actors:
+        return replace(super().actor_classes(), learner=Heavy)
+
+
 # ---- nodes --------------------------------------------------------------------------------------------------------
 
 
@@ -230,3 +246,40 @@ def test_a_lost_node_takes_engines_and_parked_processes_with_it(
     run = go(Hit(recipe, {(3, "parked"): lose}))
     same(run, clean)
     assert run.total("faults/bugs") == 0 and run.total("faults/preempted") >= 1 and not on(run, passing.node_id)
+
+
+@pytest.mark.parametrize("moment", ["published", "loading"])
+def test_weights_whose_node_is_lost_are_had_from_elsewhere(
+    nodes: Any, world: World, clean: Hit, tmp_path: Path, passing: Any, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner's node goes with the weights that it has just published, before an engine is told to load them or while all are."""
+    import rlhfless_ray.rollout.stream as stream
+
+    elsewhere = [node.node_id for node in (nodes.head_node, *nodes.worker_nodes) if node is not passing]
+    others = [ray.util.placement_group([{"CPU": 1}], bundle_label_selector=[{"ray.io/node-id": n}]) for n in elsewhere for _ in range(2)]
+    ray.get([group.ready() for group in others], timeout=60)
+    begun: list[bool] = []
+
+    def lose(run: Hit) -> None:
+        assert run.gang.by_rank[0].slot.node == passing.node_id
+        nodes.remove_node(passing, allow_graceful=False)
+
+    def fetch(pool: Any, weights: Any) -> None:
+        if moment == "loading" and weights.version == 3 and not begun:
+            begun.append(True)
+            lose(run)
+        before(pool, weights)
+
+    before = stream.fetch_weights
+    monkeypatch.setattr(stream, "fetch_weights", fetch)
+    run = HeavyHit(recipe_of(world, tmp_path, objective={"prefer": 1.0}, functions={"max_replacements": 0}))
+    if moment == "published":
+        run.script[3, "published"] = lose
+    with run:
+        assert run.weights is not None and run.weights.node == passing.node_id
+        for group in others:
+            ray.util.remove_placement_group(group)
+        for _ in run:
+            pass
+    same(run, clean)
+    assert run.total("faults/bugs") == 0 and run.total("faults/preempted") >= 1 and run.total("faults/learner_restarts") == 1

@@ -51,6 +51,7 @@ class Instance:
     loading: Any = None  # reference that resolves when `version` is in the engine
     parked_since_s: float = 0.0
     memory_mb: float = 0.0
+    keeps_no_pages: str = ""  # why an engine that should keep KV pages does not
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.kind}-{next(_numbers)}"
@@ -78,6 +79,19 @@ class Instance:
             except (RayTaskError, RayActorError) as error:
                 return f"{self.id} could not {what}: {reason_of(error)}"
         return None
+
+
+def lost_on_the_way(ref: Any) -> bool:
+    """Whether a call came to nothing because what it was given was lost."""
+    if ref is None or not ray.wait([ref], timeout=0)[0]:
+        return False
+    try:
+        ray.get(ref)
+    except (ObjectLostError, RayTaskError) as error:
+        return isinstance(error, ObjectLostError) or isinstance(error.cause, ObjectLostError)
+    except RayActorError:
+        return False
+    return False
 
 
 def raised_at_start(error: BaseException) -> bool:

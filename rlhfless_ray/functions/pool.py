@@ -174,11 +174,6 @@ class Pool:
         self.parked = [i for i in self.parked if i is not instance]
         self.working = [i for i in self.working if i is not instance]
 
-    @property
-    def replaced(self) -> int:
-        """Of the budget for faults, which is the run's: what is used up."""
-        return self.faults.used
-
     def cause(self, *instances: Instance) -> Cause:
         """Why one of these does not answer any more. A connection may break before Ray knows what happened: what still seems to
         live after some seconds hangs."""
@@ -193,23 +188,23 @@ class Pool:
                 return Cause.HUNG
             time.sleep(0.05)
 
-    def replace(self, instance: Instance) -> Instance:
-        """A dead instance's leases get a new one. The process is killed first: it may only look dead. Raises RunError when the
-        budget for faults is used up."""
-        leases = self.leases.living(self._bury(instance))
+    def replace(self, instance: Instance, why: str = "", cause: Cause | None = None) -> Instance:
+        """A dead instance's leases get a new one. The process is killed first: it may only look dead. Raises RunError, with `why`,
+        when the run's budget for faults is used up. `cause`: where it is known already."""
+        leases = self.leases.living(self._bury(instance, why, cause))
         if not leases:
             leases = self.leases.take(1, self.kind, [other.slot.node for other in self.parked], labels=self.labels)
         return self.staff(leases)
 
-    def lose(self, instance: Instance) -> None:
-        """A dead instance has no successor for now: others go on with its work. Its leases go back."""
-        self.leases.release(self._bury(instance))
+    def lose(self, instance: Instance, why: str = "", cause: Cause | None = None) -> None:
+        """A dead instance has no successor for now: others go on with its work. Its leases go back. Raises as `replace` does."""
+        self.leases.release(self._bury(instance, why, cause))
 
-    def _bury(self, instance: Instance) -> list[Lease]:
-        leases, cause = instance.leases, self.cause(instance)
+    def _bury(self, instance: Instance, why: str, cause: Cause | None) -> list[Lease]:
+        leases, cause = instance.leases, cause or self.cause(instance)
         self.end(instance)
         self.replacements += 1
-        self.faults.count(instance.id, cause)
+        self.faults.count(instance.id, cause, why)
         return leases
 
     def leave(self, instance: Instance) -> None:

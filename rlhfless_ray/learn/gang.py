@@ -13,6 +13,7 @@ import ray
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.faults import Cause
 from rlhfless_ray.functions.instance import GONE, Instance, State, raised_at_start, reason_of
+from rlhfless_ray.functions.keep import kept_here
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.learn.batch import Batch
@@ -23,6 +24,7 @@ from rlhfless_ray.waits import STOP, get
 
 ATTEMPT_S = 5.0  # two gangs that each hold half of what both need let go after this long
 SETTLE_S = 10.0  # for the state that was asked for last, before its node goes
+COPY_S = 5.0  # for a copy of weights that was being made when their node was lost
 DEATH_S = 5.0  # until a rank's death is known, after others have failed for it
 
 
@@ -310,7 +312,8 @@ class Gang:
         self._book(replies)
 
     def publish(self, version: int) -> WeightVersion:
-        """The current weights as a version that engines can pull. The arrays stay in the object store."""
+        """The current weights as a version that engines can pull. The arrays stay in the object store of the first rank's node;
+        where that is not the driver's, a copy is made there that nobody waits for."""
         weights: list[Any] = []
 
         def ask() -> list[Any]:
@@ -320,7 +323,23 @@ class Gang:
 
         replies = self._surely(ask, "the learner to publish weights")
         self._book(spans for _, spans in replies)
-        return WeightVersion(version, weights[0], replies[0][0])
+        node = self.by_rank[0].slot.node
+        copy, there = kept_here(weights[0], node)
+        return WeightVersion(version, weights[0], replies[0][0], *((node, copy) if there else ()))
+
+    def safe(self, weights: WeightVersion) -> WeightVersion:
+        """The same version, from where it can be had: if its node was lost, the copy, or where there is none the weights of the gang
+        once more, which may need leases for that. Raises RunError where these are others."""
+        if weights.copy is None or not self.pool.leases.gone([weights.node]):
+            return weights
+        self.recovery.say(f"weight version {weights.version} was lost with its node: engines take the copy of it")
+        if _is_there(weights.copy, COPY_S):
+            return WeightVersion(weights.version, weights.copy, weights.checksum)
+        self.recovery.say(f"there is no copy of weight version {weights.version} yet: the {self.name} publishes it again")
+        again = self.publish(weights.version)
+        if again.checksum != weights.checksum:
+            raise RunError(f"the {self.name} published other weights as version {weights.version} when asked for them again")
+        return again
 
     def keep(self) -> None:
         """Have the state of now kept outside of the ranks, if it is time to. Nobody waits; it needs no lease."""
@@ -372,6 +391,15 @@ class Gang:
 
     def _spans(self, instance: Instance, spans: list[Any]) -> None:
         self.pool.ledger.spans([lease.id for lease in instance.leases], spans)
+
+
+def _is_there(ref: Any, seconds: float) -> bool:
+    """Whether an object is on this node within so many seconds."""
+    try:
+        ray.get(ref, timeout=seconds)
+    except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+        return False
+    return True
 
 
 def _death(refs: list[Any]) -> BaseException | None:

@@ -267,6 +267,14 @@ class LearnStage:
         with self.site.phases.phase("publish"):
             return self.gang.publish(version)
 
+    def safe(self, weights: WeightVersion) -> WeightVersion:
+        """The version from where engines can have it, before they are asked to. Between phases: it may take leases to publish it
+        once more."""
+        safe = self.gang.safe(weights)
+        if self.gang.working:
+            self.site.spare += self.gang.park()
+        return safe
+
 
 def _spread(values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     """Values of the chosen tokens among all tokens, 0 at the others."""

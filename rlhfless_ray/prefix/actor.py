@@ -67,6 +67,7 @@ class PageActor(RolloutActor):
         replace those of before. What does not come within the time, or is not what it should be, is left out: the engine computes
         it."""
         start, store = time.time(), self._store
+        self._take_loaded()  # of requests that were moved here before
         before = store.counts.copy()
         store.clear()
         wanted = store.wanted(salt(version), prompts)
@@ -84,14 +85,17 @@ class PageActor(RolloutActor):
         spans = [Span("transfer", f"fetch {len(refs)} bundles of KV pages", start, now)] if refs else []
         return Fetched(new["put"], size, lost, new["foreign"], new["damaged"], now - start, spans)
 
-    def drop_pages(self) -> tuple[int, float]:
-        """After generation: let the pages go, which lie in the object store while they are held here. Returns how many were
-        copied into the engine's cache since the last call, and the seconds it took; they are part of the engine's steps."""
-        store = self._store
-        store.clear()
-        loaded, seconds = store.counts.pop("loaded", 0), store.seconds["load"]
+    def drop_pages(self) -> tuple[int, int, float]:
+        """After generation: let the pages go, which lie in the object store while they are held here. Returns how many pages and
+        tokens were copied into the engine's cache since they were fetched, and the seconds it took; they are part of the
+        engine's steps."""
+        self._store.clear()
+        return self._take_loaded()
+
+    def _take_loaded(self) -> tuple[int, int, float]:
+        store, seconds = self._store, self._store.seconds["load"]
         store.seconds["load"] = 0.0
-        return loaded, seconds
+        return store.counts.pop("loaded", 0), store.counts.pop("loaded_tokens", 0), seconds
 
     def prefill(
         self, version: int, prefixes: Sequence[np.ndarray], bundles: Sequence[Sequence[bytes]], needs: Sequence[Any],

@@ -69,16 +69,23 @@ class PageConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens whose pages are in the store beyond those that the engine's own cache has. All but the prompt's last token,
         so the number may end inside a block: that block is the request's own, and is filled up by what it computes."""
+        matched = self._match(request, num_computed_tokens)
+        asked = request.kv_transfer_params or {}
+        if asked.get("continued"):
+            self.store.computed[asked["name"]] = request.num_tokens - num_computed_tokens - matched
+        return matched, False
+
+    def _match(self, request: Any, num_computed_tokens: int) -> int:
         self.found.pop(request.request_id, None)
         if not self.store.rows or not _plain(request):
-            return 0, False
+            return 0
         tokens = request.all_token_ids[: request.num_tokens - 1]
         first = num_computed_tokens // self.block_size
         pages = self.store.match(self.store.addresses(request.cache_salt, tokens), first)
         if not pages:
-            return 0, False
+            return 0
         self.found[request.request_id] = first, pages
-        return min(len(tokens), (first + len(pages)) * self.block_size) - num_computed_tokens, False
+        return min(len(tokens), (first + len(pages)) * self.block_size) - num_computed_tokens
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         first, pages = self.found.pop(request.request_id, (0, []))

@@ -68,6 +68,7 @@ class PageStore:
         self.known: set[bytes] = set()  # pages that are not worth saving: whoever asked has them
         self.saved: dict[str, tuple[list[bytes], np.ndarray]] = {}
         self.copy_out: Callable[[Sequence[int]], np.ndarray] | None = None  # block numbers → (blocks, page_bytes)
+        self.computed: dict[str, int] = {}  # by name: tokens of a continued request's context that were computed here
         self.counts: Counter[str] = Counter()
         self.seconds = {"load": 0.0, "save": 0.0}  # spent copying
 

@@ -48,8 +48,6 @@ class Prepared:
     done: list[tuple[int, Prefilled]] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     no_room: int = 0
-    distinct_tokens: int = 0
-    total_tokens: int = 0
 
     def needed_by(self, prompts: Sequence[int]) -> list[Any]:
         """References of the bundles that these prompts (positions) use."""
@@ -114,7 +112,6 @@ class PrefixApp:
         return Prepared(
             [held.ref for held in found], of, [one for one in outcomes if not isinstance(one, str)],
             refused + [one for one in outcomes if isinstance(one, str)], self.index.counts["no_room"] - no_room,
-            trie.distinct_tokens, trie.total_tokens,
         )  # fmt: skip
 
     async def _able(self, producers: Sequence[Producer], within_s: float) -> tuple[Kind | None, list[int], list[str]]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from ray.exceptions import RayActorError, RayTaskError
 
-from placement.prefix import PrefixChoice, PrefixSpeed, choose_prefix
+from placement.prefix import PrefixChoice, PrefixDemand, PrefixSpeed, choose_prefix
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.instance import Instance, reason_of
 from rlhfless_ray.functions.pool import Pool
@@ -33,6 +33,8 @@ class StepPrefixes:
     """What a step's prompts get. of[prompt] as in `Prepared`; empty where the choice was off."""
 
     choice: PrefixChoice
+    demand: PrefixDemand | None = None
+    engine_s: float = 0.0  # of prefill instances and engines, for pages, as far as was measured
     prepared: Prepared = field(default_factory=Prepared)
     sent: list[tuple[Instance, Any]] = field(default_factory=list)  # engines that fetch, and what will say how it went
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -54,17 +56,17 @@ class PrefixStage:
         self.private, self.told = private, ""
         self.failed_in_a_row = 0
 
-    def choose(self, prompts: Sequence[Sequence[int]], shares: Sequence[np.ndarray], steps_left: int) -> PrefixChoice:
+    def choose(self, demand: PrefixDemand | None, steps_left: int) -> PrefixChoice:
         """Before anything is leased. A cold start of the prefill instance is spread over the steps that are left."""
-        if self.mode == "off" or self.blocked:  # nothing is counted for it
+        if demand is None:
             return PrefixChoice(False, 0, "prefix_kv: off" if self.mode == "off" else f"off: {self.blocked}")
         costs = self.speed.costs()
         if not any(instance.memory_mb > 0 for instance in self.pool.parked):
             start_s = self.site.autoscaler.terms.cold_start.predict() / max(1, steps_left)
             costs = costs.with_start(start_s)
         return choose_prefix(
-            prefix_demand(prompts, shares, self.block_size), costs, mode=self.mode, time_value=self.site.autoscaler.second,
-            max_instances=self.max_instances, page_bytes=self.page_bytes, cap_bytes=self.cap_bytes,
+            demand, costs, mode=self.mode, time_value=self.site.autoscaler.second, max_instances=self.max_instances,
+            page_bytes=self.page_bytes, cap_bytes=self.cap_bytes,
         )  # fmt: skip
 
     def prefill(
@@ -73,16 +75,23 @@ class PrefixStage:
         """The pages of `prompts` (token ids, one for each distinct prompt of the step), if they pay. `shares`: of each engine
         that will work, the prompts (positions) of its requests. Instances take what leases are spare, or ask for some, and have
         given them all back when this returns."""
-        choice = self.choose(prompts, shares, steps_left)
-        step = StepPrefixes(choice)
+        able = self.mode != "off" and not self.blocked  # else nothing is counted for it
+        demand = prefix_demand(prompts, shares, self.block_size) if able else None
+        choice = self.choose(demand, steps_left)
+        step = StepPrefixes(choice, demand)
         step.metrics = {
             "prefix/on": float(choice.on), "prefix/reason": choice.reason, "prefix/saved_engine_s": choice.saved_engine_s,
             "prefix/break_even_tokens": choice.break_even_tokens if np.isfinite(choice.break_even_tokens) else None,
         }
+        if demand is not None:
+            step.metrics |= {
+                "prefix/asked_tokens": sum(len(prompts[p]) for share in shares for p in np.asarray(share, int).tolist()),
+                "prefix/off_tokens": int(demand.off_tokens.sum()), "prefix/distinct_tokens": demand.distinct_tokens,
+                "prefix/header_tokens": demand.trunk_tokens,
+            }
         if not choice.on:
-            if self.mode != "off" and (self.blocked or choice.no_room) and choice.reason != self.told:
-                self.told = choice.reason
-                self.site.record.progress.message(f"prefix KV is {choice.reason}")
+            if self.mode != "off" and (self.blocked or choice.no_room):
+                self._say(choice.reason)
             return step
         site, start = self.site, time.monotonic()
         with site.phases.phase("prefill"):
@@ -105,6 +114,18 @@ class PrefixStage:
         if self.failed_in_a_row >= GIVE_UP:
             self.blocked = f"it came to nothing in {GIVE_UP} steps in a row"
         return step
+
+    def _say(self, reason: str) -> None:
+        """Once."""
+        if reason != self.told:
+            self.told = reason
+            self.site.record.progress.message(f"prefix KV is {reason}")
+
+    def block(self, why: str) -> None:
+        """Engines turn out to keep no pages: neither those of prompts nor those of what moves."""
+        if not self.blocked:
+            self.blocked = why
+            self._say(f"off, and what moves between engines is computed again: {why}")
 
     def _made_ready(self, weights: WeightVersion) -> list[str]:
         """Instances that have started and loaded; of the others, which end here, why. They are waited for: the index's calls
@@ -137,11 +158,11 @@ class PrefixStage:
             self.site.ledger.spans([lease.id for lease in instance.leases], one.spans)
             self.speed.observe_job(one.tokens, one.pages, one.prefill_s, one.save_s)
             self.page_bytes = one.page_bytes
+            step.engine_s += one.prefill_s + one.load_s + one.save_s + one.fetched.seconds
         busy_s = max((span.to_s - span.from_s for _, one in done for span in one.spans), default=0.0)
         self.speed.observe_step(max(1e-4, wall_s - busy_s))
         step.metrics |= {
-            "prefix/computed_tokens": sum(one.tokens for _, one in done), "prefix/distinct_tokens": step.prepared.distinct_tokens,
-            "prefix/total_tokens": step.prepared.total_tokens, "prefix/pages": sum(one.pages for _, one in done),
+            "prefix/computed_tokens": sum(one.tokens for _, one in done), "prefix/pages": sum(one.pages for _, one in done),
             "prefix/no_room": step.prepared.no_room, "prefix/failed": len(step.prepared.failed),
             "prefix/instances": len(self.pool.working),
         }  # fmt: skip
@@ -162,17 +183,22 @@ class PrefixStage:
             dropped = instance.actor.drop_pages.remote()
             try:
                 fetched: Fetched = get(told, FETCH_S, f"{instance.id} to have fetched its pages")
-                loaded, load_s = get(dropped, FETCH_S, f"{instance.id} to drop its pages")
+                loaded, tokens, load_s = get(dropped, FETCH_S, f"{instance.id} to drop its pages")
             except (RayActorError, RayTaskError, RunError):
                 counts["lost"] += 1
                 continue
             self.site.ledger.spans([lease.id for lease in instance.leases], fetched.spans)
             self.speed.observe_fetch(fetched.pages, fetched.seconds, loaded, load_s)
+            step.engine_s += fetched.seconds + load_s
             counts.update(
-                fetched=fetched.pages, loaded=loaded, lost=fetched.lost, foreign=fetched.foreign, damaged=fetched.damaged
-            )
-        if step.sent:
-            step.metrics |= {f"prefix/{name}": counts[name] for name in ("fetched", "loaded", "lost", "foreign", "damaged")}
+                fetched=fetched.pages, loaded=loaded, loaded_tokens=tokens, lost=fetched.lost, foreign=fetched.foreign,
+                damaged=fetched.damaged,
+            )  # fmt: skip
+        if step.sent and step.demand is not None:
+            names = ("fetched", "loaded", "loaded_tokens", "lost", "foreign", "damaged")
+            step.metrics |= {f"prefix/{name}": counts[name] for name in names}
+            engine_s = step.engine_s + self.speed.costs().prefill_token_s * float(step.demand.on_tokens.sum())
+            step.metrics["prefix/measured_saved_engine_s"] = step.choice.off_engine_s - engine_s
         step.sent, step.prepared = [], Prepared()
         return step.metrics
 

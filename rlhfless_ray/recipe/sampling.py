@@ -58,7 +58,8 @@ class Rollout(Section):
     """Tokens of a KV block; prefixes are shared in whole blocks."""
     prefix_kv: Annotated[Literal["auto", "on", "off"], OffIsAWord] = "auto"
     """The service that computes each distinct beginning of a step's prompts once for all engines. `auto`: in the steps where
-    the planner expects it to save prefill, its own costs included; `on`: in every step; `off`."""
+    the planner expects it to save prefill, its own costs included; `on`: in every step; `off`: engines keep no pages either, so
+    what moves between them is computed again."""
     stream_interval_s: float = Field(0.25, gt=0)
     """How often an engine tells what it generated. What it has not told yet is generated again if it dies."""
     migrate: Annotated[Literal["off", "tau", "auto"], OffIsAWord] = "auto"
@@ -68,6 +69,9 @@ class Rollout(Section):
     """For `migrate: tau` only."""
     deadline_s: float = Field(1800, gt=0)
     """A rollout that takes longer ends the run."""
+    silence_s: float = Field(180, gt=0)
+    """An engine that has started, is to load weights or to work, and says nothing for this long hangs: it is killed, and others go
+    on with what it had."""
 
     def response_tokens(self, prompt_tokens: int) -> int:
         """The longest response that a prompt of so many tokens may have."""

@@ -69,17 +69,15 @@ class Scoring:
     Each working instance gets an equal share and answers at least every few seconds with what it has. As soon as more than
     `max_failed` samples failed the rest is left alone: they have neither reward nor error. A worker that does not answer hangs
     where no signal reaches (in foreign code): it is killed and replaced, as one that died is, and the rest of its share is
-    scored one by one, so that the sample at fault can be named. Raises RunError, naming it, when instances were replaced more
-    than `max_replacements` times. `item` makes of a sample what the pool's workers take, who may take `call_s` beyond the time
-    they were asked to answer in.
+    scored one by one, so that the sample at fault can be named. Raises RunError, naming it, when the pool's budget for faults is
+    used up. `item` makes of a sample what the pool's workers take, who may take `call_s` beyond the time they were asked to answer
+    in.
     """
 
     def __init__(
-        self, pool: Pool, timeout_s: float, max_failed: float, max_replacements: int, item: MakeItem | None = None,
-        call_s: float | None = None,
+        self, pool: Pool, timeout_s: float, max_failed: float, item: MakeItem | None = None, call_s: float | None = None
     ) -> None:
-        self.pool, self.timeout_s = pool, timeout_s
-        self.max_failed, self.max_replacements = max_failed, max_replacements
+        self.pool, self.timeout_s, self.max_failed = pool, timeout_s, max_failed
         self.item = item or _row
         self.call_s = timeout_s if call_s is None else call_s
         self.samples: list[Sample] = []
@@ -117,7 +115,7 @@ class Scoring:
         worker, singly = call.worker, call.singly
         if scores is None:
             at = self.samples[call.left[0][0]] if singly or len(call.left) == 1 else None
-            worker = _replaced(self.pool, worker, at, self.timeout_s, self.max_replacements)
+            worker = _replaced(self.pool, worker, at, self.timeout_s)
             scores = [Score(call.left[0][0], None, _gone(self.timeout_s))] if at else []
             singly = True
         for score in scores:
@@ -167,16 +165,13 @@ def _answer(pool: Pool, worker: Instance, ref: Any) -> list[Score] | None:
     return scores
 
 
-def _replaced(pool: Pool, worker: Instance, at: Sample | None, timeout_s: float, most: int) -> Instance:
-    if pool.replaced < most:
-        return pool.replace(worker)
+def _replaced(pool: Pool, worker: Instance, at: Sample | None, timeout_s: float) -> Instance:
+    """Of a sample that ends the run too, it is on disk then what became of it."""
+    why = f"it hung past reward.timeout_s = {timeout_s:g} s or died"
     if at is not None:
         at.error = _gone(timeout_s)
-    where = f"; the last at prompt row {at.prompt.index} {_short(at.prompt.text)}, response {_short(at.text)}" if at else ""
-    raise RunError(
-        f"a reward process hung past reward.timeout_s = {timeout_s:g} s or died, and functions.max_replacements = {most} are "
-        f"used up{where}"
-    )
+        why += f" at prompt row {at.prompt.index} {_short(at.prompt.text)}, response {_short(at.text)}"
+    return pool.replace(worker, why)
 
 
 def _gone(timeout_s: float) -> str:

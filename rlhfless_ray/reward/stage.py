@@ -67,9 +67,7 @@ class ScoreStage:
     def _scoring(self, samples: int) -> Scoring:
         recipe = self.site.recipe
         most = recipe.reward.max_failed_share * samples
-        return Scoring(
-            self.pool, recipe.reward.timeout_s, most, recipe.functions.max_replacements, self.item, self.call_s
-        )
+        return Scoring(self.pool, recipe.reward.timeout_s, most, self.item, self.call_s)
 
     def score(self, samples: list[Sample], step: int, name: str = "step") -> int:
         """Every sample's reward, of those that were not scored ahead; returns how many have none. Raises RunError when too many:

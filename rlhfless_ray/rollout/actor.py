@@ -50,7 +50,8 @@ class RolloutActor:
             tempfile.tempdir = None
         memory_mb = psutil.Process().memory_info().rss / 2**20
         spans = [self.imported, Span("start", "build engine", start, time.time())]
-        return {"memory_mb": memory_mb, "spans": spans}
+        pages = self.engine.pages
+        return {"memory_mb": memory_mb, "spans": spans, "keeps_no_pages": pages.refused if pages is not None else ""}
 
     def load(self, version: int, weights: dict[str, np.ndarray], expected: int) -> list[Span]:
         """Take a weight version. Raises ValueError when the bytes are not those that were published."""

@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ class Engine:
                 for order in inbox.take() if inbox else ():
                     fresh |= self._carry_out(order)
                     if order.cut:
-                        yield self.live.progress(self.version)
+                        yield self._progress(self.version)
                 if not self.live:
                     if inbox is None or inbox.close_if_empty():
                         return
@@ -132,12 +133,22 @@ class Engine:
                 begun = self.live.begun(fresh)
                 if begun or not self.live.decoding or now - last >= interval_s:
                     fresh -= begun
-                    yield self.live.progress(self.version)
+                    yield self._progress(self.version)
                     last = now
         finally:  # if the caller stopped listening
             self.engine.abort_request([str(number) for number in self.live.rows])
             self.live.forget(self.live.rows)
             self.sampler.take()
+            if self.pages is not None:
+                self.pages.computed.clear()
+
+    def _progress(self, version: int) -> Progress:
+        progress = self.live.progress(version)
+        if self.pages is None or not self.pages.computed:
+            return progress
+        begun = zip(progress.keys.tolist(), progress.counts.tolist(), strict=True)
+        known = {key: self.pages.computed.pop(str(key), None) for key, count in begun if count}
+        return replace(progress, computed={key: tokens for key, tokens in known.items() if tokens is not None})
 
     def _carry_out(self, order: Order) -> set[int]:
         """Numbers of the requests it adds. A cut of what is not here comes too late: how it ended was told."""
@@ -161,7 +172,8 @@ class Engine:
             number, before = self.live.take_up(request), len(request.generated)
             extra: dict[str, Any] = {"key": number, "seed": request.seed, "temperature": request.temperature, "offset": before}
             if self.pages is not None:
-                extra["kv_transfer_params"] = {"name": str(request.key)}  # by it the connector knows whose pages are asked for
+                # by its name the connector knows whose pages are asked for
+                extra["kv_transfer_params"] = {"name": str(request.key), "continued": before > 0}
             params = SamplingParams(
                 temperature=0.0,  # the sampler draws; vLLM only takes its pick
                 max_tokens=request.max_tokens - before,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -48,10 +49,18 @@ class Way:
 
 def how_to_move(context_tokens: float, prefill: Term, pages: Term | None = None) -> Way:
     """The quicker way for a context of so many tokens. `pages`: None where engines have nothing to carry pages with."""
-    ways = [Way("prefill", prefill.predict(context_tokens))]
-    if pages is not None:
-        ways.append(Way("pages", pages.predict(context_tokens)))
+    if pages is None:
+        return Way("prefill", prefill.predict(context_tokens))
+    ways = [Way("prefill", _expected(context_tokens, prefill, pages)), Way("pages", _expected(context_tokens, pages, prefill))]
     return min(ways, key=lambda way: way.seconds)
+
+
+def _expected(context_tokens: float, term: Term, other: Term) -> float:
+    """Seconds of a move. Whatever the context, the two engines have to end their steps first: of a way that was never tried, that
+    part is to its seed as the other way's is to its own."""
+    if term.records or not other.records:
+        return term.predict(context_tokens)
+    return term.fixed_s * other.fixed_s / float(other.seed[0]) + term.per_unit_s * context_tokens
 
 
 class Migration:
@@ -67,6 +76,22 @@ class Migration:
         self.pages = Term(0.06, 2e-6) if carries else None
         self.forecast = Forecast(np.zeros(0), np.zeros(0))
         self.speed, self.mu, self.token_s = Speed(1.0, 0.0), 1.0, 0.0
+
+    def by_way(self, requests: np.ndarray, transcript: Transcript, source: int, target: int, reason: str) -> list[Wish]:
+        """The wish to move these requests, each by the quicker way for its own context. What has no token yet has no KV either."""
+        said, context = transcript.length[requests], (transcript.prompt + transcript.length)[requests]
+        paged = np.array([n > 0 and self._way(float(c)).name == "pages" for n, c in zip(said, context, strict=True)], bool)
+        parts = (requests[~paged], "prefill"), (requests[paged], "pages")
+        return [Wish(part, source, target, reason, how) for part, how in parts if len(part)]
+
+    def _way(self, context_tokens: float) -> Way:
+        return how_to_move(context_tokens, self.prefill, self.pages)
+
+    def _work_s(self, context: np.ndarray) -> float:
+        """What contexts (n,) that come take of an engine's time: to compute them, or to take in their pages."""
+        paged = np.array([self._way(float(c)).name == "pages" for c in context], bool)
+        page_s = self.pages.per_unit_s if self.pages is not None else 0.0
+        return float(np.where(paged, page_s, self.token_s) @ context)
 
     def begin(self, lengths: np.ndarray, speed: Speed, second: float, token_s: float = 0.0) -> None:
         """A rollout begins. lengths (n, S): joint draws of its responses' lengths, tokens; `second`: what a second of its time
@@ -93,33 +118,34 @@ class Migration:
         else:
             moves = self._best(state, self._present_speed(steps), transcript.prompt + transcript.length)
             new, saved_s, reason = moves.actor, moves.time_saved_s, moves.reason
-        return self._wishes(live, actor, new, engines, saved_s, reason, how_to_move(context, self.prefill, self.pages).name)
+        return self._wishes(transcript, live, actor, new, engines, saved_s, reason)
 
     def _best(self, state: LiveState, speed: Speed, context: np.ndarray) -> Moves:
-        """The planner prices a move as a pause of what moves. That contexts are computed again is work of the engine that takes
-        them, which all it holds wait for: many moves at once must be worth that too."""
-        pause_s = how_to_move(state.context_tokens, self.prefill, self.pages).seconds
+        """The planner prices a move as a pause of what moves. To compute contexts again, or to take in their pages, is work of
+        the engine that gets them, which all it holds wait for: many moves at once must be worth that too."""
+        pause_s = self._way(state.context_tokens).seconds
         engines = len(state.opened)
         work_s = np.zeros(engines)
         for _ in range(2):
             moves = decide_moves(state, speed, Settings(self.mu, engines, migrate_s=pause_s + work_s.max()))
             work_s = np.zeros(engines)
             for move in moves.moves:
-                work_s[move.target] += self.token_s * context[move.sequences].sum()
+                work_s[move.target] += self._work_s(context[move.sequences])
             gain = moves.time_saved_s + self.mu * moves.cost_saved
             if gain > work_s.max() + self.mu * work_s.sum():
                 return moves
         return replace(moves, actor=state.actor, moves=(), reason="moves would cost more than they save")
 
     def _wishes(
-        self, live: np.ndarray, actor: np.ndarray, new: np.ndarray, engines: list[int], saved_s: float, reason: str,
-        how: str,
+        self, transcript: Transcript, live: np.ndarray, actor: np.ndarray, new: np.ndarray, engines: list[int], saved_s: float,
+        reason: str,
     ) -> Wishes:
         changed = live[actor[live] != new[live]]
         pairs = sorted(set(zip(actor[changed].tolist(), new[changed].tolist(), strict=True)))
         moves = tuple(
-            Wish(changed[(actor[changed] == a) & (new[changed] == b)], engines[a], engines[b], reason, how)
+            wish
             for a, b in pairs
+            for wish in self.by_way(changed[(actor[changed] == a) & (new[changed] == b)], transcript, engines[a], engines[b], reason)
         )
         emptied = sorted(set(actor[live].tolist()) - set(new[live].tolist()))
         return Wishes(moves, max(0.0, saved_s), tuple(engines[a] for a in emptied), reason)
@@ -135,7 +161,16 @@ class Migration:
         return Speed(off * self.speed.base_s, off * self.speed.per_seq_s, off * self.speed.per_ctx_s)
 
     def observe(self, context_tokens: float, seconds: float, how: str = "prefill") -> None:
-        """A sequence was moved: from the wish to its first token elsewhere."""
+        """A sequence was moved: from the wish to its first token elsewhere. `how`: the way that was tried; what came to nothing on
+        it makes it the dearer one."""
         term = self.pages if how == "pages" else self.prefill
         if term is not None:
             term.observe(context_tokens, seconds)
+
+    def state(self) -> dict[str, Any]:
+        return {name: term.state() for name, term in (("prefill", self.prefill), ("pages", self.pages)) if term is not None}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        for name, term in (("prefill", self.prefill), ("pages", self.pages)):
+            if term is not None and name in state:
+                term.restore(state[name])

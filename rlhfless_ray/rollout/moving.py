@@ -20,7 +20,8 @@ _tickets = itertools.count(1)  # for KV pages that wait to be handed over
 
 @dataclass(frozen=True)
 class Moved:
-    """A request that went to another engine. seconds: from the wish to the first token there, at the driver."""
+    """A request that went to another engine. seconds: from the wish to the first token there, at the driver. how: the way that
+    was chosen, "prefill" or "pages"; computed_tokens: of its context, on the new engine, None where that is not told."""
 
     key: int
     source: str
@@ -28,7 +29,13 @@ class Moved:
     context_tokens: int
     seconds: float
     reason: str
-    how: str = "prefill"  # or "pages"
+    how: str = "prefill"
+    computed_tokens: int | None = None
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether it should have come as pages and was computed all the same: a token is, whatever comes."""
+        return self.how == "pages" and (self.computed_tokens is None or self.computed_tokens > 1)
 
 
 @dataclass
@@ -92,6 +99,7 @@ class Moving:
             way, context = self.landing.pop(mine[key]), int(self.transcript.prompt[mine[key]]) + start
             source = self.launches.engines[way.source].id
             how = "pages" if way.ticket else "prefill"
-            done.append(Moved(key, source, launch.instance.id, context, now - way.wished_s, way.reason, how))
+            seconds, computed = now - way.wished_s, progress.computed.get(key)
+            done.append(Moved(key, source, launch.instance.id, context, seconds, way.reason, how, computed))
         self.moved += done
         return done

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
@@ -18,7 +18,8 @@ class Progress:
 
     version: weight version of the tokens; keys (n,): the requests; starts (n,): position in the response of the first token
     told here; counts (n,): tokens told; ends (n,) int8: index into `ENDS`; token_ids (m,) int32 and logprobs (m,) float32:
-    sequence after sequence.
+    sequence after sequence. computed: by key, of sequences that came from elsewhere and have their first token here, how much of
+    their context was computed here; known where engines keep KV pages.
     """
 
     version: int
@@ -28,6 +29,7 @@ class Progress:
     ends: np.ndarray
     token_ids: np.ndarray
     logprobs: np.ndarray
+    computed: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(

@@ -41,7 +41,8 @@ class RolloutStage:
         self.began_s = 0.0
         self.prefix = prefix
         rollout = site.recipe.rollout
-        self.migration = None if rollout.migrate == "off" else Migration(rollout.migrate, rollout.migrate_tau)
+        carries = prefix is not None and not prefix.blocked
+        self.migration = None if rollout.migrate == "off" else Migration(rollout.migrate, rollout.migrate_tau, carries)
 
     @property
     def warm(self) -> int:
@@ -127,7 +128,7 @@ class RolloutStage:
         stream = run_rollout(
             self.pool, requests, shares, expected, weights,
             interval_s=recipe.rollout.stream_interval_s, deadline_s=recipe.rollout.deadline_s,
-            max_replacements=recipe.functions.max_replacements, needed_next=self.learning.gang.slots,
+            silence_s=recipe.rollout.silence_s, needed_next=self.learning.gang.slots,
             drained=autoscaler.drained, give_back=self.drained, on_progress=self._prewarm_next,
             beside=beside, migration=migration, start_s=autoscaler.terms.cold_start.predict(),
         )
@@ -141,6 +142,14 @@ class RolloutStage:
         """An engine has nothing left to do: its lease goes where the decision says so. One that still starts is at work."""
         if decision.action == "Release" and self.site.recipe.functions.elastic and instance.started:
             self.site.leases.release(self._leave(instance))
+
+    def state(self) -> dict[str, Any]:
+        """What moves took, for a checkpoint."""
+        return self.migration.state() if self.migration is not None else {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if self.migration is not None:
+            self.migration.restore(state)
 
     def _leave(self, instance: Instance) -> list[Lease]:
         """One engine leaves its slot; returns its leases."""
@@ -160,6 +169,10 @@ class RolloutStage:
     def _told_start(self, instance: Instance) -> None:
         if spans := self.site.told_start(instance):
             self.site.autoscaler.terms.cold_start.observe(0.0, sum(span.to_s - span.from_s for span in spans))
+            if instance.keeps_no_pages and self.prefix is not None:
+                self.prefix.block(instance.keeps_no_pages)
+                if self.migration is not None:
+                    self.migration.pages = None
 
     def _park(self) -> list[Lease]:
         """Engines leave their slots; returns the leases."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,11 @@ from ray.exceptions import RayTaskError
 
 from placement.policy import Decision, Release
 from rlhfless_ray.errors import RunError
-from rlhfless_ray.functions.instance import GONE, Instance, State, raised_at_start, reason_of
+from rlhfless_ray.functions.faults import Cause
+from rlhfless_ray.functions.instance import GONE, Instance, State, lost_on_the_way, raised_at_start, reason_of
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.rollout.beside import Beside
+from rlhfless_ray.rollout.inbox import Order
 from rlhfless_ray.rollout.launches import Launch, Launches
 from rlhfless_ray.rollout.migrate import Migration, Wish
 from rlhfless_ray.rollout.moving import Moved, Moving
@@ -27,6 +29,7 @@ from rlhfless_ray.types import Completion, EngineStep, Request, Span, WeightVers
 from rlhfless_ray.waits import wait_any
 
 DECIDING_SHARE = 0.02  # of the driver's time, at most, goes into deciding on moves
+LOOK_S = 1.0  # for engines that say nothing any more
 OUTLIVES = 1.1  # a response that outlives its forecast is taken to become this many times as long as it is
 
 
@@ -50,6 +53,8 @@ class Stream:
         return {
             "rollout/moved": len(seconds), "rollout/move_p50_s": float(np.median(seconds)) if seconds else None,
             "rollout/moved_context_tokens": sum(one.context_tokens for one in self.moved),
+            "rollout/moved_by_pages": sum(one.how == "pages" for one in self.moved),
+            "rollout/move_fallbacks": sum(one.fell_back for one in self.moved),
             "rollout/move_decisions": len(self.decisions), "rollout/move_reason": self.decisions[-1] if self.decisions else "",
             "rollout/orphans": self.orphans, "rollout/lost_s": self.silent_s,
         }
@@ -74,7 +79,7 @@ def run_rollout(
     *,
     interval_s: float,
     deadline_s: float,
-    max_replacements: int,
+    silence_s: float,
     needed_next: int,
     drained: Callable[[float, bool], Decision],
     give_back: Callable[[Instance, Decision], None],
@@ -90,7 +95,8 @@ def run_rollout(
     When an instance has nothing left to do, `drained` (seconds of tail left, whether the next phase needs the slot) decides
     what becomes of its lease, and `give_back` carries it out, unless `beside` has work for its slot. `migration`: moves
     requests while they are answered (None: they stay where they are as long as their engine lives). `start_s`: what a new
-    engine takes to start. Raises RunError past the deadline or when more engines died than may be replaced.
+    engine takes to start. `silence_s`: an engine that has started and says nothing for so long hangs. Raises RunError past the
+    deadline or when the pool's budget for faults is used up.
     """
     shares = [share for share in shares if len(share)]
     if sum(map(len, shares)) != len(requests) or len(shares) > len(pool.working):
@@ -98,7 +104,7 @@ def run_rollout(
             f"{len(shares)} shares with {sum(map(len, shares))} requests for {len(pool.working)} engines and {len(requests)} requests"
         )
     rollout = _Rollout(
-        pool, requests, expected, weights, interval_s, max_replacements, needed_next, drained, give_back, on_progress, beside,
+        pool, requests, expected, weights, interval_s, silence_s, needed_next, drained, give_back, on_progress, beside,
         migration, start_s,
     )
     return rollout.run(shares, deadline_s)
@@ -107,12 +113,12 @@ def run_rollout(
 class _Rollout:
     def __init__(
         self, pool: Pool, requests: list[Request], expected: np.ndarray, weights: WeightVersion, interval_s: float,
-        max_replacements: int, needed_next: int, drained: Callable[[float, bool], Decision],
+        silence_s: float, needed_next: int, drained: Callable[[float, bool], Decision],
         give_back: Callable[[Instance, Decision], None], on_progress: Callable[[int, int], None], beside: Beside | None,
         migration: Migration | None, start_s: float,
     ) -> None:
         self.pool, self.expected, self.weights, self.interval_s = pool, expected, weights, interval_s
-        self.max_replacements, self.needed_next, self.start_s = max_replacements, needed_next, start_s
+        self.silence_s, self.needed_next, self.start_s = silence_s, needed_next, start_s
         self.drained, self.give_back, self.on_progress, self.migration = drained, give_back, on_progress, migration
         self.beside = beside
         self.transcript = Transcript(requests)
@@ -121,6 +127,7 @@ class _Rollout:
         self.stream = Stream(self.transcript.completions, moved=self.moving.moved)
         self.decide_at_s = 0.0
         self.going: set[str] = set()  # ids of nodes that are drained
+        self.from_copy: set[int] = set()  # engines whose weights were lost on their way, once each
 
     def run(self, shares: Sequence[np.ndarray], deadline_s: float) -> Stream:
         start, total = time.monotonic(), len(self.expected)
@@ -134,9 +141,10 @@ class _Rollout:
             left = deadline_s - (time.monotonic() - start)
             others = self.beside.refs() if self.beside is not None else []
             what = f"{self.transcript.missing} of {total} responses from {len(running)} engines"
-            for ready in wait_any([*running, *others], left, what):
+            for ready in wait_any([*running, *others], left, what, within_s=LOOK_S):
                 if ready in running:
                     self.hear(ready)
+            self.listen()
             self.on_progress(len(self.stream.completions), total)
             self.evacuate()
             self.steer()
@@ -145,6 +153,17 @@ class _Rollout:
         if self.transcript.missing:
             raise RunError(f"{self.transcript.missing} of {total} responses are missing although every engine reported to be done")
         return self.stream
+
+    def listen(self) -> None:
+        """For engines that do not answer any more although their processes live."""
+        now = time.monotonic()
+        for generator, launch in list(self.launches.running.items()):
+            instance = launch.instance
+            if not instance.started:
+                launch.heard_s = now
+            elif now - launch.heard_s > self.silence_s and not ray.wait([generator], timeout=0, fetch_local=False)[0]:
+                del self.launches.running[generator]
+                self.gone(launch, Cause.HUNG, f"it said nothing for rollout.silence_s = {self.silence_s:g} s")
 
     def hear(self, generator: Any) -> None:
         launch = self.launches.running[generator]
@@ -156,11 +175,13 @@ class _Rollout:
             del self.launches.running[generator]
             self.ended(launch)
             return
-        except GONE as error:
+        except (*GONE, RayTaskError) as error:
             del self.launches.running[generator]
-            self.died(launch, error)
-            return
-        except RayTaskError as error:
+            if self.weights_lost(launch):
+                return
+            if isinstance(error, GONE):
+                self.died(launch, error)
+                return
             failure = instance.failure() or f"{instance.id} failed: {reason_of(error)}"
             raise RunError(f"rollout engine {failure}") from error
         launch.heard_s = time.monotonic()
@@ -177,6 +198,21 @@ class _Rollout:
         if self.beside is not None:
             self.beside.heard(self.transcript.completion(i) for i in ended.tolist())
         self.unreserve(ended.tolist())
+
+    def weights_lost(self, launch: Launch) -> bool:
+        """Whether the engine could not load as its weights' node was lost: it takes the copy of them, and begins again. What it
+        may have begun with the weights of before is cut and not heard."""
+        instance = launch.instance
+        if self.weights.copy is None or launch.number in self.from_copy or not lost_on_the_way(instance.loading):
+            return False
+        self.from_copy.add(launch.number)
+        keys = tuple(self.transcript.requests[i].key for i in launch.asked)
+        self.launches.tell(launch, Order(cut=keys, what="begin again with the step's weights"))
+        instance.version = None
+        fetch_weights(self.pool, replace(self.weights, ref=self.weights.copy))
+        if len(owed := self.transcript.owed(launch.number)):
+            self.launches.send(launch.number, owed)
+        return True
 
     def ended(self, launch: Launch) -> None:
         """An engine's call is over. What it was sent too late goes on in another one; with nothing left it is drained."""
@@ -252,26 +288,32 @@ class _Rollout:
             owed = [i for i in self.transcript.owed(number).tolist() if i not in self.moving.leaving]
             for k, target in enumerate(stay):
                 if part := owed[k :: len(stay)]:
-                    self.moving.cut(Wish(np.array(part), number, target, "the node is drained"))
+                    for wish in self.wishes(np.array(part), number, target, "the node is drained"):
+                        self.moving.cut(wish)
+
+    def wishes(self, requests: np.ndarray, source: int, target: int, reason: str) -> list[Wish]:
+        """Each by the way that suits it, where that is known."""
+        if self.migration is None:
+            return [Wish(requests, source, target, reason)]
+        return self.migration.by_way(requests, self.transcript, source, target, reason)
 
     def died(self, launch: Launch, error: Exception) -> None:
+        instance = launch.instance
+        cause = self.pool.cause(instance)
+        if raised_at_start(error) and not cause.is_preemption:  # an exception, not a death: the next process would raise it again
+            raise RunError(f"rollout engine {instance.id} could not start: {reason_of(error)}") from error
+        self.gone(launch, cause, instance.failure() or reason_of(error))
+
+    def gone(self, launch: Launch, cause: Cause, why: str) -> None:
         """Its requests go on from what was heard: on the living engines at once, or where there are none on its successor."""
         instance = launch.instance
-        preempted = self.pool.cause(instance).is_preemption
-        if raised_at_start(error) and not preempted:  # an exception, not a death: the next process would raise it again
-            raise RunError(f"rollout engine {instance.id} could not start: {reason_of(error)}") from error
-        if self.pool.replaced >= self.max_replacements and not preempted:
-            raise RunError(
-                f"rollout engine {instance.id} died and functions.max_replacements = {self.max_replacements} are used up: "
-                f"{instance.failure() or reason_of(error)}"
-            ) from error
         orphans = self.transcript.owed(launch.number)
         self.stream.replaced += 1
         self.stream.orphans += len(orphans)
         self.stream.silent_s += time.monotonic() - launch.heard_s
         others = [number for number in self.launches.living() if number != launch.number]
         if not others:
-            successor = self.launches.number(self.pool.replace(instance))
+            successor = self.launches.number(self.pool.replace(instance, why, cause))
             fetch_weights(self.pool, self.weights)
             if len(orphans):
                 self.launches.send(successor, orphans)
@@ -280,10 +322,10 @@ class _Rollout:
         self.unreserve(orphans.tolist())
         here = not self.pool.leases.gone([instance.slot.node])
         if here and self.migration is not None and self.tail_s() > self.start_s:
-            self.pool.replace(instance)  # it gets its part by a move, as soon as it can work
+            self.pool.replace(instance, why, cause)  # it gets its part by a move, as soon as it can work
             fetch_weights(self.pool, self.weights)
         else:
-            self.pool.lose(instance)
+            self.pool.lose(instance, why, cause)
             if here:
                 self.pool.prewarm(instance.slot)  # for the next rollout
 

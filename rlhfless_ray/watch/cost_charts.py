@@ -11,9 +11,9 @@ from rlhfless_ray.watch.charts import Chart, Row, rounded
 from rlhfless_ray.watch.units import duration, finite, number, percent
 
 ACTIVITIES = ("work", "transfer", "start", "idle")
-KINDS = ("rollout", "score", "learn", "eval", "warm_start")
-PHASES = ("rollout", "score", "learn", "publish", "eval", "driver")  # "lease" lies inside of them
-PHASE_COLOURS = {"rollout": "@rollout", "score": "@score", "learn": "@learn", "eval": "@eval"}
+KINDS = ("prefill", "rollout", "score", "learn", "eval", "warm_start")
+PHASES = ("prefill", "rollout", "score", "learn", "publish", "eval", "driver")  # "lease" lies inside of them
+PHASE_COLOURS = {"prefill": "@prefill", "rollout": "@rollout", "score": "@score", "learn": "@learn", "eval": "@eval"}
 MOST_BARS = 80
 PHASE_COLOURS |= {"publish": "@publish", "driver": "@driver"}
 

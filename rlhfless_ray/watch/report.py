@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlhfless_ray.watch import charts, cost_charts, plan_charts, summary
+from rlhfless_ray.watch import charts, cost_charts, plan_charts, prefix_charts, summary
 from rlhfless_ray.watch.charts import Chart, thin
 from rlhfless_ray.watch.gantt import gantt
 from rlhfless_ray.watch.runfolder import RunRecord
@@ -51,11 +51,12 @@ def render(record: RunRecord) -> str:
         plan_charts.plan_cost(steps),
         charts.forecast(drawn), charts.calibration(drawn),
     )
+    prefix = _there(prefix_charts.tokens(drawn), prefix_charts.saved(drawn), prefix_charts.break_even(drawn))
     health, constant = charts.health(drawn)
     cost = _there(cost_charts.cost(record.ledger))
     phases = _there(cost_charts.phases(steps))
     samples = summary.sample_picks(record)  # before `problems` is shown: reading samples may add to it
-    every = [*learning, *planning, *health, *cost, *phases]
+    every = [*learning, *planning, *prefix, *health, *cost, *phases]
     leases = gantt(record.ledger, steps)
     environment = Environment(loader=FileSystemLoader(PAGE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"duration": duration, "percent": percent}
@@ -66,6 +67,8 @@ def render(record: RunRecord) -> str:
         problems=record.problems,
         learning=learning,
         planning=planning,
+        prefix=prefix,
+        prefix_said=prefix_charts.sentences(steps) if prefix else [],
         health=health,
         constant=constant,
         cost=cost,

@@ -103,7 +103,7 @@ def test_a_killed_instance_is_replaced_under_its_lease(pool):
         ray.get(old.actor.pid.remote(), timeout=30)
     new = pool.replace(old)
     assert ray.get(new.actor.pid.remote(), timeout=30) != pid
-    assert new.leases == [lease] and old.state is State.GONE and pool.working == [new] and pool.replaced == 1
+    assert new.leases == [lease] and old.state is State.GONE and pool.working == [new] and pool.faults.used == 1
 
 
 def test_an_instance_sees_its_own_device_only(pool):
@@ -163,7 +163,7 @@ def roll_out(pool: Pool, version: int, give_back=lambda *_: None, shares: int = 
     requests = [Request(key, (1,), 0, 4, 1.0) for key in range(4)]
     dealt = np.array_split(np.arange(4), shares)
     run_rollout(
-        pool, requests, dealt, np.ones(4), WeightVersion(version, None), interval_s=0.1, deadline_s=30.0, max_replacements=0,
+        pool, requests, dealt, np.ones(4), WeightVersion(version, None), interval_s=0.1, deadline_s=30.0, silence_s=60.0,
         needed_next=0, drained=lambda tail_s, needed: Release(0, "not needed"), give_back=give_back, on_progress=lambda *_: None,
     )
 

@@ -40,7 +40,7 @@ def producer_class() -> type:
             self.reader = taker(self.its_kind)
             return self.reader.fetch_pages(version, prompts, refs, within_s)
 
-        def drop_pages(self) -> tuple[int, float]:
+        def drop_pages(self) -> tuple[int, int, float]:
             return self.reader.drop_pages()
 
         def kind(self) -> Kind:

@@ -1,25 +1,59 @@
-"""A whole run with prefix KV in every step makes the samples that a run without makes."""
+"""A whole run with prefix KV in every step, whose responses move with theirs, makes the samples that a run without makes."""
 
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from placement.prefix import PrefixSpeed
+from placement.terms import Term
 from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.rollout.migrate import Migration, Wish, Wishes
+from rlhfless_ray.rollout.transcript import Transcript
+from rlhfless_ray.types import EngineStep
 from tests.conftest import samples, small_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 
 
+class ToAndFro(Migration):
+    """At each look all that decodes goes to the other engine; by its pages, which are told to be quick: contexts are short."""
+
+    def decide(self, transcript: Transcript, engines: list[int], steps: list[EngineStep]) -> Wishes:
+        self.pages = Term(1e-6)
+        wishes: list[Wish] = []
+        for source, target in zip(engines, reversed(engines), strict=True):
+            decoding = np.flatnonzero(~transcript.finished & (transcript.owner == source) & (transcript.length > 0))
+            wishes += self.by_way(decoding, transcript, source, target, "to and fro") if source != target else []
+        return Wishes(tuple(wishes), time_saved_s=1.0)
+
+
 def test_a_run_with_the_service_on_makes_the_same_samples(no_ray: None, tmp_path: Path, uninterrupted: Path) -> None:
-    """`uninterrupted` is `auto`, which is off for prompts this short."""
-    with Runtime(Recipe.parse(small_recipe(tmp_path, run__steps=2, rollout__prefix_kv="on"))) as run:
+    """`uninterrupted` is `auto`, which is off for prompts this short, and moves nothing between engines as busy as these."""
+    recipe = small_recipe(
+        tmp_path, run__steps=2, rollout__prefix_kv="on", rollout__min_actors=2, rollout__stream_interval_s=0.02,
+        functions__elastic=False,
+    )
+    moved: Counter[str] = Counter()
+    with Runtime(Recipe.parse(recipe)) as run:
+        stage = run.rollout_stage
+        assert stage.migration is not None and stage.migration.pages is not None
+        stage.migration = ToAndFro("auto", 0.7, carries=True)
         for step in run:
             found = step.metrics
+            moved.update({name: found[f"rollout/{name}"] for name in ("moved", "moved_by_pages", "move_fallbacks")})
             assert found["prefix/on"] == 1 and found["prefix/loaded"] > 0 and found["prefix/lost"] == found["prefix/damaged"] == 0
             assert found["prefix/computed_tokens"] == found["prefix/distinct_tokens"]
+        assert run.prefix_stage is not None
+        told, costs = run.checkpoints.load()[2], run.prefix_stage.speed.costs()
+        run.prefix_stage.speed, stage.migration = PrefixSpeed.first_guess(1.0, 10**9), Migration("auto", 0.7, carries=True)
+        run._restore(told)  # as a resumed run does
+        assert run.prefix_stage.speed.costs() == costs and told["moves"].keys() == {"prefill", "pages"}
+    assert moved["moved"] >= moved["moved_by_pages"] > 0 and moved["move_fallbacks"] < moved["moved_by_pages"], moved
     for number in (1, 2):
         assert [s["response"] for s in samples(run.folder.path, number)] == [s["response"] for s in samples(uninterrupted, number)]
     with (run.folder.path / "ledger.csv").open() as file:

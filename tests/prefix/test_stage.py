@@ -96,6 +96,8 @@ def test_a_step_from_zero_and_back(make: Callable[..., Any]) -> None:
     found = stage.over(step)
     assert found["prefix/fetched"] == 2 * len(trie.nodes)
     assert found["prefix/lost"] == found["prefix/foreign"] == found["prefix/damaged"] == 0
+    assert found["prefix/asked_tokens"] == 4 * sum(map(len, PROMPTS)) > found["prefix/off_tokens"] > found["prefix/distinct_tokens"]
+    assert found["prefix/header_tokens"] == 64 and found["prefix/measured_saved_engine_s"] > 0
     again = stage.prefill(PROMPTS, SHARES, weights(), 99)
     assert again.metrics["prefix/computed_tokens"] == 0 and again.prepared.refs, "the same version's pages are there still"
     updated = stage.prefill(PROMPTS, SHARES, weights(2), 98)
@@ -104,7 +106,7 @@ def test_a_step_from_zero_and_back(make: Callable[..., Any]) -> None:
     stage.site.ledger.close()
     rows = [row for row in stage.site.ledger.rows if row.kind == "prefill" and row.slots]
     billed_s = sum(row.seconds for row in rows)
-    assert billed_s > 0 and sum(row.money for row in rows) == pytest.approx(billed_s), "at one a second"
+    assert billed_s > 0 and sum(row.money for row in rows) == pytest.approx(billed_s, abs=1e-4), "at one a second"
     assert any(row.activity == "work" for row in rows)
 
 
@@ -138,7 +140,7 @@ def test_a_killed_instance_costs_its_pages_only(make: Callable[..., Any]) -> Non
     ray.kill(stage.pool.parked[0].actor)
     step = stage.prefill(PROMPTS, SHARES, weights(2), 99)
     assert step.choice.on and step.prepared.refs == [] and len(stage.messages) == 1
-    assert not stage.pool.parked and not stage.pool.working and stage.pool.replaced == 1
+    assert not stage.pool.parked and not stage.pool.working and stage.pool.faults.used == 1
     engines = engines_of(stage)
     stage.send(step, PROMPTS, engines, SHARES, 2)
     stage.over(step)

@@ -14,6 +14,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from rlhfless_ray.errors import RunError
+from rlhfless_ray.functions.faults import Cause, Faults
 from rlhfless_ray.functions.lease import Leases
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool import Pool
@@ -51,15 +52,15 @@ class Process:
 class FakePool:
     def __init__(self, workers: int) -> None:
         self.calls: list[int] = []
-        self.replaced = 0
+        self.faults = Faults(3)
         self.ledger = SimpleNamespace(spans=lambda leases, spans: None)
         self.working = [self.new() for _ in range(workers)]
 
     def new(self) -> Any:
         return SimpleNamespace(actor=Process(self.calls), leases=[])
 
-    def replace(self, worker: Any) -> Any:
-        self.replaced += 1
+    def replace(self, worker: Any, why: str) -> Any:
+        self.faults.count("reward-1", Cause.DIED, why)
         return self.new()
 
 
@@ -86,11 +87,10 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
 
 
 def score_samples(
-    pool: Any, samples: list[Sample], timeout_s: float, *, max_failed_share: float = 1.0, max_replacements: int = 3,
-    say: Callable[[str], None] = lambda _: None,
+    pool: Any, samples: list[Sample], timeout_s: float, *, max_failed_share: float = 1.0, say: Callable[[str], None] = lambda _: None
 ) -> int:
     """How many failed, once all are scored or too many have failed."""
-    scoring = Scoring(pool, timeout_s, max_failed_share * len(samples), max_replacements)
+    scoring = Scoring(pool, timeout_s, max_failed_share * len(samples))
     scoring.add(samples)
     scoring.finish(say)
     return scoring.failed
@@ -115,15 +115,15 @@ def test_a_sample_that_ends_the_process_is_found_and_the_others_are_scored(bad: 
     pool, samples = FakePool(1), samples_of("a", "bb", bad, "c", "dd")
     assert scored(pool, samples) == 1
     assert [s.reward for s in samples] == [1.0, 2.0, None, 1.0, 2.0]
-    assert "hung past 0.01 s or died" in samples[2].error and pool.replaced == 2
+    assert "hung past 0.01 s or died" in samples[2].error and pool.faults.used == 2
 
 
 @pytest.mark.parametrize("bad", ["die", "hang"])
 def test_replacements_end_with_their_limit(bad: str) -> None:
     pool, samples = FakePool(1), samples_of(*[bad] * 16)
-    with pytest.raises(RunError, match=r"max_replacements = 3 are used up; the last at prompt row 72 'p2', response"):
+    with pytest.raises(RunError, match=r"max_replacements = 3 are used up: it hung past .* at prompt row 72 'p2', response"):
         scored(pool, samples)
-    assert pool.replaced == 3 and sum(s.error is not None for s in samples) == 3
+    assert pool.faults.used == 3 and sum(s.error is not None for s in samples) == 3
 
 
 def test_too_many_failures_stop_the_scoring() -> None:
@@ -159,9 +159,9 @@ def test_a_real_process_that_exits_is_replaced_and_the_sample_named(ray_cluster)
     try:
         pool.resize(1, [])
         samples = samples_of("a", "die", "b")
-        assert score_samples(pool, samples, 1.0) == 1 and pool.replaced == 2
+        assert score_samples(pool, samples, 1.0) == 1 and pool.faults.used == 2
         assert [s.reward for s in samples] == [1.0, None, 1.0]
-        with pytest.raises(RunError, match="used up; the last at prompt row 71 'p1', response 'die'"):
+        with pytest.raises(RunError, match=r"used up: it hung past .* or died at prompt row 71 'p1', response 'die'"):
             score_samples(pool, samples_of("a", "die", "b"), 1.0)
     finally:
         pool.close()
@@ -202,7 +202,7 @@ def test_a_reward_model_and_a_reward_file_score_in_real_pools(ray_cluster, tmp_p
             for i, sample in enumerate(samples):
                 sample.completion = replace(sample.completion, token_ids=np.array([5 + 4 * (i == 1)] * (i + 1), np.int32))
             spare = pool.resize(2, [])
-            scoring = Scoring(pool, 2.0, 4, 5, maker(source, tokenizer), source.call_s(2.0))
+            scoring = Scoring(pool, 2.0, 4, maker(source, tokenizer), source.call_s(2.0))
             scoring.add(samples)
             scoring.finish()
             if source is sources[0]:

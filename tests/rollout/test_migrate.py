@@ -103,3 +103,36 @@ def test_a_context_goes_the_quicker_way() -> None:
     assert how_to_move(100, prefill).name == "prefill" and how_to_move(100, prefill).seconds == pytest.approx(0.02)
     assert how_to_move(100, prefill, pages).name == "prefill"
     assert how_to_move(1000, prefill, pages).name == "pages"
+
+
+def test_each_of_a_crowd_goes_its_own_way_and_what_has_no_token_has_no_pages() -> None:
+    migration = Migration("auto", 0.7, carries=True)
+    migration.prefill, migration.pages = Term(0.01, 1e-4), Term(0.05, 1e-6)
+    state = progressed([0] * 4, [0, 100, 1000, 2000], [])
+    state.prompt[0] = 5000
+    wishes = migration.by_way(np.arange(4), state, 0, 1, "a whim")
+    assert [(w.requests.tolist(), w.how) for w in wishes] == [([0, 1], "prefill"), ([2, 3], "pages")]
+    assert migration._work_s(np.array([100.0, 1000.0])) == pytest.approx(1e-6 * 1000)  # nothing is known of prefill yet
+    without = Migration("auto", 0.7)
+    assert [w.how for w in without.by_way(np.arange(4), state, 0, 1, "a whim")] == ["prefill"]
+
+
+def test_the_way_is_that_of_what_was_measured() -> None:
+    """From seeds that say otherwise: pages, then prefill once pages take long; one that is not tried has to wait as the other has."""
+    migration = Migration("auto", 0.7, carries=True)
+    context = np.array([50.0, 400.0, 3000.0] * 8)
+    assert migration._way(200).name == "prefill"
+    for tokens in context:
+        migration.observe(tokens, 0.5 + 1e-3 * tokens, "prefill")
+    assert migration._way(200).name == "pages"
+    for tokens in context:
+        migration.observe(tokens, 4.0, "pages")
+    assert migration._way(200).name == "prefill" and migration._way(20_000).name == "pages"
+    again = Migration("auto", 0.7, carries=True)
+    again.restore(migration.state())
+    assert [again._way(n) for n in (200, 20_000)] == [migration._way(n) for n in (200, 20_000)]
+    Migration("auto", 0.7).restore(migration.state())  # where pages are not carried any more
+    machine = Migration("auto", 0.7, carries=True)
+    for tokens in context:
+        machine.observe(tokens, 10 * machine.prefill.seed @ (1, tokens), "prefill")  # a slow machine, nothing more
+    assert [machine._way(n).name for n in (100, 3000)] == ["prefill", "pages"]

@@ -16,6 +16,7 @@ import pytest
 
 from placement.policy import Decision, Hold, Release
 from rlhfless_ray.errors import RunError
+from rlhfless_ray.functions.faults import Cause, Faults
 from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import Leases
 from rlhfless_ray.functions.ledger import Ledger
@@ -160,7 +161,7 @@ class Site:
 
         requests = [Request(key, (1, 2, 3), length, 10**6, 1.0) for key, length in enumerate(lengths)]
         given = {
-            "max_replacements": 1, "drained": lambda tail_s, needed: Hold(1, "kept"), "on_progress": paced, **options
+            "silence_s": 30.0, "drained": lambda tail_s, needed: Hold(1, "kept"), "on_progress": paced, **options
         }
         stream = run_rollout(
             self.pool, requests, [np.array(share) for share in shares], np.array(lengths, float), WeightVersion(4, None),
@@ -187,8 +188,8 @@ def site(ray_cluster: None, tmp_path: Path, request: pytest.FixtureRequest) -> I
     made.leases.release_all()
 
 
-def killer(site: Site, engine: int, at: int) -> Callable[[int, int], None]:
-    """Kills an engine at the call number `at` of on_progress, as soon as something more was generated."""
+def killer(site: Site, engine: int, at: int, number: signal.Signals = signal.SIGKILL) -> Callable[[int, int], None]:
+    """Kills an engine at the call number `at` of on_progress, as soon as something more was generated; or stops it."""
     pid, calls = site.pids()[engine], iter(range(10**9))
 
     def on_progress(done: int, total: int) -> None:
@@ -197,7 +198,7 @@ def killer(site: Site, engine: int, at: int) -> Callable[[int, int], None]:
             before, end = log.stat().st_size, time.monotonic() + 10
             while log.stat().st_size == before and time.monotonic() < end:
                 time.sleep(1e-3)
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
     return on_progress
 
@@ -224,8 +225,32 @@ def test_of_a_killed_engine_at_most_one_interval_is_generated_again(site: Site, 
 
 def test_one_death_too_many_ends_the_run(site: Site) -> None:
     site.pool.resize(2, [], need=2)
+    site.pool.faults = Faults(0)
     with pytest.raises(RunError, match=r"died and functions.max_replacements = 0 are used up"):
-        site.run([300, 300], [[0], [1]], max_replacements=0, on_progress=killer(site, 0, at=4))
+        site.run([300, 300], [[0], [1]], on_progress=killer(site, 0, at=4))
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_an_engine_that_hangs_is_ended_and_its_requests_go_on(site: Site, engines: int) -> None:
+    """It lives, and does nothing any more: neither says something nor takes a call."""
+    site.pool.resize(engines, [], need=engines)
+    first, pid = site.pool.working[0], site.pids()[0]
+    lengths = [150 + 10 * i for i in range(6)]
+    shares = [[0, 1, 2], [3, 4, 5]] if engines == 2 else [[0, 1, 2, 3, 4, 5]]
+    stream = site.run(lengths, shares, on_progress=killer(site, 0, at=10, number=signal.SIGSTOP), silence_s=2.0)
+    assert stream.replaced == 1 and stream.orphans == len(shares[0]) and first not in site.pool.working
+    assert site.pool.faults.counts == {Cause.HUNG: 1}
+    end = time.monotonic() + 20
+    while alive(pid) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not alive(pid), "it would keep its memory, and its device"
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_moves_without_end_change_nothing(site: Site) -> None:

@@ -93,7 +93,7 @@ def roll_out(pool: Pool) -> Any:
         shares = np.array_split(np.arange(len(ASKED)), len(pool.working))
         return run_rollout(
             pool, ASKED, shares, np.full(len(ASKED), 100.0), WeightVersion(version, ref, total), interval_s=0.05, deadline_s=400.0,
-            max_replacements=1, needed_next=2, drained=lambda tail_s, needed: Hold(1, "kept"), give_back=lambda *_: None, **given,
+            silence_s=60.0, needed_next=2, drained=lambda tail_s, needed: Hold(1, "kept"), give_back=lambda *_: None, **given,
         )
 
     return run
@@ -119,6 +119,31 @@ def test_moved_while_they_decode_responses_stay_what_they_are(pool: Pool, roll_o
         sum(b.get(name, 0) - a.get(name, 0) for (_, a), (_, b) in zip(before, after, strict=True)) for name in ("loaded", "damaged")
     )
     assert (loaded > 10) == (how == "pages") and damaged == 0
+    if how == "pages":
+        came = [one for one in stream.moved if not one.fell_back]
+        assert len(came) > len(stream.moved) / 2 and {one.computed_tokens for one in came} == {1}
+        metrics = stream.metrics()
+        assert metrics["rollout/moved_by_pages"] == len(stream.moved)
+        assert metrics["rollout/move_fallbacks"] == len(stream.moved) - len(came)
+
+
+def test_pages_that_are_lost_on_the_way_are_computed_and_counted(
+    pool: Pool, roll_out: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has the ticket that they are asked for with."""
+    import rlhfless_ray.rollout.moving as moving
+
+    send = moving.Launches.send
+
+    def elsewhere(self: Any, number: int, indices: Any, what: str = "", pages: tuple[Any, ...] = ()) -> None:
+        lost = tuple(pool.working[number].actor.hand_over.options(concurrency_group="control").remote(-1) for _ in pages)
+        send(self, number, indices, what, lost)
+
+    monkeypatch.setattr(moving.Launches, "send", elsewhere)
+    stream = roll_out(5, migration=Whims("pages"))
+    assert_same(stream.completions, whole)
+    assert len(stream.moved) >= 10 and all(one.fell_back for one in stream.moved)
+    assert all(one.computed_tokens > 1 for one in stream.moved)
 
 
 def test_a_killed_engine_changes_nothing(pool: Pool, roll_out: Any, whole: Any) -> None:

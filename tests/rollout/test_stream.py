@@ -12,6 +12,7 @@ import pytest
 
 from placement.policy import Hold
 from rlhfless_ray.errors import RunError
+from rlhfless_ray.functions.faults import Faults
 from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import Leases
 from rlhfless_ray.functions.ledger import Ledger
@@ -73,12 +74,13 @@ def test_a_failed_engine_says_in_one_line_what_failed_first(ray_cluster, fails_i
     ledger = Ledger("cpu", 1.0)
     leases = Leases("cpu", ledger, 20.0, f"stream{time.time_ns()}")
     pool = Pool("rollout", lambda slot: start_actor(engine_class(fails_in), slot, "cpu", {}), leases, ledger, 60.0)
+    pool.faults = Faults(1)
     try:
         pool.resize(1, [])
         with pytest.raises(RunError, match=said) as raised:
             run_rollout(
                 pool, [Request(0, (1,), 0, 4, 1.0)], [np.array([0])], np.array([4.0]), WeightVersion(4, None), interval_s=0.1,
-                deadline_s=60.0, max_replacements=1, needed_next=1, drained=lambda tail_s, needed: Hold(1, "kept"),
+                deadline_s=60.0, silence_s=60.0, needed_next=1, drained=lambda tail_s, needed: Hold(1, "kept"),
                 give_back=lambda *_: None, on_progress=lambda *_: None,
             )
         assert "\n" not in str(raised.value)

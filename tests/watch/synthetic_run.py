@@ -85,7 +85,7 @@ def write_synthetic_run(
         decision = _decision(pool, wanted, hostile if step == 3 else "")
         pool = wanted
         row, now = _step(rng, step, now, pool, progress, total, ledger, previous_end, folder, samples_per_step, hostile)
-        row |= decision
+        row |= decision | _prefix(step, pool)
         totals += (row["cost/busy_slot_s"], row["cost/full_slot_s"], row["cost/money"])
         row["cost/total_busy_slot_s"], row["cost/total_full_slot_s"], row["cost/total_money"] = (
             round(float(x), 6) for x in totals
@@ -121,6 +121,30 @@ def _decision(pool: int, wanted: int, hostile: str) -> dict[str, Any]:
     else:
         decision, reason = "Hold", "no other size is worth its start-up"
     return {"pool/decision": decision, "pool/reason": reason + hostile}
+
+
+def _prefix(step: int, pool: int) -> dict[str, Any]:
+    """Every fourth step has prompts with a header that is long enough."""
+    header, own = (1024 if step % 4 == 0 else 64), 80
+    distinct, off = header + PROMPTS * own, pool * header + PROMPTS * GROUP * 16
+    saved = 2e-4 * (off - distinct) - 0.45
+    on = saved > 0
+    even = None if pool == 1 else 700.0 / (pool - 1)
+    said = "no shared header is long enough to pay"
+    if even is not None:
+        said = f"pays from a shared header of {even:.0f} tokens, this step's has {header}"
+    row = {
+        "prefix/on": float(on), "prefix/saved_engine_s": round(saved, 4), "prefix/break_even_tokens": even,
+        "prefix/asked_tokens": PROMPTS * GROUP * (header + own), "prefix/off_tokens": off, "prefix/distinct_tokens": distinct,
+        "prefix/header_tokens": header, "rollout/moved": 3 * (pool > 1), "rollout/moved_by_pages": 2 * (pool > 1),
+        "rollout/move_fallbacks": int(step == 9 and pool > 1),
+        "prefix/reason": f"{'on' if on else 'off'}: {2e-4 * off:.3g} engine-s of prefill without it, {2e-4 * off - saved:.3g} with; {said}",
+    }
+    more = {
+        "prefix/computed_tokens": distinct, "prefix/loaded_tokens": pool * distinct, "prefix/lost": int(step == 8),
+        "prefix/measured_saved_engine_s": round(0.9 * saved, 4),
+    }
+    return row | more if on else row
 
 
 def _step(

@@ -92,6 +92,33 @@ def test_every_chart_has_data_and_a_place_on_the_page(page: Page, finished_run: 
     assert any("Grow: " in text for text in figures["pool"]["data"][0]["customdata"])
 
 
+def test_prefix_kv_is_told_step_by_step_with_the_break_even(page: Page, finished_run: Path) -> None:
+    rows = RunRecord.read(finished_run).steps
+    on = [row for row in rows if row["prefix/on"]]
+    assert 0 < len(on) < len(rows)
+    assert f"On in {len(on)} of {len(rows)} steps. Step {rows[-1]['step']}: {rows[-1]['prefix/reason']}." in page.text
+    assert "with their KV pages" in page.text and "computed again all the same" in page.text
+    figures = page.json("charts")
+    by_name = {trace["name"]: trace for trace in figures["prefix-saved"]["data"]}
+    assert by_name["expected, on"]["x"] == [row["step"] for row in on] == by_name["measured"]["x"]
+    assert by_name["expected, left off"]["x"] == [row["step"] for row in rows if not row["prefix/on"]]
+    assert "engine-s of prefill" in by_name["expected, on"]["customdata"][0].replace("<br>", " ")
+    shared, needed = figures["prefix-even"]["data"]
+    assert shared["y"] == [row["prefix/header_tokens"] for row in rows]
+    assert needed["x"] == [row["step"] for row in rows if row["prefix/break_even_tokens"] is not None]
+    assert {trace["name"] for trace in figures["prefix-tokens"]["data"]} == {
+        "asked", "computed if off", "distinct", "computed once", "loaded"
+    }
+
+
+def test_without_a_decision_on_prefix_kv_there_is_no_section(tmp_path: Path) -> None:
+    folder = write_synthetic_run(tmp_path / "run", 5)
+    path = folder / "metrics.jsonl"
+    path.write_text(re.sub(r', "prefix/[a-z_]+": ("[^"]*"|[-\d.e]+|null)', "", path.read_text()))
+    page = page_of(folder)
+    assert "Prefix KV" not in page.text and not [name for name in page.json("charts") if name.startswith("prefix")]
+
+
 def test_what_stays_constant_is_said_instead_of_drawn(page: Page) -> None:
     assert "KL to the reference: 0 throughout" in page.text
     assert "learn-kl" not in page.json("charts")

@@ -10,7 +10,7 @@ function drawGantt(root, data, palette, dark) {
     return node;
   };
   const kindName = i => data.kinds[i].replace("_", " ");
-  const kindColour = (i, opacity) => colour(["rollout", "score", "learn", "eval", "warm_start"].includes(data.kinds[i]) ? data.kinds[i] : "other", opacity);
+  const kindColour = (i, opacity) => colour(["prefill", "rollout", "score", "learn", "eval", "warm_start"].includes(data.kinds[i]) ? data.kinds[i] : "other", opacity);
   const seconds = ms => ms < 1000 ? `${+ms.toPrecision(3)} ms` : ms < 120000 ? `${(ms / 1000).toFixed(2)} s` : `${(ms / 60000).toFixed(1)} min`;
   const clock = (ms, unit) => unit >= 1000 ? `${Math.round(ms / 1000)} s` : `${(ms / 1000).toFixed(unit >= 100 ? 1 : 2)} s`;
 
