@@ -50,11 +50,19 @@ class Instance:
     version: int | None = None
     loading: Any = None  # reference that resolves when `version` is in the engine
     parked_since_s: float = 0.0
-    memory_mb: float = 0.0
+    memory_mb: float = 0.0  # while it works; 0: its engine has not been built yet
+    kept_mb: float | None = None  # since it was parked last and gave memory back
+    giving_back: Any = None  # reference that resolves when it has
     keeps_no_pages: str = ""  # why an engine that should keep KV pages does not
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.kind}-{next(_numbers)}"
+
+    @property
+    def parked_memory(self) -> tuple[float, float]:
+        """What it holds when it is parked: MB, and as a share of what it works with."""
+        kept_mb = self.memory_mb if self.kept_mb is None else self.kept_mb
+        return kept_mb, min(1.0, kept_mb / self.memory_mb) if self.memory_mb else 1.0
 
     @property
     def started(self) -> bool:

@@ -3,7 +3,7 @@
 A lease is billed from the moment it is granted until it is released. Inside it the ledger keeps *holdings* (which
 function had it) and, reported by the instances, *spans* (what they did). What no span covers is idle. Two figures
 stand side by side: busy cost, working slot-seconds only (the papers' metric), and full cost, every leased second. Both
-count what a stop or a crash made a run pay twice.
+count what a stop or a crash made a run pay twice. Parked processes take no slot; their memory costs money where it has a price.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Holding:
     until_s: float | None = None
     memory_mb: float = 0.0
     slots: int = 1  # 0: parked, warm memory without a lease
+    kept: float = 1.0  # of that memory, beside what the instance works with
     price_per_hour: float = 0.0
     spans: list[Span] = field(default_factory=list)
 
@@ -66,6 +67,7 @@ class Ledger:
     def __init__(self, resource: str, price_per_hour: float = 0.0, started_s: float | None = None) -> None:
         self.resource = resource
         self.price_of: Callable[[str], float] = lambda node: price_per_hour  # of a slot for an hour, by Ray's id of its node
+        self.parked_share = 0.0  # price of a process that is parked with all its memory, as a share of its slot's
         self.started_s = time.time() if started_s is None else started_s
         self.name_of: Callable[[str], str] = str  # from Ray's id of a node to what people call it
         self.open: dict[str, Holding] = {}
@@ -102,12 +104,19 @@ class Ledger:
     def release(self, lease: str) -> None:
         self._close(lease, time.time())
 
-    def park(self, instance: str, node: str, device: str, kind: str, memory_mb: float) -> None:
-        """An instance stays warm without a lease: no slot is billed, its memory is shown."""
+    def park(self, instance: str, node: str, device: str, kind: str, memory_mb: float, kept: float = 1.0) -> None:
+        """An instance stays warm without a lease: no slot is billed, its memory is shown, and costs `parked_share` of a slot's
+        price times the share of it that the instance has `kept`."""
         if instance not in self.open:
             self.open[instance] = Holding(
-                "", self.name_of(node), device, kind, instance, self.step, time.time(), memory_mb=memory_mb, slots=0
+                "", self.name_of(node), device, kind, instance, self.step, time.time(), memory_mb=memory_mb, slots=0, kept=kept,
+                price_per_hour=self.price_of(node),
             )
+
+    def kept(self, instance: str, memory_mb: float, kept: float) -> None:
+        """What a parked instance has kept, from the beginning of its row on: it was told a little later."""
+        if instance in self.open and not self.open[instance].slots:
+            self.open[instance] = replace(self.open[instance], memory_mb=memory_mb, kept=kept)
 
     def unpark(self, instance: str) -> None:
         self._close(instance, time.time())
@@ -119,7 +128,7 @@ class Ledger:
             self._close(key, now)
             self.open[key] = Holding(
                 holding.lease, holding.node, holding.device, holding.kind, holding.instance, step, now,
-                memory_mb=holding.memory_mb, slots=holding.slots, price_per_hour=holding.price_per_hour,
+                memory_mb=holding.memory_mb, slots=holding.slots, kept=holding.kept, price_per_hour=holding.price_per_hour,
             )
         self.step = step
 
@@ -152,7 +161,7 @@ class Ledger:
         seconds = end - begin
         if seconds <= 0:
             return
-        money = seconds * holding.slots * holding.price_per_hour / 3600
+        money = seconds * (holding.slots or self.parked_share * holding.kept) * holding.price_per_hour / 3600
         self.rows.append(
             Row(
                 holding.lease, holding.node, holding.device, self.resource, holding.kind, holding.instance, activity,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,12 +28,14 @@ class Pool:
     def __init__(
         self, kind: str, start: Callable[[Slot], Any], leases: Leases, ledger: Ledger, keep_alive_s: float,
         *, on_device: bool = False, leave_s: float = 60.0, labels: dict[str, str] | None = None,
+        give_back_after_s: float = float("inf"),
     ) -> None:
         """`start(slot)` makes the actor; its `open(threads)` must return {"memory_mb": …, "spans": […]}.
 
         `on_device`: on GPU its instances hold device memory, which their `park()` gives back within `leave_s` before a lease
         is taken from them. It returns the same as `open`, with what stays on the device counted in. `labels`: that the nodes
-        it works on must have.
+        it works on must have. `give_back_after_s`: who is parked for longer than that gives memory back where there is no device
+        to leave, by the same `park()`, which then needs no lease and for which nobody waits; at once where the gaps so far say so.
         """
         self.kind = kind
         self.start = start
@@ -42,6 +45,7 @@ class Pool:
         self.on_device = on_device
         self.leave_s = leave_s
         self.labels = labels or {}
+        self.give_back_after_s = float("inf") if on_device and leases.resource == "gpu" else give_back_after_s
         self.faults = Faults(FAULTS)  # of the run, where there is one
         self.working: list[Instance] = []
         self.parked: list[Instance] = []
@@ -84,6 +88,8 @@ class Pool:
             self.cold_starts += 1
         else:
             self.parked.remove(instance)
+            self._gave_back(instance)
+            instance.kept_mb = instance.giving_back = None
             self.gaps_s.append(time.monotonic() - instance.parked_since_s)
             self.ledger.unpark(instance.id)
             self.warm_starts += instance.opened is not None
@@ -111,8 +117,10 @@ class Pool:
     def prewarm(self, slot: Slot) -> Instance:
         """Start a process ahead of its lease: imports only, no device memory. It waits as parked."""
         instance = Instance(self.kind, slot, self.start(slot), state=State.PARKED, parked_since_s=time.monotonic())
-        self.ledger.park(instance.id, slot.node, str(slot.device), self.kind, 0.0)
+        self._book(instance)
         self.parked.append(instance)
+        if self.give_back_after_s < float("inf"):
+            self._give_back(instance)  # it has nothing to give yet, but tells what it holds
         return instance
 
     # ---- parking and ending -----------------------------------------------------------------------------------
@@ -128,6 +136,7 @@ class Pool:
         if self.on_device and self.leases.resource == "gpu":
             self._leave_devices(instances)
         taken: list[Lease] = []
+        long = bool(self.gaps_s) and statistics.median(self.gaps_s) > self.give_back_after_s
         for instance in instances:
             self.working.remove(instance)
             taken += instance.leases
@@ -135,8 +144,28 @@ class Pool:
             instance.state = State.PARKED
             instance.parked_since_s = time.monotonic()
             self.parked.append(instance)
-            self.ledger.park(instance.id, instance.slot.node, str(instance.slot.device), self.kind, instance.memory_mb)
+            self._book(instance)
+            if long:
+                self._give_back(instance)
         return taken
+
+    def _book(self, instance: Instance) -> None:
+        self.ledger.park(instance.id, instance.slot.node, str(instance.slot.device), self.kind, *instance.parked_memory)
+
+    def _give_back(self, instance: Instance) -> None:
+        instance.giving_back = instance.actor.park.remote()
+
+    def _gave_back(self, instance: Instance) -> None:
+        """If it has by now: what it keeps is written down, from when it was parked on."""
+        if instance.giving_back is None or not ray.wait([instance.giving_back], timeout=0)[0]:
+            return
+        try:
+            instance.kept_mb = ray.get(instance.giving_back)["memory_mb"]
+        except RayActorError:  # a process that died holds nothing: who needs it next will see
+            return
+        except RayTaskError as error:
+            raise RunError(f"{instance.id} could not give memory back: {reason_of(error)}") from error
+        self.ledger.kept(instance.id, *instance.parked_memory)
 
     def _leave_devices(self, instances: list[Instance]) -> None:
         """All at once, for they may need one another for it. An engine's weights are lost with its device's memory, so it has
@@ -150,12 +179,13 @@ class Pool:
                 continue
             except RayTaskError as error:
                 raise RunError(f"{instance.failure() or f'{instance.id} could not leave its device: {reason_of(error)}'}") from error
-            instance.memory_mb = told["memory_mb"]
+            instance.kept_mb = told["memory_mb"]
             self.ledger.spans([lease.id for lease in instance.leases], told["spans"])
 
     def reap(self, worth_s: float = float("inf"), look_every_s: float = 0.0) -> int:
         """End the parked instances whose keep-alive is over, or who were kept for longer than they are worth it, or whose
-        node is gone (asked of Ray every `look_every_s` at most: it takes milliseconds); how many."""
+        node is gone (asked of Ray every `look_every_s` at most: it takes milliseconds); how many. The others give back memory
+        when it is time."""
         now, keep_s = time.monotonic(), min(self.keep_alive_s, worth_s)
         lost: set[str] = set()
         if self.parked and now - self.looked_s >= look_every_s:
@@ -164,6 +194,13 @@ class Pool:
         over = [i for i in self.parked if now - i.parked_since_s > keep_s or i.slot.node in lost]
         for instance in over:
             self.end(instance)
+        for instance in self.parked:
+            if instance.giving_back is None and now - instance.parked_since_s > self.give_back_after_s:
+                self.ledger.unpark(instance.id)  # another row, for another amount
+                self._book(instance)
+                self._give_back(instance)
+            elif instance.kept_mb is None:
+                self._gave_back(instance)
         return len(over)
 
     def end(self, instance: Instance) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhfless_ray.imports import lean_imports
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.types import CriticStats, Span, UpdateStats
 
@@ -19,9 +20,9 @@ class RankActor:
     imported: Span
 
     def open(self, threads: int) -> dict[str, Any]:
-        import psutil
+        from rlhfless_ray.functions.memory import own_memory_mb
 
-        return {"memory_mb": psutil.Process().memory_info().rss / 2**20, "spans": [self.imported]}
+        return {"memory_mb": own_memory_mb(), "spans": [self.imported]}
 
     def rendezvous(self, loopback: bool) -> tuple[str, int]:
         """An address and a free port for the gang's process group, on this (rank 0's) node."""
@@ -62,7 +63,8 @@ class LearnerActor(RankActor):
     def __init__(self, settings: dict[str, Any]) -> None:
         """Imports only: the model is built under a lease."""
         start = time.time()
-        from rlhfless_ray.learn.learner import Learner
+        with lean_imports():
+            from rlhfless_ray.learn.learner import Learner
 
         self.rank = Learner(settings)
         self.imported = Span("start", "import torch and deepspeed", start, time.time())
@@ -95,7 +97,8 @@ class CriticActor(RankActor):
     def __init__(self, settings: dict[str, Any]) -> None:
         """Imports only: the model is built under a lease."""
         start = time.time()
-        from rlhfless_ray.learn.critic import Critic
+        with lean_imports():
+            from rlhfless_ray.learn.critic import Critic
 
         self.rank = Critic(settings)
         self.imported = Span("start", "import torch and deepspeed", start, time.time())

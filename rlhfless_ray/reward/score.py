@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError
 
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.instance import Instance
+from rlhfless_ray.functions.memory import own_memory_mb
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.reward.functions import Source
 from rlhfless_ray.reward.worker import Score
@@ -35,22 +36,16 @@ class RewardActor:
 
     def open(self, threads: int) -> dict[str, Any]:
         self.worker.open(threads)
-        return {"memory_mb": _memory_mb(), "spans": [self.imported]}
+        return {"memory_mb": own_memory_mb(), "spans": [self.imported]}
 
     def park(self) -> dict[str, Any]:
         start = time.time()
         self.worker.park()
-        return {"memory_mb": _memory_mb(), "spans": [Span("transfer", "leave the device", start, time.time())]}
+        return {"memory_mb": own_memory_mb(), "spans": [Span("transfer", "leave the device", start, time.time())]}
 
     def score(self, items: list[Item], budget_s: float) -> tuple[list[Score], list[Span]]:
         start = time.time()
         return self.worker.score(items, budget_s), [Span("work", "score", start, time.time())]
-
-
-def _memory_mb() -> float:
-    import psutil
-
-    return psutil.Process().memory_info().rss / 2**20
 
 
 @dataclass

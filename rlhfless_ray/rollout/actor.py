@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ class RolloutActor:
     concurrency_groups: ClassVar = {"control": 1}  # `tell` comes while `rollout` works
 
     def __init__(self, files: dict[str, bytes], settings: dict[str, Any]) -> None:
-        """Imports only, so that a process can be prewarmed without a lease. `files`: config and tokenizer."""
+        """Imports only, but all of them, so that a process can be prewarmed without a lease. `files`: config and tokenizer."""
         start = time.time()
         self.files, self.settings = files, settings
         self.engine: Any = None
@@ -33,13 +34,13 @@ class RolloutActor:
         self.carried: list[bytes] = []  # addresses of pages that came with requests
         import rlhfless_ray.rollout.engine as engine
 
-        engine.prepare()
+        config = json.loads(files.get("config.json", b"{}"))
+        engine.prepare(settings.get("device", "cpu") == "cpu", config.get("architectures") or ())
         self.imported = Span("start", "import vllm", start, time.time())
 
     def open(self, threads: int) -> dict[str, Any]:
         """Build the engine, without weights of its own."""
-        import psutil
-
+        from rlhfless_ray.functions.memory import own_memory_mb
         from rlhfless_ray.rollout.engine import Engine
 
         start = time.time()
@@ -48,10 +49,9 @@ class RolloutActor:
             tempfile.tempdir = name  # vLLM leaves a rendezvous file in the temporary folder: let it go with this one
             self.engine = Engine(write_folder(Path(name), self.files), self.settings)
             tempfile.tempdir = None
-        memory_mb = psutil.Process().memory_info().rss / 2**20
         spans = [self.imported, Span("start", "build engine", start, time.time())]
         pages = self.engine.pages
-        return {"memory_mb": memory_mb, "spans": spans, "keeps_no_pages": pages.refused if pages is not None else ""}
+        return {"memory_mb": own_memory_mb(), "spans": spans, "keeps_no_pages": pages.refused if pages is not None else ""}
 
     def load(self, version: int, weights: dict[str, np.ndarray], expected: int) -> list[Span]:
         """Take a weight version. Raises ValueError when the bytes are not those that were published."""
@@ -119,12 +119,13 @@ class RolloutActor:
                 self.take_in(bundle)
 
     def park(self) -> dict[str, Any]:
-        """Leave the device, weights and all."""
+        """Give back what the engine can: its device, weights and all, or on CPU its KV cache."""
         from rlhfless_ray.functions.memory import kept_memory
 
         start = time.time()
-        self.engine.park()
-        return kept_memory([Span("transfer", "leave device", start, time.time())])
+        if self.engine is not None:
+            self.engine.park()
+        return kept_memory([Span("transfer", "give memory back", start, time.time())])
 
 
 def set_threads(threads: int) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlhfless_ray.functions.memory import give_back
+from rlhfless_ray.imports import lean_imports
 from rlhfless_ray.prefix.address import salt
 from rlhfless_ray.prefix.pages import PageStore
 from rlhfless_ray.rollout.inbox import Inbox, Order
@@ -29,12 +33,33 @@ ENVIRONMENT = {
 }
 
 
-def prepare() -> None:
-    """Import vLLM: the slow part of a start that needs neither lease nor device."""
-    for name, value in ENVIRONMENT.items():
+# On CPU the engine is eager. PyTorch's switch keeps functions that vLLM decorates from loading the compiler.
+EAGER = {"TORCHDYNAMO_DISABLE": "1"}
+# Needed for audio and object detection only; vLLM and transformers do without where it is not installed.
+OPTIONAL = ("scipy",)
+COMPILER = ("torch._inductor.lowering",)  # vLLM mends it when it can be imported: half a second
+
+
+def prepare(on_cpu: bool = True, architectures: Sequence[str] = ()) -> None:
+    """Import all that an engine for such models will need: the slow part of a start, which needs neither lease nor device.
+
+    The models' classes are registered with vLLM as loaded. It would start another Python to look at one that it has not seen on
+    this node before, lest its import touches a device of a process that is yet to fork: this one does not fork.
+    """
+    for name, value in {**ENVIRONMENT, **(EAGER if on_cpu else {})}.items():
         os.environ.setdefault(name, value)
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the recipe's kv_cache_mb
-    import vllm  # noqa: F401
+    if "vllm.v1.engine.llm_engine" in sys.modules:
+        return
+    with lean_imports((*OPTIONAL, *(COMPILER if on_cpu else ()))):
+        from vllm import EngineArgs, LLMEngine, ModelRegistry  # noqa: F401
+
+        import rlhfless_ray.rollout.sampling  # noqa: F401
+
+        import_module("vllm.v1.worker.cpu_worker" if on_cpu else "vllm.v1.worker.gpu_worker")
+        for name in architectures:
+            if name in ModelRegistry.models:
+                ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 class Engine:
@@ -45,7 +70,8 @@ class Engine:
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         """`folder`: config.json and, where there is one, generation_config.json. `settings`: see `engine_settings`."""
-        prepare()
+        on_cpu = settings["device"] == "cpu"
+        prepare(on_cpu)
         from vllm import EngineArgs, LLMEngine
 
         from rlhfless_ray.rollout.sampling import KeyedSampler
@@ -57,7 +83,6 @@ class Engine:
         self.spans: list[Span] = []  # what it did besides generating
         self.stop_token_ids = stop_tokens(folder)
         self.max_model_len = settings["max_model_len"]
-        on_cpu = settings["device"] == "cpu"
         memory = {"kv_cache_memory_bytes": settings["kv_cache_mb"] * 2**20} if on_cpu else {
             "gpu_memory_utilization": settings["gpu_memory_share"], "enable_sleep_mode": True
         }
@@ -208,10 +233,16 @@ class Engine:
         return spans
 
     def park(self) -> None:
-        """Give back device memory while no lease is held, weights and all. vLLM ignores sleep on CPU: there all stays."""
+        """Give memory back while no lease is held: a device's whole, weights and all; on CPU, where vLLM ignores sleep, the KV
+        cache's. Raises RuntimeError while requests are at work."""
         if not self.on_cpu:
             self.version = None
             self.engine.sleep(level=2)
+            return
+        if not self.engine.reset_prefix_cache():  # what it remembers would be found empty
+            raise RuntimeError("this engine has requests at work: it cannot give back their KV cache")
+        drop: Any = _drop_kv_cache
+        self.engine.collective_rpc(drop)
 
     def unpark(self) -> None:
         if not self.on_cpu:
@@ -255,6 +286,13 @@ def _reload(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) -> set[st
                 module.quant_method.process_weights_after_loading(module)
             seen.add(id(weight))
     return missing
+
+
+def _drop_kv_cache(worker: Any) -> None:
+    """Runs in vLLM's worker on CPU: its KV cache keeps its addresses and loses its pages, which come back, as zeros, when they are
+    written to."""
+    for start, size in {(s.data_ptr(), s.nbytes()) for s in (cache.untyped_storage() for cache in worker.model_runner.kv_caches)}:
+        give_back(start, size)
 
 
 def stop_tokens(folder: Path) -> list[int]:

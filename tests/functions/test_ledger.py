@@ -127,6 +127,25 @@ def test_parked_memory_is_shown_and_not_billed(clock: Clock) -> None:
     assert ledger.totals() == {"busy_slot_s": 0.0, "full_slot_s": 0.0, "idle_share": 0.0, "money": 0.0}
 
 
+def test_parked_memory_that_has_a_price_is_billed_by_what_is_kept(clock: Clock) -> None:
+    ledger = Ledger("cpu", 36.0)  # money for an hour of a slot: 0.01 a second
+    ledger.parked_share = 0.5
+    ledger.park("A", "n", "0", "rollout", 800.0)
+    clock.now += 2
+    ledger.cut(1)
+    clock.now += 4
+    ledger.kept("A", 200.0, 0.25)  # told late, true since the step began
+    ledger.kept("B", 1.0, 1.0)  # is not parked
+    ledger.hold("L", "n", "1", "rollout", "C")
+    ledger.kept("L", 1.0, 0.5)  # neither is this one: it works under a lease
+    clock.now += 1
+    ledger.close()
+    assert [(row.step, row.seconds, row.slots, row.memory_mb, row.money) for row in ledger.rows] == [
+        (0, 2, 0, 800.0, pytest.approx(0.01)), (1, 5, 0, 200.0, pytest.approx(5 * 0.01 * 0.5 * 0.25)), (1, 1, 1, 0.0, pytest.approx(0.01)),
+    ]  # fmt: skip
+    assert ledger.totals()["money"] == pytest.approx(0.02625) and ledger.totals()["full_slot_s"] == 1.0
+
+
 def test_a_cut_gives_every_row_one_step(clock: Clock) -> None:
     ledger = Ledger("cpu", 0.0)
     ledger.hold("L", "n", "0", "rollout", "A")

@@ -138,7 +138,7 @@ def engine_class() -> type:
         def park(self) -> dict:
             self.calls.append("park")
             self.weights = None
-            return {"memory_mb": 7.0, "spans": [Span("transfer", "leave device", time.time() - 0.001, time.time())]}
+            return {"memory_mb": 7.0, "spans": [Span("transfer", "give memory back", time.time() - 0.001, time.time())]}
 
         def told(self) -> list[str]:
             return self.calls
