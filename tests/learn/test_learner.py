@@ -75,7 +75,7 @@ def test_updates_equal_the_reference(cases: Any, expected: Any, name: str, ranks
             assert distance(got, wanted, start) < 1e-3
             assert max(np.abs(got[k] - wanted[k]).max() for k in wanted) < 2e-4  # an Adam step is up to 1e-3
         for got, wanted in zip(found["stats"], stats, strict=True):
-            assert got.loss == pytest.approx(np.mean([w["loss"] for w in wanted]), abs=1e-6)
+            assert got.loss == pytest.approx(np.mean([w["loss"] for w in wanted]), abs=1e-5)
             assert got.grad_norm == pytest.approx(np.mean([w["grad_norm"] for w in wanted]), rel=1e-5)
             assert got.learning_rate == pytest.approx(np.mean([w["learning_rate"] for w in wanted]), rel=1e-9)
             assert got.clip_share == pytest.approx(np.mean([w["clip_share"] for w in wanted]), abs=0.01)
