@@ -69,6 +69,7 @@ def environment() -> dict[str, str]:
 SHARED = ("cases", "uninterrupted")  # fixtures that cost minutes: all files with one of them go to the same process
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files stay together, and long ones begin first: tests with engines, then with Ray, then all others."""
     shared = {item.path: name for item in items for name in SHARED if name in getattr(item, "fixturenames", ())}
