@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -66,30 +68,38 @@ def environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT)}
 
 
-SHARED = ("cases", "uninterrupted")  # fixtures that cost minutes: all files with one of them go to the same process
-
-
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files stay together, and long ones begin first: tests with engines, then with Ray, then all others."""
-    shared = {item.path: name for item in items for name in SHARED if name in getattr(item, "fixturenames", ())}
-    ranks: dict[str, int] = {}
+    """Long ones begin first: files with engines, then with Ray, then all others."""
+    ranks: dict[Path, int] = {}
     for item in items:
-        group = shared.get(item.path, str(item.path))
-        item.add_marker(pytest.mark.xdist_group(group))
-        rank = 0 if group in SHARED else 1 if item.get_closest_marker("engine") else 2 if item.get_closest_marker("ray") else 3
-        ranks[group] = min(rank, ranks.get(group, rank))
-    items.sort(key=lambda item: ranks[shared.get(item.path, str(item.path))])
+        rank = 0 if item.get_closest_marker("engine") else 1 if item.get_closest_marker("ray") else 2
+        ranks[item.path] = min(rank, ranks.get(item.path, rank))
+    items.sort(key=lambda item: ranks[item.path])
+
+
+def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that costs minutes to make, for all processes that the tests are spread over: the first to need it makes it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with FileLock(f"{folder}.lock", timeout=280):
+        if not (folder / "made").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            (folder / "made").touch()
+    return folder
 
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of four steps from start to end, started as a user starts it."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    done = command("train", write_recipe(folder))
-    assert done.returncode == 0, done.stderr
-    assert "report.html" in done.stdout
-    return folder / "runs" / "small"
+
+    def make(folder: Path) -> None:
+        done = command("train", write_recipe(folder))
+        assert done.returncode == 0, done.stderr
+        assert "report.html" in done.stdout
+
+    return made_once(tmp_path_factory, "uninterrupted", make) / "runs" / "small"
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import pytest
 
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.recipe import Recipe
+from tests.conftest import made_once
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -54,8 +55,10 @@ def critic_settings(ranks: int = 1, stage: int = 0, dtype: str = "float32") -> d
 
 
 def run_gangs(folder: Path, jobs: dict[int, dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    """{ranks: cases} → {ranks: [results of rank 0, …]}; the gangs work side by side."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """{ranks: cases} → {ranks: [results of rank 0, …]}; the gangs work side by side. What is in the folder already is read."""
+    if folder.exists():
+        return {ranks: [pickle.loads((folder / f"results{ranks}-{k}").read_bytes()) for k in range(ranks)] for ranks in jobs}
+    folder.mkdir(parents=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     running = []
     for ranks, cases in jobs.items():
@@ -198,7 +201,8 @@ class Cases:
 
 @pytest.fixture(scope="session")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
-    made = Cases(tmp_path_factory.mktemp("learner"))
+    folder = made_once(tmp_path_factory, "learner", lambda folder: Cases(folder).run())
+    made = Cases(folder)
     made.run()
     return made
 

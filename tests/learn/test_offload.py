@@ -21,7 +21,7 @@ def test_a_parked_learner_gives_its_device_back_and_goes_on(tmp_path: Path, stag
     case = {
         "settings": settings, "files": tiny_policy(width=512), "batches": [random_batch(rng) for _ in range(3)], "device": "gpu",
     }
-    [results] = run_gangs(tmp_path, {1: {"stays": case, "parks": {**case, "parks": True, "snapshots": (2,)}}})[1]
+    [results] = run_gangs(tmp_path / "gang", {1: {"stays": case, "parks": {**case, "parks": True, "snapshots": (2,)}}})[1]
     stays, parks = results["stays"], results["parks"]
     assert "error" not in stays and "error" not in parks, (stays.get("error"), parks.get("error"))
     for one, other in zip(stays["weights"], parks["weights"], strict=True):
