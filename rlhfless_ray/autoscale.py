@@ -311,8 +311,8 @@ def _asked(prompts: list[Prompt]) -> tuple[list[int], list[int]]:
 
 
 def response_tokens(samples: list[Sample]) -> np.ndarray:
-    """(samples,) tokens of each response."""
-    return np.array([len(sample.completion.token_ids) for sample in samples], float)
+    """(samples,) tokens of each response that were generated; 1 for an agent's sample that failed before its first."""
+    return np.array([max(1, sample.written_tokens) for sample in samples], float)
 
 
 def _objective(recipe: Recipe) -> Objective:

@@ -129,9 +129,9 @@ class Engine:
     ) -> Iterator[Progress]:
         """Yield the progress of all requests about every `interval_s` seconds until each has ended or been cut.
 
-        Orders in `inbox` are carried out between two steps. What a cut request had is told at once, and so is the first
-        token of one that was added: somebody waits for it. Raises RuntimeError without weights, for a key that is at work
-        already, and where tokens and log-probabilities do not match.
+        Orders in `inbox` are carried out between two steps. What a cut request had is told at once, and so are the first
+        token of one that was added, and the end of one that is `awaited`: somebody waits for it. Raises RuntimeError without
+        weights, for a key that is at work already, and where tokens and log-probabilities do not match.
         """
         if self.version is None:
             raise RuntimeError("this engine has no weights yet: load a version first")
@@ -154,9 +154,9 @@ class Engine:
                 now = time.perf_counter()
                 drawn = self.sampler
                 self.steps.append(EngineStep(drawn.running, drawn.new_tokens, drawn.context_tokens, now - start))
-                self._note_ends(outputs)
+                awaited = self._note_ends(outputs)
                 begun = self.live.begun(fresh)
-                if begun or not self.live.decoding or now - last >= interval_s:
+                if begun or awaited or not self.live.decoding or now - last >= interval_s:
                     fresh -= begun
                     yield self._progress(self.version)
                     last = now
@@ -213,7 +213,9 @@ class Engine:
             added.add(number)
         return added
 
-    def _note_ends(self, outputs: list[Any]) -> None:
+    def _note_ends(self, outputs: list[Any]) -> bool:
+        """Whether somebody waits for one of those that ended."""
+        awaited = False
         for output in outputs:
             number, answer = int(output.request_id), output.outputs[0]
             if not output.finished or number not in self.live.rows:
@@ -221,6 +223,8 @@ class Engine:
             if answer.finish_reason not in ENDS[1:3]:
                 raise RuntimeError(f"vLLM ended request {self.live.rows[number].request.key} as {answer.finish_reason!r}")
             self.live.end(number, answer.token_ids, ENDS.index(answer.finish_reason))
+            awaited |= self.live.rows[number].request.awaited
+        return awaited
 
     def take_steps(self) -> list[EngineStep]:
         """The step records since the last call."""
