@@ -20,6 +20,8 @@ from placement.lengths import Scenarios
 from placement.policy import failed, slots_to_yield
 from placement.speed import Speed
 from rlhfless_ray.agent.actor import AgentActor
+from rlhfless_ray.agent.dry import dry_play
+from rlhfless_ray.agent.load import AgentSource
 from rlhfless_ray.agent.processes import Processes, start_agent
 from rlhfless_ray.agent.stage import PlayedStage
 from rlhfless_ray.autoscale import Autoscaler, RolloutPlan
@@ -69,6 +71,8 @@ class Runtime:
         self.tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
         self.prompts = load_prompts(recipe, self.tokenizer, context_tokens(self.files))
         self.reward_source = load_reward(recipe, self.tokenizer)
+        if isinstance(self.reward_source, AgentSource):
+            dry_play(recipe, self.reward_source, self.prompts.train, self.files)
         dry_call(self.reward_source, self.prompts.train, self.tokenizer, recipe.reward.timeout_s)
         if recipe.save.path:
             check_writable(Path(recipe.save.path), "save.path")
@@ -167,9 +171,10 @@ class Runtime:
         import ray
 
         recipe, files = self.recipe, ray.put(without_weights(self.files))
-        own = (self.reward_source, files, recipe.policy.trust_remote_code, recipe.longest_tokens(longest_prompt_tokens))
+        longest, agent = recipe.longest_tokens(longest_prompt_tokens), recipe.agent
+        own = (self.reward_source, files, recipe.policy.trust_remote_code, longest, agent.timeout_s, agent.turn_tokens)
         agents = Processes(
-            lambda: start_agent(AgentActor, *own, recipe.agent.timeout_s), recipe.agent.processes, recipe.agent.timeout_s, self.faults,
+            lambda: start_agent(AgentActor, *own), recipe.agent.processes, recipe.agent.timeout_s, self.faults,
             recipe.functions.lease_deadline_s + recipe.agent.timeout_s,
         )
         agents.start()

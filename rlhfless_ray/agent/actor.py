@@ -37,10 +37,12 @@ class AgentActor:
     concurrency_groups: ClassVar = {"control": 1}  # `answer` comes while `play` works
 
     def __init__(
-        self, source: AgentSource, files: dict[str, bytes], trust_remote_code: bool, max_length: int, timeout_s: float
+        self, source: AgentSource, files: dict[str, bytes], trust_remote_code: bool, max_length: int, timeout_s: float,
+        turn_tokens: int | None = None,
     ) -> None:
-        """`files`: tokenizer; `max_length`: tokens of an episode; `timeout_s`: that an agent may take at a time."""
-        self.max_length, self.timeout_s = max_length, timeout_s
+        """`files`: tokenizer; `max_length`: tokens of an episode; `timeout_s`: that an agent may take at a time; `turn_tokens`: of
+        a turn of the policy."""
+        self.max_length, self.timeout_s, self.turn_tokens = max_length, timeout_s, turn_tokens
         self.tokenizer = load_tokenizer(files, trust_remote_code)
         self.loop = asyncio.new_event_loop()
         self.out: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -151,7 +153,7 @@ class AgentActor:
             raise AgentError(f"generate: a context of {len(token_ids)} tokens, of {self.max_length} that an episode may have")
         context, turn = tuple(token_ids), hand.turns
         hand.turns += 1
-        most = room if params.max_tokens is None else min(room, int(params.max_tokens))
+        most = min(int(tokens) for tokens in (room, params.max_tokens, self.turn_tokens) if tokens is not None)
         if most < 1:
             raise AgentError(f"generate: `sampling_params` with max_tokens={params.max_tokens}")
         said = hand.opening.said

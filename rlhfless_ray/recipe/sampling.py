@@ -90,6 +90,8 @@ class Agent(Section):
     max_tokens: int | None = Field(None, ge=2)
     """Longest episode, the first observation and all that the agent says included. None: as long as the longest prompt and response
     may be together."""
+    turn_tokens: int | None = Field(None, ge=1)
+    """Longest turn of the policy. None: what is left of the episode, whatever `rollout.max_tokens` says."""
     timeout_s: float = Field(180.0, gt=0)
     """What the agent may take at a time, from one turn of the policy to the next. Over it the sample has an error."""
     processes: int = Field(1, ge=1)
