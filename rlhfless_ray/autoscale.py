@@ -88,7 +88,8 @@ class Autoscaler:
     def __init__(self, recipe: Recipe, first_speed: Speed) -> None:
         self.recipe = recipe
         self.samples = recipe.rollout.samples_per_prompt
-        self.forecaster = LengthForecaster(recipe.rollout.max_tokens / 2, max_tokens=recipe.rollout.max_tokens)
+        most = recipe.rollout.max_tokens if not recipe.agent.path else None  # several turns have no limit of their own
+        self.forecaster = LengthForecaster(recipe.rollout.max_tokens / 2, max_tokens=most)
         self.speed = SpeedFit(first_speed)
         self.objective = _objective(recipe)
         self.terms, self.around, self.outside = Terms(), Term(AROUND_S), Term(OUTSIDE_S)
