@@ -35,6 +35,8 @@ class Request:
     temperature: float
     generated: tuple[int, ...] = ()  # the response's first tokens, when it was cut elsewhere and goes on here
     awaited: bool = False  # somebody waits for its end, which is told at once
+    stop: tuple[str, ...] = ()  # it ends with the token that completes one of these in its text
+    stop_token_ids: tuple[int, ...] = ()  # beside those that end every response
 
 
 @dataclass

@@ -21,7 +21,7 @@ from rlhfless_ray.agent.episode import Episode
 from rlhfless_ray.agent.load import AgentSource, Player
 from rlhfless_ray.agent.messages import Answered, Asked, Hand, Opening, Played, Stuck
 from rlhfless_ray.agent.params import SamplingParams
-from rlhfless_ray.agent.turns import AgentError, check_sampling
+from rlhfless_ray.agent.turns import AgentError, check_sampling, stops_of
 from rlhfless_ray.policy_files import load_tokenizer
 
 BEAT_S = 0.05  # how often the loop shows that it turns
@@ -148,6 +148,7 @@ class AgentActor:
         if limit.expired():
             raise TimeoutError("this episode's time is over")
         check_sampling(given, params)
+        stop, stop_tokens = stops_of(params)
         room = self.max_length - len(token_ids)
         if not token_ids or room < 1:
             raise AgentError(f"generate: a context of {len(token_ids)} tokens, of {self.max_length} that an episode may have")
@@ -165,14 +166,26 @@ class AgentActor:
                 hand.since_s = None
                 limit.reschedule(None)
             future = hand.waiting[turn] = self.loop.create_future()
-            self.out.put(Asked(hand.opening.key, turn, context, most))
+            self.out.put(Asked(hand.opening.key, turn, context, most, stop, stop_tokens))
             reply = await future
             if not hand.waiting and not hand.over and not limit.expired():
                 hand.since_s = time.monotonic()
                 limit.reschedule(self.loop.time() + self.timeout_s)
-        reply = Reply(reply.token_ids, self._text(reply.token_ids), reply.logprobs, reply.finish_reason)
+        reply = Reply(reply.token_ids, self._said(reply, params, stop), reply.logprobs, reply.finish_reason)
         hand.replies.append((context, reply))
         return reply
+
+    def _said(self, reply: Reply, params: Any, stop: tuple[str, ...]) -> str:
+        """The text that vLLM would give, with the parameters that were asked for."""
+        ids, ended = list(reply.token_ids), reply.finish_reason == "stop"
+        skip, shown = getattr(params, "skip_special_tokens", True), getattr(params, "include_stop_str_in_output", False)
+        whole = self._text(ids)
+        words = [word for word in stop if ended and word in whole]
+        if ended and not words and not shown:
+            ids = ids[:-1]  # the token that ended it
+        text = self.tokenizer.decode(ids, skip_special_tokens=skip)
+        ends = [text.find(word) + (len(word) if shown else 0) for word in words if word in text]
+        return text[: min(ends, default=len(text))]
 
     def _text(self, token_ids: Any) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)

@@ -28,6 +28,8 @@ class Asked:
     turn: int
     token_ids: tuple[int, ...]
     max_tokens: int
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

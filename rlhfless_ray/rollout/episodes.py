@@ -89,7 +89,7 @@ class Episodes(_Rollout):
         i = self.transcript.add(
             Request(
                 len(self.transcript.requests), event.token_ids, turn_seed(sample.seed, event.turn), event.max_tokens,
-                sample.temperature, awaited=True,
+                sample.temperature, awaited=True, stop=event.stop, stop_token_ids=event.stop_token_ids,
             )
         )
         left = max(1.0, float(self.tokens[event.key] - self.written[event.key]))

@@ -14,10 +14,12 @@ from rlhfless_ray.agent.dry import dry_play
 from rlhfless_ray.agent.engine import Reply
 from rlhfless_ray.agent.load import AgentSource
 from rlhfless_ray.agent.messages import Answered, Asked, Opening, Played, Stuck
+from rlhfless_ray.agent.params import SamplingParams
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.learn.scratch import scratch_policy
 from rlhfless_ray.prompts.tasks import task
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.rollout.words import StopWords
 from rlhfless_ray.types import Prompt
 
 AGENT = """
@@ -39,8 +41,10 @@ class Game(AgentInstanceBase):
         if label == "raise":
             raise KeyError("no such move")
         params = states["sampling_params"]
+        if label == "words":
+            params.stop, params.include_stop_str_in_output, params.skip_special_tokens = [states["action_text"][1]], False, True
         if label == "stop":
-            params.stop = ["#"]
+            params.bad_words = ["#"]
         return {"rewards": 0.5, "environment_feedback": f"{self.turn};", "done": self.turn == 2, "sampling_params": params}
 
 class AgentExecutor(MultiTurnAgentExecutor):
@@ -118,7 +122,7 @@ def test_what_an_agent_does_wrong_is_its_samples_error(made: Callable[..., Agent
     labels = ["raise", "stop", "fine"]
     over, _, _ = play(made(), [Opening(k, "12=", label, 1.0) for k, label in enumerate(labels)])
     assert str(over[0].result).startswith("KeyError: 'no such move' (") and "agent.py, line 18)" in str(over[0].result)
-    assert "with stop=['#'], which engines do not take here" in str(over[1].result)
+    assert "with bad_words=['#'], which engines do not take here" in str(over[1].result)
     assert not isinstance(over[2].result, str)
 
 
@@ -137,6 +141,26 @@ def test_what_the_policy_said_stands(made: Callable[..., AgentActor]) -> None:
     said = tuple((one.token_ids, Reply([5, 1], "", [-1.0, -2.0], "stop")) for one in asked[:1])
     again, asked, _ = play(made(), [Opening(0, "12=", "a", 1.0, said)])
     assert [one.turn for one in asked] == [1] and again[0].texts[0] != first[0].texts[0] and len(asked[0].token_ids) == 7
+
+
+def test_stop_words_are_asked_for_and_cut_from_the_text(made: Callable[..., AgentActor]) -> None:
+    actor = made()
+    _, asked, _ = play(actor, [Opening(0, "12=", "words", 1.0)])
+    assert [one.stop for one in asked] == [(), ("3",)]
+    reply, plain = Reply(actor.tokenizer("173", add_special_tokens=False)["input_ids"], "", [], "stop"), SamplingParams(stop=["7"])
+    assert actor._said(reply, plain, ("7",)) == "1"
+    assert actor._said(reply, SamplingParams(stop=["7"], include_stop_str_in_output=True), ("7",)) == "17"
+    assert actor._said(Reply([*reply.token_ids, 1], "", [], "stop"), SamplingParams(), ()) == "173"
+    shown = SamplingParams(include_stop_str_in_output=True, skip_special_tokens=False)
+    assert actor._said(Reply([*reply.token_ids, 1], "", [], "stop"), shown, ()) == "173<eos>"
+    assert actor._said(Reply(reply.token_ids, "", [], "length"), plain, ("7",)) == "173", "it was not what ended it"
+
+
+@pytest.mark.parametrize(("text", "word", "found"), [("12=", "=", True), ("12=", "2=", True), ("12=", "1", True), ("12=", "3", False)])
+def test_words_in_what_was_generated(made: Callable[..., AgentActor], text: str, word: str, found: bool) -> None:
+    actor = made()
+    ids = actor.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert StopWords(lambda: actor.tokenizer).found(ids, (word,)) == found
 
 
 def test_log_probabilities_that_are_not_told_are_known(made: Callable[..., AgentActor]) -> None:

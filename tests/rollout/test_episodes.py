@@ -58,6 +58,8 @@ class Game(AgentInstanceBase):
         if self.turn == 2 and states["label"] == "dies":
             await asyncio.sleep(0.2)
             os._exit(3)
+        if states["label"] == "stops":
+            states["sampling_params"].stop = ["1", "2"]
         await asyncio.sleep(0.05 * random.random())
         said = str(sum(map(ord, states["action_text"])))  # whatever was sampled decides what comes next
         return {"rewards": len(set(states["action_text"])) / 10, "environment_feedback": f"{said};", "done": self.turn == TURNS,
@@ -171,6 +173,14 @@ def test_several_turns_are_played(alone: list[Sample], files: dict[str, bytes]) 
 
 def test_two_engines_play_the_same(play: Callable[..., list[Sample]], alone: list[Sample]) -> None:
     assert_same(play([[0, 3, 4, 7], [1, 2, 5, 6]]), alone)
+
+
+def test_stop_words_end_turns(play: Callable[..., list[Sample]], alone: list[Sample]) -> None:
+    found = play([[0, 3, 4, 7], [1, 2, 5, 6]], ["stops"] * 8)
+    assert [s.turns[0] for s in found] == [s.turns[0] for s in alone], "they were asked for after the first turn"
+    turns = [text for s in found for who, text in s.turns[1:] if who == "policy"]
+    assert len(turns) == 8 * (TURNS - 1) and any(text[-1] in "12" for text in turns)
+    assert not any("1" in text[:-1] or "2" in text[:-1] for text in turns)
 
 
 def test_an_agent_that_ends_its_process_is_the_only_one_without_a_reward(play: Callable[..., list[Sample]], alone: list[Sample]) -> None:
