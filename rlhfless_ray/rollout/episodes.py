@@ -18,7 +18,7 @@ from placement.policy import Release
 from rlhfless_ray.agent.engine import Reply
 from rlhfless_ray.agent.messages import Answered, Asked, Opening, Played
 from rlhfless_ray.agent.processes import Processes
-from rlhfless_ray.rollout.stream import OUTLIVES, Stream, _Rollout, _step_s, fetch_weights
+from rlhfless_ray.rollout.stream import LOOK_S, OUTLIVES, Stream, _Rollout, _step_s, fetch_weights
 from rlhfless_ray.types import Request
 from rlhfless_ray.waits import wait_any
 
@@ -61,12 +61,13 @@ class Episodes(_Rollout):
             others = self.beside.refs() if self.beside is not None else []
             left = deadline_s - (time.monotonic() - start)
             what = f"{int((~self.over).sum())} of {total} episodes ({len(self.waiting)} turns of the policy under way)"
-            for ready in wait_any([*running, *agents, *others], left, what):
+            for ready in wait_any([*running, *agents, *others], left, what, within_s=LOOK_S):
                 if ready in self.launches.running:
                     self.hear(ready)
                 elif ready in agents:
                     for epoch, event in self.agents.hear(ready):
                         self.heard(epoch, event)
+            self.listen()
             for epoch, event in self.agents.look():
                 self.heard(epoch, event)
             self.on_progress(int(self.over.sum()), total)

@@ -126,7 +126,7 @@ def play(pool: Pool, files: dict[str, bytes], tmp_path_factory: pytest.TempPathF
         beside = Beside(samples, None, lambda _: [], lambda _: None, 0.0)
         run_rollout(
             pool, requests, [np.array(s) for s in shares], np.full(8, 24.0), version, interval_s=0.05, deadline_s=300.0,
-            max_replacements=2, needed_next=2, drained=lambda tail_s, needed: Hold(1, "kept"), give_back=lambda *_: None,
+            silence_s=120.0, needed_next=2, drained=lambda tail_s, needed: Hold(1, "kept"), give_back=lambda *_: None,
             on_progress=on_progress, beside=beside, agents=partial(Episodes, agents, asked),
         )  # fmt: skip
         return samples.all()
