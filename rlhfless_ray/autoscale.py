@@ -88,7 +88,8 @@ class Autoscaler:
     def __init__(self, recipe: Recipe, first_speed: Speed) -> None:
         self.recipe = recipe
         self.samples = recipe.rollout.samples_per_prompt
-        self.forecaster = LengthForecaster(recipe.rollout.max_tokens / 2, max_tokens=recipe.rollout.max_tokens)
+        most = recipe.rollout.max_tokens if not recipe.agent.path else None  # several turns have no limit of their own
+        self.forecaster = LengthForecaster(recipe.rollout.max_tokens / 2, max_tokens=most)
         self.speed = SpeedFit(first_speed)
         self.objective = _objective(recipe)
         self.terms, self.around, self.outside = Terms(), Term(AROUND_S), Term(OUTSIDE_S)
@@ -311,8 +312,8 @@ def _asked(prompts: list[Prompt]) -> tuple[list[int], list[int]]:
 
 
 def response_tokens(samples: list[Sample]) -> np.ndarray:
-    """(samples,) tokens of each response."""
-    return np.array([len(sample.completion.token_ids) for sample in samples], float)
+    """(samples,) tokens of each response that were generated; 1 for an agent's sample that failed before its first."""
+    return np.array([max(1, sample.written_tokens) for sample in samples], float)
 
 
 def _objective(recipe: Recipe) -> Objective:

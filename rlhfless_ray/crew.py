@@ -84,7 +84,7 @@ def hire(
     unshared = unsupported(json.loads(files["config.json"])) if wanted else None
     config = ray.put(without_weights(files))
     engine = {
-        "device": resource, "max_model_len": recipe.rollout.longest_tokens(longest_prompt_tokens),
+        "device": resource, "max_model_len": recipe.longest_tokens(longest_prompt_tokens),
         "dtype": recipe.policy.dtype, "trust_remote_code": recipe.policy.trust_remote_code, **dump["rollout"],
         "prefix_kv": wanted and unshared is None,
     }

@@ -45,7 +45,7 @@ def accuracies(samples: list[Sample], asked: Asked) -> dict[str, float]:
     """`samples`: of one temperature after the other, the responses to a prompt side by side. A temperature without any reward
     has no accuracy."""
     found = {
-        "eval/length_mean": float(np.mean([len(s.completion.token_ids) for s in samples])),
+        "eval/length_mean": float(np.mean([s.written_tokens for s in samples])),
         "eval/truncated_share": float(np.mean([s.completion.finish_reason == "length" for s in samples])),
         "eval/samples": float(len(samples)),
     }
@@ -66,7 +66,7 @@ def of_source(source: str, samples: list[Sample], count: int) -> dict[str, float
     """Of one data source; `count` responses to each prompt side by side."""
     one, best = passes(samples, count)
     found = {
-        "length_mean": float(np.mean([len(s.completion.token_ids) for s in samples])),
+        "length_mean": float(np.mean([s.written_tokens for s in samples])),
         "truncated_share": float(np.mean([s.completion.finish_reason == "length" for s in samples])),
     }
     if one is not None and best is not None:

@@ -121,7 +121,7 @@ def kv_cache_bytes(files: dict[str, bytes], tokens: int, block_size: int, dtype:
 
 def check_kv_cache(recipe: Recipe, files: dict[str, bytes], longest_prompt_tokens: int) -> None:
     """Raises UserError when an engine's KV cache on CPU could not hold the longest sequence there may be."""
-    tokens = recipe.rollout.longest_tokens(longest_prompt_tokens)
+    tokens = recipe.longest_tokens(longest_prompt_tokens)
     needed = kv_cache_bytes(files, tokens, recipe.rollout.block_size, recipe.policy.dtype)
     if needed is not None and needed > recipe.rollout.kv_cache_mb * 2**20:
         raise UserError(

@@ -81,14 +81,11 @@ class Record:
         """The first of them, as many as the recipe says, and all that could not be scored."""
         shown = self.recipe.watch.samples_per_step or len(samples)
         kept = [*samples[:shown], *(s for s in samples[shown:] if s.error is not None)]
-        self.folder.write_samples(step, kept, self._answer_column(), name)
-
-    def _answer_column(self) -> str:
-        return "answer" if self.recipe.prompts.task else self.recipe.prompts.answer_column
+        self.folder.write_samples(step, kept, self.recipe.answer_column, name)
 
     def _of_samples(self, samples: list[Sample]) -> dict[str, Any]:
         rewards = np.array([s.reward for s in samples if s.reward is not None])
-        lengths = np.array([len(s.completion.token_ids) for s in samples])
+        lengths = np.array([s.written_tokens for s in samples])
         quantiles = np.quantile(lengths, [0.5, 0.9, 0.99])
         scored = [s for s in samples if s.reward is not None]
         logs = {name for s in scored for name in s.extra_logs}

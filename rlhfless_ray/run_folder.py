@@ -154,7 +154,8 @@ class RunFolder:
         for s in samples:
             row = {
                 "step": step, "prompt_index": s.prompt.index, "sample": s.sample, "prompt": s.prompt.text, "response": s.text,
-                "tokens": len(s.completion.token_ids), "finish": s.completion.finish_reason, "version": s.completion.version,
+                **({"turns": s.turns} if s.turns else {}),
+                "tokens": s.written_tokens, "finish": s.completion.finish_reason, "version": s.completion.version,
                 "reward": s.reward, "error": s.error, "advantage": s.advantage, "answer": s.prompt.row.get(answer_column),
             }
             lines.append(json.dumps(row, ensure_ascii=False, default=str))

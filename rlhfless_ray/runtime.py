@@ -19,6 +19,11 @@ from typing import Any, Self
 from placement.lengths import Scenarios
 from placement.policy import failed, slots_to_yield
 from placement.speed import Speed
+from rlhfless_ray.agent.actor import AgentActor
+from rlhfless_ray.agent.dry import dry_play
+from rlhfless_ray.agent.load import AgentSource
+from rlhfless_ray.agent.processes import Processes, start_agent
+from rlhfless_ray.agent.stage import PlayedStage
 from rlhfless_ray.autoscale import Autoscaler, RolloutPlan
 from rlhfless_ray.checkpoints import Best, Checkpoints
 from rlhfless_ray.crew import Actors, Crew, hire
@@ -66,6 +71,8 @@ class Runtime:
         self.tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
         self.prompts = load_prompts(recipe, self.tokenizer, context_tokens(self.files))
         self.reward_source = load_reward(recipe, self.tokenizer)
+        if isinstance(self.reward_source, AgentSource):
+            dry_play(recipe, self.reward_source, self.prompts.train, self.files)
         dry_call(self.reward_source, self.prompts.train, self.tokenizer, recipe.reward.timeout_s)
         if recipe.save.path:
             check_writable(Path(recipe.save.path), "save.path")
@@ -144,16 +151,34 @@ class Runtime:
         self.leases, self.rollout, self.reward, self.gang = crew.leases, crew.rollout, crew.reward, crew.gang
         most = min(self.recipe.rollout.max_actors, sum(self.leases.matching(self.recipe.rollout.nodes).values()))
         self.site = Site(self.recipe, self.ledger, self.leases, self.phases, self.record, self.autoscaler, most)
-        self.score_stage = ScoreStage(self.site, self.reward, self.reward_source, self.tokenizer)
+        self.score_stage = PlayedStage(self.site, self.reward) if self.recipe.agent.path else ScoreStage(
+            self.site, self.reward, self.reward_source, self.tokenizer
+        )
         self.learn_stage = LearnStage(self.site, self.gang, crew.critic)
         self.faults = Faults(self.recipe.functions.max_replacements)
         for pool in (self.rollout, self.reward, *([crew.prefill] if crew.prefill else []), *self.learn_stage.pools()):
             pool.faults = self.faults
         self.learn_stage.recovers(self.recipe.checkpoint.memory_every_steps, self.record.progress.message)
+        self.agents = self._agents(longest) if self.recipe.agent.path else None
         self.prefix_stage = self._prefix_stage(crew)
         self.rollout_stage = RolloutStage(
-            self.site, self.rollout, self.score_stage, self.learn_stage, self.tokenizer, self.weight_bytes, self.prefix_stage
+            self.site, self.rollout, self.score_stage, self.learn_stage, self.tokenizer, self.weight_bytes, self.prefix_stage,
+            self.agents,
         )
+
+    def _agents(self, longest_prompt_tokens: int) -> Processes:
+        """Started ahead, beside the learner."""
+        import ray
+
+        recipe, files = self.recipe, ray.put(without_weights(self.files))
+        longest, agent = recipe.longest_tokens(longest_prompt_tokens), recipe.agent
+        own = (self.reward_source, files, recipe.policy.trust_remote_code, longest, agent.timeout_s, agent.turn_tokens)
+        agents = Processes(
+            lambda: start_agent(AgentActor, *own), recipe.agent.processes, recipe.agent.timeout_s, self.faults,
+            recipe.functions.lease_deadline_s + recipe.agent.timeout_s,
+        )
+        agents.start()
+        return agents
 
     def _prefix_stage(self, crew: Crew) -> PrefixStage | None:
         import ray
@@ -182,7 +207,8 @@ class Runtime:
             if self.leases.resource == "cpu":  # on GPU a guess: the device is known with the lease only
                 for slot in places(self.leases.matching(self.recipe.rollout.nodes), home.node, self.site.max_actors):
                     self.rollout.prewarm(slot)
-            self.reward.prewarm(home)
+            if self.agents is None:
+                self.reward.prewarm(home)
             if self.owes_warm_start and checkpoint is None:
                 self.record.progress.phase("supervised warm start (cached afterwards)")
                 self.files = self.gang.warm_start(ray.put(self.files), self.recipe)
@@ -201,6 +227,8 @@ class Runtime:
             self.weights = self.gang.publish(self.steps_done)
             self.site.spare += self.gang.park()
             self.learn_stage.open_critic(self.critic_files or self.files, self.cluster.private, state)
+            if self.agents is not None:
+                self.agents.check()
         if checkpoint is None:
             self._save()  # a stop at any later moment finds something to resume from
 
@@ -321,7 +349,7 @@ class Runtime:
         self.autoscaler.observe_step(seconds, wall_s, len(step.samples))
         self.faults.step_done()
         step.metrics |= {**self.faults.take(), **self.gang.recovery.take_metrics()}
-        replaced = self.rollout.replacements + self.reward.replacements
+        replaced = self.rollout.replacements + self.reward.replacements + (self.agents.replaced if self.agents else 0)
         self.record.step(step, seconds, wall_s, self.first_row, self.quality, replaced, self.leases)
 
     def finish(self) -> None:
@@ -402,6 +430,8 @@ class Runtime:
                 pool.close()
             if self.prefix_stage is not None:
                 self.prefix_stage.close()
+            if self.agents is not None:
+                self.agents.close()
             self.leases.release_all()
             self.weights = None  # the last reference: its arrays lie on a node, which is not idle while they do
             self.learn_stage.forget()

@@ -34,6 +34,9 @@ class Request:
     max_tokens: int
     temperature: float
     generated: tuple[int, ...] = ()  # the response's first tokens, when it was cut elsewhere and goes on here
+    awaited: bool = False  # somebody waits for its end, which is told at once
+    stop: tuple[str, ...] = ()  # it ends with the token that completes one of these in its text
+    stop_token_ids: tuple[int, ...] = ()  # beside those that end every response
 
 
 @dataclass
@@ -65,6 +68,12 @@ class Sample:
     score: float | None = None  # in [0, 1], for dynamic filtering; None: the reward serves as the score
     extra_logs: dict[str, float] = field(default_factory=dict)  # what the reward function wants to see in the log
     action_mask: np.ndarray | None = None  # (length,) bool: tokens that the policy wrote, the others are feedback; None: all are
+    turns: tuple[tuple[str, str], ...] = ()  # of an agent's sample: who ("policy" or "agent") wrote what; () without an agent
+
+    @property
+    def written_tokens(self) -> int:
+        """Tokens that the policy wrote."""
+        return len(self.completion.token_ids) if self.action_mask is None else int(self.action_mask.sum())
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,14 @@ from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from rlhfless_ray.agent.base import AgentExecutorBase, AgentInstanceBase
 from rlhfless_ray.agent.engine import AgentEngine, Generate
 from rlhfless_ray.agent.episode import BadEpisode, Episode
 from rlhfless_ray.agent.turns import AgentError, play
 from rlhfless_ray.errors import UserError
+from rlhfless_ray.reward.functions import Source
 from rlhfless_ray.reward.user_file import UserFile
 from rlhfless_ray.reward.worker import named
 
@@ -30,8 +31,10 @@ CONTRACT = "write `class AgentExecutor(MultiTurnAgentExecutor)`, whose construct
 
 
 @dataclass(frozen=True)
-class AgentSource:
-    """Plain strings, so it pickles."""
+class AgentSource(Source):
+    """Plain strings, so it pickles. The rewards come with the samples: no process of its own scores them."""
+
+    pool_kind: ClassVar[str] = "agent"
 
     file: UserFile
     contract: str  # "step", "queue" (0.8.7 – 0.9.0) or "executor"
@@ -72,32 +75,36 @@ def _takes(function: Any, *arguments: Any, **named_arguments: Any) -> bool:
 
 
 class Player:
-    """Plays prompts, many at once on one event loop. `max_length`: tokens of an episode; `step_timeout_s`: for what an agent does
-    in one turn, where the loop of turns is ours."""
+    """Plays prompts, many at once on one event loop. `generate`: for samples that come without one of their own; `max_length`:
+    tokens of an episode; `step_timeout_s`: for what an agent does in one turn, where the loop of turns is ours."""
 
     def __init__(
-        self, source: AgentSource, tokenizer: Any, generate: Generate, max_length: int, step_timeout_s: float | None = None
+        self, source: AgentSource, tokenizer: Any, generate: Generate | None, max_length: int, step_timeout_s: float | None = None
     ) -> None:
-        self.source, self.tokenizer, self.llm_engine = source, tokenizer, AgentEngine(generate)
+        self.source, self.tokenizer, self.generate = source, tokenizer, generate
         self.max_length, self.step_timeout_s = max_length, step_timeout_s
         self.executor: Any = None
         if source.contract != "step":
             executor_class = source.file.module().AgentExecutor
             self.executor = executor_class() if source.contract == "executor" else executor_class(
-                max_steps=MAX_STEPS, max_length=max_length, llm_engine=self.llm_engine, hf_tokenizer=tokenizer, result_queue=_Results()
+                max_steps=MAX_STEPS, max_length=max_length, llm_engine=AgentEngine(_of_the_task), hf_tokenizer=tokenizer,
+                result_queue=_Results(),
             )
 
-    async def play(self, prompt: str, label: Any, sampling_params: Any) -> Episode | str:
-        """The episode, or what went wrong with it: the sample's error."""
+    async def play(self, prompt: str, label: Any, sampling_params: Any, generate: Generate | None = None) -> Episode | str:
+        """The episode, or what went wrong with it: the sample's error. `generate`: of this sample."""
+        own = generate or self.generate
+        assert own is not None
+        _GENERATE.set(own)
         try:
-            return Episode.of(await self._result(prompt, label, deepcopy(sampling_params)))
+            return Episode.of(await self._result(prompt, label, deepcopy(sampling_params), AgentEngine(own)))
         except (AgentError, BadEpisode) as error:
             return str(error)
         except (Exception, SystemExit) as error:
             return named(error, self.source.file)
 
-    async def _result(self, prompt: str, label: Any, params: Any) -> Any:
-        everything = (self.max_length, self.tokenizer, self.llm_engine)
+    async def _result(self, prompt: str, label: Any, params: Any, llm_engine: AgentEngine) -> Any:
+        everything = (self.max_length, self.tokenizer, llm_engine)
         if self.source.contract == "step":
             # each sample had a process of its own: files of this contract count their turns in globals
             agent = _Stepping(self.source.file.module().step)
@@ -116,6 +123,12 @@ class Player:
 
 
 _PUT: ContextVar[list[Any]] = ContextVar("results of the sample that is being played")
+_GENERATE: ContextVar[Generate] = ContextVar("what generates for the sample that is being played")
+
+
+async def _of_the_task(token_ids: list[int], sampling_params: Any) -> Any:
+    """For executors that are given their engine before there is a sample."""
+    return await _GENERATE.get()(token_ids, sampling_params)
 
 
 class _Results:

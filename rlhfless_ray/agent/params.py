@@ -17,6 +17,9 @@ class SamplingParams:
     logprobs: int | None = None
     seed: int | None = None
     stop: list[str] | str | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __init__(self, **arguments: Any) -> None:
         vars(self).update(arguments)

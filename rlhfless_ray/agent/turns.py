@@ -11,6 +11,12 @@ from typing import Any
 from rlhfless_ray.agent.episode import plain
 
 FIXED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+# what this runtime's engines do not do, and the values that ask for nothing
+NOT_DONE: dict[str, tuple[Any, ...]] = {
+    "bad_words": (None, []), "allowed_token_ids": (None, []),
+    "min_tokens": (None, 0, 1), "n": (None, 1), "ignore_eos": (None, False), "logits_processors": (None, []),
+    "structured_outputs": (None,), "guided_decoding": (None,),
+}
 
 
 class AgentError(Exception):
@@ -113,7 +119,30 @@ def _check_distribution(given: Any, changed: Any, turn: str) -> None:
     """Limits and stop words may change from turn to turn. What changes the distribution may not: it is the one that is trained."""
     for name in FIXED:
         before, after = getattr(given, name, None), getattr(changed, name, None)
+        if name == "top_k":
+            before, after = (None if k in (0, -1) else k for k in (before, after))  # both are vLLM's word for all tokens
         if before != after:
             raise AgentError(
                 f"{turn}: `sampling_params` with another {name} ({after} instead of {before}): the policy is trained at the recipe's"
             )
+
+
+def check_sampling(given: Any, asked: Any) -> None:
+    """Of what an agent asks an engine for. Raises AgentError where it is another distribution than the recipe's, or what
+    engines here do not do: nothing is ignored."""
+    _check_distribution(given, asked, "generate")
+    for name, nothing in NOT_DONE.items():
+        if (value := getattr(asked, name, None)) not in nothing:
+            raise AgentError(f"generate: `sampling_params` with {name}={value!r:.100}, which engines do not take here; leave it out")
+
+
+def stops_of(asked: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Stop words and stop tokens. Raises AgentError where they are none."""
+    words, tokens = getattr(asked, "stop", None) or (), getattr(asked, "stop_token_ids", None) or ()
+    words = (words,) if isinstance(words, str) else tuple(words)
+    if not all(isinstance(word, str) and word for word in words):
+        raise AgentError(f"generate: `sampling_params` with stop={words!r:.100}, which must be words")
+    try:
+        return words, tuple(int(token) for token in tokens)
+    except (TypeError, ValueError):
+        raise AgentError(f"generate: `sampling_params` with stop_token_ids={tokens!r:.100}, which must be numbers") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +14,10 @@ class Batch:
     """Sequences of prompt and response, laid end to end. All arrays are numpy, so the object store shares them.
 
     tokens (Σ length,) int64; prompt_lengths and lengths (n,) int64, `lengths` with the response; groups (n,) int64, the
-    prompt's position. Per response token, (Σ response length,) float32: logprobs of the sampler; advantages; and, None where
-    nobody needs them, `old`: log-probabilities of the learner before the step, `values`: the critic's, `returns`: what it is
-    to learn. `kl_coefficient`: of this step, where it is not the recipe's.
+    prompt's position. mask (Σ (length - prompt length),) bool: which tokens after the prompts the policy wrote; None: all. Only
+    these are learned from, the others are context. Per token of the policy, (Σ response length,) float32: logprobs of the
+    sampler; advantages; and, None where nobody needs them, `old`: log-probabilities of the learner before the step, `values`:
+    the critic's, `returns`: what it is to learn. `kl_coefficient`: of this step, where it is not the recipe's.
     """
 
     tokens: np.ndarray
@@ -28,27 +30,40 @@ class Batch:
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
     kl_coefficient: float | None = None
+    mask: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
     def response_lengths(self) -> np.ndarray:
-        return self.lengths - self.prompt_lengths
+        """(n,) tokens of each sequence that the policy wrote."""
+        if self.mask is None:
+            return self.lengths - self.prompt_lengths
+        return counts_of(self.mask, self.lengths - self.prompt_lengths)
 
     @classmethod
-    def of(cls, sequences: list[tuple[tuple[int, ...], np.ndarray, np.ndarray, float | np.ndarray, int]]) -> Batch:
+    def of(
+        cls, sequences: list[tuple[tuple[int, ...], np.ndarray, np.ndarray, float | np.ndarray, int]],
+        masks: list[np.ndarray | None] | None = None,
+    ) -> Batch:
         """From (prompt ids, response ids, response log-probabilities, advantage, group) per sequence. The advantage is one per
-        token, or one for all of them."""
+        token, or one for all of them. `masks`: of the response tokens, where some of them are not the policy's."""
         parts = [piece for prompt, response, *_ in sequences for piece in (np.asarray(prompt, np.int64), response)]
         advantages = [np.broadcast_to(s[3], len(s[1])) for s in sequences]
+        logprobs = [s[2] for s in sequences]
+        mask = mask_of(masks or [], [len(s[1]) for s in sequences])
+        if mask is not None and masks is not None:
+            chosen = [slice(None) if one is None else one for one in masks]
+            logprobs, advantages = ([x[one] for x, one in zip(xs, chosen, strict=True)] for xs in (logprobs, advantages))
         return cls(
             tokens=np.concatenate(parts or [np.empty(0)]).astype(np.int64),
             prompt_lengths=np.array([len(s[0]) for s in sequences], np.int64),
             lengths=np.array([len(s[0]) + len(s[1]) for s in sequences], np.int64),
             groups=np.array([s[4] for s in sequences], np.int64),
-            logprobs=np.concatenate([s[2] for s in sequences] or [np.empty(0)]).astype(np.float32),
+            logprobs=np.concatenate(logprobs or [np.empty(0)]).astype(np.float32),
             advantages=np.concatenate(advantages or [np.empty(0)]).astype(np.float32),
+            mask=mask,
         )
 
     def take(self, indices: np.ndarray) -> Batch:
@@ -62,7 +77,23 @@ class Batch:
         return replace(
             self, tokens=pieces(self.tokens, self.lengths), prompt_lengths=self.prompt_lengths[indices],
             lengths=self.lengths[indices], groups=self.groups[indices], **taken,
+            mask=None if self.mask is None else pieces(self.mask, self.lengths - self.prompt_lengths),
         )
+
+
+def mask_of(masks: Sequence[np.ndarray | None], lengths: Sequence[int]) -> np.ndarray | None:
+    """Of all sequences, (Σ length,) bool, from those of each; None where none has one: every token counts."""
+    if all(mask is None for mask in masks):
+        return None
+    parts = [np.ones(n, bool) if mask is None else np.asarray(mask, bool) for mask, n in zip(masks, lengths, strict=True)]
+    return np.concatenate(parts)
+
+
+def counts_of(mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """(sequences,) int64: tokens of each that the mask keeps; mask (Σ length,)."""
+    before = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
+    ends = np.cumsum(lengths)
+    return before[ends] - before[ends - lengths]
 
 
 def mini_batches(

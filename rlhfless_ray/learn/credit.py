@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhfless_ray.learn.batch import counts_of
 from rlhfless_ray.learn.estimators import estimate, estimator_of, normalise
 from rlhfless_ray.learn.reward_shaping import overlong_penalty, stop_properly
 
@@ -13,26 +14,29 @@ from rlhfless_ray.learn.reward_shaping import overlong_penalty, stop_properly
 def credit(
     algorithm: dict[str, Any], reward: dict[str, Any], rewards: np.ndarray, lengths: np.ndarray, truncated: np.ndarray,
     max_tokens: int, *, kl: np.ndarray | None = None, kl_coefficient: float = 0.0, values: np.ndarray | None = None,
+    mask: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Advantages and returns of the whole rollout batch, both (Σ length,) float64.
 
     algorithm, reward: sections of the recipe. rewards (prompts, samples), NaN where a sample has none: its tokens are NaN, and
     it takes part in nothing. lengths and truncated (prompts · samples,): tokens of each response, and whether it was cut at
-    `max_tokens`. kl, values: per token of all samples, in the same order. In this order: penalties, baseline, clip, KL per
-    token, discount, whitening over all tokens of the batch.
+    `max_tokens`. kl, values: per token of all samples, in the same order. mask, likewise: the policy's tokens, None for all;
+    the others have neither reward nor value and get nothing, but time passes over them, as in OpenRLHF. In this order:
+    penalties, baseline, clip, KL per token, discount, whitening over all tokens of the batch.
     """
     shaped = np.asarray(rewards, np.float64)
     if reward["overlong_buffer_tokens"] is not None:
-        penalty = overlong_penalty(lengths, max_tokens, reward["overlong_buffer_tokens"], reward["overlong_penalty"])
+        written = lengths if mask is None else counts_of(mask, lengths)
+        penalty = overlong_penalty(written, max_tokens, reward["overlong_buffer_tokens"], reward["overlong_penalty"])
         shaped = shaped + penalty.reshape(shaped.shape)
     if reward["stop_properly_penalty"] is not None:
         shaped = stop_properly(shaped, truncated.reshape(shaped.shape), reward["stop_properly_penalty"])
     section = algorithm["advantage"]
     advantages, returns = estimate(
         section["estimator"], shaped, lengths, kl=kl, kl_coefficient=kl_coefficient, clip_range=reward["clip_range"],
-        values=values, gamma=section["gamma"], lambd=section.get("lambd", 1.0),
+        values=values, gamma=section["gamma"], lambd=section.get("lambd", 1.0), mask=mask,
     )
-    return normalise(section["estimator"], advantages, divide=section["normalize_std"]), returns
+    return normalise(section["estimator"], advantages, mask, divide=section["normalize_std"]), returns
 
 
 def obstacle(algorithm: dict[str, Any]) -> str | None:

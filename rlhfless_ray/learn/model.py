@@ -137,20 +137,24 @@ def padded(batch: Batch, indices: np.ndarray, device: torch.device) -> dict[str,
     """Tensors of one micro-batch for `TokenLogprobs`, with the flat position of each token in `batch.logprobs`.
 
     ids (sequences, longest), rows, columns, targets, flat (response tokens,), sequence (response tokens,): the
-    sequence's index in the batch.
+    sequence's index in the batch. Of responses these are the tokens that the policy wrote; all others are in `ids` only.
     """
     starts = np.concatenate([[0], np.cumsum(batch.lengths)])
     response_starts = np.concatenate([[0], np.cumsum(batch.response_lengths)])
+    written_starts = starts - np.concatenate([[0], np.cumsum(batch.prompt_lengths)])  # in the mask
     longest = int(batch.lengths[indices].max())
     ids = np.zeros((len(indices), longest), np.int64)
     rows, columns, flat, sequence = [], [], [], []
     for row, i in enumerate(indices):
         length, prompt = int(batch.lengths[i]), int(batch.prompt_lengths[i])
         ids[row, :length] = batch.tokens[starts[i] : starts[i] + length]
-        rows.append(np.full(length - prompt, row))
-        columns.append(np.arange(prompt - 1, length - 1))
+        before = np.arange(prompt - 1, length - 1)  # where each token is foreseen
+        if batch.mask is not None:
+            before = before[batch.mask[written_starts[i] : written_starts[i + 1]]]
+        rows.append(np.full(len(before), row))
+        columns.append(before)
         flat.append(np.arange(response_starts[i], response_starts[i + 1]))
-        sequence.append(np.full(length - prompt, i))
+        sequence.append(np.full(len(before), i))
     arrays = {"rows": rows, "columns": columns, "flat": flat, "sequence": sequence}
     tensors = {name: torch.from_numpy(np.concatenate(parts)).to(device) for name, parts in arrays.items()}
     tensors["ids"] = torch.from_numpy(ids).to(device)

@@ -14,7 +14,7 @@ from placement.policy import Decision
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.learn.advantage import spans
-from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.batch import Batch, mask_of
 from rlhfless_ray.learn.credit import credit
 from rlhfless_ray.learn.gang import Gang
 from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
@@ -105,9 +105,10 @@ class LearnStage:
         batch = Batch.of([
             (s.prompt.token_ids, s.completion.token_ids, s.completion.logprobs, 0.0, self.group_of(s))
             for s, scored in zip(samples, known, strict=True) if scored
-        ])
+        ], [s.action_mask for s, scored in zip(samples, known, strict=True) if scored])
         lengths = np.array([len(s.completion.token_ids) for s in samples], np.int64)
-        scored_tokens = np.repeat(known, lengths)
+        mask = mask_of([s.action_mask for s in samples], lengths.tolist())
+        scored_tokens = np.repeat(known, lengths) if mask is None else np.repeat(known, lengths) & mask
         extra: dict[str, Any] = {}
         if self.kl_in_reward and len(batch):
             self._turn(self.gang)
@@ -123,11 +124,11 @@ class LearnStage:
         truncated = np.array([s.completion.finish_reason == "length" for s in samples], bool)
         advantages, returns = credit(
             recipe.algorithm.model_dump(), recipe.reward.model_dump(), rewards.reshape(-1, recipe.rollout.samples_per_prompt),
-            lengths, truncated, recipe.rollout.max_tokens, **extra,
+            lengths, truncated, recipe.rollout.max_tokens, mask=mask, **extra,
         )
         for sample, span, scored in zip(samples, spans(lengths), known, strict=True):
             if scored:
-                sample.advantage = float(advantages[span].mean())
+                sample.advantage = float(advantages[span][slice(None) if mask is None else mask[span]].mean())
         by_token = {"advantages": advantages} | ({} if self.critic is None else {"returns": returns})
         return replace(
             batch, kl_coefficient=self.controller.coefficient,

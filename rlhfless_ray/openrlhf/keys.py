@@ -84,6 +84,7 @@ NEEDED = tuple(
             "truncated samples: factor of their reward (>= 0) or their reward itself (< 0)",
         ),
         ("agent.path", "str", "", "", "Python file with class AgentExecutor; it supplies the rewards too"),
+        ("agent.max_tokens", "int | None", None, UNSET, "longest episode"),
         (
             "algorithm.advantage.estimator", "one of the names of --algo.advantage.estimator", "group_norm", UNSET,
             "how rewards become advantages",

@@ -119,6 +119,11 @@ def reward_source(x: str | None, v: Values) -> dict[str, Any]:
     return {"reward.url": x.split(",")}
 
 
+def agent(x: str | None, v: Values) -> dict[str, Any]:
+    """Each turn may take what is left of the whole length; no other limit holds there."""
+    return {"agent.path": x, "agent.max_tokens": v["data.max_len"]} if x else {"agent.path": ""}
+
+
 def template(x: Any, v: Values) -> dict[str, Any]:
     return {"prompts.template": "chat" if v["data.apply_chat_template"] else "none"}
 

@@ -16,7 +16,9 @@ import yaml
 from rlhfless_ray.errors import UserError
 
 SHORT = ("functions", "objective")
-SECTIONS = (*SHORT, "rollout", "learner", "price", "cluster", "run", "prompts", "checkpoint", "watch", "evaluate", "reward", "policy")
+SECTIONS = (
+    *SHORT, "rollout", "learner", "price", "cluster", "run", "prompts", "checkpoint", "watch", "evaluate", "reward", "agent", "policy",
+)
 DIALECT = "--elastic.dialect"
 
 

@@ -290,7 +290,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _row("ref.offload", "hint", "reference.offload", idle=m.no_reference, reading=m.PARKED),
     _row("reward.offload", "hint", "reward.offload", idle=m.no_reward_model, reading=m.PARKED),
-    _row("train.agent_func_path", "exact", "agent.path", lambda x, v: {"agent.path": x or ""}),
+    _row("train.agent_func_path", "exact", "agent.path agent.max_tokens", m.agent),
     # data
     _row("data.prompt_dataset", "exact", "prompts.path prompts.paths", m.dataset),
     _row("data.prompt_probs", "exact", "prompts.probabilities", lambda x, v: {"prompts.probabilities": m.probabilities(v)}),

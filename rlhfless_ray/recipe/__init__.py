@@ -13,12 +13,12 @@ from rlhfless_ray.errors import UserError
 from rlhfless_ray.recipe.data import Evaluate, Prompts
 from rlhfless_ray.recipe.reading import apply, known_keys, one_line, sentence
 from rlhfless_ray.recipe.running import Checkpoint, Cluster, Functions, Objective, Price, Run, Save, Watch
-from rlhfless_ray.recipe.sampling import Policy, Reward, Rollout, WarmStart
+from rlhfless_ray.recipe.sampling import Agent, Policy, Reward, Rollout, WarmStart
 from rlhfless_ray.recipe.section import Section
 from rlhfless_ray.recipe.training import COMPARES, Algorithm, Critic, Ema, Learner
 
 __all__ = [
-    "Algorithm", "Checkpoint", "Cluster", "Critic", "Ema", "Evaluate", "Functions", "Learner", "Objective", "Policy",
+    "Agent", "Algorithm", "Checkpoint", "Cluster", "Critic", "Ema", "Evaluate", "Functions", "Learner", "Objective", "Policy",
     "Price", "Prompts", "Recipe", "Reward", "Rollout", "Run", "Save", "WarmStart", "Watch", "known_keys",
 ]
 
@@ -33,6 +33,7 @@ class Recipe(Section):
     evaluate: Evaluate = Evaluate()
     rollout: Rollout = Rollout()
     reward: Reward = Reward()
+    agent: Agent = Agent()
     algorithm: Algorithm = Algorithm()
     learner: Learner = Learner()
     critic: Critic = Critic()
@@ -79,11 +80,26 @@ class Recipe(Section):
         if self.reward.function == "task" and not self.prompts.task:
             raise ValueError("reward.function: `task` needs a built-in task in prompts.task")
         sources = [name for name in ("function", "url", "model_path") if getattr(self.reward, name)]
-        if not sources:
+        if self.agent.path and sources:
+            raise ValueError(f"reward.{sources[0]}: the agent of agent.path gives the rewards; leave it out")
+        if self.agent.path and self.rollout.migrate == "tau":
+            raise ValueError("rollout.migrate: turns of an agent are not moved between engines; leave it at `auto`, or set `off`")
+        if not self.agent.path and self.agent != Agent():
+            raise ValueError("agent.path: name the agent's file, or leave the section out")
+        if not sources and not self.agent.path:
             raise ValueError("reward.function: name one: `task`, `math` or `path/to/file.py:name`; or set reward.url or model_path")
         if len(sources) > 1:
             raise ValueError(f"reward.{sources[1]}: rewards have one source; set it or reward.{sources[0]}")
         return self
+
+    @property
+    def answer_column(self) -> str:
+        """Of the rows: what reward functions and agents know as the label."""
+        return "answer" if self.prompts.task else self.prompts.answer_column
+
+    def longest_tokens(self, longest_prompt_tokens: int) -> int:
+        """The longest sequence that there may be."""
+        return self.agent.max_tokens or self.rollout.longest_tokens(longest_prompt_tokens)
 
     @property
     def optimizer_steps(self) -> int:

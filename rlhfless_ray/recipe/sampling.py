@@ -83,6 +83,21 @@ class Rollout(Section):
         return min(longest_prompt_tokens + self.max_tokens, self.max_total_tokens or longest_prompt_tokens + self.max_tokens)
 
 
+class Agent(Section):
+    path: str = ""
+    """A Python file with class `AgentExecutor` (or another of OpenRLHF's contracts, see docs/agents.md): what answers the policy,
+    turn by turn, and gives the reward. Empty: a response is one turn, and rewards come from section `reward`."""
+    max_tokens: int | None = Field(None, ge=2)
+    """Longest episode, the first observation and all that the agent says included. None: as long as the longest prompt and response
+    may be together."""
+    turn_tokens: int | None = Field(None, ge=1)
+    """Longest turn of the policy. None: what is left of the episode, whatever `rollout.max_tokens` says."""
+    timeout_s: float = Field(180.0, gt=0)
+    """What the agent may take at a time, from one turn of the policy to the next. Over it the sample has an error."""
+    processes: int = Field(1, ge=1)
+    """Processes that the episodes of a step are dealt to; in each, agents share an event loop."""
+
+
 class Reward(Section):
     function: str = ""
     """`task` (the built-in task's verifier), `math` (math-verify on the text after `####` or in a box), or

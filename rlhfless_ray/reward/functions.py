@@ -98,8 +98,11 @@ def load_reward(recipe: Recipe, tokenizer: Any = None) -> Source:
     error (with its line), something that is not callable, and other parameters; for an address that is none, and for a model
     that gives no single score or has other tokens than the policy's `tokenizer`.
     """
-    reward = recipe.reward
-    column = "answer" if recipe.prompts.task else recipe.prompts.answer_column
+    reward, column = recipe.reward, recipe.answer_column
+    if recipe.agent.path:
+        from rlhfless_ray.agent.load import AgentSource
+
+        return AgentSource.load(recipe.agent.path)
     if reward.url:
         from rlhfless_ray.reward.http import HttpSource
 

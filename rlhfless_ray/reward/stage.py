@@ -83,10 +83,13 @@ class ScoreStage:
         except RunError:
             record.samples(step, samples, name)
             raise
+        self._tell(samples, failed, name)
+        return failed
+
+    def _tell(self, samples: list[Sample], failed: int, name: str) -> None:
         if failed:
             first, where = next(s for s in samples if s.error is not None), "update" if name == "step" else name
-            record.progress.message(
+            self.site.record.progress.message(
                 f"{failed} of {len(samples)} samples could not be scored and are left out of the {where}; row "
                 f"{first.prompt.index}: {first.error}"
             )
-        return failed

@@ -47,11 +47,16 @@ class RolloutActor:
         set_threads(threads)
         with tempfile.TemporaryDirectory(prefix="rlhfless-engine-") as name:
             tempfile.tempdir = name  # vLLM leaves a rendezvous file in the temporary folder: let it go with this one
-            self.engine = Engine(write_folder(Path(name), self.files), self.settings)
+            self.engine = Engine(write_folder(Path(name), self.files), {**self.settings, "tokenizer": self._tokenizer})
             tempfile.tempdir = None
         spans = [self.imported, Span("start", "build engine", start, time.time())]
         pages = self.engine.pages
         return {"memory_mb": own_memory_mb(), "spans": spans, "keeps_no_pages": pages.refused if pages is not None else ""}
+
+    def _tokenizer(self) -> Any:
+        from rlhfless_ray.policy_files import load_tokenizer
+
+        return load_tokenizer(self.files, self.settings["trust_remote_code"])
 
     def load(self, version: int, weights: dict[str, np.ndarray], expected: int) -> list[Span]:
         """Take a weight version. Raises ValueError when the bytes are not those that were published."""

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from placement.policy import Decision
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
-from rlhfless_ray.rollout.samples import Samples
 from rlhfless_ray.tail import Tail
-from rlhfless_ray.types import Completion
+from rlhfless_ray.types import Sample
+
+
+class Ended(Protocol):
+    """What makes samples of what has ended: of completions, or of episodes."""
+
+    def add(self, ended: Iterable[Any], /) -> list[Sample]: ...
 
 
 class Beside:
     def __init__(
-        self, samples: Samples, tail: Tail | None, park: Callable[[Instance], list[Lease]],
+        self, samples: Ended, tail: Tail | None, park: Callable[[Instance], list[Lease]],
         release: Callable[[list[Lease]], None], handing_over_s: float,
     ) -> None:
         """`tail`: None where slots stay with their engines. `park`: makes an engine leave its slot; `handing_over_s`: what it
@@ -23,8 +28,8 @@ class Beside:
         self.samples, self.tail = samples, tail
         self.park, self.release, self.handing_over_s = park, release, handing_over_s
 
-    def heard(self, completions: Iterable[Completion]) -> None:
-        new = self.samples.add(completions)
+    def heard(self, ended: Iterable[Any]) -> None:
+        new = self.samples.add(ended)
         if self.tail is not None:
             self.tail.heard(new)
 

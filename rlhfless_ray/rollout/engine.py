@@ -22,6 +22,7 @@ from rlhfless_ray.prefix.pages import PageStore
 from rlhfless_ray.rollout.inbox import Inbox, Order
 from rlhfless_ray.rollout.live import Live
 from rlhfless_ray.rollout.progress import ENDS, Progress
+from rlhfless_ray.rollout.words import StopWords
 from rlhfless_ray.types import EngineStep, Request, Span
 
 # Read by vLLM when it is imported: engine and worker in this process, no telemetry, quiet.
@@ -77,6 +78,7 @@ class Engine:
         from rlhfless_ray.rollout.sampling import KeyedSampler
 
         self.version: int | None = None
+        self.words = StopWords(settings.get("tokenizer"))
         self.pages: PageStore | None = PageStore() if settings.get("prefix_kv") else None
         self.kept: dict[int, dict[bytes, np.ndarray]] = {}  # by ticket: pages of what was cut, by address
         self.steps: list[EngineStep] = []
@@ -129,9 +131,9 @@ class Engine:
     ) -> Iterator[Progress]:
         """Yield the progress of all requests about every `interval_s` seconds until each has ended or been cut.
 
-        Orders in `inbox` are carried out between two steps. What a cut request had is told at once, and so is the first
-        token of one that was added: somebody waits for it. Raises RuntimeError without weights, for a key that is at work
-        already, and where tokens and log-probabilities do not match.
+        Orders in `inbox` are carried out between two steps. What a cut request had is told at once, and so are the first
+        token of one that was added, and the end of one that is `awaited`: somebody waits for it. Raises RuntimeError without
+        weights, for a key that is at work already, and where tokens and log-probabilities do not match.
         """
         if self.version is None:
             raise RuntimeError("this engine has no weights yet: load a version first")
@@ -154,9 +156,9 @@ class Engine:
                 now = time.perf_counter()
                 drawn = self.sampler
                 self.steps.append(EngineStep(drawn.running, drawn.new_tokens, drawn.context_tokens, now - start))
-                self._note_ends(outputs)
+                awaited = self._note_ends(outputs)
                 begun = self.live.begun(fresh)
-                if begun or not self.live.decoding or now - last >= interval_s:
+                if begun or awaited or not self.live.decoding or now - last >= interval_s:
                     fresh -= begun
                     yield self._progress(self.version)
                     last = now
@@ -202,7 +204,7 @@ class Engine:
             params = SamplingParams(
                 temperature=0.0,  # the sampler draws; vLLM only takes its pick
                 max_tokens=request.max_tokens - before,
-                stop_token_ids=self.stop_token_ids,
+                stop_token_ids=[*self.stop_token_ids, *request.stop_token_ids],
                 ignore_eos=True,  # stop_token_ids holds the end-of-sequence tokens already
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,  # what comes before is read from the sampler, at no cost per step
@@ -213,14 +215,31 @@ class Engine:
             added.add(number)
         return added
 
-    def _note_ends(self, outputs: list[Any]) -> None:
+    def _note_ends(self, outputs: list[Any]) -> bool:
+        """Whether somebody waits for one of those that ended."""
+        awaited = self._note_words()
         for output in outputs:
             number, answer = int(output.request_id), output.outputs[0]
-            if not output.finished or number not in self.live.rows:
+            if not output.finished or number not in self.live.rows or self.live.rows[number].ended is not None:
                 continue
             if answer.finish_reason not in ENDS[1:3]:
                 raise RuntimeError(f"vLLM ended request {self.live.rows[number].request.key} as {answer.finish_reason!r}")
             self.live.end(number, answer.token_ids, ENDS.index(answer.finish_reason))
+            awaited |= self.live.rows[number].request.awaited
+        return awaited
+
+    def _note_words(self) -> bool:
+        """Ends those that have come to one of their stop words, before vLLM says that they have come to their limit. Whether somebody
+        waits for one of them."""
+        found = []
+        for number, row in self.live.rows.items():
+            if row.request.stop and row.ended is None:
+                tokens = self.sampler.outputs.get(number, [])
+                if self.words.found([*row.request.generated, *tokens], row.request.stop):
+                    self.live.end(number, tokens, ENDS.index("stop"))
+                    found.append(number)
+        self.engine.abort_request([str(number) for number in found])
+        return any(self.live.rows[number].request.awaited for number in found)
 
     def take_steps(self) -> list[EngineStep]:
         """The step records since the last call."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from placement.policy import Decision, deal
+from rlhfless_ray.agent.processes import Processes
+from rlhfless_ray.agent.samples import EpisodeSamples
 from rlhfless_ray.autoscale import RolloutPlan
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
@@ -18,6 +21,7 @@ from rlhfless_ray.learn.stage import LearnStage
 from rlhfless_ray.prefix.stage import PrefixStage, StepPrefixes
 from rlhfless_ray.reward.stage import ScoreStage
 from rlhfless_ray.rollout.beside import Beside
+from rlhfless_ray.rollout.episodes import Episodes
 from rlhfless_ray.rollout.migrate import Migration
 from rlhfless_ray.rollout.requests import evaluation_requests, step_requests
 from rlhfless_ray.rollout.samples import Samples
@@ -32,17 +36,18 @@ REWARD_START_S = 3.0  # a reward process: its imports, measured on two cores
 class RolloutStage:
     def __init__(
         self, site: Site, pool: Pool, scoring: ScoreStage, learning: LearnStage, tokenizer: Any, weight_bytes: int,
-        prefix: PrefixStage | None = None,
+        prefix: PrefixStage | None = None, agents: Processes | None = None,
     ) -> None:
         """`scoring`, `learning`: the stages that come next, which begin while the last engines work. `prefix`: what gives the
-        engines KV that others have computed."""
+        engines KV that others have computed. `agents`: who answers the policy, where samples have several turns."""
         self.site, self.pool, self.scoring, self.learning = site, pool, scoring, learning
         self.tokenizer, self.weight_bytes = tokenizer, weight_bytes
         self.began_s = 0.0
-        self.prefix = prefix
+        self.prefix, self.agents = prefix, agents
         rollout = site.recipe.rollout
+        moves = rollout.migrate != "off" and agents is None  # what an agent will say, and so what is left, nobody foresees
         carries = prefix is not None and not prefix.blocked
-        self.migration = None if rollout.migrate == "off" else Migration(rollout.migrate, rollout.migrate_tau, carries)
+        self.migration = None if not moves else Migration(rollout.migrate, rollout.migrate_tau, carries)
 
     @property
     def warm(self) -> int:
@@ -94,13 +99,16 @@ class RolloutStage:
             tokens = [p.token_ids for p in step.prompts]
             self.prefix.send(step.prefixes, tokens, self.pool.working, self._prompts(shares), weights.version)
         tail = Tail(self.scoring, self.learning, len(step.prompts), count)
-        beside = self._beside(Samples(step.prompts, count, self.tokenizer), tail if self.site.recipe.functions.elastic else None)
+        samples = self._samples(step.prompts, count, weights)
+        beside = self._beside(samples, tail if self.site.recipe.functions.elastic else None)
         stream = self._run(requests, shares, expected, weights, self.migration, beside)
         self.site.spare += tail.over()
         step.metrics |= {**stream.metrics(), **tail.metrics()}
+        if isinstance(samples, EpisodeSamples):
+            step.metrics |= samples.metrics()
         if self.prefix is not None and step.prefixes is not None:
             step.metrics |= self.prefix.over(step.prefixes)
-        return beside.samples.all()
+        return samples.all()
 
     def answer(self, prompts: list[Prompt], asked: list[tuple[float, int]], weights: WeightVersion) -> list[Sample]:
         """So many responses to each prompt at each temperature, by as many engines as there can be; for evaluations."""
@@ -109,12 +117,27 @@ class RolloutStage:
         requests = evaluation_requests(site.recipe, prompts, asked)
         of = np.concatenate([np.repeat(np.arange(len(prompts)), count) for _, count in asked])
         expected = site.autoscaler.expected(prompts)[of]
-        beside = self._beside(Samples([prompts[k] for k in of], 1, self.tokenizer), None)
+        samples = self._samples([prompts[k] for k in of], 1, weights)
+        beside = self._beside(samples, None)
         self._run(requests, deal(expected, of, len(self.pool.working)), expected, weights, None, beside)
         site.spare += self._park()
-        return beside.samples.all()
+        return samples.all()
 
-    def _beside(self, samples: Samples, tail: Tail | None) -> Beside:
+    def _samples(self, prompts: list[Prompt], count: int, weights: WeightVersion) -> Samples | EpisodeSamples:
+        if self.agents is not None:
+            return EpisodeSamples(prompts, count, weights.version)
+        return Samples(prompts, count, self.tokenizer)
+
+    def _agents(self, samples: Samples | EpisodeSamples, requests: list[Request]) -> Any:
+        """What makes the rollout of these requests, where agents play them."""
+        if self.agents is None:
+            return None
+        column = self.site.recipe.answer_column
+        asked = [samples.prompts[one.key // samples.count] for one in requests]
+        labels = [(prompt.text, prompt.row.get(column, "") if column else "") for prompt in asked]
+        return partial(Episodes, self.agents, labels)
+
+    def _beside(self, samples: Samples | EpisodeSamples, tail: Tail | None) -> Beside:
         handing_over_s = 2 * self.site.autoscaler.terms.warm_start.predict()
         return Beside(samples, tail, self._leave, self.site.leases.release, handing_over_s)
 
@@ -131,8 +154,9 @@ class RolloutStage:
             silence_s=recipe.rollout.silence_s, needed_next=self.learning.gang.slots,
             drained=autoscaler.drained, give_back=self.drained, on_progress=self._prewarm_next,
             beside=beside, migration=migration, start_s=autoscaler.terms.cold_start.predict(),
+            agents=self._agents(beside.samples, requests),  # type: ignore[arg-type]
         )
-        around_s = time.monotonic() - self.began_s - max(stream.decode_s.values())
+        around_s = time.monotonic() - self.began_s - max(stream.decode_s.values(), default=0.0)
         for seconds in stream.load_s:
             autoscaler.observe_load(self.weight_bytes, seconds)
         autoscaler.observe_rollout(stream.steps, around_s if all_warm else None)
@@ -160,7 +184,7 @@ class RolloutStage:
         """The next phase's process starts while this one ends, if none is warm."""
         self.site.record.progress.phase(f"rollout: {done} of {total} responses")
         reward = self.scoring.pool
-        if reward.parked or reward.working:
+        if self.agents is not None or reward.parked or reward.working:
             return
         left_s = (time.monotonic() - self.began_s) * (total - done) / max(done, 1)
         if self.site.autoscaler.prewarm_now(left_s, REWARD_START_S):

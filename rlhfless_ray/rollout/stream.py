@@ -87,6 +87,7 @@ def run_rollout(
     beside: Beside | None = None,
     migration: Migration | None = None,
     start_s: float = 15.0,
+    agents: Callable[..., _Rollout] | None = None,
 ) -> Stream:
     """Answer every request on the pool's working instances.
 
@@ -95,17 +96,20 @@ def run_rollout(
     When an instance has nothing left to do, `drained` (seconds of tail left, whether the next phase needs the slot) decides
     what becomes of its lease, and `give_back` carries it out, unless `beside` has work for its slot. `migration`: moves
     requests while they are answered (None: they stay where they are as long as their engine lives). `start_s`: what a new
-    engine takes to start. `silence_s`: an engine that has started and says nothing for so long hangs. Raises RunError past the
-    deadline or when the pool's budget for faults is used up.
+    engine takes to start. `silence_s`: an engine that has started and says nothing for so long hangs. `agents`: makes the
+    rollout of agents (`rollout/episodes.py`), whose episodes the requests are. Raises RunError past the deadline or when the
+    pool's budget for faults is used up.
     """
     shares = [share for share in shares if len(share)]
     if sum(map(len, shares)) != len(requests) or len(shares) > len(pool.working):
         raise ValueError(
             f"{len(shares)} shares with {sum(map(len, shares))} requests for {len(pool.working)} engines and {len(requests)} requests"
         )
-    rollout = _Rollout(
-        pool, requests, expected, weights, interval_s, silence_s, needed_next, drained, give_back, on_progress, beside,
-        migration, start_s,
+    kind = _Rollout if agents is None else agents
+    rollout = kind(
+        pool=pool, requests=requests, expected=expected, weights=weights, interval_s=interval_s, silence_s=silence_s,
+        needed_next=needed_next, drained=drained, give_back=give_back, on_progress=on_progress, beside=beside,
+        migration=migration, start_s=start_s,
     )
     return rollout.run(shares, deadline_s)
 
@@ -195,9 +199,18 @@ class _Rollout:
                 self.migration.observe(moved.context_tokens, moved.seconds, moved.how)
         launch.asked.difference_update(cut.tolist())
         self.moving.go_on(cut)
-        if self.beside is not None:
-            self.beside.heard(self.transcript.completion(i) for i in ended.tolist())
+        self.done(ended.tolist())
         self.unreserve(ended.tolist())
+
+    def done(self, indices: list[int]) -> None:
+        """These requests have their completions."""
+        if self.beside is not None:
+            self.beside.heard(self.transcript.completion(i) for i in indices)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is, or will be, work for engines."""
+        return bool(self.launches.running)
 
     def weights_lost(self, launch: Launch) -> bool:
         """Whether the engine could not load as its weights' node was lost: it takes the copy of them, and begins again. What it
@@ -228,7 +241,7 @@ class _Rollout:
     def idle(self, number: int) -> None:
         """Give an engine back, if it has nothing to do and nothing is on its way to it while others work."""
         instance, busy = self.launches.engines[number], self.launches.of(number) is not None
-        if busy or not self.launches.running or instance not in self.pool.working or self.moving.awaited_by(number):
+        if busy or not self.goes_on or instance not in self.pool.working or self.moving.awaited_by(number):
             return
         if instance.slot.node in self.going:
             self.pool.leave(instance)

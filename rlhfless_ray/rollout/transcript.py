@@ -35,6 +35,19 @@ class Transcript:
         if (np.diff(self._keys) == 0).any():
             raise ValueError("two requests have the same key")
 
+    def add(self, request: Request) -> int:
+        """One request more; its index. Its key must be above all others."""
+        if len(self.requests) and request.key <= self._keys[-1]:
+            raise ValueError(f"request {request.key} comes after request {self._keys[-1]}")
+        i = len(self.requests)
+        self.requests.append(request)
+        self.length, self.finished = np.append(self.length, 0), np.append(self.finished, False)
+        self.owner, self.prompt = np.append(self.owner, NOBODY), np.append(self.prompt, len(request.token_ids))
+        self._order, self._keys = np.append(self._order, i), np.append(self._keys, request.key)
+        self._pieces.append([])
+        self._versions.append([])
+        return i
+
     @property
     def missing(self) -> int:
         return len(self.requests) - len(self.completions)

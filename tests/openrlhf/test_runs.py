@@ -37,6 +37,31 @@ NEW = """--actor.model_name_or_path model --ckpt.output_dir out --reward.remote_
 --actor.num_nodes 1 --actor.num_gpus_per_node 1 --rollout.micro_batch_size 2 --train.micro_batch_size 2
 --eval.dataset eval.jsonl --eval.steps 2 --eval.n_samples_per_prompt 2 --ckpt.path ckpt --ckpt.save_steps 1 --ckpt.max_num 1
 --ckpt.save_hf --ckpt.load_enable --logger.tensorboard_dir tb --logger.wandb.run_name mine --elastic.cluster.cpus 2"""
+AGENT = """
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+import torch
+
+class AgentInstance(AgentInstanceBase):
+    async def reset(self, states, **kwargs):
+        self.turn = 0
+        return {"observation": states["observation"]}
+
+    async def step(self, states, **kwargs):
+        self.turn += 1
+        right = torch.tensor(float(states["label"] in states["action_text"]))
+        return {"rewards": right, "scores": right, "environment_feedback": f"{states['label']};", "done": self.turn == 3,
+                "sampling_params": states["sampling_params"], "extra_logs": {"turn": torch.tensor(self.turn)}}
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)
+"""
+TURNS = """--actor.model_name_or_path model --ckpt.output_dir out --train.agent_func_path agent.py --data.prompt_dataset data.jsonl
+--data.input_key prompt --data.label_key label --algo.advantage.estimator reinforce_baseline --rollout.batch_size 4
+--train.batch_size 8 --rollout.n_samples_per_prompt 2 --data.max_len 64 --vllm.num_engines 1 --algo.kl.init_coef 0.01
+--ds.zero_stage 2 --ds.param_dtype bf16 --actor.num_nodes 1 --actor.num_gpus_per_node 1 --ref.num_nodes 1 --ref.num_gpus_per_node 1
+--rollout.micro_batch_size 2 --train.micro_batch_size 2 --eval.dataset eval.jsonl --eval.steps 2 --eval.n_samples_per_prompt 1
+--logger.wandb.run_name turns --elastic.cluster.cpus 2 --elastic.agent.turn_tokens 6"""
 
 
 @pytest.fixture
@@ -86,3 +111,32 @@ def test_a_dotted_command_saves_evaluates_and_goes_on(folder: Path) -> None:
     assert list((folder / "tb" / "mine").iterdir())
     assert [step for step, _ in run(folder, NEW + " --train.num_episodes 2")] == [4, 5, 6]
     assert [path.name for path in (folder / "runs").iterdir()] == ["mine"]
+
+
+def test_an_agent_plays_several_turns_and_only_the_policys_are_learned(folder: Path) -> None:
+    (folder / "agent.py").write_text(AGENT)
+    steps = run(folder, TURNS)
+    assert [step for step, _ in steps] == [1, 2]
+    assert all({"policy_loss", "kl", "score", "turn"} <= values.keys() and values["turn"] == 3 for _, values in steps)
+    done = folder / "runs" / "turns"
+    rows = [json.loads(line) for line in (done / "metrics.jsonl").read_text().splitlines()]
+    for number in (1, 2):
+        samples = [json.loads(line) for line in (done / "samples" / f"step_{number}.jsonl").read_text().splitlines()]
+        row = next(row for row in rows if row["step"] == number)
+        assert {tuple(who for who, _ in sample["turns"]) for sample in samples} == {("policy", "agent") * 2 + ("policy",)}
+        assert all(sample["turns"][1][1] == f"{sample['answer']};" and sample["error"] is None for sample in samples)
+        assert row["tokens/trained"] == row["tokens/generated"] == sum(sample["tokens"] for sample in samples)
+        assert row["agent/feedback_tokens"] == 2 * 2 * len(samples) and row["agent/turns_mean"] == 3
+        assert row["learn/mismatch_mean"] < 0.05, "the learner sees the agent's words where the sampler saw them"
+    assert rows[-1]["eval/samples"] == 4 and "eval/a/pass1" in rows[-1]
+    assert read_folder(folder / "out")["model.safetensors"] != read_folder(folder / "model")["model.safetensors"]
+
+
+def test_a_bad_agent_file_ends_the_command_before_anything_starts(folder: Path) -> None:
+    (folder / "agent.py").write_text(AGENT.replace('"done"', '"over"'))
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhfless_ray.cli.train_ppo_ray", *TURNS.split()], cwd=folder, env=environment(), timeout=600,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and "agent.path agent.py: " in done.stderr and "without `done`" in done.stderr, done.stderr
+    assert not (folder / "runs").exists()

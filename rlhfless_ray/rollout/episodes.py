@@ -1,0 +1,139 @@
+"""A rollout of agents: every turn of the policy is a request of its own, and the next one comes when the agent has answered.
+
+An episode's turns go to the engine that had the last one, whose cache holds the context; where that engine is gone they go to the
+one with the least to do. A turn's tokens depend on the sample's seed, the turn's number and the context only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from placement.policy import Release
+from rlhfless_ray.agent.engine import Reply
+from rlhfless_ray.agent.messages import Answered, Asked, Opening, Played
+from rlhfless_ray.agent.processes import Processes
+from rlhfless_ray.rollout.stream import LOOK_S, OUTLIVES, Stream, _Rollout, _step_s, fetch_weights
+from rlhfless_ray.types import Request
+from rlhfless_ray.waits import wait_any
+
+
+class Episodes(_Rollout):
+    """`expected` of the base class is by request here, and grows; `tokens` (n,) is the forecast of each episode."""
+
+    def __init__(
+        self, agents: Processes, labels: list[tuple[str, Any]], requests: list[Request], expected: np.ndarray, **more: Any
+    ) -> None:
+        """`labels`: prompt and label of each episode; `requests`: its key, seed and temperature, and nothing else of it counts.
+        Keys are 0 … n - 1 in this order. `more`: as of the base class; nothing is moved."""
+        super().__init__(requests=[], expected=np.zeros(0), **{**more, "migration": None})
+        self.agents, self.asked = agents, requests
+        self.openings = [
+            Opening(one.key, prompt, label, one.temperature) for one, (prompt, label) in zip(requests, labels, strict=True)
+        ]
+        self.tokens = expected
+        self.written = np.zeros(len(requests), np.int64)
+        self.over = np.zeros(len(requests), bool)
+        self.home = np.full(len(requests), -1)  # engines by number
+        self.waiting: dict[int, tuple[int, Asked]] = {}  # by request: the call that asked, and what
+
+    @property
+    def goes_on(self) -> bool:
+        return not self.over.all()
+
+    def run(self, shares: Sequence[np.ndarray], deadline_s: float) -> Stream:
+        start, total = time.monotonic(), len(self.asked)
+        fetch_weights(self.pool, self.weights)
+        instances = list(self.pool.working)
+        for instance, share in zip(instances, shares, strict=False):
+            self.home[np.asarray(share)] = self.launches.number(instance)
+        for instance in instances[len(shares) :]:
+            self.launches.number(instance)
+            self.give_back(instance, Release(0, "the plan has nothing for it to do"))
+        self.agents.begin(self.openings)
+        while self.goes_on or self.launches.running:
+            running, agents = self.launches.running, self.agents.refs()
+            others = self.beside.refs() if self.beside is not None else []
+            left = deadline_s - (time.monotonic() - start)
+            what = f"{int((~self.over).sum())} of {total} episodes ({len(self.waiting)} turns of the policy under way)"
+            for ready in wait_any([*running, *agents, *others], left, what, within_s=LOOK_S):
+                if ready in self.launches.running:
+                    self.hear(ready)
+                elif ready in agents:
+                    for epoch, event in self.agents.hear(ready):
+                        self.heard(epoch, event)
+            self.listen()
+            for epoch, event in self.agents.look():
+                self.heard(epoch, event)
+            self.on_progress(int(self.over.sum()), total)
+            self.evacuate()
+            if self.beside is not None and self.goes_on:
+                self.beside.poll(self.tail_s(), self.fate)
+        return self.stream
+
+    # ---- turns ------------------------------------------------------------------------------------------------
+
+    def heard(self, epoch: int, event: Asked | Played) -> None:
+        if isinstance(event, Played):
+            self.over[event.key] = True
+            if self.beside is not None:
+                self.beside.heard([event])
+            for number in range(len(self.launches.engines)):  # with episodes ending, engines run out of what may come
+                self.idle(number)
+            return
+        sample = self.asked[event.key]
+        i = self.transcript.add(
+            Request(
+                len(self.transcript.requests), event.token_ids, turn_seed(sample.seed, event.turn), event.max_tokens,
+                sample.temperature, awaited=True, stop=event.stop, stop_token_ids=event.stop_token_ids,
+            )
+        )
+        left = max(1.0, float(self.tokens[event.key] - self.written[event.key]))
+        self.expected = self.moving.expected = np.append(self.expected, min(left, event.max_tokens))
+        self.waiting[i] = epoch, event
+        self.launches.send(self.engine_of(event.key), np.array([i]))
+
+    def engine_of(self, key: int) -> int:
+        """Where an episode's next turn goes."""
+        working = [self.launches.number(instance) for instance in self.pool.working]
+        stay = [number for number in working if self.launches.engines[number].slot.node not in self.going] or working
+        if self.home[key] not in stay:
+            living = [number for number in self.launches.living() if number in stay] or stay
+            held = {number: int(((self.home == number) & ~self.over).sum()) for number in living}
+            self.home[key] = min(living, key=lambda number: (held[number], number))
+        return int(self.home[key])
+
+    def done(self, indices: list[int]) -> None:
+        """Turns of the policy are complete: on to the agents."""
+        told: dict[int, list[tuple[tuple[int, ...], Answered]]] = {}
+        for i in indices:
+            epoch, event = self.waiting.pop(i)
+            found = self.transcript.completion(i)
+            self.written[event.key] += len(found.token_ids)
+            reply = Reply(found.token_ids.tolist(), "", found.logprobs.tolist(), found.finish_reason)
+            told.setdefault(epoch, []).append((event.token_ids, Answered(event.key, event.turn, reply)))
+        for epoch, answers in told.items():
+            self.agents.answer(epoch, answers)
+
+    # ---- engines ----------------------------------------------------------------------------------------------
+
+    def idle(self, number: int) -> None:
+        if not ((self.home == number) & ~self.over).any():
+            super().idle(number)
+
+    def tail_s(self) -> float:
+        left = np.maximum(self.tokens, OUTLIVES * self.written) - self.written
+        return float(left[~self.over].max(initial=0.0)) * _step_s(self.stream.steps)
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Of a sample's turn, counted from 0. The first one has the sample's: played to its end at once it is a sample without an
+    agent."""
+    if not turn:
+        return seed
+    return int.from_bytes(hashlib.blake2b(struct.pack("<Qq", seed, turn), digest_size=8).digest(), "little")

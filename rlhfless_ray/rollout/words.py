@@ -1,0 +1,28 @@
+"""Stop words of requests: the engine has tokens only, so the ends of what it generates are turned into text and looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+BEYOND = 8  # tokens that are looked at beside those that a word's bytes could be
+
+
+class StopWords:
+    def __init__(self, load: Callable[[], Any] | None) -> None:
+        """`load` gives the tokenizer; it is called with the first request that has stop words."""
+        self._load = load
+        self._tokenizer: Any = None
+
+    def found(self, token_ids: Sequence[int], words: tuple[str, ...]) -> bool:
+        """Whether the newest tokens hold one of the words. A token has a byte of text at least, so a word that the last token
+        completes lies in as many tokens as it has bytes. Raises RuntimeError without a tokenizer."""
+        if self._load is None:
+            raise RuntimeError("this engine has no tokenizer to find stop words with")
+        if not token_ids:
+            return False
+        if self._tokenizer is None:
+            self._tokenizer = self._load()
+        longest = max(len(word.encode()) for word in words)
+        text = self._tokenizer.decode(list(token_ids[-longest - BEYOND :]), skip_special_tokens=False)
+        return any(word in text for word in words)

@@ -1,0 +1,191 @@
+"""A process of agents, run as a plain object: turns asked for and answered, time limits, and an agent that holds everybody up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhfless_ray.agent.actor import AgentActor
+from rlhfless_ray.agent.dry import dry_play
+from rlhfless_ray.agent.engine import Reply
+from rlhfless_ray.agent.load import AgentSource
+from rlhfless_ray.agent.messages import Answered, Asked, Opening, Played, Stuck
+from rlhfless_ray.agent.params import SamplingParams
+from rlhfless_ray.errors import UserError
+from rlhfless_ray.learn.scratch import scratch_policy
+from rlhfless_ray.prompts.tasks import task
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.rollout.words import StopWords
+from rlhfless_ray.types import Prompt
+
+AGENT = """
+import asyncio, os, time
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+class Game(AgentInstanceBase):
+    async def reset(self, states, **kwargs):
+        self.turn = 0
+        return {"observation": states["observation"]}
+
+    async def step(self, states, **kwargs):
+        self.turn += 1
+        label = states["label"]
+        if label == "sleep" and self.turn == 2:
+            await asyncio.sleep(60)
+        if label == "hold" and self.turn == 2:
+            time.sleep(60)
+        if label == "raise":
+            raise KeyError("no such move")
+        params = states["sampling_params"]
+        if label == "words":
+            params.stop, params.include_stop_str_in_output, params.skip_special_tokens = [states["action_text"][1]], False, True
+        if label == "stop":
+            params.bad_words = ["#"]
+        return {"rewards": 0.5, "environment_feedback": f"{self.turn};", "done": self.turn == 2, "sampling_params": params}
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(Game)
+"""
+QUIET = """
+from openrlhf.utils.agent import AgentExecutorBase
+class AgentExecutor(AgentExecutorBase):
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):
+        tokens = hf_tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        out = (await llm_engine.generate(tokens, sampling_params)).outputs[0]
+        ids = out.token_ids if label == "as it is" else hf_tokenizer("9" * len(out.token_ids), add_special_tokens=False)["input_ids"]
+        return {"observation_tokens": tokens + ids, "action_ranges": [(len(tokens), len(tokens) + len(ids))], "reward": 1.0}
+"""
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[str, bytes]:
+    recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "policy": {"hidden_size": 32, "layers": 1}})
+    return {name: content for name, content in scratch_policy(recipe, task("chain")).items() if not name.endswith(".safetensors")}
+
+
+@pytest.fixture
+def made(tmp_path: Path, files: dict[str, bytes]) -> Iterator[Callable[..., AgentActor]]:
+    actors = []
+
+    def make(text: str = AGENT, timeout_s: float = 20.0, **more: Any) -> AgentActor:
+        (tmp_path / "agent.py").write_text(text)
+        actors.append(AgentActor(AgentSource.load(str(tmp_path / "agent.py")), files, False, 40, timeout_s, **more))
+        return actors[-1]
+
+    yield make
+    for actor in actors:
+        actor.loop.call_soon_threadsafe(actor.loop.stop)
+
+
+def play(actor: AgentActor, openings: list[Opening]) -> tuple[dict[int, Played], list[Asked], list[Stuck]]:
+    """The policy writes the number of tokens it sees, in two digits, and then ends."""
+    over: dict[int, Played] = {}
+    asked, stuck = [], []
+    for events in actor.play(1, openings):
+        for event in events:
+            if isinstance(event, Played):
+                over[event.key] = event
+            elif isinstance(event, Stuck):
+                stuck.append(event)
+            else:
+                asked.append(event)
+                tokens = [*actor.tokenizer(f"{len(event.token_ids):02}", add_special_tokens=False)["input_ids"], 1][: event.max_tokens]
+                reply = Reply(tokens, "", [-0.5] * len(tokens), "stop" if len(tokens) == 3 else "length")
+                threading.Thread(target=actor.answer, args=(1, [Answered(event.key, event.turn, reply)])).start()  # as in Ray
+        if stuck:
+            break
+    return over, asked, stuck
+
+
+def test_episodes_are_played_side_by_side(made: Callable[..., AgentActor]) -> None:
+    over, asked, _ = play(made(), [Opening(7, "12=", "a", 1.0), Opening(9, "345=", "b", 1.0)])
+    turns = {(one.key, one.turn, len(one.token_ids), one.max_tokens) for one in asked}
+    assert turns == {(7, 0, 3, 37), (7, 1, 8, 32), (9, 0, 4, 36), (9, 1, 9, 31)}
+    assert over[7].texts == (("policy", "03<eos>"), ("agent", "1;"), ("policy", "08<eos>")) and over[7].observation == "12="
+    episode = over[9].result
+    assert not isinstance(episode, str) and episode.reward == 1.0 and "".join(".#"[int(x)] for x in episode.action) == "###..###"
+    assert episode.logprobs is not None and episode.logprobs.tolist() == [-0.5] * 3 + [0, 0] + [-0.5] * 3
+
+
+def test_turns_have_their_own_limit(made: Callable[..., AgentActor]) -> None:
+    over, asked, _ = play(made(turn_tokens=2), [Opening(0, "12=", "a", 1.0)])
+    assert [one.max_tokens for one in asked] == [2, 2] and over[0].texts[0] == ("policy", "03")
+    assert not isinstance(over[0].result, str) and over[0].result.truncated
+
+
+def test_what_an_agent_does_wrong_is_its_samples_error(made: Callable[..., AgentActor]) -> None:
+    labels = ["raise", "stop", "fine"]
+    over, _, _ = play(made(), [Opening(k, "12=", label, 1.0) for k, label in enumerate(labels)])
+    assert str(over[0].result).startswith("KeyError: 'no such move' (") and "agent.py, line 18)" in str(over[0].result)
+    assert "with bad_words=['#'], which engines do not take here" in str(over[1].result)
+    assert not isinstance(over[2].result, str)
+
+
+def test_one_that_sleeps_is_late_and_the_others_go_on(made: Callable[..., AgentActor]) -> None:
+    over, _, stuck = play(made(timeout_s=0.5), [Opening(0, "12=", "sleep", 1.0), Opening(1, "12=", "a", 1.0)])
+    assert over[0].result == "the agent took longer than agent.timeout_s = 0.5 s" and not isinstance(over[1].result, str) and not stuck
+
+
+def test_one_that_holds_the_loop_is_named(made: Callable[..., AgentActor]) -> None:
+    _, _, stuck = play(made(timeout_s=1.0), [Opening(5, "12=", "a", 1.0), Opening(6, "12=", "hold", 1.0)])
+    assert [one.key for one in stuck] == [6] and stuck[0].seconds > 1
+
+
+def test_what_the_policy_said_stands(made: Callable[..., AgentActor]) -> None:
+    first, asked, _ = play(made(), [Opening(0, "12=", "a", 1.0)])
+    said = tuple((one.token_ids, Reply([5, 1], "", [-1.0, -2.0], "stop")) for one in asked[:1])
+    again, asked, _ = play(made(), [Opening(0, "12=", "a", 1.0, said)])
+    assert [one.turn for one in asked] == [1] and again[0].texts[0] != first[0].texts[0] and len(asked[0].token_ids) == 7
+
+
+def test_stop_words_are_asked_for_and_cut_from_the_text(made: Callable[..., AgentActor]) -> None:
+    actor = made()
+    _, asked, _ = play(actor, [Opening(0, "12=", "words", 1.0)])
+    assert [one.stop for one in asked] == [(), ("3",)]
+    reply, plain = Reply(actor.tokenizer("173", add_special_tokens=False)["input_ids"], "", [], "stop"), SamplingParams(stop=["7"])
+    assert actor._said(reply, plain, ("7",)) == "1"
+    assert actor._said(reply, SamplingParams(stop=["7"], include_stop_str_in_output=True), ("7",)) == "17"
+    assert actor._said(Reply([*reply.token_ids, 1], "", [], "stop"), SamplingParams(), ()) == "173"
+    shown = SamplingParams(include_stop_str_in_output=True, skip_special_tokens=False)
+    assert actor._said(Reply([*reply.token_ids, 1], "", [], "stop"), shown, ()) == "173<eos>"
+    assert actor._said(Reply(reply.token_ids, "", [], "length"), plain, ("7",)) == "173", "it was not what ended it"
+
+
+@pytest.mark.parametrize(("text", "word", "found"), [("12=", "=", True), ("12=", "2=", True), ("12=", "1", True), ("12=", "3", False)])
+def test_words_in_what_was_generated(made: Callable[..., AgentActor], text: str, word: str, found: bool) -> None:
+    actor = made()
+    ids = actor.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert StopWords(lambda: actor.tokenizer).found(ids, (word,)) == found
+
+
+def test_log_probabilities_that_are_not_told_are_known(made: Callable[..., AgentActor]) -> None:
+    over, _, _ = play(made(QUIET), [Opening(0, "12=", "as it is", 1.0), Opening(1, "12=", "another", 1.0)])
+    assert not isinstance(over[0].result, str) and over[0].result.logprobs is not None and over[0].result.logprobs.tolist() == [-0.5] * 3
+    assert "action token 3 is not what the policy generated there" in str(over[1].result)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("super().__init__(Game)", "super().__init__(Gone)", "its process ended with code 1 in a dry play: NameError: name 'Gone'"),
+        ('"environment_feedback"', '"feedback"', "made-up turns of the policy: turn 1: `step` returned a dict without"),
+        ("self.turn += 1", "os._exit(3)", "its process ended with code 3 in a dry play"),
+    ],
+)  # fmt: skip
+def test_a_dry_play_finds_what_would_fail_later(tmp_path: Path, files: dict[str, bytes], old: str, new: str, error: str) -> None:
+    (tmp_path / "agent.py").write_text(AGENT.replace(old, new))
+    recipe = Recipe.parse({"prompts": {"task": "chain"}, "agent": {"path": str(tmp_path / "agent.py")}})
+    with pytest.raises(UserError, match=r"^agent\.path .*agent\.py: ") as raised:
+        dry_play(recipe, AgentSource.load(recipe.agent.path), [Prompt(0, "12=", (3, 4, 5), {"answer": "3"})], files)
+    assert error in str(raised.value)
+
+
+def test_a_dry_play_lets_a_good_one_pass(tmp_path: Path, files: dict[str, bytes]) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    recipe = Recipe.parse({"prompts": {"task": "chain"}, "agent": {"path": str(tmp_path / "agent.py")}})
+    dry_play(recipe, AgentSource.load(recipe.agent.path), [Prompt(0, "12=", (3, 4, 5), {"answer": "3"})], files)
