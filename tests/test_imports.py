@@ -45,8 +45,8 @@ def test_what_is_loaded_already_stays_visible(modules: None) -> None:
 
 def test_a_failure_inside_leaves_nothing_hidden(modules: None) -> None:
     with pytest.raises(ImportError, match="wanted_module"), lean_imports(("wanted_module",)):
-        import reckless_module  # type: ignore[import-not-found]  # noqa: F401
-    import reckless_module  # type: ignore[import-not-found]  # noqa: F811
+        import reckless_module  # type: ignore[import-not-found]
+    import reckless_module  # type: ignore[import-not-found]
 
     assert reckless_module.wanted_module.value == 1 and gc.isenabled()
 
