@@ -1,0 +1,130 @@
+"""Parked processes give memory back without a lease, when they are expected to lie or have lain for long; the ledger bills the rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from rlhfless_ray.errors import RunError
+from rlhfless_ray.functions.instance import start_actor
+from rlhfless_ray.functions.lease import Leases
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.pool import Pool
+
+pytestmark = pytest.mark.ray
+
+
+def holder_class() -> type:
+    class Holder:
+        def __init__(self) -> None:
+            self.parks = 0
+
+        def open(self, threads: int) -> dict:
+            return {"memory_mb": 100.0, "spans": []}
+
+        def park(self) -> dict:
+            self.parks += 1
+            if self.parks > 3:
+                raise MemoryError("no")
+            return {"memory_mb": 25.0, "spans": []}
+
+        def parked(self) -> int:
+            return self.parks
+
+    return Holder
+
+
+@pytest.fixture
+def pool(ray_cluster: None) -> Iterator[Pool]:
+    ledger = Ledger("cpu", 3600.0)
+    ledger.parked_share = 1.0
+    leases = Leases("cpu", ledger, 20.0, f"parked{time.time_ns()}")
+    holder = holder_class()
+    made = Pool("work", lambda slot: start_actor(holder, slot, "cpu", {}), leases, ledger, 60.0, give_back_after_s=5.0)
+    yield made
+    made.close()
+    leases.release_all()
+
+
+def opened(pool: Pool) -> Any:
+    """An instance at work, whose start was told, as a stage does it."""
+    pool.resize(1, [], need=1)
+    (instance,) = pool.working
+    instance.memory_mb = instance.told(30.0)["memory_mb"]
+    return instance
+
+
+def parks(instance: Any) -> int:
+    return ray.get(instance.actor.parked.remote(), timeout=30)
+
+
+def parked_rows(pool: Pool) -> list[tuple[float, float]]:
+    """(memory, money per second) of each."""
+    return [(row.memory_mb, round(row.money / row.seconds, 6)) for row in pool.ledger.rows if row.activity == "parked"]
+
+
+def test_short_gaps_keep_everything(pool: Pool) -> None:
+    instance = opened(pool)
+    pool.gaps_s.extend([1.0, 2.0, 60.0])
+    spare = pool.park_all()
+    pool.reap()
+    assert parks(instance) == 0
+    pool.resize(1, spare, need=1)
+    assert parked_rows(pool) == [(100.0, 1.0)]
+
+
+def test_long_gaps_give_back_at_once_and_are_billed_from_then_on_by_what_stays(pool: Pool) -> None:
+    instance = opened(pool)
+    for _ in range(2):
+        pool.gaps_s.extend([9.0] * 5)
+        spare = pool.park_all()
+        ray.get(instance.giving_back, timeout=30)
+        pool.reap()
+        pool.resize(1, spare, need=1)
+        assert instance.kept_mb is None and instance.memory_mb == 100.0
+    assert parks(instance) == 2 and parked_rows(pool) == [(25.0, 0.25)] * 2
+
+
+def test_one_that_lay_for_long_gives_back_later(pool: Pool) -> None:
+    instance = opened(pool)
+    pool.leases.release(pool.park_all())
+    instance.parked_since_s -= 10.0
+    pool.reap()
+    ray.get(instance.giving_back, timeout=30)
+    pool.reap()
+    pool.reap()
+    assert parks(instance) == 1
+    pool.ledger.close()
+    assert parked_rows(pool) == [(100.0, 1.0), (25.0, 0.25)]
+
+
+def test_a_prewarmed_process_tells_what_it_holds(pool: Pool) -> None:
+    (lease,) = pool.leases.take(1, "other")
+    instance = pool.prewarm(lease.slot)
+    ray.get(instance.giving_back, timeout=30)
+    pool.resize(1, [lease], need=1)
+    assert pool.working == [instance] and parked_rows(pool) == [(25.0, 1.0)]
+
+
+def test_one_that_cannot_says_why(pool: Pool) -> None:
+    instance = opened(pool)
+    pool.gaps_s.extend([9.0] * 5)
+    ray.get([instance.actor.park.remote() for _ in range(3)], timeout=30)
+    pool.park_all()
+    ray.wait([instance.giving_back], timeout=30)
+    with pytest.raises(RunError, match=r"could not give memory back: no"):
+        pool.reap()
+
+
+def test_one_that_died_meanwhile_is_no_error(pool: Pool) -> None:
+    instance = opened(pool)
+    pool.gaps_s.extend([9.0] * 5)
+    ray.kill(instance.actor)
+    pool.park_all()
+    ray.wait([instance.giving_back], timeout=30)
+    pool.reap()
+    assert instance.kept_mb is None
