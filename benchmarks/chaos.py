@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,15 +109,16 @@ def replayed(folder: Path, faults: int, seed: int) -> dict[str, Any]:
         nodes.close()
 
 
-def real(folder: Path, faults: int, seed: int) -> dict[str, Any]:
-    """On vLLM and DeepSpeed; log-probabilities are those of float32, so samples can be the same."""
+def real(folder: Path, faults: int, seed: int, kinds: tuple[str, ...] = REAL_KINDS, ranks: int = 1) -> dict[str, Any]:
+    """On vLLM and DeepSpeed; log-probabilities are those of float32, so samples can be the same. Nothing is accumulated ahead,
+    so weights are the same to the bit."""
     from tests.conftest import small_recipe
 
     def recipe_of(name: str) -> Recipe:
         tree = small_recipe(
             folder, run__name=name, run__steps=faults + 4, watch__samples_per_step=0, functions__max_replacements=BUDGET,
             rollout__min_actors=2, rollout__stream_interval_s=0.05, rollout__silence_s=2 * SILENCE_S, rollout__prefix_kv="on",
-            evaluate__prompts=0,
+            evaluate__prompts=0, learner__overlap="off", learner__ranks=ranks, learner__zero_stage=2 * (ranks > 1),
         )
         return Recipe.parse(tree)
 
@@ -124,7 +126,7 @@ def real(folder: Path, faults: int, seed: int) -> dict[str, Any]:
         """As it is."""
 
     clean = drive(StruckReal(recipe_of("clean"), lambda run, moment: None))
-    chaos = Chaos(shuffled(faults, REAL_KINDS, seed), None, seed)
+    chaos = Chaos(shuffled(faults, kinds, seed), None, seed)
     return told(drive(StruckReal(recipe_of("struck"), chaos)), clean, chaos, {})
 
 
@@ -201,6 +203,8 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=105, help="on replayed engines")
     parser.add_argument("--drivers", type=int, default=5, help="drivers killed")
     parser.add_argument("--real", type=int, default=0, help="faults on real engines; 20 take about ten minutes on two cores")
+    parser.add_argument("--kinds", nargs="*", choices=REAL_KINDS, default=REAL_KINDS, help="of faults on real engines")
+    parser.add_argument("--ranks", type=int, default=1, help="of the real learner")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="each kind once: shows that it runs")
     parser.add_argument("--drive", help=argparse.SUPPRESS)
@@ -211,7 +215,8 @@ def main() -> None:
     if options.quick:
         options.faults, options.drivers = len(KINDS), 1
     console, found = make_console(), {}
-    parts = {"replayed": (replayed, options.faults), "drivers": (drivers, options.drivers), "real": (real, options.real)}
+    on_real = partial(real, kinds=tuple(options.kinds), ranks=options.ranks)
+    parts = {"replayed": (replayed, options.faults), "drivers": (drivers, options.drivers), "real": (on_real, options.real)}
     for name, (part, count) in parts.items():
         if count:
             with tempfile.TemporaryDirectory(prefix="rlhfless-chaos-") as folder:

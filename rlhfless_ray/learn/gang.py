@@ -330,7 +330,7 @@ class Gang:
     def safe(self, weights: WeightVersion) -> WeightVersion:
         """The same version, from where it can be had: if its node was lost, the copy, or where there is none the weights of the gang
         once more, which may need leases for that. Raises RunError where these are others."""
-        if weights.copy is None or not self.pool.leases.gone([weights.node]):
+        if weights.copy is None or not self.pool.leases.lose(weights.node):
             return weights
         self.recovery.say(f"weight version {weights.version} was lost with its node: engines take the copy of it")
         if _is_there(weights.copy, COPY_S):

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from placement.prefix import PrefixChoice, PrefixDemand, PrefixSpeed, choose_prefix
 from rlhfless_ray.errors import RunError
-from rlhfless_ray.functions.instance import Instance, reason_of
+from rlhfless_ray.functions.instance import Instance, lost_on_the_way, raised_at_start, reason_of
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.prefix.actor import Fetched
 from rlhfless_ray.prefix.demand import prefix_demand
@@ -96,7 +96,12 @@ class PrefixStage:
         site, start = self.site, time.monotonic()
         with site.phases.phase("prefill"):
             if self.service.handle is None:
-                self.service.start()
+                try:
+                    self.service.start()
+                except RunError as error:
+                    self.block(str(error))
+                    step.metrics["prefix/on"] = 0.0
+                    return step
             site.spare = self.pool.resize(choice.instances, site.spare, need=0, wait_s=0.2)
             unready = self._made_ready(weights)
             producers = [Producer(instance.actor, len(instance.leases)) for instance in self.pool.working]
@@ -122,10 +127,10 @@ class PrefixStage:
             self.site.record.progress.message(f"prefix KV is {reason}")
 
     def block(self, why: str) -> None:
-        """Engines turn out to keep no pages: neither those of prompts nor those of what moves."""
+        """Instances turn out not to serve it."""
         if not self.blocked:
             self.blocked = why
-            self._say(f"off, and what moves between engines is computed again: {why}")
+            self._say(f"off: {why}")
 
     def _made_ready(self, weights: WeightVersion) -> list[str]:
         """Instances that have started and loaded; of the others, which end here, why. They are waited for: the index's calls
@@ -137,9 +142,19 @@ class PrefixStage:
                 before = [ref for ref in (instance.opened, instance.loading) if ref is not None]
                 get(before, self.site.recipe.functions.lease_deadline_s, f"{instance.id} to be ready")
                 self.site.told_start(instance)
+                why, raised = instance.keeps_no_pages, bool(instance.keeps_no_pages)
             except (RayActorError, RayTaskError, RunError) as error:
-                failed.append(instance.failure() or f"{instance.id}: {reason_of(error)}")
-                self.pool.lose(instance)
+                why = instance.failure() or f"{instance.id}: {reason_of(error)}"
+                raised = isinstance(error, RayTaskError) or raised_at_start(error)
+            if raised:  # no fault of a process: the next one would say the same, unless it was the weights that were lost
+                if not lost_on_the_way(instance.loading):
+                    self.block(why)
+                leases = instance.leases
+                self.pool.end(instance)
+                self.site.leases.release(leases)
+            elif why:
+                failed.append(why)
+                self.pool.lose(instance, why)
         return failed
 
     def _end_failed(self) -> None:
@@ -148,8 +163,10 @@ class PrefixStage:
         for instance, told in asked:
             try:
                 get(told, ANSWER_S, f"{instance.id} to answer")
-            except (RayActorError, RayTaskError, RunError):
-                self.pool.lose(instance)
+            except RayTaskError:  # it answers
+                continue
+            except (RayActorError, RunError) as error:
+                self.pool.lose(instance, reason_of(error))
 
     def _account(self, step: StepPrefixes, wall_s: float) -> None:
         done = step.prepared.done

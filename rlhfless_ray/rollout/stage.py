@@ -194,7 +194,7 @@ class RolloutStage:
         if spans := self.site.told_start(instance):
             self.site.autoscaler.terms.cold_start.observe(0.0, sum(span.to_s - span.from_s for span in spans))
             if instance.keeps_no_pages and self.prefix is not None:
-                self.prefix.block(instance.keeps_no_pages)
+                self.prefix.block(f"{instance.keeps_no_pages}; what moves between engines is computed again")
                 if self.migration is not None:
                     self.migration.pages = None
 

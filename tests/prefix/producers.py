@@ -31,6 +31,8 @@ def producer_class() -> type:
 
             from rlhfless_ray.types import Span
 
+            if self.delay_s is None:
+                raise RuntimeError("too little memory for a KV cache")
             return {"memory_mb": 1.0, "spans": [Span("start", "build engine", time.time() - 0.01, time.time())]}
 
         def load(self, version: int, weights: Any, expected: int) -> list[Any]:

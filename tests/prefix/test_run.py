@@ -5,19 +5,21 @@ from __future__ import annotations
 import csv
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.strikes import Strikes, kill, kill_index, prefill_instances
 from placement.prefix import PrefixSpeed
 from placement.terms import Term
-from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray import Recipe
 from rlhfless_ray.rollout.migrate import Migration, Wish, Wishes
 from rlhfless_ray.rollout.transcript import Transcript
 from rlhfless_ray.types import EngineStep
 from tests.conftest import samples, small_recipe
 
-pytestmark = [pytest.mark.ray, pytest.mark.engine]
+pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 class ToAndFro(Migration):
@@ -32,29 +34,38 @@ class ToAndFro(Migration):
         return Wishes(tuple(wishes), time_saved_s=1.0)
 
 
-def test_a_run_with_the_service_on_makes_the_same_samples(no_ray: None, tmp_path: Path, uninterrupted: Path) -> None:
-    """`uninterrupted` is `auto`, which is off for prompts this short, and moves nothing between engines as busy as these."""
+def test_a_run_with_the_service_on_makes_the_same_samples_whatever_is_killed(no_ray: None, tmp_path: Path, uninterrupted: Path) -> None:
+    """`uninterrupted` is `auto`, which is off for prompts this short, and moves nothing between engines as busy as these. Before
+    step 2 the prefill instance is killed, and before step 4 the replica that owns the pages."""
     recipe = small_recipe(
-        tmp_path, run__steps=2, rollout__prefix_kv="on", rollout__min_actors=2, rollout__stream_interval_s=0.02,
+        tmp_path, rollout__prefix_kv="on", rollout__min_actors=2, rollout__stream_interval_s=0.02,
         functions__elastic=False,
     )
     moved: Counter[str] = Counter()
-    with Runtime(Recipe.parse(recipe)) as run:
+    nobody: Any = lambda run, moment: None  # noqa: E731
+    with Strikes(Recipe.parse(recipe), nobody) as run:
         stage = run.rollout_stage
         assert stage.migration is not None and stage.migration.pages is not None
         stage.migration = ToAndFro("auto", 0.7, carries=True)
         for step in run:
             found = step.metrics
             moved.update({name: found[f"rollout/{name}"] for name in ("moved", "moved_by_pages", "move_fallbacks")})
-            assert found["prefix/on"] == 1 and found["prefix/loaded"] > 0 and found["prefix/lost"] == found["prefix/damaged"] == 0
-            assert found["prefix/computed_tokens"] == found["prefix/distinct_tokens"]
+            assert found["prefix/on"] == 1 and found.get("prefix/damaged", 0) == found.get("prefix/foreign", 0) == 0
+            assert found["faults/bugs"] == (step.number == 2) and found["prefix/computed_tokens"] <= found["prefix/distinct_tokens"]
+            if step.number in (1, 3):
+                assert found["prefix/loaded"] > 0 and found["prefix/lost"] == found["prefix/failed"] == 0
+                assert found["prefix/computed_tokens"] == found["prefix/distinct_tokens"]
+            if step.number == 1:
+                assert kill(prefill_instances(run), np.random.default_rng(0))
+            if step.number == 3:
+                assert kill_index(run, None, None)
         assert run.prefix_stage is not None
         told, costs = run.checkpoints.load()[2], run.prefix_stage.speed.costs()
         run.prefix_stage.speed, stage.migration = PrefixSpeed.first_guess(1.0, 10**9), Migration("auto", 0.7, carries=True)
         run._restore(told)  # as a resumed run does
         assert run.prefix_stage.speed.costs() == costs and told["moves"].keys() == {"prefill", "pages"}
     assert moved["moved"] >= moved["moved_by_pages"] > 0 and moved["move_fallbacks"] < moved["moved_by_pages"], moved
-    for number in (1, 2):
+    for number in range(1, 5):
         assert [s["response"] for s in samples(run.folder.path, number)] == [s["response"] for s in samples(uninterrupted, number)]
     with (run.folder.path / "ledger.csv").open() as file:
         assert any(row["kind"] == "prefill" and row["activity"] == "work" and float(row["money"]) > 0 for row in csv.DictReader(file))

@@ -153,3 +153,12 @@ def test_it_is_off_after_failing_again_and_again(make: Callable[..., Any]) -> No
         assert stage.prefill(PROMPTS, SHARES, weights(), 100).choice.on
     off = stage.prefill(PROMPTS, SHARES, weights(), 100)
     assert not off.choice.on and f"{GIVE_UP} steps in a row" in off.choice.reason
+
+
+def test_an_instance_that_cannot_start_is_no_fault_and_not_tried_again(make: Callable[..., Any]) -> None:
+    stage = make("on", delay_s=None)
+    step = stage.prefill(PROMPTS, SHARES, weights(), 100)
+    assert step.prepared.refs == [] and stage.pool.faults.used == 0
+    assert not stage.prefill(PROMPTS, SHARES, weights(), 99).choice.on and stage.pool.cold_starts == 1
+    [message] = stage.messages
+    assert "could not start: too little memory" in message and not stage.pool.working and not stage.pool.parked
