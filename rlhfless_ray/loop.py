@@ -21,7 +21,7 @@ def steps(run: Runtime) -> Iterator[Step]:
     """Train from the step after the last one done to the recipe's last; yields every finished step."""
     if run.owes_evaluation:  # the one before the first step, or one that a stop cut short
         run.record_evaluation(run.evaluate())
-    for number in range(run.steps_done + 1, run.recipe.run.steps + 1):
+    for number in run.numbers():
         step = run.begin_step(number)
 
         step.prompts = run.next_prompts()
@@ -33,6 +33,7 @@ def steps(run: Runtime) -> Iterator[Step]:
             step.samples = run.generate(step)
         with run.score_phase():
             run.score(step.samples)
+        run.refill_groups(step)
 
         with run.learn_phase():
             batch = run.advantages(step.samples)

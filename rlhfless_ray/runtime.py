@@ -27,7 +27,7 @@ from rlhfless_ray.agent.stage import PlayedStage
 from rlhfless_ray.autoscale import Autoscaler, RolloutPlan
 from rlhfless_ray.checkpoints import Best, Checkpoints
 from rlhfless_ray.crew import Actors, Crew, hire
-from rlhfless_ray.errors import Stopped, UserError
+from rlhfless_ray.errors import RunError, Stopped, UserError
 from rlhfless_ray.evaluation import evaluate
 from rlhfless_ray.functions.cluster import RayCluster
 from rlhfless_ray.functions.faults import Faults
@@ -41,6 +41,7 @@ from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.prompts.load import load_prompts
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.record import Record
+from rlhfless_ray.refill import Refill
 from rlhfless_ray.reward.dry import dry_call
 from rlhfless_ray.reward.functions import load_reward
 from rlhfless_ray.reward.stage import ScoreStage
@@ -49,6 +50,7 @@ from rlhfless_ray.run_folder import RunFolder, check_writable, put_files
 from rlhfless_ray.site import Site
 from rlhfless_ray.types import Prompt, Sample, Step, UpdateStats, WeightVersion
 from rlhfless_ray.waits import STOP
+from rlhfless_ray.weights.adapter import adapter_files
 from rlhfless_ray.weights.folder import read_folder, without_weights, write_folder
 
 FIRST_SPEED = Speed(base_s=0.01, per_seq_s=0.0001)  # before the first step record; any order of magnitude will do
@@ -82,6 +84,7 @@ class Runtime:
             run = recipe.run.model_copy(update={"steps": episodes * self.cursor.batches_per_epoch})
             recipe = recipe.model_copy(update={"run": run})
         self.recipe = recipe
+        self.refill = Refill(recipe, self.cursor)
         self.autoscaler = Autoscaler(recipe, FIRST_SPEED)
         self.cluster = RayCluster(recipe)
         self.cursor_done = self.cursor.state()  # after the last finished step: a stop inside a step repeats it whole
@@ -214,7 +217,7 @@ class Runtime:
                 self.files = self.gang.warm_start(ray.put(self.files), self.recipe)
                 keep_policy(self.recipe, self.files)
             self.record.progress.phase("loading the policy")
-            if self.recipe.algorithm.kl.coefficient > 0:  # the reference is what the run began with, also after a resume
+            if self.recipe.keeps_start:  # the reference, or what adapters are for, is what the run began with, also after a resume
                 reference = self.folder.path / "reference"
                 if checkpoint and reference.is_dir():
                     self.files = read_folder(reference)
@@ -234,6 +237,11 @@ class Runtime:
 
     # ---- the stages, in the order of the loop -----------------------------------------------------------------
 
+    def numbers(self) -> Iterator[int]:
+        """Of the steps to come."""
+        while self.steps_done < self.recipe.run.steps:
+            yield self.steps_done + 1
+
     def begin_step(self, number: int) -> Step:
         STOP.check()
         self.ledger.cut(number)
@@ -243,7 +251,7 @@ class Runtime:
         return self.step
 
     def next_prompts(self) -> list[Prompt]:
-        return self.ahead.prompts if self.ahead else [self.prompts.train[i] for i in self.cursor.next()]
+        return self.ahead.prompts if self.ahead else [self.prompts.train[i] for i in self.cursor.next(self.refill.first)]
 
     def forecast(self, step: Step) -> Scenarios:
         return self.ahead.forecast if self.ahead else self.autoscaler.forecast(step.prompts, step.number)
@@ -277,6 +285,30 @@ class Runtime:
     def score(self, samples: list[Sample]) -> int:
         return self.score_stage.score(samples, self.step.number)
 
+    def refill_groups(self, step: Step) -> None:
+        """Groups that teach nothing are left out, others take their place; without algorithm.filter_range all stay."""
+        step.answers = step.samples
+        asked = list(step.prompts)
+
+        def answer(rows: list[int]) -> list[Sample]:
+            more = Step(step.number, [self.prompts.train[i] for i in rows], list(asked))
+            asked.extend(more.prompts)
+            more.forecast = self.forecast(more)
+            more.plan = self.plan(more)
+            with self.rollout_phase(more.plan):
+                more.samples = self.generate(more)
+            with self.score_phase():
+                self.score(more.samples)
+            self.autoscaler.observe_samples(more.prompts, more.samples)
+            return more.samples
+
+        try:
+            step.samples = self.refill.fill(step.answers, answer)
+        except RunError:
+            self.record.samples(step.number, self.refill.dropped, "dropped")
+            raise
+        step.metrics |= self.refill.metrics()
+
     def advantages(self, samples: list[Sample]) -> Batch:
         return self.learn_stage.advantages(samples)
 
@@ -295,18 +327,25 @@ class Runtime:
         taught."""
         step = self.step
         self.record.samples(step.number, step.samples)
-        self.autoscaler.observe_samples(step.prompts, step.samples)
-        self.quality = self.autoscaler.quality(step.forecast, step.samples, step.prompts, self.site.max_actors)
+        self.autoscaler.observe_samples(step.prompts, step.answers)
+        self.quality = self.autoscaler.quality(step.forecast, step.answers, step.prompts, self.site.max_actors)
         self.quality["epoch"] = self.cursor.epoch
         while self.autoscaler.troubles:
             self.record.progress.message(f"step {step.number}: {self.autoscaler.troubles.pop(0)}; planning goes on without it")
         self.cursor_after = self.cursor.state()
+        self._end_with_the_prompts(step.number)
         if step.number < self.recipe.run.steps:
             ahead = Step(step.number + 1)
             ahead.prompts = self.next_prompts()
             ahead.forecast = self.forecast(ahead)
             ahead.plan = self.plan(ahead)
             self.ahead = ahead
+
+    def _end_with_the_prompts(self, number: int) -> None:
+        """Filtered groups use up an episode's prompts before its number of steps: the step that takes the last one is the last."""
+        episodes = self.recipe.run.episodes
+        if episodes is not None and self.recipe.algorithm.filter_range is not None and self.cursor.epoch >= episodes:
+            self.recipe = self.recipe.model_copy(update={"run": self.recipe.run.model_copy(update={"steps": number})})
 
     def publish(self, version: int) -> WeightVersion:
         return self.learn_stage.publish(version)
@@ -345,6 +384,7 @@ class Runtime:
     def _record(self, step: Step) -> None:
         """The step is done as soon as this is called: a stop from here on saves it."""
         self.steps_done, self.cursor_done, self.unrecorded = step.number, self.cursor_after, False
+        self.refill_done = self.refill.state()
         seconds, wall_s = self.phases.take()
         self.autoscaler.observe_step(seconds, wall_s, len(step.samples))
         self.faults.step_done()
@@ -355,7 +395,11 @@ class Runtime:
     def finish(self) -> None:
         """The final model, beside the tokenizer and config it needs."""
         files = self._model(self.gang.snapshot())
-        self.folder.write_model(files)
+        if self.recipe.lora.rank:
+            write_folder(self.folder.path / "adapter", files)
+            self.folder.write_model(self.learn_stage.policy_model(without_weights(self.files)))
+        else:
+            self.folder.write_model(files)
         if self.recipe.save.path:
             put_files(Path(self.recipe.save.path), files)
         if self.recipe.critic.save:
@@ -367,6 +411,7 @@ class Runtime:
     def _state(self) -> dict[str, Any]:
         return {
             "step": self.steps_done, "version": self.weights.version if self.weights else 0, "cursor": self.cursor_done,
+            "refill": self.refill_done,
             "autoscaler": self.autoscaler.state(), "learning": self.learn_stage.state(), "moves": self.rollout_stage.state(),
             "prefix": self.prefix_stage.speed.state() if self.prefix_stage is not None else {},
             "skipped_in_a_row": self.gang.skipped_in_a_row, "owes_evaluation": self.owes_evaluation,
@@ -376,6 +421,10 @@ class Runtime:
     def _restore(self, state: dict[str, Any]) -> None:
         self.cursor.restore(state["cursor"])
         self.cursor_done = self.cursor.state()
+        if self.recipe.algorithm.filter_range is not None:
+            self.refill.restore(state.get("refill", []), self.prompts.train)
+            self.refill_done = self.refill.state()
+            self._end_with_the_prompts(self.steps_done)
         try:
             self.autoscaler.restore(state["autoscaler"])
         except (KeyError, ValueError) as error:
@@ -406,13 +455,17 @@ class Runtime:
         self.record.checkpointed()
 
     def _model(self, learner: dict[str, bytes]) -> dict[str, bytes]:
-        """The policy as Hugging Face's libraries load it: the learner's weights beside tokenizer and config."""
+        """The policy as Hugging Face's libraries load it: the learner's weights, or adapters, beside tokenizer and config."""
+        if self.recipe.lora.rank:
+            start = Path(self.recipe.policy.path) if self.recipe.policy.path else self.folder.path / "reference"
+            return {**without_weights(self.files), **adapter_files(learner, str(start.resolve()))}
         weights = learner.get("ema.safetensors", learner["model.safetensors"])  # the average, where one is kept
         return {**without_weights(self.files), "model.safetensors": weights}
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
     saved = -1  # the step of the newest checkpoint
+    refill_done: list[dict[str, Any]] = []  # noqa: RUF012, groups left over after the last finished step
     unrecorded = False  # the learner has made a step that is not written down yet
     owes_evaluation = True
     finished = False

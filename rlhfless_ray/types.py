@@ -152,10 +152,12 @@ class Step:
 
     number: int
     prompts: list[Prompt] = field(default_factory=list)
+    before: list[Prompt] = field(default_factory=list)  # asked in this step already, where filtered groups are replaced
     forecast: Any = None  # placement.lengths.Scenarios: joint draws of every response's length
     plan: Any = None  # rlhfless_ray.autoscale.RolloutPlan
     prefixes: Any = None  # rlhfless_ray.prefix.stage.StepPrefixes; None: no prefix KV in this run
-    samples: list[Sample] = field(default_factory=list)
+    answers: list[Sample] = field(default_factory=list)  # to its prompts, also where not all are learned from
+    samples: list[Sample] = field(default_factory=list)  # that are learned from
     stats: UpdateStats | None = None
     evaluation: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)

@@ -20,7 +20,9 @@ from rlhfless_ray.errors import Stopped, UserError
 from rlhfless_ray.functions.faults import Faults
 from rlhfless_ray.learn.recovery import Recovery
 from rlhfless_ray.learn.stage import LearnStage
+from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.refill import Refill
 from rlhfless_ray.reward.stage import ScoreStage
 from rlhfless_ray.rollout.requests import request, step_requests
 from rlhfless_ray.run_folder import RunFolder
@@ -103,6 +105,7 @@ class Ended:
         run.folder.begin(run.recipe, "machine", 3)
         run.checkpoints, run.best, run.prefix_stage = store(run.folder), Best("none"), None
         run.steps_done, run.cursor_done, run.cursor_after, run.saved = 3, [3], [4], 2
+        run.refill = Refill(run.recipe, Cursor(64, 8, True, 3))
         run.weights, run.in_update, run.step = SimpleNamespace(version=3), False, Step(4)
         run.first_row, run.quality = 0, {}
         run.autoscaler = SimpleNamespace(state=lambda: {}, observe_update=lambda *_: None, observe_step=lambda *_: None)

@@ -159,7 +159,7 @@ def test_where_it_would_not_be_exact_nothing_is_learned_ahead_and_the_reason_is_
     recipe = Recipe.parse(tree)
     assert why in (obstacle(recipe) or "")
     if why != "off":
-        assert inexact(recipe.algorithm.model_dump(), recipe.learner.model_dump()) == obstacle(recipe)
+        assert inexact(recipe.algorithm.model_dump(), recipe.learner_section()) == obstacle(recipe)
         return
     tail, scoring, gang, _ = parts(overlap="off")
     tail.heard([sample(key) for key in range(2)])

@@ -43,6 +43,11 @@ class RankActor:
     def snapshot(self) -> dict[str, bytes] | None:
         return self.rank.trainer.snapshot_bytes()
 
+    def model(self) -> tuple[bytes | None, list[Span]]:
+        """The whole model's weights as a safetensors file, adapters merged; from rank 0."""
+        start = time.time()
+        return self.rank.trainer.model_bytes(), [Span("transfer", "write the model", start, time.time())]
+
     def keep(self) -> tuple[dict[str, bytes] | None, tuple[float, int]]:
         """Two return values: the snapshot, which stays where it is until it is needed, and its processor seconds and bytes."""
         start = time.thread_time()

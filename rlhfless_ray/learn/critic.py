@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhfless_ray.learn import packing
 from rlhfless_ray.learn.batch import Batch, optimizer_steps
+from rlhfless_ray.learn.lora import Lora
 from rlhfless_ray.learn.loss import token_weights, value_loss
 from rlhfless_ray.learn.model import TokenValues, load_critic, padded
 from rlhfless_ray.learn.trainer import Trainer
@@ -47,7 +48,9 @@ class Critic:
             model = load_critic(
                 folder, policy["dtype"], policy["trust_remote_code"], self.section["value_head"], self.settings["seed"] % 2**63
             )
-        self.trainer.open(TokenValues(model), state)
+        section = self.section["lora"]
+        lora = Lora(model, section, self.settings["seed"] % 2**63) if section["rank"] else None
+        self.trainer.open(TokenValues(model), state, lora)
         return [Span("start", "open critic", start, time.time())]
 
     def values(self, batch: Batch, threads: int) -> tuple[np.ndarray, list[Span]]:
@@ -93,9 +96,10 @@ class Critic:
             # A rank without work still joins the collectives: one sequence at weight 0.
             tensors = padded(batch, cut if len(cut) else indices[:1], self.device)
             before, wanted = old[tensors["flat"]], returns[tensors["flat"]]
-            token_loss, clipped = value_loss(self._forward(tensors), before, wanted, self.section["value_clip"])
-            loss = token_loss.sum() * (weight if len(cut) else 0.0)
-            self.trainer.backward(loss)
+            with self.trainer.dropping(batch, cut if len(cut) else indices[:1], self.settings["seed"] % 2**63):
+                token_loss, clipped = value_loss(self._forward(tensors), before, wanted, self.section["value_clip"])
+                loss = token_loss.sum() * (weight if len(cut) else 0.0)
+                self.trainer.backward(loss)
             if len(cut):
                 sums += torch.stack([x.detach().double().cpu() for x in (loss, before.sum(), wanted.sum(), clipped.sum())])
         sums = self.trainer.over_ranks(sums)

@@ -278,6 +278,12 @@ class Gang:
         self._book(spans for _, spans in replies)
         return replies[0][0]
 
+    def model(self) -> bytes:
+        """Whole weights as a safetensors file, adapters merged. The ranks hold their leases."""
+        replies = self._surely(lambda: [i.actor.model.remote() for i in self.by_rank], f"the {self.name}'s weights")
+        self._book(spans for _, spans in replies)
+        return replies[0][0]
+
     def config(self) -> bytes:
         """config.json of a critic's model."""
         return self._surely(lambda: [self.by_rank[0].actor.config.remote()], "the critic's config")[0]

@@ -16,6 +16,7 @@ from rlhfless_ray.learn import packing
 from rlhfless_ray.learn.batch import Batch, optimizer_steps
 from rlhfless_ray.learn.importance import Correction, correction_weights
 from rlhfless_ray.learn.kl import bounded_kl, unbiased_kl
+from rlhfless_ray.learn.lora import BaseModel, Lora
 from rlhfless_ray.learn.loss import clipped_loss, importance_weights, sequence_ratios, token_ratios, token_weights
 from rlhfless_ray.learn.model import TokenLogprobs, check_head, load_model, padded
 from rlhfless_ray.learn.overlap import inexact
@@ -44,7 +45,7 @@ class Learner:
             (loss["correction_low"], loss["correction_high"]),
         )
         self.early: _Sums | None = None  # of groups whose gradients were accumulated before their step was complete
-        self.reference: TokenLogprobs | None = None
+        self.reference: TokenLogprobs | BaseModel | None = None
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -63,10 +64,14 @@ class Learner:
             policy = self.settings["policy"]
             model = load_model(folder, policy["dtype"], policy["trust_remote_code"])
             check_head(model)
-            if self.algorithm["kl"]["coefficient"] > 0:
+            adapts, refers = self.learner["lora"]["rank"] > 0, self.algorithm["kl"]["coefficient"] > 0
+            lora = Lora(model, self.learner["lora"], self.settings["seed"] % 2**63, "CAUSAL_LM") if adapts else None
+            if refers and lora is None:
                 reference = load_model(folder, policy["dtype"], policy["trust_remote_code"])
                 self.reference = TokenLogprobs(reference).eval().requires_grad_(False).to(self.device)
-        self.trainer.open(TokenLogprobs(model), state)
+        self.trainer.open(TokenLogprobs(model), state, lora)
+        if refers and lora is not None:
+            self.reference = BaseModel(self.trainer.engine, lora)
         return [Span("start", "open learner", start, time.time())]
 
     # ---- the update -------------------------------------------------------------------------------------------
@@ -81,7 +86,7 @@ class Learner:
             return nothing(UpdateStats, "no sample of the step has a reward"), [Span("work", "update", start, time.time())]
         parts = optimizer_steps(batch, self.algorithm, [self.settings["seed"] % 2**63, self.trainer.optimizer_steps])
         # With one optimizer step the old policy is the current one: its log-probabilities need no pass of their own.
-        old = self._old(batch) if len(parts) > 1 else None
+        old = self._old(batch) if len(parts) > 1 or self.trainer.drops else None
         stats = [self._step(batch, part, old) for part in parts]
         return merged(stats), [Span("work", "update", start, time.time())]
 
@@ -175,8 +180,9 @@ class Learner:
             tensors = padded(batch, cut if len(cut) else indices[:1], self.device)
             weight = weights[tensors["sequence"]] if len(cut) else torch.zeros(len(tensors["flat"]), device=self.device)
             mine = {name: x[tensors["flat"]] for name, x in tokens.items()}
-            loss, values, worst = self._micro_loss(tensors, weight, mine, len(batch), kl_coefficient)
-            self.trainer.backward(loss)
+            with self.trainer.dropping(batch, cut if len(cut) else indices[:1], self.settings["seed"] % 2**63):
+                loss, values, worst = self._micro_loss(tensors, weight, mine, len(batch), kl_coefficient)
+                self.trainer.backward(loss)
             sums += values
             if len(cut):
                 most = torch.maximum(most, worst)
@@ -203,6 +209,7 @@ class Learner:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted loss of one micro-batch, its part of SUMS and the largest mismatch. `mine`: what is known of its tokens."""
         algorithm, sequence = self.algorithm, tensors["sequence"]
+        reference = self._reference(tensors)  # before the policy's: nothing may come between a forward pass and its backward one
         logprobs, entropy = self._forward(self.trainer.engine, tensors)
         drawn, before = mine["drawn"], mine.get("old", logprobs.detach())
         if self.correction is None:
@@ -218,8 +225,8 @@ class Learner:
         )
         policy_loss = (weight * importance * token_loss).sum()
         kl = torch.zeros((), device=self.device)
-        if self.reference is not None and algorithm["kl"]["place"] == "loss":
-            kl = (weight * self._kl(tensors, logprobs, mine.get("old"))).sum()
+        if reference is not None:
+            kl = (weight * self._kl(logprobs, reference, mine.get("old"))).sum()
         loss = policy_loss + kl_coefficient * kl
         if algorithm["loss"]["entropy_coefficient"]:
             loss = loss - algorithm["loss"]["entropy_coefficient"] * (weight * entropy).sum()
@@ -230,11 +237,15 @@ class Learner:
         worst = mismatch.max().detach().double().cpu() if mismatch.numel() else torch.zeros(1).double()
         return loss, values, worst
 
-    def _kl(self, tensors: dict[str, Tensor], logprobs: Tensor, old: Tensor | None) -> Tensor:
-        assert self.reference is not None
-        section = self.algorithm["kl"]
+    def _reference(self, tensors: dict[str, Tensor]) -> Tensor | None:
+        """Log-probabilities under the policy the run began with, where the loss has a KL to it."""
+        if self.reference is None or self.algorithm["kl"]["place"] != "loss":
+            return None
         with torch.no_grad():
-            reference, _ = self._forward(self.reference, tensors)
+            return self._forward(self.reference, tensors)[0]
+
+    def _kl(self, logprobs: Tensor, reference: Tensor, old: Tensor | None) -> Tensor:
+        section = self.algorithm["kl"]
         if section["unbiased_gradient"]:
             return unbiased_kl(logprobs, reference, old, section["estimator"])
         return bounded_kl(logprobs, reference, section["estimator"])
@@ -251,12 +262,12 @@ class Learner:
     def leave_device(self) -> list[Span]:
         if self.early is not None:
             raise RuntimeError("the learner holds gradients of a step that is not complete: they would be lost with its device")
-        if self.reference is not None:
+        if isinstance(self.reference, TokenLogprobs):
             self.reference.to("cpu")
         return self.trainer.leave_device()
 
     def return_to_device(self) -> list[Span]:
-        if self.reference is not None:
+        if isinstance(self.reference, TokenLogprobs):
             self.reference.to(self.device)
         return self.trainer.return_to_device()
 

@@ -20,12 +20,15 @@ def leave_device(engine: Any, stage: int) -> None:
         _move_optimizer(engine, HOST)
     elif stage in (1, 2):
         engine.offload_states(pin_memory=False)
+        _move_frozen(engine, HOST)
     else:
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 
-        # DeepSpeed moves the float32 parts and the moments of its own Adam only; ours is torch's
-        engine.offload_states(include=[State.lp_params, State.lp_grads, State.contiguous_grad_buffer], pin_memory=False)
+        # DeepSpeed moves the float32 parts and the moments of its own Adam only, ours is torch's; and weights only where all are
+        # trained
+        engine.offload_states(include=[State.lp_grads, State.contiguous_grad_buffer], pin_memory=False)
         _move_parts(engine, HOST)
+        _move_frozen(engine, HOST)
         _move_optimizer(engine, HOST)
 
 
@@ -37,15 +40,35 @@ def return_to_device(engine: Any, stage: int, device: torch.device) -> None:
     elif stage in (1, 2):
         engine.reload_states()
         link_moments(engine)  # DeepSpeed links the weights anew, but not their moments
+        _move_frozen(engine, device)
     else:
         _move_parts(engine, device)
+        _move_frozen(engine, device)
         _move_optimizer(engine, device)
         engine.reload_states()
 
 
 def _move_parts(engine: Any, device: torch.device) -> None:
-    for part in engine.optimizer.fp32_partitioned_groups_flat:
+    """This rank's parts of what is trained: float32, and the flat buffer that the parameters' own parts are views of."""
+    zero = engine.optimizer
+    for part in zero.fp32_partitioned_groups_flat:
         part.data = part.data.to(device)
+    flat = zero.lp_param_buffer
+    flat.data = flat.data.to(device)
+    offset = 0
+    for part in zero._get_parameter_partitions():
+        part.data = flat.narrow(0, offset, part.numel())
+        offset += part.numel()
+    zero.fp16_partitioned_groups_flat.clear()
+    zero._set_fp16_partitioned_groups_flat()
+
+
+def _move_frozen(engine: Any, device: torch.device) -> None:
+    """What is not trained is in no buffer of ZeRO's; at stage 3 each rank has a part of it."""
+    for parameter in engine.module.parameters():
+        if not parameter.requires_grad:
+            held = getattr(parameter, "ds_tensor", parameter)
+            held.data = held.data.to(device)
 
 
 def _move_optimizer(engine: Any, device: torch.device) -> None:

@@ -6,6 +6,7 @@ Checkpoints written from these dicts can be read with another number of ranks or
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,28 +16,30 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"  # the float32 weights behind bfloat16 ones: most updates are smaller than a bfloat16 step
 
 
-def full_weights(engine: Any, stage: int) -> dict[str, Tensor]:
-    """{parameter name: whole tensor, on CPU}. Every rank must call it at ZeRO 3 (it gathers)."""
+def full_weights(engine: Any, stage: int, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+    """{parameter name: whole tensor, on CPU}, of the wanted ones. Every rank must call it at ZeRO 3 (it gathers)."""
     import deepspeed
 
     module = engine.module.model
     if stage < 3:
-        return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+        return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items() if wanted(name)}
     weights = {}
     for name, parameter in module.named_parameters():
+        if not wanted(name):
+            continue
         with deepspeed.zero.GatheredParameters([parameter]):
             weights[name] = parameter.detach().cpu().clone()
     return weights
 
 
 def full_moments(engine: Any, stage: int) -> dict[str, Tensor]:
-    """{"<moment>.<parameter name>": whole float32 tensor, on CPU}; empty before the first optimizer step. A policy in
+    """{"<moment>.<parameter name>": whole float32 tensor, on CPU} of what is trained; empty before the first step. A policy in
     bfloat16 has its float32 weights beside the moments, as "master.<parameter name>"."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     found = {}
     stepped = bool(plain_optimizer(engine).state)  # DeepSpeed cannot be asked before the first step
-    for name, parameter in engine.module.model.named_parameters():
+    for name, parameter in _trained(engine):
         for moment in MOMENTS if stepped else ():
             if stage == 0:
                 value = plain_optimizer(engine).state.get(parameter, {}).get(moment)
@@ -47,6 +50,10 @@ def full_moments(engine: Any, stage: int) -> dict[str, Tensor]:
         if parameter.dtype != torch.float32:
             found[f"{MASTER}.{name}"] = safe_get_full_fp32_param(parameter).detach().float().cpu().clone()
     return found
+
+
+def _trained(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    return ((name, parameter) for name, parameter in engine.module.model.named_parameters() if parameter.requires_grad)
 
 
 def plain_optimizer(engine: Any) -> torch.optim.Optimizer:
@@ -75,7 +82,7 @@ def restore_moments(engine: Any, stage: int, moments: dict[str, Tensor], steps: 
             optimizer.state[parameter] = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
         if stage in (1, 2):
             engine.optimizer._lazy_init_hp_params_optimizer_state()
-    for name, parameter in engine.module.model.named_parameters():
+    for name, parameter in _trained(engine):
         for moment in MOMENTS if stepped else ():
             _put(engine, stage, parameter, moments[f"{moment}.{name}"], moment)
         if f"{MASTER}.{name}" in moments:

@@ -12,7 +12,7 @@ def obstacle(recipe: Recipe) -> str | None:
     """Why a run does not do so, or None where it does."""
     if recipe.learner.overlap == "off":
         return "learner.overlap is off"
-    return inexact(recipe.algorithm.model_dump(), recipe.learner.model_dump())
+    return inexact(recipe.algorithm.model_dump(), recipe.learner_section())
 
 
 def inexact(algorithm: dict[str, Any], learner: dict[str, Any]) -> str | None:
@@ -30,6 +30,10 @@ def inexact(algorithm: dict[str, Any], learner: dict[str, Any]) -> str | None:
         return f"algorithm.batch_samples: they are drawn from all samples, and {later}"
     if reason := of_credit(algorithm):
         return reason
+    if algorithm["filter_range"] is not None:
+        return "algorithm.filter_range: which groups are learned from is known when all are scored"
+    if learner["lora"]["dropout"]:
+        return "lora.dropout: what is left out of a sample hangs on its place in the whole batch"
     if learner["zero_stage"] == 3:
         return "learner.zero_stage 3: DeepSpeed offers no place to divide its gradients before the step"
     return None

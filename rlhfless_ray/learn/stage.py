@@ -250,10 +250,22 @@ class LearnStage:
         for gang in self._gangs():
             gang.forget()
 
+    def policy_model(self, files: dict[str, bytes]) -> dict[str, bytes]:
+        """The policy as a model folder, adapters merged; `files`: tokenizer and whatever else goes with it."""
+        return {**files, "model.safetensors": self._merged(self.gang)}
+
     def critic_model(self, files: dict[str, bytes]) -> dict[str, bytes]:
-        """The critic as a model folder; `files`: tokenizer and whatever else goes with it."""
+        """The same of the critic."""
         assert self.critic is not None
-        return {**files, "config.json": self.critic.config(), "model.safetensors": self.critic.snapshot()["model.safetensors"]}
+        adapts = self.site.recipe.lora.rank > 0
+        weights = self._merged(self.critic) if adapts else self.critic.snapshot()["model.safetensors"]
+        return {**files, "config.json": self.critic.config(), "model.safetensors": weights}
+
+    def _merged(self, gang: Gang) -> bytes:
+        self._turn(gang)
+        weights = gang.model()
+        self.site.spare += gang.park()
+        return weights
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, as JSON."""

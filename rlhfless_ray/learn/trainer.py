@@ -9,18 +9,21 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.ema import ema_update
+from rlhfless_ray.learn.lora import Lora, live_name, trained
 from rlhfless_ray.learn.offload import leave_device, return_to_device
 from rlhfless_ray.learn.optimizer_state import full_moments, full_weights, link_moments, plain_optimizer, restore_moments
 from rlhfless_ray.learn.schedule import rate
 from rlhfless_ray.types import Span
+from rlhfless_ray.weights.adapter import WEIGHTS as ADAPTER
 
 UNDECAYED = ("bias", "layernorm.weight", "layer_norm.weight", "norm.weight", "ln_f.weight")  # parts of names, as OpenRLHF has them
 
@@ -34,6 +37,7 @@ class Trainer:
         self.ranks, self.stage = section["ranks"], section["zero_stage"]
         self.optimizer_steps = 0
         self.engine: Any = None
+        self.lora: Lora | None = None
         self.average: dict[str, Tensor] | None = None  # of the weights, in float32 on rank 0's host, where one is kept
         self.linked = False  # ZeRO 1 and 2 know the moments of all parameters
         self.away = False  # parked on a GPU's host
@@ -41,13 +45,17 @@ class Trainer:
 
     # ---- life -------------------------------------------------------------------------------------------------
 
-    def open(self, wrapped: nn.Module, state: dict[str, Any] | None) -> None:
-        """`wrapped.model`: what is trained and published; `join_gang` comes before. `state`: see `snapshot`."""
+    def open(self, wrapped: nn.Module, state: dict[str, Any] | None, lora: Lora | None = None) -> None:
+        """`wrapped.model`: what is trained and published; `join_gang` comes before. `state`: see `snapshot`. `lora`: the model's
+        adapters, where these alone are trained."""
         import deepspeed
 
         model: Any = wrapped.model
+        self.lora = lora
         if state is not None:
             missing, unexpected = model.load_state_dict(state["weights"], strict=False)  # a tied head is stored once
+            if lora is not None:
+                missing = sorted(set(missing) & set(trained(model)))  # the base is that of the files
             if unexpected or set(missing) - {"lm_head.weight"}:
                 raise ValueError(f"the checkpoint is of another model: {(unexpected or missing)[0]} is in one of them only")
         model.train()
@@ -113,6 +121,17 @@ class Trainer:
                 state["step"].zero_()
 
     # ---- the step ---------------------------------------------------------------------------------------------
+
+    def dropping(self, batch: Batch, sequences: np.ndarray, seed: int) -> AbstractContextManager[None]:
+        """Around the passes that a step is made of: see `Lora.dropping`."""
+        if self.lora is None or not self.drops:
+            return nullcontext()
+        return self.lora.dropping(batch, sequences, [seed, self.optimizer_steps])
+
+    @property
+    def drops(self) -> bool:
+        """Whether passes of a step are computed with dropout, and so are others than those of the policy that samples."""
+        return self.section["lora"]["dropout"] > 0
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a part of the whole step's loss; the parts of all ranks add up."""
@@ -200,15 +219,30 @@ class Trainer:
 
     def weights(self) -> dict[str, np.ndarray] | None:
         """{parameter name: array} from rank 0; the other ranks take part and return None."""
+        found = self._whole()
+        return None if found is None else {k: as_numpy(v) for k, v in found.items()}
+
+    def model_bytes(self) -> bytes | None:
+        """The same as a safetensors file."""
+        from safetensors.torch import save
+
+        found = self._whole()
+        return None if found is None else save({k: v.contiguous() for k, v in found.items()}, metadata={"format": "pt"})
+
+    def _whole(self) -> dict[str, Tensor] | None:
         found = full_weights(self.engine, self.stage)
-        return None if self.rank else {k: as_numpy(v) for k, v in found.items() if not self._is_tied(k)}
+        if self.rank:
+            return None
+        found = found if self.lora is None else self.lora.merged(found)
+        return {name: tensor for name, tensor in found.items() if not self._is_tied(name)}
 
     def snapshot(self) -> dict[str, Any] | None:
-        """Everything a stopped run needs to go on, by parameter name: see `open`. From rank 0; others return None."""
+        """Everything a stopped run needs to go on, by parameter name: see `open`. From rank 0; others return None. Where adapters
+        are trained, the weights are theirs alone: the base is in the files that the run began with."""
         return self.kept if self.away and self.stage else self._state()
 
     def _state(self) -> dict[str, Any] | None:
-        weights = full_weights(self.engine, self.stage)
+        weights = full_weights(self.engine, self.stage, *(() if self.lora is None else (self.lora.is_trained,)))
         moments = full_moments(self.engine, self.stage)
         if self.rank:
             return None
@@ -227,12 +261,16 @@ class Trainer:
         state = self.snapshot()
         if state is None:
             return None
-        weights = {name: tensor.contiguous() for name, tensor in state["weights"].items() if not self._is_tied(name)}
+        if self.lora is None:
+            weights = {name: tensor.contiguous() for name, tensor in state["weights"].items() if not self._is_tied(name)}
+            model = {"model.safetensors": save(weights, metadata={"format": "pt"})}
+        else:
+            model = self.lora.files(state["weights"])
         numbers = {"optimizer_steps": state["optimizer_steps"]}
         average = {"ema.safetensors": save(state["average"], metadata={"format": "pt"})} if state["average"] else {}
         return {
             **average,
-            "model.safetensors": save(weights, metadata={"format": "pt"}),
+            **model,
             "optimizer.safetensors": save({**state["moments"], "rng": state["rng"]}),
             "learner.json": json.dumps(numbers).encode(),
         }
@@ -287,5 +325,8 @@ def state_from_bytes(files: dict[str, bytes]) -> dict[str, Any]:
     moments = load(files["optimizer.safetensors"])
     rng = moments.pop("rng")
     average = load(files["ema.safetensors"]) if "ema.safetensors" in files else {}
-    weights = load(files["model.safetensors"])
+    if ADAPTER in files:
+        weights = {live_name(name): tensor for name, tensor in load(files[ADAPTER]).items()}
+    else:
+        weights = load(files["model.safetensors"])
     return {"weights": weights, "moments": moments, "rng": rng, "average": average, **json.loads(files["learner.json"])}

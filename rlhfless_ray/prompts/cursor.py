@@ -30,12 +30,18 @@ class Cursor:
         """Epochs completed, which is the epoch of the next row."""
         return self._taken // self.n_rows
 
-    def next(self) -> list[int]:
-        """The next `batch` row indices; fewer at the end of an epoch that ends its batches."""
+    @property
+    def at_border(self) -> bool:
+        """Whether an epoch was handed out to its last row and no row of the next one."""
+        return self._taken > 0 and self._taken % self.n_rows == 0
+
+    def next(self, count: int | None = None) -> list[int]:
+        """The next `batch` row indices, or `count`; fewer at the end of an epoch that ends its batches."""
         rows: list[int] = []
-        while len(rows) < self.batch:
+        wanted = self.batch if count is None else count
+        while len(rows) < wanted:
             start = self._taken % self.n_rows
-            part = self._permutation(self.epoch)[start : start + self.batch - len(rows)]
+            part = self._permutation(self.epoch)[start : start + wanted - len(rows)]
             rows += part.tolist()
             self._taken += len(part)
             if self.ends and self._taken % self.n_rows == 0:

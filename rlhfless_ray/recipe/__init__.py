@@ -15,11 +15,11 @@ from rlhfless_ray.recipe.reading import apply, known_keys, one_line, sentence
 from rlhfless_ray.recipe.running import Checkpoint, Cluster, Functions, Objective, Price, Run, Save, Watch
 from rlhfless_ray.recipe.sampling import Agent, Policy, Reward, Rollout, WarmStart
 from rlhfless_ray.recipe.section import Section
-from rlhfless_ray.recipe.training import COMPARES, Algorithm, Critic, Ema, Learner
+from rlhfless_ray.recipe.training import COMPARES, Algorithm, Critic, Ema, Learner, Lora
 
 __all__ = [
-    "Agent", "Algorithm", "Checkpoint", "Cluster", "Critic", "Ema", "Evaluate", "Functions", "Learner", "Objective", "Policy",
-    "Price", "Prompts", "Recipe", "Reward", "Rollout", "Run", "Save", "WarmStart", "Watch", "known_keys",
+    "Agent", "Algorithm", "Checkpoint", "Cluster", "Critic", "Ema", "Evaluate", "Functions", "Learner", "Lora", "Objective",
+    "Policy", "Price", "Prompts", "Recipe", "Reward", "Rollout", "Run", "Save", "WarmStart", "Watch", "known_keys",
 ]
 
 
@@ -37,6 +37,7 @@ class Recipe(Section):
     algorithm: Algorithm = Algorithm()
     learner: Learner = Learner()
     critic: Critic = Critic()
+    lora: Lora = Lora()
     ema: Ema = Ema()
     functions: Functions = Functions()
     objective: Objective = Objective()
@@ -59,8 +60,14 @@ class Recipe(Section):
             raise ValueError(
                 f"rollout.samples_per_prompt: {estimator} compares the responses to one prompt, so it must be at least 2"
             )
+        if samples < 2 and self.algorithm.filter_range is not None:
+            raise ValueError("rollout.samples_per_prompt: algorithm.filter_range is about groups, so it must be at least 2")
         if self.critic != Critic() and not self.algorithm.has_critic:
             raise ValueError(f"critic: algorithm.advantage.estimator {estimator} has no critic, so leave its settings out")
+        if self.lora.rank and self.ema.beta is not None:
+            raise ValueError("ema.beta: an average of adapters is not that of the weights they make; leave it out with lora.rank")
+        if self.lora != Lora() and not self.lora.rank:
+            raise ValueError("lora: its settings are about adapters, which there are with a lora.rank above 0")
         buffer = self.reward.overlong_buffer_tokens
         if buffer is not None and buffer > self.rollout.max_tokens:
             raise ValueError("reward.overlong_buffer_tokens: must not exceed rollout.max_tokens")
@@ -102,6 +109,11 @@ class Recipe(Section):
         return self.agent.max_tokens or self.rollout.longest_tokens(longest_prompt_tokens)
 
     @property
+    def keeps_start(self) -> bool:
+        """Whether a run keeps the policy that it began with: as the reference, or because adapters alone are trained."""
+        return self.algorithm.keeps_reference or self.lora.rank > 0
+
+    @property
     def optimizer_steps(self) -> int:
         """Of the whole run, where no sample is missing."""
         per_step, size = self.algorithm.updates_per_step, self.algorithm.batch_samples
@@ -111,7 +123,8 @@ class Recipe(Section):
 
     def learner_section(self) -> dict[str, Any]:
         """What a rank of the learner needs of `learner`."""
-        return {**self.learner.model_dump(), "optimizer_steps": self.optimizer_steps, "ema_beta": self.ema.beta}
+        own = {"optimizer_steps": self.optimizer_steps, "ema_beta": self.ema.beta, "lora": self.lora.model_dump()}
+        return {**self.learner.model_dump(), **own}
 
     def critic_section(self) -> dict[str, Any]:
         """The same for the critic, with what it shares with the learner."""

@@ -91,6 +91,14 @@ class Algorithm(Section):
     batch_samples: int | None = Field(None, ge=1)
     """Samples of one optimizer step, drawn from the shuffled rollout batch, in `updates_per_step`'s place. The last one may
     have fewer."""
+    filter_range: tuple[float, float] | None = None
+    """Prompts whose responses' mean score (the reward, where the function gives no score) is not strictly inside are dropped, and
+    others answered in the same step until it has `prompts.batch_prompts`; at the end of an episode it may have fewer."""
+    filter_draw: float = Field(1.0, ge=1, lt=2)
+    """Prompts answered for each one that is missing. Above 1 fewer rounds are needed, and groups may be left over: the next step
+    learns from them, in checkpoints they are kept. Those of the last step are not learned from."""
+    filter_patience: int = Field(10, ge=1)
+    """The run ends when so many batches of prompts in a row are dropped."""
     epochs: int = Field(1, ge=1)
     """Passes of the optimizer over a rollout batch."""
     loss: Loss = Loss()
@@ -115,6 +123,10 @@ class Algorithm(Section):
             raise ValueError("algorithm.kl.target: needs an algorithm.kl.coefficient above 0 to begin with")
         if self.kl.unbiased_gradient and self.kl.place == "reward":
             raise ValueError("algorithm.kl.unbiased_gradient: is about the KL as a loss; with algorithm.kl.place reward leave it out")
+        if self.filter_range is not None and self.filter_range[0] >= self.filter_range[1]:
+            raise ValueError("algorithm.filter_range: the first must be smaller than the second")
+        if self.filter_range is None and (self.filter_draw, self.filter_patience) != (1.0, 10):
+            raise ValueError("algorithm.filter_range: filter_draw and filter_patience are about it; set it, or leave them out")
         if self.batch_samples is not None and self.updates_per_step > 1:
             raise ValueError("algorithm.batch_samples: set either this or algorithm.updates_per_step")
         return self
@@ -209,6 +221,24 @@ class Critic(Section):
     """As learner.adam_eps."""
     grad_clip: float = Field(1.0, gt=0)
     """As learner.grad_clip."""
+
+
+class Lora(Section):
+    rank: int = Field(0, ge=0)
+    """Of the adapters that are trained while the policy (and the critic) stay as they are; engines get the two merged. 0: every
+    weight is trained."""
+    alpha: int = Field(16, ge=1)
+    """An adapter's product is scaled by alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that an update leaves out. Sampling and old log-probabilities leave out none."""
+    target_modules: list[str] = Field(["all-linear"], min_length=1)
+    """Ends of the names of the layers that get an adapter. `all-linear`: every linear layer but the output head."""
+
+    @model_validator(mode="after")
+    def _all_or_names(self) -> Lora:
+        if "all-linear" in self.target_modules and len(self.target_modules) > 1:
+            raise ValueError("lora.target_modules: `all-linear` stands alone; leave it or the names out")
+        return self
 
 
 class Ema(Section):

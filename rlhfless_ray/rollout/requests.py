@@ -12,12 +12,12 @@ from rlhfless_ray.types import Prompt, Request
 EVALUATION = -1  # the step that seeds of evaluations name
 
 
-def step_requests(recipe: Recipe, step: int, prompts: list[Prompt]) -> list[Request]:
+def step_requests(recipe: Recipe, step: int, prompts: list[Prompt], before: list[Prompt] | tuple[()] = ()) -> list[Request]:
     """`samples_per_prompt` requests for each prompt, side by side. A row that a batch holds twice, at the border of two
-    epochs, is asked for twice as many samples, all different."""
+    epochs, is asked for twice as many samples, all different; so is one that the step has asked for `before`."""
     count, temperature = recipe.rollout.samples_per_prompt, recipe.rollout.temperature
     requests: list[Request] = []
-    times: Counter[int] = Counter()
+    times = Counter(prompt.index for prompt in before)
     for prompt in prompts:
         first = count * times[prompt.index]
         times[prompt.index] += 1

@@ -87,7 +87,7 @@ class RolloutStage:
     def generate(self, step: Step, weights: WeightVersion) -> list[Sample]:
         """Every response to the step's prompts, as samples without reward."""
         count = self.site.recipe.rollout.samples_per_prompt
-        requests = step_requests(self.site.recipe, step.number, step.prompts)
+        requests = step_requests(self.site.recipe, step.number, step.prompts, step.before)
         expected = step.forecast.lengths.mean(1)
         if self.migration is not None:
             autoscaler, elastic = self.site.autoscaler, self.site.recipe.functions.elastic

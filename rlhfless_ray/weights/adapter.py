@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX = "base_model.model."
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # what an adapter_config.json may switch on that is more than W + scale · B A
 REFUSED = (
     "use_dora", "use_qalora", "lora_bias", "trainable_token_indices", "layer_replication", "megatron_config",
@@ -39,7 +40,7 @@ class Adapter:
         from safetensors.torch import load_file
 
         try:
-            config = json.loads((folder / "adapter_config.json").read_text())
+            config = json.loads((folder / CONFIG).read_text())
         except (OSError, ValueError):
             raise UserError(f"{folder}: no adapter_config.json that can be read; give a folder saved by peft") from None
         if config.get("peft_type") != "LORA":
@@ -48,9 +49,13 @@ class Adapter:
             raise UserError(f"{folder}: the adapter uses {on[0]}, which is not merged here; merge it with peft")
         if config.get("bias", "none") != "none":
             raise UserError(f"{folder}: the adapter trains biases (bias = {config['bias']}), which is not merged here; merge it with peft")
-        if not (folder / "adapter_model.safetensors").is_file():
-            raise UserError(f"{folder}: there is no adapter_model.safetensors; save it with safe_serialization")
-        tensors = load_file(folder / "adapter_model.safetensors")
+        if not (folder / WEIGHTS).is_file():
+            raise UserError(f"{folder}: there is no {WEIGHTS}; save it with safe_serialization")
+        return cls.of(config, load_file(folder / WEIGHTS), f"{folder}: ")
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str = "") -> Adapter:
+        """From peft's config and tensors by peft's names, those of a file or of a model. Raises UserError where one is missing."""
         pairs: dict[str, dict[str, Tensor]] = {}
         embeddings: set[str] = set()
         whole: dict[str, Tensor] = {}
@@ -63,7 +68,7 @@ class Adapter:
                 pairs.setdefault(f"{match[1]}.weight", {})[match[2]] = tensor
                 embeddings |= {f"{match[1]}.weight"} if "lora_embedding" in name else set()
         if lacking := [name for name, parts in pairs.items() if len(parts) != 2]:
-            raise UserError(f"{folder}: {lacking[0]} has only one of its two adapter matrices")
+            raise UserError(f"{where}{lacking[0]} has only one of its two adapter matrices")
         both = {name: (parts["A"], parts["B"]) for name, parts in pairs.items()}
         scale = {name: _scale(config, name.removesuffix(".weight")) for name in both}
         return cls(scale, both, whole, frozenset(both if config.get("fan_in_fan_out") else embeddings))
@@ -85,6 +90,12 @@ class Adapter:
 
     def unused(self) -> list[str]:
         return sorted((self.pairs.keys() | self.whole.keys()) - self.used)
+
+
+def adapter_files(files: Mapping[str, bytes], base: str) -> dict[str, bytes]:
+    """Those of an adapter's folder, among a checkpoint's, with the name of the model that it is for."""
+    config = {**json.loads(files[CONFIG]), "base_model_name_or_path": base}
+    return {CONFIG: json.dumps(config, indent=2, sort_keys=True).encode(), WEIGHTS: files[WEIGHTS]}
 
 
 def _scale(config: Mapping[str, Any], module: str) -> float:

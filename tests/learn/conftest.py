@@ -34,17 +34,18 @@ def learner_settings(ranks: int = 1, stage: int = 0, temperature: float = 1.0, *
         "learner": {**learner, **changes.get("learner", {})},
         "algorithm": {"clip_low": 0.01, "clip_high": 0.015, "importance_cap": 1.5, **changes.get("algorithm", {})},
         "policy": {"dtype": changes.get("dtype", "float32")}, "ema": changes.get("ema", {}),
+        "lora": changes.get("lora", {}),
     }
     recipe = Recipe.parse(tree)
     dump = {**recipe.model_dump(), "learner": recipe.learner_section()}
     return {**{name: dump[name] for name in ("learner", "algorithm", "policy")}, "temperature": temperature, "seed": 3}
 
 
-def critic_settings(ranks: int = 1, stage: int = 0, dtype: str = "float32") -> dict[str, Any]:
+def critic_settings(ranks: int = 1, stage: int = 0, dtype: str = "float32", **lora: Any) -> dict[str, Any]:
     """Warm-up, decay of the rate, weight decay on some weights, clipping of gradients and values, two steps an update."""
     recipe = Recipe.parse({
         "prompts": {"task": "chain"}, "reward": {"function": "task"}, "run": {"steps": 6}, "policy": {"dtype": dtype},
-        "algorithm": {"advantage": {"estimator": "gae"}, "updates_per_step": 2},
+        "algorithm": {"advantage": {"estimator": "gae"}, "updates_per_step": 2}, "lora": lora,
         "learner": {"zero_stage": stage, "micro_batch_tokens": 100},
         "critic": {
             "ranks": ranks, "learning_rate": 3e-3, "warmup_share": 0.2, "weight_decay": 0.2, "value_clip": 0.01, "grad_clip": 0.3,
@@ -119,7 +120,8 @@ class Cases:
         def add(name: str, files: dict[str, bytes], batches: list[Any], *stages: int, **changes: Any) -> None:
             for stage in stages:
                 settings = learner_settings(ranks, stage, **changes)
-                snapshots = {"plain": (0, 1), "full": (1,), "tied": (1,), "bf16": (0, 1), "averaged": (1, 3)}.get(name, ())
+                taken = {"plain": (0, 1), "bf16": (0, 1), "averaged": (1, 3), "full": (1,), "tied": (1,), "lora": (1,), "bf16 lora": (1,)}
+                snapshots = taken.get(name, ())
                 cases[f"{name}/{stage}"] = {"settings": settings, "files": files, "batches": batches, "snapshots": snapshots}
 
         add("plain", self.files, self.batches, 0, 1, 2, 3)
@@ -151,6 +153,14 @@ class Cases:
         add("averaged", self.files, self.batches, 0, 2, 3, ema={"beta": 0.6})
         add("uncorrected", self.files, self.batches, 0, algorithm=k1)
         add("bf16", self.bf16, self.batches, 1, 2, 3, dtype="bfloat16")
+        lora = {"rank": 3, "alpha": 7}
+        of_lora = {"updates_per_step": 2, "kl": {"coefficient": 0.3, "estimator": "k3"}}
+        add("lora", self.files, self.batches, 0, 1, 2, 3, algorithm=of_lora, lora=lora)
+        drops = {"algorithm": {"updates_per_step": 2}, "lora": {**lora, "dropout": 0.3}}
+        add("dropped", self.files, self.batches[:2], 0, 3, **drops)
+        narrow = {"micro_batch_tokens": 1, "gradient_checkpointing": True}
+        add("dropped narrow", self.files, self.batches[:2], 0, **drops, learner=narrow)
+        add("bf16 lora", self.bf16, self.batches, 2, dtype="bfloat16", lora={**lora, "target_modules": ["q_proj", "embed_tokens"]})
         for of in self.PARKED:  # the device's part is played by the host's own memory
             cases[of.replace("/", " parked/")] = {**cases[of], "parks": True, "snapshots": (1,)}
         add("sequence", self.files, self.batches, 0, 2, algorithm=sequence)
@@ -160,18 +170,24 @@ class Cases:
             cases[f"critic/{stage}"] = {
                 "settings": critic_settings(ranks, stage), "files": self.files, "batches": self.returned, "snapshots": (1,),
             }
+        for stage in (0, 3):
+            cases[f"critic lora/{stage}"] = {**cases[f"critic/{stage}"], "settings": critic_settings(ranks, stage, rank=2, alpha=8)}
         add("bf16 nan", self.bf16, self.with_nan, 1, 2, 3, dtype="bfloat16")
         return cases
 
-    PARKED: ClassVar = ("plain/0", "plain/2", "plain/3", "bf16/1")
+    PARKED: ClassVar = ("plain/0", "plain/2", "plain/3", "bf16/1", "lora/0", "lora/2", "lora/3")
 
     # (a run, its number of ranks, the ZeRO stage at which another gang goes on from its snapshot), by that gang's ranks
     CONTINUED: ClassVar = {
         1: [
             ("plain/0", 1, 0), ("plain/2", 2, 0), ("plain/3", 2, 1), ("plain/0", 1, 3), ("full/0", 1, 0), ("tied/3", 2, 2),
             ("bf16/2", 1, 2), ("bf16/3", 2, 1), ("critic/1", 2, 0), ("averaged/3", 2, 0),
+            ("lora/0", 1, 0), ("lora/3", 2, 0), ("bf16 lora/2", 2, 2), ("critic lora/3", 2, 0),
         ],
-        2: [("plain/0", 1, 2), ("plain/2", 1, 3), ("plain/0", 2, 0), ("tied/0", 1, 3), ("bf16/1", 1, 3), ("critic/0", 1, 3)],
+        2: [
+            ("plain/0", 1, 2), ("plain/2", 1, 3), ("plain/0", 2, 0), ("tied/0", 1, 3), ("bf16/1", 1, 3), ("critic/0", 1, 3),
+            ("lora/0", 1, 3),
+        ],
     }
 
     def second(self, ranks: int) -> dict[str, Any]:

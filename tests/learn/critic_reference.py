@@ -17,13 +17,21 @@ from rlhfless_ray.learn.batch import Batch
 class CriticReference:
     def __init__(self, files: dict[str, bytes], settings: dict[str, Any], score: np.ndarray) -> None:
         """`score` (1, width): the head's first weights."""
-        self.settings, section = settings, settings["critic"]
+        self.settings = settings
         with tempfile.TemporaryDirectory() as folder:
             for name, content in files.items():
                 (Path(folder) / name).write_bytes(content)
             self.body = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
         self.score = torch.from_numpy(score.copy()).requires_grad_()
-        self.named = {f"model.{name}": p for name, p in self.body.named_parameters()} | {"score.weight": self.score}
+        self.take_over(
+            {f"model.{name}": p for name, p in self.body.named_parameters()} | {"score.weight": self.score},
+            lambda ids: self.body(ids).last_hidden_state[0], lambda hidden: (hidden * self.score[0]).sum(),
+        )
+
+    def take_over(self, named: dict[str, Any], body: Any, head: Any) -> None:
+        """Train these weights, which body (ids → hidden states) and head (a hidden state → value) compute with."""
+        self.named, self.hidden, self.head = named, body, head
+        section = self.settings["critic"]
         plain = [p for name, p in self.named.items() if name.endswith("bias") or "norm" in name]
         decayed = [p for name, p in self.named.items() if not (name.endswith("bias") or "norm" in name)]
         self.optimizer = torch.optim.AdamW(
@@ -36,8 +44,8 @@ class CriticReference:
         )
 
     def values(self, sequence: dict[str, Any]) -> torch.Tensor:
-        hidden = self.body(sequence["ids"][None]).last_hidden_state[0]
-        return torch.stack([(hidden[t - 1] * self.score[0]).sum() for t in range(sequence["prompt"], len(sequence["ids"]))])
+        hidden = self.hidden(sequence["ids"][None])
+        return torch.stack([self.head(hidden[t - 1]).squeeze() for t in range(sequence["prompt"], len(sequence["ids"]))])
 
     def update(self, batch: Batch) -> tuple[np.ndarray, list[dict[str, float]]]:
         """The values before, and what each optimizer step did."""

@@ -78,6 +78,7 @@ def run_critic(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[s
         found["values"].append(values.copy())
         found["stats"].append(critic.update(replace(batch, values=values), 1)[0])
         weights = critic.trainer.weights()
+        found["model"] = critic.trainer.model_bytes()
         found["weights"].append(None if weights is None else {k: v.copy() for k, v in weights.items()})
         if number in case.get("snapshots", ()):
             found["snapshots"][number] = critic.trainer.snapshot_bytes()

@@ -57,7 +57,9 @@ class Reference:
         self.dtype = getattr(torch, settings["policy"]["dtype"])
         self.model = load(files, self.dtype)
         self.start = copy.deepcopy(self.model)
-        self.master = {n: p.detach().float().clone().requires_grad_() for n, p in self.model.named_parameters()}
+        if settings["learner"]["lora"]["rank"]:
+            self.model = with_adapters(self.model, settings["learner"]["lora"], settings["seed"])
+        self.master = {n: p.detach().float().clone().requires_grad_() for n, p in trained(self.model)}
         section = settings["learner"]
         self.optimizer = torch.optim.AdamW(
             self.master.values(), lr=1.0, betas=tuple(section["betas"]), weight_decay=section["weight_decay"]
@@ -133,7 +135,7 @@ class Reference:
             loss = tokens.sum() / (all_tokens if algorithm["loss_mean"] == "token" else len(new) * len(part))
             loss.backward()
             total += float(loss.detach())
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in trained(self.model):
             self.master[name].grad = parameter.grad.float()
         norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in self.master.values()]))
         for p in self.master.values():
@@ -143,7 +145,7 @@ class Reference:
         self.optimizer.step()
         self.steps += 1
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in trained(self.model):
                 parameter.copy_(self.master[name])
         apart = torch.cat([(s["old"] - s["sampler"]).abs() for s in part])
         return {
@@ -153,4 +155,25 @@ class Reference:
         }
 
     def weights(self) -> dict[str, np.ndarray]:
-        return {n: p.detach().float().numpy().copy() for n, p in self.model.named_parameters()}
+        model = self.model
+        if hasattr(model, "merge_and_unload"):
+            model = copy.deepcopy(model).merge_and_unload()
+        return {n: p.detach().float().numpy().copy() for n, p in model.named_parameters()}
+
+
+def trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+
+
+def with_adapters(model: torch.nn.Module, section: dict[str, Any], seed: int, task: str | None = "CAUSAL_LM") -> torch.nn.Module:
+    """peft's own model, its first values from the same seed as the learner's."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = section["target_modules"]
+    config = LoraConfig(
+        r=section["rank"], lora_alpha=section["alpha"], task_type=task,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return get_peft_model(model, config, autocast_adapter_dtype=False)

@@ -237,7 +237,7 @@ def test_gradients_go_ahead_exactly_where_a_part_has_the_advantages_of_the_whole
 @pytest.mark.parametrize("algorithm", [{"updates_per_step": 2}, {"epochs": 2}, {"batch_samples": 7}])
 def test_later_updates_wait_for_all_samples(algorithm: dict[str, Any]) -> None:
     chosen = recipe(algorithm=algorithm)
-    said = inexact(chosen.algorithm.model_dump(), chosen.learner.model_dump())
+    said = inexact(chosen.algorithm.model_dump(), chosen.learner_section())
     assert said is not None and said.startswith(f"algorithm.{next(iter(algorithm))}")
 
 

@@ -1,0 +1,149 @@
+"""LoRA: a frozen base model with low-rank adapters that are trained (Hu et al. 2021, arXiv 2106.09685), as peft makes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlhfless_ray.errors import UserError
+from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.weights.adapter import CONFIG, PREFIX, WEIGHTS, Adapter
+
+NAME = "default"  # peft's, of a model's only adapter
+BASE = ".base_layer"
+
+
+class Lora:
+    """The adapters of one model, which is changed in place: its base is frozen, its forward pass includes them."""
+
+    def __init__(self, model: Any, section: dict[str, Any], seed: int, task: str | None = None) -> None:
+        """`section`: the recipe's `lora`; `seed`: of the first values of A, the same on every rank (B begins at 0); `task`: peft's
+        name of what the model does. Raises UserError where the model has no such layers, or layers that cannot be merged."""
+        from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.lora import Embedding, Linear
+        from peft.tuners.lora.layer import LoraLayer
+
+        targets = section["target_modules"]
+        self.config = LoraConfig(
+            r=section["rank"], lora_alpha=section["alpha"], lora_dropout=0.0, bias="none", task_type=task,
+            target_modules="all-linear" if targets == ["all-linear"] else targets,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            try:
+                inject_adapter_in_model(self.config, model)
+            except ValueError as error:
+                raise UserError(f"lora.target_modules: {' '.join(str(error).split())[:300]}") from None
+        self.layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+        self.config.lora_dropout = section["dropout"]
+        self.rows: list[tuple[list[int], int, int]] | None = None  # of the forward pass at hand, see `dropping`
+        for number, layer in enumerate(self.layers if section["dropout"] else []):
+            layer.lora_dropout[NAME] = RowDropout(self, section["dropout"], number)
+        tied = getattr(model.config, "tie_word_embeddings", False)
+        ends = [getattr(model, f"get_{side}_embeddings")() for side in ("input", "output")]
+        for name, module in model.named_modules():
+            if not isinstance(module, LoraLayer):
+                continue
+            if type(module) not in (Linear, Embedding):
+                kind = type(module).__name__
+                raise UserError(f"lora.target_modules: {name} is a {kind}, whose adapter cannot be merged here; leave it out")
+            if tied and any(module is end for end in ends):
+                raise UserError(f"lora.target_modules: {name} shares its weights with the other end of the model; leave it out")
+
+    def is_trained(self, name: str) -> bool:
+        """Whether a model's parameter is an adapter's."""
+        return ".lora_" in name
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The base model alone."""
+        for layer in self.layers:
+            layer._disable_adapters = True  # peft's own switch would also unfreeze and freeze
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer._disable_adapters = False
+
+    @contextmanager
+    def dropping(self, batch: Batch, sequences: np.ndarray, seed: list[int]) -> Iterator[None]:
+        """Forward passes of these sequences, and backward ones, which may compute them again, drop inputs of the adapters: the same
+        for a sequence whatever it is batched with. `seed`: another one for each optimizer step."""
+        lengths = zip(sequences.tolist(), batch.lengths[sequences].tolist(), batch.response_lengths[sequences].tolist(), strict=True)
+        self.rows = [([*seed, sequence], length, response) for sequence, length, response in lengths]
+        try:
+            yield
+        finally:
+            self.rows = None
+
+    def merged(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole weights by the base model's names, adapters folded in: what engines and files get."""
+        adapter = Adapter.of(self._config(), {name: x for name, x in weights.items() if self.is_trained(name)})
+        named = {name.replace(f"{BASE}.", "."): x for name, x in weights.items() if not self.is_trained(name)}
+        return {name: adapter.merged(name, x) for name, x in named.items()}
+
+    def files(self, weights: Mapping[str, Tensor]) -> dict[str, bytes]:
+        """The adapters alone, as peft writes and reads them. The base model's name is left open."""
+        from safetensors.torch import save
+
+        own = {saved_name(name): x.contiguous() for name, x in weights.items() if self.is_trained(name)}
+        config = {**self._config(), "inference_mode": True}
+        return {CONFIG: json.dumps(config, indent=2, sort_keys=True).encode(), WEIGHTS: save(own, metadata={"format": "pt"})}
+
+    def _config(self) -> dict[str, Any]:
+        return {name: sorted(value) if isinstance(value, set) else value for name, value in self.config.to_dict().items()}
+
+
+class RowDropout(nn.Module):
+    """Dropout whose mask is drawn for each sequence by itself."""
+
+    def __init__(self, lora: Lora, share: float, number: int) -> None:
+        """`number`: of the layer, whose mask is its own."""
+        super().__init__()
+        self.lora, self.share, self.number = lora, share, number
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (sequences, length, width) as padded on the right; or of a head, (response tokens, width)."""
+        if self.lora.rows is None:
+            return x
+        kept = torch.zeros_like(x)
+        start = 0
+        for row, (seed, length, response) in enumerate(self.lora.rows):
+            part = kept[start : start + response] if x.dim() == 2 else kept[row, :length]
+            state = int(np.random.SeedSequence([*seed, self.number]).generate_state(1, np.uint64)[0] >> 1)
+            part.bernoulli_(1 - self.share, generator=torch.Generator(x.device).manual_seed(state))
+            start += response
+        return x * kept / (1 - self.share)
+
+
+class BaseModel:
+    """What a model was before it got adapters, called like the engine around it."""
+
+    def __init__(self, engine: Any, lora: Lora) -> None:
+        self.engine, self.lora = engine, lora
+
+    def __call__(self, *arguments: Any) -> Any:
+        with self.lora.off():
+            return self.engine(*arguments)
+
+
+def saved_name(name: str) -> str:
+    """A parameter's name in an adapter's file."""
+    return PREFIX + name.replace(f".{NAME}.", ".").removesuffix(f".{NAME}")
+
+
+def live_name(saved: str) -> str:
+    """The reverse of `saved_name`."""
+    name = saved.removeprefix(PREFIX)
+    return f"{name}.{NAME}" if ".lora_embedding_" in name else f"{name.removesuffix('.weight')}.{NAME}.weight"
+
+
+def trained(model: nn.Module) -> list[str]:
+    """Names of the parameters that are not frozen."""
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -1,0 +1,149 @@
+"""Adapters in the learner's gang: against peft and plain torch, on any number of ranks, merged for engines, and as a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from critic_reference import CriticReference
+from learner_reference import Reference, load, logprobs, sequences, with_adapters
+from peft import PeftModel
+from safetensors.torch import load as load_tensors
+from test_learner import distance, same
+from tiny_policy import tiny_policy
+
+from rlhfless_ray.cli import lora_combiner
+from rlhfless_ray.errors import UserError
+from rlhfless_ray.learn.lora import Lora, live_name, saved_name
+from rlhfless_ray.learn.model import load_critic
+from rlhfless_ray.weights.adapter import adapter_files
+from rlhfless_ray.weights.folder import write_folder
+
+SECTION = {"rank": 3, "alpha": 7, "target_modules": ["all-linear"], "dropout": 0.0}
+
+
+@pytest.mark.parametrize("name", ["lora", "bf16 lora"])
+def test_published_weights_equal_peft_merged(cases: Any, name: str) -> None:
+    """After every update, on every number of ranks and ZeRO stage; only the adapted weights have moved."""
+    case = cases.first(1)["lora/0" if name == "lora" else "bf16 lora/2"]
+    reference = Reference(case["files"], case["settings"])
+    start, wanted = reference.weights(), []
+    for batch in case["batches"]:
+        stats = reference.update(batch)
+        wanted.append((reference.weights(), np.mean([s["loss"] for s in stats])))
+    ends = ("proj.weight",) if name == "lora" else ("q_proj.weight", "embed_tokens.weight")
+    for ranks in (1, 2):
+        for stage in range(4) if name == "lora" else (2,):
+            found = cases.result(f"{name}/{stage}", ranks)
+            for got, told, (weights, loss) in zip(found["weights"], found["stats"], wanted, strict=True):
+                assert distance(got, weights, start) < (3e-4 if name == "lora" else 0.2), (ranks, stage)
+                assert told.loss == pytest.approx(loss, abs=1e-6 if name == "lora" else 0.02)
+                assert all(np.array_equal(got[k], start[k]) != k.endswith(ends) for k in start)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_critic_has_adapters_too(cases: Any, stage: int, tmp_path: Path) -> None:
+    """Its head is one of the linear layers, as in OpenRLHF. The reference steps what peft made of the same model."""
+    case = cases.first(1)[f"critic lora/{stage}"]
+    section = case["settings"]["critic"]["lora"]
+    made = load_critic(write_folder(tmp_path, case["files"]), "float32", False, "score", 3).eval()
+    start = {name: x.detach().numpy().copy() for name, x in made.named_parameters()}
+    adapted = with_adapters(made, section, 3, None)
+    reference = CriticReference(case["files"], case["settings"], start["score.weight"])
+    named = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    reference.take_over(named, lambda ids: adapted.base_model.model.model(ids).last_hidden_state[0], adapted.base_model.model.score)
+    assert any("score.lora_A" in name for name in named)
+    for batch in case["batches"]:
+        reference.update(batch)
+    wanted = {name: p.detach().numpy() for name, p in adapted.merge_and_unload().named_parameters()}
+    for ranks in (1, 2):
+        found = cases.result(f"critic lora/{stage}", ranks)
+        assert distance(found["weights"][-1], wanted, start) < 1e-3
+        whole = load_tensors(found["model"])
+        assert same({name: x.numpy() for name, x in whole.items()}, found["weights"][-1])
+
+
+def test_dropout_is_that_of_a_sequence_whatever_it_is_batched_with(cases: Any) -> None:
+    """Ranks, ZeRO stage, micro-batches and recomputed activations change nothing, and old log-probabilities know no dropout."""
+    one = cases.result("dropped/0", 1)
+    start = {name: x.numpy() for name, x in load_tensors(cases.files["model.safetensors"]).items()}
+    for name, ranks in (("dropped/3", 1), ("dropped narrow/0", 1), ("dropped/0", 2), ("dropped/3", 2), ("dropped narrow/0", 2)):
+        other = cases.result(name, ranks)
+        assert distance(other["weights"][-1], one["weights"][-1], start) < 5e-4, (name, ranks)
+    without = cases.result("lora/0", 1)
+    assert distance(one["weights"][0], without["weights"][0], start) > 0.1
+    model, batch = load(cases.files), cases.batches[1]  # what the engines sampled the second batch with, so to say
+    model.load_state_dict({name: torch.from_numpy(x) for name, x in one["weights"][0].items()})
+    with torch.no_grad():
+        old = torch.cat([logprobs(model, s, 1.0) for s in sequences(batch)]).numpy()
+    assert one["stats"][1].mismatch_mean == pytest.approx(np.abs(old - batch.logprobs).mean(), rel=1e-6)
+    assert one["stats"][1].mismatch_max == pytest.approx(np.abs(old - batch.logprobs).max(), rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_leaving_the_device_changes_nothing(cases: Any, ranks: int) -> None:
+    for stage in (0, 2, 3):
+        stayed, parked = cases.result(f"lora/{stage}", ranks), cases.result(f"lora parked/{stage}", ranks)
+        assert all(same(a, b) for a, b in zip(parked["weights"], stayed["weights"], strict=True))
+        assert parked["snapshots"][1] == stayed["snapshots"][1] == parked["snapshots"]["1 away"]
+
+
+def test_a_snapshot_is_an_adapter_that_peft_loads_and_the_combiner_merges(cases: Any, tmp_path: Path) -> None:
+    found = cases.result("lora/3", 2)
+    files = found["snapshots"][1]
+    assert set(files) == {"adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors", "learner.json"}
+    moments = [name for name in load_tensors(files["optimizer.safetensors"]) if name != "rng"]
+    assert moments and all(".lora_" in name for name in moments)
+    base, folder = write_folder(tmp_path / "base", cases.files), tmp_path / "adapter"
+    write_folder(base, {"tokenizer.json": b"{}"})
+    write_folder(folder, adapter_files(files, str(base)))
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    merged = PeftModel.from_pretrained(load(cases.files), folder).merge_and_unload()
+    by_peft = {name: p.detach().numpy() for name, p in merged.named_parameters()}
+    lora_combiner.combine(base, folder, tmp_path / "out", False, "float32")
+    combined = load_tensors((tmp_path / "out" / "model.safetensors").read_bytes())
+    for name, published in found["weights"][0].items():
+        np.testing.assert_allclose(published, by_peft[name], atol=1e-7)
+        np.testing.assert_array_equal(published, combined[name].numpy())
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.lora_A.default.weight", "model.embed_tokens.lora_embedding_B.default"])
+def test_names_come_back(name: str) -> None:
+    assert live_name(saved_name(name)) == name and "default" not in saved_name(name)
+
+
+def test_adapters_off_is_the_base_and_the_seed_decides_where_they_begin() -> None:
+    ids = torch.arange(2, 40)[None]
+    plain = load(tiny_policy())
+    first = []
+    for seed in (1, 1, 2):
+        model = load(tiny_policy())
+        lora = Lora(model, SECTION, seed)
+        first.append(dict(model.named_parameters())["model.layers.1.mlp.up_proj.lora_A.default.weight"].detach())
+        assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+            name for name, _ in model.named_parameters() if lora.is_trained(name)
+        }
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+        assert not torch.allclose(model(ids).logits, plain(ids).logits, atol=1e-2)
+        with lora.off():
+            torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=0)
+    assert torch.equal(first[0], first[1]) and not torch.equal(first[0], first[2])
+
+
+@pytest.mark.parametrize(
+    ("targets", "tied", "said"),
+    [
+        (["q_prj"], False, "q_prj"), (["embed_tokens"], True, "other end"), (["q_proj", "lm_head"], True, "other end"),
+        (["self_attn"], False, ""),
+    ],
+)
+def test_layers_that_are_not_there_or_cannot_be_merged(targets: list[str], tied: bool, said: str) -> None:
+    with pytest.raises(UserError, match=rf"^lora\.target_modules: .*{said}"):
+        Lora(load(tiny_policy(tied=tied)), {**SECTION, "target_modules": targets}, 0)
