@@ -73,7 +73,8 @@ class Refill:
         missing = self.batch - len(self.ready)
         if missing <= 0 or (self.ready and self.cursor.ends and self.cursor.at_border):
             return []
-        return self.cursor.next(math.ceil(missing * self.section.filter_draw))
+        most = 2 * self.batch - 1 - len(self.ready)  # what is left over leaves the next step a prompt to begin with
+        return self.cursor.next(min(math.ceil(missing * self.section.filter_draw), most))
 
     def take(self) -> list[Sample]:
         """The step's samples; those that are left over stay."""
@@ -127,7 +128,10 @@ def _score(sample: Sample) -> float:
 def _as_json(sample: Sample) -> dict[str, Any]:
     completion = asdict(sample.completion)
     completion |= {name: completion[name].tolist() for name in ("token_ids", "logprobs")}
-    return {"row": sample.prompt.index, "completion": completion, **{name: getattr(sample, name) for name in PLAIN}}
+    mask = None if sample.action_mask is None else sample.action_mask.tolist()
+    return {
+        "row": sample.prompt.index, "completion": completion, "action_mask": mask, **{name: getattr(sample, name) for name in PLAIN},
+    }
 
 
 def _of_json(row: dict[str, Any], prompts: list[Prompt]) -> Sample:
@@ -137,4 +141,5 @@ def _of_json(row: dict[str, Any], prompts: list[Prompt]) -> Sample:
         "token_ids": np.array(told["token_ids"], np.int32), "logprobs": np.array(told["logprobs"], np.float32),
         "versions": tuple((version, tokens) for version, tokens in told["versions"]),
     }
-    return Sample(prompts[row["row"]], completion=Completion(**told), **{name: row[name] for name in PLAIN})
+    mask = None if row["action_mask"] is None else np.array(row["action_mask"], bool)
+    return Sample(prompts[row["row"]], completion=Completion(**told), action_mask=mask, **{name: row[name] for name in PLAIN})

@@ -37,6 +37,7 @@ class Request:
     awaited: bool = False  # somebody waits for its end, which is told at once
     stop: tuple[str, ...] = ()  # it ends with the token that completes one of these in its text
     stop_token_ids: tuple[int, ...] = ()  # beside those that end every response
+    top_p: float = 1.0  # probability of the most likely tokens that the others are left out beside; greedy ones need none
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Completion:
 
     key: int
     token_ids: np.ndarray  # (length,) int32, end-of-sequence token included when it was sampled
-    logprobs: np.ndarray  # (length,) float32, of the sampling distribution: temperature applied, before the noise
+    logprobs: np.ndarray  # (length,) float32, of the sampling distribution: temperature and top-p applied, before the noise
     finish_reason: str  # "stop": ended by itself; "length": ended at max_tokens
     version: int  # weight version of the last token
     versions: tuple[tuple[int, int], ...] = ()  # (version, tokens) in their order; () stands for one version all along

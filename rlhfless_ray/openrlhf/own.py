@@ -17,7 +17,8 @@ from rlhfless_ray.errors import UserError
 
 SHORT = ("functions", "objective")
 SECTIONS = (
-    *SHORT, "rollout", "learner", "price", "cluster", "run", "prompts", "checkpoint", "watch", "evaluate", "reward", "agent", "policy",
+    *SHORT, "algorithm", "rollout", "learner", "price", "cluster", "run", "prompts", "checkpoint", "watch", "evaluate", "reward",
+    "agent", "policy",
 )
 DIALECT = "--elastic.dialect"
 

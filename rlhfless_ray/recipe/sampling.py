@@ -42,6 +42,9 @@ class Rollout(Section):
     None: there is no such limit."""
     temperature: float = Field(1.0, gt=0)
     """Of the sampling distribution, which is also the one that is trained."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Below 1 the least likely tokens are not sampled: those beside the most likely ones that have this probability together. The
+    policy that is trained is still the whole one; importance weights correct for the difference."""
     min_actors: int = Field(1, ge=1)
     """Fewest engines; a rollout waits until it has a slot for each."""
     max_actors: int = Field(2, ge=1)

@@ -198,6 +198,7 @@ class Engine:
         for request in requests:
             number, before = self.live.take_up(request), len(request.generated)
             extra: dict[str, Any] = {"key": number, "seed": request.seed, "temperature": request.temperature, "offset": before}
+            extra["top_p"] = request.top_p
             if self.pages is not None:
                 # by its name the connector knows whose pages are asked for
                 extra["kv_transfer_params"] = {"name": str(request.key), "continued": before > 0}

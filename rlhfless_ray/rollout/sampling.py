@@ -5,7 +5,7 @@ noise. Here every request owns one Philox stream (a counter-based generator: num
 and i alone; Salmon et al., SC 2011), and the token at response position i is drawn with number i by inverting the
 cumulative distribution. Neither the batch around a request nor the engine it runs on takes part.
 
-The log-probability of the token is that of the sampling distribution: temperature applied, taken before the noise.
+The log-probability of the token is that of the sampling distribution: temperature and top-p applied, taken before the noise.
 vLLM offers it before the temperature or after all processors only, so it is kept here and fetched by request key.
 """
 
@@ -36,15 +36,32 @@ def uniforms(seed: int, count: int, offset: int = 0) -> np.ndarray:
     return np.random.Generator(stream).random(rest + count)[rest:]
 
 
-def draw(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def nucleus(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """(rows, vocabulary) bool: the fewest most likely tokens of each row whose probabilities come to `top_p` (rows,), one at least
+    (Holtzman et al. 2020, section 3.1, arXiv 1904.09751). Of equally likely tokens the first come first."""
+    order = logprobs.sort(dim=-1, descending=True, stable=True)
+    p = order.values.double().exp()
+    kept = (p.cumsum(-1) - p) < top_p.double().unsqueeze(1)
+    kept[:, 0] = True
+    return torch.zeros_like(kept).scatter_(1, order.indices, kept)
+
+
+def draw(
+    logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, top_p: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row.
 
-    logits (rows, vocabulary) float; temperature (rows,), 0 meaning greedy; uniform (rows,) float64 in [0, 1).
-    Returns tokens (rows,) int64 and their log-probabilities (rows,) float32 (a greedy row's at temperature 1).
+    logits (rows, vocabulary) float; temperature (rows,), 0 meaning greedy; uniform (rows,) float64 in [0, 1); top_p (rows,) in
+    (0, 1], None: 1 for all. Returns tokens (rows,) int64 and their log-probabilities (rows,) float32 in the distribution that was
+    drawn from (a greedy row's at temperature 1).
     """
     greedy = temperature == 0
     scaled = logits.float() / torch.where(greedy, torch.ones_like(temperature), temperature).unsqueeze(1)
     logprobs = torch.log_softmax(scaled, dim=-1)
+    if top_p is not None:
+        whole = (greedy | (top_p >= 1)).unsqueeze(1)
+        cut = logprobs.masked_fill(~nucleus(logprobs, top_p), -torch.inf)
+        logprobs = torch.where(whole, logprobs, cut - cut.logsumexp(-1, keepdim=True))
     # float64: a float32 sum over a large vocabulary would move the edges of rare tokens
     cumulative = torch.cumsum(logprobs.double().exp(), dim=-1)
     sampled = torch.searchsorted(cumulative, (uniform * cumulative[:, -1]).unsqueeze(1), right=True).squeeze(1)
@@ -56,7 +73,7 @@ class KeyedSampler(LogitsProcessor):
     """vLLM logits processor that draws every token itself; requests run greedily as far as vLLM is concerned.
 
     A request's `SamplingParams.extra_args` carry `key` (int, unlike that of any other request the engine still knows), `seed`
-    (int), `temperature` (float) and `offset` (tokens generated before, when a cut request goes on).
+    (int), `temperature` (float), `top_p` (float, 1 where it is absent) and `offset` (tokens generated before, when a cut request goes on).
     """
 
     latest: KeyedSampler | None = None  # the engine in this process finds its sampler here (vLLM builds it)
@@ -92,6 +109,7 @@ class KeyedSampler(LogitsProcessor):
             self.rows[index] = {
                 "key": extra["key"],
                 "temperature": extra["temperature"],
+                "top_p": extra.get("top_p", 1.0),
                 "noise": uniforms(extra["seed"], params.max_tokens or 0, offset),
                 "output": output_ids,
                 "prompt_tokens": len(prompt_ids or ()),
@@ -110,7 +128,10 @@ class KeyedSampler(LogitsProcessor):
         positions = np.array([len(row["output"]) for row in rows])
         noise = torch.tensor([row["noise"][p] for row, p in zip(rows, positions, strict=True)], dtype=torch.float64)
         temperature = torch.tensor([row["temperature"] for row in rows], dtype=torch.float32)
-        tokens, logprobs = draw(logits, temperature.to(self.device), noise.to(self.device))
+        top_p = None
+        if any(row["top_p"] < 1 for row in rows):
+            top_p = torch.tensor([row["top_p"] for row in rows], dtype=torch.float64).to(self.device)
+        tokens, logprobs = draw(logits, temperature.to(self.device), noise.to(self.device), top_p)
         self.records.append((np.array([row["key"] for row in rows]), positions, logprobs))
         self.running = len(rows)
         self.context_tokens = int(positions.sum()) + sum(row["prompt_tokens"] for row in rows)

@@ -140,3 +140,26 @@ def test_a_bad_agent_file_ends_the_command_before_anything_starts(folder: Path) 
     )  # fmt: skip
     assert done.returncode == 2 and "agent.path agent.py: " in done.stderr and "without `done`" in done.stderr, done.stderr
     assert not (folder / "runs").exists()
+
+
+def test_adapters_of_policy_and_critic_on_filtered_groups(folder: Path) -> None:
+    """The episode ends with its prompts, also where filtering uses them up early; what is saved is the adapter, merged in the run
+    folder."""
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    line = OLD.replace("--advantage_estimator reinforce", "--advantage_estimator gae --save_value_network --use_tensorboard tb")
+    line += """ --lora_rank 4 --lora_alpha 8 --target_modules q_proj v_proj score --lora_dropout 0.05 --critic_num_nodes 1
+    --critic_num_gpus_per_node 1 --dynamic_filtering --dynamic_filtering_reward_range 0.05 0.7 --elastic.run.name adapted"""
+    steps = run(folder, line)
+    done = folder / "runs" / "adapted"
+    rows = [json.loads(line) for line in (done / "metrics.jsonl").read_text().splitlines() if '"filter/prompts"' in line]
+    assert sum(row["filter/prompts"] for row in rows) == 6 == sum(row["filter/dropped_prompts"] + row["tokens/samples"] / 2 for row in rows)
+    assert [values["dynamic_filtering_pass_rate"] for _, values in steps] == [row["filter/pass_percent"] for row in rows]
+    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16), folder / "out")
+    assert adapted.peft_config["default"].target_modules >= {"q_proj", "v_proj"}
+    merged, ids = AutoModelForCausalLM.from_pretrained(done / "model"), torch.arange(3, 20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(ids).logits.float(), merged(ids).logits, rtol=0.02, atol=0.02)
+    AutoModelForSequenceClassification.from_pretrained(done / "critic")

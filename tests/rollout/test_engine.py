@@ -88,6 +88,28 @@ def test_samples_follow_the_policy(engine: Any) -> None:
     assert chisquare([seen[b].sum() for b in bins], [expected[b].sum() for b in bins]).pvalue > 1e-3
 
 
+def test_top_p_holds_for_a_request_whatever_runs_beside_it(engine: Any) -> None:
+    """Tokens of its nucleus, with log-probabilities in it; the others' are of the whole distribution."""
+    asked = [replace(r, top_p=0.6 if r.key % 2 else 1.0) for r in requests(12, temperature=0.8)]
+    model, checked = load(FILES["A"]), 0
+    for key, done in answer(engine, asked).items():
+        ids = torch.tensor([[*asked[key].token_ids, *done.token_ids.tolist()]])
+        with torch.no_grad():
+            every = torch.softmax(model(ids).logits[0, len(asked[key].token_ids) - 1 : -1].double() / 0.8, -1).numpy()
+        for p, token, logprob in zip(every, done.token_ids, done.logprobs, strict=True):
+            more_likely = float(p[p > p[token]].sum())
+            whole = 1.0
+            if key % 2:
+                assert more_likely < 0.6 + 1e-5
+                sums = np.cumsum(np.sort(p)[::-1])
+                whole = float(sums[np.searchsorted(sums, 0.6)])
+                if np.abs(sums - 0.6).min() < 1e-5:
+                    continue  # rounding decides
+            assert logprob == pytest.approx(np.log(p[token] / whole), abs=1e-4)
+            checked += 1
+    assert checked > 100
+
+
 def test_greedy_equals_transformers(engine: Any) -> None:
     asked = requests(temperature=0.0)
     model = load(FILES["A"])

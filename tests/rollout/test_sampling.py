@@ -163,3 +163,37 @@ def test_a_request_without_its_seed_is_refused(sampling: ModuleType) -> None:
 
     with pytest.raises(ValueError, match="needs key, seed and temperature"):
         sampling.KeyedSampler.validate_params(SamplingParams(extra_args={"key": 1}))
+
+
+@given(st.integers(0, 2**32), st.floats(0.3, 2.0), st.floats(0.05, 1.0), st.floats(0, 1, exclude_max=True))
+@settings(max_examples=80, deadline=None)
+def test_top_p_draws_from_the_nucleus(sampling: ModuleType, seed: int, temperature: float, top_p: float, uniform: float) -> None:
+    """Against a loop over sorted tokens, with vLLM's own masking as a second opinion on which are left."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    logits = 3 * torch.randn(1, 29, generator=torch.Generator().manual_seed(seed))
+    p = probabilities(logits[0], temperature)
+    kept: list[int] = []
+    for token in sorted(range(29), key=lambda token: -p[token]):
+        if kept and sum(p[kept]) >= top_p - 1e-6:
+            break
+        kept.append(token)
+    if abs(sum(p[kept]) - top_p) < 1e-5:
+        return  # rounding decides
+    mask = np.isin(np.arange(29), kept)
+    assert np.array_equal(sampling.nucleus(torch.from_numpy(np.log(p))[None], torch.tensor([top_p]))[0], mask)
+    by_vllm = apply_top_k_top_p_pytorch((logits / temperature).clone(), None, torch.tensor([top_p]))
+    assert np.array_equal(torch.isfinite(by_vllm[0]), mask)
+    q = np.where(mask, p, 0) / p[mask].sum()
+    rows = logits.expand(3, -1)
+    tokens, logprobs = sampling.draw(
+        rows, torch.tensor([temperature, temperature, 0.0]), torch.full((3,), uniform, dtype=torch.float64),
+        torch.tensor([top_p, 1.0, top_p]),
+    )
+    wanted = int(np.searchsorted(np.cumsum(q), uniform, side="right"))
+    if abs(np.cumsum(q) - uniform).min() > 1e-5:
+        assert int(tokens[0]) == wanted
+    assert float(logprobs[0]) == pytest.approx(np.log(q[int(tokens[0])]), abs=3e-5)
+    assert float(logprobs[1]) == pytest.approx(np.log(p[int(tokens[1])]), abs=3e-5), "another row's top-p is its own"
+    assert int(tokens[2]) == int(np.argmax(p))
+    assert float(logprobs[2]) == pytest.approx(np.log(probabilities(logits[0], 1.0)[int(tokens[2])]), abs=3e-5)
