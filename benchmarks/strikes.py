@@ -132,9 +132,9 @@ def kill_index(run: Strikes, rng: Any, nodes: Any) -> bool:
     """The replica of the run's prefix service, which owns the pages."""
     import ray._private.state as state
 
-    if run.prefix_stage is None or run.prefix_stage.service.handle is None:
+    if run.stages.prefix is None or run.stages.prefix.service.handle is None:
         return False
-    name = f"ServeReplica:{run.prefix_stage.service.name}:PrefixApp"
+    name = f"ServeReplica:{run.stages.prefix.service.name}:PrefixApp"
     pids = [one["Pid"] for one in state.actors().values() if one["State"] == "ALIVE" and one["ActorClassName"] == name]
     if pids:
         os.kill(pids[0], signal.SIGKILL)
@@ -142,7 +142,7 @@ def kill_index(run: Strikes, rng: Any, nodes: Any) -> bool:
 
 
 def prefill_instances(run: Strikes) -> list[Any]:
-    return [] if run.prefix_stage is None else [*run.prefix_stage.pool.working, *run.prefix_stage.pool.parked]
+    return [] if run.stages.prefix is None else [*run.stages.prefix.pool.working, *run.stages.prefix.pool.parked]
 
 
 Strike = Callable[[Strikes, Any, Nodes], bool]

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import platform
 import signal
 from collections.abc import Iterator
@@ -19,24 +18,19 @@ from typing import Any, Self
 from placement.lengths import Scenarios
 from placement.policy import failed, slots_to_yield
 from placement.speed import Speed
-from rlhfless_ray.agent.actor import AgentActor
 from rlhfless_ray.agent.dry import dry_play
 from rlhfless_ray.agent.load import AgentSource
-from rlhfless_ray.agent.processes import Processes, start_agent
-from rlhfless_ray.agent.stage import PlayedStage
 from rlhfless_ray.autoscale import Autoscaler, RolloutPlan
 from rlhfless_ray.checkpoints import Best, Checkpoints
-from rlhfless_ray.crew import Actors, Crew, hire
+from rlhfless_ray.crew import Actors, hire
 from rlhfless_ray.errors import RunError, Stopped, UserError
 from rlhfless_ray.evaluation import evaluate
 from rlhfless_ray.functions.cluster import RayCluster
-from rlhfless_ray.functions.faults import Faults
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.stage import LearnStage
 from rlhfless_ray.phases import Phases
 from rlhfless_ray.policy_files import context_tokens, initial_policy, keep_policy, load_tokenizer
-from rlhfless_ray.prefix.stage import PrefixStage, StepPrefixes
+from rlhfless_ray.prefix.stage import StepPrefixes
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.prompts.load import load_prompts
 from rlhfless_ray.recipe import Recipe
@@ -44,10 +38,9 @@ from rlhfless_ray.record import Record
 from rlhfless_ray.refill import Refill
 from rlhfless_ray.reward.dry import dry_call
 from rlhfless_ray.reward.functions import load_reward
-from rlhfless_ray.reward.stage import ScoreStage
-from rlhfless_ray.rollout.stage import RolloutStage
 from rlhfless_ray.run_folder import RunFolder, check_writable, put_files
 from rlhfless_ray.site import Site
+from rlhfless_ray.stages import Stages
 from rlhfless_ray.types import Prompt, Sample, Step, UpdateStats, WeightVersion
 from rlhfless_ray.waits import STOP
 from rlhfless_ray.weights.adapter import adapter_files
@@ -88,7 +81,6 @@ class Runtime:
         self.autoscaler = Autoscaler(recipe, FIRST_SPEED)
         self.cluster = RayCluster(recipe)
         self.cursor_done = self.cursor.state()  # after the last finished step: a stop inside a step repeats it whole
-        self.weight_bytes = sum(len(content) for name, content in self.files.items() if name.endswith(".safetensors"))
         self.steps_done = 0
         self.ahead: Step | None = None  # the next step's prompts, forecast and plan, made while the learner works
         self.weights: WeightVersion | None = None
@@ -154,49 +146,10 @@ class Runtime:
         self.leases, self.rollout, self.reward, self.gang = crew.leases, crew.rollout, crew.reward, crew.gang
         most = min(self.recipe.rollout.max_actors, sum(self.leases.matching(self.recipe.rollout.nodes).values()))
         self.site = Site(self.recipe, self.ledger, self.leases, self.phases, self.record, self.autoscaler, most)
-        self.score_stage = PlayedStage(self.site, self.reward) if self.recipe.agent.path else ScoreStage(
-            self.site, self.reward, self.reward_source, self.tokenizer
+        self.stages = Stages.of(
+            self.site, crew, self.files, longest, self.reward_source, self.tokenizer, private=self.cluster.private
         )
-        self.learn_stage = LearnStage(self.site, self.gang, crew.critic)
-        self.faults = Faults(self.recipe.functions.max_replacements)
-        for pool in (self.rollout, self.reward, *([crew.prefill] if crew.prefill else []), *self.learn_stage.pools()):
-            pool.faults = self.faults
-        self.learn_stage.recovers(self.recipe.checkpoint.memory_every_steps, self.record.progress.message)
-        self.agents = self._agents(longest) if self.recipe.agent.path else None
-        self.prefix_stage = self._prefix_stage(crew)
-        self.rollout_stage = RolloutStage(
-            self.site, self.rollout, self.score_stage, self.learn_stage, self.tokenizer, self.weight_bytes, self.prefix_stage,
-            self.agents,
-        )
-
-    def _agents(self, longest_prompt_tokens: int) -> Processes:
-        """Started ahead, beside the learner."""
-        import ray
-
-        recipe, files = self.recipe, ray.put(without_weights(self.files))
-        longest, agent = recipe.longest_tokens(longest_prompt_tokens), recipe.agent
-        own = (self.reward_source, files, recipe.policy.trust_remote_code, longest, agent.timeout_s, agent.turn_tokens)
-        agents = Processes(
-            lambda: start_agent(AgentActor, *own), recipe.agent.processes, recipe.agent.timeout_s, self.faults,
-            recipe.functions.lease_deadline_s + recipe.agent.timeout_s,
-        )
-        agents.start()
-        return agents
-
-    def _prefix_stage(self, crew: Crew) -> PrefixStage | None:
-        import ray
-
-        from rlhfless_ray.prefix.support import page_bytes
-
-        if crew.prefill is None:
-            return None
-        rollout, size = self.recipe.rollout, 4 if self.recipe.policy.dtype == "float32" else 2
-        return PrefixStage(
-            self.site, crew.prefill, rollout.prefix_kv, run_id=self.leases.run_id, block_size=rollout.block_size,
-            page_bytes=page_bytes(json.loads(self.files["config.json"]), size, rollout.block_size),
-            store_bytes=int(ray.cluster_resources().get("object_store_memory", 0)), blocked=crew.prefix_blocked,
-            max_instances=self.site.max_actors, private=self.cluster.private,
-        )
+        self.rollout_stage, self.score_stage, self.learn_stage = self.stages.rollout, self.stages.score, self.stages.learn
 
     def _begin(self, checkpoint: tuple[int, dict[str, bytes], dict[str, Any]] | None) -> None:
         """Start the learner, and the engines' processes beside it; publish the first weights."""
@@ -210,7 +163,7 @@ class Runtime:
             if self.leases.resource == "cpu":  # on GPU a guess: the device is known with the lease only
                 for slot in places(self.leases.matching(self.recipe.rollout.nodes), home.node, self.site.max_actors):
                     self.rollout.prewarm(slot)
-            if self.agents is None:
+            if self.stages.agents is None:
                 self.reward.prewarm(home)
             if self.owes_warm_start and checkpoint is None:
                 self.record.progress.phase("supervised warm start (cached afterwards)")
@@ -230,8 +183,8 @@ class Runtime:
             self.weights = self.gang.publish(self.steps_done)
             self.site.spare += self.gang.park()
             self.learn_stage.open_critic(self.critic_files or self.files, self.cluster.private, state)
-            if self.agents is not None:
-                self.agents.check()
+            if self.stages.agents is not None:
+                self.stages.agents.check()
         if checkpoint is None:
             self._save()  # a stop at any later moment finds something to resume from
 
@@ -372,7 +325,7 @@ class Runtime:
         best = self.best.improved(metric)
         if best or step.number % self.recipe.checkpoint.every_steps == 0 or step.number == self.recipe.run.steps:
             self._save(metric=metric, best=best, export=True)
-        for pool in (self.rollout, self.reward, *([self.prefix_stage.pool] if self.prefix_stage else [])):
+        for pool in (self.rollout, self.reward, *([self.stages.prefix.pool] if self.stages.prefix else [])):
             pool.reap(self.autoscaler.keep_warm_s(pool.gaps_s), look_every_s=LOOK_EVERY_S)
         if not self.cluster.private:
             spare = self.site.spare
@@ -387,10 +340,9 @@ class Runtime:
         self.refill_done = self.refill.state()
         seconds, wall_s = self.phases.take()
         self.autoscaler.observe_step(seconds, wall_s, len(step.samples))
-        self.faults.step_done()
-        step.metrics |= {**self.faults.take(), **self.gang.recovery.take_metrics()}
-        replaced = self.rollout.replacements + self.reward.replacements + (self.agents.replaced if self.agents else 0)
-        self.record.step(step, seconds, wall_s, self.first_row, self.quality, replaced, self.leases)
+        self.stages.faults.step_done()
+        step.metrics |= {**self.stages.faults.take(), **self.gang.recovery.take_metrics()}
+        self.record.step(step, seconds, wall_s, self.first_row, self.quality, self.stages.replacements, self.leases)
 
     def finish(self) -> None:
         """The final model, beside the tokenizer and config it needs."""
@@ -413,7 +365,7 @@ class Runtime:
             "step": self.steps_done, "version": self.weights.version if self.weights else 0, "cursor": self.cursor_done,
             "refill": self.refill_done,
             "autoscaler": self.autoscaler.state(), "learning": self.learn_stage.state(), "moves": self.rollout_stage.state(),
-            "prefix": self.prefix_stage.speed.state() if self.prefix_stage is not None else {},
+            "prefix": self.stages.prefix.speed.state() if self.stages.prefix is not None else {},
             "skipped_in_a_row": self.gang.skipped_in_a_row, "owes_evaluation": self.owes_evaluation,
             "best_value": self.best.value, "run_folder": str(self.folder.path.resolve()),
         }
@@ -434,8 +386,8 @@ class Runtime:
             ) from None
         self.learn_stage.restore(state.get("learning", {}))
         self.rollout_stage.restore(state.get("moves", {}))
-        if self.prefix_stage is not None:
-            self.prefix_stage.speed.restore(state.get("prefix", {}))
+        if self.stages.prefix is not None:
+            self.stages.prefix.speed.restore(state.get("prefix", {}))
         self.gang.skipped_in_a_row = state["skipped_in_a_row"]
         self.owes_evaluation = state.get("owes_evaluation", self.steps_done == 0)
         self.best.value = state.get("best_value")
@@ -479,12 +431,7 @@ class Runtime:
             self.record.progress.message(f"no checkpoint at the stop: {' '.join(str(failure).split())[:300]}")
         finally:
             self.folder.end(*self._outcome(error))  # before any word to Ray: it may be gone, and an answer take a minute
-            for pool in (self.rollout, self.reward, *self.learn_stage.pools()):
-                pool.close()
-            if self.prefix_stage is not None:
-                self.prefix_stage.close()
-            if self.agents is not None:
-                self.agents.close()
+            self.stages.close()
             self.leases.release_all()
             self.weights = None  # the last reference: its arrays lie on a node, which is not idle while they do
             self.learn_stage.forget()

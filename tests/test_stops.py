@@ -28,6 +28,7 @@ from rlhfless_ray.rollout.requests import request, step_requests
 from rlhfless_ray.run_folder import RunFolder
 from rlhfless_ray.runtime import Runtime
 from rlhfless_ray.site import Site
+from rlhfless_ray.stages import Stages
 from rlhfless_ray.types import Step
 from rlhfless_ray.waits import StopSignal
 from rlhfless_ray.watch.metrics import Metrics
@@ -103,7 +104,7 @@ class Ended:
         run.recipe = Recipe.parse(small_recipe(folder, run__steps=9, **overrides))
         run.folder = RunFolder.create(run.recipe)
         run.folder.begin(run.recipe, "machine", 3)
-        run.checkpoints, run.best, run.prefix_stage = store(run.folder), Best("none"), None
+        run.checkpoints, run.best = store(run.folder), Best("none")
         run.steps_done, run.cursor_done, run.cursor_after, run.saved = 3, [3], [4], 2
         run.refill = Refill(run.recipe, Cursor(64, 8, True, 3))
         run.weights, run.in_update, run.step = SimpleNamespace(version=3), False, Step(4)
@@ -114,7 +115,7 @@ class Ended:
         run.rollout = run.reward = pool
         run.gang = SimpleNamespace(snapshot=self.snapshot, ask_snapshot=list, skipped_in_a_row=0, pool=pool, ranks=1)
         run.gang.by_rank = [SimpleNamespace(leases=[None])]
-        run.gang.recovery, run.gang.forget, run.faults = Recovery(1), lambda: None, Faults(3)
+        run.gang.recovery, run.gang.forget = Recovery(1), lambda: None
         run.leases = SimpleNamespace(release_all=lambda: None)
         self.messages: list[str] = []
         run.record = SimpleNamespace(
@@ -123,6 +124,8 @@ class Ended:
         )
         run.site = Site(run.recipe, None, run.leases, run.phases, run.record, run.autoscaler, 1)  # type: ignore[arg-type]
         run.learn_stage = LearnStage(run.site, run.gang)
+        run.rollout_stage = rollout = SimpleNamespace(pool=pool, state=dict, restore=lambda state: None)
+        run.stages = Stages(Faults(3), None, rollout, rollout, run.learn_stage, None)  # type: ignore[arg-type]
         run.learn_stage.plan = SimpleNamespace(reason="")  # type: ignore[assignment]
 
     def snapshot(self, deadline_s: float | None = None, refs: Any = None) -> dict[str, bytes]:

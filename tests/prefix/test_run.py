@@ -59,11 +59,11 @@ def test_a_run_with_the_service_on_makes_the_same_samples_whatever_is_killed(no_
                 assert kill(prefill_instances(run), np.random.default_rng(0))
             if step.number == 3:
                 assert kill_index(run, None, None)
-        assert run.prefix_stage is not None
-        told, costs = run.checkpoints.load()[2], run.prefix_stage.speed.costs()
-        run.prefix_stage.speed, stage.migration = PrefixSpeed.first_guess(1.0, 10**9), Migration("auto", 0.7, carries=True)
+        assert run.stages.prefix is not None
+        told, costs = run.checkpoints.load()[2], run.stages.prefix.speed.costs()
+        run.stages.prefix.speed, stage.migration = PrefixSpeed.first_guess(1.0, 10**9), Migration("auto", 0.7, carries=True)
         run._restore(told)  # as a resumed run does
-        assert run.prefix_stage.speed.costs() == costs and told["moves"].keys() == {"prefill", "pages"}
+        assert run.stages.prefix.speed.costs() == costs and told["moves"].keys() == {"prefill", "pages"}
     assert moved["moved"] >= moved["moved_by_pages"] > 0 and moved["move_fallbacks"] < moved["moved_by_pages"], moved
     for number in range(1, 5):
         assert [s["response"] for s in samples(run.folder.path, number)] == [s["response"] for s in samples(uninterrupted, number)]
