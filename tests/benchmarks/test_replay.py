@@ -34,6 +34,7 @@ def test_an_engine_answers_every_request_with_its_recorded_length_and_a_record_f
     prompts = [(1, 2), (3, 4, 5)]
     script = Script({prompt_key(p): [3 + 4 * i, 10 + i] for i, p in enumerate(prompts)}, 1e-3, 1e-4, 0.0, 0.0, clock=2.0)
     engine = ReplayedEngine({"replay.json": json.dumps(vars(script)).encode()}, {})
+    engine.load(1, {"weight": np.array([7], np.uint8)}, 7)
     requests = [Request(k, prompts[k % 2], seed, 64, 1.0) for k, seed in enumerate((0, 1, 2, 3))]
     start = time.time()
     parts = list(engine.rollout(1, requests, 0.005, 1))
@@ -58,6 +59,9 @@ def written(requests: list[Request], parts: list) -> dict:
 def test_an_engine_cuts_and_goes_on_as_told():
     script = Script({prompt_key((1, 2)): [50, 80]}, 1e-3, 1e-4, 0.0, 0.0)
     engine = ReplayedEngine({"replay.json": json.dumps(vars(script)).encode()}, {})
+    with pytest.raises(RuntimeError, match="no weights yet"):
+        next(engine.rollout(7, [], 0.01, 1))
+    engine.load(1, {"weight": np.array([7], np.uint8)}, 7)
     first, second = Request(0, (1, 2), 0, 64, 1.0), Request(1, (1, 2), 1, 64, 1.0)
     call = engine.rollout(7, [first], 0.01, 1)
     parts = [next(call)]
