@@ -283,3 +283,26 @@ def test_unreadable_files(tmp_path: Path) -> None:
         Recipe.load(tmp_path / "binary.yaml")
     with pytest.raises(UserError):
         Recipe.load(write(tmp_path, ""))
+
+
+AGENT = {"prompts": {"task": "chain"}, "agent": {"path": "agent.py"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"reward": {"function": "task"}}, "reward.function: the agent of agent.path gives the rewards; leave it out"),
+        ({"rollout": {"migrate": "tau"}}, "rollout.migrate: turns of an agent are not moved between engines"),
+        ({"agent": {"turn_tokens": 4}, "reward": {"function": "task"}}, "agent.path: name the agent's file"),
+        ({"agent": {"path": "agent.py", "timeout_s": 0}}, "`agent.timeout_s`"),
+    ],
+)
+def test_agents_do_not_go_with_everything(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as raised:
+        Recipe.parse({**AGENT, **changes})
+    assert said in str(raised.value)
+
+
+def test_an_episode_is_as_long_as_its_limit() -> None:
+    assert Recipe.parse(AGENT).longest_tokens(40) == 40 + 256
+    assert Recipe.parse({**AGENT, "agent": {"path": "agent.py", "max_tokens": 99}}).longest_tokens(40) == 99
