@@ -120,11 +120,14 @@ def pid_of(instance: Any) -> int | None:
 
 
 def kill(instances: list[Any], rng: Any, number: signal.Signals = signal.SIGKILL) -> bool:
-    """One of them. Whether there was one."""
+    """One of them. Whether there was one: a process may be gone of which Ray does not know it yet."""
     pids = [pid for pid in map(pid_of, instances) if pid]
     if not pids:
         return False
-    os.kill(int(rng.choice(pids)), number)
+    try:
+        os.kill(int(rng.choice(pids)), number)
+    except ProcessLookupError:
+        return False
     return True
 
 
