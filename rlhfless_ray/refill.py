@@ -17,7 +17,7 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Completion, Prompt, Sample
 
 Group = list[Sample]
-PLAIN = ("sample", "text", "reward", "error", "score", "extra_logs")  # of a sample, as they are in a checkpoint
+PLAIN = ("sample", "text", "reward", "error", "score", "extra_logs", "turns")  # of a sample, as they are in a checkpoint
 
 
 class Refill:
@@ -142,4 +142,5 @@ def _of_json(row: dict[str, Any], prompts: list[Prompt]) -> Sample:
         "versions": tuple((version, tokens) for version, tokens in told["versions"]),
     }
     mask = None if row["action_mask"] is None else np.array(row["action_mask"], bool)
-    return Sample(prompts[row["row"]], completion=Completion(**told), action_mask=mask, **{name: row[name] for name in PLAIN})
+    sample = Sample(prompts[row["row"]], completion=Completion(**told), action_mask=mask, **{name: row[name] for name in PLAIN})
+    return replace(sample, turns=tuple((who, text) for who, text in sample.turns))

@@ -107,7 +107,7 @@ def test_what_is_left_over_outlives_the_process() -> None:
     mean = [0.0 if row % 3 else 0.5 for row in range(40)]
     while not refill.ready:
         run(refill, lambda row: mean[row])
-    refill.ready[0][0].action_mask = np.array([True, False])
+    refill.ready[0][0].action_mask, refill.ready[0][0].turns = np.array([True, False]), (("policy", "a"), ("agent", "b"))
     state, cursor = json.loads(json.dumps(refill.state())), refill.cursor.state()
     resumed = Refill(recipe(4, filter_draw=1.9), Cursor(40, 4, True, 1))
     resumed.restore(state, prompts(40))
@@ -118,6 +118,7 @@ def test_what_is_left_over_outlives_the_process() -> None:
             np.testing.assert_array_equal(one.completion.logprobs, other.completion.logprobs)
             assert one.completion.logprobs.dtype == other.completion.logprobs.dtype
             assert one.completion.versions == other.completion.versions
+            assert one.turns == other.turns
             assert (one.action_mask is None) == (other.action_mask is None)
     np.testing.assert_array_equal(resumed.ready[0][0].action_mask, [True, False])
     assert [run(refill, lambda row: mean[row]) for _ in range(5)] == [run(resumed, lambda row: mean[row]) for _ in range(5)]

@@ -18,6 +18,7 @@ class Opening:
     label: Any
     temperature: float
     said: tuple[tuple[tuple[int, ...], Reply], ...] = ()
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True)

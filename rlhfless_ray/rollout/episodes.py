@@ -34,7 +34,7 @@ class Episodes(_Rollout):
         super().__init__(requests=[], expected=np.zeros(0), **{**more, "migration": None})
         self.agents, self.asked = agents, requests
         self.openings = [
-            Opening(one.key, prompt, label, one.temperature) for one, (prompt, label) in zip(requests, labels, strict=True)
+            Opening(one.key, prompt, label, one.temperature, top_p=one.top_p) for one, (prompt, label) in zip(requests, labels, strict=True)
         ]
         self.tokens = expected
         self.written = np.zeros(len(requests), np.int64)
@@ -90,7 +90,7 @@ class Episodes(_Rollout):
         i = self.transcript.add(
             Request(
                 len(self.transcript.requests), event.token_ids, turn_seed(sample.seed, event.turn), event.max_tokens,
-                sample.temperature, awaited=True, stop=event.stop, stop_token_ids=event.stop_token_ids,
+                sample.temperature, awaited=True, stop=event.stop, stop_token_ids=event.stop_token_ids, top_p=sample.top_p,
             )
         )
         left = max(1.0, float(self.tokens[event.key] - self.written[event.key]))
