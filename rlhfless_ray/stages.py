@@ -14,7 +14,6 @@ from rlhfless_ray.agent.stage import PlayedStage
 from rlhfless_ray.functions.faults import Faults
 from rlhfless_ray.learn.stage import LearnStage
 from rlhfless_ray.prefix.stage import PrefixStage
-from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.functions import Source
 from rlhfless_ray.reward.stage import ScoreStage
 from rlhfless_ray.rollout.stage import RolloutStage

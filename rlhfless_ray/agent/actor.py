@@ -120,7 +120,7 @@ class AgentActor:
         assert task is not None
         task.set_name(str(opening.key))
         given = SamplingParams(
-            temperature=opening.temperature, top_p=1.0, top_k=-1, max_tokens=None, min_tokens=1, logprobs=1,
+            temperature=opening.temperature, top_p=opening.top_p, top_k=-1, max_tokens=None, min_tokens=1, logprobs=1,
             skip_special_tokens=False, include_stop_str_in_output=True,
         )
         result: Episode | str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -164,7 +164,7 @@ class Processes:
         self._next(fresh)
 
     def _again(self, opening: Opening) -> Opening:
-        return Opening(opening.key, opening.prompt, opening.label, opening.temperature, tuple(self.said[opening.key]))
+        return replace(opening, said=tuple(self.said[opening.key]))
 
 
 def start_agent(cls: type, *arguments: Any, resource: str = "cpu") -> Any:
