@@ -14,7 +14,6 @@ from rlhfless_ray.agent.stage import PlayedStage
 from rlhfless_ray.functions.faults import Faults
 from rlhfless_ray.learn.stage import LearnStage
 from rlhfless_ray.prefix.stage import PrefixStage
-from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.functions import Source
 from rlhfless_ray.reward.stage import ScoreStage
 from rlhfless_ray.rollout.stage import RolloutStage
@@ -46,7 +45,7 @@ class Stages:
         score = PlayedStage(site, crew.reward) if isinstance(reward, AgentSource) else ScoreStage(site, crew.reward, reward, tokenizer)
         learn = LearnStage(site, crew.gang, crew.critic)
         learn.recovers(recipe.checkpoint.memory_every_steps, say)
-        agents = _agents(recipe, reward, files, longest_prompt_tokens, faults) if isinstance(reward, AgentSource) else None
+        agents = _agents(site, reward, files, longest_prompt_tokens, faults) if isinstance(reward, AgentSource) else None
         prefix = _prefix(site, crew, files, private)
         weight_bytes = sum(len(content) for name, content in files.items() if name.endswith(".safetensors"))
         rollout = RolloutStage(site, crew.rollout, score, learn, tokenizer, weight_bytes, prefix, agents)
@@ -76,15 +75,16 @@ class Stages:
             self.agents.close()
 
 
-def _agents(recipe: Recipe, source: AgentSource, files: dict[str, bytes], longest_prompt_tokens: int, faults: Faults) -> Processes:
+def _agents(site: Site, source: AgentSource, files: dict[str, bytes], longest_prompt_tokens: int, faults: Faults) -> Processes:
     """Started ahead, beside the learner."""
     import ray
 
+    recipe, resource = site.recipe, site.leases.resource
     agent, functions = recipe.agent, recipe.functions
     config, longest = ray.put(without_weights(files)), recipe.longest_tokens(longest_prompt_tokens)
     own = (source, config, recipe.policy.trust_remote_code, longest, agent.timeout_s, agent.turn_tokens)
     start_s = functions.lease_deadline_s + agent.timeout_s
-    agents = Processes(lambda: start_agent(AgentActor, *own), agent.processes, agent.timeout_s, faults, start_s)
+    agents = Processes(lambda: start_agent(AgentActor, *own, resource=resource), agent.processes, agent.timeout_s, faults, start_s)
     agents.start()
     return agents
 

@@ -17,6 +17,7 @@ class Opening:
     prompt: str
     label: Any
     temperature: float
+    top_p: float = 1.0
     said: tuple[tuple[tuple[int, ...], Reply], ...] = ()
     top_p: float = 1.0
 

@@ -167,10 +167,11 @@ class Processes:
         return replace(opening, said=tuple(self.said[opening.key]))
 
 
-def start_agent(cls: type, *arguments: Any) -> Any:
-    """An actor on this node, without a slot."""
+def start_agent(cls: type, *arguments: Any, resource: str = "cpu") -> Any:
+    """An actor on this node, without a slot: on GPU it sees no device, for all of them are others'."""
     remote: Any = ray.remote
     node = ray.get_runtime_context().get_node_id()
     return remote(concurrency_groups=cls.concurrency_groups)(cls).options(  # type: ignore[attr-defined]
-        num_cpus=0, num_gpus=0, max_restarts=0, max_task_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        num_cpus=0, num_gpus=0, max_restarts=0, max_task_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": ""}} if resource == "gpu" else None,
     ).remote(*arguments)

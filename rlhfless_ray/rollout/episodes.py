@@ -10,6 +10,7 @@ import hashlib
 import struct
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,12 +30,12 @@ class Episodes(_Rollout):
     def __init__(
         self, agents: Processes, labels: list[tuple[str, Any]], requests: list[Request], expected: np.ndarray, **more: Any
     ) -> None:
-        """`labels`: prompt and label of each episode; `requests`: its key, seed and temperature, and nothing else of it counts.
-        Keys are 0 … n - 1 in this order. `more`: as of the base class; nothing is moved."""
+        """`labels`: prompt and label of each episode; `requests`: its key, its seed and how it is sampled; the
+        rest follows from the turn. Keys are 0 … n - 1 in this order. `more`: as of the base class; nothing is moved."""
         super().__init__(requests=[], expected=np.zeros(0), **{**more, "migration": None})
         self.agents, self.asked = agents, requests
         self.openings = [
-            Opening(one.key, prompt, label, one.temperature, top_p=one.top_p) for one, (prompt, label) in zip(requests, labels, strict=True)
+            Opening(one.key, prompt, label, one.temperature, one.top_p) for one, (prompt, label) in zip(requests, labels, strict=True)
         ]
         self.tokens = expected
         self.written = np.zeros(len(requests), np.int64)
@@ -88,9 +89,9 @@ class Episodes(_Rollout):
             return
         sample = self.asked[event.key]
         i = self.transcript.add(
-            Request(
-                len(self.transcript.requests), event.token_ids, turn_seed(sample.seed, event.turn), event.max_tokens,
-                sample.temperature, awaited=True, stop=event.stop, stop_token_ids=event.stop_token_ids, top_p=sample.top_p,
+            replace(  # what else a request says of sampling is the sample's
+                sample, key=len(self.transcript.requests), token_ids=event.token_ids, seed=turn_seed(sample.seed, event.turn),
+                max_tokens=event.max_tokens, awaited=True, stop=event.stop, stop_token_ids=event.stop_token_ids,
             )
         )
         left = max(1.0, float(self.tokens[event.key] - self.written[event.key]))

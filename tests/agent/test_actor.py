@@ -139,7 +139,7 @@ def test_one_that_holds_the_loop_is_named(made: Callable[..., AgentActor]) -> No
 def test_what_the_policy_said_stands(made: Callable[..., AgentActor]) -> None:
     first, asked, _ = play(made(), [Opening(0, "12=", "a", 1.0)])
     said = tuple((one.token_ids, Reply([5, 1], "", [-1.0, -2.0], "stop")) for one in asked[:1])
-    again, asked, _ = play(made(), [Opening(0, "12=", "a", 1.0, said)])
+    again, asked, _ = play(made(), [Opening(0, "12=", "a", 1.0, said=said)])
     assert [one.turn for one in asked] == [1] and again[0].texts[0] != first[0].texts[0] and len(asked[0].token_ids) == 7
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -116,11 +117,13 @@ def play(pool: Pool, files: dict[str, bytes], tmp_path_factory: pytest.TempPathF
     agents.start()
     agents.check()
 
-    def run(shares: list[list[int]], labels: list[str] | None = None, on_progress: Any = lambda *_: None) -> list[Sample]:
+    def run(
+        shares: list[list[int]], labels: list[str] | None = None, on_progress: Any = lambda *_: None, **sampling: Any
+    ) -> list[Sample]:
         rows = task("chain").rows(4, 5, "train")
         tokenizer = _tokenizer(files)
         prompts = [Prompt(k, r["prompt"], tuple(tokenizer(r["prompt"])["input_ids"])) for k, r in enumerate(rows)]
-        requests = step_requests(RECIPE, 3, prompts)
+        requests = [replace(one, **sampling) for one in step_requests(RECIPE, 3, prompts)]
         asked = [(prompts[r.key // COUNT].text, (labels or [""] * 8)[r.key]) for r in requests]
         samples = EpisodeSamples(prompts, COUNT, 1)
         beside = Beside(samples, None, lambda _: [], lambda _: None, 0.0)
@@ -173,6 +176,12 @@ def test_several_turns_are_played(alone: list[Sample], files: dict[str, bytes]) 
 
 def test_two_engines_play_the_same(play: Callable[..., list[Sample]], alone: list[Sample]) -> None:
     assert_same(play([[0, 3, 4, 7], [1, 2, 5, 6]]), alone)
+
+
+def test_every_turn_is_sampled_as_the_sample_is(play: Callable[..., list[Sample]]) -> None:
+    """A nucleus of one token is the greedy one."""
+    found, greedy = play([list(range(8))], top_p=1e-6), play([list(range(8))], temperature=0.0)
+    assert [s.turns for s in found] == [s.turns for s in greedy] and found[0].turns == found[1].turns
 
 
 def test_stop_words_end_turns(play: Callable[..., list[Sample]], alone: list[Sample]) -> None:
