@@ -19,7 +19,6 @@ class Opening:
     temperature: float
     top_p: float = 1.0
     said: tuple[tuple[tuple[int, ...], Reply], ...] = ()
-    top_p: float = 1.0
 
 
 @dataclass(frozen=True)
