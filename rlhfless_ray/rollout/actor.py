@@ -23,7 +23,8 @@ PAGES_S = 5.0  # to fetch the KV pages of a moved request; to compute them does 
 
 
 class RolloutActor:
-    concurrency_groups: ClassVar = {"control": 1}  # `tell` comes while `rollout` works
+    # `tell` comes while `rollout` works; `hand_over` too, also while `tell` waits for pages of an engine that waits for ours
+    concurrency_groups: ClassVar = {"control": 1, "pages": 1}
 
     def __init__(self, files: dict[str, bytes], settings: dict[str, Any]) -> None:
         """Imports only, but all of them, so that a process can be prewarmed without a lease. `files`: config and tokenizer."""
@@ -32,6 +33,7 @@ class RolloutActor:
         self.engine: Any = None
         self.inbox = Inbox()
         self.carried: list[bytes] = []  # addresses of pages that came with requests
+        self.old_tickets: set[int] = set()  # of pages that were cut out before the newest call
         import rlhfless_ray.rollout.engine as engine
 
         config = json.loads(files.get("config.json", b"{}"))
@@ -73,7 +75,9 @@ class RolloutActor:
         """Answer requests; yields their progress about every `interval_s`, with the step records since. `epoch` numbers the
         calls: orders that `tell` brings for this one are carried out on the way. `pages`: as in an order."""
         set_threads(threads)
-        self.engine.kept.clear()  # who did not ask for them until now will not
+        for ticket in self.old_tickets:  # who did not ask for them in a whole call will not
+            self.engine.kept.pop(ticket, None)
+        self.old_tickets = set(self.engine.kept)
         self._fetch(pages)
         self.inbox.open(epoch)
         start = time.time()
@@ -94,7 +98,7 @@ class RolloutActor:
         return self.inbox.tell(epoch, order)
 
     def hand_over(self, ticket: int) -> Bundle | None:
-        """The KV pages of what an order with this ticket cut, once; None where there are none. In the group "control"."""
+        """The KV pages of what an order with this ticket cut, once; None where there are none. In the group "pages"."""
         pages = self.engine.kept.pop(ticket, None)
         if not pages:
             return None

@@ -84,7 +84,7 @@ class Moving:
         for (source, target, ticket), indices in together.items():
             if target in living:
                 giver = self.launches.engines[source]
-                pages = (giver.actor.hand_over.options(concurrency_group="control").remote(ticket),) if ticket else ()
+                pages = (giver.actor.hand_over.options(concurrency_group="pages").remote(ticket),) if ticket else ()
                 self.launches.send(target, np.array(indices), f"take {sequences(len(indices))} from {giver.id}", pages)
             else:
                 self.launches.spread(np.array(indices), living, self.expected)

@@ -136,7 +136,7 @@ def test_pages_that_are_lost_on_the_way_are_computed_and_counted(
     send = moving.Launches.send
 
     def elsewhere(self: Any, number: int, indices: Any, what: str = "", pages: tuple[Any, ...] = ()) -> None:
-        lost = tuple(pool.working[number].actor.hand_over.options(concurrency_group="control").remote(-1) for _ in pages)
+        lost = tuple(pool.working[number].actor.hand_over.options(concurrency_group="pages").remote(-1) for _ in pages)
         send(self, number, indices, what, lost)
 
     monkeypatch.setattr(moving.Launches, "send", elsewhere)
