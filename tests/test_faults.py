@@ -45,8 +45,12 @@ def nodes(no_ray: None) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return built(tmp_path_factory.mktemp("world"), base_s=0.02)
+
+
+def built(folder: Path, base_s: float) -> World:
     lengths = synthetic_lengths(4 * PROMPTS, SAMPLES, TOKENS, seed=0)
-    return build(tmp_path_factory.mktemp("world"), lengths, base_s=0.02, per_seq_s=1e-4, start_s=0.1, learn_s=0.2, clock=1.0)
+    return build(folder, lengths, base_s=base_s, per_seq_s=1e-4, start_s=0.1, learn_s=0.2, clock=1.0)
 
 
 def recipe_of(world: World, folder: Path, actors: int = 3, **sections: Any) -> Recipe:
@@ -218,10 +222,11 @@ def on(run: Hit, node_id: str) -> list[Any]:
     return [i for pool in pools for i in (*pool.working, *pool.parked) if i.slot.node == node_id]
 
 
-def test_a_drained_node_is_left_before_it_goes(nodes: Any, world: World, clean: Hit, tmp_path: Path, passing: Any) -> None:
+def test_a_drained_node_is_left_before_it_goes(nodes: Any, clean: Hit, tmp_path: Path, passing: Any) -> None:
     """What its engines have goes on elsewhere, so nothing is generated again; its learner moves between two steps."""
     recipe = recipe_of(
-        world, tmp_path, actors=5, objective={"prefer": 1.0}, functions={"max_replacements": 0}, rollout={"stream_interval_s": 0.05}
+        built(tmp_path / "slow", base_s=0.08), tmp_path,  # Ray's word of the notice must come while engines work
+        actors=5, objective={"prefer": 1.0}, functions={"max_replacements": 0}, rollout={"stream_interval_s": 0.05}
     )
     here: list[bool] = []
     script = {

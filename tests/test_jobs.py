@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,12 +36,13 @@ def job_environment() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[tuple[str, str]]:
     """Addresses of a two-core cluster that `ray start` made: its own and its dashboard's. Ended by the id of the process
-    that was started."""
-    port, dashboard = free_port(), free_port()
+    that was started. It has a folder of its own: a job finds its cluster by what the folder says was started last."""
+    port, dashboard, folder = free_port(), free_port(), tempfile.mkdtemp(prefix="jobs")  # short: sockets lie in it
     head = subprocess.Popen(
         [
             str(BIN / "ray"), "start", "--head", "--block", f"--port={port}", f"--dashboard-port={dashboard}", "--num-cpus=2",
             "--object-store-memory=300000000", "--dashboard-agent-listen-port", str(free_port()),
+            "--temp-dir", folder,
         ],
         env=job_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )
@@ -64,6 +66,7 @@ def cluster() -> Iterator[tuple[str, str]]:
     for process in psutil.wait_procs(family, timeout=10)[1]:
         process.kill()
     head.wait(timeout=10)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.instance import start_actor
@@ -126,6 +127,9 @@ def test_one_that_died_meanwhile_is_no_error(pool: Pool) -> None:
     instance = opened(pool)
     pool.gaps_s.extend([9.0] * 5)
     ray.kill(instance.actor)
+    with pytest.raises(RayActorError):  # killing takes its time
+        for _ in range(1000):
+            ray.get(instance.actor.park.remote(), timeout=WAIT_S)
     pool.park_all()
     ray.wait([instance.giving_back], timeout=WAIT_S)
     pool.reap()
