@@ -57,7 +57,7 @@ def samples(run: Path, step: int) -> list[dict[str, Any]]:
 def command(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
     """Run `rlhfless …` as a user would and return what it said."""
     return subprocess.run(
-        [sys.executable, "-m", "rlhfless_ray", *arguments], capture_output=True, text=True, timeout=240, cwd=more.pop("cwd", ROOT),
+        [sys.executable, "-m", "rlhfless_ray", *arguments], capture_output=True, text=True, timeout=400, cwd=more.pop("cwd", ROOT),
         env=environment(), **more,
     )
 
@@ -81,7 +81,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callabl
     """A folder that costs minutes to make, for all processes that the tests are spread over: the first to need it makes it."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
-    with FileLock(f"{folder}.lock", timeout=280):
+    with FileLock(f"{folder}.lock", timeout=580):
         if not (folder / "made").exists():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
