@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +122,23 @@ def no_ray() -> Iterator[None]:
     ray.shutdown()
     yield
     ray.shutdown()
+
+
+@contextmanager
+def two_engines(kind: type, files: dict[str, bytes], settings: dict[str, Any]) -> Iterator[Any]:
+    """A pool of two started engines, which ends with the block; needs `ray_cluster`. `kind`: their actor class."""
+    from rlhfless_ray.functions.instance import start_actor
+    from rlhfless_ray.functions.lease import Leases
+    from rlhfless_ray.functions.ledger import Ledger
+    from rlhfless_ray.functions.pool import Pool
+    from rlhfless_ray.weights.folder import without_weights
+
+    ledger, plain = Ledger("cpu", 1.0), without_weights(files)
+    leases = Leases("cpu", ledger, 60.0, f"engines{time.time_ns()}")
+    made = Pool("rollout", lambda slot: start_actor(kind, slot, "cpu", {}, plain, settings), leases, ledger, 600.0)
+    made.resize(2, [], need=2)
+    for instance in made.working:
+        instance.told(300.0)
+    yield made
+    made.close()
+    leases.release_all()

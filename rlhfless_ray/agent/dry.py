@@ -4,22 +4,17 @@ out in its first rollout that the file is not of the contract."""
 from __future__ import annotations
 
 import os
-import pickle
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.agent.engine import Reply
 from rlhfless_ray.agent.load import KEY, AgentSource
 from rlhfless_ray.agent.messages import Answered, Asked, Opening, Played
+from rlhfless_ray.dry import answer, answer_of
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Prompt
 from rlhfless_ray.weights.folder import without_weights
 
-START_S = 120.0  # for the process and what the user's file imports
 TURNS = 3  # of the policy: an agent that is content until then is of the contract
 
 
@@ -30,22 +25,7 @@ def dry_play(recipe: Recipe, source: AgentSource, prompts: list[Prompt], files: 
     longest = recipe.longest_tokens(max(len(prompt.token_ids) for prompt in prompts))
     asked = [(prompts[k % len(prompts)].text, prompts[k % len(prompts)].row.get(column, "") if column else "") for k in range(2)]
     made = source, without_weights(files), recipe.policy.trust_remote_code, longest, section.timeout_s
-    root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    limit_s = START_S + 2 * (TURNS + 1) * section.timeout_s
-    with tempfile.TemporaryDirectory(prefix="rlhfless-dry-") as folder:
-        answer = Path(folder) / "errors"
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", __name__, str(answer)], input=pickle.dumps((made, asked)), timeout=limit_s,
-                capture_output=True, env={**os.environ, "PYTHONPATH": path}, check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise UserError(f"{where}: a dry play did not end within {limit_s:g} s") from None
-        if not answer.is_file():
-            last = (done.stderr.decode("utf-8", "replace").strip().splitlines() or [""])[-1][:300]
-            raise UserError(f"{where}: its process ended with code {done.returncode} in a dry play" + (f": {last}" if last else ""))
-        errors = pickle.loads(answer.read_bytes())
+    errors = answer_of(__name__, (made, asked), 2 * (TURNS + 1) * section.timeout_s, where, "a dry play", "end")
     if all(errors):
         raise UserError(f"{where}: it fails in a dry play with made-up turns of the policy: {errors[0]}")
 
@@ -75,13 +55,6 @@ def _error(actor: Any, number: int, prompt: str, label: Any, end: list[int]) -> 
     return None
 
 
-def main() -> None:
-    made, asked = pickle.loads(sys.stdin.buffer.read())
-    temporary = Path(sys.argv[1] + ".part")
-    temporary.write_bytes(pickle.dumps(errors_of(made, asked)))
-    temporary.rename(sys.argv[1])
-    os._exit(0)  # whatever the agent left running
-
-
 if __name__ == "__main__":
-    main()
+    answer(errors_of)
+    os._exit(0)  # whatever the agent left running

@@ -80,18 +80,21 @@ class Migration:
     def by_way(self, requests: np.ndarray, transcript: Transcript, source: int, target: int, reason: str) -> list[Wish]:
         """The wish to move these requests, each by the quicker way for its own context. What has no token yet has no KV either."""
         said, context = transcript.length[requests], (transcript.prompt + transcript.length)[requests]
-        paged = np.array([n > 0 and self._way(float(c)).name == "pages" for n, c in zip(said, context, strict=True)], bool)
+        paged = (said > 0) & self._by_pages(context)
         parts = (requests[~paged], "prefill"), (requests[paged], "pages")
         return [Wish(part, source, target, reason, how) for part, how in parts if len(part)]
 
     def _way(self, context_tokens: float) -> Way:
         return how_to_move(context_tokens, self.prefill, self.pages)
 
+    def _by_pages(self, context: np.ndarray) -> np.ndarray:
+        """(n,) bool: for which contexts (n,), in tokens, pages are the quicker way."""
+        return np.array([self._way(float(c)).name == "pages" for c in context], bool)
+
     def _work_s(self, context: np.ndarray) -> float:
         """What contexts (n,) that come take of an engine's time: to compute them, or to take in their pages."""
-        paged = np.array([self._way(float(c)).name == "pages" for c in context], bool)
         page_s = self.pages.per_unit_s if self.pages is not None else 0.0
-        return float(np.where(paged, page_s, self.token_s) @ context)
+        return float(np.where(self._by_pages(context), page_s, self.token_s) @ context)
 
     def begin(self, lengths: np.ndarray, speed: Speed, second: float, token_s: float = 0.0) -> None:
         """A rollout begins. lengths (n, S): joint draws of its responses' lengths, tokens; `second`: what a second of its time

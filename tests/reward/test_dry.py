@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhfless_ray import dry as module
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.policy_files import load_tokenizer
-from rlhfless_ray.reward import dry as module
 from rlhfless_ray.reward.dry import dry_call
 from rlhfless_ray.reward.functions import RewardSource
 from rlhfless_ray.reward.queries import QuerySource

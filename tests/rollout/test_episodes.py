@@ -21,9 +21,6 @@ from rlhfless_ray.agent.load import AgentSource
 from rlhfless_ray.agent.processes import Processes, start_agent
 from rlhfless_ray.agent.samples import EpisodeSamples
 from rlhfless_ray.functions.faults import Faults
-from rlhfless_ray.functions.instance import start_actor
-from rlhfless_ray.functions.lease import Leases
-from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.learn.scratch import scratch_policy
 from rlhfless_ray.prompts.tasks import task
@@ -33,6 +30,7 @@ from rlhfless_ray.rollout.requests import step_requests
 from rlhfless_ray.types import Prompt, Sample, WeightVersion
 from rlhfless_ray.weights.folder import without_weights
 from rlhfless_ray.weights.version import checksum
+from tests.conftest import two_engines
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -89,16 +87,8 @@ def files() -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def pool(ray_cluster: None, files: dict[str, bytes]) -> Iterator[Pool]:
-    ledger = Ledger("cpu", 1.0)
-    leases = Leases("cpu", ledger, 60.0, f"agents{time.time_ns()}")
-    kind, plain = engine_class(), without_weights(files)
-    made = Pool("rollout", lambda slot: start_actor(kind, slot, "cpu", {}, plain, SETTINGS), leases, ledger, 600.0)
-    made.resize(2, [], need=2)
-    for instance in made.working:
-        instance.told(300.0)
-    yield made
-    made.close()
-    leases.release_all()
+    with two_engines(engine_class(), files, SETTINGS) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,14 +13,11 @@ import pytest
 from asking import BLOCK, FILES, assert_same, requests, weights_of
 
 from placement.policy import Hold
-from rlhfless_ray.functions.instance import start_actor
-from rlhfless_ray.functions.lease import Leases
-from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.rollout.migrate import Wish, Wishes
 from rlhfless_ray.types import Request, WeightVersion
-from rlhfless_ray.weights.folder import without_weights
 from rlhfless_ray.weights.version import checksum
+from tests.conftest import two_engines
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -67,16 +63,8 @@ class Whims:
 
 @pytest.fixture(scope="module")
 def pool(ray_cluster: None) -> Iterator[Pool]:
-    ledger = Ledger("cpu", 1.0)
-    leases = Leases("cpu", ledger, 60.0, f"engines{time.time_ns()}")
-    kind, files = actor_class(), without_weights(FILES["A"])
-    made = Pool("rollout", lambda slot: start_actor(kind, slot, "cpu", {}, files, SETTINGS), leases, ledger, 600.0)
-    made.resize(2, [], need=2)
-    for instance in made.working:
-        instance.told(300.0)
-    yield made
-    made.close()
-    leases.release_all()
+    with two_engines(actor_class(), FILES["A"], SETTINGS) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
