@@ -109,7 +109,7 @@ def _tell(rule: Rule, v: Values, installed: Installed, found: Translation) -> Ou
         return Outcome(rule.name, HINT, said)
     lacking = installed.lacks(settings)
     if lacking:
-        return Outcome(rule.name, REFUSED, f"not supported yet; the recipe {_wants(lacking, settings, installed)}")
+        return Outcome(rule.name, REFUSED, said or f"not supported yet; the recipe {_wants(lacking, settings, installed)}")
     found.settings |= accepted
     return Outcome(rule.name, HONOURED, names(settings))
 
