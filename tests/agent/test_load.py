@@ -218,6 +218,12 @@ def test_limits_and_stop_words_may_change_from_turn_to_turn(tmp_path: Path) -> N
     assert stops == [None, ["!"]]
 
 
+def test_step_functions_are_told_the_sampling_parameters_where_they_take_them(tmp_path: Path) -> None:
+    text = GAMES["0.8.3"].replace("turn += 1", "turn += 1; assert kwargs['sampling_params'].temperature == 1.0")
+    assert one(tmp_path, text).reward == 3.0
+    assert one(tmp_path, GAMES["0.8.0"].replace(", **kwargs", "")).reward == 3.0
+
+
 @pytest.mark.engine
 def test_agents_may_make_their_own_sampling_parameters(tmp_path: Path) -> None:
     """With vLLM's own class, whose defaults say nothing in other words than ours."""

@@ -382,6 +382,7 @@ def test_other_versions_with_other_defaults_are_said():
     notes = " ".join(of(BASE).notes)
     assert "--param_dtype checkpoint (0.8.0 to 0.9.1)" in notes and "--elastic.dialect VERSION" in notes
     assert "--value_clip" not in notes  # there is no critic
+    assert "run_name" not in " ".join(of(BASE + " --use_tensorboard /tb").notes)  # each has the time in it
     assert "other versions" not in " ".join(of(BASE + " --elastic.dialect 0.9.10").notes)
 
 
