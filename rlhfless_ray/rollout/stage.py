@@ -25,7 +25,7 @@ from rlhfless_ray.rollout.episodes import Episodes
 from rlhfless_ray.rollout.migrate import Migration
 from rlhfless_ray.rollout.requests import evaluation_requests, step_requests
 from rlhfless_ray.rollout.samples import Samples
-from rlhfless_ray.rollout.stream import Stream, fetch_weights, run_rollout
+from rlhfless_ray.rollout.stream import Stream, fetch_into, run_rollout
 from rlhfless_ray.site import Site
 from rlhfless_ray.tail import Tail
 from rlhfless_ray.types import Prompt, Request, Sample, Step, WeightVersion
@@ -78,9 +78,8 @@ class RolloutStage:
         with site.phases.phase("rollout"):
             began_s, cold = time.monotonic(), self.pool.cold_starts
             need = site.recipe.rollout.min_actors
-            spare = self.pool.resize(plan.actors, site.handed(), need=need, wait_s=0.2)
-            fetch_weights(self.pool, weights)
-            site.leases.release(spare)
+            begin = partial(fetch_into, weights=weights)
+            site.leases.release(self.pool.resize(plan.actors, site.handed(), need=need, wait_s=0.2, begin=begin))
             if cold == self.pool.cold_starts:
                 site.autoscaler.terms.warm_start.observe(0.0, time.monotonic() - began_s)
             site.autoscaler.actors = len(self.pool.working)
