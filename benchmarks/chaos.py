@@ -46,6 +46,8 @@ class Chaos:
         self.done: list[tuple[int, str, str]] = []  # step, kind, moment
 
     def __call__(self, run: Strikes, moment: str) -> None:
+        if self.nodes is not None:
+            self.nodes.fill()
         number = run.step.number
         if number != self.step:
             self.step, self.calls = number, 0

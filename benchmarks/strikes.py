@@ -19,7 +19,8 @@ from rlhfless_ray.types import Step
 
 NODE_CORES = 2
 NOTICE_S = 4.0  # between a drain notice and the end of the node
-PATIENCE_S = 20.0  # for a strike whose moment does not come in its step
+PATIENCE_S = 60.0  # for the last process of a run to be gone, on a machine that does something else too
+START_S = 120.0  # for a local cluster
 
 
 class Nodes:
@@ -30,29 +31,45 @@ class Nodes:
 
         self.store_bytes = store_bytes
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": NODE_CORES, "object_store_memory": store_bytes})
-        self.removed = 0
-        for _ in range(count):
-            self.add()
+        self.count, self.removed = count, 0
+        self.changing = threading.Lock()
+        self.timers: list[threading.Timer] = []
+        self.fill()
+        self.cluster.wait_for_nodes(timeout=START_S)
 
     @property
     def address(self) -> str:
         return self.cluster.address
 
-    def add(self) -> None:
-        self.cluster.add_node(num_cpus=NODE_CORES, object_store_memory=self.store_bytes)
+    def fill(self) -> None:
+        """Successors for those that were lost. In the main thread only: Ray sets signal handlers as it starts a node."""
+        with self.changing:
+            while len(self.cluster.worker_nodes) < self.count:
+                self.cluster.add_node(wait=False, num_cpus=NODE_CORES, object_store_memory=self.store_bytes)
 
     def passing(self) -> list[str]:
         """Ids of the nodes that may be lost."""
-        return [node.node_id for node in self.cluster.worker_nodes]
+        with self.changing:
+            return [node.node_id for node in self.cluster.worker_nodes]
 
     def lose(self, node_id: str) -> None:
-        node = next((n for n in self.cluster.worker_nodes if n.node_id == node_id), None)
-        if node is not None:
-            self.removed += 1
-            self.cluster.remove_node(node, allow_graceful=False)
-            self.add()
+        """At once; from any thread. Its successor comes with the next `fill`."""
+        with self.changing:
+            node = next((n for n in self.cluster.worker_nodes if n.node_id == node_id), None)
+            if node is not None:
+                self.removed += 1
+                self.cluster.remove_node(node, allow_graceful=False)
+
+    def lose_later(self, node_id: str, seconds: float) -> None:
+        timer = threading.Timer(seconds, self.lose, (node_id,))
+        timer.daemon = True
+        timer.start()
+        self.timers.append(timer)
 
     def close(self) -> None:
+        for timer in self.timers:
+            timer.cancel()
+            timer.join()
         self.cluster.shutdown()
 
 
@@ -170,9 +187,7 @@ def drain_node(run: Strikes, rng: Any, nodes: Nodes) -> bool:
     if node is None:
         return False
     drain(node, NOTICE_S)
-    timer = threading.Timer(NOTICE_S, nodes.lose, (node,))
-    timer.daemon = True
-    timer.start()
+    nodes.lose_later(node, NOTICE_S)
     return True
 
 

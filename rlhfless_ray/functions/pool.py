@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.faults import Cause, Faults
-from rlhfless_ray.functions.instance import Instance, State, actor_state, reason_of
+from rlhfless_ray.functions.instance import GONE, Instance, State, actor_state, reason_of
 from rlhfless_ray.functions.lease import Lease, Leases, Slot
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.waits import get
@@ -161,7 +161,7 @@ class Pool:
             return
         try:
             instance.kept_mb = ray.get(instance.giving_back)["memory_mb"]
-        except RayActorError:  # a process that died holds nothing: who needs it next will see
+        except GONE:  # a process that died holds nothing: who needs it next will see
             return
         except RayTaskError as error:
             raise RunError(f"{instance.id} could not give memory back: {reason_of(error)}") from error
@@ -175,7 +175,7 @@ class Pool:
             instance.version = None
             try:
                 told = get(ref, self.leave_s, f"{instance.id} to leave its device")
-            except RayActorError:
+            except GONE:
                 continue
             except RayTaskError as error:
                 raise RunError(f"{instance.failure() or f'{instance.id} could not leave its device: {reason_of(error)}'}") from error

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
 
 from rlhfless_ray.errors import RunError
-from rlhfless_ray.functions.instance import Instance
+from rlhfless_ray.functions.instance import GONE, Instance
 from rlhfless_ray.functions.memory import own_memory_mb
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.reward.functions import Source
@@ -150,7 +149,7 @@ def _answer(pool: Pool, worker: Instance, ref: Any) -> list[Score] | None:
     """The scores, or None when the worker died."""
     try:
         scores, spans = ray.get(ref)
-    except RayActorError:
+    except GONE:
         return None
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, RunError):

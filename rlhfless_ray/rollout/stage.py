@@ -177,8 +177,7 @@ class RolloutStage:
 
     def _leave(self, instance: Instance) -> list[Lease]:
         """One engine leaves its slot; returns its leases."""
-        self._told_start(instance)
-        return self.pool.park(instance)
+        return self.pool.park(instance) if self.site.survived_start(self.pool, instance, self._told_start) else []
 
     def _prewarm_next(self, done: int, total: int) -> None:
         """The next phase's process starts while this one ends, if none is warm."""
@@ -200,6 +199,6 @@ class RolloutStage:
 
     def _park(self) -> list[Lease]:
         """Engines leave their slots; returns the leases."""
-        for instance in self.pool.working:
-            self._told_start(instance)
+        for instance in list(self.pool.working):
+            self.site.survived_start(self.pool, instance, self._told_start)
         return self.pool.park_all()

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from ray.exceptions import ActorUnschedulableError
 
 from placement.policy import Release
+from rlhfless_ray.functions.faults import Cause
 from rlhfless_ray.functions.instance import State, start_actor
-from rlhfless_ray.functions.lease import Leases
+from rlhfless_ray.functions.lease import Leases, Slot
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.recipe import Functions, Rollout
@@ -104,6 +106,25 @@ def test_a_killed_instance_is_replaced_under_its_lease(pool):
     new = pool.replace(old)
     assert ray.get(new.actor.pid.remote(), timeout=30) != pid
     assert new.leases == [lease] and old.state is State.GONE and pool.working == [new] and pool.faults.used == 1
+
+
+def test_a_node_that_is_lost_while_a_process_starts_on_it_is_no_error_of_the_run(pool):
+    """Ray does not say of such a process that it died, but that it cannot be placed."""
+    nowhere = Slot("ab" * 28, 0)
+    prewarmed = pool.prewarm(nowhere)
+    prewarmed.giving_back = prewarmed.actor.pid.remote()
+    ray.wait([prewarmed.giving_back], timeout=60)
+    with pytest.raises(ActorUnschedulableError):
+        ray.get(prewarmed.giving_back)
+    pool.reap()
+    pool.end(prewarmed)
+    pool.resize(1, [], need=1)
+    instance = pool.working[0]
+    instance.actor, instance.slot = pool.start(nowhere), nowhere
+    instance.opened = instance.actor.open.remote(1)
+    site = Site(SimpleNamespace(functions=Functions()), pool.ledger, pool.leases, None, None, None, 2)
+    assert not site.survived_start(pool, instance, site.told_start)
+    assert not pool.working and not pool.leases.held and pool.faults.counts == {Cause.NODE_LOST: 1} and pool.faults.used == 0
 
 
 def test_an_instance_sees_its_own_device_only(pool):

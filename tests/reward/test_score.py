@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import RayActorError
+import ray
+from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError
 
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.faults import Cause, Faults
@@ -25,13 +26,20 @@ from rlhfless_ray.reward.worker import RewardWorker, Score
 from rlhfless_ray.types import Completion, Prompt, Sample
 
 
+ENDS = {
+    "die": RayActorError(), "nowhere": ActorUnschedulableError("its node is gone"),
+    "lost": ObjectLostError(ray.ObjectRef.nil().hex(), None, "its node took the answer along"),
+}
+
+
 def samples_of(*responses: str) -> list[Sample]:
     empty = Completion(0, np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0)
     return [Sample(Prompt(70 + i, f"p{i}", (1,)), 0, empty, text) for i, text in enumerate(responses)]
 
 
 class Process:
-    """A scoring process: `die` and `hang` end it or keep it for ever, `fail` is an error, `slow` uses up a call's time."""
+    """A scoring process: `die`, `lost` and `nowhere` end it, alone or with its node, `hang` keeps it for ever, `fail` is an error,
+    `slow` uses up a call's time."""
 
     def __init__(self, calls: list[int]) -> None:
         self.score = SimpleNamespace(remote=lambda items, budget_s: self.answer(items))
@@ -41,8 +49,8 @@ class Process:
         self.calls.append(len(items))
         scores = []
         for key, _, response, _ in items:
-            if response in ("die", "hang"):
-                return SimpleNamespace(ready=response == "die", value=None)
+            if response in (*ENDS, "hang"):
+                return SimpleNamespace(ready=response in ENDS, value=ENDS.get(response))
             scores.append(Score(key, None, "no") if response == "fail" else Score(key, float(len(response))))
             if response == "slow":
                 break
@@ -70,8 +78,8 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
         return
 
     def get(ref: Any) -> Any:
-        if ref.value is None:
-            raise RayActorError
+        if isinstance(ref.value, Exception):
+            raise ref.value
         return ref.value
 
     def wait(refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
@@ -110,7 +118,7 @@ def test_every_sample_gets_its_own_reward_also_over_many_answers(workers: int) -
     assert said[-1] == "score: 7 of 7 samples, 1 failed"
 
 
-@pytest.mark.parametrize("bad", ["die", "hang"])
+@pytest.mark.parametrize("bad", [*ENDS, "hang"])
 def test_a_sample_that_ends_the_process_is_found_and_the_others_are_scored(bad: str) -> None:
     pool, samples = FakePool(1), samples_of("a", "bb", bad, "c", "dd")
     assert scored(pool, samples) == 1
