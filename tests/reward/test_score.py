@@ -61,14 +61,18 @@ class FakePool:
     def __init__(self, workers: int) -> None:
         self.calls: list[int] = []
         self.faults = Faults(3)
+        self.causes: list[Cause] = []  # of the next deaths, where it is not the process itself
         self.ledger = SimpleNamespace(spans=lambda leases, spans: None)
         self.working = [self.new() for _ in range(workers)]
 
     def new(self) -> Any:
-        return SimpleNamespace(actor=Process(self.calls), leases=[])
+        return SimpleNamespace(actor=Process(self.calls), leases=[], started=True)
 
-    def replace(self, worker: Any, why: str) -> Any:
-        self.faults.count("reward-1", Cause.DIED, why)
+    def cause(self, worker: Any) -> Cause:
+        return self.causes.pop(0) if self.causes else Cause.DIED
+
+    def replace(self, worker: Any, why: str, cause: Cause) -> Any:
+        self.faults.count("reward-1", cause, why)
         return self.new()
 
 
@@ -124,6 +128,26 @@ def test_a_sample_that_ends_the_process_is_found_and_the_others_are_scored(bad: 
     assert scored(pool, samples) == 1
     assert [s.reward for s in samples] == [1.0, 2.0, None, 1.0, 2.0]
     assert "hung past 0.01 s or died" in samples[2].error and pool.faults.used == 2
+
+
+def test_a_lost_node_is_no_samples_fault() -> None:
+    pool, samples = FakePool(1), samples_of("lost", "bb")
+    pool.causes = [Cause.NODE_LOST, Cause.DIED, Cause.NODE_LOST, Cause.NODE_LOST]
+    assert scored(pool, samples) == 1 and pool.faults.used == 2 and pool.faults.counts[Cause.NODE_LOST] == 3
+    assert [s.reward for s in samples] == [None, 2.0] and len(pool.calls) == 6, "by itself only after a death, and again after a loss"
+
+
+def test_a_worker_that_starts_for_long_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, samples = FakePool(1), samples_of("hang")
+    pool.working[0].started = False
+    scoring = Scoring(pool, 0.01, 1)
+    scoring.add(samples)
+    (call,) = scoring.running.values()
+    call.asked_s -= 60.0
+    assert not scoring.hear() and scoring.running
+    call.start_by_s = 0.0
+    call.asked_s -= 60.0
+    assert scoring.hear() and pool.faults.used == 1 and samples[0].error is None
 
 
 @pytest.mark.parametrize("bad", ["die", "hang"])
