@@ -34,8 +34,7 @@ class Nodes:
         self.count, self.removed = count, 0
         self.changing = threading.Lock()
         self.timers: list[threading.Timer] = []
-        self.fill()
-        self.cluster.wait_for_nodes(timeout=START_S)
+        self.settle()
 
     @property
     def address(self) -> str:
@@ -46,6 +45,11 @@ class Nodes:
         with self.changing:
             while len(self.cluster.worker_nodes) < self.count:
                 self.cluster.add_node(wait=False, num_cpus=NODE_CORES, object_store_memory=self.store_bytes)
+
+    def settle(self) -> None:
+        """Wait until all of them are there."""
+        self.fill()
+        self.cluster.wait_for_nodes(timeout=START_S)
 
     def passing(self) -> list[str]:
         """Ids of the nodes that may be lost."""

@@ -25,7 +25,6 @@ from rlhfless_ray.reward.score import RewardActor, Scoring, check_failures
 from rlhfless_ray.reward.worker import RewardWorker, Score
 from rlhfless_ray.types import Completion, Prompt, Sample
 
-
 ENDS = {
     "die": RayActorError(), "nowhere": ActorUnschedulableError("its node is gone"),
     "lost": ObjectLostError(ray.ObjectRef.nil().hex(), None, "its node took the answer along"),
