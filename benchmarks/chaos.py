@@ -31,7 +31,7 @@ from rich.table import Table
 
 from benchmarks.replay_world import World, build, recipe_for, synthetic_lengths
 from benchmarks.results import Target, make_console, save, show_targets
-from benchmarks.strikes import KINDS, PAGE_KINDS, Nodes, Strikes, Struck, left_behind, outcome, quick_to_see_hangs, step_rows
+from benchmarks.strikes import KINDS, PAGE_KINDS, Nodes, Strikes, Struck, left_behind, left_of, outcome, quick_to_see_hangs, step_rows
 from rlhfless_ray.recipe import Recipe
 
 PROMPTS, SAMPLES, TOKENS = 4, 4, 96
@@ -85,6 +85,7 @@ def shuffled(faults: int, kinds: tuple[str, ...], seed: int) -> list[str]:
 def drive(run: Strikes) -> dict[str, Any]:
     began_s = time.monotonic()
     with run:
+        ray_folder = run.cluster.temporary  # of a Ray of its own
         for _ in run:
             pass
     rows = step_rows(run.folder.path)
@@ -92,7 +93,7 @@ def drive(run: Strikes) -> dict[str, Any]:
     found = outcome(run.folder.path)
     rewards = [float(np.mean([row[-1] for row in found[step] if row[-1] is not None])) for step in sorted(found)]
     return {
-        "samples": found, "published": run.published, "rewards": rewards, "seconds": time.monotonic() - began_s,
+        "samples": found, "published": run.published, "rewards": rewards, "ray": ray_folder, "seconds": time.monotonic() - began_s,
         "steps": len(rows), **{name: sum(row.get(name) or 0 for row in rows) for name in names},
     }
 
@@ -154,7 +155,9 @@ def real(
     clean = drive(StruckReal(recipe_of("clean"), lambda run, moment: None))
     say(f"the run without faults: {clean['steps']} steps in {clean['seconds']:.0f} s")
     chaos = Chaos(shuffled(faults, kinds, seed), None, seed, say)
-    return told(drive(StruckReal(recipe_of("struck"), chaos)), clean, chaos, {})
+    struck = drive(StruckReal(recipe_of("struck"), chaos))
+    left = [left_of(one["ray"]) for one in (clean, struck)]
+    return told(struck, clean, chaos, {name: sum(one[name] for one in left) for name in left[0]})
 
 
 def told(struck: dict[str, Any], clean: dict[str, Any], chaos: Chaos, left: dict[str, int]) -> dict[str, Any]:
@@ -298,7 +301,7 @@ def reached(options: argparse.Namespace, found: dict[str, Any]) -> list[Target]:
     targets = [
         Target("parts that failed", sum("failed" in one for one in found.values()), most=0),
         Target("samples lost, twice, other or too many; versions with other weights", wrong, most=0),
-        Target("placement groups and actors left behind", left, most=0),
+        Target("placement groups, actors, processes and session folders left behind", left, most=0),
     ]
     if "compared" in found.get("real", {}):
         same = found["real"]["compared"]["versions"] - found["real"]["wrong"]["versions with other weights"]

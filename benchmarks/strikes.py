@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -237,6 +237,22 @@ def outcome(path: Path) -> dict[int, list[tuple[Any, ...]]]:
 def step_rows(path: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["step"] > 0]
+
+
+def left_of(folder: Path) -> dict[str, int]:
+    """What is still there of a Ray that ended with its run: its folder, and processes that were told to work in it."""
+    import psutil
+
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        found = 0
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+                    found += str(folder) in " ".join(process.cmdline()) or process.environ().get("TMPDIR") == str(folder)
+        if not found + folder.exists() or time.monotonic() > end:
+            return {"processes": found, "session folders": int(folder.exists())}
+        time.sleep(0.5)
 
 
 def left_behind(address: str) -> dict[str, int]:
