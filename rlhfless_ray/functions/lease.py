@@ -165,6 +165,11 @@ class Leases:
         """{node id: slots} of the nodes that have all these labels."""
         return node_slots(self.resource, labels, self.seen_nodes())
 
+    def memory_mb(self, node: str) -> float:
+        """What Ray counts as the node's memory; without end where it does not know the node."""
+        told = next((one["Resources"].get("memory") for one in self.seen_nodes() if one["NodeID"] == node), None)
+        return float("inf") if told is None else told / 2**20
+
     def gone(self, nodes: list[str]) -> list[str]:
         """Those of `nodes` that are not there any more, as of now."""
         if nodes:

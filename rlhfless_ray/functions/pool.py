@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.faults import Cause, Faults
-from rlhfless_ray.functions.instance import Instance, State, actor_state, reason_of
+from rlhfless_ray.functions.instance import GONE, Instance, State, actor_state, reason_of
 from rlhfless_ray.functions.lease import Lease, Leases, Slot
 from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.parked import ParkedMemory
 from rlhfless_ray.waits import get
 
 FAULTS = 3  # that a pool on its own survives
@@ -47,6 +48,7 @@ class Pool:
         self.labels = labels or {}
         self.give_back_after_s = float("inf") if on_device and leases.resource == "gpu" else give_back_after_s
         self.faults = Faults(FAULTS)  # of the run, where there is one
+        self.parked_memory: ParkedMemory | None = None  # what the pools of a run may hold without work
         self.working: list[Instance] = []
         self.parked: list[Instance] = []
         self.replacements = 0  # instances that died, and what they had to do goes on elsewhere
@@ -118,8 +120,11 @@ class Pool:
     def _find(self, slot: Slot) -> Instance | None:
         return next((instance for instance in self.parked if self.fits(instance, slot)), None)
 
-    def prewarm(self, slot: Slot) -> Instance:
-        """Start a process ahead of its lease: imports only, no device memory. It waits as parked."""
+    def prewarm(self, slot: Slot) -> Instance | None:
+        """Start a process ahead of its lease: imports only, no device memory. It waits as parked. None: its node has no memory for
+        that."""
+        if self.parked_memory is not None and not self.parked_memory.admits(self, slot.node):
+            return None
         instance = Instance(self.kind, slot, self.start(slot), state=State.PARKED, parked_since_s=time.monotonic())
         self._book(instance)
         self.parked.append(instance)
@@ -151,6 +156,8 @@ class Pool:
             self._book(instance)
             if long:
                 self._give_back(instance)
+        if self.parked_memory is not None:
+            self.parked_memory.enforce()
         return taken
 
     def _book(self, instance: Instance) -> None:
@@ -165,7 +172,7 @@ class Pool:
             return
         try:
             instance.kept_mb = ray.get(instance.giving_back)["memory_mb"]
-        except RayActorError:  # a process that died holds nothing: who needs it next will see
+        except GONE:  # a process that died holds nothing: who needs it next will see
             return
         except RayTaskError as error:
             raise RunError(f"{instance.id} could not give memory back: {reason_of(error)}") from error
@@ -179,7 +186,7 @@ class Pool:
             instance.version = None
             try:
                 told = get(ref, self.leave_s, f"{instance.id} to leave its device")
-            except RayActorError:
+            except GONE:
                 continue
             except RayTaskError as error:
                 raise RunError(f"{instance.failure() or f'{instance.id} could not leave its device: {reason_of(error)}'}") from error

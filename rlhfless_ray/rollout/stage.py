@@ -179,8 +179,7 @@ class RolloutStage:
 
     def _leave(self, instance: Instance) -> list[Lease]:
         """One engine leaves its slot; returns its leases."""
-        self._told_start(instance)
-        return self.pool.park(instance)
+        return self.pool.park(instance) if self.site.survived_start(self.pool, instance, self._told_start) else []
 
     def _meanwhile(self, done: int, total: int) -> None:
         """What was put off is done while engines work; the next phase's process starts while this one ends, if none is warm."""
@@ -203,6 +202,6 @@ class RolloutStage:
 
     def _park(self) -> list[Lease]:
         """Engines leave their slots; returns the leases."""
-        for instance in self.pool.working:
-            self._told_start(instance)
+        for instance in list(self.pool.working):
+            self.site.survived_start(self.pool, instance, self._told_start)
         return self.pool.park_all()
