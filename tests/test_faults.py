@@ -283,7 +283,7 @@ def test_weights_whose_node_is_lost_are_had_from_elsewhere(
     nodes: Any, world: World, clean: Hit, tmp_path: Path, passing: Any, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learner's node goes with the weights that it has just published, before an engine is told to load them or while all are."""
-    import rlhfless_ray.rollout.stream as stream
+    import rlhfless_ray.rollout.rollout as stream
 
     elsewhere = [node.node_id for node in (nodes.head_node, *nodes.worker_nodes) if node is not passing]
     others = [ray.util.placement_group([{"CPU": 1}], bundle_label_selector=[{"ray.io/node-id": n}]) for n in elsewhere for _ in range(2)]

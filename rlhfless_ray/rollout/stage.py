@@ -24,8 +24,9 @@ from rlhfless_ray.rollout.beside import Beside
 from rlhfless_ray.rollout.episodes import Episodes
 from rlhfless_ray.rollout.migrate import Migration
 from rlhfless_ray.rollout.requests import evaluation_requests, step_requests
+from rlhfless_ray.rollout.rollout import run_rollout
 from rlhfless_ray.rollout.samples import Samples
-from rlhfless_ray.rollout.stream import Stream, fetch_into, run_rollout
+from rlhfless_ray.rollout.stream import Stream, fetch_into
 from rlhfless_ray.site import Site
 from rlhfless_ray.tail import Tail
 from rlhfless_ray.types import Prompt, Request, Sample, Step, WeightVersion
