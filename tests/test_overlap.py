@@ -12,7 +12,7 @@ import pytest
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.autoscale import RolloutPlan
 from rlhfless_ray.functions.ledger import read_rows
-from rlhfless_ray.rollout import stream
+from rlhfless_ray.rollout import rollout
 from tests.conftest import samples, small_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -39,7 +39,7 @@ def trained(folder: Path, overlap: str) -> Path:
 
 def test_what_is_done_in_the_tail_changes_nothing_but_the_time(no_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
-    monkeypatch.setattr(stream._Rollout, "tail_s", lambda self: 1000.0)  # always worth beginning
+    monkeypatch.setattr(rollout.Rollout, "tail_s", lambda self: 1000.0)  # always worth beginning
     ahead, after = trained(tmp_path / "ahead", "auto"), trained(tmp_path / "after", "off")
     rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (ahead, after)]
     early = [row["step"] for row in rows[0] if row["overlap/learned"] > 0]  # on a busy machine not in every step

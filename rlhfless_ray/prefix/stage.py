@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from placement.prefix import PrefixChoice, PrefixDemand, PrefixSpeed, choose_prefix
 from rlhfless_ray.errors import RunError
-from rlhfless_ray.functions.instance import Instance, lost_on_the_way, raised_at_start, reason_of
+from rlhfless_ray.functions.instance import GONE, Instance, lost_on_the_way, raised_at_start, reason_of
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.prefix.actor import Fetched
 from rlhfless_ray.prefix.demand import prefix_demand
@@ -143,7 +143,7 @@ class PrefixStage:
                 get(before, self.site.recipe.functions.lease_deadline_s, f"{instance.id} to be ready")
                 self.site.told_start(instance)
                 why, raised = instance.keeps_no_pages, bool(instance.keeps_no_pages)
-            except (RayActorError, RayTaskError, RunError) as error:
+            except (*GONE, RayTaskError, RunError) as error:
                 why = instance.failure() or f"{instance.id}: {reason_of(error)}"
                 raised = isinstance(error, RayTaskError) or raised_at_start(error)
             if raised:  # no fault of a process: the next one would say the same, unless it was the weights that were lost
@@ -165,7 +165,7 @@ class PrefixStage:
                 get(told, ANSWER_S, f"{instance.id} to answer")
             except RayTaskError:  # it answers
                 continue
-            except (RayActorError, RunError) as error:
+            except (*GONE, RunError) as error:
                 self.pool.lose(instance, reason_of(error))
 
     def _account(self, step: StepPrefixes, wall_s: float) -> None:
@@ -201,7 +201,7 @@ class PrefixStage:
             try:
                 fetched: Fetched = get(told, FETCH_S, f"{instance.id} to have fetched its pages")
                 loaded, tokens, load_s = get(dropped, FETCH_S, f"{instance.id} to drop its pages")
-            except (RayActorError, RayTaskError, RunError):
+            except (*GONE, RayTaskError, RunError):
                 counts["lost"] += 1
                 continue
             self.site.ledger.spans([lease.id for lease in instance.leases], fetched.spans)

@@ -12,7 +12,7 @@ import pytest
 from placement.prefix import PrefixSpeed
 from placement.terms import Term, Terms
 from rlhfless_ray.functions.instance import Instance, start_actor
-from rlhfless_ray.functions.lease import Leases
+from rlhfless_ray.functions.lease import Leases, Slot
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.phases import Phases
@@ -145,6 +145,15 @@ def test_a_killed_instance_costs_its_pages_only(make: Callable[..., Any]) -> Non
     stage.send(step, PROMPTS, engines, SHARES, 2)
     stage.over(step)
     assert stage.prefill(PROMPTS, SHARES, weights(2), 98).prepared.refs, "the next one starts anew"
+
+
+def test_a_node_lost_while_its_instance_starts_costs_the_pages_only(make: Callable[..., Any]) -> None:
+    stage = make("on")
+    start = stage.pool.start
+    stage.pool.start = lambda slot: start(Slot("ab" * 28, 0))  # Ray says of it that it cannot be placed, not that it died
+    assert stage.prefill(PROMPTS, SHARES, weights(), 100).prepared.refs == [] and not stage.pool.working
+    stage.pool.start = start
+    assert stage.prefill(PROMPTS, SHARES, weights(), 99).prepared.refs
 
 
 def test_it_is_off_after_failing_again_and_again(make: Callable[..., Any]) -> None:
