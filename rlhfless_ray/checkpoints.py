@@ -91,8 +91,8 @@ class Checkpoints:
             if self.elsewhere is not None and not (path / DRIVER).is_file():
                 raise UserError(
                     f"checkpoint.path: {path} is a checkpoint of DeepSpeed, as OpenRLHF writes it, which is not read here; begin with "
-                    f"the model in its Hugging Face export instead (policy.path {self.elsewhere / f'global_step{step}_hf'}, where there "
-                    "is one) and another checkpoint.path"
+                    f"its Hugging Face export as the model to train ({self.elsewhere / f'global_step{step}_hf'}, where there is one) and "
+                    "with another folder for checkpoints"
                 )
 
     def newest(self) -> tuple[int, Path] | None:
