@@ -253,3 +253,19 @@ def test_exit_codes_and_one_sentence(tmp_path: Path) -> None:
     path.write_text("[5, 6, 7]")
     done = command("plan", str(path), *SPEED, "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["lengths"]["max"] == 7
+
+
+def test_a_row_without_the_column_of_the_others_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.jsonl"
+    path.write_text('{"response_tokens": 100}\n{"reward": 3}\n')
+    with pytest.raises(UserError, match="line 2: no column `response_tokens`"):
+        read_lengths(path)
+    path = tmp_path / "mixed.json"
+    path.write_text('[{"answers": {"a": 3, "b": 4}}, {"other": {"a": 3}}]')
+    with pytest.raises(UserError, match="entry 2: no column `answers`"):
+        read_lengths(path, "answers")
+    path.write_text('[{"answers": {"a": 3, "b": 4}, "words": 3}, {"answers": {"a": 5}, "words": 1}]')
+    assert read_lengths(path, "answers").tokens.tolist() == [3, 4, 5] and read_lengths(path, "answers").group.tolist() == [0, 0, 1]
+    path.write_text("[3, 1e300]")
+    with pytest.raises(UserError, match="entry 2: 1e\\+300 is no number of tokens"):
+        read_lengths(path)
