@@ -96,7 +96,7 @@ class RolloutStage:
             autoscaler, elastic = self.site.autoscaler, self.site.recipe.functions.elastic
             second = autoscaler.second if elastic else float("inf")  # what is never given back cannot be saved
             prefill = autoscaler.terms.prefill.per_unit_s
-            self.migration.begin(step.forecast.lengths, autoscaler.speed.speed, second, prefill)
+            self.migration.begin(step.forecast.lengths, autoscaler.speed.speed, second, prefill, count)
         shares = self._shares(step, len(self.pool.working))
         if self.prefix is not None and step.prefixes is not None:
             tokens = [p.token_ids for p in step.prompts]
