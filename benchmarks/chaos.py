@@ -255,6 +255,7 @@ def main() -> None:
         return
     if options.quick:
         options.faults, options.drivers = len(KINDS), 1
+    whole = not options.quick and options.faults and options.drivers  # else its results do not replace those of one that is
     quiet_ray()
     console, found = make_console(), {}
     on_real = partial(real, kinds=tuple(options.kinds), ranks=options.ranks)
@@ -265,7 +266,7 @@ def main() -> None:
         if count:
             with tempfile.TemporaryDirectory(prefix="rlhfless-chaos-") as folder:
                 found[name] = tried(partial(part, Path(folder), count, options.seed), partial(told_now, console, name))
-            save("chaos", {"options": vars(options), **found}, reached(options, found), console=console, quick=options.quick)
+            save("chaos", {"options": vars(options), **found}, reached(options, found), console=console, quick=not whole)
     table = Table("part", "fault", "times", title="faults survived", title_justify="left")
     for name, one in found.items():
         for kind, times in one.get("faults", {}).items():
