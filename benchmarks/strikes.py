@@ -112,13 +112,13 @@ class Strikes(Runtime):
 
     def __enter__(self) -> Self:
         run = super().__enter__()
-        tell = self.rollout_stage._prewarm_next
+        tell = self.rollout_stage._meanwhile
 
         def told(done: int, total: int) -> None:
             tell(done, total)
             self.strike(self, "rollout")
 
-        self.rollout_stage._prewarm_next = told  # type: ignore[method-assign]
+        self.rollout_stage._meanwhile = told  # type: ignore[method-assign]
         return run
 
     def generate(self, step: Step, *more: Any) -> Any:

@@ -148,11 +148,14 @@ class Leases:
         return found
 
     def seen_nodes(self) -> list[dict[str, Any]]:
-        """What Ray told a second ago of its nodes, without those that are drained or lost."""
+        """What Ray told a second ago at most of its nodes, without those that are drained or lost."""
         if time.monotonic() - self.nodes_s > NODES_S:
-            going = self.draining() | self.lost
-            self.nodes, self.nodes_s = [node for node in ray.nodes() if node["NodeID"] not in going], time.monotonic()
-        return self.nodes
+            self._look()
+        going = self.draining() | self.lost
+        return [node for node in self.nodes if node["NodeID"] not in going]
+
+    def _look(self) -> None:
+        self.nodes, self.nodes_s = ray.nodes(), time.monotonic()
 
     def draining(self) -> set[str]:
         """Ids of the nodes that Ray was told will be gone soon, as of a moment ago: nothing should begin or stay there."""
@@ -170,8 +173,10 @@ class Leases:
         return float("inf") if told is None else told / 2**20
 
     def gone(self, nodes: list[str]) -> list[str]:
-        """Those of `nodes` that are not there any more."""
-        alive = alive_nodes() - self.lost if nodes else set()
+        """Those of `nodes` that are not there any more, as of now."""
+        if nodes:
+            self._look()
+        alive = {node["NodeID"] for node in self.nodes if node["Alive"]} - self.lost
         return [node for node in nodes if node not in alive]
 
     def lose(self, node: str) -> bool:
@@ -242,9 +247,11 @@ class Leases:
         self.release(list(self.held.values()))
 
     def living(self, leases: list[Lease]) -> list[Lease]:
-        """Those whose node is there and stays. The others are released: Ray moves the group of a lost node, so it is not where it
-        was."""
-        gone = (set(self.gone([lease.slot.node for lease in leases])) | self.draining()) if leases else set()
+        """Those whose node was there a second ago, and stays. The others are released: Ray moves the group of a lost node, so it is
+        not where it was."""
+        there = {node["NodeID"] for node in self.seen_nodes() if node["Alive"]} if leases else set()
+        missing = {lease.slot.node for lease in leases} - there  # or come since
+        gone = set(self.gone(sorted(missing))) | (missing & self.draining())
         self.release([lease for lease in leases if lease.slot.node in gone])
         return [lease for lease in leases if lease.slot.node not in gone]
 
@@ -264,11 +271,6 @@ class Leases:
             info["state"] == "PENDING" and id not in ours and any(name in b for b in info["bundles"].values())
             for id, info in placement_group_table().items()
         )
-
-
-def alive_nodes() -> set[str]:
-    """Ids of the cluster's nodes."""
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def draining_nodes() -> set[str]:

@@ -59,18 +59,22 @@ class Pool:
 
     # ---- size -------------------------------------------------------------------------------------------------
 
-    def resize(self, count: int, spare: list[Lease], *, need: int = 1, wait_s: float = 0.0) -> list[Lease]:
+    def resize(
+        self, count: int, spare: list[Lease], *, need: int = 1, wait_s: float = 0.0,
+        begin: Callable[[Instance], None] = lambda _: None,
+    ) -> list[Lease]:
         """Work with `count` instances, one lease each; returns the leases of `spare` that were not used.
 
         Spare leases are handed over first, those of slots with a parked instance before others; Ray is asked for the
-        rest: `need` instances in all must be staffed within the lease deadline, for more it waits `wait_s`.
+        rest: `need` instances in all must be staffed within the lease deadline, for more it waits `wait_s`. `begin`: what each
+        is told as soon as it is staffed, while others still wait for their leases.
         """
         spare = self.leases.living(spare)
         while len(self.working) > count:
             spare = [*spare, *self.park(self.working[-1])]
         usable = sorted((lease for lease in spare if self.may_use(lease)), key=lambda lease: self._find(lease.slot) is None)
         for lease in usable[: count - len(self.working)]:
-            self.staff([lease])
+            begin(self.staff([lease]))
             spare = [other for other in spare if other is not lease]
         missing = count - len(self.working)
         if missing > 0:
@@ -78,7 +82,7 @@ class Pool:
             urgent = max(0, need - len(self.working))
             got = self.leases.take(missing, self.kind, prefer, need=urgent, wait_s=wait_s, labels=self.labels)
             for lease in got:
-                self.staff([lease])
+                begin(self.staff([lease]))
         return spare
 
     def staff(self, leases: list[Lease]) -> Instance:

@@ -19,6 +19,7 @@ from placement.policy import Release
 from rlhfless_ray.agent.engine import Reply
 from rlhfless_ray.agent.messages import Answered, Asked, Opening, Played
 from rlhfless_ray.agent.processes import Processes
+from rlhfless_ray.rollout.growing import Growing
 from rlhfless_ray.rollout.stream import LOOK_S, OUTLIVES, Stream, _Rollout, _step_s, fetch_weights
 from rlhfless_ray.types import Request
 from rlhfless_ray.waits import wait_any
@@ -37,7 +38,7 @@ class Episodes(_Rollout):
         self.openings = [
             Opening(one.key, prompt, label, one.temperature, one.top_p) for one, (prompt, label) in zip(requests, labels, strict=True)
         ]
-        self.tokens = expected
+        self.tokens, self.turns = expected, Growing(np.zeros(0))
         self.written = np.zeros(len(requests), np.int64)
         self.over = np.zeros(len(requests), bool)
         self.home = np.full(len(requests), -1)  # engines by number
@@ -95,7 +96,8 @@ class Episodes(_Rollout):
             )
         )
         left = max(1.0, float(self.tokens[event.key] - self.written[event.key]))
-        self.expected = self.moving.expected = np.append(self.expected, min(left, event.max_tokens))
+        self.turns.append(min(left, event.max_tokens))
+        self.expected = self.moving.expected = self.turns.values
         self.waiting[i] = epoch, event
         self.launches.send(self.engine_of(event.key), np.array([i]))
 

@@ -61,13 +61,17 @@ class Stream:
 
 
 def fetch_weights(pool: Pool, weights: WeightVersion) -> None:
-    """Every working instance pulls the version it lacks; the calls queue in its actor before the next rollout."""
+    """Every working instance pulls the version it lacks."""
     for instance in pool.working:
-        if instance.version != weights.version:
-            checksum = weights.checksum
-            instance.loading = instance.actor.load.remote(weights.version, weights.ref, checksum)
-            instance.version = weights.version
-        instance.state = State.READY
+        fetch_into(instance, weights)
+
+
+def fetch_into(instance: Instance, weights: WeightVersion) -> None:
+    """It pulls the version, if it lacks it; the call queues in its actor before the next rollout."""
+    if instance.version != weights.version:
+        instance.loading = instance.actor.load.remote(weights.version, weights.ref, weights.checksum)
+        instance.version = weights.version
+    instance.state = State.READY
 
 
 def run_rollout(

@@ -61,7 +61,12 @@ class Metrics:
                     self._say(f"{label} is off for this run: {_one_line(error)}")
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row (`step` and flat keys). NaN and infinities become null and are listed under `nonfinite`."""
+        """Append one row, and copy it to wherever else it goes."""
+        self.copy(self.keep(row))
+
+    def keep(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Append one row (`step` and flat keys). NaN and infinities become null and are listed under `nonfinite`. Returns what `copy`
+        takes."""
         row, bad = _clean(row)
         if bad:
             row["nonfinite"] = sorted(bad)
@@ -70,10 +75,12 @@ class Metrics:
                 self._say(f"step {row.get('step')}: {key} is {bad[key]}, written as null (said once per metric)")
         self._file.write(json.dumps(row, allow_nan=False, separators=(",", ":"), ensure_ascii=False) + "\n")
         self._file.flush()
-        told = self._for_sinks(row)
-        for label in list(self._sinks):
-            if told:
-                self._guard(label, lambda sink: sink.write(told))
+        return self._for_sinks(row)
+
+    def copy(self, told: dict[str, Any]) -> None:
+        """To TensorBoard and Weights & Biases, as far as they are on."""
+        for label in list(self._sinks) if told else ():
+            self._guard(label, lambda sink: sink.write(told))
 
     def _for_sinks(self, row: dict[str, Any]) -> dict[str, Any]:
         """What of a row goes on, and under which names; empty: nothing."""

@@ -68,6 +68,6 @@ def test_what_a_reward_function_logs_is_averaged_over_the_samples_that_have_it()
 
     record = Record.__new__(Record)
     record.recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}})
-    found = record._of_samples([sample(0, 1.0, a=2.0), sample(0, 0.0), sample(1, 0.5, a=4.0), sample(1, None, a=9.0)])
+    found = record.of_samples([sample(0, 1.0, a=2.0), sample(0, 0.0), sample(1, 0.5, a=4.0), sample(1, None, a=9.0)])
     assert found["reward/logs/a"] == 3.0 and found["reward/score_mean"] == 0.5 and found["length/total_mean"] == 6.0
     assert found["reward/group_std"] == np.mean([np.std([1.0, 0.0], ddof=1), 0.0]) and found["tokens/samples"] == 4
