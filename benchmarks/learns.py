@@ -33,6 +33,7 @@ from rlhfless_ray.prompts.chain import Chain
 from rlhfless_ray.types import Sample
 
 LEAST = 10.0  # points that held-out accuracy, sampled, has to rise
+VERDICT_STEPS = 500
 LEAST_VERDICTS = 85.0  # percent of right and of wrong responses that the reward model is to recognise, their mean
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
 COMMON = (
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[*ESTIMATORS, "ppo"], help="some of the runs")
     parser.add_argument("--quick", action="store_true", help="two runs of 3 steps from a policy that knows little")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # of this process: two that wait for each other crawl where anything else runs
     console = make_console()
     names = [PPO if name == "ppo" else name for name in options.only or [*ESTIMATORS, "ppo"]]
     small = ["run.steps=3", "evaluate.prompts=32", "warm_start.steps=30"] if options.quick else []
@@ -153,7 +155,7 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="rlhfless-learns-"))
     base = Recipe.load(RECIPE, overrides)
     files = warm_policy(base)
-    model = verdicts(files, warm_start_key(base), 30 if options.quick else 1500) if PPO in names else None
+    model = verdicts(files, warm_start_key(base), 30 if options.quick else VERDICT_STEPS) if PPO in names else None
     cluster = RayCluster(base)
     cluster.start()
     curves: list[Curve] = []
