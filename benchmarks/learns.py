@@ -37,7 +37,7 @@ VERDICT_STEPS = 500
 LEAST_VERDICTS = 85.0  # percent of right and of wrong responses that the reward model is to recognise, their mean
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
 COMMON = (
-    "run.steps=40", "rollout.max_tokens=96", "objective.prefer=1", "checkpoint.every_steps=1000000", "watch.progress='plain'",
+    "run.steps=16", "rollout.max_tokens=96", "objective.prefer=1", "checkpoint.every_steps=1000000", "watch.progress='plain'",
     "watch.tensorboard=false", "watch.wandb='off'", "watch.samples_per_step=1",
 )
 CRITIC = ("critic.learning_rate=1.0e-3", "critic.schedule=constant", "critic.warmup_share=0", "algorithm.advantage.lambd=0.95")

@@ -156,7 +156,8 @@ def test_what_the_gang_sees_before_a_step(cases: Any, expected: Any, stage: int,
     for rank in range(ranks):
         found = cases.result(f"kl in reward/{stage}", ranks, rank)["logprobs"]
         moved = copy.deepcopy(reference.model)
-        for batch, (policy, kl), after in zip(case["batches"], found, expected("kl in reward")[1], strict=True):
+        for batch, told, after in zip(case["batches"], found, expected("kl in reward")[1], strict=True):
+            policy, kl = told["old"], told["kl"]
             with torch.no_grad():
                 now, start = (torch.cat([logprobs(m, s, 1.0) for s in sequences(batch)]) for m in (moved, reference.start))
             np.testing.assert_allclose(policy, now, atol=2e-5)
