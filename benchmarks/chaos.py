@@ -40,18 +40,20 @@ SILENCE_S = 5.0  # after which an engine hangs; a real one may have to load weig
 EVERY = KINDS | PAGE_KINDS
 BUDGET = 10**6  # here faults are what is wanted
 DEADLINE_S = 600.0  # of leases, and twice that of a driver: a machine that does something else too is no fault
+MISSES = 2
 LEAST = 5  # of each kind, in all parts together
 
 
 class Chaos:
-    """One fault of `kinds` in each step from the second to the last but one; one that finds nothing to strike is tried again."""
+    """One fault of `kinds` in each step from the second to the last but one; one that finds nothing to strike is tried again, and
+    after `MISSES` steps later than the others."""
 
     def __init__(
         self, kinds: list[str], nodes: Nodes | None, seed: int, say: Callable[[str], None] = lambda said: None
     ) -> None:
         self.kinds, self.nodes, self.rng, self.say = list(kinds), nodes, np.random.default_rng(seed), say
         self.step, self.calls, self.struck = 1, 0, True
-        self.moment, self.after = "", 0
+        self.moment, self.after, self.misses = "", 0, 0
         self.done: list[tuple[int, str, str]] = []  # step, kind, moment
 
     def __call__(self, run: Strikes, moment: str) -> None:
@@ -59,6 +61,9 @@ class Chaos:
             self.nodes.fill()
         number = run.step.number
         if number != self.step:
+            self.misses = 0 if self.struck else self.misses + 1
+            if self.misses == MISSES:
+                self.kinds, self.misses = [self.kinds[-1], *self.kinds[:-1]], 0
             self.step, self.calls = number, 0
             self.struck = number == 1 or not self.kinds
             if not self.struck:
@@ -255,6 +260,7 @@ def main() -> None:
         return
     if options.quick:
         options.faults, options.drivers = len(KINDS), 1
+    whole = not options.quick and options.faults and options.drivers  # else its results do not replace those of one that is
     quiet_ray()
     console, found = make_console(), {}
     on_real = partial(real, kinds=tuple(options.kinds), ranks=options.ranks)
@@ -265,7 +271,7 @@ def main() -> None:
         if count:
             with tempfile.TemporaryDirectory(prefix="rlhfless-chaos-") as folder:
                 found[name] = tried(partial(part, Path(folder), count, options.seed), partial(told_now, console, name))
-            save("chaos", {"options": vars(options), **found}, reached(options, found), console=console, quick=options.quick)
+            save("chaos", {"options": vars(options), **found}, reached(options, found), console=console, quick=not whole)
     table = Table("part", "fault", "times", title="faults survived", title_justify="left")
     for name, one in found.items():
         for kind, times in one.get("faults", {}).items():

@@ -21,6 +21,18 @@ NODE_CORES = 2
 NOTICE_S = 4.0  # between a drain notice and the end of the node
 PATIENCE_S = 60.0  # for the last process of a run to be gone, on a machine that does something else too
 START_S = 120.0  # for a local cluster
+TRIES = 4  # to start a node
+
+
+def again(start: Callable[[], Any]) -> Any:
+    """Ray gives a node of its own 30 s to start, which is no setting and little on a machine that does something else too."""
+    for left in reversed(range(TRIES)):
+        try:
+            return start()
+        except Exception:
+            if not left:
+                raise
+    raise AssertionError
 
 
 class Nodes:
@@ -30,7 +42,8 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         self.store_bytes = store_bytes
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": NODE_CORES, "object_store_memory": store_bytes})
+        head = {"num_cpus": NODE_CORES, "object_store_memory": store_bytes}
+        self.cluster = again(lambda: Cluster(initialize_head=True, head_node_args=head))
         self.count, self.removed = count, 0
         self.changing = threading.Lock()
         self.timers: list[threading.Timer] = []
@@ -44,7 +57,7 @@ class Nodes:
         """Successors for those that were lost. In the main thread only: Ray sets signal handlers as it starts a node."""
         with self.changing:
             while len(self.cluster.worker_nodes) < self.count:
-                self.cluster.add_node(wait=False, num_cpus=NODE_CORES, object_store_memory=self.store_bytes)
+                again(lambda: self.cluster.add_node(wait=False, num_cpus=NODE_CORES, object_store_memory=self.store_bytes))
 
     def settle(self) -> None:
         """Wait until all of them are there."""

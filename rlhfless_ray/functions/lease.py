@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -104,10 +105,11 @@ class Leases:
         for request in requests:
             seconds = self.deadline_s if len(leases) < need else wait_s
             node = self._wait_granted(request, start + seconds)
-            if node is None:
+            lease = self._granted(request, node, kind) if node is not None else None
+            if lease is None:
                 self.withdraw([request])
             else:
-                leases.append(self._granted(request, node, kind))
+                leases.append(lease)
         seconds = time.monotonic() - start
         self.waited_s += seconds
         if len(leases) < need:
@@ -196,9 +198,15 @@ class Leases:
             time.sleep(pause)
             pause = min(0.05, 1.5 * pause)
 
-    def _granted(self, request: Request, node: str, kind: str) -> Lease:
+    def _granted(self, request: Request, node: str, kind: str) -> Lease | None:
+        """None: its node was lost before it could say which device it is."""
+        try:
+            device = self._device(request.group) if self.resource == "gpu" else self._number(node)
+        except RayTaskError:
+            raise
+        except RayError:
+            return None
         self.asked.pop(request.id, None)
-        device = self._device(request.group) if self.resource == "gpu" else self._number(node)
         lease = Lease(request.id, Slot(node, device), request.group)
         self.held[lease.id] = lease
         self.asked_leases += 1

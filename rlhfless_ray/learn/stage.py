@@ -14,11 +14,12 @@ from placement.policy import Decision
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.learn.advantage import spans
-from rlhfless_ray.learn.batch import Batch, counts_of, mask_of
+from rlhfless_ray.learn.batch import Batch, batch_of, counts_of, mask_of
 from rlhfless_ray.learn.credit import credit
 from rlhfless_ray.learn.gang import Gang
 from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
 from rlhfless_ray.learn.overlap import obstacle
+from rlhfless_ray.learn.passes import StepPasses
 from rlhfless_ray.learn.recovery import Recovery
 from rlhfless_ray.learn.update_stats import untouched
 from rlhfless_ray.site import Site
@@ -43,12 +44,19 @@ class LearnStage:
             self.controller = AdaptiveKL(section.coefficient, section.target, section.horizon)
         self.kl_in_reward = section.coefficient > 0 and section.place == "reward"
         self.kl = 0.0  # mean over the step's samples, where it is in the reward
+        self.passes = StepPasses(site, gang, critic, with_gradients=self.obstacle is None)
 
     # ---- ahead, while engines work ----------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A step begins: gradients of its first groups may be accumulated before its learn phase."""
+    def begin(self, samples: int = 0) -> None:
+        """A step of so many samples begins: of the first ones there may be passes and gradients before its learn phase."""
         self.learned = set()
+        self.passes.begin(samples)
+
+    @property
+    def wants_slot(self) -> bool:
+        """Whether there may be work for a slot before the learn phase."""
+        return self.obstacle is None or self.passes.waiting
 
     def fits(self, leases: list[Lease]) -> bool:
         """Whether gradients could be accumulated under these leases, without asking for more."""
@@ -77,15 +85,16 @@ class LearnStage:
         return left
 
     def pending(self) -> list[Any]:
-        return self.gang.pending(self.refs)
+        return [*self.gang.pending(self.refs), *self.passes.pending()]
 
     def done_ahead(self, wait: bool = False) -> list[Lease]:
-        """The leases back, once the gradients are there. On GPU the gang keeps them: gradients stay on its devices."""
-        if not self.refs or (self.pending() and not wait):
-            return []
+        """The leases back, once what was asked for is there. On GPU the gang keeps them: gradients stay on its devices."""
+        leases = self.passes.done(wait)
+        if not self.refs or (self.gang.pending(self.refs) and not wait):
+            return leases
         self.gang.accumulated(self.refs)
         self.refs = []
-        return self.gang.park() if self.site.leases.resource == "cpu" else []
+        return [*leases, *(self.gang.park() if self.site.leases.resource == "cpu" else [])]
 
     # ---- the phase --------------------------------------------------------------------------------------------
 
@@ -102,23 +111,22 @@ class LearnStage:
         samples = [sample for sample in samples if sample.completion.key not in self.learned]
         rewards = np.array([np.nan if s.reward is None else s.reward for s in samples])
         known = np.isfinite(rewards)
-        batch = Batch.of([
-            (s.prompt.token_ids, s.completion.token_ids, s.completion.logprobs, 0.0, self.group_of(s))
-            for s, scored in zip(samples, known, strict=True) if scored
-        ], [s.action_mask for s, scored in zip(samples, known, strict=True) if scored])
+        learned = [sample for sample, scored in zip(samples, known, strict=True) if scored]
+        batch = batch_of(learned, recipe.rollout.samples_per_prompt)
         lengths = np.array([len(s.completion.token_ids) for s in samples], np.int64)
         mask = mask_of([s.action_mask for s in samples], lengths.tolist())
         scored_tokens = np.repeat(known, lengths) if mask is None else np.repeat(known, lengths) & mask
         extra: dict[str, Any] = {}
-        if self.kl_in_reward and len(batch):
-            self._turn(self.gang)
-            old, kl = self.gang.logprobs(batch)
-            batch = replace(batch, old=old)
-            self.kl = float(np.mean([kl[span].mean() for span in spans(batch.response_lengths)]))
-            extra |= {"kl": _spread(kl, scored_tokens), "kl_coefficient": self.controller.coefficient}
-        if self.critic is not None:
-            self._turn(self.critic)
-            values = self.critic.values(batch) if len(batch) else np.zeros(0, np.float32)
+        logprobs, values_of = self.passes.logprobs, self.passes.values
+        if logprobs is not None and len(batch) and (self.kl_in_reward or logprobs.known):
+            told = logprobs.of(learned, batch, self._turn)
+            if self.kl_in_reward:
+                kl = told.pop("kl")
+                self.kl = float(np.mean([kl[span].mean() for span in spans(batch.response_lengths)]))
+                extra |= {"kl": _spread(kl, scored_tokens), "kl_coefficient": self.controller.coefficient}
+            batch = replace(batch, **told)  # type: ignore[arg-type]
+        if values_of is not None:
+            values = values_of.of(learned, batch, self._turn)["values"]
             batch = replace(batch, values=values)
             extra["values"] = _spread(values, scored_tokens)
         truncated = np.array([s.completion.finish_reason == "length" for s in samples], bool)
