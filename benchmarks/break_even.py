@@ -1,11 +1,12 @@
 """When elasticity does not pay: ours against `fixed` as starts get longer, jobs shorter and lengths more alike.
 
-python -m benchmarks.break_even [--seeds N]        draws docs/break_even.png, writes results/break_even.json
+python -m benchmarks.break_even [--seeds N] [--only CURVE …]        draws docs/break_even.png, writes results/break_even.json
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from benchmarks.cluster_variants import variant
 from benchmarks.provenance import ROOT
-from benchmarks.results import make_console, save
+from benchmarks.results import FOLDER, make_console, save
 from placement.simulate import Setting, named, simulate
 
 BASE = "qwen3b-gsm8k-grpo"
@@ -43,11 +45,16 @@ def sweeps() -> dict[str, tuple[str, dict[float, Setting]]]:
 
 
 def measure(setting: Setting, seeds: int) -> dict[str, float]:
-    """Ratios ours / fixed over seeds, and the share of steps in which ours held devices throughout."""
-    found: dict[str, list[float]] = {"time": [], "full": [], "busy": [], "held": []}
+    """Ratios ours / fixed over seeds, and the share of steps in which ours held devices throughout; `released_…`: ours where it
+    may not hold any (the same where it never does)."""
+    found: dict[str, list[float]] = {"time": [], "full": [], "busy": [], "held": [], "released_time": [], "released_full": []}
+    always = variant("released", without=lambda _, k: k.held > 0)
     for seed in range(seeds):
-        both = simulate(setting, ["fixed", "ours"], seed).policies
-        fixed, ours = both["fixed"], both["ours"]
+        some = simulate(setting, ["fixed", "ours", *([always] if setting.cold else [])], seed).policies
+        fixed, ours = some["fixed"], some["ours"]
+        released = some.get("released", ours)
+        found["released_time"].append(released.step_s / fixed.step_s)
+        found["released_full"].append(released.full / fixed.full)
         found["time"].append(ours.step_s / fixed.step_s)
         found["full"].append(ours.full / fixed.full)
         found["busy"].append(ours.busy / fixed.busy)
@@ -59,9 +66,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.break_even")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "break_even.png")
+    parser.add_argument("--only", nargs="*", choices=list(sweeps()), help="some curves; the others stay as they are")
     options = parser.parse_args()
     console, began, curves = make_console(), time.process_time(), {}
+    kept = FOLDER / "break_even.json"
+    if options.only and kept.exists():
+        curves = json.loads(kept.read_text())["curves"]
+        for curve in curves.values():
+            curve["points"] = {float(x): r for x, r in curve["points"].items()}
     for name, (what, settings) in sweeps().items():
+        if options.only and name not in options.only:
+            continue
         rows = {x: measure(s, options.seeds) for x, s in settings.items()}
         curves[name] = {"varies": what, "points": rows}
         table = Table(
@@ -87,7 +102,10 @@ def _plot(curves: dict[str, Any], path: Path) -> str:
     for axis, curve in zip(axes, curves.values(), strict=True):
         xs = list(curve["points"])
         for key, label in (("time", "time"), ("full", "full cost"), ("busy", "busy cost")):
-            axis.plot(xs, [curve["points"][x][key] for x in xs], "o-", ms=4, label=label)
+            (line,) = axis.plot(xs, [curve["points"][x][key] for x in xs], "o-", ms=4, label=label)
+            if any(r["held"] for r in curve["points"].values()) and key != "busy":
+                alone = [curve["points"][x][f"released_{key}"] for x in xs]
+                axis.plot(xs, alone, "x--", ms=4, color=line.get_color(), label=f"{label}, all given back")
         axis.axhline(1, color="grey", lw=0.8)
         axis.set_xlabel(curve["varies"])
         axis.set_ylim(0, None)

@@ -210,19 +210,32 @@ class Autoscaler:
         return np.repeat([len(p.token_ids) for p in prompts], self.samples).astype(float)
 
     def _decide(self, plans: list[Plan], step: int, warm: int) -> Decision:
-        choice = choose_nearest(plans, self.objective)
+        felt = self._felt(plans)
+        choice = choose_nearest(felt, self.objective)
+        chosen = plans[choice.index]
         self.second = max(time_value(self.objective, plans), LEAST_SECOND)
-        self.history = self.history.saw(step, choice.plan.actors)
-        stay = plan_of_current(plans, self.actors, self.objective) if self.actors else None
-        start = self.terms.warm_start if choice.plan.actors <= warm else self.terms.cold_start
+        self.history = self.history.saw(step, chosen.actors)
+        best = plan_of_current(felt, self.actors, self.objective) if self.actors else None
+        stay = next((plan for plan, as_felt in zip(plans, felt, strict=True) if as_felt is best), None)
+        start = self.terms.warm_start if chosen.actors <= warm else self.terms.cold_start
         decision = decide(
-            self.actors, choice.plan, stay, step=step, history=self.history, second=self.second,
+            self.actors, chosen, stay, step=step, history=self.history, second=self.second,
             transition=Transition(start.predict(), return_s=self.terms.warm_start.predict()),
             steps_left=self.recipe.run.steps - step + 1, gamma=self.recipe.objective.payback,
         )
-        if decision.plan is choice.plan:
+        if decision.plan is chosen:
             return replace(decision, reason=f"{choice.reason}; {decision.reason}")
         return decision
+
+    def _felt(self, plans: list[Plan]) -> list[Plan]:
+        """The plans as an objective in seconds or slot-seconds means them: with what surrounds decoding, which a deadline or a
+        budget covers too."""
+        if self.objective.deadline_s is None and self.objective.budget is None:
+            return plans
+        around, slower = self.around.predict(), 1 + self.speed.overhead
+        return [
+            replace(plan, time_s=plan.time_s * slower + around, cost=plan.cost * slower + around * plan.actors) for plan in plans
+        ]
 
     # ---- learning from what happened -----------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from placement.choice import Objective
 from placement.speed import Speed
 from rlhfless_ray import Recipe
 from rlhfless_ray.autoscale import Autoscaler, RolloutPlan
@@ -72,6 +73,22 @@ def test_a_deadline_that_cannot_be_met_is_said_and_the_nearest_plan_taken():
     plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
     assert "no plan takes 0.001 s or less; the nearest deadline that can be met is" in plan.reason
     assert plan.decision.time_s == min(p.time_s for p in plan.frontier)
+
+
+def test_a_deadline_and_a_budget_cover_what_surrounds_decoding():
+    auto = trained(Autoscaler(recipe(objective={"prefer": 1}), SPEED))
+    fastest = auto.plan(auto.forecast(prompts(), 9), prompts(), 4, step=9, warm=4)
+    decoding_s, whole_s = fastest.frontier[0].time_s, fastest.predicted_s
+    assert whole_s > 1.02 * decoding_s
+    between = Objective(deadline_s=(decoding_s + whole_s) / 2)
+    auto.objective = between
+    plan = auto.plan(auto.forecast(prompts(), 9), prompts(), 4, step=9, warm=4)
+    assert "no plan takes" in plan.reason, "decoding alone would end by then, the rollout would not"
+    for goal in (Objective(deadline_s=1.3 * whole_s), Objective(budget=1.3 * fastest.frontier[-1].cost)):
+        auto.objective, auto.actors = goal, 0
+        plan = auto.plan(auto.forecast(prompts(), 9), prompts(), 4, step=9, warm=4)
+        assert "no plan" not in plan.reason
+        assert plan.predicted_s <= (goal.deadline_s or np.inf) and plan.predicted_slot_s <= (goal.budget or np.inf) * (1 + 1e-9)
 
 
 def test_a_planner_that_fails_keeps_the_last_good_size_and_says_so(monkeypatch):

@@ -128,7 +128,7 @@ def test_a_device_of_the_user(tmp_path) -> None:
         and mine.memory_bytes_per_s == 2e12
         and mine.link_bytes_per_s == catalog.device("H100").link_bytes_per_s
     )
-    with pytest.raises(ValueError, match="`memory_bytes` must be a positive number, not -1"):
+    with pytest.raises(ValueError, match="`memory_bytes` must be a positive, finite number, not -1"):
         catalog.device({"like": "H100", "memory_bytes": -1})
     with pytest.raises(ValueError, match="`memory_bytes_per_s` is missing"):
         catalog.device({"name": "x", "memory_bytes": 1e9})
