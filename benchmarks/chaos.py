@@ -2,7 +2,9 @@
 
 A run on a local cluster of several nodes, struck once in every step, next to one that is not: the same samples, each once, the
 same learning (a replayed learner's weights are a digest of all it was given, in order), nothing left behind. Replayed engines
-for the volume; real ones, with `--real`, for a part. The driver is killed and resumed in processes of its own.
+for the volume; real ones, with `--real`, for a part: there the weights of every version are DeepSpeed's, and the same to the bit,
+so what is learned with faults is what is learned without. The driver is killed and resumed in processes of its own. A part that
+fails is told with its reason, and the others are run and written down all the same.
 """
 
 from __future__ import annotations
@@ -15,18 +17,21 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
+from rich.console import Console
 from rich.table import Table
 
 from benchmarks.replay_world import World, build, recipe_for, synthetic_lengths
 from benchmarks.results import Target, make_console, save, show_targets
-from benchmarks.strikes import KINDS, PAGE_KINDS, Nodes, Strikes, Struck, left_behind, outcome, quick_to_see_hangs, step_rows
+from benchmarks.strikes import KINDS, PAGE_KINDS, Nodes, Strikes, Struck, left_behind, left_of, outcome, quick_to_see_hangs, step_rows
 from rlhfless_ray.recipe import Recipe
 
 PROMPTS, SAMPLES, TOKENS = 4, 4, 96
@@ -34,20 +39,31 @@ REAL_KINDS = ("engine killed at work", "engine hung", "parked engine killed", "r
 SILENCE_S = 5.0  # after which an engine hangs; a real one may have to load weights in it
 EVERY = KINDS | PAGE_KINDS
 BUDGET = 10**6  # here faults are what is wanted
+DEADLINE_S = 600.0  # of leases, and twice that of a driver: a machine that does something else too is no fault
+MISSES = 2
+LEAST = 5  # of each kind, in all parts together
 
 
 class Chaos:
-    """One fault of `kinds` in each step from the second to the last but one; one that finds nothing to strike is tried again."""
+    """One fault of `kinds` in each step from the second to the last but one; one that finds nothing to strike is tried again, and
+    after `MISSES` steps later than the others."""
 
-    def __init__(self, kinds: list[str], nodes: Nodes | None, seed: int) -> None:
-        self.kinds, self.nodes, self.rng = list(kinds), nodes, np.random.default_rng(seed)
+    def __init__(
+        self, kinds: list[str], nodes: Nodes | None, seed: int, say: Callable[[str], None] = lambda said: None
+    ) -> None:
+        self.kinds, self.nodes, self.rng, self.say = list(kinds), nodes, np.random.default_rng(seed), say
         self.step, self.calls, self.struck = 1, 0, True
-        self.moment, self.after = "", 0
+        self.moment, self.after, self.misses = "", 0, 0
         self.done: list[tuple[int, str, str]] = []  # step, kind, moment
 
     def __call__(self, run: Strikes, moment: str) -> None:
+        if self.nodes is not None:
+            self.nodes.fill()
         number = run.step.number
         if number != self.step:
+            self.misses = 0 if self.struck else self.misses + 1
+            if self.misses == MISSES:
+                self.kinds, self.misses = [self.kinds[-1], *self.kinds[:-1]], 0
             self.step, self.calls = number, 0
             self.struck = number == 1 or not self.kinds
             if not self.struck:
@@ -59,22 +75,30 @@ class Chaos:
         if self.calls > self.after and EVERY[self.kinds[-1]][1](run, self.rng, self.nodes):
             self.struck = True
             self.done.append((number, self.kinds.pop(), moment))
+            self.say(f"step {number}, {moment}: {self.done[-1][1]} ({len(self.kinds)} to come)")
 
 
 def shuffled(faults: int, kinds: tuple[str, ...], seed: int) -> list[str]:
-    """As many of each kind as of any other."""
-    return [str(kind) for kind in np.random.default_rng(seed).permutation([kinds[i % len(kinds)] for i in range(faults)])]
+    """As many of each kind as of any other; but what only real engines can have comes `LEAST` times first, if there is room."""
+    own = [kind for kind in kinds if kind in PAGE_KINDS]
+    first = own * LEAST if faults >= 2 * LEAST * len(own) else []
+    others = [kind for kind in kinds if kind not in PAGE_KINDS or not first]
+    rest = [others[i % len(others)] for i in range(faults - len(first))] if others else own * faults
+    return [str(kind) for kind in np.random.default_rng(seed).permutation([*first, *rest][:faults])]
 
 
 def drive(run: Strikes) -> dict[str, Any]:
     began_s = time.monotonic()
     with run:
+        ray_folder = run.cluster.temporary  # of a Ray of its own
         for _ in run:
             pass
     rows = step_rows(run.folder.path)
     names = ("faults/bugs", "faults/preempted", "faults/learner_restarts", "faults/updates_redone", "rollout/orphans")
+    found = outcome(run.folder.path)
+    rewards = [float(np.mean([row[-1] for row in found[step] if row[-1] is not None])) for step in sorted(found)]
     return {
-        "samples": outcome(run.folder.path), "published": run.published, "seconds": time.monotonic() - began_s,
+        "samples": found, "published": run.published, "rewards": rewards, "ray": ray_folder, "seconds": time.monotonic() - began_s,
         "steps": len(rows), **{name: sum(row.get(name) or 0 for row in rows) for name in names},
     }
 
@@ -92,15 +116,16 @@ def compare(struck: dict[str, Any], clean: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def replayed(folder: Path, faults: int, seed: int) -> dict[str, Any]:
+def replayed(folder: Path, faults: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
     """The volume."""
     kinds = shuffled(faults, tuple(KINDS), seed)
-    steps = faults + faults // 5 + 4  # a strike that finds nothing takes a step more
+    steps = faults + faults // 4 + 6  # a strike that finds nothing takes a step more
     nodes = Nodes(3)
     try:
         world = small_world(folder)
         clean = on_cluster(nodes, Struck(recipe(world, folder / "clean", steps), lambda run, moment: None))
-        chaos = Chaos(kinds, nodes, seed)
+        say(f"the run without faults: {clean['steps']} steps in {clean['seconds']:.0f} s")
+        chaos = Chaos(kinds, nodes, seed, say)
         with quick_to_see_hangs():
             struck = on_cluster(nodes, Struck(recipe(world, folder / "struck", steps), chaos))
         left = left_behind(nodes.address)
@@ -109,16 +134,23 @@ def replayed(folder: Path, faults: int, seed: int) -> dict[str, Any]:
         nodes.close()
 
 
-def real(folder: Path, faults: int, seed: int, kinds: tuple[str, ...] = REAL_KINDS, ranks: int = 1) -> dict[str, Any]:
+def real_steps(faults: int) -> int:
+    return faults + faults // 4 + 4
+
+
+def real(
+    folder: Path, faults: int, seed: int, say: Callable[[str], None], kinds: tuple[str, ...] = REAL_KINDS, ranks: int = 1
+) -> dict[str, Any]:
     """On vLLM and DeepSpeed; log-probabilities are those of float32, so samples can be the same. Nothing is accumulated ahead,
     so weights are the same to the bit."""
     from tests.conftest import small_recipe
 
     def recipe_of(name: str) -> Recipe:
         tree = small_recipe(
-            folder, run__name=name, run__steps=faults + 4, watch__samples_per_step=0, functions__max_replacements=BUDGET,
-            rollout__min_actors=2, rollout__stream_interval_s=0.05, rollout__silence_s=2 * SILENCE_S, rollout__prefix_kv="on",
-            evaluate__prompts=0, learner__overlap="off", learner__ranks=ranks, learner__zero_stage=2 * (ranks > 1),
+            folder, run__name=name, run__steps=real_steps(faults), watch__samples_per_step=0, functions__max_replacements=BUDGET,
+            functions__lease_deadline_s=DEADLINE_S, evaluate__prompts=0, rollout__min_actors=2, rollout__prefix_kv="on",
+            rollout__stream_interval_s=0.05, rollout__silence_s=2 * SILENCE_S, learner__overlap="off", learner__ranks=ranks,
+            learner__zero_stage=2 * (ranks > 1),
         )
         return Recipe.parse(tree)
 
@@ -126,8 +158,11 @@ def real(folder: Path, faults: int, seed: int, kinds: tuple[str, ...] = REAL_KIN
         """As it is."""
 
     clean = drive(StruckReal(recipe_of("clean"), lambda run, moment: None))
-    chaos = Chaos(shuffled(faults, kinds, seed), None, seed)
-    return told(drive(StruckReal(recipe_of("struck"), chaos)), clean, chaos, {})
+    say(f"the run without faults: {clean['steps']} steps in {clean['seconds']:.0f} s")
+    chaos = Chaos(shuffled(faults, kinds, seed), None, seed, say)
+    struck = drive(StruckReal(recipe_of("struck"), chaos))
+    left = [left_of(one["ray"]) for one in (clean, struck)]
+    return told(struck, clean, chaos, {name: sum(one[name] for one in left) for name in left[0]})
 
 
 def told(struck: dict[str, Any], clean: dict[str, Any], chaos: Chaos, left: dict[str, int]) -> dict[str, Any]:
@@ -136,10 +171,14 @@ def told(struck: dict[str, Any], clean: dict[str, Any], chaos: Chaos, left: dict
     return {
         "faults": dict(Counter(kind for _, kind, _ in chaos.done)), "not_done": dict(Counter(chaos.kinds)), "log": chaos.done,
         "wrong": compare(struck, clean), "left": left, "clean_s": clean["seconds"], **{name: struck[name] for name in kept},
-    }
+        "compared": {"samples": sum(map(len, clean["samples"].values())), "versions": len(clean["published"])},
+        # of the first and the last steps: what was learned, with faults and without
+        "reward": {name: [float(np.mean(one["rewards"][:LEAST])), float(np.mean(one["rewards"][-LEAST:]))] for name, one in
+                   (("struck", struck), ("clean", clean))},
+    }  # fmt: skip
 
 
-def drivers(folder: Path, times: int, seed: int) -> dict[str, Any]:
+def drivers(folder: Path, times: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Drivers killed by SIGKILL at random moments, each followed by one that resumes."""
     rng, nodes = np.random.default_rng(seed), Nodes(2)
     try:
@@ -151,15 +190,21 @@ def drivers(folder: Path, times: int, seed: int) -> dict[str, Any]:
         for k, (step, moment) in enumerate([*kills, (0, "")]):
             tree = recipe(world, folder / "struck", steps, checkpoint={"every_steps": 1}).model_dump(exclude_unset=True)
             job = {"recipe": tree, "address": nodes.address, "step": step, "moment": moment, "resume": k > 0}
-            code = subprocess.run([sys.executable, "-m", "benchmarks.chaos", "--drive", json.dumps(job)], timeout=600).returncode
-            if code != (-signal.SIGKILL if moment else 0):
-                raise RuntimeError(f"the driver that was to be killed at {step, moment} ended with {code}")
+            command = [sys.executable, "-m", "benchmarks.chaos", "--drive", json.dumps(job)]
+            done = subprocess.run(command, timeout=2 * DEADLINE_S, stderr=subprocess.PIPE, text=True)
+            if done.returncode != (-signal.SIGKILL if moment else 0):
+                what = f"was to be killed at step {step}, {moment}," if moment else "was to end the run"
+                raise RuntimeError(f"the driver that {what} ended with {done.returncode}: {done.stderr[-2000:]}")
+            say(f"driver {k + 1} of {times + 1}: " + (f"killed at step {step}, {moment}" if moment else "went on to the end"))
         [path] = (folder / "struck" / "runs").iterdir()
         struck = {"samples": outcome(path), "published": json.loads((path / "published.json").read_text())}
         struck["published"] = {int(version): checksum for version, checksum in struck["published"].items()}
         wrong = compare(struck, {**clean, "published": {steps: clean["published"][steps]}})
         left = left_behind(nodes.address)
-        return {"faults": {"driver killed": times}, "wrong": wrong, "left": left, "log": kills, "seconds": time.monotonic() - began_s}
+        return {
+            "faults": {"driver killed": times}, "wrong": wrong, "left": left, "log": kills, "seconds": time.monotonic() - began_s,
+            "compared": {"samples": sum(map(len, clean["samples"].values())), "versions": 1},
+        }  # fmt: skip
     finally:
         nodes.close()
 
@@ -171,6 +216,7 @@ def driven(job: dict[str, Any]) -> None:
         if (run.step.number, moment) == (job["step"], job["moment"]):
             os.kill(os.getpid(), signal.SIGKILL)
 
+    quiet_ray()
     ray.init(address=job["address"], log_to_driver=False, logging_level="ERROR")
     run = Struck(Recipe.parse(job["recipe"]), strike, resume=job["resume"])
     drive(run)
@@ -193,7 +239,7 @@ def small_world(folder: Path) -> World:
 def recipe(world: World, folder: Path, steps: int, **sections: Any) -> Recipe:
     return recipe_for(
         world, folder, steps=steps, prompts=PROMPTS, samples=SAMPLES, actors=4, max_tokens=TOKENS, objective={"prefer": 1.0},
-        functions={"slot": "cpu", "max_replacements": BUDGET, "lease_deadline_s": 120}, reward={"timeout_s": 1.0},
+        functions={"slot": "cpu", "max_replacements": BUDGET, "lease_deadline_s": DEADLINE_S}, reward={"timeout_s": 1.0},
         rollout={"stream_interval_s": 0.05, "silence_s": SILENCE_S}, watch={"samples_per_step": 0}, **sections,
     )
 
@@ -214,35 +260,75 @@ def main() -> None:
         return
     if options.quick:
         options.faults, options.drivers = len(KINDS), 1
+    whole = not options.quick and options.faults and options.drivers  # else its results do not replace those of one that is
+    quiet_ray()
     console, found = make_console(), {}
     on_real = partial(real, kinds=tuple(options.kinds), ranks=options.ranks)
-    parts = {"replayed": (replayed, options.faults), "drivers": (drivers, options.drivers), "real": (on_real, options.real)}
+    parts: dict[str, tuple[Callable[..., dict[str, Any]], int]] = {
+        "replayed": (replayed, options.faults), "drivers": (drivers, options.drivers), "real": (on_real, options.real),
+    }  # fmt: skip
     for name, (part, count) in parts.items():
         if count:
             with tempfile.TemporaryDirectory(prefix="rlhfless-chaos-") as folder:
-                found[name] = part(Path(folder), count, options.seed)
+                found[name] = tried(partial(part, Path(folder), count, options.seed), partial(told_now, console, name))
+            save("chaos", {"options": vars(options), **found}, reached(options, found), console=console, quick=not whole)
     table = Table("part", "fault", "times", title="faults survived", title_justify="left")
     for name, one in found.items():
-        for kind, times in one["faults"].items():
+        for kind, times in one.get("faults", {}).items():
             table.add_row(name, kind, str(times))
     console.print(table)
+    show_targets(console, reached(options, found))
+    for name, one in found.items():
+        if "failed" in one:
+            console.print(f"the part `{name}` failed: {one['failed']}", style="red", markup=False, highlight=False)
+    if any("failed" in one for one in found.values()):
+        sys.exit(1)
+
+
+def told_now(console: Console, part: str, said: str) -> None:
+    console.print(f"{time.strftime('%H:%M:%S')} {part}: {said}", markup=False, highlight=False)
+
+
+def tried(part: Callable[[Callable[[str], None]], dict[str, Any]], say: Callable[[str], None]) -> dict[str, Any]:
+    """What the part found, or why it could not: the other parts are worth knowing all the same."""
+    try:
+        return part(say=say)  # type: ignore[call-arg]
+    except Exception as error:
+        say(f"failed: {type(error).__name__}: {error}")
+        return {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc().splitlines()}
+
+
+def reached(options: argparse.Namespace, found: dict[str, Any]) -> list[Target]:
+    """Of the parts so far."""
     counts: Counter[str] = Counter()
-    for name in ("replayed", "drivers"):
-        counts += Counter(found.get(name, {}).get("faults", {}))
-    wrong, left = (sum(sum(one[what].values()) for one in found.values()) for what in ("wrong", "left"))
+    for one in found.values():
+        counts += Counter(one.get("faults", {}))
+    wrong, left = (sum(sum(one.get(what, {}).values()) for one in found.values()) for what in ("wrong", "left"))
     targets = [
+        Target("parts that failed", sum("failed" in one for one in found.values()), most=0),
         Target("samples lost, twice, other or too many; versions with other weights", wrong, most=0),
-        Target("placement groups and actors left behind", left, most=0),
+        Target("placement groups, actors, processes and session folders left behind", left, most=0),
     ]
-    if not options.quick:
+    if "compared" in found.get("real", {}):
+        same = found["real"]["compared"]["versions"] - found["real"]["wrong"]["versions with other weights"]
+        name = "versions of DeepSpeed's weights that are the same, bit for bit, with faults"
+        targets.append(Target(name, same, least=real_steps(options.real)))
+    if not options.quick and options.faults and options.drivers:
+        kinds = {*KINDS, "driver killed", *(PAGE_KINDS if options.real else ())}
         targets += [
-            Target("faults", sum(sum(o["faults"].values()) for o in found.values()), least=100),
-            Target("faults of the rarest kind", min(counts.values(), default=0), least=5),
+            Target("faults", sum(counts.values()), least=100),
+            Target("faults of the rarest kind", min(counts[kind] for kind in kinds), least=LEAST),
         ]
         if options.real:
-            targets.append(Target("faults on real engines", sum(found["real"]["faults"].values()), least=20))
-    show_targets(console, targets)
-    save("chaos", {"options": vars(options), **found}, targets, console=console, quick=options.quick)
+            targets.append(Target("faults on real engines", sum(found.get("real", {}).get("faults", {}).values()), least=20))
+    return targets
+
+
+def quiet_ray() -> None:
+    """Ray prints the last words of every node that is lost: that is what happens here all the time."""
+    import ray._private.worker as worker
+
+    worker.listen_error_messages = lambda *_: None  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

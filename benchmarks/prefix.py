@@ -210,7 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--base", action="store_true", help="the base case alone")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     console = make_console()
     base = [Case(*BASE, True), Case(*BASE, False)]

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +19,20 @@ from rlhfless_ray.types import Step
 
 NODE_CORES = 2
 NOTICE_S = 4.0  # between a drain notice and the end of the node
-PATIENCE_S = 20.0  # for a strike whose moment does not come in its step
+PATIENCE_S = 60.0  # for the last process of a run to be gone, on a machine that does something else too
+START_S = 120.0  # for a local cluster
+TRIES = 4  # to start a node
+
+
+def again(start: Callable[[], Any]) -> Any:
+    """Ray gives a node of its own 30 s to start, which is no setting and little on a machine that does something else too."""
+    for left in reversed(range(TRIES)):
+        try:
+            return start()
+        except Exception:
+            if not left:
+                raise
+    raise AssertionError
 
 
 class Nodes:
@@ -29,30 +42,51 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         self.store_bytes = store_bytes
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": NODE_CORES, "object_store_memory": store_bytes})
-        self.removed = 0
-        for _ in range(count):
-            self.add()
+        head = {"num_cpus": NODE_CORES, "object_store_memory": store_bytes}
+        self.cluster = again(lambda: Cluster(initialize_head=True, head_node_args=head))
+        self.count, self.removed = count, 0
+        self.changing = threading.Lock()
+        self.timers: list[threading.Timer] = []
+        self.settle()
 
     @property
     def address(self) -> str:
         return self.cluster.address
 
-    def add(self) -> None:
-        self.cluster.add_node(num_cpus=NODE_CORES, object_store_memory=self.store_bytes)
+    def fill(self) -> None:
+        """Successors for those that were lost. In the main thread only: Ray sets signal handlers as it starts a node."""
+        with self.changing:
+            while len(self.cluster.worker_nodes) < self.count:
+                again(lambda: self.cluster.add_node(wait=False, num_cpus=NODE_CORES, object_store_memory=self.store_bytes))
+
+    def settle(self) -> None:
+        """Wait until all of them are there."""
+        self.fill()
+        self.cluster.wait_for_nodes(timeout=START_S)
 
     def passing(self) -> list[str]:
         """Ids of the nodes that may be lost."""
-        return [node.node_id for node in self.cluster.worker_nodes]
+        with self.changing:
+            return [node.node_id for node in self.cluster.worker_nodes]
 
     def lose(self, node_id: str) -> None:
-        node = next((n for n in self.cluster.worker_nodes if n.node_id == node_id), None)
-        if node is not None:
-            self.removed += 1
-            self.cluster.remove_node(node, allow_graceful=False)
-            self.add()
+        """At once; from any thread. Its successor comes with the next `fill`."""
+        with self.changing:
+            node = next((n for n in self.cluster.worker_nodes if n.node_id == node_id), None)
+            if node is not None:
+                self.removed += 1
+                self.cluster.remove_node(node, allow_graceful=False)
+
+    def lose_later(self, node_id: str, seconds: float) -> None:
+        timer = threading.Timer(seconds, self.lose, (node_id,))
+        timer.daemon = True
+        timer.start()
+        self.timers.append(timer)
 
     def close(self) -> None:
+        for timer in self.timers:
+            timer.cancel()
+            timer.join()
         self.cluster.shutdown()
 
 
@@ -78,13 +112,13 @@ class Strikes(Runtime):
 
     def __enter__(self) -> Self:
         run = super().__enter__()
-        tell = self.rollout_stage._prewarm_next
+        tell = self.rollout_stage._meanwhile
 
         def told(done: int, total: int) -> None:
             tell(done, total)
             self.strike(self, "rollout")
 
-        self.rollout_stage._prewarm_next = told  # type: ignore[method-assign]
+        self.rollout_stage._meanwhile = told  # type: ignore[method-assign]
         return run
 
     def generate(self, step: Step, *more: Any) -> Any:
@@ -170,9 +204,7 @@ def drain_node(run: Strikes, rng: Any, nodes: Nodes) -> bool:
     if node is None:
         return False
     drain(node, NOTICE_S)
-    timer = threading.Timer(NOTICE_S, nodes.lose, (node,))
-    timer.daemon = True
-    timer.start()
+    nodes.lose_later(node, NOTICE_S)
     return True
 
 
@@ -196,10 +228,10 @@ PAGE_KINDS: dict[str, tuple[tuple[str, ...], Strike]] = {
 
 @contextmanager
 def quick_to_see_hangs() -> Iterator[None]:
-    """The runtime gives a reward process half a minute for its own start before it is taken to hang; here it has started."""
+    """The runtime gives a reward process half a minute before it is taken to hang: too long for a fault in every step."""
     import rlhfless_ray.reward.score as score
 
-    before, score.SLACK_S = score.SLACK_S, 1.0
+    before, score.SLACK_S = score.SLACK_S, 4.0
     try:
         yield
     finally:
@@ -218,6 +250,22 @@ def outcome(path: Path) -> dict[int, list[tuple[Any, ...]]]:
 def step_rows(path: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["step"] > 0]
+
+
+def left_of(folder: Path) -> dict[str, int]:
+    """What is still there of a Ray that ended with its run: its folder, and processes that were told to work in it."""
+    import psutil
+
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        found = 0
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+                    found += str(folder) in " ".join(process.cmdline()) or process.environ().get("TMPDIR") == str(folder)
+        if not found + folder.exists() or time.monotonic() > end:
+            return {"processes": found, "session folders": int(folder.exists())}
+        time.sleep(0.5)
 
 
 def left_behind(address: str) -> dict[str, int]:

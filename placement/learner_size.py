@@ -50,6 +50,11 @@ class LearnerSize:
             self.terms[slots].observe(tokens, seconds)
             self.tried[slots] += 1
 
+    def settle(self) -> None:
+        """Fit what was observed."""
+        for term in self.terms.values():
+            term.settle()
+
     def state(self) -> dict[str, Any]:
         return {str(count): [self.tried[count], self.terms[count].state()] for count in self.counts}
 

@@ -20,7 +20,7 @@ class Term:
 
     Until there are records it is the seed; afterwards the seed decides what the records leave
     open only (all of one size: the split between fixed and per unit). Records are fitted when somebody asks for a time: to
-    observe costs next to nothing, wherever in a step it happens.
+    observe costs next to nothing, wherever in a step it happens, and many records cost one fit.
     """
 
     def __init__(self, fixed_s: float, per_unit_s: float = 0.0, spread: float = 0.5) -> None:
@@ -43,13 +43,13 @@ class Term:
     @property
     def beta(self) -> np.ndarray:
         """(2,) fixed_s and per_unit_s, fitted to all records so far."""
-        self._fit_records()
+        self.settle()
         return self._beta
 
     @property
     def errors(self) -> np.ndarray:
         """Log errors of predictions made before their records came."""
-        self._fit_records()
+        self.settle()
         return self._errors
 
     @property
@@ -82,9 +82,12 @@ class Term:
         if good.any():
             self.unfitted.append((new_units[good], new_seconds[good]))
 
-    def _fit_records(self) -> None:
-        while self.unfitted:
-            self._fit(*self.unfitted.pop(0))
+    def settle(self) -> None:
+        """Fit what was observed, so that whoever asks next does not wait for it."""
+        if self.unfitted:
+            units, seconds = (np.concatenate(parts) for parts in zip(*self.unfitted, strict=True))
+            self.unfitted = []
+            self._fit(units, seconds)
 
     def _fit(self, new_units: np.ndarray, new_seconds: np.ndarray) -> None:
         predicted = self._beta[0] + self._beta[1] * new_units
@@ -101,7 +104,7 @@ class Term:
         self._beta[used], _, _ = fit_shares(rows, self.seconds, reference, target, counts=counts)
 
     def state(self) -> dict[str, Any]:
-        self._fit_records()
+        self.settle()
         return {name: getattr(self, name).tolist() for name in ("beta", "units", "seconds", "errors")}
 
     def restore(self, state: dict[str, Any]) -> None:

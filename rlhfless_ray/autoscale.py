@@ -237,6 +237,12 @@ class Autoscaler:
         while self.unlearned:
             self._learn(self.unlearned.pop(0))
 
+    def settle(self) -> None:
+        """Fit what was observed: whoever asks for a time next need not wait for it."""
+        for term in (*vars(self.terms).values(), self.around, self.outside):
+            term.settle()
+        self.learner.settle()
+
     def _learn(self, steps: list[EngineStep]) -> None:
         running, new = np.array([s.running for s in steps]), np.array([s.new_tokens for s in steps])
         seconds = np.array([s.seconds for s in steps])

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,16 @@ class Record:
         self.reporter: subprocess.Popen[bytes] | None = None
         self.reported_s = time.monotonic()
         self.replaced_before = 0
+        self.later: list[Callable[[], None]] = []
+
+    def put_off(self, work: Callable[[], None]) -> None:
+        """Nobody waits for this: it is done when engines work, or before the run's state is saved."""
+        self.later.append(work)
+
+    def catch_up(self) -> None:
+        """Do what was put off."""
+        while self.later:
+            self.later.pop(0)()
 
     def evaluation(self, step: int, found: dict[str, float]) -> None:
         """The evaluation before training (step 0), or one that a stop cut short: it joins its step's row."""
@@ -45,8 +56,8 @@ class Record:
         self, step: Step, seconds: dict[str, float], wall_s: float, first_row: int, quality: dict[str, Any],
         replaced: int, leases: Any,
     ) -> None:
-        """The step's row and ledger lines. `seconds`: per phase; `first_row`: of the step in the ledger; `quality`: of
-        forecast and plan, now that the lengths are known."""
+        """The step's row; its ledger lines and what goes elsewhere are put off. `seconds`: per phase; `first_row`: of the step in the
+        ledger; `quality`: of samples, forecast and plan, now that the lengths are known."""
         self.ledger.cut(step.number)  # so that the rows so far are this step's
         own, total = self.ledger.totals_since(first_row), self.ledger.totals()
         step.ledger = own
@@ -55,7 +66,7 @@ class Record:
         row = {
             "step": step.number, "time_s": time.time() - self.ledger.started_s, "step_s": wall_s,
             "version": step.number,
-            **self._of_samples(step.samples), **step.plan.metrics(), **quality, **step.metrics,
+            **step.plan.metrics(), **quality, **step.metrics,
             **self._of_phases(seconds, wall_s, leases),
             "cost/busy_slot_s": own["busy_slot_s"], "cost/full_slot_s": own["full_slot_s"],
             "cost/idle_share": own["idle_share"], "cost/money": own["money"],
@@ -72,10 +83,14 @@ class Record:
             row |= {f"learn/{name}": value for name, value in stats.items()}
         row["tokens/per_s"] = row["tokens/generated"] / wall_s if wall_s else 0.0
         step.metrics = row
-        self.metrics.write(row)
-        self.ledger.append_to(self.folder.path / "ledger.csv")
-        self.folder.write_status(steps_done=step.number)
+        told = self.metrics.keep(row)
+        self.put_off(lambda: self._elsewhere(told, step.number))
         self.progress.step(row)
+
+    def _elsewhere(self, told: dict[str, Any], number: int) -> None:
+        self.metrics.copy(told)
+        self.ledger.append_to(self.folder.path / "ledger.csv")
+        self.folder.write_status(steps_done=number)
 
     def samples(self, step: int, samples: list[Sample], name: str = "step") -> None:
         """The first of them, as many as the recipe says, and all that could not be scored."""
@@ -83,7 +98,8 @@ class Record:
         kept = [*samples[:shown], *(s for s in samples[shown:] if s.error is not None)]
         self.folder.write_samples(step, kept, self.recipe.answer_column, name)
 
-    def _of_samples(self, samples: list[Sample]) -> dict[str, Any]:
+    def of_samples(self, samples: list[Sample]) -> dict[str, Any]:
+        """Rewards and lengths, for the step's row."""
         rewards = np.array([s.reward for s in samples if s.reward is not None])
         lengths = np.array([s.written_tokens for s in samples])
         quantiles = np.quantile(lengths, [0.5, 0.9, 0.99])
@@ -143,6 +159,7 @@ class Record:
         if self.reporter is not None:
             self.reporter.kill()  # or it may write what was after what is
             self.reporter.wait()
+        self.catch_up()
         self.ledger.close()
         self.ledger.append_to(self.folder.path / "ledger.csv")
         self.metrics.close()

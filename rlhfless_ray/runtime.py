@@ -226,7 +226,8 @@ class Runtime:
         return self.rollout_stage.prefill(step, self.weights)
 
     def rollout_phase(self, plan: RolloutPlan) -> AbstractContextManager[None]:
-        return self.rollout_stage.phase(plan)
+        assert self.weights is not None
+        return self.rollout_stage.phase(plan, self.weights)
 
     def generate(self, step: Step) -> list[Sample]:
         assert self.weights is not None
@@ -280,8 +281,9 @@ class Runtime:
         taught."""
         step = self.step
         self.record.samples(step.number, step.samples)
+        self.quality = self.record.of_samples(step.samples)
         self.autoscaler.observe_samples(step.prompts, step.answers)
-        self.quality = self.autoscaler.quality(step.forecast, step.answers, step.prompts, self.site.max_actors)
+        self.quality |= self.autoscaler.quality(step.forecast, step.answers, step.prompts, self.site.max_actors)
         self.quality["epoch"] = self.cursor.epoch
         while self.autoscaler.troubles:
             self.record.progress.message(f"step {step.number}: {self.autoscaler.troubles.pop(0)}; planning goes on without it")
@@ -343,6 +345,7 @@ class Runtime:
         self.stages.faults.step_done()
         step.metrics |= {**self.stages.faults.take(), **self.gang.recovery.take_metrics()}
         self.record.step(step, seconds, wall_s, self.first_row, self.quality, self.stages.replacements, self.leases)
+        self.record.put_off(self.autoscaler.settle)
 
     def finish(self) -> None:
         """The final model, beside the tokenizer and config it needs."""
@@ -355,7 +358,10 @@ class Runtime:
         if self.recipe.save.path:
             put_files(Path(self.recipe.save.path), files)
         if self.recipe.critic.save:
-            write_folder(self.folder.path / "critic", self.learn_stage.critic_model(without_weights(self.critic_files or self.files)))
+            critic = self.learn_stage.critic_model(without_weights(self.critic_files or self.files))
+            write_folder(self.folder.path / "critic", critic)
+            if self.recipe.save.path:
+                put_files(Path(self.recipe.save.path.rstrip("/") + "_critic"), critic)
         self.finished = True
 
     # ---- state ------------------------------------------------------------------------------------------------
@@ -396,6 +402,7 @@ class Runtime:
         self, deadline_s: float | None = None, *, metric: tuple[str, float] | None = None, best: bool = False, export: bool = False
     ) -> None:
         """`metric`: of this step's evaluation; `best`: it is the best so far; `export`: a model folder may be written too."""
+        self.record.catch_up()  # or whoever resumes would lack rows of the ledger
         learner, state = self.learn_stage.snapshot(deadline_s), self._state()
         model = self._model(learner) if export else None
         self.checkpoints.save(self.steps_done, learner, state, metric, model)

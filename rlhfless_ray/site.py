@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rlhfless_ray.functions.instance import ProcessLost
 from rlhfless_ray.phases import Phases
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Span
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from rlhfless_ray.functions.instance import Instance
     from rlhfless_ray.functions.lease import Lease, Leases
     from rlhfless_ray.functions.ledger import Ledger
+    from rlhfless_ray.functions.pool import Pool
     from rlhfless_ray.record import Record
 
 
@@ -41,3 +44,12 @@ class Site:
         instance.memory_mb, instance.keeps_no_pages = told["memory_mb"], told.get("keeps_no_pages", "")
         self.ledger.spans([lease.id for lease in instance.leases], told["spans"])
         return told["spans"]
+
+    def survived_start(self, pool: Pool, instance: Instance, told: Callable[[Instance], object]) -> bool:
+        """Tells its start. One whose process was lost in it without having had work is done without: a fault, and no more."""
+        try:
+            told(instance)
+        except ProcessLost as error:
+            pool.lose(instance, str(error))
+            return False
+        return True

@@ -12,6 +12,7 @@ from rlhfless_ray.agent.load import AgentSource
 from rlhfless_ray.agent.processes import Processes, start_agent
 from rlhfless_ray.agent.stage import PlayedStage
 from rlhfless_ray.functions.faults import Faults
+from rlhfless_ray.functions.parked import ParkedMemory
 from rlhfless_ray.learn.stage import LearnStage
 from rlhfless_ray.prefix.stage import PrefixStage
 from rlhfless_ray.reward.functions import Source
@@ -52,6 +53,9 @@ class Stages:
         stages = cls(faults, prefix, rollout, score, learn, agents)
         for pool in stages.pools():
             pool.faults = faults
+        parked = ParkedMemory(recipe.functions.parked_mb, site.leases.memory_mb, say)
+        for pool in (crew.rollout, crew.reward, *([prefix.pool] if prefix else [])):  # a learner's memory is its state
+            parked.watch(pool)
         return stages
 
     def pools(self) -> Iterator[Pool]:

@@ -18,6 +18,7 @@ import ray
 
 from benchmarks.replay import ReplayedLearner, ReplayedRuntime
 from benchmarks.replay_world import World, build, recipe_for, synthetic_lengths
+from benchmarks.strikes import kill, pid_of
 from rlhfless_ray.crew import Actors
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.recipe import Recipe
@@ -53,11 +54,11 @@ def built(folder: Path, base_s: float) -> World:
     return build(folder, lengths, base_s=base_s, per_seq_s=1e-4, start_s=0.1, learn_s=0.2, clock=1.0)
 
 
-def recipe_of(world: World, folder: Path, actors: int = 3, **sections: Any) -> Recipe:
+def recipe_of(world: World, folder: Path, actors: int = 3, steps: int = STEPS, **sections: Any) -> Recipe:
     functions = {"slot": "cpu", "lease_deadline_s": 40, **sections.pop("functions", {})}
     watch = {"samples_per_step": 0}
     return recipe_for(
-        world, folder, steps=STEPS, prompts=PROMPTS, samples=SAMPLES, actors=actors, max_tokens=TOKENS, functions=functions, watch=watch,
+        world, folder, steps=steps, prompts=PROMPTS, samples=SAMPLES, actors=actors, max_tokens=TOKENS, functions=functions, watch=watch,
         **sections,
     )
 
@@ -83,6 +84,10 @@ class Hit(ReplayedRuntime):
             self.learner_pids = ray.get([i.actor.pid.remote() for i in self.gang.by_rank], timeout=60)
         self.now("parked")
         return super().generate(step, *more)
+
+    def score(self, some: Any) -> Any:
+        self.now("score")
+        return super().score(some)
 
     def update(self, batch: Any) -> Any:
         self.now("before update")
@@ -120,14 +125,14 @@ def clean(nodes: Any, world: World, tmp_path_factory: pytest.TempPathFactory) ->
     return go(Hit(recipe_of(world, tmp_path_factory.mktemp("clean"))))
 
 
-def same(run: Hit, clean: Hit) -> None:
+def same(run: Hit, clean: Hit, steps: int = STEPS) -> None:
     """Every sample once, as without the fault; every version published once, with the content it would have had."""
-    assert run.published == clean.published and len(run.published) == STEPS
-    for step in range(1, STEPS + 1):
+    assert run.published == {version: clean.published[version] for version in range(1, steps + 1)}
+    for step in range(1, steps + 1):
         mine, theirs = samples(run.folder.path, step), samples(clean.folder.path, step)
         assert [(s["prompt_index"], s["sample"]) for s in mine] == [(s["prompt_index"], s["sample"]) for s in theirs]
         assert [(s["response"], s["tokens"], s["reward"]) for s in mine] == [(s["response"], s["tokens"], s["reward"]) for s in theirs]
-    assert len(run.rows()) == STEPS
+    assert len(run.rows()) == steps
     assert not run.leases.held and not run.leases.asked
 
 
@@ -157,6 +162,27 @@ def test_faults_that_outrun_progress_end_the_run_and_say_so(nodes: Any, world: W
     with pytest.raises(RunError, match=r"a learner process died and functions.max_replacements = 1 are used up: .*; faults outran"):
         go(run)
     assert not run.leases.held and [row["step"] for row in run.rows()] == [1, 2]
+
+
+def test_what_hangs_is_ended_and_its_step_has_exactly_its_samples(
+    nodes: Any, world: World, clean: Hit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine at work, and a reward process that has the whole step to score, stop where no signal reaches."""
+    monkeypatch.setattr("rlhfless_ray.reward.score.SLACK_S", 2.0)
+    monkeypatch.setattr("rlhfless_ray.functions.pool.KNOWN_S", 1.0)
+    rng, stopped = np.random.default_rng(0), []
+    started: Callable[[Hit], bool] = lambda run: any(map(pid_of, run.rollout.working))  # noqa: E731
+    engine = when(started, lambda run: stopped.append(kill(run.rollout.working, rng, signal.SIGSTOP)))
+    script: Script = {
+        (1, "parked"): engine, (2, "score"): lambda run: stopped.append(kill(run.reward.working, rng, signal.SIGSTOP)),
+    }  # fmt: skip
+    recipe = recipe_of(
+        world, tmp_path, steps=3, functions={"max_replacements": 50}, rollout={"silence_s": 3.0}, reward={"timeout_s": 1.0}
+    )
+    run = go(Hit(recipe, script))
+    same(run, clean, steps=3)
+    assert stopped == [True, True] and run.total("faults/hung") >= 2  # a machine that is busy enough may add to them
+    assert all(s["error"] is None for step in (1, 2, 3) for s in samples(run.folder.path, step))
 
 
 class Heavy(ReplayedLearner):
@@ -199,7 +225,7 @@ def when(condition: Callable[[Hit], bool], do: Callable[[Hit], None]) -> Callabl
     """Does it in the rollout of this step, as soon as something was heard and the condition holds."""
 
     def arm(run: Hit) -> None:
-        tell, done = run.rollout_stage._prewarm_next, []
+        tell, done = run.rollout_stage._meanwhile, []
 
         def told(*progress: int) -> None:
             tell(*progress)
@@ -207,7 +233,7 @@ def when(condition: Callable[[Hit], bool], do: Callable[[Hit], None]) -> Callabl
                 done.append(True)
                 do(run)
 
-        run.rollout_stage._prewarm_next = told  # type: ignore[method-assign]
+        run.rollout_stage._meanwhile = told  # type: ignore[method-assign]
 
     return arm
 
@@ -258,7 +284,7 @@ def test_weights_whose_node_is_lost_are_had_from_elsewhere(
     nodes: Any, world: World, clean: Hit, tmp_path: Path, passing: Any, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learner's node goes with the weights that it has just published, before an engine is told to load them or while all are."""
-    import rlhfless_ray.rollout.stream as stream
+    import rlhfless_ray.rollout.rollout as stream
 
     elsewhere = [node.node_id for node in (nodes.head_node, *nodes.worker_nodes) if node is not passing]
     others = [ray.util.placement_group([{"CPU": 1}], bundle_label_selector=[{"ray.io/node-id": n}]) for n in elsewhere for _ in range(2)]

@@ -14,7 +14,7 @@ from rlhfless_ray.autoscale import RolloutPlan
 from rlhfless_ray.functions.ledger import read_rows
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.passes import Passes
-from rlhfless_ray.rollout import stream
+from rlhfless_ray.rollout import rollout
 from rlhfless_ray.types import Sample
 from tests.conftest import samples, small_recipe
 
@@ -42,7 +42,7 @@ def trained(folder: Path, overlap: str, **more: Any) -> Path:
 
 def test_what_is_done_in_the_tail_changes_nothing_but_the_time(no_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
-    monkeypatch.setattr(stream._Rollout, "tail_s", lambda self: 1000.0)  # always worth beginning
+    monkeypatch.setattr(rollout.Rollout, "tail_s", lambda self: 1000.0)  # always worth beginning
     ahead, after = trained(tmp_path / "ahead", "auto"), trained(tmp_path / "after", "off")
     rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (ahead, after)]
     early = [row["step"] for row in rows[0] if row["overlap/learned"] > 0]  # on a busy machine not in every step
@@ -72,7 +72,7 @@ def test_passes_of_learner_and_critic_go_ahead_and_say_what_they_would_say_later
     no_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
-    monkeypatch.setattr(stream._Rollout, "tail_s", lambda self: 1000.0)
+    monkeypatch.setattr(rollout.Rollout, "tail_s", lambda self: 1000.0)
     of, ahead = Passes.of, dict.fromkeys(("logprobs", "values"), 0)
 
     def compared(self: Passes, samples: list[Sample], batch: Batch, turn: Any) -> dict[str, np.ndarray]:

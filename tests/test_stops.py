@@ -109,7 +109,9 @@ class Ended:
         run.refill = Refill(run.recipe, Cursor(64, 8, True, 3))
         run.weights, run.in_update, run.step = SimpleNamespace(version=3), False, Step(4)
         run.first_row, run.quality = 0, {}
-        run.autoscaler = SimpleNamespace(state=lambda: {}, observe_update=lambda *_: None, observe_step=lambda *_: None)
+        run.autoscaler = SimpleNamespace(
+            state=lambda: {}, observe_update=lambda *_: None, observe_step=lambda *_: None, settle=lambda: None
+        )
         run.phases = SimpleNamespace(take=lambda: ({}, 1.0), phase=lambda *_: nullcontext())
         pool = SimpleNamespace(close=lambda: self.did.append(f"close as {self.status()}"), replacements=0)
         run.rollout = run.reward = pool
@@ -121,6 +123,7 @@ class Ended:
         run.record = SimpleNamespace(
             progress=SimpleNamespace(message=self.messages.append),
             step=lambda step, *_: self.did.append(f"record {step.number}"), close=lambda *_: None, checkpointed=lambda: None,
+            put_off=lambda _: None, catch_up=lambda: None,
         )
         run.site = Site(run.recipe, None, run.leases, run.phases, run.record, run.autoscaler, 1)  # type: ignore[arg-type]
         run.learn_stage = LearnStage(run.site, run.gang)

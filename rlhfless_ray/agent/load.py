@@ -149,7 +149,9 @@ class _Stepping(AgentInstanceBase):
 
     async def step(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         seen, action = state_dict["observation_text"], state_dict["action_text"]
-        result = await self._step(seen, action, state_dict["label"])
+        params = {"sampling_params": state_dict["sampling_params"]}
+        more_arguments = params if _takes(self._step, seen, action, state_dict["label"], **params) else {}
+        result = await self._step(seen, action, state_dict["label"], **more_arguments)
         more: dict[str, Any] = {}
         if isinstance(result, Mapping):
             text = result.get("next_observation", result.get("next_state"))

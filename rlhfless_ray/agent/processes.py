@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlhfless_ray.agent.engine import Reply
@@ -70,7 +70,7 @@ class Processes:
         for process in self.processes:
             try:
                 get(process.opened, self.deadline_s, "the agent's process to start")
-            except (RayActorError, RayTaskError) as error:
+            except (*GONE, RayTaskError) as error:
                 raise UserError(f"{KEY}: the agent could not be made: {reason_of(error)}") from None
 
     def close(self) -> None:

@@ -10,7 +10,11 @@ from typing import Any
 
 from rlhfless_ray.agent.episode import plain
 
-FIXED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+# what makes the distribution, and the values that leave it as it is
+FIXED: dict[str, tuple[Any, ...]] = {
+    "temperature": (), "top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0), "repetition_penalty": (None, 1),
+    "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "logit_bias": (None, {}),
+}
 # what this runtime's engines do not do, and the values that ask for nothing
 NOT_DONE: dict[str, tuple[Any, ...]] = {
     "bad_words": (None, []), "allowed_token_ids": (None, []),
@@ -117,10 +121,8 @@ def _number(value: Any, name: str, turn: str) -> float:
 
 def _check_distribution(given: Any, changed: Any, turn: str) -> None:
     """Limits and stop words may change from turn to turn. What changes the distribution may not: it is the one that is trained."""
-    for name in FIXED:
-        before, after = getattr(given, name, None), getattr(changed, name, None)
-        if name == "top_k":
-            before, after = (None if k in (0, -1) else k for k in (before, after))  # both are vLLM's word for all tokens
+    for name, nothing in FIXED.items():
+        before, after = (None if (k := getattr(one, name, None)) in nothing else k for one in (given, changed))
         if before != after:
             raise AgentError(
                 f"{turn}: `sampling_params` with another {name} ({after} instead of {before}): the policy is trained at the recipe's"

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhfless_ray.errors import UserError
+from rlhfless_ray.errors import RunError, UserError
 from rlhfless_ray.recipe import Recipe
 
 PACKAGES = ("rlhfless_ray", "placement")
@@ -63,15 +63,18 @@ class RayCluster:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
         self.temporary = _temporary_folder()
         with _own_session(), _temporary_files_in(self.temporary):
-            ray.init(
-                address="local",
-                num_cpus=section.cpus or len(os.sched_getaffinity(0)),
-                object_store_memory=section.object_store_mb * 2**20,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=str(self.temporary / "ray"),
-            )
+            try:
+                ray.init(
+                    address="local",
+                    num_cpus=section.cpus or len(os.sched_getaffinity(0)),
+                    object_store_memory=section.object_store_mb * 2**20,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _temp_dir=str(self.temporary / "ray"),
+                )
+            except Exception as error:  # Ray raises plain ones where its processes do not come up in time
+                raise RunError(f"a private Ray did not start on this machine: {_one_line(error)}") from error
 
     def stop(self) -> None:
         """Leave the cluster; a private one ends with it."""

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, NodeDiedError, ObjectLostError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlhfless_ray.errors import RunError
@@ -31,8 +31,12 @@ class State(Enum):
     GONE = "gone"
 
 
+class ProcessLost(RunError):
+    """An instance's process, or its node, went as it started: another one may take its place."""
+
+
 _numbers = itertools.count(1)
-GONE = (RayActorError, ActorUnschedulableError, ObjectLostError)  # what calls raise when the process or its node is lost
+GONE = (RayActorError, ActorUnschedulableError, NodeDiedError, ObjectLostError)  # what calls raise when the process or its node is lost
 LONGEST_REASON = 500  # characters of another program's words that go into a message
 
 
@@ -70,11 +74,14 @@ class Instance:
         return self.opened is not None and bool(ray.wait([self.opened], timeout=0)[0])
 
     def told(self, seconds: float) -> dict[str, Any]:
-        """What its start told, see `Pool`. Raises RunError with the cause when the start failed or takes longer."""
+        """What its start told, see `Pool`. Raises RunError with the cause when the start failed or takes longer: ProcessLost where
+        it was the process that was lost, and no error of what it does."""
         try:
             return get(self.opened, seconds, f"{self.id} to start")
-        except (RayTaskError, RayActorError) as error:
+        except RayTaskError as error:
             raise RunError(f"{self.failure()}") from error
+        except GONE as error:
+            raise (RunError if raised_at_start(error) else ProcessLost)(f"{self.failure()}") from error
 
     def failure(self) -> str | None:
         """Why its start, or else its last loading of weights, failed. None when neither has: what a caller sees of such an
@@ -84,7 +91,7 @@ class Instance:
                 continue
             try:
                 ray.get(ref)
-            except (RayTaskError, RayActorError) as error:
+            except (RayTaskError, *GONE) as error:
                 return f"{self.id} could not {what}: {reason_of(error)}"
         return None
 
@@ -97,7 +104,7 @@ def lost_on_the_way(ref: Any) -> bool:
         ray.get(ref)
     except (ObjectLostError, RayTaskError) as error:
         return isinstance(error, ObjectLostError) or isinstance(error.cause, ObjectLostError)
-    except RayActorError:
+    except GONE:
         return False
     return False
 

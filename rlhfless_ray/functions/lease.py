@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -104,10 +105,11 @@ class Leases:
         for request in requests:
             seconds = self.deadline_s if len(leases) < need else wait_s
             node = self._wait_granted(request, start + seconds)
-            if node is None:
+            lease = self._granted(request, node, kind) if node is not None else None
+            if lease is None:
                 self.withdraw([request])
             else:
-                leases.append(self._granted(request, node, kind))
+                leases.append(lease)
         seconds = time.monotonic() - start
         self.waited_s += seconds
         if len(leases) < need:
@@ -146,11 +148,14 @@ class Leases:
         return found
 
     def seen_nodes(self) -> list[dict[str, Any]]:
-        """What Ray told a second ago of its nodes, without those that are drained or lost."""
+        """What Ray told a second ago at most of its nodes, without those that are drained or lost."""
         if time.monotonic() - self.nodes_s > NODES_S:
-            going = self.draining() | self.lost
-            self.nodes, self.nodes_s = [node for node in ray.nodes() if node["NodeID"] not in going], time.monotonic()
-        return self.nodes
+            self._look()
+        going = self.draining() | self.lost
+        return [node for node in self.nodes if node["NodeID"] not in going]
+
+    def _look(self) -> None:
+        self.nodes, self.nodes_s = ray.nodes(), time.monotonic()
 
     def draining(self) -> set[str]:
         """Ids of the nodes that Ray was told will be gone soon, as of a moment ago: nothing should begin or stay there."""
@@ -162,9 +167,16 @@ class Leases:
         """{node id: slots} of the nodes that have all these labels."""
         return node_slots(self.resource, labels, self.seen_nodes())
 
+    def memory_mb(self, node: str) -> float:
+        """What Ray counts as the node's memory; without end where it does not know the node."""
+        told = next((one["Resources"].get("memory") for one in self.seen_nodes() if one["NodeID"] == node), None)
+        return float("inf") if told is None else told / 2**20
+
     def gone(self, nodes: list[str]) -> list[str]:
-        """Those of `nodes` that are not there any more."""
-        alive = alive_nodes() - self.lost if nodes else set()
+        """Those of `nodes` that are not there any more, as of now."""
+        if nodes:
+            self._look()
+        alive = {node["NodeID"] for node in self.nodes if node["Alive"]} - self.lost
         return [node for node in nodes if node not in alive]
 
     def lose(self, node: str) -> bool:
@@ -186,9 +198,15 @@ class Leases:
             time.sleep(pause)
             pause = min(0.05, 1.5 * pause)
 
-    def _granted(self, request: Request, node: str, kind: str) -> Lease:
+    def _granted(self, request: Request, node: str, kind: str) -> Lease | None:
+        """None: its node was lost before it could say which device it is."""
+        try:
+            device = self._device(request.group) if self.resource == "gpu" else self._number(node)
+        except RayTaskError:
+            raise
+        except RayError:
+            return None
         self.asked.pop(request.id, None)
-        device = self._device(request.group) if self.resource == "gpu" else self._number(node)
         lease = Lease(request.id, Slot(node, device), request.group)
         self.held[lease.id] = lease
         self.asked_leases += 1
@@ -229,9 +247,11 @@ class Leases:
         self.release(list(self.held.values()))
 
     def living(self, leases: list[Lease]) -> list[Lease]:
-        """Those whose node is there and stays. The others are released: Ray moves the group of a lost node, so it is not where it
-        was."""
-        gone = (set(self.gone([lease.slot.node for lease in leases])) | self.draining()) if leases else set()
+        """Those whose node was there a second ago, and stays. The others are released: Ray moves the group of a lost node, so it is
+        not where it was."""
+        there = {node["NodeID"] for node in self.seen_nodes() if node["Alive"]} if leases else set()
+        missing = {lease.slot.node for lease in leases} - there  # or come since
+        gone = set(self.gone(sorted(missing))) | (missing & self.draining())
         self.release([lease for lease in leases if lease.slot.node in gone])
         return [lease for lease in leases if lease.slot.node not in gone]
 
@@ -251,11 +271,6 @@ class Leases:
             info["state"] == "PENDING" and id not in ours and any(name in b for b in info["bundles"].values())
             for id, info in placement_group_table().items()
         )
-
-
-def alive_nodes() -> set[str]:
-    """Ids of the cluster's nodes."""
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def draining_nodes() -> set[str]:

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.faults import Cause, Faults
-from rlhfless_ray.functions.instance import Instance, State, actor_state, reason_of
+from rlhfless_ray.functions.instance import GONE, Instance, State, actor_state, reason_of
 from rlhfless_ray.functions.lease import Lease, Leases, Slot
 from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.parked import ParkedMemory
 from rlhfless_ray.waits import get
 
 FAULTS = 3  # that a pool on its own survives
@@ -47,6 +48,7 @@ class Pool:
         self.labels = labels or {}
         self.give_back_after_s = float("inf") if on_device and leases.resource == "gpu" else give_back_after_s
         self.faults = Faults(FAULTS)  # of the run, where there is one
+        self.parked_memory: ParkedMemory | None = None  # what the pools of a run may hold without work
         self.working: list[Instance] = []
         self.parked: list[Instance] = []
         self.replacements = 0  # instances that died, and what they had to do goes on elsewhere
@@ -57,18 +59,22 @@ class Pool:
 
     # ---- size -------------------------------------------------------------------------------------------------
 
-    def resize(self, count: int, spare: list[Lease], *, need: int = 1, wait_s: float = 0.0) -> list[Lease]:
+    def resize(
+        self, count: int, spare: list[Lease], *, need: int = 1, wait_s: float = 0.0,
+        begin: Callable[[Instance], None] = lambda _: None,
+    ) -> list[Lease]:
         """Work with `count` instances, one lease each; returns the leases of `spare` that were not used.
 
         Spare leases are handed over first, those of slots with a parked instance before others; Ray is asked for the
-        rest: `need` instances in all must be staffed within the lease deadline, for more it waits `wait_s`.
+        rest: `need` instances in all must be staffed within the lease deadline, for more it waits `wait_s`. `begin`: what each
+        is told as soon as it is staffed, while others still wait for their leases.
         """
         spare = self.leases.living(spare)
         while len(self.working) > count:
             spare = [*spare, *self.park(self.working[-1])]
         usable = sorted((lease for lease in spare if self.may_use(lease)), key=lambda lease: self._find(lease.slot) is None)
         for lease in usable[: count - len(self.working)]:
-            self.staff([lease])
+            begin(self.staff([lease]))
             spare = [other for other in spare if other is not lease]
         missing = count - len(self.working)
         if missing > 0:
@@ -76,7 +82,7 @@ class Pool:
             urgent = max(0, need - len(self.working))
             got = self.leases.take(missing, self.kind, prefer, need=urgent, wait_s=wait_s, labels=self.labels)
             for lease in got:
-                self.staff([lease])
+                begin(self.staff([lease]))
         return spare
 
     def staff(self, leases: list[Lease]) -> Instance:
@@ -114,8 +120,11 @@ class Pool:
     def _find(self, slot: Slot) -> Instance | None:
         return next((instance for instance in self.parked if self.fits(instance, slot)), None)
 
-    def prewarm(self, slot: Slot) -> Instance:
-        """Start a process ahead of its lease: imports only, no device memory. It waits as parked."""
+    def prewarm(self, slot: Slot) -> Instance | None:
+        """Start a process ahead of its lease: imports only, no device memory. It waits as parked. None: its node has no memory for
+        that."""
+        if self.parked_memory is not None and not self.parked_memory.admits(self, slot.node):
+            return None
         instance = Instance(self.kind, slot, self.start(slot), state=State.PARKED, parked_since_s=time.monotonic())
         self._book(instance)
         self.parked.append(instance)
@@ -147,6 +156,8 @@ class Pool:
             self._book(instance)
             if long:
                 self._give_back(instance)
+        if self.parked_memory is not None:
+            self.parked_memory.enforce()
         return taken
 
     def _book(self, instance: Instance) -> None:
@@ -161,7 +172,7 @@ class Pool:
             return
         try:
             instance.kept_mb = ray.get(instance.giving_back)["memory_mb"]
-        except RayActorError:  # a process that died holds nothing: who needs it next will see
+        except GONE:  # a process that died holds nothing: who needs it next will see
             return
         except RayTaskError as error:
             raise RunError(f"{instance.id} could not give memory back: {reason_of(error)}") from error
@@ -175,7 +186,7 @@ class Pool:
             instance.version = None
             try:
                 told = get(ref, self.leave_s, f"{instance.id} to leave its device")
-            except RayActorError:
+            except GONE:
                 continue
             except RayTaskError as error:
                 raise RunError(f"{instance.failure() or f'{instance.id} could not leave its device: {reason_of(error)}'}") from error

@@ -54,7 +54,7 @@ class Batch:
         """From (prompt ids, response ids, response log-probabilities, advantage, group) per sequence. The advantage is one per
         token, or one for all of them. `masks`: of the response tokens, where some of them are not the policy's."""
         parts = [piece for prompt, response, *_ in sequences for piece in (np.asarray(prompt, np.int64), response)]
-        advantages = [np.broadcast_to(s[3], len(s[1])) for s in sequences]
+        advantages = [s[3] if isinstance(s[3], np.ndarray) else np.full(len(s[1]), s[3]) for s in sequences]
         logprobs = [s[2] for s in sequences]
         mask = mask_of(masks or [], [len(s[1]) for s in sequences])
         if mask is not None and masks is not None:

@@ -14,7 +14,7 @@ from placement.policy import Decision
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.learn.advantage import spans
-from rlhfless_ray.learn.batch import Batch, batch_of, mask_of
+from rlhfless_ray.learn.batch import Batch, batch_of, counts_of, mask_of
 from rlhfless_ray.learn.credit import credit
 from rlhfless_ray.learn.gang import Gang
 from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
@@ -134,9 +134,12 @@ class LearnStage:
             recipe.algorithm.model_dump(), recipe.reward.model_dump(), rewards.reshape(-1, recipe.rollout.samples_per_prompt),
             lengths, truncated, recipe.rollout.max_tokens, mask=mask, **extra,
         )
-        for sample, span, scored in zip(samples, spans(lengths), known, strict=True):
+        written = lengths if mask is None else counts_of(mask, lengths)
+        sums = np.concatenate([[0.0], np.cumsum(np.where(scored_tokens, advantages, 0.0))])[np.cumsum(lengths)]
+        means = np.diff(sums, prepend=0.0) / np.maximum(written, 1)
+        for sample, scored, mean in zip(samples, known, means, strict=True):
             if scored:
-                sample.advantage = float(advantages[span][slice(None) if mask is None else mask[span]].mean())
+                sample.advantage = float(mean)
         by_token = {"advantages": advantages} | ({} if self.critic is None else {"returns": returns})
         return replace(
             batch, kl_coefficient=self.controller.coefficient,

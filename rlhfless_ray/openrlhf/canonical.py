@@ -35,6 +35,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "--use_icepop": (LEVEL, MODE),
     **{flag: (LEVEL, MODE) for flag in (*ENABLE, *KIND)},
 }
+STAMPED = history("--logger.wandb.run_name")[-1].default  # a name with the time in it
 BEST_CHECKPOINT_SINCE, QUEUE_FLAG_SINCE, ONE_LENGTH_SINCE = "0.9.9", "0.9.1", "0.9.8"
 
 
@@ -120,7 +121,7 @@ def canonical(line: CommandLine, environment: Mapping[str, str] = os.environ) ->
         _say(values, "ds.param_dtype", "bf16", "--bf16")
     _lengths(values, line)
     _correction(values, line)
-    if values["logger.wandb.run_name"] == history("--logger.wandb.run_name")[-1].default:
+    if values["logger.wandb.run_name"] == STAMPED:
         values.value["logger.wandb.run_name"] = f"ppo_{datetime.now():%m%dT%H:%M}"
     return values
 

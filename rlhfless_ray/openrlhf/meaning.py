@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.openrlhf.canonical import GATING, LEVEL, MODE, PROMPT_LIMIT, THRESHOLD, Values
@@ -82,6 +85,41 @@ def optimizer_steps(x: int, v: Values) -> dict[str, Any]:
     if v["rollout.batch_size"] * v["rollout.n_samples_per_prompt"] == x:
         return {"algorithm.updates_per_step": 1}
     return {"algorithm.batch_samples": x}
+
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def param_dtype(x: str, v: Values) -> dict[str, Any]:
+    """`checkpoint`, what no --bf16 meant before 0.9.2, is read from the model's folder."""
+    dtype = stored_dtype(Path(v["actor.model_name_or_path"])) if x == "checkpoint" else x
+    return {"policy.dtype": DTYPES.get(dtype or x, dtype or x)}
+
+
+def unknown_dtype(v: Values) -> str:
+    """Why a dtype is refused that is nobody's choice."""
+    if param_dtype(v["ds.param_dtype"], v)["policy.dtype"] != "checkpoint":
+        return ""
+    return f"{v['actor.model_name_or_path']} is no folder that tells the dtype its weights are stored in; give --bf16"
+
+
+def stored_dtype(folder: Path) -> str | None:
+    """As transformers' `auto`: what config.json says, else the first floating-point weight's; None: neither tells."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if said := config.get("dtype") or config.get("torch_dtype"):
+            return str(said).removeprefix("torch.")
+        with min(folder.glob("*.safetensors")).open("rb") as file:
+            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+    except (OSError, ValueError, struct.error):
+        return None
+    return next((entry["dtype"] for entry in header.values() if entry.get("dtype") in DTYPES), None)
+
+
+def zero_stage(x: int, v: Values) -> dict[str, Any]:
+    """Without a stage DeepSpeed keeps float32 weights beside bfloat16 ones too; here stage 1 does."""
+    sharded = param_dtype(v["ds.param_dtype"], v)["policy.dtype"] == "bfloat16"
+    return {"learner.zero_stage": max(x, 1) if sharded and x == 0 else x}
 
 
 def micro_batch(x: int, v: Values) -> dict[str, Any]:

@@ -5,6 +5,8 @@ Nothing is executed. A substitution `$(…)` and a variable without a value stay
 
 from __future__ import annotations
 
+import ast
+import operator
 import os
 import re
 from collections.abc import Mapping
@@ -31,7 +33,7 @@ def simple_commands(text: str, environment: Mapping[str, str] = os.environ) -> l
     """The commands of a script or of a `bash -c` text in the order they are written, as lists of words, without
     assignments and redirections."""
     reader = Reader(text, {name: [value] for name, value in environment.items()})
-    while reader.at < len(text):
+    while reader.at < len(reader.text):
         _step(reader)
     _end_command(reader)
     return reader.commands
@@ -97,7 +99,8 @@ def _end_command(r: Reader) -> None:
     words, r.words = r.words, []
     while words and (words[0] in DECLARES or ASSIGNMENT.match(words[0])):
         if match := ASSIGNMENT.match(words[0]):
-            r.variables[match[1]] = [words[0][match.end() :]]
+            before = "".join(r.variables.get(match[1], [])[:1]) if match[2] else ""
+            r.variables[match[1]] = [before + words[0][match.end() :]]
         words = words[1:]
     if words:
         r.commands.append(words)
@@ -130,12 +133,29 @@ def _redirection(r: Reader) -> None:
         r.word = None
     heredoc = re.match(r"<<-?\s*(['\"]?)(\w+)\1", r.text[r.at :])
     if heredoc:
-        end = re.compile(rf"^\t*{heredoc[2]}$", re.MULTILINE).search(r.text, r.at)
-        r.at = end.end() if end else len(r.text)
+        _heredoc(r, heredoc[2], r.at + heredoc.end(), literal=bool(heredoc[1]))
         return
     target = re.match(r"(<<<|>>|[<>])&?\s*(\"[^\"]*\"|'[^']*'|[^\s;&|()]*)", r.text[r.at :])
     assert target is not None
     r.at += target.end()
+
+
+def _heredoc(r: Reader, mark: str, at: int, *, literal: bool) -> None:
+    """What `read … NAME` reads is that variable's value, and what a shell reads are commands; else it is somebody's data."""
+    _end_word(r)
+    line = r.text.find("\n", at)
+    begin = len(r.text) if line < 0 else line + 1
+    found = re.compile(rf"^\t*{mark}$", re.MULTILINE).search(r.text, begin)
+    body = r.text[begin : found.start() if found else len(r.text)]
+    if not literal:
+        inner = Reader('"' + body.replace('"', '\\"') + '"', r.variables)
+        _double_quoted(inner)
+        body = inner.word or ""
+    if r.words[:1] == ["read"] and NAME.fullmatch(r.words[-1]):
+        r.variables[r.words[-1]] = [body.strip()]
+    elif any(word.rpartition("/")[2] in ("bash", "sh") for word in r.words):
+        r.words.append(body)  # as if it stood behind -c
+    r.text, r.at = r.text[at:begin] + r.text[found.end() if found else len(r.text) :], 0
 
 
 def _ansi(r: Reader) -> None:
@@ -177,6 +197,8 @@ def _double_quoted(r: Reader) -> None:
 def _expansion(r: Reader) -> tuple[list[str], int]:
     """The values of the `$…` at the reader's place, and where it ends."""
     rest = r.text[r.at :]
+    if sum_ := re.match(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)", rest):
+        return [_arithmetic(r, sum_[1]) or sum_[0]], r.at + sum_.end()
     if rest.startswith("$("):
         depth, end = 0, len(rest)
         for index, char in enumerate(rest):
@@ -185,7 +207,7 @@ def _expansion(r: Reader) -> tuple[list[str], int]:
                 end = index + 1
                 break
         return [rest[:end]], r.at + end
-    braced = re.match(r"\$\{([A-Za-z_]\w*)(\[[@*\d]+\])?(?::?-([^}]*))?\}", rest)
+    braced = re.match(r"\$\{([A-Za-z_]\w*|\d+)(\[[@*\d]+\])?(?::?-([^}]*))?\}", rest)
     plain = braced or re.match(r"\$([A-Za-z_]\w*)", rest)
     if plain is None:
         return [rest[:1]], r.at + 1
@@ -198,3 +220,27 @@ def _expansion(r: Reader) -> tuple[list[str], int]:
         return list(known), r.at + plain.end()
     place = int(subscript[1:-1]) if subscript else 0
     return known[place : place + 1], r.at + plain.end()
+
+
+OPERATORS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+}
+
+
+def _arithmetic(r: Reader, text: str) -> str:
+    """The value of whole numbers and variables that hold some, under + - * / %; empty: anything else."""
+    known = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", lambda name: "".join(r.variables.get(name[1], ["?"])[:1]), text)
+    try:
+        return str(_number(ast.parse(known.strip().replace("/", "//"), mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return ""
+
+
+def _number(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_number(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_number(node.left), _number(node.right))
+    raise ValueError

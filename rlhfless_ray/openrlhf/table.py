@@ -155,13 +155,13 @@ RULES: tuple[Rule, ...] = (
     _row("ds.use_universal_ckpt", "noop", reading="a checkpoint holds weights by name and is read with any number of ranks"),
     _row("local_rank", "noop", reading="ranks are Ray's business"),
     # the learner's memory and speed
-    _row("ds.zero_stage", "hint", "learner.zero_stage", reading=lambda v: f"ZeRO stage {v['ds.zero_stage']}"),
+    _row(
+        "ds.zero_stage", "hint", "learner.zero_stage", m.zero_stage,
+        reading=lambda v: f"ZeRO stage {m.zero_stage(v['ds.zero_stage'], v)['learner.zero_stage']}",
+    ),
     _row("actor.gradient_checkpointing_enable", "exact", "learner.gradient_checkpointing"),
     _row("ds.deepcompile", "noop", reading="speed only"),
-    _row(
-        "ds.param_dtype", "cond", "policy.dtype",
-        lambda x, v: {"policy.dtype": {"bf16": "bfloat16", "fp16": "float16"}.get(x, x)},
-    ),
+    _row("ds.param_dtype", "cond", "policy.dtype", m.param_dtype, reading=m.unknown_dtype),
     _row("train.enable_ema", "exact", "ema.beta", lambda x, v: {"ema.beta": v["train.ema_beta"] if x else None}),
     _row("train.ema_beta", "exact", "ema.beta", idle=lambda v: "" if v["train.enable_ema"] else "no average is kept"),
     _row("ds.zpg", "noop", reading="speed only"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhfless_ray.errors import UserError
-from rlhfless_ray.openrlhf.canonical import LOGIN, Values, canonical, defaults, shown
+from rlhfless_ray.openrlhf.canonical import LOGIN, STAMPED, Values, canonical, defaults, shown
 from rlhfless_ray.openrlhf.checks import check
 from rlhfless_ray.openrlhf.dialect import CommandLine, instead_of, read
 from rlhfless_ray.openrlhf.flags import LAUNCHER, newest, span_text
@@ -109,7 +109,7 @@ def _tell(rule: Rule, v: Values, installed: Installed, found: Translation) -> Ou
         return Outcome(rule.name, HINT, said)
     lacking = installed.lacks(settings)
     if lacking:
-        return Outcome(rule.name, REFUSED, f"not supported yet; the recipe {_wants(lacking, settings, installed)}")
+        return Outcome(rule.name, REFUSED, said or f"not supported yet; the recipe {_wants(lacking, settings, installed)}")
     found.settings |= accepted
     return Outcome(rule.name, HONOURED, names(settings))
 
@@ -155,7 +155,7 @@ def _other_defaults(line: CommandLine, v: Values) -> list[str]:
     for version in line.accepted_by:
         for name, value in defaults(version, {}).items():
             rule = rule_of().get(name)
-            if name in v.said or rule is None or rule.kind not in ("exact", "cond") or rule.idle(v) or value == v[name]:
+            if name in v.said or rule is None or rule.kind not in ("exact", "cond") or rule.idle(v) or value in (v[name], STAMPED):
                 continue
             if rule.settings(v) != rule.settings(replace(v, value={**v.value, name: value})):
                 differing.setdefault((name, shown(value)), []).append(version)

@@ -233,10 +233,10 @@ class PrefixService:
     def stop(self, remove: bool = True) -> None:
         """Remove our application, and with it the pages. Serve itself stays: it may be somebody else's. Without `remove` the
         cluster is about to end."""
-        from ray import serve
-
         self._ended.set()
         if self.handle is not None:
             self.handle = None
             if remove:
+                from ray import serve
+
                 serve.delete(self.name)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from placement.prefix import PrefixChoice, PrefixDemand, PrefixSpeed, choose_prefix
 from rlhfless_ray.errors import RunError
-from rlhfless_ray.functions.instance import Instance, lost_on_the_way, raised_at_start, reason_of
+from rlhfless_ray.functions.instance import GONE, Instance, lost_on_the_way, raised_at_start, reason_of
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.prefix.actor import Fetched
 from rlhfless_ray.prefix.demand import prefix_demand
@@ -24,7 +24,7 @@ from rlhfless_ray.types import WeightVersion
 from rlhfless_ray.waits import get
 
 SHARE_OF_STORE = 0.5  # of the object store that pages may take; weights, snapshots and other returns need the rest
-GIVE_UP = 3  # steps in a row without a page, after which it is off
+GIVE_UP, GIVE_UP_S = 3, 120.0  # steps in a row without a page, and seconds, after which it is off: a replica may have to come back
 FETCH_S = 30.0  # a page that takes longer than this to come is computed
 
 
@@ -54,7 +54,7 @@ class PrefixStage:
         self.speed = PrefixSpeed.first_guess(site.autoscaler.terms.prefill.per_unit_s, max(page_bytes, 1))
         self.service = PrefixService(run_id, self.cap_bytes)
         self.private, self.told = private, ""
-        self.failed_in_a_row = 0
+        self.failed_in_a_row, self.last_page_s = 0, time.monotonic()
 
     def choose(self, demand: PrefixDemand | None, steps_left: int) -> PrefixChoice:
         """Before anything is leased. A cold start of the prefill instance is spread over the steps that are left."""
@@ -116,7 +116,8 @@ class PrefixStage:
         for failure in [*unready, *step.prepared.failed, *self.service.failures[said:]]:
             site.record.progress.message(f"prefix KV: {failure}; engines compute what is missing")
         self.failed_in_a_row = 0 if step.prepared.refs else self.failed_in_a_row + 1
-        if self.failed_in_a_row >= GIVE_UP:
+        self.last_page_s = start if not self.failed_in_a_row else self.last_page_s
+        if self.failed_in_a_row >= GIVE_UP and start - self.last_page_s >= GIVE_UP_S:
             self.blocked = f"it came to nothing in {GIVE_UP} steps in a row"
         return step
 
@@ -143,7 +144,7 @@ class PrefixStage:
                 get(before, self.site.recipe.functions.lease_deadline_s, f"{instance.id} to be ready")
                 self.site.told_start(instance)
                 why, raised = instance.keeps_no_pages, bool(instance.keeps_no_pages)
-            except (RayActorError, RayTaskError, RunError) as error:
+            except (*GONE, RayTaskError, RunError) as error:
                 why = instance.failure() or f"{instance.id}: {reason_of(error)}"
                 raised = isinstance(error, RayTaskError) or raised_at_start(error)
             if raised:  # no fault of a process: the next one would say the same, unless it was the weights that were lost
@@ -165,7 +166,7 @@ class PrefixStage:
                 get(told, ANSWER_S, f"{instance.id} to answer")
             except RayTaskError:  # it answers
                 continue
-            except (RayActorError, RunError) as error:
+            except (*GONE, RunError) as error:
                 self.pool.lose(instance, reason_of(error))
 
     def _account(self, step: StepPrefixes, wall_s: float) -> None:
@@ -201,7 +202,7 @@ class PrefixStage:
             try:
                 fetched: Fetched = get(told, FETCH_S, f"{instance.id} to have fetched its pages")
                 loaded, tokens, load_s = get(dropped, FETCH_S, f"{instance.id} to drop its pages")
-            except (RayActorError, RayTaskError, RunError):
+            except (*GONE, RayTaskError, RunError):
                 counts["lost"] += 1
                 continue
             self.site.ledger.spans([lease.id for lease in instance.leases], fetched.spans)

@@ -32,6 +32,10 @@ class Functions(Section):
     keep_alive_s: float = Field(300.0, ge=0, allow_inf_nan=True)
     """How long a parked rollout or reward instance stays warm without work. The learner keeps the optimizer state and
     stays parked for the whole run."""
+    parked_mb: float | None = Field(None, ge=0)
+    """Memory, MB, that processes without work may hold on each node: engines, prefill and reward processes that were started ahead or
+    are parked, not the learner. Beyond it none is started ahead, and those that have waited longest end. None: half of what Ray
+    counts as the node's memory."""
     lease_deadline_s: float = Field(300.0, gt=0)
     """A lease that Ray cannot grant by then ends the run with what is missing."""
     max_replacements: int = Field(3, ge=0)

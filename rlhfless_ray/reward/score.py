@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
 
 from rlhfless_ray.errors import RunError
-from rlhfless_ray.functions.instance import Instance
+from rlhfless_ray.functions.faults import Cause
+from rlhfless_ray.functions.instance import GONE, Instance
 from rlhfless_ray.functions.memory import own_memory_mb
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.reward.functions import Source
@@ -20,7 +20,8 @@ from rlhfless_ray.types import Sample, Span
 from rlhfless_ray.waits import STOP
 
 ANSWER_S = 2.0  # a worker that has worked for this long answers with what it has
-SLACK_S = 30.0  # beyond that and the time limit of one sample: the worker's own start
+SLACK_S = 30.0  # beyond that and the time limit of one sample: what is on its way on a busy machine
+START_S = 300.0  # a worker's own start, before anything is scored
 
 Item = tuple[Any, ...]  # what the source's worker takes; first comes the position in the step's samples
 MakeItem = Callable[[int, Sample], Item]
@@ -50,12 +51,14 @@ class RewardActor:
 
 @dataclass
 class _Call:
-    """A worker at its share. `left`: not scored yet; `singly`: one sample a call, since one of them ends the process."""
+    """A worker at its share. `left`: not scored yet; `singly`: one sample a call, since one of them ends the process.
+    `asked_s`: when it was, or as long as it starts, now."""
 
     worker: Instance
     left: list[Item]
     singly: bool
-    until_s: float
+    start_by_s: float
+    asked_s: float
 
 
 class Scoring:
@@ -64,7 +67,8 @@ class Scoring:
     Each working instance gets an equal share and answers at least every few seconds with what it has. As soon as more than
     `max_failed` samples failed the rest is left alone: they have neither reward nor error. A worker that does not answer hangs
     where no signal reaches (in foreign code): it is killed and replaced, as one that died is, and the rest of its share is
-    scored one by one, so that the sample at fault can be named. Raises RunError, naming it, when the pool's budget for faults is
+    scored one by one, so that the sample at fault can be named: the one that ends a process that had nothing else. A node that
+    is lost is no sample's fault. Raises RunError, naming it, when the pool's budget for faults is
     used up. `item` makes of a sample what the pool's workers take, who may take `call_s` beyond the time they were asked to answer
     in.
     """
@@ -93,26 +97,34 @@ class Scoring:
     def _ask(self, worker: Instance, left: list[Item], singly: bool) -> None:
         if left and not self.gave_up:
             ref = worker.actor.score.remote(left[:1] if singly else left, ANSWER_S)
-            self.running[ref] = _Call(worker, left, singly, time.monotonic() + ANSWER_S + self.call_s + SLACK_S)
+            now = time.monotonic()
+            self.running[ref] = _Call(worker, left, singly, now + START_S, now)
 
     def hear(self, wait_s: float = 0.0) -> bool:
         """Take the answers that are there, or come within `wait_s`; whether there were any."""
         if not self.running:
             return False
         ready, _ = ray.wait(list(self.running), timeout=wait_s)
-        late = [ref for ref, call in self.running.items() if ref not in ready and time.monotonic() > call.until_s]
+        late = [ref for ref, call in self.running.items() if ref not in ready and self._is_late(call)]
         for ref in [*ready, *late]:
             call = self.running.pop(ref)
             self._heard(call, _answer(self.pool, call.worker, ref) if ref in ready else None)
         return bool(ready or late)
 
+    def _is_late(self, call: _Call) -> bool:
+        now = time.monotonic()
+        if not call.worker.started and now < call.start_by_s:
+            call.asked_s = now
+        return now > call.asked_s + ANSWER_S + self.call_s + SLACK_S
+
     def _heard(self, call: _Call, scores: list[Score] | None) -> None:
         worker, singly = call.worker, call.singly
         if scores is None:
-            at = self.samples[call.left[0][0]] if singly or len(call.left) == 1 else None
-            worker = _replaced(self.pool, worker, at, self.timeout_s)
+            cause = self.pool.cause(worker)
+            at = self.samples[call.left[0][0]] if singly and not cause.is_preemption else None
+            worker = _replaced(self.pool, worker, at, self.timeout_s, cause)
             scores = [Score(call.left[0][0], None, _gone(self.timeout_s))] if at else []
-            singly = True
+            singly = singly or not cause.is_preemption
         for score in scores:
             sample = self.samples[score.key]
             sample.reward, sample.error, sample.score = score.reward, score.error, score.score
@@ -150,7 +162,7 @@ def _answer(pool: Pool, worker: Instance, ref: Any) -> list[Score] | None:
     """The scores, or None when the worker died."""
     try:
         scores, spans = ray.get(ref)
-    except RayActorError:
+    except GONE:
         return None
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, RunError):
@@ -160,13 +172,13 @@ def _answer(pool: Pool, worker: Instance, ref: Any) -> list[Score] | None:
     return scores
 
 
-def _replaced(pool: Pool, worker: Instance, at: Sample | None, timeout_s: float) -> Instance:
+def _replaced(pool: Pool, worker: Instance, at: Sample | None, timeout_s: float, cause: Cause) -> Instance:
     """Of a sample that ends the run too, it is on disk then what became of it."""
     why = f"it hung past reward.timeout_s = {timeout_s:g} s or died"
     if at is not None:
         at.error = _gone(timeout_s)
         why += f" at prompt row {at.prompt.index} {_short(at.prompt.text)}, response {_short(at.text)}"
-    return pool.replace(worker, why)
+    return pool.replace(worker, why, cause)
 
 
 def _gone(timeout_s: float) -> str:

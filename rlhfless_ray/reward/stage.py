@@ -60,8 +60,8 @@ class ScoreStage:
             site.spare += self._park()
 
     def _park(self) -> list[Lease]:
-        for instance in self.pool.working:
-            self.site.told_start(instance)
+        for instance in list(self.pool.working):
+            self.site.survived_start(self.pool, instance, self.site.told_start)
         return self.pool.park_all()
 
     def _scoring(self, samples: int) -> Scoring:

@@ -24,8 +24,9 @@ from rlhfless_ray.rollout.beside import Beside
 from rlhfless_ray.rollout.episodes import Episodes
 from rlhfless_ray.rollout.migrate import Migration
 from rlhfless_ray.rollout.requests import evaluation_requests, step_requests
+from rlhfless_ray.rollout.rollout import run_rollout
 from rlhfless_ray.rollout.samples import Samples
-from rlhfless_ray.rollout.stream import Stream, run_rollout
+from rlhfless_ray.rollout.stream import Stream, fetch_into
 from rlhfless_ray.site import Site
 from rlhfless_ray.tail import Tail
 from rlhfless_ray.types import Prompt, Request, Sample, Step, WeightVersion
@@ -72,12 +73,14 @@ class RolloutStage:
         return [share // self.site.recipe.rollout.samples_per_prompt for share in shares if len(share)]
 
     @contextmanager
-    def phase(self, plan: RolloutPlan) -> Iterator[None]:
+    def phase(self, plan: RolloutPlan, weights: WeightVersion) -> Iterator[None]:
+        """Engines load the weights from the moment they have their leases, while their requests are still being made."""
         site = self.site
         with site.phases.phase("rollout"):
             began_s, cold = time.monotonic(), self.pool.cold_starts
             need = site.recipe.rollout.min_actors
-            site.leases.release(self.pool.resize(plan.actors, site.handed(), need=need, wait_s=0.2))
+            begin = partial(fetch_into, weights=weights)
+            site.leases.release(self.pool.resize(plan.actors, site.handed(), need=need, wait_s=0.2, begin=begin))
             if cold == self.pool.cold_starts:
                 site.autoscaler.terms.warm_start.observe(0.0, time.monotonic() - began_s)
             site.autoscaler.actors = len(self.pool.working)
@@ -93,7 +96,7 @@ class RolloutStage:
             autoscaler, elastic = self.site.autoscaler, self.site.recipe.functions.elastic
             second = autoscaler.second if elastic else float("inf")  # what is never given back cannot be saved
             prefill = autoscaler.terms.prefill.per_unit_s
-            self.migration.begin(step.forecast.lengths, autoscaler.speed.speed, second, prefill)
+            self.migration.begin(step.forecast.lengths, autoscaler.speed.speed, second, prefill, count)
         shares = self._shares(step, len(self.pool.working))
         if self.prefix is not None and step.prefixes is not None:
             tokens = [p.token_ids for p in step.prompts]
@@ -152,7 +155,7 @@ class RolloutStage:
             self.pool, requests, shares, expected, weights,
             interval_s=recipe.rollout.stream_interval_s, deadline_s=recipe.rollout.deadline_s,
             silence_s=recipe.rollout.silence_s, needed_next=self.learning.gang.slots,
-            drained=autoscaler.drained, give_back=self.drained, on_progress=self._prewarm_next,
+            drained=autoscaler.drained, give_back=self.drained, on_progress=self._meanwhile,
             beside=beside, migration=migration, start_s=autoscaler.terms.cold_start.predict(),
             agents=self._agents(beside.samples, requests),  # type: ignore[arg-type]
         )
@@ -177,12 +180,12 @@ class RolloutStage:
 
     def _leave(self, instance: Instance) -> list[Lease]:
         """One engine leaves its slot; returns its leases."""
-        self._told_start(instance)
-        return self.pool.park(instance)
+        return self.pool.park(instance) if self.site.survived_start(self.pool, instance, self._told_start) else []
 
-    def _prewarm_next(self, done: int, total: int) -> None:
-        """The next phase's process starts while this one ends, if none is warm."""
+    def _meanwhile(self, done: int, total: int) -> None:
+        """What was put off is done while engines work; the next phase's process starts while this one ends, if none is warm."""
         self.site.record.progress.phase(f"rollout: {done} of {total} responses")
+        self.site.record.catch_up()
         reward = self.scoring.pool
         if self.agents is not None or reward.parked or reward.working:
             return
@@ -200,6 +203,6 @@ class RolloutStage:
 
     def _park(self) -> list[Lease]:
         """Engines leave their slots; returns the leases."""
-        for instance in self.pool.working:
-            self._told_start(instance)
+        for instance in list(self.pool.working):
+            self.site.survived_start(self.pool, instance, self._told_start)
         return self.pool.park_all()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from rlhfless_ray.errors import RunError
+from rlhfless_ray.rollout.growing import Growing
 from rlhfless_ray.rollout.progress import CUT, ENDS, GOES_ON, Progress
 from rlhfless_ray.types import Completion, Request
 
@@ -22,14 +23,16 @@ class Transcript:
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
-        self.length = np.zeros(len(requests), np.int64)
-        self.finished = np.zeros(len(requests), bool)
-        self.owner = np.full(len(requests), NOBODY)
-        self.prompt = np.array([len(request.token_ids) for request in requests], np.int64)
-        self.completions: dict[int, Completion] = {}
         keys = np.array([request.key for request in requests], np.int64)
-        self._order = np.argsort(keys, kind="stable")
-        self._keys = keys[self._order]
+        order = np.argsort(keys, kind="stable")
+        columns = {
+            "length": np.zeros(len(requests), np.int64), "finished": np.zeros(len(requests), bool),
+            "owner": np.full(len(requests), NOBODY), "order": order, "keys": keys[order],
+            "prompt": np.array([len(request.token_ids) for request in requests], np.int64),
+        }
+        self._columns = {name: Growing(values) for name, values in columns.items()}
+        self._look()
+        self.completions: dict[int, Completion] = {}
         self._pieces: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in requests]
         self._versions: list[list[tuple[int, int]]] = [[] for _ in requests]
         if (np.diff(self._keys) == 0).any():
@@ -41,12 +44,18 @@ class Transcript:
             raise ValueError(f"request {request.key} comes after request {self._keys[-1]}")
         i = len(self.requests)
         self.requests.append(request)
-        self.length, self.finished = np.append(self.length, 0), np.append(self.finished, False)
-        self.owner, self.prompt = np.append(self.owner, NOBODY), np.append(self.prompt, len(request.token_ids))
-        self._order, self._keys = np.append(self._order, i), np.append(self._keys, request.key)
+        first = {"length": 0, "finished": False, "owner": NOBODY, "prompt": len(request.token_ids), "order": i, "keys": request.key}
+        for name, value in first.items():
+            self._columns[name].append(value)
+        self._look()
         self._pieces.append([])
         self._versions.append([])
         return i
+
+    def _look(self) -> None:
+        of = {name: column.values for name, column in self._columns.items()}
+        self.length, self.finished, self.owner, self.prompt = of["length"], of["finished"], of["owner"], of["prompt"]
+        self._order, self._keys = of["order"], of["keys"]
 
     @property
     def missing(self) -> int:

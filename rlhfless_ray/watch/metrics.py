@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rlhfless_ray.recipe import Watch
 from rlhfless_ray.watch.openrlhf_names import renamed, step_line
@@ -61,7 +61,12 @@ class Metrics:
                     self._say(f"{label} is off for this run: {_one_line(error)}")
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row (`step` and flat keys). NaN and infinities become null and are listed under `nonfinite`."""
+        """Append one row, and copy it to wherever else it goes."""
+        self.copy(self.keep(row))
+
+    def keep(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Append one row (`step` and flat keys). NaN and infinities become null and are listed under `nonfinite`. Returns what `copy`
+        takes."""
         row, bad = _clean(row)
         if bad:
             row["nonfinite"] = sorted(bad)
@@ -70,10 +75,12 @@ class Metrics:
                 self._say(f"step {row.get('step')}: {key} is {bad[key]}, written as null (said once per metric)")
         self._file.write(json.dumps(row, allow_nan=False, separators=(",", ":"), ensure_ascii=False) + "\n")
         self._file.flush()
-        told = self._for_sinks(row)
-        for label in list(self._sinks):
-            if told:
-                self._guard(label, lambda sink: sink.write(told))
+        return self._for_sinks(row)
+
+    def copy(self, told: dict[str, Any]) -> None:
+        """To TensorBoard and Weights & Biases, as far as they are on."""
+        for label in list(self._sinks) if told else ():
+            self._guard(label, lambda sink: sink.write(told))
 
     def _for_sinks(self, row: dict[str, Any]) -> dict[str, Any]:
         """What of a row goes on, and under which names; empty: nothing."""
@@ -189,10 +196,19 @@ def _tensorboard(folder: Path, watch: Watch, name: str, resume_after_step: int |
 def _wandb(folder: Path, watch: Watch, name: str, resume_after_step: int | None, say: Callable[[str], None]) -> Sink:
     from rlhfless_ray.watch.wandb_sink import WandbRun
 
-    return WandbRun(
-        folder, mode=watch.wandb, project=watch.wandb_project, name=watch.run_name or name, entity=watch.wandb_entity,
-        group=watch.wandb_group or name, openrlhf_names=watch.metric_names == "openrlhf", say=say,
-    )
+    def made(mode: Literal["auto", "online", "offline", "off"]) -> Sink:
+        return WandbRun(
+            folder, mode=mode, project=watch.wandb_project, name=watch.run_name or name, entity=watch.wandb_entity,
+            group=watch.wandb_group or name, openrlhf_names=watch.metric_names == "openrlhf", say=say,
+        )
+
+    try:
+        return made(watch.wandb)
+    except Exception as error:  # no login, no network: what was asked to be logged is kept for later
+        if watch.wandb != "online":
+            raise
+        say(f"Weights & Biases cannot be logged to online ({_one_line(error)})")
+        return made("offline")
 
 
 def _one_line(error: Exception) -> str:

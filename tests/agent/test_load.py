@@ -14,6 +14,7 @@ from rlhfless_ray.agent.engine import Reply
 from rlhfless_ray.agent.episode import BadEpisode, Episode
 from rlhfless_ray.agent.load import AgentSource, Player
 from rlhfless_ray.agent.params import SamplingParams
+from rlhfless_ray.agent.turns import AgentError, check_sampling
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.types import Prompt
 
@@ -215,6 +216,28 @@ def test_limits_and_stop_words_may_change_from_turn_to_turn(tmp_path: Path) -> N
     text = GAMES["0.9.1"].replace("self.turn += 1", "self.turn += 1; states['sampling_params'].stop = ['!']")
     one(tmp_path, text, policy=Watching())
     assert stops == [None, ["!"]]
+
+
+def test_step_functions_are_told_the_sampling_parameters_where_they_take_them(tmp_path: Path) -> None:
+    text = GAMES["0.8.3"].replace("turn += 1", "turn += 1; assert kwargs['sampling_params'].temperature == 1.0")
+    assert one(tmp_path, text).reward == 3.0
+    assert one(tmp_path, GAMES["0.8.0"].replace(", **kwargs", "")).reward == 3.0
+
+
+@pytest.mark.engine
+def test_agents_may_make_their_own_sampling_parameters(tmp_path: Path) -> None:
+    """With vLLM's own class, whose defaults say nothing in other words than ours."""
+    turn = "sampling_params.max_tokens ="
+    own = GAMES["own executor"].replace(turn, f"sampling_params = mine(sampling_params); {turn}")
+    text = "from vllm import SamplingParams\ndef mine(given):\n    return SamplingParams(temperature=given.temperature, logprobs=1)\n" + own
+    assert one(tmp_path, text).reward == 3.0
+    import vllm
+
+    given = params()
+    check_sampling(given, vllm.SamplingParams(temperature=1.0, top_k=-1, max_tokens=5, stop=["x"], seed=3))
+    for name, value in {"min_p": 0.1, "repetition_penalty": 1.1, "top_p": 0.9, "logit_bias": {1: 2.0}, "bad_words": ["x"]}.items():
+        with pytest.raises(AgentError, match=name):
+            check_sampling(given, vllm.SamplingParams(temperature=1.0, **{name: value}))
 
 
 def test_an_agent_that_takes_too_long(tmp_path: Path) -> None:

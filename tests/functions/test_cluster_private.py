@@ -72,6 +72,27 @@ def test_a_process_that_had_a_ray_before_gets_one_of_its_own_too() -> None:
     assert ended.stdout.splitlines()[-1] == "1.0"
 
 
+LATE = """
+import ray
+from rlhfless_ray import Recipe
+from rlhfless_ray.cli.main import guarded
+from rlhfless_ray.functions.cluster import RayCluster
+
+def init(**options):
+    raise Exception("The current node timed out during startup. This could happen because ...")
+
+ray.init = init
+cluster = RayCluster(Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}}))
+guarded(cluster.start)
+"""
+
+
+def test_a_ray_that_does_not_come_up_in_time_is_a_sentence_and_no_traceback() -> None:
+    ended = subprocess.run([sys.executable, "-c", LATE], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
+    said = "run failed: a private Ray did not start on this machine: The current node timed out during startup."
+    assert ended.returncode == 1 and said in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
+
+
 def test_folders_of_killed_runs_are_removed_and_those_of_living_ones_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("rlhfless_ray.functions.cluster.len", lambda _: 0, raising=False)  # pytest's folders have long names

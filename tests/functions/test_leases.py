@@ -4,6 +4,7 @@ import time
 
 import pytest
 import ray
+from ray.exceptions import GetTimeoutError, NodeDiedError
 from ray.util.placement_group import placement_group_table
 
 from rlhfless_ray.errors import RunError
@@ -55,6 +56,19 @@ def test_fewer_than_asked_for_are_taken_where_that_is_enough(ray_cluster):
     taken = leases.take(6, "rollout", need=1, wait_s=4.0)
     assert len(taken) == 4
     assert groups_alive(leases) == 4  # the two that were not granted are withdrawn
+    leases.release_all()
+
+
+def test_a_node_that_is_lost_as_it_grants_a_device_has_granted_none(ray_cluster, monkeypatch):
+    leases, device, lost = leases_of("gpu"), Leases._device, [NodeDiedError("gone"), GetTimeoutError("no answer")]
+
+    def ask(self, group):
+        if lost:
+            raise lost.pop()
+        return device(self, group)
+
+    monkeypatch.setattr(Leases, "_device", ask)
+    assert len(leases.take(4, "rollout", need=1)) == 2 == len(leases.held) == groups_alive(leases) and not leases.asked
     leases.release_all()
 
 

@@ -12,8 +12,9 @@ from ray.exceptions import RayActorError
 
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.instance import start_actor
-from rlhfless_ray.functions.lease import Leases
+from rlhfless_ray.functions.lease import Leases, Slot
 from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.parked import FIRST_MB, ParkedMemory
 from rlhfless_ray.functions.pool import Pool
 
 pytestmark = pytest.mark.ray
@@ -111,6 +112,43 @@ def test_a_prewarmed_process_tells_what_it_holds(pool: Pool) -> None:
     ray.get(instance.giving_back, timeout=WAIT_S)
     pool.resize(1, [lease], need=1)
     assert pool.working == [instance] and parked_rows(pool) == [(25.0, 1.0)]
+
+
+def test_no_more_is_started_ahead_or_kept_than_a_node_has_memory_for(pool: Pool) -> None:
+    """100 MB as they work, 25 where they only wait; of one that has not told it is not known yet."""
+    said: list[str] = []
+    budget = ParkedMemory(FIRST_MB + 60.0, lambda node: 0.0, said.append)
+    budget.watch(pool)
+    leases = pool.leases.take(3, "other", need=3)
+    node = leases[0].slot.node
+    first = pool.prewarm(leases[0].slot)
+    assert first is not None and pool.prewarm(leases[1].slot) is None and pool.prewarm(leases[2].slot) is None
+    (message,) = said
+    assert "hold 1120 MB: it is not started ahead, functions.parked_mb allows 620 MB" in message
+    ray.get(first.giving_back, timeout=WAIT_S)
+    pool.reap()
+    second = pool.prewarm(leases[1].slot)
+    assert second is not None, "the first has told how little it holds"
+    spare = pool.resize(2, leases, need=2)
+    for instance in pool.working:
+        instance.memory_mb = instance.told(WAIT_S)["memory_mb"]
+    budget.most_mb = 199.0
+    spare += pool.park(first) + pool.park(second)
+    assert pool.parked == [second] and "2 parked processes on a node held 200 MB: those that waited" in said[1] and len(said) == 2
+    assert budget._held_mb(node) == 100.0
+    pool.leases.release(spare)
+
+
+def test_without_an_amount_it_is_half_of_the_node(pool: Pool) -> None:
+    from rlhfless_ray.functions.lease import node_slots
+
+    (node,) = node_slots("cpu")
+    (told,) = [one["Resources"]["memory"] for one in ray.nodes()]
+    assert pool.leases.memory_mb(node) == told / 2**20 and pool.leases.memory_mb("elsewhere") == float("inf")
+    said: list[str] = []
+    ParkedMemory(None, lambda _: 2 * FIRST_MB, said.append).watch(pool)
+    slot = Slot(node, 0)
+    assert pool.prewarm(slot) is not None and pool.prewarm(slot) is None and "(50% of its memory)" in said[0]
 
 
 def test_one_that_cannot_says_why(pool: Pool) -> None:

@@ -144,6 +144,12 @@ def test_words_are_those_of_bash(words):
         "V=1 && set -- $V || echo no",
         "set -- a 2>/dev/null b >/dev/null c",
         "cat <<EOF\n--not-me $V\nEOF\nset -- a",
+        'V="a b"; V+=" c"; W+=d; set -- $V $W',
+        'N=4; M=2; set -- $((N * 32 / M)) $(( ($N - 1) * ${M} )) "x$((-7 + 10))"',
+        'set -- ${1:-x} "${2:-y z}"',
+        "M=m; read -r -d '' V <<EOF\n--a $M \\\n  --b \"q\"\nEOF\nset -- $V",
+        "read -r -d '' V <<'EOF'\n--a $M\nEOF\nset -- $V x",
+        "cat <<EOF | cat >/dev/null\n--not-me\nEOF\nset -- a",
         "V=(\n  --a 1 # --b 2\n  # --c\n  --d\n)\nset -- ${V[@]}",
     ],
 )
@@ -153,6 +159,12 @@ def test_expansions_are_those_of_bash(setup):
     real[0] = real[0].rpartition("\n")[2]
     ours = next(words for words in simple_commands(setup, {}) if words[0] == "set")
     assert ours[2:] == real
+
+
+@pytest.mark.parametrize("shell", ["bash", "srun -n 1 /bin/bash -s"])
+def test_commands_that_a_shell_reads_from_its_input(shell):
+    script = f"M=/m\n{shell} <<EOF 2>&1 | tee log\ncd /x\npython3 -m {MODULE} --pretrain $M {shlex.join(FLAGS[2:])}\nEOF\necho done\n"
+    assert find(["bash", "-c", script]).flags == FLAGS
 
 
 def test_nothing_is_executed_and_what_is_unknown_stays():

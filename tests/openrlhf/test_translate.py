@@ -370,8 +370,8 @@ def test_a_login_key_is_in_no_recipe_and_no_explanation():
 
 def test_a_setting_that_the_recipe_refuses_is_named_by_its_flag():
     assert "--lr" not in (problem(of(BASE)) or "")
-    found = of(BASE + " --zero_stage 0 --param_dtype bf16")
-    assert "--zero_stage" in problem(found)
+    found = of(BASE + " --rollout_batch_size 8 --train_batch_size 64 --actor_num_gpus_per_node 1")
+    assert problem(found).startswith("--rollout_batch_size, --train_batch_size, ")
     found = of(BASE + " --temperature 0.5 --elastic.rollout.min_actors 9")
     assert problem(found).startswith("--elastic.rollout.min_actors, --vllm_num_engines: ")
     found = of(BASE + " --elastic.prefer 7")
@@ -382,4 +382,34 @@ def test_other_versions_with_other_defaults_are_said():
     notes = " ".join(of(BASE).notes)
     assert "--param_dtype checkpoint (0.8.0 to 0.9.1)" in notes and "--elastic.dialect VERSION" in notes
     assert "--value_clip" not in notes  # there is no critic
+    assert "run_name" not in " ".join(of(BASE + " --use_tensorboard /tb").notes)  # each has the time in it
     assert "other versions" not in " ".join(of(BASE + " --elastic.dialect 0.9.10").notes)
+
+
+# ---------------------------------------------------------------- read from the model's folder
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "dtype"),
+    [
+        ({"torch_dtype": "bfloat16"}, "F32", "bfloat16"), ({"dtype": "float32"}, "BF16", "float32"), ({}, "BF16", "bfloat16"),
+        ({"torch_dtype": None}, "F32", "float32"), ({"torch_dtype": "float16"}, "F32", None), ({}, None, None),
+    ],
+)  # fmt: skip
+def test_without_bf16_the_dtype_is_that_of_the_checkpoint(tmp_path, config, weights, dtype):
+    """As --bf16's absence meant until 0.9.1; where nobody tells, or it is one that is not trained in, the line is refused."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if weights:
+        header = json.dumps({"__metadata__": {}, "ids": {"dtype": "I64"}, "w": {"dtype": weights}}).encode()
+        (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    found = of(f"{BASE.replace('/m', str(tmp_path), 1)} --elastic.dialect 0.8.5")
+    assert found.settings.get("policy.dtype") == dtype
+    assert [outcome.flag for outcome in found.refused] == ([] if dtype else ["--bf16 (default checkpoint)"])
+    assert bool(weights) or "give --bf16" in found.refused[0].why
+    assert status(of(f"{BASE} --bf16 --flash_attn"), "--bf16") == "honoured"
+
+
+@pytest.mark.parametrize(("line", "stage"), [("--bf16 --zero_stage 0", 1), ("--bf16 --zero_stage 3", 3), ("--bf16", 2)])
+def test_bfloat16_without_a_zero_stage_runs_at_stage_1(line, stage):
+    found = of(f"{BASE} --flash_attn {line}")
+    assert found.settings["learner.zero_stage"] == stage and problem(found) is None

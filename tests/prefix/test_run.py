@@ -13,7 +13,7 @@ import pytest
 from benchmarks.strikes import Strikes, kill, kill_index, prefill_instances
 from placement.prefix import PrefixSpeed
 from placement.terms import Term
-from rlhfless_ray import Recipe
+from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.rollout.migrate import Migration, Wish, Wishes
 from rlhfless_ray.rollout.transcript import Transcript
 from rlhfless_ray.types import EngineStep
@@ -34,16 +34,22 @@ class ToAndFro(Migration):
         return Wishes(tuple(wishes), time_saved_s=1.0)
 
 
-def test_a_run_with_the_service_on_makes_the_same_samples_whatever_is_killed(no_ray: None, tmp_path: Path, uninterrupted: Path) -> None:
-    """`uninterrupted` is `auto`, which is off for prompts this short, and moves nothing between engines as busy as these. Before
-    step 2 the prefill instance is killed, and before step 4 the replica that owns the pages."""
-    recipe = small_recipe(
-        tmp_path, rollout__prefix_kv="on", rollout__min_actors=2, rollout__stream_interval_s=0.02,
-        functions__elastic=False,
+def longer(folder: Path, name: str, **overrides: Any) -> Recipe:
+    """Responses so long that there is something to move, also where the driver looks late at what the engines do."""
+    return Recipe.parse(small_recipe(folder, run__name=name, rollout__max_tokens=96, evaluate__prompts=2, **overrides))
+
+
+def test_a_run_with_the_service_on_makes_the_same_samples_whatever_is_killed(no_ray: None, tmp_path: Path) -> None:
+    """As one without service and moves. Before step 2 the prefill instance is killed, and before step 4 the replica that owns the
+    pages."""
+    with Runtime(longer(tmp_path, "plain", rollout__prefix_kv="off", rollout__migrate="off")) as plain:
+        assert [step.number for step in plain] == [1, 2, 3, 4]
+    recipe = longer(
+        tmp_path, "served", rollout__prefix_kv="on", rollout__min_actors=2, rollout__stream_interval_s=0.02, functions__elastic=False,
     )
     moved: Counter[str] = Counter()
     nobody: Any = lambda run, moment: None  # noqa: E731
-    with Strikes(Recipe.parse(recipe), nobody) as run:
+    with Strikes(recipe, nobody) as run:
         stage = run.rollout_stage
         assert stage.migration is not None and stage.migration.pages is not None
         stage.migration = ToAndFro("auto", 0.7, carries=True)
@@ -66,6 +72,6 @@ def test_a_run_with_the_service_on_makes_the_same_samples_whatever_is_killed(no_
         assert run.stages.prefix.speed.costs() == costs and told["moves"].keys() == {"prefill", "pages"}
     assert moved["moved"] >= moved["moved_by_pages"] > 0 and moved["move_fallbacks"] < moved["moved_by_pages"], moved
     for number in range(1, 5):
-        assert [s["response"] for s in samples(run.folder.path, number)] == [s["response"] for s in samples(uninterrupted, number)]
+        assert [s["response"] for s in samples(run.folder.path, number)] == [s["response"] for s in samples(plain.folder.path, number)]
     with (run.folder.path / "ledger.csv").open() as file:
         assert any(row["kind"] == "prefill" and row["activity"] == "work" and float(row["money"]) > 0 for row in csv.DictReader(file))

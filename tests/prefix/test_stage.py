@@ -12,12 +12,12 @@ import pytest
 from placement.prefix import PrefixSpeed
 from placement.terms import Term, Terms
 from rlhfless_ray.functions.instance import Instance, start_actor
-from rlhfless_ray.functions.lease import Leases
+from rlhfless_ray.functions.lease import Leases, Slot
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.phases import Phases
 from rlhfless_ray.prefix.address import distinct_prefixes
-from rlhfless_ray.prefix.stage import GIVE_UP, PrefixStage
+from rlhfless_ray.prefix.stage import GIVE_UP, GIVE_UP_S, PrefixStage
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.site import Site
 from rlhfless_ray.types import WeightVersion
@@ -147,10 +147,21 @@ def test_a_killed_instance_costs_its_pages_only(make: Callable[..., Any]) -> Non
     assert stage.prefill(PROMPTS, SHARES, weights(2), 98).prepared.refs, "the next one starts anew"
 
 
+def test_a_node_lost_while_its_instance_starts_costs_the_pages_only(make: Callable[..., Any]) -> None:
+    stage = make("on")
+    start = stage.pool.start
+    stage.pool.start = lambda slot: start(Slot("ab" * 28, 0))  # Ray says of it that it cannot be placed, not that it died
+    assert stage.prefill(PROMPTS, SHARES, weights(), 100).prepared.refs == [] and not stage.pool.working
+    stage.pool.start = start
+    assert stage.prefill(PROMPTS, SHARES, weights(), 99).prepared.refs
+
+
 def test_it_is_off_after_failing_again_and_again(make: Callable[..., Any]) -> None:
     stage = make("on", delay_s="no number")
-    for _ in range(GIVE_UP):
-        assert stage.prefill(PROMPTS, SHARES, weights(), 100).choice.on
+    for _ in range(GIVE_UP + 1):
+        assert stage.prefill(PROMPTS, SHARES, weights(), 100).choice.on, "for a while"
+    stage.last_page_s -= GIVE_UP_S
+    assert stage.prefill(PROMPTS, SHARES, weights(), 100).choice.on
     off = stage.prefill(PROMPTS, SHARES, weights(), 100)
     assert not off.choice.on and f"{GIVE_UP} steps in a row" in off.choice.reason
 

@@ -48,6 +48,34 @@ def test_an_installed_package_stays_as_it_is(tmp_path: Path) -> None:
     assert said == f"1 {tmp_path / 'openrlhf' / 'utils' / '__init__.py'}"
 
 
+def checkout(folder: Path, utils: str) -> Path:
+    """What matters of OpenRLHF's repository."""
+    (folder / "openrlhf" / "utils").mkdir(parents=True)
+    (folder / "openrlhf" / "__init__.py").touch()
+    (folder / "openrlhf" / "utils" / "__init__.py").write_text(utils)
+    (folder / "openrlhf" / "utils" / "agent.py").write_text("import nowhere\nclass MultiTurnAgentExecutor: theirs = True\n")
+    return folder
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_agents_subclass_our_classes_also_in_a_checkout_of_openrlhf(tmp_path: Path, works: bool) -> None:
+    """Theirs know other engines; and a checkout may lack what it needs itself."""
+    (tmp_path / "agent.py").write_text(
+        "from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor\n"
+        "from openrlhf.utils import extract_boxed_answer\nimport openrlhf.utils.agent as again\n"
+        "assert again.MultiTurnAgentExecutor is MultiTurnAgentExecutor\n"
+        "class Agent(AgentInstanceBase): ...\n"
+        "class AgentExecutor(MultiTurnAgentExecutor):\n    def __init__(self): super().__init__(Agent)\n"
+    )
+    theirs = "extract_boxed_answer = 'theirs'\n" if works else "import flash_attention_that_is_not_there\n"
+    said = run(
+        f"from rlhfless_ray.agent.load import AgentSource\nsource = AgentSource.load({str(tmp_path / 'agent.py')!r})\n"
+        "print(source.contract, source.file.module().extract_boxed_answer == 'theirs')",
+        checkout(tmp_path / "OpenRLHF", theirs),
+    )
+    assert said == f"executor {works}"
+
+
 @pytest.mark.parametrize(
     ("text", "answer"),
     [

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import RayActorError
+import ray
+from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError
 
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.faults import Cause, Faults
@@ -24,6 +25,11 @@ from rlhfless_ray.reward.score import RewardActor, Scoring, check_failures
 from rlhfless_ray.reward.worker import RewardWorker, Score
 from rlhfless_ray.types import Completion, Prompt, Sample
 
+ENDS = {
+    "die": RayActorError(), "nowhere": ActorUnschedulableError("its node is gone"),
+    "lost": ObjectLostError(ray.ObjectRef.nil().hex(), None, "its node took the answer along"),
+}
+
 
 def samples_of(*responses: str) -> list[Sample]:
     empty = Completion(0, np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0)
@@ -31,7 +37,8 @@ def samples_of(*responses: str) -> list[Sample]:
 
 
 class Process:
-    """A scoring process: `die` and `hang` end it or keep it for ever, `fail` is an error, `slow` uses up a call's time."""
+    """A scoring process: `die`, `lost` and `nowhere` end it, alone or with its node, `hang` keeps it for ever, `fail` is an error,
+    `slow` uses up a call's time."""
 
     def __init__(self, calls: list[int]) -> None:
         self.score = SimpleNamespace(remote=lambda items, budget_s: self.answer(items))
@@ -41,8 +48,8 @@ class Process:
         self.calls.append(len(items))
         scores = []
         for key, _, response, _ in items:
-            if response in ("die", "hang"):
-                return SimpleNamespace(ready=response == "die", value=None)
+            if response in (*ENDS, "hang"):
+                return SimpleNamespace(ready=response in ENDS, value=ENDS.get(response))
             scores.append(Score(key, None, "no") if response == "fail" else Score(key, float(len(response))))
             if response == "slow":
                 break
@@ -53,14 +60,18 @@ class FakePool:
     def __init__(self, workers: int) -> None:
         self.calls: list[int] = []
         self.faults = Faults(3)
+        self.causes: list[Cause] = []  # of the next deaths, where it is not the process itself
         self.ledger = SimpleNamespace(spans=lambda leases, spans: None)
         self.working = [self.new() for _ in range(workers)]
 
     def new(self) -> Any:
-        return SimpleNamespace(actor=Process(self.calls), leases=[])
+        return SimpleNamespace(actor=Process(self.calls), leases=[], started=True)
 
-    def replace(self, worker: Any, why: str) -> Any:
-        self.faults.count("reward-1", Cause.DIED, why)
+    def cause(self, worker: Any) -> Cause:
+        return self.causes.pop(0) if self.causes else Cause.DIED
+
+    def replace(self, worker: Any, why: str, cause: Cause) -> Any:
+        self.faults.count("reward-1", cause, why)
         return self.new()
 
 
@@ -70,8 +81,8 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
         return
 
     def get(ref: Any) -> Any:
-        if ref.value is None:
-            raise RayActorError
+        if isinstance(ref.value, Exception):
+            raise ref.value
         return ref.value
 
     def wait(refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
@@ -110,12 +121,32 @@ def test_every_sample_gets_its_own_reward_also_over_many_answers(workers: int) -
     assert said[-1] == "score: 7 of 7 samples, 1 failed"
 
 
-@pytest.mark.parametrize("bad", ["die", "hang"])
+@pytest.mark.parametrize("bad", [*ENDS, "hang"])
 def test_a_sample_that_ends_the_process_is_found_and_the_others_are_scored(bad: str) -> None:
     pool, samples = FakePool(1), samples_of("a", "bb", bad, "c", "dd")
     assert scored(pool, samples) == 1
     assert [s.reward for s in samples] == [1.0, 2.0, None, 1.0, 2.0]
     assert "hung past 0.01 s or died" in samples[2].error and pool.faults.used == 2
+
+
+def test_a_lost_node_is_no_samples_fault() -> None:
+    pool, samples = FakePool(1), samples_of("lost", "bb")
+    pool.causes = [Cause.NODE_LOST, Cause.DIED, Cause.NODE_LOST, Cause.NODE_LOST]
+    assert scored(pool, samples) == 1 and pool.faults.used == 2 and pool.faults.counts[Cause.NODE_LOST] == 3
+    assert [s.reward for s in samples] == [None, 2.0] and len(pool.calls) == 6, "by itself only after a death, and again after a loss"
+
+
+def test_a_worker_that_starts_for_long_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, samples = FakePool(1), samples_of("hang")
+    pool.working[0].started = False
+    scoring = Scoring(pool, 0.01, 1)
+    scoring.add(samples)
+    (call,) = scoring.running.values()
+    call.asked_s -= 60.0
+    assert not scoring.hear() and scoring.running
+    call.start_by_s = 0.0
+    call.asked_s -= 60.0
+    assert scoring.hear() and pool.faults.used == 1 and samples[0].error is None
 
 
 @pytest.mark.parametrize("bad", ["die", "hang"])

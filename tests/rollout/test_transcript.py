@@ -105,3 +105,29 @@ def test_one_request_twice_at_once_and_missing_log_probabilities_are_refused() -
 
 def test_a_completion_of_one_version_says_so_without_being_told() -> None:
     assert Completion(0, np.zeros(3, np.int32), np.zeros(3, np.float32), "stop", 4).versions == ((4, 3),)
+
+
+def test_requests_that_come_one_by_one_are_as_if_they_had_come_at_once() -> None:
+    one_by_one = begun(3)
+    for request in asked(*range(4, 60)):
+        assert one_by_one.add(request) == request.key - 3
+    one_by_one.give(np.arange(1, 57), 0)
+    at_once = begun(*range(3, 60))
+    for transcript in (one_by_one, at_once):
+        transcript.accept(0, "e", said(1, (3, 0, [7], STOP), (40, 0, [7, 8], GOES_ON), (59, 0, [9], CUT)))
+        assert transcript.request(37).generated == (7, 8) and transcript.missing == 56
+    for name in ("length", "finished", "owner", "prompt", "_order", "_keys"):
+        np.testing.assert_array_equal(getattr(one_by_one, name), getattr(at_once, name))
+    with pytest.raises(ValueError, match="request 59 comes after request 59"):
+        one_by_one.add(asked(59)[0])
+
+
+def test_what_adding_requests_copies_is_no_more_than_twice_what_there_is() -> None:
+    """Turns of agents come one by one, many thousands a step."""
+    transcript, copied, turns = Transcript([]), 0, 5000
+    for request in asked(*range(turns)):
+        before = transcript.length.base
+        transcript.add(request)
+        if transcript.length.base is not before:
+            copied += len(transcript.length) - 1
+    assert copied < 2 * turns and len(transcript.length) == turns
