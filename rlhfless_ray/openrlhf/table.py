@@ -167,7 +167,7 @@ RULES: tuple[Rule, ...] = (
     _row("ds.zpg", "noop", reading="speed only"),
     _row(
         "ds.adam_offload", "hint", "learner.optimizer_offload",
-        reading="optimizer state in host memory where the recipe can say so; it leaves the device between updates anyway",
+        reading="on a GPU the optimizer's state is on the device during an update only, on CPU slots never",
     ),
     _row(
         "ds.attn_implementation", "hint", "policy.attention",

@@ -1,0 +1,54 @@
+"""What the runs that should learn are judged by, and what their reward model learns from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.learns import ESTIMATORS, LEAST, PPO, Curve, settings, targets
+from benchmarks.verdicts import Verdicts, in_order, labelled, response
+from rlhfless_ray.learn.estimators import ESTIMATORS as THERE_ARE
+from rlhfless_ray.prompts.chain import Chain
+from rlhfless_ray.prompts.tokenizer import build_tokenizer
+
+
+def test_every_estimator_is_run() -> None:
+    assert set(ESTIMATORS) == set(THERE_ARE)
+
+
+def test_a_run_has_to_rise_and_a_reward_model_to_tell_right_from_wrong(tmp_path) -> None:
+    before = {"sampled": 0.4, "greedy": 0.5}
+    curves = [Curve(name, before, {"sampled": after, "greedy": 0.9}, [0.4]) for name, after in (("rloo", 0.49), (PPO, 0.6))]
+    model = Verdicts(tmp_path, 3, supervised=0.9, spoilt=0.5)
+    found = targets(curves, model)
+    assert [target.met for target in found] == [False, True, True] and found[0].value == pytest.approx(9) and found[0].least == LEAST
+    assert "reward.function=" in settings(PPO, model) and f"reward.model_path={tmp_path}" in settings(PPO, model)
+
+
+def test_pairs_in_order_against_a_loop() -> None:
+    rng = np.random.default_rng(0)
+    values, right = rng.integers(5, size=40).astype(float), (rng.random(40) < 0.3).astype(float)
+    pairs = [(a, b) for a, x in zip(values, right, strict=True) for b, y in zip(values, right, strict=True) if x and not y]
+    assert in_order(values, right) == pytest.approx(np.mean([1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs]))
+
+
+def test_every_sum_is_labelled_and_the_end_is_what_the_verifier_says() -> None:
+    row = {"prompt": "5A3B1C2=", "answer": "1", "operands": 3}
+    texts = ["a8b9c1#1", "a8b0c2#2", "a8c0#0", "#1", "a8b9c1;a8b9c1#1", "a8b"]
+    tokenizer = build_tokenizer(Chain())
+    found = labelled([row] * len(texts), texts, tokenizer)
+    assert [one.right for one in found] == [
+        [1, 1, 1, 1, 1], [0, 1, 0, 0, 0], [0, 1, 0, 0], [1, 1], [1] * 8, [0, 1],
+    ]
+    for one, text in zip(found, texts, strict=True):
+        written = [tokenizer.convert_ids_to_tokens(one.tokens[place]) for place in one.places]
+        assert written[0] == tokenizer.eos_token and one.places[0] == len(one.tokens) - 1
+        assert written[1:] == [character for character in text if character.isdigit()]
+
+
+def test_mistakes_are_mistakes() -> None:
+    rng = np.random.default_rng(3)
+    rows = Chain().rows(300, 0, "train")
+    right = np.array([Chain().verify(response(row, rng), row) for row in rows])
+    plain = np.array([Chain().verify(Chain().example(row, rng), row) for row in rows])
+    assert 0.15 < right.mean() < plain.mean() - 0.1
