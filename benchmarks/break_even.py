@@ -25,11 +25,15 @@ DEVIATIONS = (0.0, 0.1, 0.25, 0.48, 0.8)
 
 
 def sweeps() -> dict[str, tuple[str, dict[float, Setting]]]:
-    """Curve → (what varies, its settings). Start-up is what a lease costs before its first token, weights apart."""
+    """Curve → (what varies, its settings). Start-up is what a lease that is taken anew costs before its first
+    token, weights apart; an engine on devices that are held wakes in the published time."""
     base = named(BASE).but(prefer=PREFER, epochs=2)
-    warm = base.phases["warm_start_s"] + base.phases["warm_start_per_parameter_s"] * base.model.parameters
+
+    def started(seconds: float) -> Setting:
+        return base.but(cold=True, phases={**base.phases, "cold_start_s": max(seconds, 1e-6)})
+
     return {
-        "start-up": ("seconds to start an engine", {s: base.but(start_scale=s / warm) for s in STARTS_S}),
+        "start-up": ("seconds to start an engine", {s: started(s) for s in STARTS_S}),
         "job": ("median response, tokens", {m: base.but(lengths={"like": "gsm8k", "median_tokens": m}) for m in MEDIANS}),
         "spread": (
             "standard deviation of log length",
@@ -38,16 +42,16 @@ def sweeps() -> dict[str, tuple[str, dict[float, Setting]]]:
     }
 
 
-def measure(setting: Setting, seeds: int, *, held_warm: bool) -> dict[str, float]:
-    """Ratios ours / fixed over seeds. held_warm: `fixed` never stops its engines, so start-up is not its concern: it is
-    charged the published wake-up whatever an elastic engine's start takes."""
-    found: dict[str, list[float]] = {"time": [], "full": [], "busy": []}
+def measure(setting: Setting, seeds: int) -> dict[str, float]:
+    """Ratios ours / fixed over seeds, and the share of steps in which ours held devices throughout."""
+    found: dict[str, list[float]] = {"time": [], "full": [], "busy": [], "held": []}
     for seed in range(seeds):
-        ours = simulate(setting, ["ours"], seed).policies["ours"]
-        fixed = simulate(setting.but(start_scale=1.0) if held_warm else setting, ["fixed"], seed).policies["fixed"]
+        both = simulate(setting, ["fixed", "ours"], seed).policies
+        fixed, ours = both["fixed"], both["ours"]
         found["time"].append(ours.step_s / fixed.step_s)
         found["full"].append(ours.full / fixed.full)
         found["busy"].append(ours.busy / fixed.busy)
+        found["held"].append(float(np.mean([any(h.what == "held" for h in s.holds) for s in ours.steps])))
     return {key: float(np.mean(value)) for key, value in found.items()}
 
 
@@ -58,13 +62,13 @@ def main() -> None:
     options = parser.parse_args()
     console, began, curves = make_console(), time.process_time(), {}
     for name, (what, settings) in sweeps().items():
-        rows = {x: measure(s, options.seeds, held_warm=name == "start-up") for x, s in settings.items()}
+        rows = {x: measure(s, options.seeds) for x, s in settings.items()}
         curves[name] = {"varies": what, "points": rows}
         table = Table(
-            what, "time, × fixed", "full cost, × fixed", "busy cost, × fixed", title=f"{BASE}: {name}", title_justify="left"
+            what, "time, × fixed", "full cost, × fixed", "busy cost, × fixed", "steps held", title=f"{BASE}: {name}", title_justify="left"
         )
         for x, r in rows.items():
-            table.add_row(f"{x:g}", *(f"{r[k]:.2f}" for k in ("time", "full", "busy")))
+            table.add_row(f"{x:g}", *(f"{r[k]:.2f}" for k in ("time", "full", "busy")), f"{r['held']:.0%}")
         console.print(table)
     save("break_even", {"setting": BASE, "prefer": PREFER, "seeds": options.seeds, "curves": curves}, console=console)
     console.print(_plot(curves, options.plot), highlight=False)

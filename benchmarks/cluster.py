@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cluster_variants import ABLATED, ABLATION, sensitivity
-from benchmarks.provenance import ROOT
+from benchmarks.provenance import ROOT, provenance
 from benchmarks.results import Target, make_console, result_folder, save, show_targets
 from placement.simulate import POLICIES, Run, Setting, named, names, simulate
 
@@ -26,6 +26,7 @@ PREFER = 0.75  # where every policy that has a knob is run: the paper claims spe
 PAPER = [name for name in names() if name.startswith("qwen")]
 LARGE = [name for name in names() if name.startswith("llama")]
 TUNED = 2  # seeds 0 and 1 were looked at while `ours` was made; results are of those that follow
+AGAINST_ORACLE = ("qwen3b-gsm8k-grpo", "qwen7b-gpqa-grpo", "qwen3b-livecodebench-ppo")
 PARTS = ("paper", "large", "oracle", "ablation", "sensitivity", "cheap")
 
 
@@ -56,38 +57,29 @@ def row(runs: list[Run], name: str) -> dict[str, Any]:
     }
 
 
-def settings_table(runs: dict[str, list[Run]], console: Console, title: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, of in runs.items():
-        rows = {policy: row(of, policy) for policy in of[0].policies}
-        base = of[0].policies["fixed"].steps
-        share = float(np.mean([s.rollout_s / s.time_s for r in of for s in r.policies["fixed"].steps]))
-        found[name] = {"rollout_share_of_fixed": share, "seeds": len(of), "steps": len(base), "policies": rows}
-        table = Table(title=f"{title}: {name}, rollout {share:.0%} of `fixed`'s step", title_justify="left")
-        for head in (
-            "policy",
-            "step, s",
-            "× fixed",
-            "full, device-s",
-            "saved",
-            "busy saved",
-            "× time bound",
-            "× cost bound",
-        ):
-            table.add_column(head, justify="left" if head == "policy" else "right")
-        for policy, r in rows.items():
-            table.add_row(
-                policy,
-                f"{r['step_s']['mean']:.2f} ± {r['step_s']['sd']:.2f}",
-                f"{r['speedup']['mean']:.2f} ± {r['speedup']['sd']:.2f}",
-                f"{r['full']['mean']:.0f} ± {r['full']['sd']:.0f}",
-                f"{r['full_saving']['mean']:+.0%}",
-                f"{r['busy_saving']['mean']:+.0%}",
-                f"{r['time_over_bound']['mean']:.2f}",
-                f"{r['cost_over_bound']['mean']:.2f}",
-            )
-        console.print(table)
-    return found
+HEADS = ("policy", "step, s", "× fixed", "full, device-s", "saved", "busy saved", "× time bound", "× cost bound")
+
+
+def setting_table(name: str, runs: list[Run], console: Console, title: str) -> dict[str, Any]:
+    rows = {policy: row(runs, policy) for policy in runs[0].policies}
+    base = [s for r in runs for s in r.policies["fixed"].steps]
+    share = float(np.mean([s.rollout_s / s.time_s for s in base]))
+    table = Table(title=f"{title}: {name}, rollout {share:.0%} of `fixed`'s step", title_justify="left")
+    for head in HEADS:
+        table.add_column(head, justify="left" if head == "policy" else "right")
+    for policy, r in rows.items():
+        table.add_row(
+            policy,
+            f"{r['step_s']['mean']:.2f} ± {r['step_s']['sd']:.2f}",
+            f"{r['speedup']['mean']:.2f} ± {r['speedup']['sd']:.2f}",
+            f"{r['full']['mean']:.0f} ± {r['full']['sd']:.0f}",
+            f"{r['full_saving']['mean']:+.0%}",
+            f"{r['busy_saving']['mean']:+.0%}",
+            f"{r['time_over_bound']['mean']:.2f}",
+            f"{r['cost_over_bound']['mean']:.2f}",
+        )
+    console.print(table)
+    return {"rollout_share_of_fixed": share, "seeds": len(runs), "steps": len(base) // len(runs), "policies": rows}
 
 
 # ---- oracle at equal cost ---------------------------------------------------------------------------------------
@@ -105,7 +97,7 @@ def at_equal_cost(setting: Setting, seeds: int, prefers: Sequence[float]) -> dic
         cost, seconds = _lower_envelope(curve)
         ours = simulate(setting, ["ours"], seed).policies["ours"]
         shares.append(float(np.interp(ours.full, cost, seconds)) / ours.step_s)
-    return spread(shares)
+    return {**spread(shares), "seeds": seeds}
 
 
 def _lower_envelope(curve: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
@@ -204,104 +196,98 @@ def plot(paper: dict[str, Any], path: Path) -> str | None:
     return None
 
 
-def recall(kept: Path, content: dict[str, Any], run: Sequence[str]) -> None:
-    """Take from the result file the parts that are not run now, so that parts may be run one by one or side by side."""
-    if not kept.exists() or set(run) == set(PARTS):
-        return
-    before = json.loads(kept.read_text())
-    for part in PARTS:
-        if part not in run and part in before:
-            content[part] = before[part]
-            content["seconds"][part] = before["seconds"].get(part, float("nan"))
+class Kept:
+    """The result file, written anew after every setting of a part: what is finished outlives a cut, and parts and settings
+    may be run at different times or side by side."""
+
+    def __init__(self, content: dict[str, Any], console: Console, quick: bool) -> None:
+        self.content, self.console, self.quick = content, console, quick
+        self.path = result_folder(quick) / "cluster.json"
+        self.order: dict[str, list[str]] = {}
+
+    def before(self, part: str) -> dict[str, Any]:
+        return json.loads(self.path.read_text()).get(part, {}) if self.path.exists() else {}
+
+    def begin(self, part: str, order: Sequence[str]) -> None:
+        """order: the keys of a whole part; of others the file may hold leftovers, which go."""
+        self.order[part] = list(order)
+
+    def add(self, part: str, name: str, value: Any) -> None:
+        for other in (*PARTS, "seconds", "commits"):
+            if kept := self.before(other):
+                self.content[other] = kept
+        merged = {**self.content.get(part, {}), name: value}
+        self.content[part] = {n: merged[n] for n in self.order[part] if n in merged}
+        self.save()
+
+    def took(self, part: str, name: str, seconds: float) -> None:
+        self.content["seconds"] = {**self.before("seconds"), f"{part}: {name}": seconds}
+        self.content["commits"] = {**self.before("commits"), f"{part}: {name}": provenance()["git"]["commit"]}
+        self.save()
+
+    def save(self) -> None:
+        listed = targets(self.content["paper"], self.content.get("oracle", {})) if "paper" in self.content else []
+        save("cluster", self.content, listed, console=self.console, quick=self.quick)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.cluster")
     parser.add_argument("--quick", action="store_true", help="one seed, two settings: shows that it runs")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--settings", nargs="*", default=None, help="some of the paper's settings")
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS), help="some parts, in this order")
+    parser.add_argument("--settings", nargs="*", choices=PAPER, default=None, help="some of the paper's settings")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "cluster.png")
     options = parser.parse_args()
     seeds = 1 if options.quick else options.seeds
     console = make_console()
     chosen = options.settings or (PAPER[:1] if options.quick else PAPER)
-    content: dict[str, Any] = {"prefer": PREFER, "seeds": seeds, "first_seed": TUNED, "seconds": {}}
-    kept = result_folder(options.quick) / "cluster.json"
-    recall(kept, content, options.only)
+    content: dict[str, Any] = {"prefer": PREFER, "first_seed": TUNED, "seconds": {}}
+    kept = Kept(content, console, options.quick)
 
-    def timed(part: str, of: Callable[[], Any]) -> None:
-        if part not in options.only:
-            return
-        began = time.process_time()
-        content[part] = of()
-        content["seconds"][part] = time.process_time() - began
-        recall(kept, content, options.only)
-        listed = targets(content["paper"], content.get("oracle", {})) if "paper" in content else []
-        save("cluster", content, listed, console=console, quick=options.quick)
+    def table(setting: Setting, policies: Sequence[Any], name: str, title: str) -> dict[str, Any]:
+        return setting_table(name, measure(setting, policies, seeds), console, title)
 
-    def paper() -> dict[str, Any]:
-        """Kept setting by setting, so that some may be run at a time."""
-        for name in chosen:
-            began = time.process_time()
-            runs = measure(named(name).but(prefer=PREFER), list(POLICIES), seeds)
-            rows = settings_table({name: runs}, console, "paper")
-            rows[name]["cpu_s"] = time.process_time() - began
-            before = json.loads(kept.read_text()).get("paper", {}) if kept.exists() else {}
-            together = {**before, **rows}
-            content["paper"] = {n: together[n] for n in PAPER if n in together}
-            recall(kept, content, ["paper"])
-            save(
-                "cluster",
-                content,
-                targets(content["paper"], content.get("oracle", {})),
-                console=console,
-                quick=options.quick,
-            )
-        return json.loads(kept.read_text())["paper"]
+    def paper(name: str) -> Any:
+        return table(named(name).but(prefer=PREFER), list(POLICIES), name, "paper")
 
-    def large() -> dict[str, Any]:
+    def cheap(name: str) -> Any:
+        return table(named(name).but(prefer=CHEAPER), ["fixed", "fixed+", "global-cut", "ours"], name, f"prefer {CHEAPER}")
+
+    def ablation(name: str) -> Any:
+        return table(named(name).but(prefer=PREFER), ABLATION, name, "ablation")
+
+    def large(name: str) -> Any:
         some = ["fixed", "fixed+", "disaggregated", "global-cut", "rlhfless-paper", "ours", "oracle"]
-        found = {}
-        for name in LARGE[:1] if options.quick else LARGE:
-            setting = named(name).but(prefer=PREFER, epochs=2)
-            found.update(settings_table({name: measure(setting, some, min(seeds, 3))}, console, "large cluster"))
-        return found
+        return table(named(name).but(prefer=PREFER, epochs=2), some, name, "large cluster")
 
-    def oracle() -> dict[str, dict[str, float]]:
-        some = [n for n in ("qwen3b-gsm8k-grpo", "qwen7b-gpqa-grpo", "qwen3b-livecodebench-ppo") if n in chosen]
-        return {n: at_equal_cost(named(n).but(prefer=PREFER), min(seeds, 2), (0.1, 0.4, 0.75, 0.95)) for n in some}
+    def oracle(name: str) -> Any:
+        return at_equal_cost(named(name).but(prefer=PREFER), seeds, (0.1, 0.4, 0.75, 0.95))
 
-    def ablation() -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name in ABLATED if set(ABLATED) <= set(chosen) else chosen[:1]:
-            found.update(settings_table({name: measure(named(name).but(prefer=PREFER), ABLATION, seeds)}, console, "ablation"))
-        return found
+    changed = sensitivity(named(chosen[0]).but(prefer=PREFER))
 
-    def cheap() -> dict[str, Any]:
-        some = ["fixed", "fixed+", "global-cut", "ours"]
-        found: dict[str, Any] = {}
-        for name in chosen:
-            found.update(settings_table({name: measure(named(name).but(prefer=CHEAPER), some, seeds)}, console, f"prefer {CHEAPER}"))
-        return found
+    def sensitive(name: str) -> Any:
+        return table(changed[name], ["fixed", "fixed+", "ours"], name, f"sensitivity of {chosen[0]}")
 
-    def sensitive() -> dict[str, Any]:
-        base = named(chosen[0]).but(prefer=PREFER)
-        runs = {label: measure(s, ["fixed", "fixed+", "ours"], min(seeds, 2)) for label, s in sensitivity(base).items()}
-        return settings_table(runs, console, f"sensitivity of {chosen[0]}")
-
-    timed("paper", paper)
-    timed("cheap", cheap)
-    timed("ablation", ablation)
-    timed("sensitivity", sensitive)
-    timed("oracle", oracle)
-    timed("large", large)
+    parts: dict[str, tuple[Callable[[str], Any], list[str], list[str]]] = {  # what runs, of which keys, which of them now
+        "paper": (paper, PAPER, chosen),
+        "cheap": (cheap, PAPER, chosen),
+        "ablation": (ablation, list(ABLATED), [n for n in ABLATED if n in chosen]),
+        "sensitivity": (sensitive, list(changed), list(changed)),
+        "oracle": (oracle, list(AGAINST_ORACLE), [n for n in AGAINST_ORACLE if n in chosen]),
+        "large": (large, LARGE, LARGE[:1] if options.quick else LARGE),
+    }
+    for part in options.only:
+        run, order, now = parts[part]
+        kept.begin(part, order)
+        for name in now:
+            began = time.process_time()
+            kept.add(part, name, run(name))
+            kept.took(part, name, time.process_time() - began)
     if "paper" in content:
         show_targets(console, targets(content["paper"], content.get("oracle", {})))
         console.print(why(content["paper"]), highlight=False)
         missing = None if options.quick else plot(content["paper"], options.plot)
         console.print(missing or ("" if options.quick else f"written: {options.plot}"), highlight=False)
-    console.print("seconds of this process: " + ", ".join(f"{k} {v:.0f}" for k, v in content["seconds"].items()), highlight=False)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def latency(contexts: list[int], rounds: int, others: int) -> dict[int, dict[str
     from rlhfless_ray.functions.ledger import Ledger
     from rlhfless_ray.functions.pool import Pool
     from rlhfless_ray.rollout.actor import RolloutActor
-    from rlhfless_ray.rollout.stream import run_rollout
+    from rlhfless_ray.rollout.rollout import run_rollout
     from rlhfless_ray.types import Request, WeightVersion
     from rlhfless_ray.weights.folder import without_weights
     from rlhfless_ray.weights.version import checksum

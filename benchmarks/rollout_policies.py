@@ -1,4 +1,4 @@
-"""Time and cost of one rollout under every policy: `python -m benchmarks.rollout_policies [--lengths FILE] [--quick]`.
+"""Time and cost of one rollout under every policy: `python -m benchmarks.rollout_policies [--lengths FILE | --traces FOLDER] [--quick]`.
 
 Each policy sweeps its own knob; all run in the same simulator and are charged alike. The forecast of a recorded response is
 the mean of the other responses to the same prompt, spread log-normally (median -6 %, 0.35); a recorded list without prompts is
@@ -27,7 +27,7 @@ from placement.rollout_policies import NAMES
 SPEED = Speed(8.5e-3, 3e-5)  # Qwen2.5-3B on an L40S by its roofline: 7 ms of weights a step, tens of µs of KV a sequence
 PREFER = np.round(np.r_[0.0, np.linspace(0.06, 0.6, 10), 0.72, 0.86, 1.0], 3)
 RIVALS = ("consolidate", "crude-mix", "rlhfless-paper", "global-cut", "random", "fixed")
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
+TRACES = Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "rollout_policies.png"
 
 
@@ -85,7 +85,7 @@ def read(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return siblings(np.array(content, float))
 
 
-def cases(lengths: Path | None, quick: bool) -> list[Case]:
+def cases(lengths: Path | None, quick: bool, traces: Path = TRACES) -> list[Case]:
     if lengths:
         return [Case(lengths.stem, *read(lengths))]
     found = [] if quick else [
@@ -94,7 +94,7 @@ def cases(lengths: Path | None, quick: bool) -> list[Case]:
         Case("log-normal 512, moves 0.1 s, starts 0.3 s", *lognormal(512), migrate_s=0.1, start_s=0.3),
     ]
     found.append(Case("log-normal 128, 8 actors", *lognormal(128, 3), actors=8))
-    recorded = SHARED / "gsm8k_response_lengths.json"
+    recorded = traces / "gsm8k_response_lengths.json"
     if recorded.exists() and not quick:
         table = np.array([list(row["response_chars"].values()) for row in json.loads(recorded.read_text())], float) / 3.5
         found += [
@@ -103,8 +103,8 @@ def cases(lengths: Path | None, quick: bool) -> list[Case]:
             Case("GSM8K, odd problems", *siblings(table[1::2])),
             Case("GSM8K, moves 0.1 s, starts 0.3 s", *siblings(table), migrate_s=0.1, start_s=0.3),
         ]
-    if (SHARED / "conversation_lengths.csv").exists() and not quick:
-        found.append(Case("conversation trace, 512", *read(SHARED / "conversation_lengths.csv")))
+    if (traces / "conversation_lengths.csv").exists() and not quick:
+        found.append(Case("conversation trace, 512", *read(traces / "conversation_lengths.csv")))
     return found
 
 
@@ -190,11 +190,16 @@ def draw(results: list[tuple[Case, dict[str, np.ndarray]]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--lengths", type=Path, help="recorded lengths: JSON or CSV")
+    parser.add_argument("--traces", type=Path, default=TRACES, help="folder of gsm8k_response_lengths.json and conversation_lengths.csv")
     parser.add_argument("--quick", action="store_true", help="one small case, to see that it runs")
     arguments = parser.parse_args()
     console = make_console()
     results, content, began = [], [], time.process_time()
-    for case in cases(arguments.lengths, arguments.quick):
+    chosen = cases(arguments.lengths, arguments.quick, arguments.traces)
+    for name in ("gsm8k_response_lengths.json", "conversation_lengths.csv"):
+        if not (arguments.traces / name).exists() and not (arguments.lengths or arguments.quick):
+            console.print(f"[yellow]{arguments.traces / name} is not there: its cases are left out (--traces FOLDER)[/yellow]")
+    for case in chosen:
         points = play(case)
         rows = compare(points)
         results.append((case, points))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from placement.siblings import by_siblings
 from placement.speed import Speed
 from placement.spread import Judged, best_split, judge
 from placement.survival import Forecast, Outlook, calibrate, outlook, surprise_of
@@ -25,7 +26,8 @@ BATCHES = (1, 4, 16, 64, 256)  # how many of the most critical are tried off the
 class LiveState:
     """Progress of a rollout. forecast: of all n sequences; generated (n,) tokens so far; finished (n,); actor (n,): where each
     one decodes, -1 for nowhere yet (ignored once finished); opened: actors whose lease is open; context_tokens: mean
-    prompt + response tokens of the live sequences, for speeds that depend on it."""
+    prompt + response tokens of the live sequences, for speeds that depend on it. group (n,): the prompt of each, and
+    shared: the share of the forecasts' error that those of one prompt have in common (None: not known)."""
 
     forecast: Forecast
     generated: np.ndarray
@@ -33,6 +35,8 @@ class LiveState:
     actor: np.ndarray
     opened: tuple[int, ...] = ()
     context_tokens: float = 0.0
+    group: np.ndarray | None = None
+    shared: float = 0.0
 
     @property
     def live(self) -> np.ndarray:
@@ -120,7 +124,10 @@ def look(live: LiveState, settings: Settings) -> Outlook:
     if surprise is None:
         seen = live.generated if settings.learn else np.zeros_like(live.generated)
         surprise = surprise_of(known, seen, live.finished)
-    return outlook(Forecast(known.mean_log[index], known.sd_log[index]), known, live.generated[index], surprise)
+    own = known
+    if settings.learn and live.group is not None:
+        own = by_siblings(known, live.generated, live.finished, live.group, live.shared)
+    return outlook(Forecast(own.mean_log[index], own.sd_log[index]), known, live.generated[index], surprise)
 
 
 def cut_at_share(live: LiveState, begun: np.ndarray, tau: float) -> np.ndarray:

@@ -137,6 +137,13 @@ def decode_speed(model: Model, device: Device, width: int = 1, batch: int = 64, 
     return Speed(one - per_seq, per_seq, max(0.0, full - empty) / (batch * context))
 
 
+def check_width(model: Model, width: int) -> None:
+    """Raises ValueError where an engine of `width` devices could not share out the attention heads (vLLM refuses it too)."""
+    if width < 1 or model.heads % width:
+        fit = ", ".join(str(w) for w in range(1, model.heads + 1) if model.heads % w == 0)
+        raise ValueError(f"`tensor_parallel`: {width} devices cannot share the {model.heads} heads of {model.name}; {fit} can")
+
+
 def kv_capacity(model: Model, device: Device, width: int, memory_share: float) -> int:
     """KV tokens that an engine of `width` devices holds when it may use `memory_share` of their memory.
 

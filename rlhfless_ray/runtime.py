@@ -358,7 +358,10 @@ class Runtime:
         if self.recipe.save.path:
             put_files(Path(self.recipe.save.path), files)
         if self.recipe.critic.save:
-            write_folder(self.folder.path / "critic", self.learn_stage.critic_model(without_weights(self.critic_files or self.files)))
+            critic = self.learn_stage.critic_model(without_weights(self.critic_files or self.files))
+            write_folder(self.folder.path / "critic", critic)
+            if self.recipe.save.path:
+                put_files(Path(self.recipe.save.path.rstrip("/") + "_critic"), critic)
         self.finished = True
 
     # ---- state ------------------------------------------------------------------------------------------------

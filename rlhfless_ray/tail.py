@@ -1,7 +1,8 @@
 """The tail of a rollout: what is scored and learned on slots that engines have left, while others still decode.
 
 Work done now on a slot is work not done later on one, so it costs nothing and shortens the step. Samples are scored as they
-come; of groups that are complete and scored the gradients are accumulated, where that is exact (`learn/overlap.py`).
+come; of groups that are complete and scored the gradients are accumulated, where that is exact (`learn/overlap.py`). Where it is
+not, the passes that the update begins with, of learner, reference and critic, are made for the samples that have ended.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Tail:
         """Of a step with so many prompts, `count` samples each."""
         self.scoring, self.learning, self.count = scoring, learning, count
         scoring.begin(prompts * count)
-        learning.begin()
+        learning.begin(prompts * count)
         self.leases: list[Lease] = []  # engines have left them and nobody works on them
         self.unscored: list[Sample] = []
         self.by_group: dict[int, list[Sample]] = {}  # asked to be scored, not learned
@@ -28,10 +29,11 @@ class Tail:
     def heard(self, samples: list[Sample]) -> None:
         """Responses that have come to their end."""
         self.unscored += samples
+        self.learning.heard(samples)
 
     def wants_slot(self) -> bool:
         """Whether a slot more would have work."""
-        return not self.leases and (bool(self.unscored) or self.learning.obstacle is None)
+        return not self.leases and (bool(self.unscored) or self.learning.wants_slot)
 
     def take(self, leases: list[Lease]) -> None:
         self.leases += leases
@@ -56,6 +58,8 @@ class Tail:
             if samples:
                 self.leases = self.learning.accumulate(samples, self.leases)
                 self.learned += len(samples)
+        if self.leases:
+            self.leases = self.learning.look(self.leases, seconds)
 
     def _is_done(self, group: list[Sample]) -> bool:
         return len(group) == self.count and all(s.reward is not None or s.error is not None for s in group)
@@ -66,4 +70,5 @@ class Tail:
         return leases
 
     def metrics(self) -> dict[str, Any]:
-        return {"overlap/scored": self.scored, "overlap/learned": self.learned, "overlap/obstacle": self.learning.obstacle or ""}
+        found = {"overlap/scored": self.scored, "overlap/learned": self.learned, "overlap/obstacle": self.learning.obstacle or ""}
+        return found | self.learning.metrics()

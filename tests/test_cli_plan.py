@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from placement import Objective, Speed, choose, frontier, rollout_bounds
+from placement import Objective, Pool, Speed, choose, frontier, rollout_bounds
 from placement.lengths import LengthForecaster
 from rlhfless_ray.cli.frontier_svg import _ticks
 from rlhfless_ray.cli.main import app
@@ -95,15 +95,18 @@ def test_start_price_and_context(tmp_path: Path, capsys) -> None:
     found = said(capsys, path, "--actors", 1, "--speed", "0.01,1e-4,1e-6", "--price", 2, "--start", 3)
     lengths, prompts = np.array([50, 200, 120.0]), np.array([100, 10, 300.0])
     time_s = 3 + Speed(0.01, 1e-4, 1e-6).rollout_s(lengths, prompts)
-    assert found["frontier"] == [pytest.approx({
+    (row,) = found["frontier"]
+    assert row.pop("actors_of_pools") == {"0": 1}
+    assert row == pytest.approx({
         "time_s": time_s, "cost": 2 * time_s, "actors": 1, "largest_group": 3, "smallest_group": 3, "time_over_bound": 1,
         "cost_over_bound": 1,
-    }, rel=1e-6)]
+    }, rel=1e-6)
 
 
 def test_by_roofline(grouped: Path, capsys) -> None:
     one = said(capsys, grouped, "--actors", 4, "--device", "h100", "--model", "qwen2.5-3b")
     two = said(capsys, grouped, "--actors", 4, "--device", "H100", "--model", "Qwen2.5-3B", "--tensor-parallel", 2)
+    one, two = one["pools"][0], two["pools"][0]
     assert 6e9 / 3.35e12 < one["speed"]["base_s"] < 3 * 6.2e9 / 3.35e12, "at least the weights over the bandwidth"
     assert two["speed"]["base_s"] > one["speed"]["base_s"] / 2, "half the weights each, and the all-reduces"
     assert one["capacity"] > 100_000 and two["capacity"] > 2 * one["capacity"] and two["devices_per_actor"] == 2
@@ -210,6 +213,16 @@ def test_malformed_lengths_are_named(tmp_path: Path, name: str, text: str, sente
     ("arguments", "sentence"),
     [
         (("--actors", 0, "--speed", "1,1"), "at least one actor"),
+        (("--speed", "1,1"), "either --actors or --devices"),
+        ((*SPEED, "--devices", 4), "either --actors or --devices"),
+        (("--devices", 4, "--speed", "1,1"), "--devices needs --device and --model"),
+        (("--devices", 0, "--device", "H100", "--model", "qwen2.5-3b"), "at least one device is needed"),
+        (("--devices", 2, "--device", "L40S", "--model", "llama-2-70b"), "does not fit 2 x L40S"),
+        (("--actors", 4, "--device", "H100", "--model", "qwen2.5-3b", "--tensor-parallel", 3), "3 devices cannot share the 16 heads"),
+        ((*SPEED, "--preempt", "nan"), "--preempt must be finite"),
+        ((*SPEED, "--preempt", 10**5, "--start", 5), "it never works"),
+        ((*SPEED, "--pool", "actrs=3"), "unknown `actrs`; did you mean `actors`?"),
+        ((*SPEED, "--pool", "price=much"), "`price` cannot be 'much'"),
         (("--actors", 2), "say how fast an actor decodes"),
         (("--actors", 2, "--speed", "1,1", "--device", "H100"), "either --speed"),
         (("--actors", 2, "--device", "H100"), "belong together"),
@@ -225,7 +238,7 @@ def test_malformed_lengths_are_named(tmp_path: Path, name: str, text: str, sente
         ((*SPEED, "--plot", "a.png"), "written as .svg"),
         ((*SPEED, "--column", "nothing"), "--column nothing names nothing"),
         ((*SPEED, "--capacity", 10), "hold"),
-        ((*SPEED, "--price", -1), "must not be negative"),
+        ((*SPEED, "--price", -1), "must be finite and not negative"),
     ],
 )
 def test_mistakes_in_options(grouped: Path, arguments: tuple, sentence: str) -> None:
@@ -253,3 +266,42 @@ def test_exit_codes_and_one_sentence(tmp_path: Path) -> None:
     path.write_text("[5, 6, 7]")
     done = command("plan", str(path), *SPEED, "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["lengths"]["max"] == 7
+
+
+def test_several_kinds_in_one_plan_are_the_planners_pools(grouped: Path, capsys) -> None:
+    lengths = np.concatenate(json.loads(grouped.read_text()))
+    found = said(capsys, grouped, *SPEED, "--price", 3, "--pool", "actors=4,speed=0.02:6e-5,price=0.5,preempt=2,start=0.5")
+    spot = Pool(Speed(0.02, 6e-5), 0.5, 4, 0.5, 2.0)
+    plans = frontier(lengths, pools=[Pool(Speed(0.0085, 3e-5), 3.0, 6), spot], thin=0.005)
+    points = np.array([(row["time_s"], row["cost"]) for row in found["frontier"]])
+    np.testing.assert_allclose(points, [(p.time_s, p.cost) for p in plans])
+    assert found["chosen"]["actors_of_pools"] and found["pools"][1]["preempt_per_hour"] == 2
+    assert {pool for row in found["frontier"] for pool in row["actors_of_pools"]} == {"0", "1"}, "either pays somewhere"
+
+
+def test_devices_are_joined_to_engines_of_every_width_and_none_is_used_twice(grouped: Path, capsys) -> None:
+    found = said(capsys, grouped, "--devices", 4, "--device", "L40S", "--model", "qwen2.5-7b")
+    assert [(p["devices_per_actor"], p["actors"]) for p in found["pools"]] == [(1, 4), (2, 2), (4, 1)]
+    kind = ("--device", "L40S", "--model", "qwen2.5-7b")
+    each = [said(capsys, grouped, "--actors", 4 // w, *kind, "--tensor-parallel", w) for w in (1, 2, 4)]
+    alone = [(row["time_s"], row["cost"]) for one in each for row in one["frontier"]]
+    for row in found["frontier"]:
+        assert len(row["actors_of_pools"]) == 1 and (row["time_s"], row["cost"]) in alone
+    for time_s, cost in alone:
+        assert any(row["time_s"] <= time_s and row["cost"] <= cost * (1 + 1e-9) for row in found["frontier"])
+
+
+def test_a_row_without_the_column_of_the_others_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.jsonl"
+    path.write_text('{"response_tokens": 100}\n{"reward": 3}\n')
+    with pytest.raises(UserError, match="line 2: no column `response_tokens`"):
+        read_lengths(path)
+    path = tmp_path / "mixed.json"
+    path.write_text('[{"answers": {"a": 3, "b": 4}}, {"other": {"a": 3}}]')
+    with pytest.raises(UserError, match="entry 2: no column `answers`"):
+        read_lengths(path, "answers")
+    path.write_text('[{"answers": {"a": 3, "b": 4}, "words": 3}, {"answers": {"a": 5}, "words": 1}]')
+    assert read_lengths(path, "answers").tokens.tolist() == [3, 4, 5] and read_lengths(path, "answers").group.tolist() == [0, 0, 1]
+    path.write_text("[3, 1e300]")
+    with pytest.raises(UserError, match="entry 2: 1e\\+300 is no number of tokens"):
+        read_lengths(path)

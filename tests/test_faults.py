@@ -18,7 +18,7 @@ import ray
 
 from benchmarks.replay import ReplayedLearner, ReplayedRuntime
 from benchmarks.replay_world import World, build, recipe_for, synthetic_lengths
-from benchmarks.strikes import kill
+from benchmarks.strikes import kill, pid_of
 from rlhfless_ray.crew import Actors
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.recipe import Recipe
@@ -171,7 +171,8 @@ def test_what_hangs_is_ended_and_its_step_has_exactly_its_samples(
     monkeypatch.setattr("rlhfless_ray.reward.score.SLACK_S", 2.0)
     monkeypatch.setattr("rlhfless_ray.functions.pool.KNOWN_S", 1.0)
     rng, stopped = np.random.default_rng(0), []
-    engine = when(lambda run: bool(run.rollout.working), lambda run: stopped.append(kill(run.rollout.working, rng, signal.SIGSTOP)))
+    started: Callable[[Hit], bool] = lambda run: any(map(pid_of, run.rollout.working))  # noqa: E731
+    engine = when(started, lambda run: stopped.append(kill(run.rollout.working, rng, signal.SIGSTOP)))
     script: Script = {
         (1, "parked"): engine, (2, "score"): lambda run: stopped.append(kill(run.reward.working, rng, signal.SIGSTOP)),
     }  # fmt: skip
@@ -283,7 +284,7 @@ def test_weights_whose_node_is_lost_are_had_from_elsewhere(
     nodes: Any, world: World, clean: Hit, tmp_path: Path, passing: Any, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learner's node goes with the weights that it has just published, before an engine is told to load them or while all are."""
-    import rlhfless_ray.rollout.stream as stream
+    import rlhfless_ray.rollout.rollout as stream
 
     elsewhere = [node.node_id for node in (nodes.head_node, *nodes.worker_nodes) if node is not passing]
     others = [ray.util.placement_group([{"CPU": 1}], bundle_label_selector=[{"ray.io/node-id": n}]) for n in elsewhere for _ in range(2)]

@@ -12,7 +12,10 @@ import pytest
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.autoscale import RolloutPlan
 from rlhfless_ray.functions.ledger import read_rows
-from rlhfless_ray.rollout import stream
+from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.passes import Passes
+from rlhfless_ray.rollout import rollout
+from rlhfless_ray.types import Sample
 from tests.conftest import samples, small_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -24,12 +27,12 @@ def uneven(plan: RolloutPlan, engines: int, expected: np.ndarray, groups: np.nda
     return [np.flatnonzero(groups < GROUPS), np.flatnonzero(groups >= GROUPS)] if engines == 2 else [np.arange(len(groups))]
 
 
-def trained(folder: Path, overlap: str) -> Path:
+def trained(folder: Path, overlap: str, **more: Any) -> Path:
     folder.mkdir()
     tree: dict[str, Any] = small_recipe(
         folder, run__steps=2, rollout__min_actors=2, rollout__max_tokens=160, rollout__migrate="off", rollout__stream_interval_s=0.02,
         rollout__max_running=16, evaluate__prompts=0, learner__overlap=overlap, learner__micro_batch_tokens=64,
-        reward__function=f"{folder / 'reward_file.py'}:shorter", cluster__cpus=2,
+        reward__function=f"{folder / 'reward_file.py'}:shorter", cluster__cpus=2, **more,
     )
     with Runtime(Recipe.parse(tree)) as run:
         for _ in run:
@@ -39,7 +42,7 @@ def trained(folder: Path, overlap: str) -> Path:
 
 def test_what_is_done_in_the_tail_changes_nothing_but_the_time(no_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
-    monkeypatch.setattr(stream._Rollout, "tail_s", lambda self: 1000.0)  # always worth beginning
+    monkeypatch.setattr(rollout.Rollout, "tail_s", lambda self: 1000.0)  # always worth beginning
     ahead, after = trained(tmp_path / "ahead", "auto"), trained(tmp_path / "after", "off")
     rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (ahead, after)]
     early = [row["step"] for row in rows[0] if row["overlap/learned"] > 0]  # on a busy machine not in every step
@@ -63,3 +66,34 @@ def test_what_is_done_in_the_tail_changes_nothing_but_the_time(no_ray: None, tmp
     first = [row for row in read_rows(ahead / "ledger.csv") if row.step == early[0]]
     working = max(row.to_s for row in first if row.kind == "rollout" and row.activity == "work")
     assert min(row.from_s for row in first if row.what == "accumulate") < working, "while an engine worked"
+
+
+def test_passes_of_learner_and_critic_go_ahead_and_say_what_they_would_say_later(
+    no_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RolloutPlan, "shares", uneven)
+    monkeypatch.setattr(rollout.Rollout, "tail_s", lambda self: 1000.0)
+    of, ahead = Passes.of, dict.fromkeys(("logprobs", "values"), 0)
+
+    def compared(self: Passes, samples: list[Sample], batch: Batch, turn: Any) -> dict[str, np.ndarray]:
+        found = of(self, samples, batch, turn)
+        ahead[self.what] += len(self.known)
+        turn(self.gang)
+        whole = self.gang.passed(self.what, batch, *self.more)
+        for name in self.names:
+            np.testing.assert_allclose(found[name], whole[name], rtol=1e-4, atol=2e-5, err_msg=name)
+        return found
+
+    monkeypatch.setattr(Passes, "of", compared)
+    kl = {"coefficient": 0.1, "estimator": "k2", "place": "reward"}
+    run = trained(
+        tmp_path / "ahead", "auto", algorithm__advantage={"estimator": "gae"}, algorithm__kl=kl, critic__learning_rate=1e-3,
+    )
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {what: sum(row[f"overlap/{what}"] for row in rows) for what in ahead} == ahead and min(ahead.values()) > 0
+    ledger = read_rows(run / "ledger.csv")
+    for what in ("log-probabilities", "values"):
+        found = [row for row in ledger if row.what == what and any(
+            other.kind == "rollout" and other.activity == "work" and other.step == row.step and other.to_s > row.from_s for other in ledger
+        )]
+        assert found, f"{what} while an engine worked"

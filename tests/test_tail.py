@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -47,11 +47,16 @@ class Scoring:
 
 
 class Gang:
+    """What it says of a token, where it is asked for a pass, follows from the sampler's log-probability of it."""
+
     ranks, slots = 1, 2
+    SAYS: ClassVar = {"old": -1, "kl": 0.01, "reference": 3, "values": 2}
 
     def __init__(self) -> None:
         self.working, self.batches, self.done = False, [], False
         self.lease: list[Any] = []
+        self.passes: list[tuple[str, list[int]]] = []  # of which groups, in their order
+        self.dies = False
 
     def fits(self, leases: list[Any]) -> bool:
         return self.working or len(leases) >= self.ranks
@@ -70,27 +75,45 @@ class Gang:
     def accumulated(self, refs: list[Any]) -> None:
         self.done = False
 
+    def ask(self, what: str, batch: Any, *names: Any) -> list[Any]:
+        self.answer = self.passed(what, batch, *names)
+        return [what]
+
+    def answered(self, refs: list[Any], what: str) -> Any:
+        self.done = False
+        return None if self.dies else (self.answer, 0.01)
+
+    def passed(self, what: str, batch: Any, *names: Any) -> dict[str, np.ndarray]:
+        assert self.working
+        self.passes.append((what, batch.groups.tolist()))
+        return {name: np.float32(self.SAYS[name]) * batch.logprobs for name in (names[0] if names else ("values",))}
+
     def park(self) -> list[Any]:
-        self.working, lease = False, self.lease
+        self.working, lease, self.lease = False, self.lease, []
         return lease
 
 
-def parts(resource: str = "cpu", **learner: Any) -> tuple[Tail, Scoring, Gang, LearnStage]:
+def parts(
+    resource: str = "cpu", algorithm: dict[str, Any] | None = None, critic: Gang | None = None, **learner: Any
+) -> tuple[Tail, Scoring, Gang, LearnStage]:
     tree = {
-        "prompts": {"task": "chain"}, "reward": {"function": "task"}, "rollout": {"samples_per_prompt": COUNT},
-        "learner": {"micro_batch_tokens": 10, **learner},
+        "prompts": {"task": "chain", "batch_prompts": 3}, "reward": {"function": "task"}, "rollout": {"samples_per_prompt": COUNT},
+        "learner": {"micro_batch_tokens": 10, **learner}, "algorithm": algorithm or {},
     }
     predict = SimpleNamespace(predict=lambda slots, tokens: 0.01 * tokens)
     site: Any = SimpleNamespace(
-        recipe=Recipe.parse(tree), autoscaler=SimpleNamespace(learner=predict), leases=SimpleNamespace(resource=resource)
+        recipe=Recipe.parse(tree), autoscaler=SimpleNamespace(learner=predict), handed=lambda: ["later"],
+        leases=SimpleNamespace(resource=resource, release=lambda leases: None), spare=[],
     )
     scoring, gang = Scoring(), Gang()
-    learning = LearnStage(site, gang)  # type: ignore[arg-type]
+    gang.by_rank = []
+    learning = LearnStage(site, gang, critic)  # type: ignore[arg-type]
     return Tail(scoring, learning, prompts=3, count=COUNT), scoring, gang, learning  # type: ignore[arg-type]
 
 
 def sample(key: int, tokens: int = 3) -> Sample:
-    done = Completion(key, np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.float32), "stop", 1)
+    logprobs = -np.arange(1, tokens + 1, dtype=np.float32) - 10 * key
+    done = Completion(key, np.arange(tokens, dtype=np.int32), logprobs, "stop", 1)
     return Sample(Prompt(key // COUNT, "p", (7,)), key % COUNT, done, "text")
 
 
@@ -169,3 +192,107 @@ def test_where_it_would_not_be_exact_nothing_is_learned_ahead_and_the_reason_is_
     tail.poll(1.0)
     assert scoring.asked and not gang.batches and tail.leases == ["slot"] and not tail.wants_slot()
     assert why in tail.metrics()["overlap/obstacle"]
+
+
+PPO = {"advantage": {"estimator": "gae"}, "kl": {"coefficient": 0.1, "place": "reward"}}
+
+
+def ended(tail: Tail, keys: range) -> list[Sample]:
+    samples = [sample(key) for key in keys]
+    for one in samples:
+        one.reward = 1.0 + one.completion.key
+    tail.heard(samples)
+    tail.unscored = []  # whoever scores them is not looked at here
+    return samples
+
+
+def test_what_has_ended_is_passed_over_by_learner_and_critic_in_turn_and_the_rest_in_the_learn_phase() -> None:
+    critic = Gang()
+    critic.by_rank = []  # type: ignore[attr-defined]
+    tail, _, learner, learning = parts(algorithm=PPO, critic=critic)
+    samples = ended(tail, range(3))
+    assert tail.wants_slot()
+    tail.take(["slot"])
+    tail.poll(0.05)
+    assert not learner.passes, "they would not be done in the seconds that are left"
+    tail.poll(1.0)  # one micro-batch has two of them, with a prompt token each
+    assert learner.passes == [("logprobs", [0, 0])] and tail.refs() == ["logprobs"] and not tail.leases and not critic.passes
+    learner.done = True
+    tail.poll(1.0)  # the third waits for others to come: half a micro-batch, or a fourth of the step
+    assert learner.passes[1:] == [] and critic.passes == [("values", [0, 0])]
+    critic.done = True
+    tail.poll(1.0)
+    assert tail.leases == ["slot"] and not tail.refs()
+    samples += ended(tail, range(3, 5))
+    samples.append(sample(5))
+    samples[5].reward = 0.5
+    tail.poll(0.09)
+    assert len(learner.passes) == 2, "what a pass took was measured: it is done in time"
+    assert tail.over() == [] and learning.pending() == ["logprobs"]
+    assert learning.done_ahead(wait=True) == ["slot"]
+    assert tail.metrics()["overlap/logprobs"] == 4 and tail.metrics()["overlap/values"] == 2
+    batch = learning.advantages(samples)
+    assert learner.passes[1:] == [("logprobs", [1, 1]), ("logprobs", [2, 2])]
+    assert critic.passes[1:] == [("values", [1, 1, 2, 2])]
+    whole = np.concatenate([one.completion.logprobs for one in samples])
+    assert batch.old is not None and batch.values is not None
+    np.testing.assert_array_equal(batch.old, -whole)
+    np.testing.assert_array_equal(batch.values, 2 * whole)
+    assert learning.kl == pytest.approx(0.01 * float(whole.mean()))
+    alone, _, _, other = parts(algorithm=PPO, critic=critic, overlap="off")
+    again = other.advantages(samples)
+    for name in ("advantages", "returns", "old", "values"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(batch, name))
+    assert "off" in alone.metrics()["overlap/passes_obstacle"]
+
+
+def test_a_gang_that_dies_in_the_tail_is_asked_again_in_the_learn_phase() -> None:
+    tail, _, gang, learning = parts(algorithm={"updates_per_step": 2, "kl": {"coefficient": 0.1}})
+    samples = ended(tail, range(4))
+    tail.take(["slot"])
+    gang.dies = gang.done = True
+    tail.poll(1.0)
+    assert tail.refs() == [] and learning.done_ahead() == ["slot"] and tail.metrics()["overlap/logprobs"] == 0
+    batch = learning.advantages(samples)
+    assert batch.old is None and batch.reference is None, "nothing was passed over ahead: the update does so itself"
+    gang.dies = False
+    tail.poll(1.0)
+    tail.take(["slot"])
+    tail.poll(1.0)
+    gang.done = True
+    tail.poll(1.0)
+    batch = learning.advantages(samples)
+    whole = np.concatenate([one.completion.logprobs for one in samples])
+    assert batch.old is not None and batch.reference is not None
+    np.testing.assert_array_equal(batch.old, -whole)
+    np.testing.assert_array_equal(batch.reference, 3 * whole)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "learner", "wanted"),
+    [
+        ({}, {}, ()),  # gradients go ahead, and with them all that they need
+        ({"kl": {"coefficient": 0.1}}, {}, ()),
+        ({"updates_per_step": 2}, {}, ("old",)),
+        ({"batch_samples": 6}, {}, ()),  # the step has no more samples than that: one update
+        ({"batch_samples": 5}, {}, ("old",)),
+        ({"epochs": 2, "kl": {"coefficient": 0.1}}, {}, ("old", "reference")),
+        ({"advantage": {"estimator": "reinforce"}, "kl": {"coefficient": 0.1}}, {}, ("reference",)),
+        (PPO, {}, ("old", "kl")),
+        ({"kl": {"coefficient": 0.1}}, {"zero_stage": 3}, ("reference",)),
+    ],
+)
+def test_the_passes_that_an_update_begins_with(algorithm: dict[str, Any], learner: dict[str, Any], wanted: tuple[str, ...]) -> None:
+    critic = Gang() if algorithm is PPO else None
+    tail, _, _, learning = parts(algorithm=algorithm, critic=critic, **learner)
+    assert (learning.logprobs.names if learning.logprobs else ()) == wanted
+    assert tail.wants_slot() == (learning.obstacle is None)
+    if wanted:
+        ended(tail, range(1))
+        assert tail.wants_slot()
+
+
+def test_groups_that_may_be_dropped_are_not_passed_over_ahead() -> None:
+    tail, *_ = parts(algorithm={"updates_per_step": 2, "filter_range": [0.1, 0.9]})
+    ended(tail, range(4))
+    assert not tail.wants_slot() and "filter_range" in tail.metrics()["overlap/passes_obstacle"]

@@ -14,6 +14,7 @@ class Job:
     """What is known before the first token: n sequences, S joint scenarios of their lengths, and what things take.
 
     scenarios (n, S) tokens; prompts (n,) tokens; prefer 0 (cheapest) … 1 (fastest); capacity: KV tokens an actor holds.
+    group (n,): the prompt of each sequence (None: not known).
     """
 
     scenarios: np.ndarray
@@ -26,6 +27,7 @@ class Job:
     capacity: int | None = None
     interval_s: float = 0.1
     seed: int = 0
+    group: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -65,8 +66,8 @@ def device(entry: str | dict[str, Any]) -> Device:
     for key, value in given.items():
         choose("field of a device", key, known)
         value = given[key] = number(value) if key != "name" else value
-        if key != "name" and (not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0):
-            raise ValueError(f"device: `{key}` must be a positive number, not {value!r}")
+        if key != "name" and (not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf):
+            raise ValueError(f"device: `{key}` must be a positive, finite number, not {value!r}")
     whole = {"name": "custom", **base, **given}
     missing = [f for f in known if f not in whole and f != "price_per_hour"]
     if missing:
@@ -84,11 +85,13 @@ def model(entry: str | dict[str, Any]) -> Model:
     path = Path(str(entry))
     if path.is_dir():
         path = path / "config.json"
-    if path.suffix == ".json" and path.exists():
+    if path.suffix == ".json" or "/" in str(entry):
         try:
             return Model.of(path.parent.name or path.stem, json.loads(path.read_text()))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}: not valid JSON (line {error.lineno})") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: no configuration of a model can be read there ({type(error).__name__})") from None
     known = sorted(p.stem for p in (DATA / "models").glob("*.json"))
     name = choose("model", entry, known)
     return Model.of(name, json.loads((DATA / "models" / f"{name}.json").read_text()))

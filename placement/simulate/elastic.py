@@ -16,6 +16,7 @@ PREFERS = (0.5, 0.9)  # of the rollout within the step, which weighs the tail le
 SHARES = (0.0, 0.4, 0.7, 0.85, 0.95)  # of the responses, ended before the early learner is leased
 ROUGH = "consolidate"  # a rollout policy that decides in no time, to rank step plans by
 GIVEN_UP = (0.75, 0.9)  # the same, where engines are given up for it
+HELD = (1.0, 0.75, 0.5)  # of the devices, held throughout where a lease taken anew is a cold start
 
 
 def ours(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
@@ -40,7 +41,11 @@ def trial(terms: Terms, rollout: str) -> Try:
 def candidates(terms: Terms) -> list[Knobs]:
     """The step plans that are tried: all engines and learning afterwards; and an early learner of about a quarter, a half or
     three quarters of the cluster, which may grow to the whole of it after the rollout, on devices that no engine ever had,
-    that engines release anyway, or that they give up at a planned moment."""
+    that engines release anyway, or that they give up at a planned moment.
+
+    Where a lease taken anew costs more than waking an engine that was kept, the same is also tried on devices that are held
+    throughout: keeping them pays as long as it costs less than the starts it saves.
+    """
     d, w = terms.devices, terms.width
     sizes = terms.sizes(d - w)
     found = [Knobs(terms.engines, PREFERS[-1], 0, late) for late in terms.sizes()[-2:]]
@@ -57,7 +62,17 @@ def candidates(terms: Terms) -> list[Knobs]:
     found += [replace(k, awake=True) for k in found if k.late == d and roomy.fits(d) and not terms.awake_capacity(d)]
     if terms.ppo and terms.setting.whiten and terms.setting.updates == 1:
         found += [replace(k, linear=True) for k in found if k.early]
-    return [k for k in found if _fits(terms, k)]
+    found = [k for k in found if _fits(terms, k)]
+    if terms.wake_s > terms.warm_s:
+        for m in sorted({round(share * d / terms.gang) * terms.gang for share in HELD}):
+            if m >= max(terms.least, w):
+                found += [replace(k, held=m) for k in candidates(_held(terms, m))]
+    return found
+
+
+def _held(terms: Terms, m: int) -> Terms:
+    """A cluster of m devices that are never given back: engines on them sleep and wake."""
+    return replace(terms, devices=m, wake_s=terms.warm_s)
 
 
 def _fits(terms: Terms, knobs: Knobs) -> bool:
@@ -82,6 +97,11 @@ def elastic(
     rollout: the rollout policy. For ablation: gradients, whether they may be taken early at all; prewarmed, whether engines
     may be awake when the step begins.
     """
+    if knobs.held:
+        within = replace(knobs, held=0)
+        step = elastic(_held(terms, knobs.held), given, within, rollout=rollout, name=name, gradients=gradients, prewarmed=prewarmed)
+        whole = Hold("held", knobs.held, 0.0, step.time_s)
+        return replace(step, full=whole.cost, holds=(whole,), reason=knobs.reason, planned=expected)
     terms = terms.learner(linear=knobs.linear, awake=knobs.awake)
     run, waking = _roll_out(terms, given, knobs, rollout, prewarmed)
     free = run.free_from((terms.devices - knobs.early) // terms.width)

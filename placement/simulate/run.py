@@ -96,7 +96,13 @@ def workload_of(setting: Setting, seed: int) -> Workload:
     """The setting's workload: its recording, or synthesised lengths. Raises ValueError as `replay` and `synthesise` do."""
     s = setting
     if s.trace is not None:
-        return replay(s.trace, prompts=s.prompts, epochs=s.epochs, response_limit=s.response_limit)
+        recorded = replay(s.trace, prompts=s.prompts, epochs=s.epochs, response_limit=s.response_limit)
+        if s.algorithm == "grpo" and recorded.lengths.shape[2] < 2:
+            raise ValueError(
+                f"{s.trace}: one response to each prompt, and GRPO compares several; name the prompt of each row in a column "
+                "`prompt`, or set `algorithm: ppo`"
+            )
+        return recorded
     return synthesise(
         s.lengths,
         prompts=s.prompts,
@@ -121,7 +127,9 @@ def simulate(
     wrong with the setting.
     """
     chosen = [(p, POLICIES[choose("policy", p, list(POLICIES))]) if isinstance(p, str) else p for p in policies]
-    terms, workload = Terms.of(setting), workload_of(setting, seed)
+    workload = workload_of(setting, seed)
+    setting = setting.but(samples=workload.lengths.shape[2])
+    terms = Terms.of(setting)
     forecasts = Forecasts(setting, seed)
     forecasts.begin(workload)
     done: dict[str, list[StepRun]] = {name: [] for name, _ in chosen}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from placement.roofline import Device, Model
+from placement.roofline import Device, Model, check_width
 from placement.simulate import catalog
 
 ALGORITHMS = ("grpo", "ppo")
@@ -153,20 +154,21 @@ def check(s: Setting) -> None:
             raise ValueError(f"`{key}` must be a whole number of at least 1, not {value!r}")
     for key in ("start_scale", "migrate_scale", "learn_scale"):
         value = getattr(s, key)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"`{key}` must not be negative, not {value!r}")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise ValueError(f"`{key}` must be finite and not negative, not {value!r}")
     for key in ("whiten", "dedup_prefill", "cold"):
         if not isinstance(getattr(s, key), bool):
             raise ValueError(f"`{key}` must be true or false, not {getattr(s, key)!r}")
     if not isinstance(s.lengths, (str, dict)):
         raise ValueError(f"`lengths` must name a distribution or change one (like: gsm8k, …), not {s.lengths!r}")
     for key, value in s.phases.items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-            raise ValueError(f"`phases.{key}` must be a positive number, not {value!r}")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise ValueError(f"`phases.{key}` must be a positive, finite number, not {value!r}")
     if not isinstance(s.prefer, (int, float)) or not 0 <= s.prefer <= 1:
         raise ValueError(f"`prefer` must lie in 0 … 1 (0 cheapest, 1 fastest), not {s.prefer!r}")
     catalog.choose("algorithm", s.algorithm, list(ALGORITHMS))
     if s.devices_per_node % s.tensor_parallel:
         raise ValueError(f"`tensor_parallel`: {s.tensor_parallel} does not divide the {s.devices_per_node} devices of a node")
+    check_width(s.model, s.tensor_parallel)
     if s.algorithm == "grpo" and s.samples < 2:
         raise ValueError("`samples`: GRPO compares the responses of one prompt, so it needs at least 2")

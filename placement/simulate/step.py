@@ -79,7 +79,8 @@ class Knobs:
 
     narrow: whether engines are given up for the early learner at that share; otherwise it waits until they are released
     anyway. linear: whether whitened advantages are learned from early, by linearity (`work_of`). awake: whether the learner
-    is sharded so that engines on its devices need not sleep.
+    is sharded so that engines on its devices need not sleep. held: devices that the job holds throughout and plans on (0: every
+    lease is given back when its phase ends).
     """
 
     engines: int
@@ -90,6 +91,7 @@ class Knobs:
     narrow: bool = False
     linear: bool = False
     awake: bool = False
+    held: int = 0
 
     @property
     def reason(self) -> str:
@@ -98,7 +100,8 @@ class Knobs:
             if self.early
             else "nothing learns meanwhile, "
         )
-        return f"at most {self.engines} engines, prefer {self.prefer:g}; {before}{self.late} afterwards"
+        held = f"{self.held} devices held throughout, " * bool(self.held)
+        return f"{held}at most {self.engines} engines, prefer {self.prefer:g}; {before}{self.late} afterwards"
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,8 @@ def synthesise(
     spread = values(tables[choose("length distribution", given.pop("like", "gsm8k"), known)])
     for key, value in given.items():
         spread[choose("field of a length distribution", key, list(spread))] = value
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"lengths: `{key}` must be a number of at least 0, not {value!r}")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < np.inf:
+            raise ValueError(f"lengths: `{key}` must be a finite number of at least 0, not {value!r}")
     if prompts > spread["prompts"]:
         raise ValueError(f"`prompts`: {prompts} per step, but {name} has {spread['prompts']}; take fewer prompts per step")
     steps = max(1, min(steps_per_epoch, spread["prompts"] // prompts))
@@ -97,8 +97,9 @@ def replay(path: Path, *, prompts: int, epochs: int, response_limit: int) -> Wor
     unless the recording visits it again itself).
 
     JSON: a list with one entry per prompt, either [lengths…] or {"prompt_tokens": n, "lengths": [lengths…]}, equally many
-    lengths each. CSV: columns response_tokens, and optionally prompt_tokens and prompt (rows of equal `prompt` are its
-    samples; without it every row is a prompt of its own). Lengths above the limit are cut there.
+    lengths each; or a list of numbers, each the one response to a prompt of its own. CSV: columns response_tokens, and
+    optionally prompt_tokens and prompt (rows of equal `prompt` are its samples; without it every row is a prompt of its own).
+    Lengths above the limit are cut there. How many samples a prompt has is what the recording says.
 
     Raises ValueError naming row and column of the first entry that is wrong.
     """
@@ -110,9 +111,10 @@ def replay(path: Path, *, prompts: int, epochs: int, response_limit: int) -> Wor
         raise ValueError(f"{path}: not a text file; a trace is CSV or JSON") from None
     if len(table) < prompts:
         raise ValueError(f"{path}: {len(table)} prompts, fewer than the {prompts} of one step")
-    counts = {len(lengths) for _, lengths in table}
-    if len(counts) > 1:
-        raise ValueError(f"{path}: prompts have between {min(counts)} and {max(counts)} responses; each needs equally many")
+    each = len(table[0][1])
+    odd = next((i for i, (_, lengths) in enumerate(table, 1) if len(lengths) != each), None)
+    if odd is not None:
+        raise ValueError(f"{path}: prompt {odd} has {len(table[odd - 1][1])} responses and prompt 1 has {each}; each needs equally many")
     steps = len(table) // prompts
     used = table[: steps * prompts]
     tokens = np.array([t for t, _ in used], float).reshape(steps, prompts)
@@ -145,10 +147,14 @@ def _from_json(path: Path) -> list[tuple[float, list[float]]]:
         raise ValueError(f"{path}: not valid JSON (line {error.lineno}, column {error.colno})") from None
     if not isinstance(tree, list) or not tree:
         raise ValueError(f"{path}: expected a list with one entry per prompt")
+    if not isinstance(tree[0], (list, dict)):
+        tree = [[length] if not isinstance(length, (list, dict)) else length for length in tree]
     table = []
     for i, entry in enumerate(tree, 1):
         known = entry.get("prompt_tokens", 1) if isinstance(entry, dict) else 1
-        lengths = entry.get("lengths") if isinstance(entry, dict) else entry
+        if isinstance(entry, dict) and "lengths" not in entry:
+            raise ValueError(f"{path}: row {i}: no column `lengths` (columns: {', '.join(entry) or 'none'})")
+        lengths = entry["lengths"] if isinstance(entry, dict) else entry
         if not isinstance(lengths, list) or not lengths:
             raise ValueError(f"{path}: row {i}, column `lengths`: expected a list of response lengths, found {lengths!r}")
         row = [_number(v, f"{path}: row {i}, column {j}") for j, v in enumerate(lengths, 1)]
@@ -157,13 +163,17 @@ def _from_json(path: Path) -> list[tuple[float, list[float]]]:
 
 
 def _from_csv(path: Path) -> list[tuple[float, list[float]]]:
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-        names = rows[0].keys() if rows else []
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file, restkey="")
+        names, rows = reader.fieldnames or [], [(reader.line_num, row) for row in reader]
     if "response_tokens" not in names:
         raise ValueError(f"{path}: row 1: no column `response_tokens` (columns: {', '.join(map(str, names)) or 'none'})")
+    if not rows:
+        raise ValueError(f"{path}: no rows below the header")
     groups: dict[str, tuple[float, list[float]]] = {}
-    for i, row in enumerate(rows, 2):  # the header is row 1
+    for i, row in rows:  # the header is row 1
+        if None in row.values() or "" in row:
+            raise ValueError(f"{path}: row {i}: not as many columns as the header has ({len(names)})")
         length = _number(row["response_tokens"], f"{path}: row {i}, column `response_tokens`")
         prompt = row.get("prompt", str(i))
         tokens = _number(row["prompt_tokens"], f"{path}: row {i}, column `prompt_tokens`") if "prompt_tokens" in names else 1.0

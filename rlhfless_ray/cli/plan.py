@@ -21,7 +21,10 @@ SHOWN = 14  # rows of the table
 
 def plan(
     lengths: Annotated[Path, typer.Argument(help="Response tokens: .json, .jsonl or .csv, or a run folder.")],
-    actors: Annotated[int, typer.Option(help="How many actors there may be.")],
+    actors: Annotated[int | None, typer.Option(help="How many actors there may be.")] = None,
+    devices: Annotated[
+        int | None, typer.Option(help="Instead of --actors: so many devices, in engines of whichever width is best.")
+    ] = None,
     speed: Annotated[str | None, typer.Option(help="base,per_seq[,per_ctx]: seconds of a decode step.")] = None,
     device: Annotated[str | None, typer.Option(help="A known device, with --model: speed and capacity by roofline.")] = None,
     model: Annotated[str | None, typer.Option(help="A known model, or its Hugging Face config.json.")] = None,
@@ -37,41 +40,78 @@ def plan(
     column: Annotated[str | None, typer.Option(help="Column or key of the lengths.")] = None,
     price: Annotated[float, typer.Option(help="Of one device-second.")] = 1.0,
     start: Annotated[float, typer.Option(help="Seconds from lease to first token of every actor.")] = 0.0,
+    preempt: Annotated[float, typer.Option(help="Times an hour that an actor is expected to be taken away.")] = 0.0,
     capacity: Annotated[int | None, typer.Option(help="KV tokens that one actor holds.")] = None,
+    pool: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another kind of actor for the same plan, as key=value,… of actors, device, model, speed (with : for ,), "
+            "tensor_parallel, price, start, preempt, capacity; what it does not name is as above. May be given again.",
+            show_default=False,
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the scenarios.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Machine readable, with the groups of the chosen plan.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw the frontier into this .svg.")] = None,
 ) -> None:
     """Show the cost/speed frontier of a rollout of these lengths, and the plan that a goal takes from it."""
-    from placement import NotFeasible, choose, frontier, rollout_bounds
+    from placement import NotFeasible, choose
+    from rlhfless_ray.cli.plan_pools import Wish
     from rlhfless_ray.cli.read_lengths import read_lengths
 
-    if actors < 1:
-        raise UserError(f"--actors: at least one actor is needed, got {actors}")
     if scenarios < 0:
         raise UserError(f"--scenarios: 0 or more, got {scenarios}")
     if plot is not None and plot.suffix.lower() != ".svg":
         raise UserError(f"--plot {plot}: plots are written as .svg")
     objective = _objective(prefer, deadline, budget, knee)
-    pool = _pool(actors, speed, device, model, tensor_parallel, price, start, capacity)
+    wish = Wish(actors, speed, device, model, tensor_parallel, price, start, preempt, capacity)
+    if (actors is None) == (devices is None):
+        raise UserError("say how much there may be: either --actors or --devices")
+    if devices is not None and (pool or tensor_parallel != 1):
+        raise UserError("--devices tries every width for one kind of device; give --actors with --pool or --tensor-parallel")
+    if devices is not None:
+        pools = wish.widths(devices)
+        sets = [[i] for i in range(len(pools))]
+    else:
+        pools = [wish.pool(), *(wish.other(text).pool(f"--pool {text}: ") for text in pool or ())]
+        sets = [list(range(len(pools)))]
     recorded = read_lengths(lengths, column)
     drawn = _scenarios(recorded, scenarios, seed) if scenarios else recorded.tokens
     try:
-        plans = frontier(drawn, pools=[pool], prompts=recorded.prompt_tokens, thin=0.005)
-        bounds = rollout_bounds(drawn, pools=[pool], prompts=recorded.prompt_tokens)
+        plans, bounds = _frontier(drawn, recorded.prompt_tokens, pools, sets)
         choice = choose(plans, objective)
     except NotFeasible as nothing:
         raise UserError(str(nothing)) from None
     except ValueError as error:
         raise UserError(f"{recorded.source}: {error}") from None
     if plot is not None:
-        _draw(plot, plans, bounds, choice, pool)
+        _draw(plot, plans, bounds, choice, pools)
     if as_json:
-        print(json.dumps(_tree(recorded, scenarios, pool, plans, bounds, choice), indent=1))
+        print(json.dumps(_tree(recorded, scenarios, pools, plans, bounds, choice), indent=1))
     else:
-        _show(recorded, scenarios, pool, plans, bounds, choice)
+        _show(recorded, scenarios, pools, plans, bounds, choice)
         if plot is not None:
             print(f"plot: {plot.resolve()}")
+
+
+def _frontier(
+    drawn: np.ndarray, prompts: np.ndarray, pools: list[Pool], sets: list[list[int]]
+) -> tuple[list[Plan], Bounds]:
+    """Plans on any one of these sets of pools (widths of the same devices exclude each other), and the bounds over all."""
+    from dataclasses import replace
+
+    from placement import frontier, rollout_bounds
+    from placement.partition import pareto
+
+    found: list[Plan] = []
+    bounds: list[Bounds] = []
+    for chosen in sets:
+        some = [pools[i] for i in chosen]
+        plans = frontier(drawn, pools=some, prompts=prompts, thin=0.005)
+        found += [replace(plan, pools=tuple(chosen[p] for p in plan.pools)) for plan in plans]
+        bounds.append(rollout_bounds(drawn, pools=some, prompts=prompts))
+    least = min(bounds, key=lambda b: b.time_s)
+    return pareto(found), replace(least, cost=min(b.cost for b in bounds))
 
 
 def _objective(prefer: float | None, deadline: float | None, budget: float | None, knee: bool) -> Objective:
@@ -88,39 +128,6 @@ def _objective(prefer: float | None, deadline: float | None, budget: float | Non
         return Objective(0.5 if not given else prefer, deadline, budget, knee)
     except ValueError as error:
         raise UserError(f"{given[0]}: {error}") from None
-
-
-def _pool(
-    actors: int, speed: str | None, device: str | None, model: str | None, width: int, price: float, start: float,
-    capacity: int | None,
-) -> Pool:
-    from placement import Pool, Speed
-
-    if (speed is None) == (device is None and model is None):
-        raise UserError("say how fast an actor decodes: either --speed base,per_seq[,per_ctx] or --device and --model")
-    if width < 1:
-        raise UserError(f"--tensor-parallel: at least 1, got {width}")
-    if not price >= 0 or not start >= 0:
-        raise UserError(f"--price and --start must not be negative, got {price:g} and {start:g}")
-    if speed is not None:
-        try:
-            numbers = [float(part) for part in speed.split(",")]
-        except ValueError:
-            numbers = []
-        if len(numbers) not in (2, 3) or not all(0 <= x < float("inf") for x in numbers) or not any(numbers):
-            raise UserError(f"--speed {speed}: give base,per_seq or base,per_seq,per_ctx in seconds, such as 0.0085,3e-5")
-        return Pool(Speed(*numbers), price, actors, start, capacity=capacity, devices=width)
-    if device is None or model is None:
-        raise UserError("--device and --model belong together: the speed follows from both")
-    from placement.roofline import decode_speed, kv_capacity
-    from placement.simulate import catalog
-
-    try:
-        the_model, the_device = catalog.model(model), catalog.device(device)
-        holds = kv_capacity(the_model, the_device, width, 0.9) if capacity is None else capacity
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    return Pool(decode_speed(the_model, the_device, width), price, actors, start, capacity=holds, devices=width)
 
 
 def _scenarios(recorded: Lengths, count: int, seed: int) -> np.ndarray:
@@ -149,26 +156,33 @@ def _row(plan: Plan, bounds: Bounds) -> dict[str, Any]:
         "time_s": plan.time_s, "cost": plan.cost, "actors": plan.actors,
         "largest_group": max(sizes), "smallest_group": min(sizes),
         "time_over_bound": plan.time_s / bounds.time_s, "cost_over_bound": plan.cost / bounds.cost if bounds.cost else None,
+        "actors_of_pools": {p: plan.pools.count(p) for p in sorted(set(plan.pools))},
+    }
+
+
+def _kind(pool: Pool) -> dict[str, Any]:
+    speed = pool.speed
+    return {
+        "actors": pool.max_actors, "price": pool.price, "start_s": pool.start_s, "preempt_per_hour": pool.preempt_per_hour,
+        "capacity": pool.capacity, "devices_per_actor": pool.devices,
+        "speed": {"base_s": speed.base_s, "per_seq_s": speed.per_seq_s, "per_ctx_s": speed.per_ctx_s},
     }
 
 
 def _tree(
-    recorded: Lengths, scenarios: int, pool: Pool, plans: list[Plan], bounds: Bounds, choice: Choice[Plan]
+    recorded: Lengths, scenarios: int, pools: list[Pool], plans: list[Plan], bounds: Bounds, choice: Choice[Plan]
 ) -> dict[str, Any]:
-    speed = pool.speed
     return {
         "lengths": {
             "source": recorded.source, "responses": len(recorded.tokens), "prompts": int(recorded.group.max()) + 1,
             "mean": float(recorded.tokens.mean()), "max": float(recorded.tokens.max()),
         },
-        "scenarios": scenarios, "actors": pool.max_actors, "price": pool.price, "start_s": pool.start_s,
-        "capacity": pool.capacity, "devices_per_actor": pool.devices,
-        "speed": {"base_s": speed.base_s, "per_seq_s": speed.per_seq_s, "per_ctx_s": speed.per_ctx_s},
+        "scenarios": scenarios, "pools": [_kind(pool) for pool in pools],
         "bounds": {"time_s": bounds.time_s, "cost": bounds.cost, "reason": bounds.reason},
         "frontier": [_row(plan, bounds) for plan in plans],
         "chosen": {
             "index": choice.index, "reason": choice.reason, **_row(choice.plan, bounds),
-            "groups": [group.tolist() for group in choice.plan.groups],
+            "groups": [group.tolist() for group in choice.plan.groups], "pools": list(choice.plan.pools),
         },
     }
 
@@ -181,51 +195,67 @@ def _shown(count: int, chosen: int) -> list[int]:
     return sorted(evenly | {chosen})
 
 
-def _show(recorded: Lengths, scenarios: int, pool: Pool, plans: list[Plan], bounds: Bounds, choice: Choice[Plan]) -> None:
+def _words(pool: Pool) -> str:
+    speed = pool.speed
+    steps = [f"{speed.base_s * 1e3:.3g} ms", f"{speed.per_seq_s * 1e6:.3g} µs per sequence"]
+    steps += [f"{speed.per_ctx_s * 1e9:.3g} ns per context token"] if speed.per_ctx_s else []
+    return (
+        f"at most {pool.max_actors} actors" + (f" of {pool.devices} devices" if pool.devices > 1 else "")
+        + f"; a decode step takes {' + '.join(steps)}"
+        + (f"; an actor holds {pool.capacity:,} KV tokens" if pool.capacity else "")
+        + (f"; {pool.start_s:g} s to start" if pool.start_s else "")
+        + (f"; taken away {pool.preempt_per_hour:g} times an hour" if pool.preempt_per_hour else "")
+    )
+
+
+def _show(recorded: Lengths, scenarios: int, pools: list[Pool], plans: list[Plan], bounds: Bounds, choice: Choice[Plan]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console, speed = Console(highlight=False), pool.speed
+    console, several = Console(highlight=False), len(pools) > 1
     n, prompts = len(recorded.tokens), int(recorded.group.max()) + 1
     known = f"{scenarios} scenarios of their next visit" if scenarios else "lengths known"
-    steps = [f"{speed.base_s * 1e3:.3g} ms", f"{speed.per_seq_s * 1e6:.3g} µs per sequence"]
-    steps += [f"{speed.per_ctx_s * 1e9:.3g} ns per context token"] if speed.per_ctx_s else []
     console.print(
-        f"{n} responses to {prompts} prompts, mean {recorded.tokens.mean():.0f}, longest {recorded.tokens.max():.0f} tokens; "
-        f"{known}; at most {pool.max_actors} actors; a decode step takes {' + '.join(steps)}"
-        + (f"; an actor holds {pool.capacity:,} KV tokens" if pool.capacity else "")
+        f"{n} responses to {prompts} prompts, mean {recorded.tokens.mean():.0f}, longest {recorded.tokens.max():.0f} tokens; {known}"
+        + ("" if several else f"; {_words(pools[0])}")
     )
+    for i, pool in enumerate(pools if several else ()):
+        console.print(f"pool {i}: {_words(pool)}; {pool.price:g} per device-second")
     table = Table()
-    for name in ("", "time (s)", "cost", "actors", "largest", "smallest", "+ time", "+ cost"):
+    middle = ("count × pool",) if several else ("largest", "smallest")
+    for name in ("", "time (s)", "cost", "actors", *middle, "+ time", "+ cost"):
         table.add_column(name, justify="right", no_wrap=True)
     rows = _shown(len(plans), choice.index)
     for i in rows:
         row = _row(plans[i], bounds)
         over = "" if row["cost_over_bound"] is None else f"{max(0.0, row['cost_over_bound'] - 1):.1%}"
+        sizes = [str(row["largest_group"]), str(row["smallest_group"])]
+        kinds = [" + ".join(f"{count} × {pool}" for pool, count in row["actors_of_pools"].items())]
         table.add_row(
             "→" if i == choice.index else "", f"{row['time_s']:.4g}", f"{row['cost']:.4g}", str(row["actors"]),
-            str(row["largest_group"]), str(row["smallest_group"]), f"{max(0.0, row['time_over_bound'] - 1):.1%}", over,
+            *(kinds if several else sizes),
+            f"{max(0.0, row['time_over_bound'] - 1):.1%}", over,
             style="bold" if i == choice.index else None,
         )
     console.print(table)
     if len(rows) < len(plans):
         console.print(f"{len(rows)} of {len(plans)} points; all of them with --json")
     console.print(
-        f"cost in {_unit(pool)}; + is above the lower bounds: {bounds.time_s:.4g} s ({bounds.reason}) and {bounds.cost:.4g} "
+        f"cost in {_unit(pools)}; + is above the lower bounds: {bounds.time_s:.4g} s ({bounds.reason}) and {bounds.cost:.4g} "
         "(everything on one actor)"
     )
     console.print(f"chosen: {choice.reason}")
 
 
-def _draw(path: Path, plans: list[Plan], bounds: Bounds, choice: Choice[Plan], pool: Pool) -> None:
+def _draw(path: Path, plans: list[Plan], bounds: Bounds, choice: Choice[Plan], pools: list[Pool]) -> None:
     from rlhfless_ray.cli.frontier_svg import frontier_svg
 
-    title = f"Plans for at most {pool.max_actors} actors"
+    most = max(plan.actors for plan in plans) if len(pools) > 1 else pools[0].max_actors
     try:
-        path.write_text(frontier_svg(plans, bounds, choice.index, cost=_unit(pool), title=title))
+        path.write_text(frontier_svg(plans, bounds, choice.index, cost=_unit(pools), title=f"Plans for at most {most} actors"))
     except OSError as error:
         raise UserError(f"--plot {path}: cannot be written: {error.strerror}") from None
 
 
-def _unit(pool: Pool) -> str:
-    return "device-seconds" if pool.price == 1 else "cost"
+def _unit(pools: list[Pool]) -> str:
+    return "device-seconds" if all(pool.price == 1 for pool in pools) else "cost"

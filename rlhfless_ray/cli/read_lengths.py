@@ -30,6 +30,8 @@ class Lengths:
     source: str
 
 
+MOST = 1e9  # tokens: beyond every response there is
+
 Row = tuple[Any, Any, Any]  # group key, prompt tokens, length
 
 
@@ -71,6 +73,8 @@ def _number(value: Any, where: str, least: float) -> float:
         raise UserError(f"{where}: {json.dumps(value)[:60]} is not a number")
     if not math.isfinite(value):
         raise UserError(f"{where}: {value} is not finite")
+    if value > MOST:
+        raise UserError(f"{where}: {value:g} is no number of tokens (more than {MOST:g})")
     if value < least:
         raise UserError(f"{where}: {value:g} is below {least:g}, lengths are tokens")
     return float(value)
@@ -85,6 +89,10 @@ def _entry(entry: Any, where: str, key: Any, column: str | None) -> Iterator[Row
         prompt = next((p for p in PROMPT_NAMES if p in entry), None)
         tokens = _number(entry[prompt], f"{where}, column `{prompt}`", 0) if prompt else 0.0
         value = entry[name]
+        if isinstance(value, dict):
+            for who, one in value.items():
+                yield group, tokens, _number(one, f"{where}, column `{name}`, response `{who}`", 1)
+            return
         for j, one in enumerate(value if isinstance(value, list) else [value]):
             place = f", response {j + 1}" if isinstance(value, list) else ""
             yield group, tokens, _number(one, f"{where}, column `{name}`{place}", 1)
@@ -103,6 +111,7 @@ def _json(path: Path, text: str, column: str | None) -> Iterator[Row]:
     if not isinstance(tree, list):
         raise UserError(f"{path}: a list of lengths is needed, or a list of lists, one per prompt")
     for i, entry in enumerate(tree):
+        column = _same(column, entry, f"{path}: entry {i + 1}")
         yield from _entry(entry, f"{path}: entry {i + 1}", i, column)
 
 
@@ -114,7 +123,13 @@ def _jsonl(path: Path, text: str, column: str | None) -> Iterator[Row]:
             entry = json.loads(line)
         except json.JSONDecodeError as error:
             raise UserError(f"{path}: not JSON: line {i + 1}, column {error.colno}: {error.msg}") from None
+        column = _same(column, entry, f"{path}: line {i + 1}")
         yield from _entry(entry, f"{path}: line {i + 1}", i, column)
+
+
+def _same(column: str | None, entry: Any, where: str) -> str | None:
+    """The column of the first object, for all that follow: a row that lacks it must not be read from another."""
+    return _pick(list(entry), column, where) if isinstance(entry, dict) else column
 
 
 def _csv(path: Path, text: str, column: str | None) -> Iterator[Row]:

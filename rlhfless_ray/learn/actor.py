@@ -84,8 +84,8 @@ class LearnerActor(RankActor):
     def update(self, batch: Batch, threads: int) -> tuple[UpdateStats, list[Span]]:
         return self.rank.update(batch, threads)
 
-    def logprobs(self, batch: Batch, threads: int) -> tuple[tuple[np.ndarray, np.ndarray], list[Span]]:
-        return self.rank.logprobs(batch, threads)
+    def logprobs(self, batch: Batch, threads: int, names: tuple[str, ...]) -> tuple[dict[str, np.ndarray], list[Span]]:
+        return self.rank.logprobs(batch, names, threads)
 
     def accumulate(self, batch: Batch, threads: int) -> list[Span]:
         return self.rank.accumulate(batch, threads)
@@ -108,8 +108,9 @@ class CriticActor(RankActor):
         self.rank = Critic(settings)
         self.imported = Span("start", "import torch and deepspeed", start, time.time())
 
-    def values(self, batch: Batch, threads: int) -> tuple[np.ndarray, list[Span]]:
-        return self.rank.values(batch, threads)
+    def values(self, batch: Batch, threads: int) -> tuple[dict[str, np.ndarray], list[Span]]:
+        values, spans = self.rank.values(batch, threads)
+        return {"values": values}, spans
 
     def update(self, batch: Batch, threads: int) -> tuple[CriticStats, list[Span]]:
         return self.rank.update(batch, threads)

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from rlhfless_ray.types import Sample
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -16,8 +18,9 @@ class Batch:
     tokens (Σ length,) int64; prompt_lengths and lengths (n,) int64, `lengths` with the response; groups (n,) int64, the
     prompt's position. mask (Σ (length - prompt length),) bool: which tokens after the prompts the policy wrote; None: all. Only
     these are learned from, the others are context. Per token of the policy, (Σ response length,) float32: logprobs of the
-    sampler; advantages; and, None where nobody needs them, `old`: log-probabilities of the learner before the step, `values`:
-    the critic's, `returns`: what it is to learn. `kl_coefficient`: of this step, where it is not the recipe's.
+    sampler; advantages; and, None where nobody needs them or they are not known yet, `old`: log-probabilities of the learner
+    before the step, `reference`: of the policy that the run began with, `values`: the critic's, `returns`: what it is to learn.
+    `kl_coefficient`: of this step, where it is not the recipe's.
     """
 
     tokens: np.ndarray
@@ -27,6 +30,7 @@ class Batch:
     logprobs: np.ndarray
     advantages: np.ndarray
     old: np.ndarray | None = None
+    reference: np.ndarray | None = None
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
     kl_coefficient: float | None = None
@@ -72,13 +76,24 @@ class Batch:
             ends = np.cumsum(lengths)
             return np.concatenate([values[:0], *(values[ends[i] - lengths[i] : ends[i]] for i in indices)])
 
-        by_token = {name: getattr(self, name) for name in ("logprobs", "advantages", "old", "values", "returns")}
+        by_token = {name: getattr(self, name) for name in ("logprobs", "advantages", "old", "reference", "values", "returns")}
         taken: dict[str, Any] = {name: None if x is None else pieces(x, self.response_lengths) for name, x in by_token.items()}
         return replace(
             self, tokens=pieces(self.tokens, self.lengths), prompt_lengths=self.prompt_lengths[indices],
             lengths=self.lengths[indices], groups=self.groups[indices], **taken,
             mask=None if self.mask is None else pieces(self.mask, self.lengths - self.prompt_lengths),
         )
+
+
+def batch_of(samples: Sequence[Sample], per_prompt: int) -> Batch:
+    """Of a step's samples, `per_prompt` to each prompt; advantages are 0."""
+    return Batch.of(
+        [
+            (s.prompt.token_ids, s.completion.token_ids, s.completion.logprobs, 0.0, s.completion.key // per_prompt)
+            for s in samples
+        ],
+        [s.action_mask for s in samples],
+    )
 
 
 def mask_of(masks: Sequence[np.ndarray | None], lengths: Sequence[int]) -> np.ndarray | None:

@@ -275,12 +275,6 @@ class Gang:
             )
         return stats
 
-    def values(self, batch: Batch) -> np.ndarray:
-        """A critic's value before every response token."""
-        replies = self._surely(lambda: self._ask("values", batch), "the critic's values")
-        self._book(spans for _, spans in replies)
-        return replies[0][0]
-
     def model(self) -> bytes:
         """Whole weights as a safetensors file, adapters merged. The ranks hold their leases."""
         replies = self._surely(lambda: [i.actor.model.remote() for i in self.by_rank], f"the {self.name}'s weights")
@@ -291,15 +285,20 @@ class Gang:
         """config.json of a critic's model."""
         return self._surely(lambda: [self.by_rank[0].actor.config.remote()], "the critic's config")[0]
 
-    def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probabilities under the current weights and the estimated KL to the reference, per response token."""
-        replies = self._surely(lambda: self._ask("logprobs", batch), "the learner's log-probabilities")
+    def passed(self, what: str, batch: Batch, *more: Any) -> dict[str, np.ndarray]:
+        """Per response token, under the current weights, by name: `logprobs` of a learner (`more`: the names, see
+        `overlap.passes`), `values` of a critic."""
+        replies = self._surely(lambda: self._ask(what, batch, *more), f"the {self.name}'s {what}")
         self._book(spans for _, spans in replies)
         return replies[0][0]
 
-    def _ask(self, what: str, batch: Batch) -> list[Any]:
+    def _ask(self, what: str, batch: Batch, *more: Any) -> list[Any]:
         shared = ray.put(batch)
-        return [getattr(i.actor, what).remote(shared, len(i.leases)) for i in self.by_rank]
+        return [getattr(i.actor, what).remote(shared, len(i.leases), *more) for i in self.by_rank]
+
+    def ask(self, what: str, batch: Batch, *more: Any) -> list[Any]:
+        """As `passed`, of a part of a step; references for `answered`."""
+        return self._ask(what, batch, *more)
 
     def accumulate(self, batch: Batch) -> list[Any]:
         """Gradients of a part of a step, on every rank; references for `accumulated`."""
@@ -313,12 +312,24 @@ class Gang:
     def accumulated(self, refs: list[Any]) -> None:
         """Wait for them. The ranks still hold the leases that they work under. When one of them was lost, nobody waits for its
         successor: it accumulates them again when it is staffed next."""
+        if replies := self._heard(refs, "gradients"):
+            self._book(replies)
+
+    def answered(self, refs: list[Any], what: str) -> tuple[dict[str, np.ndarray], float] | None:
+        """The same of what was asked for by `ask`, and the seconds that the slowest rank took; None when a rank was lost: whoever
+        needs it asks again."""
+        if not (replies := self._heard(refs, what)):
+            return None
+        self._book(spans for _, spans in replies)
+        return replies[0][0], max(sum(span.to_s - span.from_s for span in spans) for _, spans in replies)
+
+    def _heard(self, refs: list[Any], what: str) -> list[Any]:
+        """The replies, none when a rank was lost."""
         try:
-            replies = self._all(refs, "the learner's gradients")
+            return self._all(refs, f"the {self.name}'s {what}")
         except LearnerLost as lost:
             self.bury(lost)
-            return
-        self._book(replies)
+            return []
 
     def publish(self, version: int) -> WeightVersion:
         """The current weights as a version that engines can pull. The arrays stay in the object store of the first rank's node;

@@ -125,17 +125,21 @@ class Learner:
         cuts = packing.padded(batch.lengths[indices], self.learner["micro_batch_tokens"], self.ranks)[self.rank]
         return [indices[cut] for cut in cuts]
 
-    def logprobs(self, batch: Batch, threads: int) -> tuple[tuple[np.ndarray, np.ndarray], list[Span]]:
-        """Before a step: log-probabilities under the current weights, and the estimated KL to the reference, of every token:
-        both (Σ response length,) float32, the same on every rank."""
+    def logprobs(self, batch: Batch, names: tuple[str, ...], threads: int) -> tuple[dict[str, np.ndarray], list[Span]]:
+        """Before a step, by name (see `overlap.passes`), of every token: each (Σ response length,) float32, the same on every
+        rank."""
         start = time.time()
         torch.set_num_threads(threads)
-        assert self.reference is not None
-        policy = self._passed(self.trainer.engine, batch)
-        reference = self._passed(self.reference, batch)
-        kl = bounded_kl(policy, reference, self.algorithm["kl"]["estimator"])
-        found = self.trainer.over_ranks(torch.stack([policy, kl]))
-        return (found[0].numpy(), found[1].numpy()), [Span("work", "log-probabilities", start, time.time())]
+        found: dict[str, Tensor] = {}
+        if {"old", "kl"} & set(names):
+            found["old"] = self._passed(self.trainer.engine, batch)
+        if {"reference", "kl"} & set(names):
+            assert self.reference is not None
+            found["reference"] = self._passed(self.reference, batch)
+        if "kl" in names:
+            found["kl"] = bounded_kl(found["old"], found["reference"], self.algorithm["kl"]["estimator"])
+        together = self.trainer.over_ranks(torch.stack([found[name] for name in names])).numpy()
+        return dict(zip(names, together, strict=True)), [Span("work", "log-probabilities", start, time.time())]
 
     def _old(self, batch: Batch) -> Tensor:
         """Log-probabilities of this rank's tokens under the weights before the first optimizer step."""
@@ -172,6 +176,8 @@ class Learner:
         tokens = {name: torch.from_numpy(x).to(self.device) for name, x in (("advantages", batch.advantages), ("drawn", batch.logprobs))}
         if old is not None:
             tokens["old"] = old
+        if batch.reference is not None:
+            tokens["reference"] = torch.from_numpy(batch.reference).to(self.device)
         kl_coefficient = self.algorithm["kl"]["coefficient"] if batch.kl_coefficient is None else batch.kl_coefficient
         sums = torch.zeros(len(SUMS), dtype=torch.float64)
         most = torch.zeros(1, dtype=torch.float64)
@@ -209,7 +215,8 @@ class Learner:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted loss of one micro-batch, its part of SUMS and the largest mismatch. `mine`: what is known of its tokens."""
         algorithm, sequence = self.algorithm, tensors["sequence"]
-        reference = self._reference(tensors)  # before the policy's: nothing may come between a forward pass and its backward one
+        # before the policy's: nothing may come between a forward pass and its backward one
+        reference = mine["reference"] if "reference" in mine else self._reference(tensors)
         logprobs, entropy = self._forward(self.trainer.engine, tensors)
         drawn, before = mine["drawn"], mine.get("old", logprobs.detach())
         if self.correction is None:

@@ -1,4 +1,5 @@
-"""When gradients of complete groups may be accumulated while others of their step are still being answered."""
+"""What of a step's learning may be done while others of its samples are still being answered: gradients of complete groups, and
+passes over samples that the update begins with."""
 
 from __future__ import annotations
 
@@ -13,6 +14,27 @@ def obstacle(recipe: Recipe) -> str | None:
     if recipe.learner.overlap == "off":
         return "learner.overlap is off"
     return inexact(recipe.algorithm.model_dump(), recipe.learner_section())
+
+
+def passes(algorithm: dict[str, Any], learner: dict[str, Any], samples: int) -> tuple[str, ...]:
+    """What an update of so many samples begins with, of every token, by the learner: `old`, its log-probabilities before the first
+    optimizer step; `reference`, those of the policy that the run began with; `kl`, the estimate between the two. Sections of the
+    recipe. Each hangs on its sample and the step's weights only, so it is the same, to rounding, whenever it is computed."""
+    kl, most = algorithm["kl"], algorithm["batch_samples"]
+    if kl["coefficient"] and kl["place"] == "reward":
+        return "old", "kl"
+    several = algorithm["updates_per_step"] > 1 or algorithm["epochs"] > 1 or (most is not None and most < samples)
+    old = several or learner["lora"]["dropout"] > 0
+    return (*(["old"] if old else []), *(["reference"] if kl["coefficient"] else []))
+
+
+def passes_obstacle(recipe: Recipe) -> str | None:
+    """Why a run does not make such passes ahead, or None where it does."""
+    if recipe.learner.overlap == "off":
+        return "learner.overlap is off"
+    if recipe.algorithm.filter_range is not None:
+        return "algorithm.filter_range: which groups are learned from is known when all are scored"
+    return None
 
 
 def inexact(algorithm: dict[str, Any], learner: dict[str, Any]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -117,16 +118,25 @@ def flag_table() -> str:
             if f"--{name}" != flag:
                 spans = history(flag)
                 older.setdefault(name, []).append(f"`{flag}` {spans[0].since}–{spans[-1].until}")
+    here = classes()
     lines = [f"| flag of {newest()} | older names | here | recipe |", "|---|---|---|---|"]
     lines += [
-        f"| `--{rule.name}` | {', '.join(older.get(rule.name, []))} | {KINDS[rule.kind]} | {', '.join(f'`{key}`' for key in rule.keys)} |"
+        f"| `--{rule.name}` | {', '.join(older.get(rule.name, []))} | {here[rule.name]} | {', '.join(f'`{key}`' for key in rule.keys)} |"
         for rule in RULES
     ]
     gone = [flag for flag in all_flags() if not targets(flag)]
     lines += ["", f"Without effect in OpenRLHF too, and here: {', '.join(f'`{flag}`' for flag in gone)}."]
-    counts = {kind: sum(rule.kind == kind for rule in RULES) for kind in KINDS}
-    lines += ["", f"{len(RULES)} flags: " + ", ".join(f"{count} {KINDS[kind]}" for kind, count in counts.items()) + "."]
+    counts = Counter(here.values())
+    lines += ["", f"{len(RULES)} flags: " + ", ".join(f"{count} {text}" for text, count in counts.most_common()) + "."]
     return "\n".join(lines)
+
+
+def classes() -> dict[str, str]:
+    """Newest name → its flag's class, or that the recipe cannot say yet what it asks for beyond its default."""
+    lacking = supported_today()
+    return {
+        rule.name: "not supported yet" if rule.kind in ("exact", "cond") and lacking[rule.name] else KINDS[rule.kind] for rule in RULES
+    }
 
 
 def document(text: str) -> str:

@@ -1,4 +1,8 @@
-"""A second built-in task: sort the letters. `qkab=` is answered by `abkq`; lengths follow from the prompt."""
+"""A second built-in task: sort the letters. `qkab=` is answered by `abkq`; lengths follow from the prompt.
+
+Whoever wrote the supervised responses could sort but slipped now and then: two neighbours changed places. A warm-started policy
+slips as often, and what reinforcement learning has to do is to leave that off.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import string
 import numpy as np
 
 from rlhfless_ray.prompts.tasks import Row, Split, belongs, heavy_tailed_count, seeded
+
+SLIP = 0.6  # chance that two neighbours of a supervised response have changed places
 
 
 class Sort:
@@ -27,7 +33,11 @@ class Sort:
         return rows
 
     def example(self, row: Row, rng: np.random.Generator) -> str:
-        return row["answer"]
+        letters = list(row["answer"])
+        if rng.random() < SLIP:
+            at = int(rng.integers(len(letters) - 1))
+            letters[at : at + 2] = reversed(letters[at : at + 2])
+        return "".join(letters)
 
     def verify(self, response: str, row: Row) -> float:
         """1.0 when the response is exactly the sorted letters."""

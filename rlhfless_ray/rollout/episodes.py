@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from placement.policy import Release
 from rlhfless_ray.agent.engine import Reply
 from rlhfless_ray.agent.messages import Answered, Asked, Opening, Played
 from rlhfless_ray.agent.processes import Processes
 from rlhfless_ray.rollout.growing import Growing
-from rlhfless_ray.rollout.stream import LOOK_S, OUTLIVES, Stream, _Rollout, _step_s, fetch_weights
+from rlhfless_ray.rollout.rollout import OUTLIVES, Rollout, step_s
 from rlhfless_ray.types import Request
-from rlhfless_ray.waits import wait_any
 
 
-class Episodes(_Rollout):
+class Episodes(Rollout):
     """`expected` of the base class is by request here, and grows; `tokens` (n,) is the forecast of each episode."""
 
     def __init__(
@@ -44,39 +40,38 @@ class Episodes(_Rollout):
         self.home = np.full(len(requests), -1)  # engines by number
         self.waiting: dict[int, tuple[int, Asked]] = {}  # by request: the call that asked, and what
 
+    # ---- where the work comes from ----------------------------------------------------------------------------
+
+    def begin(self, number: int, share: np.ndarray) -> None:
+        self.home[share] = number
+
+    def open(self) -> None:
+        self.agents.begin(self.openings)
+
     @property
     def goes_on(self) -> bool:
         return not self.over.all()
 
-    def run(self, shares: Sequence[np.ndarray], deadline_s: float) -> Stream:
-        start, total = time.monotonic(), len(self.asked)
-        fetch_weights(self.pool, self.weights)
-        instances = list(self.pool.working)
-        for instance, share in zip(instances, shares, strict=False):
-            self.home[np.asarray(share)] = self.launches.number(instance)
-        for instance in instances[len(shares) :]:
-            self.launches.number(instance)
-            self.give_back(instance, Release(0, "the plan has nothing for it to do"))
-        self.agents.begin(self.openings)
-        while self.goes_on or self.launches.running:
-            running, agents = self.launches.running, self.agents.refs()
-            others = self.beside.refs() if self.beside is not None else []
-            left = deadline_s - (time.monotonic() - start)
-            what = f"{int((~self.over).sum())} of {total} episodes ({len(self.waiting)} turns of the policy under way)"
-            for ready in wait_any([*running, *agents, *others], left, what, within_s=LOOK_S):
-                if ready in self.launches.running:
-                    self.hear(ready)
-                elif ready in agents:
-                    for epoch, event in self.agents.hear(ready):
-                        self.heard(epoch, event)
-            self.listen()
-            for epoch, event in self.agents.look():
-                self.heard(epoch, event)
-            self.on_progress(int(self.over.sum()), total)
-            self.evacuate()
-            if self.beside is not None and self.goes_on:
-                self.beside.poll(self.tail_s(), self.fate)
-        return self.stream
+    def sources(self) -> list[Any]:
+        return self.agents.refs()
+
+    def hear_source(self, ready: Any) -> None:
+        for epoch, event in self.agents.hear(ready):
+            self.heard(epoch, event)
+
+    def listen(self) -> None:
+        super().listen()
+        for epoch, event in self.agents.look():
+            self.heard(epoch, event)
+
+    @property
+    def awaited(self) -> str:
+        turns = f"{len(self.waiting)} turns of the policy under way"
+        return f"{int((~self.over).sum())} of {len(self.asked)} episodes ({turns})"
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return int(self.over.sum()), len(self.asked)
 
     # ---- turns ------------------------------------------------------------------------------------------------
 
@@ -131,7 +126,7 @@ class Episodes(_Rollout):
 
     def tail_s(self) -> float:
         left = np.maximum(self.tokens, OUTLIVES * self.written) - self.written
-        return float(left[~self.over].max(initial=0.0)) * _step_s(self.stream.steps)
+        return float(left[~self.over].max(initial=0.0)) * step_s(self.stream.steps)
 
 
 def turn_seed(seed: int, turn: int) -> int:

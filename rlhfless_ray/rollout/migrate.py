@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from placement.migrate import LiveState, Moves, Settings, cut_at_share, decide_moves
+from placement.siblings import shared_error
 from placement.speed import Speed
 from placement.survival import Forecast
 from placement.terms import Term
@@ -75,6 +76,7 @@ class Migration:
         self.prefill = Term(0.05, 2e-5)  # seconds of a move over context tokens
         self.pages = Term(0.06, 2e-6) if carries else None
         self.forecast = Forecast(np.zeros(0), np.zeros(0))
+        self.group, self.shared = np.zeros(0, int), 0.0
         self.speed, self.mu, self.token_s = Speed(1.0, 0.0), 1.0, 0.0
 
     def by_way(self, requests: np.ndarray, transcript: Transcript, source: int, target: int, reason: str) -> list[Wish]:
@@ -96,10 +98,13 @@ class Migration:
         page_s = self.pages.per_unit_s if self.pages is not None else 0.0
         return float(np.where(self._by_pages(context), page_s, self.token_s) @ context)
 
-    def begin(self, lengths: np.ndarray, speed: Speed, second: float, token_s: float = 0.0) -> None:
+    def begin(self, lengths: np.ndarray, speed: Speed, second: float, token_s: float = 0.0, samples: int = 1) -> None:
         """A rollout begins. lengths (n, S): joint draws of its responses' lengths, tokens; `second`: what a second of its time
-        is worth in slot-seconds; `token_s`: of an engine's time for a token of a prompt."""
+        is worth in slot-seconds; `token_s`: of an engine's time for a token of a prompt; `samples` of each prompt, which
+        lie side by side and tell of each other."""
         self.forecast = Forecast.of(lengths)
+        self.group = np.arange(len(lengths)) // samples
+        self.shared = shared_error(lengths, self.group)
         self.speed, self.token_s = speed, token_s
         self.mu = float(np.clip(1 / max(second, 1e-9), LEAST_MU, MOST_MU))
 
@@ -112,7 +117,7 @@ class Migration:
             return Wishes(reason="nowhere to go")
         context = float((transcript.prompt + transcript.length)[live].mean())
         state = LiveState(
-            self.forecast, transcript.length, transcript.finished, actor, tuple(range(len(engines))), context
+            self.forecast, transcript.length, transcript.finished, actor, tuple(range(len(engines))), context, self.group, self.shared
         )
         if self.rule == "tau":
             begun = np.bincount(actor[actor >= 0], minlength=len(engines))

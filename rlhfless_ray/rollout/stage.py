@@ -24,8 +24,9 @@ from rlhfless_ray.rollout.beside import Beside
 from rlhfless_ray.rollout.episodes import Episodes
 from rlhfless_ray.rollout.migrate import Migration
 from rlhfless_ray.rollout.requests import evaluation_requests, step_requests
+from rlhfless_ray.rollout.rollout import run_rollout
 from rlhfless_ray.rollout.samples import Samples
-from rlhfless_ray.rollout.stream import Stream, fetch_into, run_rollout
+from rlhfless_ray.rollout.stream import Stream, fetch_into
 from rlhfless_ray.site import Site
 from rlhfless_ray.tail import Tail
 from rlhfless_ray.types import Prompt, Request, Sample, Step, WeightVersion
@@ -95,7 +96,7 @@ class RolloutStage:
             autoscaler, elastic = self.site.autoscaler, self.site.recipe.functions.elastic
             second = autoscaler.second if elastic else float("inf")  # what is never given back cannot be saved
             prefill = autoscaler.terms.prefill.per_unit_s
-            self.migration.begin(step.forecast.lengths, autoscaler.speed.speed, second, prefill)
+            self.migration.begin(step.forecast.lengths, autoscaler.speed.speed, second, prefill, count)
         shares = self._shares(step, len(self.pool.working))
         if self.prefix is not None and step.prefixes is not None:
             tokens = [p.token_ids for p in step.prompts]

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rlhfless_ray.recipe import Watch
 from rlhfless_ray.watch.openrlhf_names import renamed, step_line
@@ -196,10 +196,19 @@ def _tensorboard(folder: Path, watch: Watch, name: str, resume_after_step: int |
 def _wandb(folder: Path, watch: Watch, name: str, resume_after_step: int | None, say: Callable[[str], None]) -> Sink:
     from rlhfless_ray.watch.wandb_sink import WandbRun
 
-    return WandbRun(
-        folder, mode=watch.wandb, project=watch.wandb_project, name=watch.run_name or name, entity=watch.wandb_entity,
-        group=watch.wandb_group or name, openrlhf_names=watch.metric_names == "openrlhf", say=say,
-    )
+    def made(mode: Literal["auto", "online", "offline", "off"]) -> Sink:
+        return WandbRun(
+            folder, mode=mode, project=watch.wandb_project, name=watch.run_name or name, entity=watch.wandb_entity,
+            group=watch.wandb_group or name, openrlhf_names=watch.metric_names == "openrlhf", say=say,
+        )
+
+    try:
+        return made(watch.wandb)
+    except Exception as error:  # no login, no network: what was asked to be logged is kept for later
+        if watch.wandb != "online":
+            raise
+        say(f"Weights & Biases cannot be logged to online ({_one_line(error)})")
+        return made("offline")
 
 
 def _one_line(error: Exception) -> str:

@@ -179,7 +179,7 @@ def engines(ray_cluster):
 
 
 def roll_out(pool: Pool, version: int, give_back=lambda *_: None, shares: int = 1) -> None:
-    from rlhfless_ray.rollout.stream import run_rollout
+    from rlhfless_ray.rollout.rollout import run_rollout
 
     requests = [Request(key, (1,), 0, 4, 1.0) for key in range(4)]
     dealt = np.array_split(np.arange(4), shares)

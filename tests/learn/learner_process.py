@@ -3,7 +3,8 @@
     python learner_process.py RANK RANKS PORT CASES.pickle RESULTS.pickle
 
 A case is a dict: `settings` and `files` of the learner, `batches` to update with, `state` (files of a snapshot) to
-start from, `looks`: whether to ask for log-probabilities and KL before each update,
+start from, `looks`: names of what to ask of `logprobs` before each update, `passes`: the same, in three parts that the update is
+then given,
 `early`: how many groups of each batch are accumulated ahead, one at a time, `snapshots`: after how many
 updates to take one, `parks`: whether to leave the device after each, `device`. The result holds `stats` per update and,
 from rank 0, `weights` after each update, and `snapshots` as {updates done: files}; on GPU `memory` as (bytes at work,
@@ -41,8 +42,11 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
         ahead = np.unique(batch.groups)[: case.get("early", 0)]
         for group in ahead:
             learner.accumulate(batch.take(np.flatnonzero(batch.groups == group)), 1)
-        if case.get("looks"):
-            found["logprobs"].append(learner.logprobs(batch, 1)[0])
+        if names := case.get("looks"):
+            found["logprobs"].append(learner.logprobs(batch, names, 1)[0])
+        if names := case.get("passes"):
+            parts = [learner.logprobs(batch.take(part), names, 1)[0] for part in np.array_split(np.arange(len(batch)), 3)]
+            batch = replace(batch, **{name: np.concatenate([part[name] for part in parts]) for name in names})
         stats, _ = learner.update(batch.take(np.flatnonzero(~np.isin(batch.groups, ahead))), 1)
         found["stats"].append(stats)
         weights, _ = learner.weights()  # arrays of the live parameters: Ray would copy them

@@ -89,9 +89,9 @@ class Looking:
     def __init__(self, kl: list[list[float]]) -> None:
         self.kl = np.concatenate(kl).astype(np.float32)
 
-    def logprobs(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
-        assert len(self.kl) == len(batch.logprobs)
-        return -self.kl, self.kl
+    def passed(self, what: str, batch: Any, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+        assert (what, names) == ("logprobs", ("old", "kl")) and len(self.kl) == len(batch.logprobs)
+        return {"old": -self.kl, "kl": self.kl}
 
 
 @pytest.mark.parametrize("in_reward", [False, True])
@@ -156,13 +156,12 @@ class Working:
     def keep(self) -> None:
         assert not self.working
 
-    def logprobs(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
+    def passed(self, what: str, batch: Any, *names: Any) -> dict[str, np.ndarray]:
         assert self.working
-        return np.zeros(len(batch.logprobs), np.float32), np.full(len(batch.logprobs), 0.5, np.float32)
-
-    def values(self, batch: Any) -> np.ndarray:
-        assert self.working
-        return np.arange(len(batch.logprobs), dtype=np.float32) / 10
+        tokens = len(batch.logprobs)
+        if what == "values":
+            return {"values": np.arange(tokens, dtype=np.float32) / 10}
+        return {"old": np.zeros(tokens, np.float32), "kl": np.full(tokens, 0.5, np.float32)}
 
     def update(self, batch: Any, meanwhile: Any = None) -> Any:
         assert self.working

@@ -156,7 +156,8 @@ def test_what_the_gang_sees_before_a_step(cases: Any, expected: Any, stage: int,
     for rank in range(ranks):
         found = cases.result(f"kl in reward/{stage}", ranks, rank)["logprobs"]
         moved = copy.deepcopy(reference.model)
-        for batch, (policy, kl), after in zip(case["batches"], found, expected("kl in reward")[1], strict=True):
+        for batch, told, after in zip(case["batches"], found, expected("kl in reward")[1], strict=True):
+            policy, kl = told["old"], told["kl"]
             with torch.no_grad():
                 now, start = (torch.cat([logprobs(m, s, 1.0) for s in sequences(batch)]) for m in (moved, reference.start))
             np.testing.assert_allclose(policy, now, atol=2e-5)
@@ -196,6 +197,20 @@ def test_gradients_accumulated_ahead_make_the_same_step(cases: Any, name: str, r
             for field in ("loss", "kl", "grad_norm", "entropy", "clip_share", "importance_mean", "mismatch_mean", "mismatch_max"):
                 rel = 0.05 if name.startswith("bf16") else 1e-4
                 assert getattr(got, field) == pytest.approx(getattr(wanted, field), rel=rel, abs=1e-6), field
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_passes_that_came_ahead_in_parts_make_the_same_updates(cases: Any, ranks: int) -> None:
+    """Log-probabilities of the old policy and of the reference, of parts of the samples: all later optimizer steps are the same, to
+    rounding."""
+    for name in cases.PASSED:
+        whole, parts = cases.result(name, ranks), cases.result(name.replace("/", " passed/"), ranks)
+        start = published_names(cases.files)
+        for got, wanted in zip(parts["weights"], whole["weights"], strict=True):
+            assert distance(got, wanted, start) < 3e-4
+        for got, wanted in zip(parts["stats"], whole["stats"], strict=True):
+            for field in ("loss", "kl", "grad_norm", "clip_share", "importance_mean", "mismatch_mean"):
+                assert getattr(got, field) == pytest.approx(getattr(wanted, field), rel=1e-4, abs=1e-5), field
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -162,4 +162,6 @@ def test_adapters_of_policy_and_critic_on_filtered_groups(folder: Path) -> None:
     merged, ids = AutoModelForCausalLM.from_pretrained(done / "model"), torch.arange(3, 20)[None]
     with torch.no_grad():
         torch.testing.assert_close(adapted(ids).logits.float(), merged(ids).logits, rtol=0.02, atol=0.02)
-    AutoModelForSequenceClassification.from_pretrained(done / "critic")
+    for critic in (done / "critic", folder / "out_critic"):
+        AutoModelForSequenceClassification.from_pretrained(critic)
+    assert all({"critic_loss", "values", "critic_lr", "critic_grad_norm"} <= values.keys() for _, values in steps)

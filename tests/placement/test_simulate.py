@@ -193,9 +193,14 @@ def test_recorded_lengths_are_replayed(tmp_path) -> None:
         ),
         ("t.csv", "prompt_tokens,response_tokens\n5,\n", "row 2, column `response_tokens`"),
         ("t.csv", "tokens\n5\n", "row 1: no column `response_tokens`"),
+        ("t.csv", "response_tokens\n", "no rows below the header"),
+        ("t.csv", "response_tokens,prompt\n5,a\n6\n", "row 3: not as many columns as the header has (2)"),
+        ("t.csv", "response_tokens,prompt\n5,a,b\n", "row 2: not as many columns as the header has (2)"),
+        ("t.json", '[{"chars": [1, 2]}]', "row 1: no column `lengths` (columns: chars)"),
+        ("t.json", "[1, 2, NaN]", "row 3, column 1: expected a number of tokens of at least 1, found nan"),
         ("t.json", "[[1, 2], [3, -4]]", "row 2, column 2: expected a number of tokens of at least 1, found -4"),
         ("t.json", "[[1, 2], 3]", "row 2, column `lengths`"),
-        ("t.json", "[[1, 2], [3]]", "prompts have between 1 and 2 responses"),
+        ("t.json", "[[1, 2], [3]]", "prompt 2 has 1 responses and prompt 1 has 2"),
         ("t.json", "[[1, 2]", "not valid JSON (line 1, column"),
         ("t.json", "[[1]]", "1 prompts, fewer than the 2 of one step"),
     ],
@@ -235,7 +240,13 @@ def test_every_shipped_setting_fits_its_cluster(name: str) -> None:
         ({"lengths": 5}, "`lengths` must name a distribution"),
         ({"whiten": "maybe"}, "`whiten` must be true or false, not 'maybe'"),
         ({"deadline_s": 3}, "for a deadline or a budget use `rlhfless plan`"),
-        ({"device": {"like": "H100", "net_bytes_per_s": "fast"}}, "must be a positive number, not 'fast'"),
+        ({"device": {"like": "H100", "net_bytes_per_s": "fast"}}, "must be a positive, finite number, not 'fast'"),
+        ({"device": {"like": "H100", "memory_bytes_per_s": float("inf")}}, "`memory_bytes_per_s` must be a positive, finite"),
+        ({"phases": {"warm_start_s": float("inf")}}, "`phases.warm_start_s` must be a positive, finite"),
+        ({"lengths": {"median_tokens": float("nan")}}, "`median_tokens` must be a finite number"),
+        ({"start_scale": float("nan")}, "`start_scale` must be finite"),
+        ({"model": "/nowhere/config.json"}, "/nowhere/config.json: no configuration of a model can be read there"),
+        ({"device": "H200", "devices_per_node": 6, "tensor_parallel": 6}, "6 devices cannot share the 16 heads"),
         ({"prompts": 10**6}, "has 7473"),
     ],
 )
@@ -262,6 +273,14 @@ def test_a_setting_from_a_file(tmp_path) -> None:
     )
     run = simulate(load(tmp_path / "mine.yaml"), ["fixed"])
     assert run.setting.name == "mine" and len(run.policies["fixed"].steps) == 2
+
+
+def test_a_recording_says_how_many_samples_a_prompt_has(tmp_path) -> None:
+    (tmp_path / "lengths.json").write_text("[50, 60, 70, 80]")
+    trace = {"trace": tmp_path / "lengths.json", "prompts": 2, "epochs": 1, "nodes": 2}
+    with pytest.raises(ValueError, match="one response to each prompt, and GRPO compares several"):
+        simulate(small(**trace), ["fixed"])
+    assert simulate(small(**trace, algorithm="ppo"), ["fixed"]).setting.samples == 1
 
 
 def test_an_unknown_policy_gets_the_nearest() -> None:

@@ -60,3 +60,16 @@ def test_too_short_a_run_is_refused(tmp_path: Path) -> None:
         read(record(tmp_path / "run", steps=6))
     with pytest.raises(SystemExit, match=r"has no metrics\.jsonl"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["quickstart_1824", "quickstart_1924"])
+def test_recorded_runs_of_the_quickstart_are_predicted_within_15_percent(tmp_path: Path, name: str) -> None:
+    """Real runs on two cores (of 256 lengths a step 64 are kept): fitted on the first half, the second predicted."""
+    recorded = json.loads((Path(__file__).parent / "recorded" / f"{name}.json").read_text())
+    (tmp_path / "samples").mkdir()
+    for step in recorded["steps"]:
+        tokens = step.pop("sample_tokens")
+        (tmp_path / "samples" / f"step_{step['step']}.jsonl").write_text("".join(json.dumps({"tokens": n}) + "\n" for n in tokens))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in recorded["steps"]))
+    found = validate(tmp_path)
+    assert found["predicted"] >= 40 and found["error_percent"]["mean"] < 15

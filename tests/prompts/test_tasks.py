@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rlhfless_ray.errors import UserError
+from rlhfless_ray.prompts.sort import SLIP
 from rlhfless_ray.prompts.tasks import task
 from rlhfless_ray.prompts.tokenizer import build_tokenizer
 
@@ -84,8 +85,17 @@ def test_sort_answers_and_verifies_exactly() -> None:
     for row in sort.rows(300, 1, "train"):
         letters = row["prompt"].removesuffix("=")
         assert sorted(letters) == list(row["answer"])
-        assert sort.verify(sort.example(row, np.random.default_rng(0)), row) == 1.0
+        assert sort.verify(row["answer"], row) == 1.0
         assert sort.verify(row["answer"][:-1], row) == sort.verify(row["answer"] + "a", row) == sort.verify("", row) == 0.0
+
+
+def test_supervised_responses_to_sort_slip_as_often_as_they_say() -> None:
+    sort, rng = task("sort"), np.random.default_rng(0)
+    rows = [row for row in sort.rows(2000, 1, "train") if len(set(row["answer"])) == row["letters"]]  # a slip shows in each
+    told = [sort.example(row, rng) for row in rows]
+    assert all(sorted(text) == list(row["answer"]) for text, row in zip(told, rows, strict=True))
+    apart = [sum(a != b for a, b in zip(text, row["answer"], strict=True)) for text, row in zip(told, rows, strict=True)]
+    assert set(apart) == {0, 2} and np.mean(apart) / 2 == pytest.approx(SLIP, abs=0.04) and len(rows) > 800
 
 
 def test_unknown_task_names_the_known_ones() -> None:

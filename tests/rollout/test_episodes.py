@@ -96,7 +96,7 @@ def play(pool: Pool, files: dict[str, bytes], tmp_path_factory: pytest.TempPathF
     import ray
 
     from rlhfless_ray.rollout.episodes import Episodes
-    from rlhfless_ray.rollout.stream import run_rollout
+    from rlhfless_ray.rollout.rollout import run_rollout
 
     path = tmp_path_factory.mktemp("agent") / "agent.py"
     path.write_text(AGENT)

@@ -150,7 +150,7 @@ class Site:
             self.leases.release(self.pool.park(instance))
 
     def run(self, lengths: list[int], shares: list[list[int]], **options: Any) -> Any:
-        from rlhfless_ray.rollout.stream import run_rollout
+        from rlhfless_ray.rollout.rollout import run_rollout
 
         on_progress = options.pop("on_progress", lambda *_: None)
 

@@ -72,7 +72,7 @@ def pool(ray_cluster: None) -> Iterator[Pool]:
 def roll_out(pool: Pool) -> Any:
     import ray
 
-    from rlhfless_ray.rollout.stream import run_rollout
+    from rlhfless_ray.rollout.rollout import run_rollout
 
     weights = weights_of(FILES["A"])
     ref, total = ray.put(weights), checksum(weights)

@@ -69,7 +69,7 @@ def engine_class(fails_in: str) -> type:
     ],
 )
 def test_a_failed_engine_says_in_one_line_what_failed_first(ray_cluster, fails_in, said):
-    from rlhfless_ray.rollout.stream import run_rollout
+    from rlhfless_ray.rollout.rollout import run_rollout
 
     ledger = Ledger("cpu", 1.0)
     leases = Leases("cpu", ledger, 20.0, f"stream{time.time_ns()}")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 
 from rlhfless_ray.recipe import Recipe, Watch
 from rlhfless_ray.record import Record
-from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.types import Completion, CriticStats, Prompt, Sample, UpdateStats
 from rlhfless_ray.watch.metrics import Metrics
 from rlhfless_ray.watch.openrlhf_names import NAMES, renamed, step_line
 
@@ -36,6 +37,13 @@ def test_names_under_train_and_eval() -> None:
     assert {f"train/{name}" for name in always} <= found.keys()
     new = [name for names in NAMES.values() for name in names]
     assert len(new) == len(set(new))
+
+
+def test_what_is_renamed_of_updates_is_what_updates_tell() -> None:
+    told = {f"learn/{field.name}" for field in fields(UpdateStats)} | {f"critic/{field.name}" for field in fields(CriticStats)}
+    assert {name for name in NAMES if name.startswith(("learn/", "critic/"))} <= told
+    found = renamed({"step": 1, **dict.fromkeys(told, 0.5)})
+    assert {"critic_loss", "values", "critic_lr", "critic_grad_norm"} <= {name.removeprefix("train/") for name in found}
 
 
 def test_the_line_of_a_step_reads_back() -> None:

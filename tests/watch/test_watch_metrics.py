@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,6 +114,31 @@ def test_a_copy_that_cannot_start_is_said_and_the_run_goes_on(tmp_path: Path, mo
         sink.write({"step": 1})
     assert rows_of(tmp_path) == [{"step": 1}]
     assert said == ["Weights & Biases is off for this run: ImportError: No module named 'wandb'"]
+
+
+def test_without_login_what_was_to_be_online_is_kept_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `--use_wandb True` on a machine where nobody is logged in."""
+    from rlhfless_ray.watch import wandb_sink
+
+    modes: list[str] = []
+
+    class Run:
+        def __init__(self, folder: Path, *, mode: str, **_: Any) -> None:
+            modes.append(mode)
+            if mode == "online":
+                raise ValueError("No API key configured.")
+
+        def write(self, row: dict[str, Any]) -> None:
+            modes.append("written")
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(wandb_sink, "WandbRun", Run)
+    said: list[str] = []
+    with Metrics(tmp_path, Watch(tensorboard=False, wandb="online"), "r", say=said.append) as sink:
+        sink.write({"step": 1})
+    assert modes == ["online", "offline", "written"]
+    assert said == ["Weights & Biases cannot be logged to online (ValueError: No API key configured.)"]
 
 
 def test_wandb_gets_numbers_over_steps_inside_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,183 @@
+"""Does every way to credit a response learn? `python -m benchmarks.learns [--quick] [--only NAME …] [section.key=value …]`.
+
+One run of the quickstart's task and warm-started policy for each estimator, shorter than the quickstart, on the same prompts and
+seed; then PPO as it is usually meant: a critic, a KL penalty in the reward and a reward model (`verdicts.py`) in the verifier's
+place. Accuracy is the verifier's in all of them, on held-out prompts, before the first step and after the last one. All runs
+share this process and one Ray. Curves do not depend on what else the machine does; times do, and are not reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.provenance import ROOT
+from benchmarks.results import Target, make_console, save, show_targets
+from benchmarks.svg import sparkline
+from benchmarks.verdicts import Verdicts, verdicts
+from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.functions.cluster import RayCluster
+from rlhfless_ray.learn.warm_start import warm_start, warm_start_key
+from rlhfless_ray.policy_files import initial_policy, keep_policy
+from rlhfless_ray.prompts.chain import Chain
+from rlhfless_ray.types import Sample
+
+LEAST = 10.0  # points that held-out accuracy, sampled, has to rise
+VERDICT_STEPS = 500
+LEAST_VERDICTS = 85.0  # percent of right and of wrong responses that the reward model is to recognise, their mean
+RECIPE = ROOT / "recipes" / "quickstart.yaml"
+COMMON = (
+    "run.steps=16", "rollout.max_tokens=96", "objective.prefer=1", "checkpoint.every_steps=1000000", "watch.progress='plain'",
+    "watch.tensorboard=false", "watch.wandb='off'", "watch.samples_per_step=1",
+)
+CRITIC = ("critic.learning_rate=1.0e-3", "critic.schedule=constant", "critic.warmup_share=0", "algorithm.advantage.lambd=0.95")
+ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce")
+PPO = "ppo, critic and reward model"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Accuracies (0 to 1) on held-out prompts by the verifier; `rewards`: mean of each step, whoever gave them. `agrees`: share
+    of the sampled responses about which a reward model's sign and the verifier agree, before and after."""
+
+    name: str
+    before: dict[str, float]
+    after: dict[str, float]
+    rewards: list[float]
+    value_error: list[float] | None = None  # |mean value - mean return| of each step, with a critic
+    agrees: tuple[float, float] | None = None
+
+    @property
+    def rise(self) -> float:
+        """Points, sampled."""
+        return 100 * (self.after["sampled"] - self.before["sampled"])
+
+
+def settings(name: str, model: Verdicts | None) -> list[str]:
+    """Overrides of the recipe."""
+    if name != PPO:
+        return [f"algorithm.advantage.estimator={name}", *(CRITIC if name == "gae" else ())]
+    assert model is not None
+    return [
+        "algorithm.advantage.estimator=gae", *CRITIC, "reward.function=", f"reward.model_path={model.folder}", "reward.normalize=true",
+        "algorithm.kl.coefficient=0.001", "algorithm.kl.estimator=k1", "algorithm.kl.place=reward",
+    ]
+
+
+def right(samples: list[Sample]) -> np.ndarray:
+    """What the verifier says of each, (n,) of 0.0 and 1.0."""
+    return np.array([Chain().verify(sample.text, sample.prompt.row) for sample in samples])
+
+
+def run(name: str, recipe: Recipe) -> Curve:
+    """Train, and judge what the runtime's own evaluations sampled."""
+    evaluations: list[list[Sample]] = []
+    prompts = recipe.evaluate.prompts
+    with Runtime(recipe) as runtime:
+        answer = runtime.rollout_stage.answer
+
+        def kept(*arguments: Any) -> list[Sample]:
+            evaluations.append(answer(*arguments))
+            return evaluations[-1]
+
+        runtime.rollout_stage.answer = kept  # type: ignore[method-assign, assignment]
+        rows = [step.metrics for step in runtime]
+    first, last = evaluations[0], evaluations[-1]
+    before, after = ({"sampled": float(right(s[:prompts]).mean()), "greedy": float(right(s[prompts:]).mean())} for s in (first, last))
+    errors = [abs(row["critic/value_mean"] - row["critic/return_mean"]) for row in rows if "critic/value_mean" in row]
+    agrees = None
+    if recipe.reward.model_path:
+        start, end = (float(np.mean(_says_right(s[:prompts], recipe) == right(s[:prompts]))) for s in (first, last))
+        agrees = start, end
+    return Curve(name, before, after, [row["reward/mean"] for row in rows], errors or None, agrees)
+
+
+def _says_right(samples: list[Sample], recipe: Recipe) -> np.ndarray:
+    """The reward model's verdict: a value above 0, before it was normalised."""
+    config = json.loads((Path(recipe.reward.model_path) / "config.json").read_text())
+    return np.array([float((sample.reward or 0.0) * config["std"] + config["mean"] > 0) for sample in samples])
+
+
+def warm_policy(recipe: Recipe) -> dict[str, bytes]:
+    """The policy that every run begins with, made and kept if there is none yet."""
+    files, owed = initial_policy(recipe)
+    if owed:
+        files = warm_start(files, recipe, torch.get_num_threads())
+        keep_policy(recipe, files)
+    return files
+
+
+def targets(curves: list[Curve], model: Verdicts | None) -> list[Target]:
+    found = [Target(f"{curve.name}: rise of held-out accuracy, sampled", curve.rise, least=LEAST, unit=" points") for curve in curves]
+    if model is not None:
+        found.append(Target("reward model: held-out responses recognised", 100 * model.accuracy, least=LEAST_VERDICTS, unit=" %"))
+    return found
+
+
+def show(curves: list[Curve], console: Console) -> None:
+    table = Table(
+        "", "sampled, %", "rise", "greedy, %", "reward by step", "|value - return|", "model agrees, %",
+        title="Held-out accuracy by the verifier: before → after", title_justify="left",
+    )
+    for c in curves:
+        pair = {how: f"{100 * c.before[how]:.1f} → {100 * c.after[how]:.1f}" for how in c.after}
+        edge = max(1, len(c.rewards) // 8)
+        error = c.value_error and f"{np.mean(c.value_error[:edge]):.2f} → {np.mean(c.value_error[-edge:]):.2f}"
+        agrees = c.agrees and " → ".join(f"{100 * share:.1f}" for share in c.agrees)
+        curve = sparkline(c.rewards, min(c.rewards), max(c.rewards), 20)
+        table.add_row(c.name, pair["sampled"], f"{c.rise:+.1f}", pair["greedy"], curve, error or "", agrees or "")
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    parser.add_argument("--only", nargs="+", choices=[*ESTIMATORS, "ppo"], help="some of the runs")
+    parser.add_argument("--quick", action="store_true", help="two runs of 3 steps from a policy that knows little")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # of this process: two that wait for each other crawl where anything else runs
+    console = make_console()
+    names = [PPO if name == "ppo" else name for name in options.only or [*ESTIMATORS, "ppo"]]
+    small = ["run.steps=3", "evaluate.prompts=32", "warm_start.steps=30"] if options.quick else []
+    if options.quick:
+        names = names[-2:]
+    overrides = [*COMMON, *small, *options.overrides]
+    root = Path(tempfile.mkdtemp(prefix="rlhfless-learns-"))
+    base = Recipe.load(RECIPE, overrides)
+    files = warm_policy(base)
+    model = verdicts(files, warm_start_key(base), 30 if options.quick else VERDICT_STEPS) if PPO in names else None
+    cluster = RayCluster(base)
+    cluster.start()
+    curves: list[Curve] = []
+    try:
+        for name in names:
+            console.print(name, highlight=False)
+            own = [f"run.root={root}", f"run.name=run-{len(curves)}", *overrides, *settings(name, model)]
+            curves.append(run(name, Recipe.load(RECIPE, own)))
+            console.print(f"  {100 * curves[-1].before['sampled']:.1f} → {100 * curves[-1].after['sampled']:.1f} %", highlight=False)
+    finally:
+        cluster.stop()
+        shutil.rmtree(root, ignore_errors=True)
+    show(curves, console)
+    reached = targets(curves, model)
+    show_targets(console, reached)
+    content: dict[str, Any] = {
+        "recipe": RECIPE.name, "overrides": overrides, "settings": {name: settings(name, model) for name in names},
+        "runs": [{**asdict(curve), "rise_points": curve.rise} for curve in curves],
+        "reward_model": None if model is None else {"steps": model.steps, "heldout_accuracy": model.accuracy},
+    }
+    save("learns", content, reached, console=console, quick=options.quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""What the responses to one prompt say of each other while they run."""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.special import log_ndtr
+
+from placement.survival import Forecast
+
+LEAST_SHARE = 0.02  # of the error in common below which siblings are not listened to
+ROUNDS = 6
+FARTHEST = 3.0  # deviations beyond which an ended response counts no more: a freak must not move its whole group
+
+
+def shared_error(scenarios: np.ndarray, group: np.ndarray) -> float:
+    """The share of the forecasts' error that responses to one prompt have in common, from joint draws (n, S) of their lengths:
+    mean covariance of log lengths within a group over their mean variance, 0 … 0.98. What all of a draw have in common is left out
+    (the rollout shows it by itself, see `calibrate`). 0 where no group has two members, or with fewer than three draws."""
+    logs = np.log(np.maximum(np.asarray(scenarios, float), 1.0))
+    if logs.ndim != 2 or logs.shape[1] < 3:
+        return 0.0
+    index = np.unique(group, return_inverse=True)[1]
+    count = np.bincount(index)
+    if count.max() < 2:
+        return 0.0
+    error = logs - logs.mean(1, keepdims=True)
+    error -= error.mean(0)
+    sums, squares = np.zeros((len(count), logs.shape[1])), np.zeros((len(count), logs.shape[1]))
+    np.add.at(sums, index, error)
+    np.add.at(squares, index, error**2)
+    pairs = float((count * (count - 1)).sum())
+    variance = float((error**2).mean())
+    return float(np.clip((sums**2 - squares).sum() / (pairs * logs.shape[1]) / max(variance, 1e-18), 0.0, 0.98))
+
+
+def by_siblings(forecast: Forecast, generated: np.ndarray, finished: np.ndarray, group: np.ndarray, share: float) -> Forecast:
+    """The forecast of every response as its siblings correct it: log L = mean + u + v, u common to a group, with a `share` of the
+    variance, v its own.
+
+    generated (n,) tokens so far; finished (n,); group (n,). An ended sibling says what u + v was, a running one that it is
+    larger (its expectation beyond that is put, an EM iteration); a response's own progress is left out of its own correction,
+    as its survival is conditioned on afterwards. The posterior of u is that of a normal mean with known variances, in which a
+    running sibling counts as far as its variance is less than that of one not seen.
+    """
+    n = len(forecast.mean_log)
+    if share < LEAST_SHARE or not (generated > 0).any():
+        return forecast
+    index = np.unique(group, return_inverse=True)[1]
+    groups = int(index.max()) + 1
+    sd = forecast.sd_log
+    own_sd, prior = np.sqrt(1 - share) * sd, 1 / (share * sd**2)
+    seen = np.log(np.maximum(generated, 0.5)) - forecast.mean_log
+    ended_error = np.clip(seen, -FARTHEST * sd, FARTHEST * sd)
+    shift = np.zeros(n)
+    weight = np.zeros(n)
+    for _ in range(ROUNDS):
+        z = np.clip((seen - shift) / own_sd, -30, 30)
+        mills = np.exp(-z * z / 2 - 0.5 * np.log(2 * np.pi) - log_ndtr(-z))
+        error = np.where(finished, ended_error, shift + own_sd * mills)
+        told = np.where(finished, 1.0, np.clip(mills * (mills - z), 0.0, 1.0))  # 1 - variance beyond / variance
+        weight = told / own_sd**2
+        value = np.where(finished, error, shift + np.where(told > 1e-9, (error - shift) / np.maximum(told, 1e-9), 0.0))
+        total = np.bincount(index, weight, groups)[index] - weight
+        product = np.bincount(index, weight * value, groups)[index] - weight * value
+        shift = product / (total + prior)
+    left = 1 / (total + prior)
+    return Forecast(forecast.mean_log + shift, np.sqrt(own_sd**2 + left))

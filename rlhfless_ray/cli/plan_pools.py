@@ -1,0 +1,109 @@
+"""The pools that `rlhfless plan` plans on, from what its options say."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rlhfless_ray.errors import UserError
+
+if TYPE_CHECKING:
+    from placement import Pool
+
+
+WIDEST = 8  # devices of a node: between nodes an engine's all-reduces take other links than the roofline knows
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One kind of actor as a user describes it; names are those of the options."""
+
+    actors: int | None = None
+    speed: str | None = None
+    device: str | None = None
+    model: str | None = None
+    tensor_parallel: int = 1
+    price: float = 1.0
+    start: float = 0.0
+    preempt: float = 0.0
+    capacity: int | None = None
+
+    def other(self, text: str) -> Wish:
+        """The same with what `key=value,key=value` changes. Raises UserError for an unknown key or a value of another kind."""
+        kinds: dict[str, type] = {
+            "actors": int, "speed": str, "device": str, "model": str, "tensor_parallel": int, "price": float, "start": float,
+            "preempt": float, "capacity": int,
+        }
+        changes: dict[str, Any] = {}
+        for part in text.split(","):
+            key, _, value = (piece.strip() for piece in part.partition("="))
+            key = key.replace("-", "_")
+            if key not in kinds:
+                near = difflib.get_close_matches(key, kinds, n=1, cutoff=0.4)
+                hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(kinds)}"
+                raise UserError(f"--pool {text}: unknown `{key}`; {hint}")
+            try:
+                changes[key] = kinds[key](value)
+            except ValueError:
+                raise UserError(f"--pool {text}: `{key}` cannot be {value!r}") from None
+        if "speed" in changes:  # a comma separates the keys here
+            changes["speed"] = changes["speed"].replace(":", ",")
+            changes.update(device=None, model=None)
+        elif {"device", "model"} & set(changes):
+            changes["speed"] = None
+        return replace(self, **changes)
+
+    def pool(self, name: str = "") -> Pool:
+        """Raises UserError for what no actor can be; `name` says of which pool."""
+        from placement import Pool, Speed
+
+        if self.actors is None or self.actors < 1:
+            raise UserError(f"{name}--actors: at least one actor is needed, got {self.actors}")
+        if (self.speed is None) == (self.device is None and self.model is None):
+            raise UserError(f"{name}say how fast an actor decodes: either --speed base,per_seq[,per_ctx] or --device and --model")
+        if self.tensor_parallel < 1:
+            raise UserError(f"{name}--tensor-parallel: at least 1, got {self.tensor_parallel}")
+        for what in ("price", "start", "preempt"):
+            if not 0 <= getattr(self, what) < math.inf:
+                raise UserError(f"{name}--{what} must be finite and not negative, got {getattr(self, what):g}")
+        width, most = self.tensor_parallel, self.actors
+        if self.speed is not None:
+            try:
+                numbers = [float(part) for part in self.speed.split(",")]
+            except ValueError:
+                numbers = []
+            if len(numbers) not in (2, 3) or not all(0 <= x < math.inf for x in numbers) or not any(numbers):
+                raise UserError(f"{name}--speed {self.speed}: give base,per_seq or base,per_seq,per_ctx in seconds, such as 0.0085,3e-5")
+            return Pool(Speed(*numbers), self.price, most, self.start, self.preempt, self.capacity, width)
+        if self.device is None or self.model is None:
+            raise UserError(f"{name}--device and --model belong together: the speed follows from both")
+        from placement.roofline import check_width, decode_speed, kv_capacity
+        from placement.simulate import catalog
+
+        try:
+            the_model, the_device = catalog.model(self.model), catalog.device(self.device)
+            check_width(the_model, width)
+            holds = kv_capacity(the_model, the_device, width, 0.9) if self.capacity is None else self.capacity
+        except ValueError as error:
+            raise UserError(f"{name}{error}") from None
+        return Pool(decode_speed(the_model, the_device, width), self.price, most, self.start, self.preempt, holds, width)
+
+    def widths(self, devices: int) -> list[Pool]:
+        """A pool for every tensor-parallel width (powers of two up to WIDEST) with which so many devices can hold the model.
+        Raises UserError where there is none."""
+        if devices < 1:
+            raise UserError(f"--devices: at least one device is needed, got {devices}")
+        if self.device is None or self.model is None:
+            raise UserError("--devices needs --device and --model: how fast an actor of several devices is follows from both")
+        found, refused = [], None
+        for width in (2**k for k in range(min(devices, WIDEST).bit_length())):
+            try:
+                found.append(replace(self, tensor_parallel=width, actors=devices // width).pool())
+            except UserError as error:
+                refused = error
+        if not found:
+            assert refused is not None
+            raise refused
+        return found

@@ -1,0 +1,115 @@
+"""What a gang says of samples before the update: the learner and the reference their log-probabilities, the critic its values.
+
+It hangs on a sample and the step's weights only. So samples that have ended are looked at while others are still being answered,
+on slots that engines have left; in the learn phase the others follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rlhfless_ray.functions.lease import Lease
+from rlhfless_ray.learn.advantage import spans
+from rlhfless_ray.learn.batch import Batch, batch_of
+from rlhfless_ray.learn.gang import Gang
+from rlhfless_ray.site import Site
+from rlhfless_ray.types import Sample
+
+WORTH = 4  # a fourth of a step's samples is worth a pass of its own, however few tokens they have
+
+
+class Passes:
+    """`begin` → (`heard` → `look` → `done`) … → `of`, once a step."""
+
+    def __init__(self, site: Site, gang: Gang, what: str, names: tuple[str, ...], ahead: bool) -> None:
+        """`what`: the gang's call, `logprobs` with the names of what it is to give (see `overlap.passes`), or `values`. `ahead`:
+        whether samples are looked at before the learn phase."""
+        self.site, self.gang, self.what, self.names, self.ahead = site, gang, what, names, ahead
+        self.more = (names,) if what == "logprobs" else ()
+        self.per_token_s: float | None = None  # of a pass under one lease a rank, as measured
+        self.begin(0)
+
+    def begin(self, samples: int) -> None:
+        """A step of so many samples begins."""
+        self.samples = samples
+        self.waiting: list[Sample] = []
+        self.asked: list[Sample] = []  # by `refs`
+        self.refs: list[Any] = []
+        self.known: dict[int, dict[str, np.ndarray]] = {}  # key → name → of its tokens
+
+    # ---- ahead, while engines work ----------------------------------------------------------------------------
+
+    def heard(self, samples: list[Sample]) -> None:
+        """These have come to their end."""
+        if self.ahead:
+            self.waiting += samples
+
+    def look(self, leases: list[Lease], seconds: float) -> list[Lease]:
+        """Begin with some that wait, under some of the leases, if they would be done in `seconds`; returns the other leases."""
+        if self.refs or not self.waiting or not self.gang.fits(leases):
+            return leases
+        count, tokens = self._some(seconds)
+        if not count:
+            return leases
+        self.asked, self.waiting = self.waiting[:count], self.waiting[count:]
+        self.gang.slots = self.gang.ranks
+        left = self.gang.staff(leases) if not self.gang.working else leases
+        self.tokens = tokens
+        self.refs = self.gang.ask(self.what, self._batch(self.asked), *self.more)
+        return left
+
+    def _some(self, seconds: float) -> tuple[int, int]:
+        """How many of those that wait: about a micro-batch for each rank, if that is worth it and fits; and their tokens."""
+        most = self.site.recipe.learner.micro_batch_tokens * self.gang.ranks
+        count = tokens = 0
+        for sample in self.waiting:
+            size = len(sample.prompt.token_ids) + len(sample.completion.token_ids)
+            if count and tokens + size > most:
+                break
+            count, tokens = count + 1, tokens + size
+        worth = 2 * tokens >= most or WORTH * count >= self.samples
+        return (count, tokens) if worth and self._takes_s(tokens) <= seconds else (0, 0)
+
+    def _takes_s(self, tokens: int) -> float:
+        """Before one was measured: what a whole update would take."""
+        return self.site.autoscaler.learner.predict(1, tokens) if self.per_token_s is None else self.per_token_s * tokens
+
+    def pending(self) -> list[Any]:
+        return self.gang.pending(self.refs)
+
+    def done(self, wait: bool = False) -> list[Lease]:
+        """The leases back, once what was asked for is there. On GPU the gang keeps them: it has work on its devices soon."""
+        if not self.refs or (self.pending() and not wait):
+            return []
+        refs, self.refs = self.refs, []
+        if (answer := self.gang.answered(refs, self.what)) is not None:
+            found, took_s = answer
+            self.per_token_s = took_s / max(1, self.tokens)
+            for sample, span in zip(self.asked, spans(self._batch(self.asked).response_lengths), strict=True):
+                self.known[sample.completion.key] = {name: found[name][span] for name in self.names}
+        return self.gang.park() if self.site.leases.resource == "cpu" else []
+
+    def _batch(self, samples: list[Sample]) -> Batch:
+        return batch_of(samples, self.site.recipe.rollout.samples_per_prompt)
+
+    # ---- the learn phase --------------------------------------------------------------------------------------
+
+    def of(self, samples: list[Sample], batch: Batch, turn: Callable[[Gang], None]) -> dict[str, np.ndarray]:
+        """By name, per response token of `batch`, which is of these samples. Those that are not known yet are asked for now; `turn`
+        gives the gang its leases."""
+        keys = [sample.completion.key for sample in samples]
+        later = np.array([i for i, key in enumerate(keys) if key not in self.known], np.int64)
+        told = {key: self.known[key] for key in keys if key in self.known}
+        if len(later):
+            turn(self.gang)
+            part = batch if len(later) == len(batch) else batch.take(later)
+            found = self.gang.passed(self.what, part, *self.more)
+            if part is batch:
+                return found
+            for i, span in zip(later, spans(part.response_lengths), strict=True):
+                told[keys[i]] = {name: found[name][span] for name in self.names}
+        empty = np.zeros(0, np.float32)
+        return {name: np.concatenate([empty, *(told[key][name] for key in keys)]) for name in self.names}
