@@ -9,7 +9,6 @@ share this process and one Ray. Curves do not depend on what else the machine do
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import tempfile
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from rich.table import Table
 from benchmarks.provenance import ROOT
 from benchmarks.results import Target, make_console, save, show_targets
 from benchmarks.svg import sparkline
-from benchmarks.verdicts import Verdicts, verdicts
+from benchmarks.verdicts import Verdicts, in_order, verdicts
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.functions.cluster import RayCluster
 from rlhfless_ray.learn.warm_start import warm_start, warm_start_key
@@ -34,7 +33,7 @@ from rlhfless_ray.types import Sample
 
 LEAST = 10.0  # points that held-out accuracy, sampled, has to rise
 VERDICT_STEPS = 500
-LEAST_VERDICTS = 85.0  # percent of right and of wrong responses that the reward model is to recognise, their mean
+LEAST_VERDICTS = 85.0  # percent of pairs of a right and a wrong response that the reward model is to tell
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
 COMMON = (
     "run.steps=16", "rollout.max_tokens=96", "objective.prefer=1", "checkpoint.every_steps=1000000", "watch.progress='plain'",
@@ -47,15 +46,15 @@ PPO = "ppo, critic and reward model"
 
 @dataclass(frozen=True)
 class Curve:
-    """Accuracies (0 to 1) on held-out prompts by the verifier; `rewards`: mean of each step, whoever gave them. `agrees`: share
-    of the sampled responses about which a reward model's sign and the verifier agree, before and after."""
+    """Accuracies (0 to 1) on held-out prompts by the verifier; `rewards`: mean of each step, whoever gave them. `tells`: share
+    of pairs of a right and a wrong sampled response of which a reward model likes the right one better, before and after."""
 
     name: str
     before: dict[str, float]
     after: dict[str, float]
     rewards: list[float]
     value_error: list[float] | None = None  # |mean value - mean return| of each step, with a critic
-    agrees: tuple[float, float] | None = None
+    tells: tuple[float, float] | None = None
 
     @property
     def rise(self) -> float:
@@ -95,17 +94,11 @@ def run(name: str, recipe: Recipe) -> Curve:
     first, last = evaluations[0], evaluations[-1]
     before, after = ({"sampled": float(right(s[:prompts]).mean()), "greedy": float(right(s[prompts:]).mean())} for s in (first, last))
     errors = [abs(row["critic/value_mean"] - row["critic/return_mean"]) for row in rows if "critic/value_mean" in row]
-    agrees = None
+    tells = None
     if recipe.reward.model_path:
-        start, end = (float(np.mean(_says_right(s[:prompts], recipe) == right(s[:prompts]))) for s in (first, last))
-        agrees = start, end
-    return Curve(name, before, after, [row["reward/mean"] for row in rows], errors or None, agrees)
-
-
-def _says_right(samples: list[Sample], recipe: Recipe) -> np.ndarray:
-    """The reward model's verdict: a value above 0, before it was normalised."""
-    config = json.loads((Path(recipe.reward.model_path) / "config.json").read_text())
-    return np.array([float((sample.reward or 0.0) * config["std"] + config["mean"] > 0) for sample in samples])
+        start, end = (in_order(np.array([x.reward or 0.0 for x in s[:prompts]]), right(s[:prompts])) for s in (first, last))
+        tells = start, end
+    return Curve(name, before, after, [row["reward/mean"] for row in rows], errors or None, tells)
 
 
 def warm_policy(recipe: Recipe) -> dict[str, bytes]:
@@ -120,22 +113,22 @@ def warm_policy(recipe: Recipe) -> dict[str, bytes]:
 def targets(curves: list[Curve], model: Verdicts | None) -> list[Target]:
     found = [Target(f"{curve.name}: rise of held-out accuracy, sampled", curve.rise, least=LEAST, unit=" points") for curve in curves]
     if model is not None:
-        found.append(Target("reward model: held-out responses recognised", 100 * model.accuracy, least=LEAST_VERDICTS, unit=" %"))
+        found.append(Target("reward model: pairs told, held-out", 100 * model.supervised, least=LEAST_VERDICTS, unit=" %"))
     return found
 
 
 def show(curves: list[Curve], console: Console) -> None:
     table = Table(
-        "", "sampled, %", "rise", "greedy, %", "reward by step", "|value - return|", "model agrees, %",
+        "", "sampled, %", "rise", "greedy, %", "reward by step", "|value - return|", "model tells, %",
         title="Held-out accuracy by the verifier: before → after", title_justify="left",
     )
     for c in curves:
         pair = {how: f"{100 * c.before[how]:.1f} → {100 * c.after[how]:.1f}" for how in c.after}
         edge = max(1, len(c.rewards) // 8)
         error = c.value_error and f"{np.mean(c.value_error[:edge]):.2f} → {np.mean(c.value_error[-edge:]):.2f}"
-        agrees = c.agrees and " → ".join(f"{100 * share:.1f}" for share in c.agrees)
+        tells = c.tells and " → ".join(f"{100 * share:.1f}" for share in c.tells)
         curve = sparkline(c.rewards, min(c.rewards), max(c.rewards), 20)
-        table.add_row(c.name, pair["sampled"], f"{c.rise:+.1f}", pair["greedy"], curve, error or "", agrees or "")
+        table.add_row(c.name, pair["sampled"], f"{c.rise:+.1f}", pair["greedy"], curve, error or "", tells or "")
     console.print(table)
 
 
@@ -164,19 +157,26 @@ def main() -> None:
             console.print(name, highlight=False)
             own = [f"run.root={root}", f"run.name=run-{len(curves)}", *overrides, *settings(name, model)]
             curves.append(run(name, Recipe.load(RECIPE, own)))
-            console.print(f"  {100 * curves[-1].before['sampled']:.1f} → {100 * curves[-1].after['sampled']:.1f} %", highlight=False)
+            finish(curves, names, model, overrides, console, quick=options.quick)
     finally:
         cluster.stop()
         shutil.rmtree(root, ignore_errors=True)
+
+
+def finish(
+    curves: list[Curve], asked: list[str], model: Verdicts | None, overrides: list[str], console: Console, *, quick: bool
+) -> None:
+    """Show and write down what there is: after every run, so that one that is cut short leaves the others."""
     show(curves, console)
     reached = targets(curves, model)
     show_targets(console, reached)
     content: dict[str, Any] = {
-        "recipe": RECIPE.name, "overrides": overrides, "settings": {name: settings(name, model) for name in names},
+        "recipe": RECIPE.name, "overrides": overrides, "asked": asked,
+        "settings": {name: [one for one in settings(name, model) if "model_path" not in one] for name in asked},
         "runs": [{**asdict(curve), "rise_points": curve.rise} for curve in curves],
-        "reward_model": None if model is None else {"steps": model.steps, "heldout_accuracy": model.accuracy},
+        "reward_model": None if model is None else {k: v for k, v in asdict(model).items() if k != "folder"},
     }
-    save("learns", content, reached, console=console, quick=options.quick)
+    save("learns", content, reached, console=console, quick=quick)
 
 
 if __name__ == "__main__":

@@ -33,11 +33,13 @@ SLIPPED, GUESSED, CUT = 0.45, 0.05, 0.05  # of the responses: a sum goes wrong, 
 
 @dataclass(frozen=True)
 class Verdicts:
-    """`folder`: of the model. On held-out prompts: `accuracy`, mean over right and wrong responses (0 to 1)."""
+    """`folder`: of the model. On held-out prompts: the share of pairs of a right and a wrong response of which the right one has the
+    higher score, among `supervised` responses, and among those with mistakes of ours, which look the same (`spoilt`)."""
 
     folder: Path
     steps: int
-    accuracy: float
+    supervised: float
+    spoilt: float
 
 
 def response(row: Row, rng: np.random.Generator) -> str:
@@ -64,11 +66,11 @@ class Labelled:
     right: list[float]
 
 
-def labelled(rows: list[Row], tokenizer: Any, rng: np.random.Generator) -> list[Labelled]:
-    """A response to each row. Each of its characters is one token."""
+def labelled(rows: list[Row], texts: list[str], tokenizer: Any) -> list[Labelled]:
+    """Of each row and its response. Each character of a response is one token."""
     found = []
-    for row in rows:
-        text, prompt = response(row, rng), row["prompt"]
+    for row, text in zip(rows, texts, strict=True):
+        prompt = row["prompt"]
         ids = tokenizer(prompt + text, add_special_tokens=False)["input_ids"]
         first = len(ids) - len(text)
         look = written(prompt, stride=1)
@@ -87,9 +89,8 @@ def scores(model: Any, responses: list[Labelled]) -> list[Tensor]:
     return [row[one.places] for row, one in zip(values, responses, strict=True)]
 
 
-def learned(files: dict[str, bytes], steps: int, seed: int) -> tuple[dict[str, bytes], float]:
-    """A reward model's folder, made of a policy's, and its held-out accuracy. config.json has mean and deviation of its values
-    (`reward.normalize`)."""
+def learned(files: dict[str, bytes], steps: int, seed: int) -> dict[str, bytes]:
+    """A reward model's folder, made of a policy's. config.json has mean and deviation of its values (`reward.normalize`)."""
     from transformers import AutoModelForSequenceClassification
 
     tokenizer = load_tokenizer(files, False)
@@ -103,7 +104,8 @@ def learned(files: dict[str, bytes], steps: int, seed: int) -> tuple[dict[str, b
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=max(2, steps), pct_start=0.1)
     done = 0
     while done < steps:
-        found = labelled(Chain().rows(BATCH * BUCKET, int(rng.integers(2**62)), "train"), tokenizer, rng)
+        rows = Chain().rows(BATCH * BUCKET, int(rng.integers(2**62)), "train")
+        found = labelled(rows, [response(row, rng) for row in rows], tokenizer)
         order = np.argsort([len(one.tokens) for one in found], kind="stable")  # batches of like lengths
         for part in rng.permutation(np.array_split(order, BUCKET))[: steps - done]:
             mine = [found[i] for i in part]
@@ -116,35 +118,51 @@ def learned(files: dict[str, bytes], steps: int, seed: int) -> tuple[dict[str, b
             optimizer.step()
             schedule.step()
             done += 1
-    found = labelled(Chain().rows(512, seed, "heldout"), tokenizer, rng)
-    with torch.no_grad():
-        given = [one for i in range(0, len(found), BATCH) for one in scores(model, found[i : i + BATCH])]
-    values, right = np.array([float(one[0]) for one in given]), np.array([one.right[0] for one in found])
-    accuracy = float(np.mean([((values > 0) == (right > 0))[right == kind].mean() for kind in (0.0, 1.0)]))
+    values = at_the_end(model, found)
     with tempfile.TemporaryDirectory() as name:
         model.save_pretrained(name)
         tokenizer.save_pretrained(name)
         made = read_folder(Path(name))
     config = {**json.loads(made["config.json"]), "mean": float(values.mean()), "std": float(values.std())}
-    return {**made, "config.json": json.dumps(config, indent=1).encode()}, accuracy
+    return {**made, "config.json": json.dumps(config, indent=1).encode()}
 
 
 def _judged(values: Tensor, right: list[float]) -> Tensor:
     return nn.functional.binary_cross_entropy_with_logits(values, torch.tensor(right))
 
 
+@torch.no_grad()
+def at_the_end(model: Any, responses: list[Labelled]) -> np.ndarray:
+    """The scores, (n,)."""
+    given = [one for i in range(0, len(responses), BATCH) for one in scores(model, responses[i : i + BATCH])]
+    return np.array([float(one[0]) for one in given])
+
+
+def in_order(values: np.ndarray, right: np.ndarray) -> float:
+    """Share of the pairs of a right and a wrong response, (n,) values and 0 or 1, of which the right one has the higher value; ties
+    count half."""
+    good, bad = values[right > 0][:, None], values[right <= 0][None, :]
+    return float(np.mean((good > bad) + 0.5 * (good == bad)))
+
+
 def verdicts(files: dict[str, bytes], key: str, steps: int, seed: int = 0) -> Verdicts:
     """The reward model to a policy's files, from the cache where it is there; `key` names the policy."""
+    from transformers import AutoModelForSequenceClassification
+
     name = hashlib.sha256(json.dumps([VERSION, key, steps, seed, torch.__version__]).encode()).hexdigest()[:16]
     kept = cache_folder() / "reward_models" / name
     if not kept.is_dir():
-        made, accuracy = learned(files, steps, seed)
         kept.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=kept.parent, prefix=".making-"))
-        write_folder(temporary, made)
-        (temporary / "accuracy.json").write_text(json.dumps(accuracy))
+        write_folder(temporary, learned(files, steps, seed))
         try:
             os.rename(temporary, kept)
         except OSError:  # somebody else made it meanwhile
             shutil.rmtree(temporary)
-    return Verdicts(kept, steps, json.loads((kept / "accuracy.json").read_text()))
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(kept), load_tokenizer(files, False)
+    rng, rows = np.random.default_rng([seed, 12]), Chain().rows(256, seed, "heldout")
+    found = []
+    for write in (Chain().example, response):
+        responses = labelled(rows, [write(row, rng) for row in rows], tokenizer)
+        found.append(in_order(at_the_end(model, responses), np.array([one.right[0] for one in responses])))
+    return Verdicts(kept, steps, *found)

@@ -122,7 +122,8 @@ class Terms:
 
     cold_start: Term = field(default_factory=lambda: Term(15.0))  # from lease to ready, nothing running
     warm_start: Term = field(default_factory=lambda: Term(0.1))  # from lease to ready, instance parked
-    transfer: Term = field(default_factory=lambda: Term(0.02, 1e-9))  # per byte
+    transfer: Term = field(default_factory=lambda: Term(0.02, 1e-9))  # of weights, per byte, on the learner's node
+    transfer_away: Term = field(default_factory=lambda: Term(0.03, 2e-9))  # to another one
     prefill: Term = field(default_factory=lambda: Term(0.005, 1e-5))  # per token
     learn: Term = field(default_factory=lambda: Term(0.1, 1e-5))  # per token
     score: Term = field(default_factory=lambda: Term(0.01, 1e-4))  # per sequence

@@ -250,9 +250,19 @@ class Autoscaler:
         self._safely("fitting the speed", lambda: self.speed.observe(running, seconds, context, new), lambda: None)
         self.terms.prefill.observe(new[prefill], seconds[prefill])
 
-    def observe_load(self, weight_bytes: int, seconds: float) -> None:
-        """An engine took a weight version."""
-        self.terms.transfer.observe(float(weight_bytes), seconds)
+    def observe_load(self, weight_bytes: int, seconds: float, away: bool = False) -> None:
+        """An engine took a weight version, from the learner's node or on it."""
+        (self.terms.transfer_away if away else self.terms.transfer).observe(float(weight_bytes), seconds)
+
+    def around_s(self, weight_bytes: int, away: bool, lacks_weights: bool) -> float:
+        """What an engine takes before it decodes, and its slot after that until the learner has it: `away`, on another node than
+        the learner's, weights come over the network, and the learner has to ask for a slot of its own node."""
+        transfer = self.terms.transfer_away if away else self.terms.transfer
+        return (transfer.predict(float(weight_bytes)) if lacks_weights else 0.0) + (RETAKE_S if away else 0.0)
+
+    def work_s(self, lengths: np.ndarray, prompt_tokens: np.ndarray) -> float:
+        """For how long one engine decodes these; lengths (n, S) draws, prompt_tokens (n,)."""
+        return self.engine_speed.rollout_s(lengths.astype(float), prompt_tokens.astype(float))
 
     def observe_step(self, phases: dict[str, float], wall_s: float, samples: int) -> None:
         """Where a finished step's wall time went, evaluation apart. The learner's own time comes by `observe_update`."""

@@ -29,7 +29,7 @@ class Tail:
     def heard(self, samples: list[Sample]) -> None:
         """Responses that have come to their end."""
         self.unscored += samples
-        self.learning.heard(samples)
+        self.learning.passes.heard(samples)
 
     def wants_slot(self) -> bool:
         """Whether a slot more would have work."""
@@ -59,7 +59,7 @@ class Tail:
                 self.leases = self.learning.accumulate(samples, self.leases)
                 self.learned += len(samples)
         if self.leases:
-            self.leases = self.learning.look(self.leases, seconds)
+            self.leases = self.learning.passes.look(self.leases, seconds)
 
     def _is_done(self, group: list[Sample]) -> bool:
         return len(group) == self.count and all(s.reward is not None or s.error is not None for s in group)
@@ -71,4 +71,4 @@ class Tail:
 
     def metrics(self) -> dict[str, Any]:
         found = {"overlap/scored": self.scored, "overlap/learned": self.learned, "overlap/obstacle": self.learning.obstacle or ""}
-        return found | self.learning.metrics()
+        return found | self.learning.passes.metrics()

@@ -68,6 +68,7 @@ def test_a_run_uses_both_nodes_and_makes_the_same_samples(nodes, tmp_path, unint
         for step in run:
             assert {instance.slot.node for instance in run.gang.by_rank} == {home}
             assert step.plan.actors == 2
+            assert step.metrics["rollout/longest_at_home"] == 1, "the longest share is where the weights and the learner's slots are"
     both = tuple(sorted(node_slots("cpu")))
     assert seen.count(both) >= 2, seen  # each step; evaluations take what they get at once
     for number in (1, 2):

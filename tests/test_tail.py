@@ -285,7 +285,7 @@ def test_a_gang_that_dies_in_the_tail_is_asked_again_in_the_learn_phase() -> Non
 def test_the_passes_that_an_update_begins_with(algorithm: dict[str, Any], learner: dict[str, Any], wanted: tuple[str, ...]) -> None:
     critic = Gang() if algorithm is PPO else None
     tail, _, _, learning = parts(algorithm=algorithm, critic=critic, **learner)
-    assert (learning.logprobs.names if learning.logprobs else ()) == wanted
+    assert (learning.passes.logprobs.names if learning.passes.logprobs else ()) == wanted
     assert tail.wants_slot() == (learning.obstacle is None)
     if wanted:
         ended(tail, range(1))

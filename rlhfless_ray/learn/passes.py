@@ -15,6 +15,7 @@ from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.learn.advantage import spans
 from rlhfless_ray.learn.batch import Batch, batch_of
 from rlhfless_ray.learn.gang import Gang
+from rlhfless_ray.learn.overlap import passes, passes_obstacle
 from rlhfless_ray.site import Site
 from rlhfless_ray.types import Sample
 
@@ -113,3 +114,52 @@ class Passes:
                 told[keys[i]] = {name: found[name][span] for name in self.names}
         empty = np.zeros(0, np.float32)
         return {name: np.concatenate([empty, *(told[key][name] for key in keys)]) for name in self.names}
+
+
+class StepPasses:
+    """Those of learner and critic, as far as the recipe wants them."""
+
+    def __init__(self, site: Site, gang: Gang, critic: Gang | None, *, with_gradients: bool) -> None:
+        """`with_gradients`: gradients go ahead, and with them what they need of the learner."""
+        recipe = site.recipe
+        self.obstacle = passes_obstacle(recipe)
+        self.logprobs: Passes | None = None
+        self.values: Passes | None = None
+        samples = recipe.prompts.batch_prompts * recipe.rollout.samples_per_prompt
+        names = () if with_gradients else passes(recipe.algorithm.model_dump(), recipe.learner_section(), samples)
+        if names:
+            self.logprobs = Passes(site, gang, "logprobs", names, self.obstacle is None)
+        if critic is not None:
+            self.values = Passes(site, critic, "values", ("values",), self.obstacle is None)
+
+    def _all(self) -> list[Passes]:
+        return [one for one in (self.logprobs, self.values) if one is not None]
+
+    def begin(self, samples: int) -> None:
+        for one in self._all():
+            one.begin(samples)
+
+    def heard(self, samples: list[Sample]) -> None:
+        for one in self._all():
+            one.heard(samples)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are samples to look at."""
+        return any(one.waiting for one in self._all())
+
+    def look(self, leases: list[Lease], seconds: float) -> list[Lease]:
+        for one in self._all():
+            leases = one.look(leases, seconds)
+        return leases
+
+    def pending(self) -> list[Any]:
+        return [ref for one in self._all() for ref in one.pending()]
+
+    def done(self, wait: bool = False) -> list[Lease]:
+        return [lease for one in self._all() for lease in one.done(wait)]
+
+    def metrics(self) -> dict[str, Any]:
+        """Samples that were looked at ahead, and why none where none may be."""
+        found: dict[str, Any] = {f"overlap/{one.what}": len(one.known) for one in self._all()}
+        return {**found, "overlap/passes_obstacle": self.obstacle or ""} if found else {}

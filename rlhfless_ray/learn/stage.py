@@ -18,8 +18,8 @@ from rlhfless_ray.learn.batch import Batch, batch_of, counts_of, mask_of
 from rlhfless_ray.learn.credit import credit
 from rlhfless_ray.learn.gang import Gang
 from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
-from rlhfless_ray.learn.overlap import obstacle, passes, passes_obstacle
-from rlhfless_ray.learn.passes import Passes
+from rlhfless_ray.learn.overlap import obstacle
+from rlhfless_ray.learn.passes import StepPasses
 from rlhfless_ray.learn.recovery import Recovery
 from rlhfless_ray.learn.update_stats import untouched
 from rlhfless_ray.site import Site
@@ -44,50 +44,19 @@ class LearnStage:
             self.controller = AdaptiveKL(section.coefficient, section.target, section.horizon)
         self.kl_in_reward = section.coefficient > 0 and section.place == "reward"
         self.kl = 0.0  # mean over the step's samples, where it is in the reward
-        self.passes_obstacle = passes_obstacle(site.recipe)
-        self.logprobs = self._passes(gang, "logprobs", self._wanted())
-        self.values = None if critic is None else self._passes(critic, "values", ("values",))
+        self.passes = StepPasses(site, gang, critic, with_gradients=self.obstacle is None)
 
     # ---- ahead, while engines work ----------------------------------------------------------------------------
 
     def begin(self, samples: int = 0) -> None:
         """A step of so many samples begins: of the first ones there may be passes and gradients before its learn phase."""
         self.learned = set()
-        for one in self._all_passes():
-            one.begin(samples)
-
-    def _wanted(self) -> tuple[str, ...]:
-        """Passes of the learner; where gradients go ahead they are a part of these."""
-        recipe = self.site.recipe
-        samples = recipe.prompts.batch_prompts * recipe.rollout.samples_per_prompt
-        return () if self.obstacle is None else passes(recipe.algorithm.model_dump(), recipe.learner_section(), samples)
-
-    def _passes(self, gang: Gang, what: str, names: tuple[str, ...]) -> Passes | None:
-        return Passes(self.site, gang, what, names, ahead=self.passes_obstacle is None) if names else None
-
-    def _all_passes(self) -> list[Passes]:
-        return [one for one in (self.logprobs, self.values) if one is not None]
-
-    def heard(self, samples: list[Sample]) -> None:
-        """These have come to their end, while others are still being answered."""
-        for one in self._all_passes():
-            one.heard(samples)
+        self.passes.begin(samples)
 
     @property
     def wants_slot(self) -> bool:
         """Whether there may be work for a slot before the learn phase."""
-        return self.obstacle is None or any(one.waiting for one in self._all_passes())
-
-    def look(self, leases: list[Lease], seconds: float) -> list[Lease]:
-        """Begin passes over samples that have ended, under some of the leases, if they would be done in `seconds`; the others."""
-        for one in self._all_passes():
-            leases = one.look(leases, seconds)
-        return leases
-
-    def metrics(self) -> dict[str, Any]:
-        """Of what was done ahead: samples that were passed over, and why none where none may be."""
-        found: dict[str, Any] = {f"overlap/{one.what}": len(one.known) for one in self._all_passes()}
-        return {**found, "overlap/passes_obstacle": self.passes_obstacle or ""} if found else {}
+        return self.obstacle is None or self.passes.waiting
 
     def fits(self, leases: list[Lease]) -> bool:
         """Whether gradients could be accumulated under these leases, without asking for more."""
@@ -116,11 +85,11 @@ class LearnStage:
         return left
 
     def pending(self) -> list[Any]:
-        return [*self.gang.pending(self.refs), *(ref for one in self._all_passes() for ref in one.pending())]
+        return [*self.gang.pending(self.refs), *self.passes.pending()]
 
     def done_ahead(self, wait: bool = False) -> list[Lease]:
         """The leases back, once what was asked for is there. On GPU the gang keeps them: gradients stay on its devices."""
-        leases = [lease for one in self._all_passes() for lease in one.done(wait)]
+        leases = self.passes.done(wait)
         if not self.refs or (self.gang.pending(self.refs) and not wait):
             return leases
         self.gang.accumulated(self.refs)
@@ -148,15 +117,16 @@ class LearnStage:
         mask = mask_of([s.action_mask for s in samples], lengths.tolist())
         scored_tokens = np.repeat(known, lengths) if mask is None else np.repeat(known, lengths) & mask
         extra: dict[str, Any] = {}
-        if self.logprobs is not None and len(batch) and (self.kl_in_reward or self.logprobs.known):
-            told = self.logprobs.of(learned, batch, self._turn)
+        logprobs, values_of = self.passes.logprobs, self.passes.values
+        if logprobs is not None and len(batch) and (self.kl_in_reward or logprobs.known):
+            told = logprobs.of(learned, batch, self._turn)
             if self.kl_in_reward:
                 kl = told.pop("kl")
                 self.kl = float(np.mean([kl[span].mean() for span in spans(batch.response_lengths)]))
                 extra |= {"kl": _spread(kl, scored_tokens), "kl_coefficient": self.controller.coefficient}
             batch = replace(batch, **told)  # type: ignore[arg-type]
-        if self.values is not None:
-            values = self.values.of(learned, batch, self._turn)["values"]
+        if values_of is not None:
+            values = values_of.of(learned, batch, self._turn)["values"]
             batch = replace(batch, values=values)
             extra["values"] = _spread(values, scored_tokens)
         truncated = np.array([s.completion.finish_reason == "length" for s in samples], bool)

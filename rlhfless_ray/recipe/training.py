@@ -173,7 +173,8 @@ class Learner(Section):
     """Padded tokens of one micro-batch."""
     overlap: Annotated[Literal["auto", "off"], OffIsAWord] = "auto"
     """Scoring and gradients of complete groups on slots that engines have left, while others still decode. Gradients only
-    where the update is then the same, to rounding: one per step, ZeRO 0, 1 or 2. `off`: the learner waits for the rollout."""
+    where the update is then the same, to rounding: one per step, ZeRO 0, 1 or 2; else, of what has ended, the passes that it begins
+    with: old and reference log-probabilities, the critic's values. `off`: the learner waits for the rollout."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, more time."""
     max_skipped_updates: int = Field(3, ge=0)

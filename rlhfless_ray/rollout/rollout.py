@@ -191,7 +191,7 @@ class Rollout:
             failure = instance.failure() or f"{instance.id} failed: {reason_of(error)}"
             raise RunError(f"rollout engine {failure}") from error
         launch.heard_s = time.monotonic()
-        self.stream.load_s += [span.to_s - span.from_s for span in loaded]
+        self.stream.loads += [(instance.slot.node, span.to_s - span.from_s) for span in loaded]
         self.stream.steps += steps
         self.stream.decode_s[instance.id] = self.stream.decode_s.get(instance.id, 0.0) + sum(step.seconds for step in steps)
         self.pool.ledger.spans([lease.id for lease in instance.leases], [*loaded, *spans])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from placement.policy import Decision, deal
+from placement.seats import seats
 from rlhfless_ray.agent.processes import Processes
 from rlhfless_ray.agent.samples import EpisodeSamples
 from rlhfless_ray.autoscale import RolloutPlan
@@ -68,6 +69,27 @@ class RolloutStage:
         count = self.site.recipe.rollout.samples_per_prompt
         return step.plan.shares(engines, step.forecast.lengths.mean(1), np.repeat(np.arange(len(step.prompts)), count))
 
+    def _homes(self) -> set[str]:
+        """The nodes of the learner, where its weights come from and its slots are."""
+        return {instance.slot.node for instance in self.learning.gang.by_rank}
+
+    def _seated(self, step: Step, shares: list[np.ndarray], weights: WeightVersion) -> list[np.ndarray]:
+        """The shares, after the engines were put in their order: the longest share goes to the learner's node, where weights come
+        soonest and a slot is handed on, as far as that is worth anything."""
+        engines, homes, autoscaler = self.pool.working, self._homes(), self.site.autoscaler
+        prompts = np.repeat([len(p.token_ids) for p in step.prompts], self.site.recipe.rollout.samples_per_prompt)
+        work_s = np.array([autoscaler.work_s(step.forecast.lengths[share], prompts[share]) for share in shares])
+        around_s = np.array([
+            autoscaler.around_s(self.weight_bytes, e.slot.node not in homes, e.loading is not None or e.version != weights.version)
+            for e in engines
+        ])
+        order = seats(work_s, around_s)
+        self.pool.working[:] = [*(engines[k] for k in order), *(e for k, e in enumerate(engines) if k not in order)]
+        if len({e.slot.node for e in engines}) > 1:
+            longest = self.pool.working[int(np.argmax(work_s))]
+            step.metrics["rollout/longest_at_home"] = float(longest.slot.node in homes)
+        return shares
+
     def _prompts(self, shares: list[np.ndarray]) -> list[np.ndarray]:
         """The prompts of these requests, engine by engine; engines that get none are left out, as in the rollout."""
         return [share // self.site.recipe.rollout.samples_per_prompt for share in shares if len(share)]
@@ -97,7 +119,7 @@ class RolloutStage:
             second = autoscaler.second if elastic else float("inf")  # what is never given back cannot be saved
             prefill = autoscaler.terms.prefill.per_unit_s
             self.migration.begin(step.forecast.lengths, autoscaler.speed.speed, second, prefill, count)
-        shares = self._shares(step, len(self.pool.working))
+        shares = self._seated(step, [share for share in self._shares(step, len(self.pool.working)) if len(share)], weights)
         if self.prefix is not None and step.prefixes is not None:
             tokens = [p.token_ids for p in step.prompts]
             self.prefix.send(step.prefixes, tokens, self.pool.working, self._prompts(shares), weights.version)
@@ -160,8 +182,8 @@ class RolloutStage:
             agents=self._agents(beside.samples, requests),  # type: ignore[arg-type]
         )
         around_s = time.monotonic() - self.began_s - max(stream.decode_s.values(), default=0.0)
-        for seconds in stream.load_s:
-            autoscaler.observe_load(self.weight_bytes, seconds)
+        for node, seconds in stream.loads:
+            autoscaler.observe_load(self.weight_bytes, seconds, away=node not in self._homes())
         autoscaler.observe_rollout(stream.steps, around_s if all_warm else None)
         return stream
 

@@ -20,7 +20,7 @@ class Stream:
     completions: dict[int, Completion] = field(default_factory=dict)
     steps: list[EngineStep] = field(default_factory=list)
     decode_s: dict[str, float] = field(default_factory=dict)  # seconds each instance spent in its engine's steps
-    load_s: list[float] = field(default_factory=list)  # seconds each instance took to load the weight version
+    loads: list[tuple[str, float]] = field(default_factory=list)  # nodes, and seconds an instance there took to load the weights
     moved: list[Moved] = field(default_factory=list)
     decisions: list[str] = field(default_factory=list)  # to move something: why, and what became of it
     replaced: int = 0

@@ -244,6 +244,43 @@ def test_after_a_weight_update_no_old_page_is_used(world: World, monkeypatch: py
         world.load(plain, 1, 0)
 
 
+def test_vllms_example_connector_uses_old_pages_after_a_weight_update(world: World, tmp_path: Path) -> None:
+    """The test above would catch it: a connector that knows pages by their tokens alone, as the one that comes with vLLM as an
+    example, takes those of version 1 under version 2."""
+    import ray
+
+    from rlhfless_ray.weights.folder import without_weights
+
+    class Example(engine_class()):  # type: ignore[misc]
+        def open(self, threads: int) -> Any:
+            from vllm.config import KVTransferConfig
+
+            import rlhfless_ray.rollout.engine as engine
+
+            engine._transfer_config = lambda pages: KVTransferConfig(  # type: ignore[assignment]
+                kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config={"shared_storage_path": str(tmp_path)}
+            )
+            return super().open(threads)
+
+    asked, plain = requests(0.0), world.engine("plain", prefix_kv=False)
+    theirs = ray.remote(Example).options(num_cpus=0).remote(without_weights(world.files[0]), settings(prefix_kv=False))
+    try:
+        ray.get(theirs.open.remote(1), timeout=240)
+        world.load(theirs, 1, 0)
+        wanted = call(plain.answer, asked)
+        for _ in range(2):  # it saves, then it loads
+            assert_same(call(theirs.answer, asked), wanted)
+            call(theirs.forget)
+        assert any(tmp_path.iterdir()), "it has saved something"
+        world.load(theirs, 2, 1)
+        world.load(plain, 2, 1)
+        with pytest.raises(AssertionError):
+            assert_same(call(theirs.answer, asked), call(plain.answer, asked))
+    finally:
+        world.load(plain, 1, 0)
+        ray.kill(theirs)
+
+
 def test_a_cut_sequence_goes_on_elsewhere_with_its_pages(world: World) -> None:
     """The other engine computes one token of what was there before, and the response is the uncut one."""
     asked = requests(1.0, seed=3)
