@@ -21,7 +21,7 @@ NODE_CORES = 2
 NOTICE_S = 4.0  # between a drain notice and the end of the node
 PATIENCE_S = 60.0  # for the last process of a run to be gone, on a machine that does something else too
 START_S = 120.0  # for a local cluster
-TRIES = 4  # to start a node
+TRIES = 8  # to start a node
 
 
 def again(start: Callable[[], Any]) -> Any:

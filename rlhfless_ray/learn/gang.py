@@ -49,6 +49,7 @@ class Gang:
         self.files: Callable[[], Any] | None = None  # reference to the policy's files, once the ranks have loaded it
         self.loopback = False
         self.left: list[Lease] = []  # of ranks that are lost
+        self.lend: Callable[[], list[Lease]] = list  # those of the run that nobody works under just now
 
     def staff(self, spare: list[Lease]) -> list[Lease]:
         """Hand leases to the ranks, see `_take`; ranks that were lost are as they were when this returns. The rest of the
@@ -75,6 +76,8 @@ class Gang:
             self.bury(LearnerLost(f"the {self.name}'s node is drained"), Cause.NODE_DRAINED)
             spare = leases.living(spare)
         own, spare = self._own([*spare, *self._leases_left()])
+        if len(own) < self.ranks:  # Ray would never grant what the run itself holds
+            own, spare = self._own([*own, *spare, *leases.living(self.lend())])
         while missing := self.ranks - len(own):
             if self.by_rank and (gone := leases.gone(self._homes())):
                 self.bury(LearnerLost(f"node {gone[0]} is gone"))

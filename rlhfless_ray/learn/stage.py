@@ -246,6 +246,7 @@ class LearnStage:
         for gang in self._gangs():
             gang.recovery = Recovery(every_steps)
             gang.recovery.say = say
+            gang.lend = self.site.handed
 
     def saved(self, load: Callable[[], dict[str, bytes]]) -> None:
         """What `snapshot` gave is on disk now; `load` reads it."""

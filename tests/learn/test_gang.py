@@ -47,6 +47,9 @@ class Cluster(Leases):
     def gone(self, nodes: list[str]) -> list[str]:
         return [node for node in nodes if node not in self.free]
 
+    def living(self, leases: list[Lease]) -> list[Lease]:
+        return leases
+
     def lose(self, node: str) -> bool:
         return node not in self.free
 
@@ -88,6 +91,16 @@ def test_the_rank_takes_the_spare_lease_of_its_own_node_wherever_it_stands_in_th
     gang = gang_on(cluster, Slot("here", 0))
     assert gang.staff(spare) == spare[:1]
     assert gang.by_rank[0].leases == spare[1:] and cluster.log == []
+
+
+def test_what_the_run_holds_without_using_it_is_taken_before_anything_is_asked_for():
+    """As when a learner is lost between two steps: a cluster that is all the run's own would wait for itself."""
+    cluster = Cluster("cpu", {"here": [], "there": []})
+    spare = [cluster.lease("here", 0), cluster.lease("there", 0), cluster.lease("here", 1)]
+    gang = gang_on(cluster, Slot("here", 0), Slot("here", 1))
+    gang.lend = lambda: [spare.pop() for _ in range(len(spare))]
+    [left] = gang.staff([])
+    assert nodes_of(gang) == [["here"], ["here"]] and left.slot.node == "there" and cluster.log == [] and not spare
 
 
 def test_without_one_it_lets_the_others_go_and_asks_at_its_own_node():
