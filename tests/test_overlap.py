@@ -86,14 +86,19 @@ def test_passes_of_learner_and_critic_go_ahead_and_say_what_they_would_say_later
 
     monkeypatch.setattr(Passes, "of", compared)
     kl = {"coefficient": 0.1, "estimator": "k2", "place": "reward"}
-    run = trained(
-        tmp_path / "ahead", "auto", algorithm__advantage={"estimator": "gae"}, algorithm__kl=kl, critic__learning_rate=1e-3,
-    )
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert {what: sum(row[f"overlap/{what}"] for row in rows) for what in ahead} == ahead and min(ahead.values()) > 0
-    ledger = read_rows(run / "ledger.csv")
-    for what in ("log-probabilities", "values"):
-        found = [row for row in ledger if row.what == what and any(
-            other.kind == "rollout" and other.activity == "work" and other.step == row.step and other.to_s > row.from_s for other in ledger
-        )]
-        assert found, f"{what} while an engine worked"
+    for attempt in range(4):  # on a busy machine a tail may be over before there is a slot in it
+        ahead |= dict.fromkeys(ahead, 0)
+        run = trained(
+            tmp_path / f"ahead{attempt}", "auto", algorithm__advantage={"estimator": "gae"}, algorithm__kl=kl,
+            critic__learning_rate=1e-3,
+        )
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert {what: sum(row[f"overlap/{what}"] for row in rows) for what in ahead} == ahead
+        ledger = read_rows(run / "ledger.csv")
+        work = [row for row in ledger if row.kind == "rollout" and row.activity == "work"]
+        if all(
+            any(row.what == what and any(one.step == row.step and one.to_s > row.from_s for one in work) for row in ledger)
+            for what in ("log-probabilities", "values")
+        ):
+            return
+    raise AssertionError("no passes of both while an engine worked, in four runs")

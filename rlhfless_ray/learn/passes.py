@@ -91,6 +91,7 @@ class Passes:
             self.per_token_s = took_s / max(1, self.tokens)
             for sample, span in zip(self.asked, spans(self._batch(self.asked).response_lengths), strict=True):
                 self.known[sample.completion.key] = {name: found[name][span] for name in self.names}
+        self.asked = []
         return self.gang.park() if self.site.leases.resource == "cpu" else []
 
     def _batch(self, samples: list[Sample]) -> Batch:
@@ -161,5 +162,5 @@ class StepPasses:
 
     def metrics(self) -> dict[str, Any]:
         """Samples that were looked at ahead, and why none where none may be."""
-        found: dict[str, Any] = {f"overlap/{one.what}": len(one.known) for one in self._all()}
+        found: dict[str, Any] = {f"overlap/{one.what}": len(one.known) + len(one.asked) for one in self._all()}
         return {**found, "overlap/passes_obstacle": self.obstacle or ""} if found else {}
