@@ -43,10 +43,19 @@ def trained(folder: Path, overlap: str, **more: Any) -> Path:
 def test_what_is_done_in_the_tail_changes_nothing_but_the_time(no_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
     monkeypatch.setattr(rollout.Rollout, "tail_s", lambda self: 1000.0)  # always worth beginning
-    ahead, after = trained(tmp_path / "ahead", "auto"), trained(tmp_path / "after", "off")
+    after = trained(tmp_path / "after", "off")
+    for attempt in range(4):  # on a busy machine a tail may be over before there is a slot in it
+        ahead = trained(tmp_path / f"ahead{attempt}", "auto")
+        ledger = read_rows(ahead / "ledger.csv")
+        work = [row for row in ledger if row.kind == "rollout" and row.activity == "work"]
+        early = [
+            row.step for row in ledger if row.what == "accumulate" and any(o.step == row.step and o.to_s > row.from_s for o in work)
+        ]
+        if early:
+            break
     rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (ahead, after)]
-    early = [row["step"] for row in rows[0] if row["overlap/learned"] > 0]  # on a busy machine not in every step
-    assert early and rows[0][early[0] - 1]["overlap/scored"] >= 4 * GROUPS
+    assert early, "gradients were accumulated while an engine worked"
+    assert rows[0][early[0] - 1]["overlap/scored"] >= 4 * GROUPS and rows[0][early[0] - 1]["overlap/learned"] > 0
     assert [row["overlap/learned"] for row in rows[1]] == [0, 0] and rows[1][0]["overlap/obstacle"] == "learner.overlap is off"
     for number in (1, 2):
         kept = [samples(run, number) for run in (ahead, after)]
@@ -63,9 +72,6 @@ def test_what_is_done_in_the_tail_changes_nothing_but_the_time(no_ray: None, tmp
         np.testing.assert_allclose(weights[0][name], weights[1][name], rtol=0, atol=2e-5)
     whats = [{row.what for row in read_rows(run / "ledger.csv")} for run in (ahead, after)]
     assert "accumulate" in whats[0] and "accumulate" not in whats[1]
-    first = [row for row in read_rows(ahead / "ledger.csv") if row.step == early[0]]
-    working = max(row.to_s for row in first if row.kind == "rollout" and row.activity == "work")
-    assert min(row.from_s for row in first if row.what == "accumulate") < working, "while an engine worked"
 
 
 def test_passes_of_learner_and_critic_go_ahead_and_say_what_they_would_say_later(
