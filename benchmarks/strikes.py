@@ -155,6 +155,8 @@ def pid_of(instance: Any) -> int | None:
 
 def kill(instances: list[Any], rng: Any, number: signal.Signals = signal.SIGKILL) -> bool:
     """One of them. Whether there was one: a process may be gone of which Ray does not know it yet."""
+    if number == signal.SIGSTOP:  # one that hangs while it starts is given the deadlines of a start
+        instances = [instance for instance in instances if instance.started]
     pids = [pid for pid in map(pid_of, instances) if pid]
     if not pids:
         return False

@@ -18,7 +18,7 @@ import ray
 
 from benchmarks.replay import ReplayedLearner, ReplayedRuntime
 from benchmarks.replay_world import World, build, recipe_for, synthetic_lengths
-from benchmarks.strikes import kill, pid_of
+from benchmarks.strikes import kill
 from rlhfless_ray.crew import Actors
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.recipe import Recipe
@@ -171,7 +171,7 @@ def test_what_hangs_is_ended_and_its_step_has_exactly_its_samples(
     monkeypatch.setattr("rlhfless_ray.reward.score.SLACK_S", 2.0)
     monkeypatch.setattr("rlhfless_ray.functions.pool.KNOWN_S", 1.0)
     rng, stopped = np.random.default_rng(0), []
-    started: Callable[[Hit], bool] = lambda run: any(map(pid_of, run.rollout.working))  # noqa: E731
+    started: Callable[[Hit], bool] = lambda run: any(i.started for i in run.rollout.working)  # noqa: E731
     engine = when(started, lambda run: stopped.append(kill(run.rollout.working, rng, signal.SIGSTOP)))
     script: Script = {
         (1, "parked"): engine, (2, "score"): lambda run: stopped.append(kill(run.reward.working, rng, signal.SIGSTOP)),
