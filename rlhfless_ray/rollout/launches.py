@@ -22,13 +22,14 @@ _epochs = itertools.count(1)  # of all rollouts of this driver: an order is for 
 @dataclass
 class Launch:
     """A call of an engine. asked: indices of the requests it was called with and has not cut; heard_s: when it last said
-    something."""
+    something, and before that, when it had started; before that, when it was called."""
 
     instance: Instance
     number: int
     epoch: int
     asked: set[int]
     heard_s: float
+    started: bool = False  # its process, as far as was seen
 
 
 class Launches:

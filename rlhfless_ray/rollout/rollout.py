@@ -164,12 +164,15 @@ class Rollout:
         """For engines that do not answer any more although their processes live."""
         now = time.monotonic()
         for generator, launch in list(self.launches.running.items()):
-            instance = launch.instance
-            if not instance.started:
-                launch.heard_s = now
-            elif now - launch.heard_s > self.silence_s and not ray.wait([generator], timeout=0, fetch_local=False)[0]:
+            if not launch.started and launch.instance.started:
+                launch.started, launch.heard_s = True, now
+            start_s = self.pool.leases.deadline_s
+            late = now - launch.heard_s > (self.silence_s if launch.started else start_s)
+            if late and not ray.wait([generator], timeout=0, fetch_local=False)[0]:
                 del self.launches.running[generator]
-                self.gone(launch, Cause.HUNG, f"it said nothing for rollout.silence_s = {self.silence_s:g} s")
+                silent = f"it said nothing for rollout.silence_s = {self.silence_s:g} s"
+                never = f"it did not start within functions.lease_deadline_s = {start_s:g} s"
+                self.gone(launch, Cause.HUNG, silent if launch.started else never)
 
     def hear(self, generator: Any) -> None:
         launch = self.launches.running[generator]

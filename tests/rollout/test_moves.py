@@ -246,6 +246,17 @@ def test_an_engine_that_hangs_is_ended_and_its_requests_go_on(site: Site, engine
     assert not alive(pid), "it would keep its memory, and its device"
 
 
+def test_an_engine_that_hangs_in_its_start_is_ended_too(site: Site) -> None:
+    site.pool.resize(2, [], need=2)
+    os.kill(site.pids()[0], signal.SIGSTOP)
+    first = site.pool.working[0]
+    first.opened = first.actor.open.remote(1)  # as if it had only been called
+    site.leases.deadline_s = 2.0
+    stream = site.run([100, 110, 120], [[0, 1], [2]], silence_s=30.0)
+    assert stream.replaced == 1 and stream.orphans == 2 and first not in site.pool.working
+    assert site.pool.faults.counts == {Cause.HUNG: 1}
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
