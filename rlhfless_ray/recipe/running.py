@@ -37,7 +37,7 @@ class Functions(Section):
     are parked, not the learner. Beyond it none is started ahead, and those that have waited longest end. None: half of what Ray
     counts as the node's memory."""
     lease_deadline_s: float = Field(300.0, gt=0)
-    """A lease that Ray cannot grant by then ends the run with what is missing."""
+    """A lease that Ray cannot grant by then ends the run with what is missing; a process that has not started by then is replaced."""
     max_replacements: int = Field(3, ge=0)
     """Processes that may die or hang and be replaced before the run ends; every step done without such a fault gives one of them
     back. Those whose node was lost or drained are not counted."""
