@@ -37,10 +37,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--prefer", type=float, default=0.5, help="0 cheapest, 1 fastest")
-    parser.add_argument("--quick", action="store_true", help="8 GPUs, small and fast: shows that it runs, measures nothing")
+    parser.add_argument("--quick", action="store_true", help="4 GPUs, small and fast: shows that it runs, measures nothing")
     options = parser.parse_args()
     if options.quick:
-        options.gpus, options.steps, options.prompts, options.samples = 8, 3, 16, 4
+        options.gpus, options.steps, options.prompts, options.samples = 4, 3, 16, 4
     console = make_console()
     learn_s, max_tokens, clock = (10.0, 2048, 1.0) if not options.quick else (1.0, 256, 1.0)
     with tempfile.TemporaryDirectory(prefix="rlhfless-control-") as name:

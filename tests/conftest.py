@@ -16,8 +16,13 @@ from typing import Any
 import pytest
 import yaml
 from filelock import FileLock
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
+
+settings.register_profile("same", derandomize=True)  # what passed here passes everywhere
+settings.register_profile("search")  # `pytest --hypothesis-profile=search` looks for more
+settings.load_profile("same")
 
 REWARD = '''
 def shorter(prompt, response, row):

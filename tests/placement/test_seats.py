@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from placement.seats import seats
 
-pytestmark = pytest.mark.pure
-
 TIMES = st.floats(0, 100, allow_nan=False)
 
 
