@@ -155,7 +155,7 @@ def main() -> None:
     try:
         for name in names:
             console.print(name, highlight=False)
-            own = [f"run.root={root}", f"run.name=run-{len(curves)}", *overrides, *settings(name, model)]
+            own = [f"run.root={root}", f"run.name=run-{len(curves)}", *overrides, *settings(name, model), *options.overrides]
             curves.append(run(name, Recipe.load(RECIPE, own)))
             finish(curves, names, model, overrides, console, quick=options.quick)
     finally:
