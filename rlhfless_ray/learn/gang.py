@@ -212,7 +212,7 @@ class Gang:
             self.pool.end(instance)
         self._join(self.recovery.newest())
         for what, batch in self.recovery.since:
-            replies = self._all(self._ask(what, batch), f"the {self.name}'s lost work")
+            replies = self._all(self.ask(what, batch), f"the {self.name}'s lost work")
             self._book(reply[1] if what == "update" else reply for reply in replies)
             self.recovery.redone += what == "update"
         self.recovery.seconds += time.monotonic() - began_s
@@ -257,7 +257,7 @@ class Gang:
         chores = [meanwhile]
 
         def ask() -> list[Any]:
-            refs = self._ask("update", batch)
+            refs = self.ask("update", batch)
             while chores:
                 chores.pop()()
             return refs
@@ -288,22 +288,19 @@ class Gang:
     def passed(self, what: str, batch: Batch, *more: Any) -> dict[str, np.ndarray]:
         """Per response token, under the current weights, by name: `logprobs` of a learner (`more`: the names, see
         `overlap.passes`), `values` of a critic."""
-        replies = self._surely(lambda: self._ask(what, batch, *more), f"the {self.name}'s {what}")
+        replies = self._surely(lambda: self.ask(what, batch, *more), f"the {self.name}'s {what}")
         self._book(spans for _, spans in replies)
         return replies[0][0]
 
-    def _ask(self, what: str, batch: Batch, *more: Any) -> list[Any]:
+    def ask(self, what: str, batch: Batch, *more: Any) -> list[Any]:
+        """Call `what` of every rank, which says it of the batch; references, such as `answered` takes."""
         shared = ray.put(batch)
         return [getattr(i.actor, what).remote(shared, len(i.leases), *more) for i in self.by_rank]
-
-    def ask(self, what: str, batch: Batch, *more: Any) -> list[Any]:
-        """As `passed`, of a part of a step; references for `answered`."""
-        return self._ask(what, batch, *more)
 
     def accumulate(self, batch: Batch) -> list[Any]:
         """Gradients of a part of a step, on every rank; references for `accumulated`."""
         self.recovery.did("accumulate", batch)
-        return self._ask("accumulate", batch)
+        return self.ask("accumulate", batch)
 
     def pending(self, refs: list[Any]) -> list[Any]:
         """Those that are not there yet."""

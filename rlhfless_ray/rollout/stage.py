@@ -65,17 +65,18 @@ class RolloutStage:
         return self.prefix.prefill([p.token_ids for p in step.prompts], shares, weights, steps_left)
 
     def _shares(self, step: Step, engines: int) -> list[np.ndarray]:
-        """The requests of each engine."""
+        """The requests of each engine; engines that get none are left out, as in the rollout."""
         count = self.site.recipe.rollout.samples_per_prompt
-        return step.plan.shares(engines, step.forecast.lengths.mean(1), np.repeat(np.arange(len(step.prompts)), count))
+        shares = step.plan.shares(engines, step.forecast.lengths.mean(1), np.repeat(np.arange(len(step.prompts)), count))
+        return [share for share in shares if len(share)]
 
     def _homes(self) -> set[str]:
         """The nodes of the learner, where its weights come from and its slots are."""
         return {instance.slot.node for instance in self.learning.gang.by_rank}
 
-    def _seated(self, step: Step, shares: list[np.ndarray], weights: WeightVersion) -> list[np.ndarray]:
-        """The shares, after the engines were put in their order: the longest share goes to the learner's node, where weights come
-        soonest and a slot is handed on, as far as that is worth anything."""
+    def _seat(self, step: Step, shares: list[np.ndarray], weights: WeightVersion) -> None:
+        """Put the engines into the order of these shares: the longest goes to the learner's node, where weights come soonest and a
+        slot is handed on, as far as that is worth anything."""
         engines, homes, autoscaler = self.pool.working, self._homes(), self.site.autoscaler
         prompts = np.repeat([len(p.token_ids) for p in step.prompts], self.site.recipe.rollout.samples_per_prompt)
         work_s = np.array([autoscaler.work_s(step.forecast.lengths[share], prompts[share]) for share in shares])
@@ -88,11 +89,10 @@ class RolloutStage:
         if len({e.slot.node for e in engines}) > 1:
             longest = self.pool.working[int(np.argmax(work_s))]
             step.metrics["rollout/longest_at_home"] = float(longest.slot.node in homes)
-        return shares
 
     def _prompts(self, shares: list[np.ndarray]) -> list[np.ndarray]:
-        """The prompts of these requests, engine by engine; engines that get none are left out, as in the rollout."""
-        return [share // self.site.recipe.rollout.samples_per_prompt for share in shares if len(share)]
+        """The prompts of these requests, engine by engine."""
+        return [share // self.site.recipe.rollout.samples_per_prompt for share in shares]
 
     @contextmanager
     def phase(self, plan: RolloutPlan, weights: WeightVersion) -> Iterator[None]:
@@ -119,7 +119,8 @@ class RolloutStage:
             second = autoscaler.second if elastic else float("inf")  # what is never given back cannot be saved
             prefill = autoscaler.terms.prefill.per_unit_s
             self.migration.begin(step.forecast.lengths, autoscaler.speed.speed, second, prefill, count)
-        shares = self._seated(step, [share for share in self._shares(step, len(self.pool.working)) if len(share)], weights)
+        shares = self._shares(step, len(self.pool.working))
+        self._seat(step, shares, weights)
         if self.prefix is not None and step.prefixes is not None:
             tokens = [p.token_ids for p in step.prompts]
             self.prefix.send(step.prefixes, tokens, self.pool.working, self._prompts(shares), weights.version)
