@@ -9,9 +9,9 @@ import numpy as np
 
 from placement.simulate.step import Knobs, StepInput, StepRun
 
-DRAWS = 2  # scenarios that a candidate of ours is tried on
-FINALISTS = 10  # candidates that are tried in earnest after all were tried roughly
-CLIMB = 12  # steps from the best of them
+DRAWS = 4  # scenarios that a candidate of ours is tried on
+FINALISTS = 8  # plans that are tried in earnest after all were tried roughly
+CLIMB = 24  # steps from the best candidate
 LEAST_GAIN = 0.001  # that a step must bring
 
 
@@ -62,20 +62,20 @@ class Planner:
         self, name: str, run: Try, rough: Try, candidates: list[Knobs], beside: Beside, truth: StepInput | None = None
     ) -> Knobs:
         """The same in three rounds, on `DRAWS` scenarios: all candidates by `rough`, which should rank them much like `run` at a
-        fraction of its cost; the best of them by `run`; and from the best of those on to a plan beside it as long as that
-        is better. truth: tried instead of scenarios, for the clairvoyant."""
+        fraction of its cost; from the best on to a plan beside it as long as that is better; and the best of all that were
+        tried by `run`. truth: tried instead of scenarios, for the clairvoyant."""
         if name not in self.chosen:
             views = self.views(DRAWS) if truth is None else [replace(truth, view=True, memo={})]
             roughly = Trials(views, rough, self.reference, self.prefer)
-            finalists = sorted(candidates, key=roughly.score)[:FINALISTS]
-            trial = Trials(views, run, self.reference, self.prefer)
-            best = min(finalists, key=trial.score)
+            best = min(candidates, key=roughly.score)
             for _ in range(CLIMB):
-                found = next((k for k in beside(best) if trial.score(k) < (1 - LEAST_GAIN) * trial.score(best)), None)
+                found = next((k for k in beside(best) if roughly.score(k) < (1 - LEAST_GAIN) * roughly.score(best)), None)
                 if found is None:
                     break
                 best = found
-            self.chosen[name], self.expected = best, trial.expected(best)
+            trial = Trials(views, run, self.reference, self.prefer)
+            self.chosen[name] = min(sorted(roughly.done, key=roughly.score)[:FINALISTS], key=trial.score)
+            self.expected = trial.expected(self.chosen[name])
         return self.chosen[name]
 
 
