@@ -10,7 +10,7 @@ import numpy as np
 from placement.simulate.step import Knobs, StepInput, StepRun
 
 DRAWS = 4  # scenarios that a candidate of ours is tried on
-FINALISTS = 8  # plans that are tried in earnest after all were tried roughly
+FINALISTS = 5  # plans that are tried in earnest after all were tried roughly
 CLIMB = 24  # steps from the best candidate
 LEAST_GAIN = 0.001  # that a step must bring
 

@@ -8,8 +8,8 @@ from placement.simulate.step import Knobs
 from placement.simulate.terms import Terms
 
 PREFERS = (0.5, 0.9)  # of the rollout within the step, which weighs the tail less than a rollout alone would
-SHARES = (0.0, 0.4, 0.7, 0.85, 0.95)  # of the responses, ended before the early learner is leased
-GIVEN_UP = (0.75, 0.9)  # the same, where engines are given up for it
+SHARES = (0.4, 0.85)  # of the responses, ended before the early learner is leased
+GIVEN_UP = (0.85,)  # the same, where engines are given up for it
 HELD = (1.0, 0.75, 0.5)  # of the devices, held throughout where a lease taken anew is a cold start
 FINER = (0.0, 0.2, 0.4, 0.55, 0.7, 0.78, 0.85, 0.9, 0.95, 0.98)  # shares beside a plan's own
 STEP = 0.1  # of `prefer`
