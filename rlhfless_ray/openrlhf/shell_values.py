@@ -107,8 +107,8 @@ def _braced(
     if values is None:
         return Expansion([unknown or whole], end)
     if kind and kind[0] in "%#/":
-        parts = argument.partition("/")[::2] if kind[0] == "/" else (argument, "")
-        pattern, by = (" ".join(words_of(part, scope)) for part in parts)
+        texts = argument.partition("/")[::2] if kind[0] == "/" else (argument, "")
+        pattern, by = (" ".join(words_of(text, scope)) for text in texts)
         values = [_changed(value, kind, pattern, by) for value in values]
     return Expansion(values, end, is_list)
 
