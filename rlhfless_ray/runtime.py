@@ -303,6 +303,8 @@ class Runtime:
             self.recipe = self.recipe.model_copy(update={"run": self.recipe.run.model_copy(update={"steps": number})})
 
     def publish(self, version: int) -> WeightVersion:
+        if self.ahead is not None:
+            self.rollout.expect(self.ahead.plan.actors)
         return self.learn_stage.publish(version)
 
     def evaluation_is_due(self, number: int) -> bool:
