@@ -50,6 +50,7 @@ class Request:
 
     id: str
     group: Any
+    from_s: float  # wall clock: not granted before
 
 
 class Leases:
@@ -87,7 +88,7 @@ class Leases:
             group = placement_group(
                 [dict(self.bundle)], name=f"rlhfless-{id}", bundle_label_selector=[selector] if selector else None
             )
-            request = Request(id, group)
+            request = Request(id, group, time.time())
             self.asked[id] = request
             requests.append(request)
         return requests
@@ -195,6 +196,7 @@ class Leases:
             table = placement_group_table(request.group)
             if table["state"] == "CREATED":
                 return table["bundles_to_node_id"][0]
+            request.from_s = time.time()
             STOP.check()
             if time.monotonic() >= until:
                 return None
@@ -213,7 +215,7 @@ class Leases:
         lease = Lease(request.id, Slot(node, device), request.group)
         self.held[lease.id] = lease
         self.asked_leases += 1
-        self.ledger.hold(lease.id, node, str(device), kind, "")
+        self.ledger.hold(lease.id, node, str(device), kind, "", request.from_s)
         return lease
 
     def _device(self, group: Any) -> int:
