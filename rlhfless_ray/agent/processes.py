@@ -125,6 +125,8 @@ class Processes:
                 process.playing.pop(event.key, None)
             process.held.discard(event.key)
             yield process.epoch, event
+        if not process.playing:  # nobody may listen when the call ends
+            self._book(process)
 
     def answer(self, epoch: int, answers: Iterable[tuple[tuple[int, ...], Answered]]) -> None:
         """The policy's turns, each with its context, to the call that asked for them; if it is over they are kept."""
