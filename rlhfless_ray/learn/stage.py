@@ -325,9 +325,10 @@ class LearnStage:
         if isinstance(self.controller, AdaptiveKL) and "kl_coefficient" in state:
             self.controller = replace(self.controller, coefficient=state["kl_coefficient"])
 
-    def publish(self, version: int) -> WeightVersion:
+    def publish(self, version: int, meanwhile: Callable[[], None]) -> WeightVersion:
+        """`meanwhile` runs on the driver while the gang works."""
         with self.site.phases.phase("publish"):
-            return self.gang.publish(version)
+            return self.gang.publish(version, meanwhile)
 
     def safe(self, weights: WeightVersion) -> WeightVersion:
         """The version from where engines can have it, before they are asked to. Between phases: it may take leases to publish it
