@@ -40,7 +40,7 @@ class _Process:
     alone: bool = False  # the call has one episode: whatever ends the process is that one's doing
     heard_s: float = 0.0
     id: str = field(default_factory=lambda: f"agent-{next(_numbers)}")
-    began_s: float = 0.0  # the call, wall clock
+    began_s: float = field(default_factory=time.time)  # what is not booked yet: with the process, or with its call
     core_s: float = 0.0  # of a core, since the process began, as it told last
     booked_s: float = 0.0  # of these
 
@@ -151,7 +151,7 @@ class Processes:
                 yield from self._replaced(process, None, Cause.HUNG, f"nothing was heard of it for {silent:.0f} s")
 
     def _book(self, process: _Process) -> None:
-        """What its call has taken of a core. A process that began with it has its start in it."""
+        """What its call has taken of a core; of its first one, with the start."""
         if process.core_s > process.booked_s:
             node, taken_s = ray.get_runtime_context().get_node_id(), process.core_s - process.booked_s
             self.ledger.unleased("agent", process.id, node, process.began_s, time.time(), taken_s, "agents play")
@@ -164,7 +164,7 @@ class Processes:
             return
         batch = process.batches.pop(0)
         process.playing, process.epoch, process.alone = {one.key: one for one in batch}, next(_epochs), len(batch) == 1
-        process.began_s = time.time()
+        process.began_s = time.time() if process.booked_s else process.began_s
         process.held, process.heard_s = set(process.playing), time.monotonic() + self.deadline_s  # it may have to start first
         process.generator = process.actor.play.options(num_returns="streaming").remote(process.epoch, batch)
 
