@@ -181,6 +181,7 @@ class Starts:
         import ray
 
         actor = self.start()
+        told(actor.park.remote())  # as every process that is started ahead
         waiting = told(actor.mark.remote("waits"))
         time.sleep(1.0)
         begin = told(actor.mark.remote("asked"))

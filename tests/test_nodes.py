@@ -49,30 +49,66 @@ def test_a_preferred_node_that_others_hold_is_waited_for_shortly_and_then_any_no
     theirs.release_all()
 
 
-@pytest.mark.parametrize("keep_alive_s", [300.0, 0.0])
-def test_a_run_uses_both_nodes_and_makes_the_same_samples(nodes, tmp_path, uninterrupted, keep_alive_s):
+class Seen:
+    """Notes on which nodes the engines of each rollout are."""
+
+    def __init__(self, run: Runtime) -> None:
+        self.engines: list[tuple[str, ...]] = []
+        self.run, self.resize = run, run.rollout.resize
+        run.rollout.resize = self  # type: ignore[method-assign]
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        left = self.resize(*args, **more)
+        self.engines.append(tuple(sorted(i.slot.node for i in self.run.rollout.working)))
+        return left
+
+
+def assert_same(run: Runtime, uninterrupted: Any, steps: int) -> None:
+    for number in range(1, steps + 1):
+        assert [s["response"] for s in samples(run.folder.path, number)] == [s["response"] for s in samples(uninterrupted, number)]
+
+
+def test_a_run_uses_both_nodes_and_makes_the_same_samples(nodes, tmp_path, uninterrupted):
     """Without keep-alive every engine is started anew each step, and the learner's state alone stays."""
-    tree = small_recipe(tmp_path, rollout__min_actors=2, run__steps=2, functions__keep_alive_s=keep_alive_s)
-    seen: list[tuple[str, ...]] = []
-    with Runtime(Recipe.parse(tree)) as run:
-        resize = run.rollout.resize
-
-        def watched(*args: Any, **more: Any) -> Any:
-            left = resize(*args, **more)
-            seen.append(tuple(sorted(i.slot.node for i in run.rollout.working)))
-            return left
-
-        run.rollout.resize = watched  # type: ignore[method-assign]
+    both = tuple(sorted(node_slots("cpu")))
+    with Runtime(Recipe.parse(small_recipe(tmp_path, rollout__min_actors=2, run__steps=2, functions__keep_alive_s=0.0))) as run:
+        seen = Seen(run)
         [home] = {instance.slot.node for instance in run.gang.by_rank}
-        assert sorted(i.slot.node for i in run.rollout.parked) == sorted(node_slots("cpu"))  # as many as there are cores
         for step in run:
             assert {instance.slot.node for instance in run.gang.by_rank} == {home}
             assert step.plan.actors == 2
             assert step.metrics["rollout/longest_at_home"] == 1, "the longest share is where the weights and the learner's slots are"
-    both = tuple(sorted(node_slots("cpu")))
-    assert seen.count(both) >= 2, seen  # each step; evaluations take what they get at once
-    for number in (1, 2):
-        assert [s["response"] for s in samples(run.folder.path, number)] == [s["response"] for s in samples(uninterrupted, number)]
+    assert seen.engines.count(both) >= 2, seen.engines  # each step; evaluations take what they get at once
+    assert_same(run, uninterrupted, 2)
+
+
+def test_a_node_that_is_lost_while_its_engine_decodes_costs_no_sample(nodes, tmp_path, uninterrupted):
+    """Engines that had said something, and the rest of their responses goes on elsewhere. It is tried again where the engine had
+    ended before its node did."""
+    both, calls = tuple(sorted(node_slots("cpu"))), []
+    tree = small_recipe(tmp_path, rollout__min_actors=2, rollout__stream_interval_s=0.01, functions__lease_deadline_s=300)
+    with Runtime(Recipe.parse(tree)) as run:
+        seen, tell = Seen(run), run.rollout_stage._meanwhile
+        assert tuple(sorted(i.slot.node for i in run.rollout.parked)) == both  # as many as there are cores
+
+        def lose(done: int, total: int) -> None:
+            tell(done, total)
+            [node] = nodes.worker_nodes or [None]
+            calls.append(run.step.number)
+            if node and run.step.number > 1 and calls.count(run.step.number) == 3 and len(run.rollout.working) == 2:
+                nodes.remove_node(node, allow_graceful=False)
+
+        run.rollout_stage._meanwhile = lose  # type: ignore[method-assign]
+        for step in run:
+            if step.metrics["rollout/orphans"]:
+                break
+            if not nodes.worker_nodes:
+                nodes.add_node(num_cpus=1, object_store_memory=256 * 2**20)
+    assert both in seen.engines
+    assert step.metrics["rollout/orphans"] > 0 and step.metrics["faults/preempted"] > 0 and step.metrics["faults/bugs"] == 0
+    assert_same(run, uninterrupted, step.number)
+    nodes.add_node(num_cpus=1, object_store_memory=256 * 2**20)
+    nodes.wait_for_nodes()
 
 
 def worker_class() -> type:

@@ -12,9 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.conftest import ROOT, command, environment, samples, write_recipe
@@ -207,3 +209,52 @@ def test_a_stop_while_it_starts_leaves_nothing_behind_and_promises_nothing(tmp_p
     assert [path.name for path in Path(temporary).iterdir() if path.name.startswith("rlhfless")] == []
     shutil.rmtree(temporary)
     assert not run.exists() or json.loads((run / "status.json").read_text())["status"] == "stopped"
+
+
+def living(sessions: set[int]) -> list[str]:
+    """Command lines of the processes in these sessions."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+    return found
+
+
+def shared_memory(pids: list[int]) -> set[str]:
+    """Segments by name that these processes have mapped or open."""
+    found: set[str] = set()
+    for pid in pids:
+        with suppress(OSError):
+            lines = (Path("/proc") / str(pid) / "maps").read_text().split()
+            found |= {word for word in [*lines, *map(os.readlink, Path(f"/proc/{pid}/fd").iterdir())] if word.startswith("/dev/shm/")}
+    return found
+
+
+def test_a_driver_that_is_killed_leaves_nothing_behind(tmp_path):
+    """SIGKILL, after which no line of ours runs, in the midst of a run with engines, a learner and the prefix service."""
+    recipe = write_recipe(tmp_path, run__steps=1000, rollout__prefix_kv="on", evaluate__prompts=0)
+    temporary = tempfile.mkdtemp(dir="/tmp")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlhfless_ray", "train", recipe], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        cwd=ROOT, env={**environment(), "TMPDIR": temporary}, start_new_session=True,
+    )
+    for line in process.stdout:
+        if line.split()[:1] == ["step"]:
+            break
+    pids = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+    sessions, segments = {os.getsid(pid) for pid in pids}, shared_memory(pids)
+    running = living(sessions)
+    assert {name for name in ("ServeReplica", "PageActor", "LearnerActor") if any(name in line for line in running)} == {
+        "ServeReplica", "PageActor", "LearnerActor"
+    }, running
+    process.kill()
+    process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while living(sessions) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert living(sessions) == []
+    assert [path.name for path in Path(temporary).iterdir() if path.name.startswith("rlhfless")] == []
+    assert [name for name in segments if Path(name).exists()] == []
+    shutil.rmtree(temporary)

@@ -12,12 +12,13 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.errors import RunError, UserError
+from rlhfless_ray.functions.sweeper import Sweeper
 from rlhfless_ray.recipe import Recipe
 
 PACKAGES = ("rlhfless_ray", "placement")
@@ -32,6 +33,7 @@ class RayCluster:
         self.joined = False
         self.names: dict[str, str] = {}
         self.temporary: Path | None = None  # of a private Ray: its session, and what its processes leave in TMPDIR
+        self.sweeper: Sweeper | None = None
 
     def start(self) -> None:
         import ray
@@ -62,7 +64,8 @@ class RayCluster:
         kernels = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
         self.temporary = _temporary_folder()
-        with _own_session(), _temporary_files_in(self.temporary):
+        self.sweeper = Sweeper(self.temporary)
+        with _own_sessions(self.sweeper.watch), _temporary_files_in(self.temporary):
             try:
                 ray.init(
                     address="local",
@@ -86,6 +89,8 @@ class RayCluster:
             _loopback_only(False)
         if self.temporary is not None:
             shutil.rmtree(self.temporary, ignore_errors=True)
+        if self.sweeper is not None:
+            self.sweeper.close()
 
     def node_name(self, node_id: str) -> str:
         """A node's host name, with a number where several nodes share it. Ray's ids are of one Ray only: after a resume the
@@ -188,9 +193,9 @@ def _temporary_files_in(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _own_session() -> Iterator[None]:
-    """Ray's processes started inside get a session of their own. A signal to the driver's process group (a terminal's Ctrl-C,
-    a batch system's SIGTERM) then reaches the driver alone, which needs Ray alive to save and to end it in order."""
+def _own_sessions(tell: Callable[[int], None]) -> Iterator[None]:
+    """Ray's processes started inside get sessions of their own, which `tell` is told. A signal to the driver's process group (a
+    terminal's Ctrl-C, a batch system's SIGTERM) then reaches the driver alone, which needs Ray alive to save and to end it in order."""
     import ray._private.services as services
 
     ray_starts = services.ConsolePopen
@@ -198,6 +203,7 @@ def _own_session() -> Iterator[None]:
     class Detached(ray_starts):  # type: ignore[misc, valid-type]
         def __init__(self, *arguments: Any, **settings: Any) -> None:
             super().__init__(*arguments, **{**settings, "start_new_session": True})
+            tell(self.pid)
 
     setattr(services, "ConsolePopen", Detached)  # noqa: B010
     try:

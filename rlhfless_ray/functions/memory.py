@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.types import Span
@@ -37,7 +39,39 @@ def give_back(start: int, size: int) -> None:
     from now on, until it is written to. Raises OSError where the kernel refuses."""
     page = mmap.PAGESIZE
     begin, end = -(-start // page) * page, (start + size) // page * page
-    libc = ctypes.CDLL(None, use_errno=True)
-    if end > begin and libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED):
+    if end > begin and _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED):
         number = ctypes.get_errno()
         raise OSError(number, f"{(end - begin) >> 20} MB could not be given back: {os.strerror(number)}")
+
+
+def give_back_unused() -> None:
+    """What a process that waits has no use for: free memory of the C heap, and the pages of files that it has mapped, most of them
+    of libraries. Those are the kernel's from then on, which keeps them while memory is plenty; what is touched again is mapped again."""
+    libc = _libc()
+    if hasattr(libc, "malloc_trim"):  # glibc
+        libc.malloc_trim(ctypes.c_size_t(0))
+    with Path("/proc/self/smaps").open() as lines:
+        for start, size in list(unwritten(lines)):
+            give_back(start, size)
+
+
+def unwritten(smaps: Iterable[str]) -> Iterator[tuple[int, int]]:
+    """(address, bytes) of the mappings of files that can only be read and have no page of their own: all of it is in the file."""
+    mapping: list[str] = []
+    told: dict[str, list[str]] = {}
+    for line in smaps:
+        first, *rest = line.split(maxsplit=5)
+        if not first.endswith(":"):
+            mapping, told = [first, *rest], {}
+            continue
+        told[first] = line.split()[1:]
+        if first != "VmFlags:" or len(mapping) < 6:
+            continue
+        of_file = mapping[5].startswith("/") and mapping[1] in ("r-xp", "r--p") and told["Anonymous:"][0] == "0"
+        if of_file and "lo" not in told[first]:  # locked: it is to stay
+            begin, end = (int(part, 16) for part in mapping[0].split("-"))
+            yield begin, end - begin
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

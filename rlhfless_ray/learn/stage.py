@@ -128,7 +128,7 @@ class LearnStage:
         if logprobs is not None and len(batch) and (self.kl_in_reward or logprobs.known):
             told |= logprobs.of(learned, batch, self._turn)
         if self.kl_in_reward and len(batch):
-            kl = token_kl(told["old"], told.pop("reference"), recipe.algorithm.kl.estimator)
+            kl = token_kl(told["old"], told["reference"], recipe.algorithm.kl.estimator)
             self.kl = float(np.mean([kl[span].mean() for span in spans(batch.response_lengths)]))
             extra |= {"kl": _spread(kl, scored_tokens), "kl_coefficient": self.controller.coefficient}
         batch = replace(batch, **told)  # type: ignore[arg-type]
@@ -138,16 +138,16 @@ class LearnStage:
             extra["values"] = _spread(values, scored_tokens)
         self.passes_s += time.monotonic() - began_s
         truncated = np.array([s.completion.finish_reason == "length" for s in samples], bool)
-        advantages, returns = credit(
+        advantages, returns, earned = credit(
             recipe.algorithm.model_dump(), recipe.reward.model_dump(), rewards.reshape(-1, recipe.rollout.samples_per_prompt),
             lengths, truncated, recipe.rollout.max_tokens, mask=mask, **extra,
         )
         written = lengths if mask is None else counts_of(mask, lengths)
         sums = np.concatenate([[0.0], np.cumsum(np.where(scored_tokens, advantages, 0.0))])[np.cumsum(lengths)]
         means = np.diff(sums, prepend=0.0) / np.maximum(written, 1)
-        for sample, scored, mean in zip(samples, known, means, strict=True):
+        for sample, scored, mean, sum_of in zip(samples, known, means, earned, strict=True):
             if scored:
-                sample.advantage = float(mean)
+                sample.advantage, sample.earned = float(mean), float(sum_of)
         by_token = {"advantages": advantages} | ({} if self.critic is None else {"returns": returns})
         return replace(
             batch, kl_coefficient=self.controller.coefficient,

@@ -10,6 +10,7 @@ Pure: hashlib, numpy.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,7 @@ def root(fingerprint: bytes, version: str) -> bytes:
 
 def chain(start: bytes, tokens: Sequence[int] | np.ndarray, block_size: int) -> list[bytes]:
     """Addresses of the blocks of `tokens` in order, the last one of a partly filled block where tokens are left over."""
-    data = np.asarray(tokens, np.int32).tobytes()
+    data = _bytes(tokens)
     step = 4 * block_size
     found, at = [], start
     for begin in range(0, len(data), step):
@@ -44,6 +45,11 @@ def reusable(tokens: Any) -> Any:
     """The part of a prompt (a sequence of token ids) whose KV can be taken from elsewhere: all but the last token, whose logits
     have to be computed."""
     return tokens[:-1]
+
+
+def _bytes(tokens: Sequence[int] | np.ndarray) -> bytes:
+    """As int32."""
+    return (np.asarray(tokens, np.int32) if isinstance(tokens, np.ndarray) else array("i", tokens)).tobytes()
 
 
 def _digest(*parts: bytes) -> bytes:
@@ -94,20 +100,25 @@ def distinct_prefixes(
     if block_size < 1:
         raise ValueError(f"a block has at least one token, not {block_size}")
     found = Prefixes(block_size)
-    number: dict[bytes, int] = {}
+    number: dict[tuple[int, bytes], int] = {}  # by the node before and the block's tokens: only what is new is hashed
     for prompt, tokens in enumerate(prompts):
         part = reusable(tokens)
         if not partial:
             part = part[: len(part) // block_size * block_size]
+        data, step = _bytes(part), 4 * block_size
         path: list[int] = []
-        for depth, address in enumerate(chain(start, part, block_size)):
-            if address not in number:
-                number[address] = len(found.nodes)
-                end = min((depth + 1) * block_size, len(part))
-                parent = path[-1] if path else -1
-                found.nodes.append(Node(address, parent, depth, end - depth * block_size, end, prompt))
+        at = -1
+        for depth, begin in enumerate(range(0, len(data), step)):
+            block = data[begin : begin + step]
+            known = number.get((at, block))
+            if known is None:
+                known = number[at, block] = len(found.nodes)
+                address = _digest(found.nodes[at].address if at >= 0 else start, block)
+                size = len(block) // 4
+                found.nodes.append(Node(address, at, depth, size, depth * block_size + size, prompt))
                 found.uses.append(0)
-            path.append(number[address])
-            found.uses[path[-1]] += 1
+            at = known
+            path.append(at)
+            found.uses[at] += 1
         found.paths.append(path)
     return found

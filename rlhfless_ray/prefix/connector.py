@@ -140,13 +140,13 @@ class PageConnector(KVConnectorBase_V1):
         start = time.perf_counter()
         at = 0
         for layer in self.layers:
-            layer.write(loads.blocks, torch.from_numpy(np.stack([page[at : at + layer.bytes] for page in loads.pages])))
+            layer.write(loads.blocks, [page[at : at + layer.bytes] for page in loads.pages])
             at += layer.bytes
         self.store.counts["loaded"] += len(loads.blocks)
         self.store.seconds["load"] += time.perf_counter() - start
 
     def _copy_out(self, blocks: Sequence[int]) -> np.ndarray:
-        return torch.cat([layer.read(blocks) for layer in self.layers], dim=1).numpy()
+        return np.concatenate([layer.read(blocks) for layer in self.layers], axis=1)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """All layers are there before the forward pass."""
@@ -158,36 +158,36 @@ class PageConnector(KVConnectorBase_V1):
         """Nothing is being saved."""
 
 
-@dataclass(frozen=True)
 class _Layer:
     """One layer's cache and which of its dimensions counts blocks."""
 
-    name: str
-    cache: torch.Tensor
-    dim: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of one block."""
-        return tuple(size for d, size in enumerate(self.cache.shape) if d != self.dim)
-
-    @property
-    def bytes(self) -> int:
-        return int(np.prod(self.shape)) * self.cache.element_size()
+    def __init__(self, name: str, cache: torch.Tensor, dim: int) -> None:
+        self.name, self.cache, self.dim = name, cache, dim
+        self.shape = tuple(size for d, size in enumerate(cache.shape) if d != dim)  # of one block
+        self.bytes = int(np.prod(self.shape)) * cache.element_size()
+        by_block = cache.movedim(dim, 0)
+        # in the host's memory and in one piece a block is copied as what it is, without a call of torch's for it
+        self.rows = by_block.flatten(1).view(torch.uint8).numpy() if cache.device.type == "cpu" and by_block.is_contiguous() else None
 
     def description(self) -> list[Any]:
         order = sorted(range(self.cache.dim()), key=lambda d: -self.cache.stride()[d])
         return [self.name, self.shape, self.dim, order, str(self.cache.dtype)]
 
-    def read(self, blocks: Sequence[int]) -> torch.Tensor:
+    def read(self, blocks: Sequence[int]) -> np.ndarray:
         """(blocks, bytes) uint8 in host memory."""
+        if self.rows is not None:
+            return self.rows[np.asarray(blocks)]
         index = torch.tensor(blocks, dtype=torch.long, device=self.cache.device)
         taken = self.cache.index_select(self.dim, index).movedim(self.dim, 0).contiguous()
-        return taken.reshape(len(blocks), -1).view(torch.uint8).cpu()
+        return taken.reshape(len(blocks), -1).view(torch.uint8).cpu().numpy()
 
-    def write(self, blocks: Sequence[int], pages: torch.Tensor) -> None:
+    def write(self, blocks: Sequence[int], pages: Sequence[np.ndarray]) -> None:
+        if self.rows is not None:
+            for block, page in zip(blocks, pages, strict=True):
+                self.rows[block] = page
+            return
         index = torch.tensor(blocks, dtype=torch.long, device=self.cache.device)
-        values = pages.to(self.cache.device).view(self.cache.dtype).reshape(len(blocks), *self.shape)
+        values = torch.from_numpy(np.stack(pages)).to(self.cache.device).view(self.cache.dtype).reshape(len(blocks), *self.shape)
         self.cache.movedim(self.dim, 0)[index] = values
 
 

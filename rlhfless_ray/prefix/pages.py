@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from rlhfless_ray.prefix.address import chain, reusable, root
+from rlhfless_ray.prefix.address import chain, distinct_prefixes, reusable, root
 
 
 def checksum(address: bytes, page: np.ndarray) -> int:
@@ -92,9 +92,10 @@ class PageStore:
     def wanted(self, version: str, prompts: Iterable[Sequence[int]]) -> set[bytes]:
         """Addresses of every page that the prompts could use. They are remembered until `clear`: a group's samples ask for the
         same ones."""
-        for tokens in prompts:
-            part = tuple(reusable(tokens))
-            self.chains[version, part] = self.addresses(version, part)
+        asked = [tuple(tokens) for tokens in prompts]
+        trie = distinct_prefixes(asked, self.made.block_size, self.made.start(version))
+        for tokens, path in zip(asked, trie.paths, strict=True):
+            self.chains[version, reusable(tokens)] = [trie.nodes[n].address for n in path]
         return {address for addresses in self.chains.values() for address in addresses}
 
     def put(self, bundle: Bundle, version: str, wanted: set[bytes]) -> int:

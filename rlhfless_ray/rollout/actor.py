@@ -128,12 +128,15 @@ class RolloutActor:
                 self.take_in(bundle)
 
     def park(self) -> dict[str, Any]:
-        """Give back what the engine can: its device, weights and all, or on CPU its KV cache."""
-        from rlhfless_ray.functions.memory import kept_memory
+        """Give back what the engine can: its device, weights and all, or on CPU its KV cache, and what a process that waits has no
+        use for."""
+        from rlhfless_ray.functions.memory import give_back_unused, kept_memory
 
         start = time.time()
         if self.engine is not None:
             self.engine.park()
+        if self.settings.get("device", "cpu") == "cpu":
+            give_back_unused()
         return kept_memory([Span("transfer", "give memory back", start, time.time())])
 
 

@@ -209,6 +209,7 @@ class Engine:
                 ignore_eos=True,  # stop_token_ids holds the end-of-sequence tokens already
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,  # what comes before is read from the sampler, at no cost per step
+                skip_clone=True,  # these are nobody else's
                 extra_args=extra,
             )
             tokens = [*request.token_ids, *request.generated]

@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
-from rlhfless_ray.functions.memory import give_back, own_memory_mb
+from rlhfless_ray.functions.memory import give_back, give_back_unused, own_memory_mb, unwritten
 
 MB = 2**20
 
@@ -50,3 +50,54 @@ def test_own_memory_is_what_the_kernel_says() -> None:
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     pss_kb = next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
     assert own_memory_mb() == pytest.approx(pss_kb / 1024, rel=0.02)
+
+
+def resident_kb(address: int) -> int:
+    """Of the mapping that begins there."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    next(line for line in lines if line.startswith(f"{address:x}-"))
+    return int(next(line for line in lines if line.startswith("Rss:")).split()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+def test_pages_of_files_go_and_what_was_written_stays(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(range(256)) * 2**14)
+    with (tmp_path / "file").open("r+b") as file:
+        read = np.frombuffer(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ), np.uint8)
+        written = np.frombuffer(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE), np.uint8)
+        shared = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+    total = read.sum() + shared.sum()
+    written[5] = 77
+    give_back_unused()
+    assert resident_kb(read.ctypes.data) == 0 and resident_kb(shared.ctypes.data) == 4096
+    assert read.sum() + shared.sum() == total and written[5] == 77 and written[6] == 6
+
+
+SMAPS = """\
+7f00-7f02 r-xp 00000000 08:01 11   /lib/one library.so
+Anonymous:             0 kB
+VmFlags: rd ex mr mw me
+7f02-7f03 r--p 00000000 08:01 11   /lib/relocated.so
+Anonymous:             4 kB
+VmFlags: rd mr mw me
+7f03-7f04 rw-p 00000000 08:01 11   /lib/data.so
+Anonymous:             0 kB
+VmFlags: rd wr mr mw me
+7f04-7f05 r--p 00000000 08:01 11   /lib/locked.so
+Anonymous:             0 kB
+VmFlags: rd mr mw me lo
+7f05-7f06 r--p 00000000 00:00 0
+Anonymous:             0 kB
+VmFlags: rd mr mw me
+7f06-7f07 r-xp 00000000 00:00 0   [vdso]
+Anonymous:             0 kB
+VmFlags: rd ex mr mw me de
+7f07-7f09 r--p 00000000 08:01 11   /lib/other.so
+Anonymous:             0 kB
+VmFlags: rd mr mw me
+"""
+
+
+def test_only_what_is_in_a_file_as_it_is_can_be_mapped_again() -> None:
+    """Where an address was relocated in it, a library would crash without its pages."""
+    assert list(unwritten(SMAPS.splitlines())) == [(0x7F00, 2), (0x7F07, 2)]

@@ -57,8 +57,7 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
         if reference is not None and len(batch):
             told = together({"reference": reference.logprobs(batch, 1)[0]})["reference"]
             found["reference"].append(told)
-            if kl["place"] == "loss":
-                batch = replace(batch, reference=told)
+            batch = replace(batch, reference=told)
         ahead = np.unique(batch.groups)[: case.get("early", 0)]
         for group in ahead:
             learner.accumulate(batch.take(np.flatnonzero(batch.groups == group)), 1)
