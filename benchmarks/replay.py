@@ -208,12 +208,12 @@ class ReplayedLearner:
     def rendezvous(self, loopback: bool) -> tuple[str, int]:
         return "", 0
 
-    def build(self, files: dict[str, bytes], place: Any, threads: int, state: dict[str, bytes] | None) -> list[Span]:
+    def build(self, files: dict[str, bytes], place: Any, threads: int, state: dict[str, bytes] | None) -> dict[str, Any]:
         script = Script.read(files)
         self.learn_s = script.learn_s / script.clock
         if state is not None:
             self.digest, self.updates = state["model.safetensors"], int(state["updates"])
-        return []
+        return {"memory_mb": 1.0, "spans": []}
 
     def accumulate(self, batch: Any, threads: int) -> list[Span]:
         self.early += batch.tokens.tobytes()

@@ -126,6 +126,7 @@ class Terms:
     transfer_away: Term = field(default_factory=lambda: Term(0.03, 2e-9))  # to another one
     prefill: Term = field(default_factory=lambda: Term(0.005, 1e-5))  # per token
     learn: Term = field(default_factory=lambda: Term(0.1, 1e-5))  # per token
+    passes: Term = field(default_factory=lambda: Term(0.1, 1e-5))  # per token: of others than the learner's update, before it
     score: Term = field(default_factory=lambda: Term(0.01, 1e-4))  # per sequence
 
     def state(self) -> dict[str, Any]:

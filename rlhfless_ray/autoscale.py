@@ -100,6 +100,7 @@ class Autoscaler:
         self.actors = 0  # engines of the last step
         self.last: Decision | None = None
         self.update_s = 0.0  # of the last update
+        self.passes_s = 0.0  # before it
         self.unlearned: list[list[EngineStep]] = []  # step records of rollouts that no plan has been made after yet
         self.troubles: list[str] = []  # since they were last told
 
@@ -145,7 +146,10 @@ class Autoscaler:
             self.last = decision
         start_s = self.terms.cold_start.predict() if decision.actors > warm else 0.0
         phase_s, slot_s = self._predict(decision, scenarios.lengths, self._prompt_tokens(prompts), start_s)
-        learn_s = self.learner.predict(self.learner_slots, float(scenarios.lengths.mean(1).sum()))
+        tokens = float(scenarios.lengths.mean(1).sum())
+        learn_s = self.learner.predict(self.learner_slots, tokens)
+        if self.terms.passes.records:  # else there are none, or none yet
+            learn_s += self.terms.passes.predict(tokens)
         step_s = phase_s + self.terms.score.predict(len(scenarios.lengths)) + learn_s + self.outside.predict()
         return RolloutPlan(decision, max(least, decision.actors), tuple(plans), phase_s, slot_s, step_s)
 
@@ -161,6 +165,11 @@ class Autoscaler:
         """`slots`: of each rank."""
         self.update_s = seconds
         self.learner.observe(slots, float(response_tokens(samples).sum()), seconds)
+
+    def observe_passes(self, samples: list[Sample], seconds: float) -> None:
+        """What the learn phase took before that update: passes that were not made ahead, and the critic's update."""
+        self.passes_s = seconds
+        self.terms.passes.observe(float(response_tokens(samples).sum()), seconds)
 
     def _predict(
         self, decision: Decision, lengths: np.ndarray, prompt_tokens: np.ndarray, before_s: float
@@ -278,10 +287,11 @@ class Autoscaler:
         return self.engine_speed.rollout_s(lengths.astype(float), prompt_tokens.astype(float))
 
     def observe_step(self, phases: dict[str, float], wall_s: float, samples: int) -> None:
-        """Where a finished step's wall time went, evaluation apart. The learner's own time comes by `observe_update`."""
+        """Where a finished step's wall time went, evaluation apart. The gangs' own time comes by `observe_update` and
+        `observe_passes`."""
         self.terms.score.observe(float(samples), phases.get("score", 0.0))
         known = sum(phases.get(name, 0.0) for name in ("prefill", "rollout", "score", "eval"))
-        self.outside.observe(0.0, wall_s - known - self.update_s)
+        self.outside.observe(0.0, wall_s - known - self.update_s - self.passes_s)
 
     def observe_samples(self, prompts: list[Prompt], samples: list[Sample]) -> None:
         lengths = response_tokens(samples).reshape(len(prompts), self.samples)

@@ -35,14 +35,15 @@ class Actors:
     learner: type
     prefill: type | None = None  # None: these engines keep no pages
     critic: type | None = None
+    reference: type | None = None
 
     @classmethod
     def real(cls) -> Actors:
-        from rlhfless_ray.learn.actor import CriticActor, LearnerActor
+        from rlhfless_ray.learn.actor import CriticActor, LearnerActor, ReferenceActor
         from rlhfless_ray.prefix.actor import PageActor
         from rlhfless_ray.reward.score import RewardActor
 
-        return cls(PageActor, RewardActor, LearnerActor, PageActor, CriticActor)
+        return cls(PageActor, RewardActor, LearnerActor, PageActor, CriticActor, ReferenceActor)
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Crew:
     gang: Gang
     prefill: Pool | None = None
     critic: Gang | None = None
+    reference: Gang | None = None
     prefix_blocked: str | None = None  # why there is no prefix KV although the recipe asks for it
 
 
@@ -78,7 +80,7 @@ def hire(
     run_id = hashlib.blake2b(f"{folder.resolve()} {time.time_ns()}".encode(), digest_size=4).hexdigest()
     leases = Leases(resource, ledger, recipe.functions.lease_deadline_s, run_id)
     ledger.price_of = prices(recipe, resource, leases)
-    ledger.parked_share = recipe.price.parked_share
+    ledger.parked_share, ledger.core_per_hour = recipe.price.parked_share, recipe.price.cpu_slot_per_hour
     dump = recipe.model_dump()
     wanted = recipe.rollout.prefix_kv != "off" and actors.prefill is not None
     unshared = unsupported(json.loads(files["config.json"])) if wanted else None
@@ -113,6 +115,16 @@ def hire(
         own = {"critic": recipe.critic_section(), "rank": next(critic_ranks)}
         return start_actor(actors.critic, slot, resource, {}, {**shared, **own})
 
+    reference_ranks = itertools.cycle(range(recipe.reference.ranks))
+
+    def start_reference(slot: Any) -> Any:
+        assert actors.reference is not None
+        own = {
+            "policy": dump["policy"], "micro_batch_tokens": recipe.learner.micro_batch_tokens, "device": resource,
+            "temperature": recipe.rollout.temperature, "ranks": recipe.reference.ranks, "rank": next(reference_ranks),
+        }
+        return start_actor(actors.reference, slot, resource, {}, own)
+
     def gang(kind: str, start: Callable[[Any], Any], ranks: int, name: str) -> Gang:
         pool = Pool(kind, start, leases, ledger, float("inf"), on_device=True, leave_s=recipe.learner.deadline_s)
         return Gang(pool, ranks, recipe.learner, name)
@@ -129,6 +141,7 @@ def hire(
         Pool("prefill", start_prefill, leases, ledger, keep, on_device=True, give_back_after_s=GIVE_BACK_AFTER_S)
         if wanted else None,
         gang("critic", start_critic, recipe.critic.ranks, "critic") if recipe.algorithm.has_critic else None,
+        gang("reference", start_reference, recipe.reference.ranks, "reference") if recipe.has_reference else None,
         f"this policy's KV cannot be shared, and what moves between engines is computed again: {unshared}" if unshared else None,
     )
 

@@ -73,6 +73,7 @@ class Record:
             "cost/idle_share": own["idle_share"], "cost/money": own["money"],
             "cost/total_busy_slot_s": total["busy_slot_s"], "cost/total_full_slot_s": total["full_slot_s"],
             "cost/total_money": total["money"], "cost/rollout_slot_s": self.ledger.held_slot_s("rollout", first_row),
+            **({"cost/agent_core_s": self.ledger.unleased_core_s("agent", first_row)} if self.recipe.agent.path else {}),
             "faults/replaced": replaced - self.replaced_before,
             "time_left_s": recent * (self.recipe.run.steps - step.number), **step.evaluation,
         }

@@ -163,6 +163,8 @@ class Runtime:
             if self.leases.resource == "cpu":  # on GPU a guess: the device is known with the lease only
                 for slot in places(self.leases.matching(self.recipe.rollout.nodes), home.node, self.site.max_actors):
                     self.rollout.prewarm(slot)
+                if self.learn_stage.reference is not None:
+                    self.learn_stage.reference.prewarm(home)
             if self.stages.agents is None:
                 self.reward.prewarm(home)
             if self.owes_warm_start and checkpoint is None:
@@ -183,6 +185,7 @@ class Runtime:
             self.weights = self.gang.publish(self.steps_done)
             self.site.spare += self.gang.park()
             self.learn_stage.open_critic(self.critic_files or self.files, self.cluster.private, state)
+            self.learn_stage.open_reference(self.files, self.cluster.private)
             if self.stages.agents is not None:
                 self.stages.agents.check()
         if checkpoint is None:

@@ -44,7 +44,7 @@ class Stages:
         recipe, say = site.recipe, site.record.progress.message
         faults = Faults(recipe.functions.max_replacements)
         score = PlayedStage(site, crew.reward) if isinstance(reward, AgentSource) else ScoreStage(site, crew.reward, reward, tokenizer)
-        learn = LearnStage(site, crew.gang, crew.critic)
+        learn = LearnStage(site, crew.gang, crew.critic, crew.reference)
         learn.recovers(recipe.checkpoint.memory_every_steps, say)
         agents = _agents(site, reward, files, longest_prompt_tokens, faults) if isinstance(reward, AgentSource) else None
         prefix = _prefix(site, crew, files, private)
@@ -54,7 +54,8 @@ class Stages:
         for pool in stages.pools():
             pool.faults = faults
         parked = ParkedMemory(recipe.functions.parked_mb, site.leases.memory_mb, say)
-        for pool in (crew.rollout, crew.reward, *([prefix.pool] if prefix else [])):  # a learner's memory is its state
+        of_reference = [crew.reference.pool] if crew.reference else []  # a learner's memory is its state, and stays
+        for pool in (crew.rollout, crew.reward, *of_reference, *([prefix.pool] if prefix else [])):
             parked.watch(pool)
         return stages
 
@@ -88,7 +89,9 @@ def _agents(site: Site, source: AgentSource, files: dict[str, bytes], longest_pr
     config, longest = ray.put(without_weights(files)), recipe.longest_tokens(longest_prompt_tokens)
     own = (source, config, recipe.policy.trust_remote_code, longest, agent.timeout_s, agent.turn_tokens)
     start_s = functions.lease_deadline_s + agent.timeout_s
-    agents = Processes(lambda: start_agent(AgentActor, *own, resource=resource), agent.processes, agent.timeout_s, faults, start_s)
+    agents = Processes(
+        lambda: start_agent(AgentActor, *own, resource=resource), agent.processes, agent.timeout_s, faults, start_s, site.ledger
+    )
     agents.start()
     return agents
 

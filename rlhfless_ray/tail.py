@@ -1,8 +1,8 @@
 """The tail of a rollout: what is scored and learned on slots that engines have left, while others still decode.
 
 Work done now on a slot is work not done later on one, so it costs nothing and shortens the step. Samples are scored as they
-come; of groups that are complete and scored the gradients are accumulated, where that is exact (`learn/overlap.py`). Where it is
-not, the passes that the update begins with, of learner, reference and critic, are made for the samples that have ended.
+come; of those that have ended the passes are made that the update begins with, by reference, learner and critic; of groups that are
+complete and scored the gradients are accumulated, where that is exact (`learn/overlap.py`).
 """
 
 from __future__ import annotations

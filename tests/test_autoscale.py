@@ -8,7 +8,7 @@ import pytest
 from placement.choice import Objective
 from placement.speed import Speed
 from rlhfless_ray import Recipe
-from rlhfless_ray.autoscale import Autoscaler, RolloutPlan
+from rlhfless_ray.autoscale import Autoscaler, RolloutPlan, response_tokens
 from rlhfless_ray.types import Completion, EngineStep, Prompt, Sample
 
 SPEED = Speed(0.01, 1e-4)
@@ -127,6 +127,25 @@ def test_what_was_learned_survives_a_resume_exactly():
     assert np.array_equal(a.lengths, b.lengths)
     one, two = (x.plan(s, prompts(), 4, step=9, warm=4) for x, s in ((auto, a), (again, b)))
     assert one.reason == two.reason and one.predicted_s == pytest.approx(two.predicted_s)
+
+
+def test_what_learn_phases_take_before_the_policys_update_is_a_term_of_the_step_and_survives_a_resume():
+    auto, asked = trained(Autoscaler(recipe(), SPEED)), prompts()
+    scenarios = auto.forecast(asked, 7)
+    without = auto.plan(scenarios, asked, 4, step=7, warm=4).predicted_step_s
+    for seed in range(8):
+        samples = answers(asked, seed)
+        auto.observe_passes(samples, 0.2 + 0.001 * response_tokens(samples).sum())
+        auto.observe_update(1, samples, 1.0)
+        auto.observe_step({"rollout": 1.0}, 3.5 + auto.passes_s, 64)
+    again = Autoscaler(recipe(), SPEED)
+    again.restore(auto.state())
+    tokens = scenarios.lengths.mean(1).sum()
+    for one in (auto, again):
+        assert one.terms.passes.predict(tokens) == pytest.approx(0.2 + 0.001 * tokens, rel=0.1)
+        assert one.outside.predict() == pytest.approx(1.5, rel=0.2), "it is counted once"
+        told = one.plan(scenarios, asked, 4, step=7, warm=4).predicted_step_s
+        assert told - without > 0.9 * one.terms.passes.predict(tokens)
 
 
 def test_the_prediction_counts_what_surrounds_decoding_and_slots_held_for_the_learner():

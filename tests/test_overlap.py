@@ -1,14 +1,18 @@
-"""A step whose first groups are scored and learned while an engine still works equals the one in which all is done in turn."""
+"""A step whose first groups are scored and learned while an engine still works equals the one in which all is done in turn, also
+when the reference's process is killed in the latter."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.strikes import pid_of
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.autoscale import RolloutPlan
 from rlhfless_ray.functions.ledger import read_rows
@@ -19,6 +23,7 @@ from rlhfless_ray.types import Sample
 from tests.conftest import samples, small_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
+IN_LOSS = {"coefficient": 0.5, "estimator": "k2"}
 GROUPS = 2  # of eight: all that the first engine gets
 
 
@@ -35,17 +40,20 @@ def trained(folder: Path, overlap: str, **more: Any) -> Path:
         reward__function=f"{folder / 'reward_file.py'}:shorter", cluster__cpus=2, **more,
     )
     with Runtime(Recipe.parse(tree)) as run:
-        for _ in run:
-            pass
+        for step in run:
+            if overlap == "off" and step.number == 1:
+                pid = pid_of(run.learn_stage.reference.by_rank[0])
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
         return run.folder.path
 
 
 def test_what_is_done_in_the_tail_changes_nothing_but_the_time(no_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
     monkeypatch.setattr(rollout.Rollout, "tail_s", lambda self: 1000.0)  # always worth beginning
-    after = trained(tmp_path / "after", "off")
+    after = trained(tmp_path / "after", "off", algorithm__kl=IN_LOSS)
     for attempt in range(4):  # on a busy machine a tail may be over before there is a slot in it
-        ahead = trained(tmp_path / f"ahead{attempt}", "auto")
+        ahead = trained(tmp_path / f"ahead{attempt}", "auto", algorithm__kl=IN_LOSS)
         ledger = read_rows(ahead / "ledger.csv")
         work = [row for row in ledger if row.kind == "rollout" and row.activity == "work"]
         early = [
@@ -55,6 +63,13 @@ def test_what_is_done_in_the_tail_changes_nothing_but_the_time(no_ray: None, tmp
             break
     rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (ahead, after)]
     assert early, "gradients were accumulated while an engine worked"
+    assert rows[0][early[0] - 1]["overlap/reference"] >= rows[0][early[0] - 1]["overlap/learned"]
+    assert [row["faults/bugs"] for row in rows[0]] == [0, 0] and [row["faults/bugs"] for row in rows[1]] == [0, 1]
+    assert all(row["learn/kl"] > 0 for row in (rows[0][1], rows[1][1]))
+    for run in (ahead, after):
+        held = [row for row in read_rows(run / "ledger.csv") if row.kind == "reference" and row.slots]
+        assert {row.step for row in held if row.what == "log-probabilities"} == {1, 2} and sum(row.money for row in held) > 0
+        assert max(row.memory_mb for row in read_rows(run / "ledger.csv") if row.kind == "reference" and not row.slots) > 100
     assert rows[0][early[0] - 1]["overlap/scored"] >= 4 * GROUPS and rows[0][early[0] - 1]["overlap/learned"] > 0
     assert [row["overlap/learned"] for row in rows[1]] == [0, 0] and rows[1][0]["overlap/obstacle"] == "learner.overlap is off"
     for number in (1, 2):
@@ -63,7 +78,7 @@ def test_what_is_done_in_the_tail_changes_nothing_but_the_time(no_ray: None, tmp
         assert [s["advantage"] for s in kept[0]] == pytest.approx([s["advantage"] for s in kept[1]], abs=1e-12)
     for one, other in zip(*rows, strict=True):
         assert one["tokens/trained"] == other["tokens/trained"]
-        for name in ("learn/loss", "learn/grad_norm", "learn/entropy", "learn/importance_mean"):
+        for name in ("learn/loss", "learn/kl", "learn/grad_norm", "learn/entropy", "learn/importance_mean"):
             assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
     from safetensors.numpy import load_file
 
@@ -74,12 +89,12 @@ def test_what_is_done_in_the_tail_changes_nothing_but_the_time(no_ray: None, tmp
     assert "accumulate" in whats[0] and "accumulate" not in whats[1]
 
 
-def test_passes_of_learner_and_critic_go_ahead_and_say_what_they_would_say_later(
+def test_passes_of_reference_learner_and_critic_go_ahead_and_say_what_they_would_say_later(
     no_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
     monkeypatch.setattr(rollout.Rollout, "tail_s", lambda self: 1000.0)
-    of, ahead = Passes.of, dict.fromkeys(("logprobs", "values"), 0)
+    of, ahead = Passes.of, dict.fromkeys(("reference", "logprobs", "values"), 0)
 
     def compared(self: Passes, samples: list[Sample], batch: Batch, turn: Any) -> dict[str, np.ndarray]:
         found = of(self, samples, batch, turn)
@@ -103,8 +118,8 @@ def test_passes_of_learner_and_critic_go_ahead_and_say_what_they_would_say_later
         ledger = read_rows(run / "ledger.csv")
         work = [row for row in ledger if row.kind == "rollout" and row.activity == "work"]
         if all(
-            any(row.what == what and any(one.step == row.step and one.to_s > row.from_s for one in work) for row in ledger)
-            for what in ("log-probabilities", "values")
+            any(row.kind == kind and row.what == what and any(o.step == row.step and o.to_s > row.from_s for o in work) for row in ledger)
+            for kind, what in (("reference", "log-probabilities"), ("learn", "log-probabilities"), ("critic", "values"))
         ):
             return
-    raise AssertionError("no passes of both while an engine worked, in four runs")
+    raise AssertionError("no passes of all three while an engine worked, in four runs")

@@ -188,6 +188,14 @@ def test_critic_and_schedules() -> None:
     assert Recipe.parse(many).optimizer_steps == 7 * 3 * 3, "256 samples in parts of 100"
 
 
+def test_the_reference_is_a_function_of_its_own_unless_adapters_are_trained() -> None:
+    kl = ("algorithm.kl.coefficient", 0.1)
+    assert "reference: algorithm.kl.coefficient is 0" in refused(("reference.ranks", 2))
+    assert "reference: lora.rank makes it the policy without its adapters" in refused(kl, ("reference.ranks", 2), ("lora.rank", 4))
+    assert Recipe.parse(merged(kl, ("reference.ranks", 2))).has_reference
+    assert not Recipe.parse(merged(kl, ("lora.rank", 4))).has_reference and not Recipe.parse(merged()).has_reference
+
+
 def test_an_estimator_without_groups_takes_single_samples() -> None:
     for name in ("reinforce", "flash_reinforce"):
         Recipe.parse(merged(("rollout.samples_per_prompt", 1), ("algorithm.advantage.estimator", name)))

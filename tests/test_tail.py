@@ -50,11 +50,12 @@ class Gang:
     """What it says of a token, where it is asked for a pass, follows from the sampler's log-probability of it."""
 
     ranks, slots = 1, 2
-    SAYS: ClassVar = {"old": -1, "kl": 0.01, "reference": 3, "values": 2}
+    SAYS: ClassVar = {"old": -1, "reference": 3, "values": 2}
 
     def __init__(self) -> None:
         self.working, self.batches, self.done = False, [], False
         self.lease: list[Any] = []
+        self.by_rank: list[Any] = []
         self.passes: list[tuple[str, list[int]]] = []  # of which groups, in their order
         self.dies = False
 
@@ -86,7 +87,7 @@ class Gang:
     def passed(self, what: str, batch: Any, *names: Any) -> dict[str, np.ndarray]:
         assert self.working
         self.passes.append((what, batch.groups.tolist()))
-        return {name: np.float32(self.SAYS[name]) * batch.logprobs for name in (names[0] if names else ("values",))}
+        return {name: np.float32(self.SAYS[name]) * batch.logprobs for name in (names[0] if names else (what,))}
 
     def park(self) -> list[Any]:
         self.working, lease, self.lease = False, self.lease, []
@@ -94,11 +95,12 @@ class Gang:
 
 
 def parts(
-    resource: str = "cpu", algorithm: dict[str, Any] | None = None, critic: Gang | None = None, **learner: Any
+    resource: str = "cpu", algorithm: dict[str, Any] | None = None, critic: Gang | None = None, reference: Gang | None = None,
+    lora: int = 0, **learner: Any,
 ) -> tuple[Tail, Scoring, Gang, LearnStage]:
     tree = {
         "prompts": {"task": "chain", "batch_prompts": 3}, "reward": {"function": "task"}, "rollout": {"samples_per_prompt": COUNT},
-        "learner": {"micro_batch_tokens": 10, **learner}, "algorithm": algorithm or {},
+        "learner": {"micro_batch_tokens": 10, **learner}, "algorithm": algorithm or {}, "lora": {"rank": lora},
     }
     predict = SimpleNamespace(predict=lambda slots, tokens: 0.01 * tokens)
     site: Any = SimpleNamespace(
@@ -106,8 +108,7 @@ def parts(
         leases=SimpleNamespace(resource=resource, release=lambda leases: None), spare=[],
     )
     scoring, gang = Scoring(), Gang()
-    gang.by_rank = []
-    learning = LearnStage(site, gang, critic)  # type: ignore[arg-type]
+    learning = LearnStage(site, gang, critic, reference)  # type: ignore[arg-type]
     return Tail(scoring, learning, prompts=3, count=COUNT), scoring, gang, learning  # type: ignore[arg-type]
 
 
@@ -173,6 +174,22 @@ def test_a_device_that_holds_gradients_is_kept() -> None:
     assert learning.done_ahead(wait=True) == []
 
 
+def test_a_device_that_holds_gradients_is_not_given_to_the_reference() -> None:
+    reference = Gang()
+    tail, _, gang, learning = parts("gpu", {"kl": {"coefficient": 0.1}}, reference=reference)
+    samples = ended(tail, range(4))
+    tail.by_group = {0: samples[:2], 1: samples[2:]}
+    tail.take(["a", "b"])
+    tail.poll(1.0)
+    reference.done = True
+    tail.poll(1.0)
+    assert len(gang.batches) == 1 and gang.lease == ["b"] and reference.lease == ["a"]
+    reference.dies = True
+    assert learning.done_ahead(wait=True) == []
+    assert learning.advantages(samples).groups.tolist() == [1, 1] and reference.passes[-1] == ("reference", [1, 1])
+    assert gang.working and gang.lease == ["b"]
+
+
 @pytest.mark.parametrize(
     ("learner", "algorithm", "why"),
     [({"overlap": "off"}, {}, "off"), ({"zero_stage": 3}, {}, "zero_stage 3"), ({}, {"updates_per_step": 2}, "updates_per_step")],
@@ -206,20 +223,22 @@ def ended(tail: Tail, keys: range) -> list[Sample]:
     return samples
 
 
-def test_what_has_ended_is_passed_over_by_learner_and_critic_in_turn_and_the_rest_in_the_learn_phase() -> None:
-    critic = Gang()
-    critic.by_rank = []  # type: ignore[attr-defined]
-    tail, _, learner, learning = parts(algorithm=PPO, critic=critic)
+def test_what_has_ended_is_passed_over_by_each_gang_in_turn_and_the_rest_in_the_learn_phase() -> None:
+    critic, reference = Gang(), Gang()
+    tail, _, learner, learning = parts(algorithm=PPO, critic=critic, reference=reference)
     samples = ended(tail, range(3))
     assert tail.wants_slot()
     tail.take(["slot"])
     tail.poll(0.05)
-    assert not learner.passes, "they would not be done in the seconds that are left"
+    assert not reference.passes, "they would not be done in the seconds that are left"
     tail.poll(1.0)  # one micro-batch has two of them, with a prompt token each
+    assert reference.passes == [("reference", [0, 0])] and tail.refs() == ["reference"] and not tail.leases and not learner.passes
+    reference.done = True
+    tail.poll(1.0)
     assert learner.passes == [("logprobs", [0, 0])] and tail.refs() == ["logprobs"] and not tail.leases and not critic.passes
     learner.done = True
     tail.poll(1.0)  # the third waits for others to come: half a micro-batch, or a fourth of the step
-    assert learner.passes[1:] == [] and critic.passes == [("values", [0, 0])]
+    assert not reference.passes[1:] and not learner.passes[1:] and critic.passes == [("values", [0, 0])]
     critic.done = True
     tail.poll(1.0)
     assert tail.leases == ["slot"] and not tail.refs()
@@ -227,27 +246,68 @@ def test_what_has_ended_is_passed_over_by_learner_and_critic_in_turn_and_the_res
     samples.append(sample(5))
     samples[5].reward = 0.5
     tail.poll(0.09)
-    assert len(learner.passes) == 2, "what a pass took was measured: it is done in time"
-    assert tail.over() == [] and learning.pending() == ["logprobs"]
+    assert len(reference.passes) == 2, "what a pass took was measured: it is done in time"
+    assert tail.over() == [] and learning.pending() == ["reference"]
     assert learning.done_ahead(wait=True) == ["slot"]
-    assert tail.metrics()["overlap/logprobs"] == 4 and tail.metrics()["overlap/values"] == 2
+    told = tail.metrics()
+    assert told["overlap/reference"] == 4 and told["overlap/logprobs"] == 2 and told["overlap/values"] == 2
     batch = learning.advantages(samples)
-    assert learner.passes[1:] == [("logprobs", [1, 1]), ("logprobs", [2, 2])]
+    assert reference.passes[1:] == [("reference", [1, 1]), ("reference", [2, 2])]
+    assert learner.passes[1:] == [("logprobs", [1, 1, 2, 2])]
     assert critic.passes[1:] == [("values", [1, 1, 2, 2])]
     whole = np.concatenate([one.completion.logprobs for one in samples])
     assert batch.old is not None and batch.values is not None
     np.testing.assert_array_equal(batch.old, -whole)
     np.testing.assert_array_equal(batch.values, 2 * whole)
-    assert learning.kl == pytest.approx(0.01 * float(whole.mean()))
-    alone, _, _, other = parts(algorithm=PPO, critic=critic, overlap="off")
+    kl = np.minimum(np.expm1(np.minimum(-4 * -whole, 10)) - 4 * whole, 10)  # k3 of old - reference = -4 times what was drawn
+    assert learning.kl == pytest.approx(float(kl.mean()))
+    np.testing.assert_array_equal(batch.reference, 3 * whole)  # for statistics: the KL is in the reward
+    alone, _, _, other = parts(algorithm=PPO, critic=critic, reference=reference, overlap="off")
     again = other.advantages(samples)
     for name in ("advantages", "returns", "old", "values"):
         np.testing.assert_array_equal(getattr(again, name), getattr(batch, name))
     assert "off" in alone.metrics()["overlap/passes_obstacle"]
 
 
+def test_gradients_wait_for_what_the_reference_says_of_their_samples() -> None:
+    """Where the KL is in the loss: with two of three groups passed over, these alone are learned ahead."""
+    reference = Gang()
+    tail, _, gang, learning = parts(algorithm={"kl": {"coefficient": 0.1}}, reference=reference)
+    samples = ended(tail, range(4))
+    tail.by_group = {0: samples[:2], 1: samples[2:]}
+    tail.take(["slot"])
+    tail.poll(1.0)
+    assert not gang.batches and reference.passes == [("reference", [0, 0])]
+    reference.done = True
+    tail.poll(1.0)  # the slot goes to the gradients that can be made now, rather than to another pass
+    assert [batch.groups.tolist() for batch in gang.batches] == [[0, 0]] and len(reference.passes) == 1
+    np.testing.assert_array_equal(gang.batches[0].reference, 3 * gang.batches[0].logprobs)
+    gang.done = True
+    tail.poll(1.0)
+    assert len(gang.batches) == 1 and reference.passes[1:] == [("reference", [1, 1])]
+    reference.dies = reference.done = True
+    tail.poll(1.0)
+    assert len(gang.batches) == 1 and tail.over() == ["slot"]
+    batch = learning.advantages(samples)
+    assert batch.groups.tolist() == [1, 1] and reference.passes[2:] == [("reference", [1, 1])]
+    np.testing.assert_array_equal(batch.reference, 3 * batch.logprobs)
+
+
+def test_a_short_sample_before_a_long_one_waits_for_nothing() -> None:
+    reference = Gang()
+    tail, *_ = parts(algorithm={"kl": {"coefficient": 0.1}}, reference=reference)
+    ended(tail, range(2))
+    tail.heard([sample(2, tokens=2), sample(3, tokens=30)])
+    tail.unscored = []
+    tail.take(["slot"])
+    tail.poll(1.0)
+    reference.done = True
+    tail.poll(1.0)
+    assert reference.passes[:2] == [("reference", [0, 0]), ("reference", [1])], "two that fit together, then the short one by itself"
+
+
 def test_a_gang_that_dies_in_the_tail_is_asked_again_in_the_learn_phase() -> None:
-    tail, _, gang, learning = parts(algorithm={"updates_per_step": 2, "kl": {"coefficient": 0.1}})
+    tail, _, gang, learning = parts(algorithm={"updates_per_step": 2, "kl": {"coefficient": 0.1}}, lora=2)
     samples = ended(tail, range(4))
     tail.take(["slot"])
     gang.dies = gang.done = True
@@ -276,18 +336,25 @@ def test_a_gang_that_dies_in_the_tail_is_asked_again_in_the_learn_phase() -> Non
         ({"updates_per_step": 2}, {}, ("old",)),
         ({"batch_samples": 6}, {}, ()),  # the step has no more samples than that: one update
         ({"batch_samples": 5}, {}, ("old",)),
-        ({"epochs": 2, "kl": {"coefficient": 0.1}}, {}, ("old", "reference")),
-        ({"advantage": {"estimator": "reinforce"}, "kl": {"coefficient": 0.1}}, {}, ("reference",)),
-        (PPO, {}, ("old", "reference", "kl")),
-        ({"kl": {"coefficient": 0.1}}, {"zero_stage": 3}, ("reference",)),
+        ({"epochs": 2, "kl": {"coefficient": 0.1}}, {}, ("old",)),
+        ({"epochs": 2, "kl": {"coefficient": 0.1}}, {"lora": 2}, ("old", "reference")),
+        ({"advantage": {"estimator": "reinforce"}, "kl": {"coefficient": 0.1}}, {}, ()),
+        ({"advantage": {"estimator": "reinforce"}, "kl": {"coefficient": 0.1}}, {"lora": 2}, ("reference",)),
+        (PPO, {}, ("old",)),
+        (PPO, {"lora": 2}, ("old", "reference")),
+        ({"kl": {"coefficient": 0.1}}, {"zero_stage": 3}, ()),
+        ({"kl": {"coefficient": 0.1}}, {"zero_stage": 3, "lora": 2}, ("reference",)),
     ],
 )
 def test_the_passes_that_an_update_begins_with(algorithm: dict[str, Any], learner: dict[str, Any], wanted: tuple[str, ...]) -> None:
-    critic = Gang() if algorithm is PPO else None
-    tail, _, _, learning = parts(algorithm=algorithm, critic=critic, **learner)
+    """Of the learner; the reference's own is there wherever there is a KL, unless adapters alone are trained."""
+    critic, reference = (Gang() if algorithm is PPO else None), (Gang() if "kl" in algorithm and "lora" not in learner else None)
+    tail, _, _, learning = parts(algorithm=algorithm, critic=critic, reference=reference, **learner)
+    assert learning.site.recipe.has_reference == (reference is not None)
+    assert (learning.passes.reference is None) == (reference is None)
     assert (learning.passes.logprobs.names if learning.passes.logprobs else ()) == wanted
     assert tail.wants_slot() == (learning.obstacle is None)
-    if wanted:
+    if wanted or reference is not None:
         ended(tail, range(1))
         assert tail.wants_slot()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import queue
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import numpy as np
 from rlhfless_ray.agent.engine import Reply
 from rlhfless_ray.agent.episode import Episode
 from rlhfless_ray.agent.load import AgentSource, Player
-from rlhfless_ray.agent.messages import Answered, Asked, Hand, Opening, Played, Stuck
+from rlhfless_ray.agent.messages import Answered, Asked, Hand, Opening, Played, Stuck, Worked
 from rlhfless_ray.agent.params import SamplingParams
 from rlhfless_ray.agent.turns import AgentError, check_sampling, stops_of
 from rlhfless_ray.policy_files import load_tokenizer
@@ -28,7 +29,7 @@ BEAT_S = 0.05  # how often the loop shows that it turns
 GATHER_S = 0.002  # what comes within it is told at once: many episodes begin, and are answered, together
 OBEYS_S = 1.0  # an agent that was told to end after its time and has not after so much more holds its process
 
-Event = Asked | Played | Stuck
+Event = Asked | Played | Stuck | Worked
 
 
 class AgentActor:
@@ -71,7 +72,8 @@ class AgentActor:
     # ---- the driver's side ------------------------------------------------------------------------------------
 
     def play(self, epoch: int, openings: list[Opening]) -> Iterator[list[Event]]:
-        """Play them all; yields what agents ask for, and the episodes as they end. `epoch` numbers the calls."""
+        """Play them all; yields what agents ask for, and the episodes as they end, after what the process has worked so far.
+        `epoch` numbers the calls."""
         self.out, self.hands, self.epoch = queue.SimpleQueue(), {one.key: Hand(one) for one in openings}, epoch
         left = len(openings)
         for hand in list(self.hands.values()):
@@ -82,7 +84,7 @@ class AgentActor:
             if not events and (stuck := self._stuck()):
                 events = [stuck]
             if events:
-                yield events
+                yield [_worked(), *events]
 
     def answer(self, epoch: int, answers: list[Answered]) -> None:
         """In the group "control". What is for another call comes too late."""
@@ -204,6 +206,11 @@ class AgentActor:
             ("policy" if result.action[a] else "agent", self._text(rest[a:b].tolist())) for a, b in itertools.pairwise(bounds)
         )
         return Played(key, result, self._text(result.token_ids[: result.prompt_tokens].tolist()), texts, hand.agent_s)
+
+
+def _worked() -> Worked:
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return Worked(time.process_time() + ended.ru_utime + ended.ru_stime)
 
 
 def _answered(hands: dict[int, Hand], answers: list[Answered]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhfless_ray.agent.engine import Reply
 from rlhfless_ray.agent.load import KEY, AgentSource
-from rlhfless_ray.agent.messages import Answered, Asked, Opening, Played
+from rlhfless_ray.agent.messages import Answered, Asked, Opening, Played, Stuck
 from rlhfless_ray.dry import answer, answer_of
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.recipe import Recipe
@@ -45,8 +45,10 @@ def _error(actor: Any, number: int, prompt: str, label: Any, end: list[int]) -> 
         for event in events:
             if isinstance(event, Played):
                 return event.result if isinstance(event.result, str) else None
-            if not isinstance(event, Asked):
+            if isinstance(event, Stuck):
                 return f"the agent held its process for {event.seconds:.0f} s"
+            if not isinstance(event, Asked):
+                continue
             if event.turn == TURNS:
                 return None
             tokens = ([*words, *end] or [event.token_ids[-1]])[: event.max_tokens]

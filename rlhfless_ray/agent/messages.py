@@ -54,6 +54,13 @@ class Stuck:
 
 
 @dataclass(frozen=True)
+class Worked:
+    """For how long the process has been at work on a processor since it began, what it started and waited for with it."""
+
+    core_s: float
+
+
+@dataclass(frozen=True)
 class Answered:
     """The policy's turn, to who asked for it."""
 

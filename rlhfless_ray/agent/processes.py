@@ -14,14 +14,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlhfless_ray.agent.engine import Reply
 from rlhfless_ray.agent.load import KEY
-from rlhfless_ray.agent.messages import Answered, Asked, Opening, Played, Stuck
+from rlhfless_ray.agent.messages import Answered, Asked, Opening, Played, Stuck, Worked
 from rlhfless_ray.errors import RunError, UserError
 from rlhfless_ray.functions.faults import Cause, Faults
 from rlhfless_ray.functions.instance import GONE, reason_of
+from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.waits import get
 
 SILENT_S = 30.0  # beyond an agent's time: a process that says nothing for so long hangs where not even its watch can tell
-_epochs = itertools.count(1)
+_epochs, _numbers = itertools.count(1), itertools.count(1)
 
 
 @dataclass
@@ -38,18 +39,23 @@ class _Process:
     held: set[int] = field(default_factory=set)
     alone: bool = False  # the call has one episode: whatever ends the process is that one's doing
     heard_s: float = 0.0
+    id: str = field(default_factory=lambda: f"agent-{next(_numbers)}")
+    began_s: float = field(default_factory=time.time)  # what is not booked yet: with the process, or with its call
+    core_s: float = 0.0  # of a core, since the process began, as it told last
+    booked_s: float = 0.0  # of these
 
 
 class Processes:
-    """They work on the driver's node and, as the driver, hold no slot.
+    """They work on the driver's node and, as the driver, hold no slot; what they take of its cores is in the ledger all the same.
 
     What the policy said stays with the driver: an episode whose process died is played again with the same replies. Which one is
     at fault is known where it held the event loop; else those that the agent had are played again one by one, and the one
     that ends its process once more has an error for a reward.
     """
 
-    def __init__(self, start: Any, count: int, timeout_s: float, faults: Faults, deadline_s: float) -> None:
+    def __init__(self, start: Any, count: int, timeout_s: float, faults: Faults, deadline_s: float, ledger: Ledger) -> None:
         """`start()` makes an actor (see `AgentActor`); `deadline_s`: for its start."""
+        self.ledger = ledger
         self._start, self.count, self.timeout_s, self.faults, self.deadline_s = start, count, timeout_s, faults, deadline_s
         self.processes: list[_Process] = []
         self.said: dict[int, list[tuple[tuple[int, ...], Reply]]] = {}
@@ -75,6 +81,7 @@ class Processes:
 
     def close(self) -> None:
         for process in self.processes:
+            self._book(process)
             ray.kill(process.actor, no_restart=True)
         self.processes = []
 
@@ -107,6 +114,9 @@ class Processes:
             raise RunError(f"the agent's process failed: {reason_of(error)}") from error
         process.heard_s = time.monotonic()
         for event in events:
+            if isinstance(event, Worked):
+                process.core_s = event.core_s
+                continue
             if isinstance(event, Stuck):
                 why = f"the agent held its process for {event.seconds:.0f} s (agent.timeout_s = {self.timeout_s:g} s)"
                 yield from self._replaced(process, event.key, Cause.HUNG, why)
@@ -115,6 +125,8 @@ class Processes:
                 process.playing.pop(event.key, None)
             process.held.discard(event.key)
             yield process.epoch, event
+        if not process.playing:  # nobody may listen when the call ends
+            self._book(process)
 
     def answer(self, epoch: int, answers: Iterable[tuple[tuple[int, ...], Answered]]) -> None:
         """The policy's turns, each with its context, to the call that asked for them; if it is over they are kept."""
@@ -138,17 +150,27 @@ class Processes:
             if process.generator is not None and process.held and silent > self.timeout_s + SILENT_S:
                 yield from self._replaced(process, None, Cause.HUNG, f"nothing was heard of it for {silent:.0f} s")
 
+    def _book(self, process: _Process) -> None:
+        """What its call has taken of a core; of its first one, with the start."""
+        if process.core_s > process.booked_s:
+            node, taken_s = ray.get_runtime_context().get_node_id(), process.core_s - process.booked_s
+            self.ledger.unleased("agent", process.id, node, process.began_s, time.time(), taken_s, "agents play")
+            process.booked_s = process.core_s
+
     def _next(self, process: _Process) -> None:
+        self._book(process)
         process.generator, process.playing, process.held = None, {}, set()
         if not process.batches:
             return
         batch = process.batches.pop(0)
         process.playing, process.epoch, process.alone = {one.key: one for one in batch}, next(_epochs), len(batch) == 1
+        process.began_s = time.time() if process.booked_s else process.began_s
         process.held, process.heard_s = set(process.playing), time.monotonic() + self.deadline_s  # it may have to start first
         process.generator = process.actor.play.options(num_returns="streaming").remote(process.epoch, batch)
 
     def _replaced(self, process: _Process, key: int | None, cause: Cause, why: str) -> Iterator[tuple[int, Played]]:
         """Another process goes on with what this one had. `key`: of the episode at fault, where it is known."""
+        self._book(process)
         ray.kill(process.actor, no_restart=True)
         self.replaced += 1
         if process.alone and key is None:

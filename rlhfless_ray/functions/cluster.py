@@ -117,8 +117,10 @@ class RayCluster:
         """Slots of the cluster. Raises UserError when the recipe needs more at once than there are, or on nodes that are not."""
         from rlhfless_ray.functions.lease import cluster_slots, node_slots
 
-        slots, labels = cluster_slots(resource), self.recipe.rollout.nodes
-        for name, needed in (("learner.ranks", self.recipe.learner.ranks), ("rollout.min_actors", self.recipe.rollout.min_actors)):
+        slots, recipe = cluster_slots(resource), self.recipe
+        labels, gangs = recipe.rollout.nodes, {"critic": recipe.algorithm.has_critic, "reference": recipe.has_reference, "learner": True}
+        wanted = {f"{name}.ranks": getattr(recipe, name).ranks for name, there in gangs.items() if there}
+        for name, needed in {**wanted, "rollout.min_actors": recipe.rollout.min_actors}.items():
             if needed > slots:
                 unit = "GPUs" if resource == "gpu" else "CPU cores"
                 raise UserError(f"{name}: {needed} slots at once, but the cluster has {slots} ({unit}); lower it or add nodes")

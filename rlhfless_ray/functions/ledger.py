@@ -4,6 +4,7 @@ A lease is billed from the moment it is granted until it is released. Inside it 
 function had it) and, reported by the instances, *spans* (what they did). What no span covers is idle. Two figures
 stand side by side: busy cost, working slot-seconds only (the papers' metric), and full cost, every leased second. Both
 count what a stop or a crash made a run pay twice. Parked processes take no slot; their memory costs money where it has a price.
+Processes that never have a slot, of agents, cost the seconds that they were at work on a core.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Row:
     step: int
     from_s: float
     to_s: float
-    seconds: float
+    seconds: float  # of activity "unleased": of a core, between the two
     slots: int
     memory_mb: float
     money: float
@@ -67,6 +68,7 @@ class Ledger:
     def __init__(self, resource: str, price_per_hour: float = 0.0, started_s: float | None = None) -> None:
         self.resource = resource
         self.price_of: Callable[[str], float] = lambda node: price_per_hour  # of a slot for an hour, by Ray's id of its node
+        self.core_per_hour = 0.0  # price of a core for an hour, to who has no lease
         self.parked_share = 0.0  # price of a process that is parked with all its memory, as a share of its slot's
         self.started_s = time.time() if started_s is None else started_s
         self.name_of: Callable[[str], str] = str  # from Ray's id of a node to what people call it
@@ -120,6 +122,16 @@ class Ledger:
 
     def unpark(self, instance: str) -> None:
         self._close(instance, time.time())
+
+    def unleased(self, kind: str, instance: str, node: str, from_s: float, to_s: float, core_s: float, what: str) -> None:
+        """What a process without a lease has done: `core_s` seconds of a core, at a core's price. They cost money and are in no
+        slot-seconds, so that none of these counts twice. Times since the epoch."""
+        self.rows.append(
+            Row(
+                "", self.name_of(node), instance, "cpu", kind, instance, "unleased", self.step, round(from_s - self.started_s, 6),
+                round(to_s - self.started_s, 6), round(core_s, 6), 0, 0.0, core_s * self.core_per_hour / 3600, what=what,
+            )
+        )
 
     def cut(self, step: int) -> None:
         """A step begins: close every holding into rows and reopen it, so that rows belong to one step each."""
@@ -184,6 +196,10 @@ class Ledger:
     def held_slot_s(self, kind: str, since_row: int) -> float:
         """Slot-seconds for which functions of a kind held leases, of the rows from `since_row` on."""
         return sum(row.seconds * row.slots for row in self.rows[since_row:] if row.kind == kind)
+
+    def unleased_core_s(self, kind: str, since_row: int) -> float:
+        """Seconds of a core that functions of a kind took without a lease, of the rows from `since_row` on."""
+        return sum(row.seconds for row in self.rows[since_row:] if row.kind == kind and row.activity == "unleased")
 
     # ---- on disk ----------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The processes of learner and critic: one rank each, wrapped so that a gang can start, join and ask it."""
+"""The processes of learner, critic and reference: one rank each, wrapped so that a gang can start, join and ask it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhfless_ray.types import CriticStats, Span, UpdateStats
 
 
 class RankActor:
-    """What both have. `rank`: a Learner or a Critic."""
+    """What all have. `rank`: a Learner, a Critic or a Reference."""
 
     rank: Any
     imported: Span
@@ -35,10 +35,12 @@ class RankActor:
 
     def build(
         self, files: dict[str, bytes], rendezvous: tuple[str, int], threads: int, state: dict[str, bytes] | None
-    ) -> list[Span]:
+    ) -> dict[str, Any]:
+        from rlhfless_ray.functions.memory import own_memory_mb
         from rlhfless_ray.learn.trainer import state_from_bytes
 
-        return self.rank.open(files, rendezvous, threads, None if state is None else state_from_bytes(state))
+        spans = self.rank.open(files, rendezvous, threads, None if state is None else state_from_bytes(state))
+        return {"memory_mb": own_memory_mb(), "spans": spans}
 
     def snapshot(self) -> dict[str, bytes] | None:
         return self.rank.trainer.snapshot_bytes()
@@ -117,3 +119,18 @@ class CriticActor(RankActor):
 
     def config(self) -> bytes:
         return self.rank.config()
+
+
+class ReferenceActor(RankActor):
+    def __init__(self, settings: dict[str, Any]) -> None:
+        """Imports only: the model is loaded under a lease."""
+        start = time.time()
+        with lean_imports():
+            from rlhfless_ray.learn.reference import Reference
+
+        self.rank = Reference(settings)
+        self.imported = Span("start", "import torch", start, time.time())
+
+    def reference(self, batch: Batch, threads: int) -> tuple[dict[str, np.ndarray], list[Span]]:
+        logprobs, spans = self.rank.logprobs(batch, threads)
+        return {"reference": logprobs}, spans

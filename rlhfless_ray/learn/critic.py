@@ -16,7 +16,7 @@ from rlhfless_ray.learn import packing
 from rlhfless_ray.learn.batch import Batch, optimizer_steps
 from rlhfless_ray.learn.lora import Lora
 from rlhfless_ray.learn.loss import token_weights, value_loss
-from rlhfless_ray.learn.model import TokenValues, load_critic, padded
+from rlhfless_ray.learn.model import TokenValues, load_critic, padded, passed
 from rlhfless_ray.learn.trainer import Trainer
 from rlhfless_ray.learn.update_stats import merged, nothing
 from rlhfless_ray.types import CriticStats, Span
@@ -54,18 +54,11 @@ class Critic:
         return [Span("start", "open critic", start, time.time())]
 
     def values(self, batch: Batch, threads: int) -> tuple[np.ndarray, list[Span]]:
-        """The value before every response token, (Σ response length,) float32, the same on every rank."""
+        """The value before every response token of this rank's share, 0 elsewhere: (Σ response length,) float32."""
         start = time.time()
         torch.set_num_threads(threads)
-        flat = torch.zeros(len(batch.logprobs), device=self.device)
-        everything = np.arange(len(batch))
-        with torch.no_grad():
-            for cut in self._share(batch, everything):
-                tensors = padded(batch, cut if len(cut) else everything[:1], self.device)
-                values = self._forward(tensors)
-                if len(cut):
-                    flat[tensors["flat"]] = values
-        return self.trainer.over_ranks(flat).numpy(), [Span("work", "values", start, time.time())]
+        values = passed(self._forward, batch, self._share(batch, np.arange(len(batch))), self.device)
+        return values.cpu().numpy(), [Span("work", "values", start, time.time())]
 
     def update(self, batch: Batch, threads: int) -> tuple[CriticStats, list[Span]]:
         """Learn `batch.returns`; `batch.values` are those that the advantages were made with. The optimizer steps are cut as the

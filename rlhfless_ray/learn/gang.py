@@ -1,4 +1,4 @@
-"""A gang, the learner's or the critic's: its ranks' instances, staffed with leases for an update and parked between updates."""
+"""A gang, of learner, critic or reference: its ranks' instances, staffed with leases for their work and parked in between."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.faults import Cause
 from rlhfless_ray.functions.instance import GONE, Instance, State, raised_at_start, reason_of
 from rlhfless_ray.functions.keep import kept_here
-from rlhfless_ray.functions.lease import Lease
+from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.recovery import LearnerLost, Recovery
@@ -71,6 +71,8 @@ class Gang:
         is held here: after a few seconds everything is let go, and asked for again at a random moment.
         """
         leases, start = self.pool.leases, time.monotonic()
+        if self._ended:
+            self._end()
         if self.by_rank and set(self._homes()) & leases.draining():
             self.recovery.settle(SETTLE_S)
             self.bury(LearnerLost(f"the {self.name}'s node is drained"), Cause.NODE_DRAINED)
@@ -182,7 +184,12 @@ class Gang:
 
     def fits(self, leases: list[Lease]) -> bool:
         """Whether these leases are enough for every rank, or the ranks have theirs."""
-        return self.working or (bool(self.by_rank) and len(self._own(leases)[0]) == self.ranks)
+        return self.working or (bool(self.by_rank) and not self._ended and len(self._own(leases)[0]) == self.ranks)
+
+    def prewarm(self, slot: Slot) -> None:
+        """Start a process ahead of its lease; of several ranks none, for they would have to come in their order."""
+        if self.ranks == 1:
+            self.pool.prewarm(slot)
 
     def forget(self) -> None:
         """At the end: what is referred to lies on nodes that are to become idle."""
@@ -197,13 +204,21 @@ class Gang:
         self.recovery.say(f"{lost}: the {self.name} starts anew from its newest state")
         leases = [lease for instance in self.by_rank for lease in instance.leases]
         slots = [instance.slot for instance in self.by_rank]
+        self._end()
+        self.left += self.pool.leases.living(leases)
+        self.pool.faults.count(f"a {self.name} process", cause, f"{lost}; continue from the last checkpoint with --resume")
+        if not cause.is_preemption:
+            self.prewarm(slots[0])
+
+    @property
+    def _ended(self) -> bool:
+        """Whether processes were ended, for the memory that they held without work, which only those are that hold no state."""
+        return any(instance.state is State.GONE for instance in self.by_rank)
+
+    def _end(self) -> None:
         for instance in self.by_rank:
             self.pool.end(instance)
         self.by_rank = []
-        self.left += self.pool.leases.living(leases)
-        self.pool.faults.count(f"a {self.name} process", cause, f"{lost}; continue from the last checkpoint with --resume")
-        if self.ranks == 1 and not cause.is_preemption:  # several would have to come in their order
-            self.pool.prewarm(slots[0])
 
     def _come_back(self) -> None:
         """New processes get the newest state, and again what the lost ones were given since."""
@@ -249,7 +264,10 @@ class Gang:
         place = self._all([self.by_rank[0].actor.rendezvous.remote(self.loopback)], f"the {self.name} gang's address")[0]
         files = self.files()
         refs = [i.actor.build.remote(files, place, len(i.leases), state) for i in self.by_rank]
-        self._book(self._all(refs, f"the {self.name} to load its model"))
+        told = self._all(refs, f"the {self.name} to load its model")
+        self._book(one["spans"] for one in told)
+        for instance, one in zip(self.by_rank, told, strict=True):
+            instance.memory_mb = one["memory_mb"]
 
     def update(self, batch: Batch, meanwhile: Callable[[], None] = lambda: None) -> Any:
         """One update on every rank; all of them report the same UpdateStats, or CriticStats. `meanwhile` is called once, while they
@@ -287,10 +305,10 @@ class Gang:
 
     def passed(self, what: str, batch: Batch, *more: Any) -> dict[str, np.ndarray]:
         """Per response token, under the current weights, by name: `logprobs` of a learner (`more`: the names, see
-        `overlap.passes`), `values` of a critic."""
+        `overlap.passes`), `reference` of a reference, `values` of a critic. Each rank says it of its share, and 0 of the others."""
         replies = self._surely(lambda: self.ask(what, batch, *more), f"the {self.name}'s {what}")
         self._book(spans for _, spans in replies)
-        return replies[0][0]
+        return _together(replies)
 
     def ask(self, what: str, batch: Batch, *more: Any) -> list[Any]:
         """Call `what` of every rank, which says it of the batch; references, such as `answered` takes."""
@@ -318,7 +336,7 @@ class Gang:
         if not (replies := self._heard(refs, what)):
             return None
         self._book(spans for _, spans in replies)
-        return replies[0][0], max(sum(span.to_s - span.from_s for span in spans) for _, spans in replies)
+        return _together(replies), max(sum(span.to_s - span.from_s for span in spans) for _, spans in replies)
 
     def _heard(self, refs: list[Any], what: str) -> list[Any]:
         """The replies, none when a rank was lost."""
@@ -411,6 +429,11 @@ class Gang:
 
     def _spans(self, instance: Instance, spans: list[Any]) -> None:
         self.pool.ledger.spans([lease.id for lease in instance.leases], spans)
+
+
+def _together(replies: list[Any]) -> dict[str, np.ndarray]:
+    """What all ranks said, each of its share."""
+    return {name: sum((said[name] for said, _ in replies[1:]), first) for name, first in replies[0][0].items()}
 
 
 def _is_there(ref: Any, seconds: float) -> bool:

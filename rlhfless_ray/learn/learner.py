@@ -18,7 +18,7 @@ from rlhfless_ray.learn.importance import Correction, correction_weights
 from rlhfless_ray.learn.kl import bounded_kl, unbiased_kl
 from rlhfless_ray.learn.lora import BaseModel, Lora
 from rlhfless_ray.learn.loss import clipped_loss, importance_weights, sequence_ratios, token_ratios, token_weights
-from rlhfless_ray.learn.model import TokenLogprobs, check_head, load_model, padded
+from rlhfless_ray.learn.model import TokenLogprobs, check_head, load_model, padded, passed
 from rlhfless_ray.learn.overlap import inexact
 from rlhfless_ray.learn.trainer import Trainer
 from rlhfless_ray.learn.update_stats import merged, nothing
@@ -47,7 +47,7 @@ class Learner:
             (loss["correction_low"], loss["correction_high"]),
         )
         self.early: _Sums | None = None  # of groups whose gradients were accumulated before their step was complete
-        self.reference: TokenLogprobs | BaseModel | None = None
+        self.base: BaseModel | None = None  # the reference, where adapters alone are trained
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -66,14 +66,11 @@ class Learner:
             policy = self.settings["policy"]
             model = load_model(folder, policy["dtype"], policy["trust_remote_code"])
             check_head(model)
-            adapts, refers = self.learner["lora"]["rank"] > 0, self.algorithm["kl"]["coefficient"] > 0
-            lora = Lora(model, self.learner["lora"], self.settings["seed"] % 2**63, "CAUSAL_LM") if adapts else None
-            if refers and lora is None:
-                reference = load_model(folder, policy["dtype"], policy["trust_remote_code"])
-                self.reference = TokenLogprobs(reference).eval().requires_grad_(False).to(self.device)
+        section = self.learner["lora"]
+        lora = Lora(model, section, self.settings["seed"] % 2**63, "CAUSAL_LM") if section["rank"] else None
         self.trainer.open(TokenLogprobs(model), state, lora)
-        if refers and lora is not None:
-            self.reference = BaseModel(self.trainer.engine, lora)
+        if lora is not None:
+            self.base = BaseModel(self.trainer.engine, lora)
         return [Span("start", "open learner", start, time.time())]
 
     # ---- the update -------------------------------------------------------------------------------------------
@@ -128,20 +125,13 @@ class Learner:
         return [indices[cut] for cut in cuts]
 
     def logprobs(self, batch: Batch, names: tuple[str, ...], threads: int) -> tuple[dict[str, np.ndarray], list[Span]]:
-        """Before a step, by name (see `overlap.passes`), of every token: each (Σ response length,) float32, the same on every
-        rank."""
+        """Before a step, by name (see `overlap.passes`), of the tokens of this rank's share, 0 elsewhere: each
+        (Σ response length,) float32."""
         start = time.time()
         torch.set_num_threads(threads)
-        found: dict[str, Tensor] = {}
-        if {"old", "kl"} & set(names):
-            found["old"] = self._passed(self.trainer.engine, batch)
-        if {"reference", "kl"} & set(names):
-            assert self.reference is not None
-            found["reference"] = self._passed(self.reference, batch)
-        if "kl" in names:
-            found["kl"] = bounded_kl(found["old"], found["reference"], self.algorithm["kl"]["estimator"])
-        together = self.trainer.over_ranks(torch.stack([found[name] for name in names])).numpy()
-        return dict(zip(names, together, strict=True)), [Span("work", "log-probabilities", start, time.time())]
+        modules = {"old": self.trainer.engine, "reference": self.base}
+        found = {name: self._passed(modules[name], batch).cpu().numpy() for name in names}
+        return found, [Span("work", "log-probabilities", start, time.time())]
 
     def _old(self, batch: Batch) -> Tensor:
         """Log-probabilities of this rank's tokens under the weights before the first optimizer step."""
@@ -151,15 +141,8 @@ class Learner:
 
     def _passed(self, module: Any, batch: Batch) -> Tensor:
         """Log-probabilities of the tokens of this rank's share, 0 elsewhere: (Σ response length,)."""
-        flat = torch.zeros(len(batch.logprobs), device=self.device)
-        everything = np.arange(len(batch))
-        with torch.no_grad():
-            for cut in self._share(batch, everything):
-                tensors = padded(batch, cut if len(cut) else everything[:1], self.device)
-                logprobs, _ = self._forward(module, tensors)
-                if len(cut):
-                    flat[tensors["flat"]] = logprobs
-        return flat
+        share = self._share(batch, np.arange(len(batch)))
+        return passed(lambda tensors: self._forward(module, tensors)[0], batch, share, self.device)
 
     def _forward(self, module: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         names = ("ids", "rows", "columns", "targets")
@@ -221,7 +204,7 @@ class Learner:
         """Weighted loss of one micro-batch, its part of SUMS and the largest mismatch. `mine`: what is known of its tokens."""
         algorithm, sequence = self.algorithm, tensors["sequence"]
         # before the policy's: nothing may come between a forward pass and its backward one
-        reference = mine["reference"] if "reference" in mine else self._reference(tensors)
+        reference = self._reference(tensors, mine)
         logprobs, entropy = self._forward(self.trainer.engine, tensors)
         drawn, before = mine["drawn"], mine.get("old", logprobs.detach())
         if self.correction is None:
@@ -256,12 +239,17 @@ class Learner:
         worst = mismatch.max().detach().double().cpu() if mismatch.numel() else torch.zeros(1).double()
         return loss, values, worst
 
-    def _reference(self, tensors: dict[str, Tensor]) -> Tensor | None:
-        """Log-probabilities under the policy the run began with, where the loss has a KL to it."""
-        if self.reference is None or self.algorithm["kl"]["place"] != "loss":
+    def _reference(self, tensors: dict[str, Tensor], mine: dict[str, Tensor]) -> Tensor | None:
+        """Log-probabilities under the policy the run began with, where they are known or the loss has a KL to it."""
+        kl = self.algorithm["kl"]
+        if "reference" in mine:
+            return mine["reference"]
+        if not kl["coefficient"] or kl["place"] != "loss":
             return None
+        if self.base is None:
+            raise ValueError("the loss has a KL, and the batch no log-probabilities of the reference")
         with torch.no_grad():
-            return self._forward(self.reference, tensors)[0]
+            return self._forward(self.base, tensors)[0]
 
     def _kl(self, logprobs: Tensor, reference: Tensor, old: Tensor | None) -> Tensor:
         section = self.algorithm["kl"]
@@ -281,13 +269,9 @@ class Learner:
     def leave_device(self) -> list[Span]:
         if self.early is not None:
             raise RuntimeError("the learner holds gradients of a step that is not complete: they would be lost with its device")
-        if isinstance(self.reference, TokenLogprobs):
-            self.reference.to("cpu")
         return self.trainer.leave_device()
 
     def return_to_device(self) -> list[Span]:
-        if isinstance(self.reference, TokenLogprobs):
-            self.reference.to(self.device)
         return self.trainer.return_to_device()
 
 

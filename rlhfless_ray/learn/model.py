@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +161,18 @@ def padded(batch: Batch, indices: np.ndarray, device: torch.device) -> dict[str,
     tensors["ids"] = torch.from_numpy(ids).to(device)
     tensors["targets"] = tensors["ids"][tensors["rows"], tensors["columns"] + 1]
     return tensors
+
+
+def passed(
+    forward: Callable[[dict[str, Tensor]], Tensor], batch: Batch, cuts: Sequence[np.ndarray], device: torch.device
+) -> Tensor:
+    """What `forward` says of each response token, for the sequences of these micro-batches; 0 of all others: (Σ response length,)
+    float32. It is called once for each of them, also where one is empty: with several ranks the others wait for its collectives."""
+    flat = torch.zeros(len(batch.logprobs), device=device)
+    with torch.no_grad():
+        for cut in cuts:
+            tensors = padded(batch, cut if len(cut) else np.arange(1), device)
+            found = forward(tensors)
+            if len(cut):
+                flat[tensors["flat"]] = found
+    return flat

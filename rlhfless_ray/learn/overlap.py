@@ -18,14 +18,14 @@ def obstacle(recipe: Recipe) -> str | None:
 
 def passes(algorithm: dict[str, Any], learner: dict[str, Any], samples: int) -> tuple[str, ...]:
     """What an update of so many samples begins with, of every token, by the learner: `old`, its log-probabilities before the first
-    optimizer step; `reference`, those of the policy that the run began with; `kl`, the estimate between the two. Sections of the
-    recipe. Each hangs on its sample and the step's weights only, so it is the same, to rounding, whenever it is computed."""
+    optimizer step; `reference`, those of the policy that the run began with, where that is the learner's model without its adapters
+    (else the reference is a function of its own). Sections of the recipe. Each hangs on its sample and the step's weights only, so
+    it is the same, to rounding, whenever it is computed."""
     kl, most = algorithm["kl"], algorithm["batch_samples"]
-    if kl["coefficient"] and kl["place"] == "reward":
-        return "old", "reference", "kl"
     several = algorithm["updates_per_step"] > 1 or algorithm["epochs"] > 1 or (most is not None and most < samples)
-    old = several or learner["lora"]["dropout"] > 0
-    return (*(["old"] if old else []), *(["reference"] if kl["coefficient"] else []))
+    old = several or learner["lora"]["dropout"] > 0 or (kl["coefficient"] > 0 and kl["place"] == "reward")
+    reference = kl["coefficient"] > 0 and learner["lora"]["rank"] > 0
+    return (*(["old"] if old else []), *(["reference"] if reference else []))
 
 
 def passes_obstacle(recipe: Recipe) -> str | None:

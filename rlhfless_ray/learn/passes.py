@@ -1,4 +1,4 @@
-"""What a gang says of samples before the update: the learner and the reference their log-probabilities, the critic its values.
+"""What a gang says of samples before the update: learner and reference their log-probabilities, the critic its values.
 
 It hangs on a sample and the step's weights only. So samples that have ended are looked at while others are still being answered,
 on slots that engines have left; in the learn phase the others follow.
@@ -26,8 +26,8 @@ class Passes:
     """`begin` → (`heard` → `look` → `done`) … → `of`, once a step."""
 
     def __init__(self, site: Site, gang: Gang, what: str, names: tuple[str, ...], ahead: bool) -> None:
-        """`what`: the gang's call, `logprobs` with the names of what it is to give (see `overlap.passes`), or `values`. `ahead`:
-        whether samples are looked at before the learn phase."""
+        """`what`: the gang's call, `logprobs` with the names of what it is to give (see `overlap.passes`), `reference` or `values`.
+        `ahead`: whether samples are looked at before the learn phase."""
         self.site, self.gang, self.what, self.names, self.ahead = site, gang, what, names, ahead
         self.more = (names,) if what == "logprobs" else ()
         self.per_token_s: float | None = None  # of a pass under one lease a rank, as measured
@@ -66,12 +66,13 @@ class Passes:
         """How many of those that wait: about a micro-batch for each rank, if that is worth it and fits; and their tokens."""
         most = self.site.recipe.learner.micro_batch_tokens * self.gang.ranks
         count = tokens = 0
+        full = False
         for sample in self.waiting:
             size = len(sample.prompt.token_ids) + len(sample.completion.token_ids)
-            if count and tokens + size > most:
+            if full := count > 0 and tokens + size > most:
                 break
             count, tokens = count + 1, tokens + size
-        worth = 2 * tokens >= most or WORTH * count >= self.samples
+        worth = full or 2 * tokens >= most or WORTH * count >= self.samples
         return (count, tokens) if worth and self._takes_s(tokens) <= seconds else (0, 0)
 
     def _takes_s(self, tokens: int) -> float:
@@ -118,14 +119,17 @@ class Passes:
 
 
 class StepPasses:
-    """Those of learner and critic, as far as the recipe wants them."""
+    """Those of reference, learner and critic, as far as the recipe wants them."""
 
-    def __init__(self, site: Site, gang: Gang, critic: Gang | None, *, with_gradients: bool) -> None:
+    def __init__(self, site: Site, gang: Gang, critic: Gang | None, reference: Gang | None, *, with_gradients: bool) -> None:
         """`with_gradients`: gradients go ahead, and with them what they need of the learner."""
         recipe = site.recipe
         self.obstacle = passes_obstacle(recipe)
+        self.reference: Passes | None = None
         self.logprobs: Passes | None = None
         self.values: Passes | None = None
+        if reference is not None:
+            self.reference = Passes(site, reference, "reference", ("reference",), self.obstacle is None)
         samples = recipe.prompts.batch_prompts * recipe.rollout.samples_per_prompt
         names = () if with_gradients else passes(recipe.algorithm.model_dump(), recipe.learner_section(), samples)
         if names:
@@ -133,34 +137,39 @@ class StepPasses:
         if critic is not None:
             self.values = Passes(site, critic, "values", ("values",), self.obstacle is None)
 
-    def _all(self) -> list[Passes]:
-        return [one for one in (self.logprobs, self.values) if one is not None]
+    @property
+    def each(self) -> list[Passes]:
+        return [one for one in (self.reference, self.logprobs, self.values) if one is not None]
+
+    def let_learn(self, samples: list[Sample]) -> bool:
+        """Whether what their gradients need of others than the learner is there."""
+        return self.reference is None or all(sample.completion.key in self.reference.known for sample in samples)
 
     def begin(self, samples: int) -> None:
-        for one in self._all():
+        for one in self.each:
             one.begin(samples)
 
     def heard(self, samples: list[Sample]) -> None:
-        for one in self._all():
+        for one in self.each:
             one.heard(samples)
 
     @property
     def waiting(self) -> bool:
         """Whether there are samples to look at."""
-        return any(one.waiting for one in self._all())
+        return any(one.waiting for one in self.each)
 
     def look(self, leases: list[Lease], seconds: float) -> list[Lease]:
-        for one in self._all():
+        for one in self.each:
             leases = one.look(leases, seconds)
         return leases
 
     def pending(self) -> list[Any]:
-        return [ref for one in self._all() for ref in one.pending()]
+        return [ref for one in self.each for ref in one.pending()]
 
     def done(self, wait: bool = False) -> list[Lease]:
-        return [lease for one in self._all() for lease in one.done(wait)]
+        return [lease for one in self.each for lease in one.done(wait)]
 
     def metrics(self) -> dict[str, Any]:
         """Samples that were looked at ahead, and why none where none may be."""
-        found: dict[str, Any] = {f"overlap/{one.what}": len(one.known) + len(one.asked) for one in self._all()}
+        found: dict[str, Any] = {f"overlap/{one.what}": len(one.known) + len(one.asked) for one in self.each}
         return {**found, "overlap/passes_obstacle": self.obstacle or ""} if found else {}

@@ -79,3 +79,22 @@ def token_rewards(
     has[has] &= where[last[has]] >= (ends - lengths)[has]  # … if it is the sequence's own
     out[where[last[has]]] += np.asarray(rewards, np.float64)[has]
     return out
+
+
+def token_kl(logprobs: np.ndarray, reference: np.ndarray, estimator: str, limit: float = 10.0) -> np.ndarray:
+    """The penalty per token where the KL is taken off the reward: `kl.bounded_kl` in numpy, which needs no gradient.
+
+    logprobs, reference (tokens,) of the policy and of the one that the run began with, float32. k1, k2 or k3 (Schulman 2020,
+    "Approximating KL"), cut to [-limit, limit]. Raises ValueError for another estimator.
+    """
+    difference = logprobs - reference
+    if estimator == "k1":
+        found = difference
+    elif estimator == "k2":
+        found = np.square(difference) / 2
+    elif estimator == "k3":  # beyond the limit exp would overflow, and its value is cut anyway
+        difference = np.maximum(difference, -max(limit, 1.0))
+        found = np.expm1(-difference) + difference
+    else:
+        raise ValueError(f"unknown KL estimator {estimator!r}: k1, k2 or k3")
+    return np.clip(found, -limit, limit)

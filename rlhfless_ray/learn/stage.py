@@ -21,19 +21,22 @@ from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
 from rlhfless_ray.learn.overlap import obstacle
 from rlhfless_ray.learn.passes import StepPasses
 from rlhfless_ray.learn.recovery import Recovery
+from rlhfless_ray.learn.reward_shaping import token_kl
 from rlhfless_ray.learn.update_stats import untouched
 from rlhfless_ray.site import Site
 from rlhfless_ray.types import Sample, UpdateStats, WeightVersion
 from rlhfless_ray.waits import STOP
 
 OF_CRITIC = "critic_"  # names of a checkpoint's files begin with it
+APART_S = 2.0  # for devices that nobody works on
 UPDATE_GRACE_S = 1.5  # `ray job stop` kills 3 s after SIGTERM: an update may take this much of them to end
 
 
 class LearnStage:
-    def __init__(self, site: Site, gang: Gang, critic: Gang | None = None) -> None:
-        self.site, self.gang, self.critic = site, gang, critic
+    def __init__(self, site: Site, gang: Gang, critic: Gang | None = None, reference: Gang | None = None) -> None:
+        self.site, self.gang, self.critic, self.reference = site, gang, critic, reference
         self.number = 0  # of the step whose phase it is
+        self.passes_s = 0.0  # in its phase, before the policy's update
         self.plan: Decision | None = None
         self.obstacle = obstacle(site.recipe)
         self.learned: set[int] = set()  # keys of the step's samples whose gradients have been asked for
@@ -44,7 +47,7 @@ class LearnStage:
             self.controller = AdaptiveKL(section.coefficient, section.target, section.horizon)
         self.kl_in_reward = section.coefficient > 0 and section.place == "reward"
         self.kl = 0.0  # mean over the step's samples, where it is in the reward
-        self.passes = StepPasses(site, gang, critic, with_gradients=self.obstacle is None)
+        self.passes = StepPasses(site, gang, critic, reference, with_gradients=self.obstacle is None)
 
     # ---- ahead, while engines work ----------------------------------------------------------------------------
 
@@ -66,14 +69,14 @@ class LearnStage:
         """Of complete groups, about a micro-batch for each rank, if there are enough and they would be done in `seconds`."""
         most = self.site.recipe.learner.micro_batch_tokens * self.gang.ranks
         found: list[Sample] = []
-        tokens = 0
-        for group in groups:
+        tokens, full = 0, False
+        for group in filter(self.passes.let_learn, groups):
             size = sum(len(s.prompt.token_ids) + len(s.completion.token_ids) for s in group)
-            if found and tokens + size > most:
+            if full := bool(found) and tokens + size > most:
                 break
             found += group
             tokens += size
-        enough = tokens >= most / 2 and self.site.autoscaler.learner.predict(1, tokens) <= seconds
+        enough = (full or tokens >= most / 2) and self.site.autoscaler.learner.predict(1, tokens) <= seconds
         return found if enough else []
 
     def accumulate(self, samples: list[Sample], leases: list[Lease]) -> list[Lease]:
@@ -105,7 +108,7 @@ class LearnStage:
     def advantages(self, samples: list[Sample]) -> Batch:
         """The learner's batch, of whole groups; samples without a reward and those learned ahead are not in it.
 
-        Inside the phase: where rewards hold a KL per token, or there is a critic, their gangs look at the batch first.
+        Inside the phase: whoever has to say something of the batch before the learner learns it looks at it first.
         """
         recipe = self.site.recipe
         samples = [sample for sample in samples if sample.completion.key not in self.learned]
@@ -117,18 +120,23 @@ class LearnStage:
         mask = mask_of([s.action_mask for s in samples], lengths.tolist())
         scored_tokens = np.repeat(known, lengths) if mask is None else np.repeat(known, lengths) & mask
         extra: dict[str, Any] = {}
-        logprobs, values_of = self.passes.logprobs, self.passes.values
+        reference, logprobs, values_of = self.passes.reference, self.passes.logprobs, self.passes.values
+        told: dict[str, np.ndarray] = {}
+        began_s = time.monotonic()
+        if reference is not None and len(batch):
+            told |= reference.of(learned, batch, self._turn)
         if logprobs is not None and len(batch) and (self.kl_in_reward or logprobs.known):
-            told = logprobs.of(learned, batch, self._turn)
-            if self.kl_in_reward:
-                kl = told.pop("kl")
-                self.kl = float(np.mean([kl[span].mean() for span in spans(batch.response_lengths)]))
-                extra |= {"kl": _spread(kl, scored_tokens), "kl_coefficient": self.controller.coefficient}
-            batch = replace(batch, **told)  # type: ignore[arg-type]
+            told |= logprobs.of(learned, batch, self._turn)
+        if self.kl_in_reward and len(batch):
+            kl = token_kl(told["old"], told["reference"], recipe.algorithm.kl.estimator)
+            self.kl = float(np.mean([kl[span].mean() for span in spans(batch.response_lengths)]))
+            extra |= {"kl": _spread(kl, scored_tokens), "kl_coefficient": self.controller.coefficient}
+        batch = replace(batch, **told)  # type: ignore[arg-type]
         if values_of is not None:
             values = values_of.of(learned, batch, self._turn)["values"]
             batch = replace(batch, values=values)
             extra["values"] = _spread(values, scored_tokens)
+        self.passes_s += time.monotonic() - began_s
         truncated = np.array([s.completion.finish_reason == "length" for s in samples], bool)
         advantages, returns, earned = credit(
             recipe.algorithm.model_dump(), recipe.reward.model_dump(), rewards.reshape(-1, recipe.rollout.samples_per_prompt),
@@ -149,36 +157,45 @@ class LearnStage:
     @contextmanager
     def phase(self, samples: list[Sample], number: int) -> Iterator[None]:
         """Of step `number`. Rollout engines hold no lease here."""
-        site, self.number = self.site, number
+        site, self.number, self.passes_s = self.site, number, 0.0
         with site.phases.phase("learn"):
             self.plan = site.autoscaler.size_learner(samples)
             site.spare += self.done_ahead(wait=True)
             if site.leases.resource == "cpu":  # a slot more is a thread more; on GPU a rank has one device
                 for gang in self._gangs():
                     gang.slots = gang.ranks * self.plan.actors
-            if self.critic is None:
+            if self._alone:
                 self._turn(self.gang)
             yield
             for gang in self._gangs():
                 if gang.working:
                     site.spare += gang.park()
-        for gang in self._gangs():
+        for gang in self._learners():
             gang.keep()
 
-    def _gangs(self) -> list[Gang]:
+    @property
+    def _alone(self) -> bool:
+        """Whether nobody but the learner works in the phase."""
+        return self.critic is None and self.reference is None
+
+    def _learners(self) -> list[Gang]:
         return [self.gang] if self.critic is None else [self.gang, self.critic]
+
+    def _gangs(self) -> list[Gang]:
+        return self._learners() if self.reference is None else [*self._learners(), self.reference]
 
     def _turn(self, gang: Gang) -> None:
         """It works from here on, under the slots of the one that worked before it."""
         site = self.site
         for other in self._gangs():
-            if other is not gang and other.working:
+            holds = other is self.gang and self.learned and site.leases.resource == "gpu"  # gradients, on its devices
+            if other is not gang and other.working and not holds:
                 site.spare += other.park()
         spare = site.handed()
         if not gang.working:  # on GPU it may have kept its devices, with gradients on them
             spare = gang.staff(spare)
-        # the learner comes after the critic: what it will want is kept for it
-        kept = max(0, self.gang.slots - sum(len(i.leases) for i in gang.by_rank)) if gang is self.critic else 0
+        # the learner comes after the others: what it will want is kept for it
+        kept = 0 if gang is self.gang else max(0, self.gang.slots - sum(len(i.leases) for i in gang.by_rank))
         site.leases.release(spare[kept:])
         site.spare = spare[:kept]
 
@@ -189,13 +206,17 @@ class LearnStage:
         progress, coefficient = self.site.record.progress, self.controller.coefficient
         told: dict[str, Any] = {}
         with STOP.deferred(UPDATE_GRACE_S, progress.message):
+            began_s = time.monotonic()
             if self.critic is not None:
                 self._turn(self.critic)
                 of_critic = self.critic.update(batch)
                 if of_critic.skipped:
                     progress.message(f"optimizer step of the critic skipped: {of_critic.reason}")
                 told |= {f"critic/{name}": value for name, value in asdict(of_critic).items() if name not in ("reason", "skipped_last")}
+            if not self._alone:
                 self._turn(self.gang)
+            if self.passes.each:
+                self.site.autoscaler.observe_passes(samples, self.passes_s + time.monotonic() - began_s)
             if self.critic is not None and self.number <= self.site.recipe.critic.freeze_policy_steps:
                 meanwhile()
                 stats = untouched()
@@ -219,7 +240,23 @@ class LearnStage:
         """Of each rank of the learner."""
         return min(len(instance.leases) for instance in self.gang.by_rank)
 
-    # ---- the critic's life ------------------------------------------------------------------------------------
+    # ---- the others' life -------------------------------------------------------------------------------------
+
+    def open_reference(self, files: dict[str, bytes], loopback: bool) -> None:
+        """Load the policy that the run began with, from its files, and park it."""
+        if self.reference is None:
+            return
+        import ray
+
+        site, held, ranks = self.site, [], self.reference.ranks
+        if site.leases.resource == "gpu":  # gradients made ahead keep the learner's devices: it shares them only if there are no others
+            held = site.handed()
+            site.spare = site.leases.collect(site.leases.ask(ranks), self.reference.pool.kind, APART_S)
+            if len(site.spare) < ranks:
+                site.spare, held = [*site.spare, *held], []
+        self._turn(self.reference)
+        self.reference.build(lambda: ray.put(files), loopback, None)
+        site.spare += [*self.reference.park(), *held]
 
     def open_critic(self, files: dict[str, bytes], loopback: bool, checkpoint: dict[str, bytes] | None) -> None:
         """Load it from a model folder's files, or go on from a checkpoint's, and park it."""
@@ -234,7 +271,7 @@ class LearnStage:
 
     def snapshot(self, deadline_s: float | None = None) -> dict[str, bytes]:
         """Files of all that learns; the critic's have names of their own."""
-        asked = [(gang, gang.ask_snapshot()) for gang in self._gangs()]
+        asked = [(gang, gang.ask_snapshot()) for gang in self._learners()]
         found: dict[str, bytes] = {}
         for gang, refs in asked:
             prefix = OF_CRITIC if gang is self.critic else ""

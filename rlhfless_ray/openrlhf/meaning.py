@@ -204,7 +204,20 @@ def trainer(v: Values) -> str:
 
 
 def size(model: str, section: str) -> Callable[[Any, Values], dict[str, Any]]:
-    return lambda x, v: {f"{section}.ranks": v.world(model)}
+    return lambda x, v: {} if model == "ref" and v["ds.lora.rank"] else {f"{section}.ranks": v.world(model)}
+
+
+def takes(model: str, what: str) -> Callable[[Values], str]:
+    """How the slots of a model are read."""
+
+    def reading(v: Values) -> str:
+        if model == "actor":
+            return trainer(v)
+        if model == "ref" and v["ds.lora.rank"]:
+            return f"with LoRA {what} is the policy without its adapters, in the learner"
+        return f"{what} takes {v.world(model)} slots at most"
+
+    return reading
 
 
 def engines(v: Values) -> str:

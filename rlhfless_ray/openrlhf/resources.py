@@ -33,10 +33,11 @@ def slots_of(found: Translation) -> Slots:
     most_engines, fewest_engines = wish("rollout.max_actors", rollout.max_actors), wish("rollout.min_actors", rollout.min_actors)
     ranks = wish("learner.ranks", 1)
     rank = wish("learner.tensor_parallel", 1) * wish("learner.ring_attention", 1)
-    there = {"ref": v.has_reference, "critic": v.has_critic, "reward": not v.external_reward}
+    there = {"ref": v.has_reference and not v["ds.lora.rank"], "critic": v.has_critic, "reward": not v.external_reward}
     others = [v.world(model) for model, used in there.items() if used]
     fewest_ranks = rank if found.settings.get("learner.ranks_may_shrink") else ranks
-    return Slots(max(fewest_engines * engine, fewest_ranks), max(most_engines * engine, ranks, *others), openrlhf_gpus(v))
+    fewest = max(fewest_engines * engine, fewest_ranks, wish("critic.ranks", 1), wish("reference.ranks", 1))
+    return Slots(fewest, max(most_engines * engine, ranks, *others), openrlhf_gpus(v))
 
 
 def openrlhf_gpus(v: Values) -> int:
@@ -70,8 +71,11 @@ def slots_here(settings: Mapping[str, Any], environment: Mapping[str, str] = os.
 
 def fit(found: Translation, environment: Mapping[str, str] = os.environ) -> str:
     """Start with as many ranks as there are slots where more are asked for (OpenRLHF waits for ever). Says so, or nothing."""
-    here, ranks = slots_here(found.settings, environment), int(found.settings.get("learner.ranks", 1))
-    if here is None or ranks <= here or "learner.ranks" in found.own:
-        return ""
-    found.settings["learner.ranks"] = here
-    return f"{ranks} ranks of the learner are asked for and {here} slots exist: it starts with {here}, with the same results"
+    here, said = slots_here(found.settings, environment), []
+    for name in ("learner", "critic", "reference"):
+        key = f"{name}.ranks"
+        ranks = int(found.settings.get(key, 1))
+        if here is not None and ranks > here and key not in found.own:
+            found.settings[key] = here
+            said.append(f"{ranks} ranks of the {name} are asked for and {here} slots exist: it starts with {here}, with the same results")
+    return "; ".join(said)

@@ -93,8 +93,7 @@ RULES: tuple[Rule, ...] = (
     # resources
     *[
         _row(
-            f"{model}.{part}", "hint", f"{section}.ranks", m.size(model, section), idle=idle,
-            reading=lambda v, model=model, what=what: m.trainer(v) if model == "actor" else f"{what} takes {v.world(model)} slots at most",
+            f"{model}.{part}", "hint", f"{section}.ranks", m.size(model, section), idle=idle, reading=m.takes(model, what),
         )
         for model, section, idle, what in [
             ("ref", "reference", m.no_reference, "the reference model"),

@@ -15,11 +15,11 @@ from rlhfless_ray.recipe.reading import apply, known_keys, one_line, sentence
 from rlhfless_ray.recipe.running import Checkpoint, Cluster, Functions, Objective, Price, Run, Save, Watch
 from rlhfless_ray.recipe.sampling import Agent, Policy, Reward, Rollout, WarmStart
 from rlhfless_ray.recipe.section import Section
-from rlhfless_ray.recipe.training import COMPARES, Algorithm, Critic, Ema, Learner, Lora
+from rlhfless_ray.recipe.training import COMPARES, Algorithm, Critic, Ema, Learner, Lora, Reference
 
 __all__ = [
     "Agent", "Algorithm", "Checkpoint", "Cluster", "Critic", "Ema", "Evaluate", "Functions", "Learner", "Lora", "Objective",
-    "Policy", "Price", "Prompts", "Recipe", "Reward", "Rollout", "Run", "Save", "WarmStart", "Watch", "known_keys",
+    "Policy", "Price", "Prompts", "Recipe", "Reference", "Reward", "Rollout", "Run", "Save", "WarmStart", "Watch", "known_keys",
 ]
 
 
@@ -37,6 +37,7 @@ class Recipe(Section):
     algorithm: Algorithm = Algorithm()
     learner: Learner = Learner()
     critic: Critic = Critic()
+    reference: Reference = Reference()
     lora: Lora = Lora()
     ema: Ema = Ema()
     functions: Functions = Functions()
@@ -64,6 +65,9 @@ class Recipe(Section):
             raise ValueError("rollout.samples_per_prompt: algorithm.filter_range is about groups, so it must be at least 2")
         if self.critic != Critic() and not self.algorithm.has_critic:
             raise ValueError(f"critic: algorithm.advantage.estimator {estimator} has no critic, so leave its settings out")
+        if self.reference != Reference() and not self.has_reference:
+            why = "lora.rank makes it the policy without its adapters" if self.lora.rank else "algorithm.kl.coefficient is 0"
+            raise ValueError(f"reference: {why}, so leave its settings out")
         if self.lora.rank and self.ema.beta is not None:
             raise ValueError("ema.beta: an average of adapters is not that of the weights they make; leave it out with lora.rank")
         if self.lora != Lora() and not self.lora.rank:
@@ -107,6 +111,11 @@ class Recipe(Section):
     def longest_tokens(self, longest_prompt_tokens: int) -> int:
         """The longest sequence that there may be."""
         return self.agent.max_tokens or self.rollout.longest_tokens(longest_prompt_tokens)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the reference is a function of its own. Where adapters alone are trained it is the policy without them."""
+        return self.algorithm.keeps_reference and not self.lora.rank
 
     @property
     def keeps_start(self) -> bool:

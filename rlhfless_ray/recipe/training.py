@@ -29,7 +29,7 @@ class Advantage(Section):
 
 class Kl(Section):
     coefficient: float = Field(0.0, ge=0)
-    """0: no reference model is kept."""
+    """0: there is no reference model."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Schulman's estimators of KL(policy ‖ reference). As a loss `k1` does nothing but add noise: the expectation of its
     gradient is zero. `k2` has the gradient of the KL itself, `k3` comes close near the reference."""
@@ -173,8 +173,9 @@ class Learner(Section):
     """Padded tokens of one micro-batch."""
     overlap: Annotated[Literal["auto", "off"], OffIsAWord] = "auto"
     """Scoring and gradients of complete groups on slots that engines have left, while others still decode. Gradients only
-    where the update is then the same, to rounding: one per step, ZeRO 0, 1 or 2; else, of what has ended, the passes that it begins
-    with: old and reference log-probabilities, the critic's values. `off`: the learner waits for the rollout."""
+    where the update is then the same, to rounding: one per step, ZeRO 0, 1 or 2. Of what has ended, the passes that an update begins
+    with: the reference's log-probabilities, else also the old ones and the critic's values. `off`: the learner waits for the
+    rollout."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, more time."""
     max_skipped_updates: int = Field(3, ge=0)
@@ -222,6 +223,12 @@ class Critic(Section):
     """As learner.adam_eps."""
     grad_clip: float = Field(1.0, gt=0)
     """As learner.grad_clip."""
+
+
+class Reference(Section):
+    ranks: int = Field(1, ge=1)
+    """Processes that share the reference's passes; each holds the policy that the run began with. Micro-batches, threads and
+    deadline are the learner's."""
 
 
 class Lora(Section):

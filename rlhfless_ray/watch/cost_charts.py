@@ -11,7 +11,7 @@ from rlhfless_ray.watch.charts import Chart, Row, rounded
 from rlhfless_ray.watch.units import duration, finite, number, percent
 
 ACTIVITIES = ("work", "transfer", "start", "idle")
-KINDS = ("prefill", "rollout", "score", "learn", "eval", "warm_start")
+KINDS = ("prefill", "rollout", "agent", "score", "reference", "critic", "learn", "eval", "warm_start")
 PHASES = ("prefill", "rollout", "score", "learn", "publish", "eval", "driver")  # "lease" lies inside of them
 PHASE_COLOURS = {"prefill": "@prefill", "rollout": "@rollout", "score": "@score", "learn": "@learn", "eval": "@eval"}
 MOST_BARS = 80

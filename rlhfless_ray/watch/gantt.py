@@ -29,7 +29,7 @@ def gantt(ledger: Sequence[Row], steps: Sequence[Row]) -> Row | None:
         slot = f"{row.get('resource') or 'slot'} {row.get('device')}"
         label = f"{_short(str(row.get('node')))} {slot}" if several_nodes else slot
         lanes.setdefault(label, [])
-        target = (parked if row.get("activity") == "parked" else lanes).setdefault(label, [])
+        target = (parked if row.get("activity") in ("parked", "unleased") else lanes).setdefault(label, [])
         key = (str(row.get("kind")), str(row.get("activity")), str(row.get("instance") or ""), row.get("step"))
         last = target[-1] if target else None
         if last is not None and last[2] == key and row["from_s"] - last[1] < JOIN_S:

@@ -13,7 +13,7 @@ from rlhfless_ray.agent.actor import AgentActor
 from rlhfless_ray.agent.dry import dry_play
 from rlhfless_ray.agent.engine import Reply
 from rlhfless_ray.agent.load import AgentSource
-from rlhfless_ray.agent.messages import Answered, Asked, Opening, Played, Stuck
+from rlhfless_ray.agent.messages import Answered, Asked, Opening, Played, Stuck, Worked
 from rlhfless_ray.agent.params import SamplingParams
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.learn.scratch import scratch_policy
@@ -86,13 +86,16 @@ def play(actor: AgentActor, openings: list[Opening]) -> tuple[dict[int, Played],
     """The policy writes the number of tokens it sees, in two digits, and then ends."""
     over: dict[int, Played] = {}
     asked, stuck = [], []
-    for events in actor.play(1, openings):
+    worked = 0.0
+    for first, *events in actor.play(1, openings):
+        assert isinstance(first, Worked) and first.core_s >= worked
+        worked = first.core_s
         for event in events:
             if isinstance(event, Played):
                 over[event.key] = event
             elif isinstance(event, Stuck):
                 stuck.append(event)
-            else:
+            elif isinstance(event, Asked):
                 asked.append(event)
                 tokens = [*actor.tokenizer(f"{len(event.token_ids):02}", add_special_tokens=False)["input_ids"], 1][: event.max_tokens]
                 reply = Reply(tokens, "", [-0.5] * len(tokens), "stop" if len(tokens) == 3 else "length")

@@ -54,6 +54,22 @@ def work(begin: float, end: float, activity: str = "work") -> Span:
     return Span(activity, "", START + begin, START + end)
 
 
+def test_work_without_a_lease_costs_money_and_no_slot_seconds(clock: Clock, tmp_path: Path) -> None:
+    ledger = Ledger("gpu", 3600.0)
+    ledger.core_per_hour = 360.0
+    ledger.hold("L", "node", "0", "rollout", "A")
+    ledger.cut(1)
+    clock.now += 10
+    ledger.spans(["L"], [work(0, 10)])
+    ledger.unleased("agent", "agent-1", "node", START + 2, START + 10, 1.5, "agents play")
+    ledger.cut(2)
+    assert [(row.step, row.resource, row.seconds, row.money) for row in ledger.rows if row.kind == "agent"] == [(1, "cpu", 1.5, 0.15)]
+    assert ledger.totals() == {"busy_slot_s": 10.0, "full_slot_s": 10.0, "idle_share": 0.0, "money": 10.15}
+    assert ledger.unleased_core_s("agent", 0) == 1.5 and ledger.unleased_core_s("rollout", 0) == 0
+    ledger.append_to(tmp_path / "ledger.csv")
+    assert module.read_rows(tmp_path / "ledger.csv") == ledger.rows
+
+
 def test_a_lease_is_billed_from_grant_to_release(clock: Clock) -> None:
     ledger = Ledger("cpu", 3600.0)
     clock.now += 5

@@ -149,7 +149,7 @@ class Cases:
         in_reward = {"kl": {"coefficient": 0.3, "estimator": "k2", "place": "reward"}}
         add("kl in reward", self.files, self.batches, 0, 3, algorithm=in_reward)
         for stage in (0, 3):
-            cases[f"kl in reward/{stage}"]["looks"] = ("old", "kl")
+            cases[f"kl in reward/{stage}"]["looks"] = ("old",)
         add("averaged", self.files, self.batches, 0, 2, 3, ema={"beta": 0.6})
         add("uncorrected", self.files, self.batches, 0, algorithm=k1)
         add("bf16", self.bf16, self.batches, 1, 2, 3, dtype="bfloat16")
@@ -167,7 +167,8 @@ class Cases:
         for of, groups in EARLY.items():
             cases[of.replace("/", " early/")] = {**cases[of], "early": groups, "snapshots": ()}
         for of in self.PASSED:
-            cases[of.replace("/", " passed/")] = {**cases[of], "passes": ("old", "reference"), "snapshots": ()}
+            names = ("old", "reference") if of.startswith("lora") else ("old",)
+            cases[of.replace("/", " passed/")] = {**cases[of], "passes": names, "snapshots": ()}
         for stage in (0, 1, 3):
             cases[f"critic/{stage}"] = {
                 "settings": critic_settings(ranks, stage), "files": self.files, "batches": self.returned, "snapshots": (1,),
@@ -177,7 +178,7 @@ class Cases:
         add("bf16 nan", self.bf16, self.with_nan, 1, 2, 3, dtype="bfloat16")
         return cases
 
-    PASSED: ClassVar = ("full/3", "shuffled/1", "kl in reward/0")
+    PASSED: ClassVar = ("full/3", "shuffled/1", "lora/1", "kl in reward/0")
     PARKED: ClassVar = ("plain/0", "plain/2", "plain/3", "bf16/1", "lora/0", "lora/2", "lora/3")
 
     # (a run, its number of ranks, the ZeRO stage at which another gang goes on from its snapshot), by that gang's ranks

@@ -29,26 +29,42 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
     import torch
 
     from rlhfless_ray.learn.learner import Learner
+    from rlhfless_ray.learn.reference import Reference
     from rlhfless_ray.learn.trainer import state_from_bytes
 
     settings = {**case["settings"], "rank": rank, "device": case.get("device", "cpu")}
     assert settings["learner"]["ranks"] == ranks
     state = case.get("state")
     learner = Learner(settings)
+    kl, reference = settings["algorithm"]["kl"], None
+    if kl["coefficient"] and not settings["learner"]["lora"]["rank"]:
+        own = {"micro_batch_tokens": settings["learner"]["micro_batch_tokens"], "ranks": ranks, "rank": rank}
+        own |= {name: settings[name] for name in ("policy", "temperature", "device")}
+        reference = Reference(own)
+        reference.open(case["files"], ("", 0), 1)
+
+    def together(shares: dict[str, np.ndarray]) -> dict[str, np.ndarray]:  # what a gang does with the answers of its ranks
+        return {name: learner.trainer.over_ranks(torch.from_numpy(share)).numpy() for name, share in shares.items()}
+
     learner.open(case["files"], ("127.0.0.1", port), 1, None if state is None else state_from_bytes(state))
     found: dict[str, Any] = {
-        "stats": [], "weights": [], "snapshots": {}, "memory": [], "logprobs": [], "rng": torch.get_rng_state().numpy(),
+        "stats": [], "weights": [], "snapshots": {}, "memory": [], "logprobs": [], "reference": [],
+        "rng": torch.get_rng_state().numpy(),
     }
     if 0 in case.get("snapshots", ()):
         found["snapshots"][0] = learner.trainer.snapshot_bytes()
     for number, batch in enumerate(case["batches"], 1):
+        if reference is not None and len(batch):
+            told = together({"reference": reference.logprobs(batch, 1)[0]})["reference"]
+            found["reference"].append(told)
+            batch = replace(batch, reference=told)
         ahead = np.unique(batch.groups)[: case.get("early", 0)]
         for group in ahead:
             learner.accumulate(batch.take(np.flatnonzero(batch.groups == group)), 1)
         if names := case.get("looks"):
-            found["logprobs"].append(learner.logprobs(batch, names, 1)[0])
+            found["logprobs"].append(together(learner.logprobs(batch, names, 1)[0]))
         if names := case.get("passes"):
-            parts = [learner.logprobs(batch.take(part), names, 1)[0] for part in np.array_split(np.arange(len(batch)), 3)]
+            parts = [together(learner.logprobs(batch.take(part), names, 1)[0]) for part in np.array_split(np.arange(len(batch)), 3)]
             batch = replace(batch, **{name: np.concatenate([part[name] for part in parts]) for name in names})
         stats, _ = learner.update(batch.take(np.flatnonzero(~np.isin(batch.groups, ahead))), 1)
         found["stats"].append(stats)
@@ -81,7 +97,7 @@ def run_critic(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[s
     found: dict[str, Any] = {"stats": [], "weights": [], "values": [], "snapshots": {}, "config": critic.config()}
     found["rng"] = torch.get_rng_state().numpy()
     for number, batch in enumerate(case["batches"], 1):
-        values, _ = critic.values(batch, 1)
+        values = critic.trainer.over_ranks(torch.from_numpy(critic.values(batch, 1)[0])).numpy()
         found["values"].append(values.copy())
         found["stats"].append(critic.update(replace(batch, values=values), 1)[0])
         weights = critic.trainer.weights()

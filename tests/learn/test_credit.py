@@ -82,16 +82,20 @@ CASES = [
 
 
 class Looking:
-    """A gang that saw these log-probabilities and KLs."""
+    """The gangs of learner and reference in one, whose log-probabilities differ by these KLs."""
 
-    working = True
+    working = False
+    slots, by_rank = 1, ()
 
     def __init__(self, kl: list[list[float]]) -> None:
         self.kl = np.concatenate(kl).astype(np.float32)
 
-    def passed(self, what: str, batch: Any, names: tuple[str, ...]) -> dict[str, np.ndarray]:
-        assert (what, names) == ("logprobs", ("old", "reference", "kl")) and len(self.kl) == len(batch.logprobs)
-        return {"old": -self.kl, "kl": self.kl}
+    def staff(self, leases: list[Any]) -> list[Any]:
+        return leases
+
+    def passed(self, what: str, batch: Any, *names: tuple[str, ...]) -> dict[str, np.ndarray]:
+        assert len(self.kl) == len(batch.logprobs) and (what, names) in (("logprobs", (("old",),)), ("reference", ()))
+        return {"old": -self.kl} if what == "logprobs" else {"reference": -2 * self.kl}
 
 
 @pytest.mark.parametrize("in_reward", [False, True])
@@ -104,7 +108,7 @@ def test_the_stage_makes_the_advantages_of_the_recipe(changes: dict[str, Any], i
     kl = [rng.random(length).round(2).tolist() if in_reward else [0.0] * length for length in lengths]
     tree = {**changes, "algorithm": {**changes.get("algorithm", {})}}
     if in_reward:
-        tree["algorithm"]["kl"] = {"coefficient": 0.3, "place": "reward"}
+        tree["algorithm"]["kl"] = {"coefficient": 0.3, "place": "reward", "estimator": "k1"}
     chosen = recipe(**tree)
     samples = []
     for i, length in enumerate(lengths):
@@ -113,7 +117,8 @@ def test_the_stage_makes_the_advantages_of_the_recipe(changes: dict[str, Any], i
         samples.append(Sample(Prompt(i // 3, "p", (7, 8)), i % 3, done, reward=None if np.isnan(reward) else reward))
     scored = [i for i, s in enumerate(samples) if s.reward is not None]
     site = SimpleNamespace(recipe=chosen, handed=list, leases=SimpleNamespace(release=lambda leases: None))
-    stage = LearnStage(site, Looking([kl[i] for i in scored]))  # type: ignore[arg-type]
+    gang = Looking([kl[i] for i in scored])
+    stage = LearnStage(site, gang, None, gang if in_reward else None)  # type: ignore[arg-type]
     batch = stage.advantages(samples)
     expected = by_hand(chosen, rewards.tolist(), lengths, truncated, kl, 0.3)
     assert batch.response_lengths.tolist() == [lengths[i] for i in scored]
@@ -161,7 +166,7 @@ class Working:
         tokens = len(batch.logprobs)
         if what == "values":
             return {"values": np.arange(tokens, dtype=np.float32) / 10}
-        return {"old": np.zeros(tokens, np.float32), "kl": np.full(tokens, 0.5, np.float32)}
+        return {what if what == "reference" else "old": np.full(tokens, 1.0 if what == "reference" else 0.0, np.float32)}
 
     def update(self, batch: Any, meanwhile: Any = None) -> Any:
         assert self.working
@@ -173,15 +178,16 @@ class Working:
 def test_with_a_critic_the_gangs_take_turns_under_the_same_leases() -> None:
     log: list[str] = []
     gae = {"estimator": "gae", "gamma": 0.9, "lambd": 0.8}
-    chosen = recipe(algorithm={"advantage": gae, "kl": {"coefficient": 0.2, "place": "reward"}})
+    chosen = recipe(algorithm={"advantage": gae, "kl": {"coefficient": 0.2, "place": "reward", "estimator": "k2"}})
     chosen = chosen.model_copy(update={"critic": chosen.critic.model_copy(update={"freeze_policy_steps": 1})})
-    learner, critic = Working("learner", log, 2), Working("critic", log, 1)
+    learner, critic, reference = Working("learner", log, 2), Working("critic", log, 1), Working("reference", log, 1)
     released: list[str] = []
     site: Any = SimpleNamespace(
         recipe=chosen, spare=["a", "b", "c"], phases=SimpleNamespace(phase=lambda name: nullcontext()),
         leases=SimpleNamespace(resource="cpu", release=released.extend), record=SimpleNamespace(progress=SimpleNamespace(message=print)),
         autoscaler=SimpleNamespace(
-            size_learner=lambda samples: SimpleNamespace(actors=1, reason=""), observe_update=lambda *a: log.append("measured")
+            size_learner=lambda samples: SimpleNamespace(actors=1, reason=""), observe_update=lambda *a: log.append("measured"),
+            observe_passes=lambda samples, seconds: log.append("all before it too"),
         ),
     )
 
@@ -190,7 +196,7 @@ def test_with_a_critic_the_gangs_take_turns_under_the_same_leases() -> None:
         return leases
 
     site.handed = handed
-    stage = LearnStage(site, learner, critic)  # type: ignore[arg-type]
+    stage = LearnStage(site, learner, critic, reference)  # type: ignore[arg-type]
     samples = []
     for i in range(6):
         done = Completion(i, np.arange(2, dtype=np.int32), np.zeros(2, np.float32), "stop", 1)
@@ -200,9 +206,9 @@ def test_with_a_critic_the_gangs_take_turns_under_the_same_leases() -> None:
             batch = stage.advantages(samples)
             stats, told = stage.update(batch, samples, lambda: log.append("meanwhile"))
         assert stats.applied == (number == 2) and told["critic/applied"] == 1
-    # the KL, then the values; of what the critic does not need, the lease that the learner will
-    turns = ["learner on a b", "critic on a", "critic learns", "learner on b a"]
-    again = ["learner on b a", "critic on b", "critic learns", "learner on a b"]
+    # the KL, then the values; of what reference and critic do not need, the lease that the learner will
+    turns = ["reference on a", "learner on b a", "critic on b", "critic learns", "learner on a b", "all before it too"]
+    again = ["reference on a", "learner on b a", "critic on b", "critic learns", "learner on a b", "all before it too"]
     assert log == [*turns, "meanwhile", *again, "learner learns", "measured"]
     assert released == ["c"] and sorted(site.spare) == ["a", "b"]
     assert [s.earned for s in samples] == [pytest.approx(r - 2 * 0.2 * 0.5) if r != 1 else None for r in range(6)]

@@ -110,6 +110,26 @@ def test_without_one_it_lets_the_others_go_and_asks_at_its_own_node():
     assert nodes_of(gang) == [["here"]] and cluster.log == ["here → here"] and cluster.free["there"] == [0]
 
 
+def test_processes_ended_for_their_memory_are_started_anew_and_loaded_and_that_is_no_fault(monkeypatch):
+    monkeypatch.setattr("rlhfless_ray.functions.pool.ray.kill", lambda actor, no_restart: None)
+    cluster = Cluster("cpu", {"here": []})
+    gang = gang_on(cluster, Slot("here", 0))
+    built: list[Any] = []
+
+    def call(answer: Any) -> Any:
+        return SimpleNamespace(remote=lambda *given: lambda: built.append(given) or answer)
+
+    opened, loaded = {"memory_mb": 500.0, "spans": []}, {"memory_mb": 700.0, "spans": []}
+    gang.pool.start = lambda slot: SimpleNamespace(open=call(opened), rendezvous=call(("", 0)), build=call(loaded))
+    gang.files = lambda: "files"
+    gang.pool.end(gang.by_rank[0])
+    lease = cluster.lease("here", 1)
+    assert not gang.fits([lease]), "a start would hold up the rollout"
+    assert gang.staff([lease]) == [] and nodes_of(gang) == [["here"]]
+    assert gang.by_rank[0].state is State.READY and gang.by_rank[0].memory_mb == 700.0
+    assert built == [(1,), (False,), ("files", ("", 0), 1, None)] and gang.recovery.restarts == 0
+
+
 def test_ranks_on_two_nodes_get_one_lease_each_and_threads_never_mix_nodes():
     cluster = Cluster("cpu", {"a": [7], "b": []})
     gang = gang_on(cluster, Slot("a", 0), Slot("b", 0), threads=2)

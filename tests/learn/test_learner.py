@@ -18,6 +18,7 @@ from learner_reference import Reference, load, logprobs, sequences
 from safetensors.torch import load as load_tensors
 from tiny_policy import EARLY
 
+from rlhfless_ray.learn.reward_shaping import token_kl
 from rlhfless_ray.learn.trainer import state_from_bytes
 
 Weights = dict[str, np.ndarray]
@@ -83,7 +84,7 @@ def test_updates_equal_the_reference(cases: Any, expected: Any, name: str, ranks
             assert got.mismatch_mean == pytest.approx(np.mean([w["mismatch"] for w in wanted]), rel=1e-4)
             assert got.mismatch_max == pytest.approx(max(w["mismatch_max"] for w in wanted), rel=1e-4)
             assert got.importance_capped_share == pytest.approx(np.mean([w["capped"] for w in wanted]), abs=0.01)
-            for field in ("ppo_kl", "sampler_kl", *(["reference_gap"] if name != "kl in reward" else [])):  # see where it is passed
+            for field in ("ppo_kl", "sampler_kl", "reference_gap"):
                 assert getattr(got, field) == pytest.approx(np.mean([w[field] for w in wanted]), rel=1e-3, abs=2e-5), field
             assert got.trained_tokens == sum(w["tokens"] for w in wanted)
             assert (got.skipped, got.reason) == (0, "")
@@ -153,17 +154,19 @@ def test_bfloat16_keeps_float32_weights_behind(cases: Any, expected: Any, ranks:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_the_gang_sees_before_a_step(cases: Any, expected: Any, stage: int, ranks: int) -> None:
-    """Log-probabilities of every token under the weights of the moment, and the KL to where the run began, on every rank."""
+    """Log-probabilities of every token under the weights of the moment and under those that the run began with, and their KL."""
     case = cases.first(1)["kl in reward/0"]
     reference = Reference(case["files"], case["settings"])
     for rank in range(ranks):
-        found = cases.result(f"kl in reward/{stage}", ranks, rank)["logprobs"]
+        found = cases.result(f"kl in reward/{stage}", ranks, rank)
         moved = copy.deepcopy(reference.model)
-        for batch, told, after in zip(case["batches"], found, expected("kl in reward")[1], strict=True):
-            policy, kl = told["old"], told["kl"]
+        told = zip(found["logprobs"], found["reference"], strict=True)
+        for batch, (of_learner, first), after in zip(case["batches"], told, expected("kl in reward")[1], strict=True):
+            policy, kl = of_learner["old"], token_kl(of_learner["old"], first, "k2")
             with torch.no_grad():
                 now, start = (torch.cat([logprobs(m, s, 1.0) for s in sequences(batch)]) for m in (moved, reference.start))
             np.testing.assert_allclose(policy, now, atol=2e-5)
+            np.testing.assert_allclose(first, start, atol=2e-5)
             np.testing.assert_allclose(kl, (now - start) ** 2 / 2, atol=2e-5)
             moved.load_state_dict({k: torch.from_numpy(v) for k, v in after.items()})
         assert kl.max() > 1e-4

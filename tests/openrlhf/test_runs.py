@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhfless_ray.functions.ledger import read_rows
 from rlhfless_ray.learn.scratch import scratch_policy
 from rlhfless_ray.prompts.tasks import task
 from rlhfless_ray.recipe import Recipe
@@ -33,7 +34,7 @@ OLD = """--pretrain model --save_path out --remote_rm_url reward.py --prompt_dat
 --actor_num_nodes 1 --actor_num_gpus_per_node 1 --micro_rollout_batch_size 2 --micro_train_batch_size 2 --elastic.cluster.cpus 2"""
 NEW = """--actor.model_name_or_path model --ckpt.output_dir out --reward.remote_url reward.py --data.prompt_dataset data.jsonl,more.csv
 --data.input_key prompt --data.label_key label --algo.advantage.estimator group_norm --rollout.batch_size 4 --train.batch_size 8
---rollout.n_samples_per_prompt 2 --data.max_len 64 --vllm.num_engines 1 --algo.kl.init_coef 0 --ds.zero_stage 2 --ds.param_dtype bf16
+--rollout.n_samples_per_prompt 2 --data.max_len 64 --vllm.num_engines 1 --algo.kl.init_coef 0.1 --ds.zero_stage 2 --ds.param_dtype bf16
 --actor.num_nodes 1 --actor.num_gpus_per_node 1 --rollout.micro_batch_size 2 --train.micro_batch_size 2
 --eval.dataset eval.jsonl --eval.steps 2 --eval.n_samples_per_prompt 2 --ckpt.path ckpt --ckpt.save_steps 1 --ckpt.max_num 1
 --ckpt.save_hf --ckpt.load_enable --logger.tensorboard_dir tb --logger.wandb.run_name mine --elastic.cluster.cpus 2"""
@@ -129,6 +130,10 @@ def test_a_dotted_command_saves_evaluates_and_goes_on(folder: Path) -> None:
     assert first.step == 1 and first.tensor_proto.string_val[0].startswith(b"Sample:\n")
     assert [step for step, _ in run(folder, NEW + " --train.num_episodes 2")] == [4, 5, 6]
     assert [path.name for path in (folder / "runs").iterdir()] == ["mine"]
+    asked = [row for row in read_rows(folder / "runs" / "mine" / "ledger.csv") if row.kind == "reference" and row.activity == "work"]
+    assert {row.step for row in asked} == set(range(1, 7)) and min(row.money for row in asked) > 0
+    start = read_folder(folder / "runs" / "mine" / "reference")["model.safetensors"]
+    assert start == read_folder(folder / "model")["model.safetensors"], "the resumed run's reference is the first one's"
 
 
 def test_an_agent_plays_several_turns_and_only_the_policys_are_learned(folder: Path) -> None:
@@ -146,6 +151,7 @@ def test_an_agent_plays_several_turns_and_only_the_policys_are_learned(folder: P
         assert row["tokens/trained"] == row["tokens/generated"] == sum(sample["tokens"] for sample in samples)
         assert row["agent/feedback_tokens"] == 2 * 2 * len(samples) and row["agent/turns_mean"] == 3
         assert row["learn/mismatch_mean"] < 0.05, "the learner sees the agent's words where the sampler saw them"
+        assert row["cost/agent_core_s"] > 0
     assert rows[-1]["eval/samples"] == 4 and "eval/a/pass1" in rows[-1]
     assert read_folder(folder / "out")["model.safetensors"] != read_folder(folder / "model")["model.safetensors"]
 

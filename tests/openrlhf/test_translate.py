@@ -367,7 +367,12 @@ def test_slots_and_a_machine_with_fewer():
     assert "8 ranks of the learner are asked for and 3 slots exist" in fit(found, {})
     assert found.settings["learner.ranks"] == 3 and slots_of(found).at_least in (2, 3)  # 2 once ranks may shrink by themselves
     assert fit(of(BASE), {"RAY_ADDRESS": "auto"}) == ""
-    assert fit(of(BASE + " --elastic.learner.ranks 8 --elastic.cluster.cpus 3"), {}) == ""
+    said = fit(own := of(BASE + " --elastic.learner.ranks 8 --elastic.cluster.cpus 3"), {})
+    assert said.startswith("8 ranks of the reference are asked for and 3 slots exist") and ";" not in said
+    assert own.settings["learner.ranks"] == 8 and own.settings["reference.ranks"] == 3
+    adapters = of(BASE + " --lora_rank 4 --ref_num_gpus_per_node 2")
+    assert "reference.ranks" not in adapters.settings and "reference.ranks" not in of(BASE + " --init_kl_coef 0").settings
+    assert any("without its adapters" in outcome.why for outcome in adapters.flags if outcome.flag == "--ref_num_gpus_per_node")
 
 
 def test_a_login_key_is_in_no_recipe_and_no_explanation():

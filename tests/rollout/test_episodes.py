@@ -103,9 +103,10 @@ def play(pool: Pool, files: dict[str, bytes], tmp_path_factory: pytest.TempPathF
     weights = weights_of(files)
     version = WeightVersion(1, ray.put(weights), checksum(weights))
     own = (AgentSource.load(str(path)), without_weights(files), False, 100, 20.0, TURN)
-    agents = Processes(lambda: start_agent(AgentActor, *own), 1, 20.0, Faults(5), 120.0)
+    agents = Processes(lambda: start_agent(AgentActor, *own), 1, 20.0, Faults(5), 120.0, pool.ledger)
     agents.start()
     agents.check()
+    pool.ledger.core_per_hour = 3600.0
 
     def run(
         shares: list[list[int]], labels: list[str] | None = None, on_progress: Any = lambda *_: None, **sampling: Any
@@ -164,6 +165,17 @@ def test_several_turns_are_played(alone: list[Sample], files: dict[str, bytes]) 
     assert len(set(turns)) > 0.9 * len(turns), "every turn has noise of its own"
 
 
+def test_what_agents_compute_is_billed_beside_the_leases(
+    pool: Pool, play: Callable[..., list[Sample]], alone: list[Sample]
+) -> None:
+    ledger, first = pool.ledger, len(pool.ledger.rows)
+    play([list(range(8))])
+    [row] = [row for row in ledger.rows[first:] if row.kind == "agent"]
+    assert row.activity == "unleased" and row.slots == 0 and row.instance.startswith("agent-") and not row.lease
+    assert 0 < row.seconds <= (os.cpu_count() or 1) * (row.to_s - row.from_s) and row.money == pytest.approx(row.seconds, abs=1e-5)
+    assert ledger.unleased_core_s("agent", first) == row.seconds
+
+
 def test_two_engines_play_the_same(play: Callable[..., list[Sample]], alone: list[Sample]) -> None:
     assert_same(play([[0, 3, 4, 7], [1, 2, 5, 6]]), alone)
 
@@ -182,10 +194,14 @@ def test_stop_words_end_turns(play: Callable[..., list[Sample]], alone: list[Sam
     assert not any("1" in text[:-1] or "2" in text[:-1] for text in turns)
 
 
-def test_an_agent_that_ends_its_process_is_the_only_one_without_a_reward(play: Callable[..., list[Sample]], alone: list[Sample]) -> None:
+def test_an_agent_that_ends_its_process_is_the_only_one_without_a_reward(
+    pool: Pool, play: Callable[..., list[Sample]], alone: list[Sample]
+) -> None:
+    first = len(pool.ledger.rows)
     found = play([list(range(8))], ["", "", "", "dies", "", "", "", ""])
     assert found[3].error is not None and "the agent's process died and was replaced" in found[3].error and found[3].reward is None
     assert_same(found[:3] + found[4:], alone[:3] + alone[4:])
+    assert len({row.instance for row in pool.ledger.rows[first:] if row.kind == "agent"}) > 1, "what a lost process did is paid for"
 
 
 def test_an_engine_that_is_killed_costs_no_sample(pool: Pool, play: Callable[..., list[Sample]], alone: list[Sample]) -> None:

@@ -10,7 +10,7 @@ function drawGantt(root, data, palette, dark) {
     return node;
   };
   const kindName = i => data.kinds[i].replace("_", " ");
-  const kindColour = (i, opacity) => colour(["prefill", "rollout", "score", "learn", "eval", "warm_start"].includes(data.kinds[i]) ? data.kinds[i] : "other", opacity);
+  const kindColour = (i, opacity) => colour(["prefill", "rollout", "agent", "score", "reference", "critic", "learn", "eval", "warm_start"].includes(data.kinds[i]) ? data.kinds[i] : "other", opacity);
   const seconds = ms => ms < 1000 ? `${+ms.toPrecision(3)} ms` : ms < 120000 ? `${(ms / 1000).toFixed(2)} s` : `${(ms / 60000).toFixed(1)} min`;
   const clock = (ms, unit) => unit >= 1000 ? `${Math.round(ms / 1000)} s` : `${(ms / 1000).toFixed(unit >= 100 ? 1 : 2)} s`;
 
@@ -53,8 +53,8 @@ function drawGantt(root, data, palette, dark) {
 
   // Segments of a lane in order of time, so that a redraw touches only what is in view.
   const lanes = data.lanes.map(() => ({ leased: [], parked: [] }));
-  const parkedCode = data.activities.indexOf("parked");
-  for (let i = 0; i < count; i++) lanes[data.lane[i]][data.activity[i] === parkedCode ? "parked" : "leased"].push(i);
+  const leases = data.activities.map(name => name !== "parked" && name !== "unleased");
+  for (let i = 0; i < count; i++) lanes[data.lane[i]][leases[data.activity[i]] ? "leased" : "parked"].push(i);
   const firstIn = list => {  // the first segment that ends inside the view
     let low = 0, high = list.length;
     while (low < high) { const mid = (low + high) >> 1; if (data.to[list[mid]] < view[0]) low = mid + 1; else high = mid; }
@@ -142,7 +142,7 @@ function drawGantt(root, data, palette, dark) {
     const height = 52, [pen, full] = prepare(over, height), columns = Math.max(1, Math.floor(full - left)), wide = (end - begin) / columns;
     const load = data.kinds.map(() => new Float64Array(columns + 1));
     for (let i = 0; i < count; i++) {
-      if (data.activity[i] === parkedCode) continue;
+      if (!leases[data.activity[i]]) continue;
       const a = (data.from[i] - begin) / wide, b = (data.to[i] - begin) / wide;
       for (let x = Math.floor(a); x <= Math.min(columns, Math.floor(b)); x++) load[data.kind[i]][x] += Math.max(0, Math.min(b, x + 1) - Math.max(a, x));
     }
