@@ -11,8 +11,9 @@ from placement.rollout_policies.oracle import Planned
 from placement.rollout_policies.view import Job
 from placement.rollout_sim import run
 from placement.simulate import Hold, Knobs, Setting, StepRun, Terms
-from placement.simulate.elastic import ROUGH, candidates, elastic
+from placement.simulate.elastic import ROUGH, elastic
 from placement.simulate.planning import Planner
+from placement.simulate.plans import beside, candidates
 from placement.simulate.policies import fixed
 from placement.simulate.step import StepInput, learn_beside, on_clock
 from placement.step import StepPlan, StepWork, step_frontier
@@ -40,7 +41,11 @@ def variant(name: str, rollout: str = "ours", *, without: Callable[[Terms, Knobs
 
     def step(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
         knobs = planner.searched(
-            name, lambda view, k: made(terms, view, k, rollout), lambda view, k: made(terms, view, k, ROUGH), allowed(terms)
+            name,
+            lambda view, k: made(terms, view, k, rollout),
+            lambda view, k: made(terms, view, k, ROUGH),
+            allowed(terms),
+            lambda k: [near for near in beside(terms, k) if without is None or not without(terms, near)],
         )
         return made(terms, given, knobs, rollout)
 

@@ -89,7 +89,7 @@ def _settings(recipe: Recipe, policy: Path, folder: Path, threads: int) -> dict[
         "prompts_per_step": PROMPTS, "group": recipe.rollout.samples_per_prompt, "max_tokens": recipe.rollout.max_tokens,
         "temperature": recipe.rollout.temperature, "learning_rate": learner.learning_rate,
         "micro_sequences": 64 if samples % 64 == 0 else samples, "steps": recipe.run.steps, "threads": threads,
-        "seed": recipe.run.seed, "root": str(ROOT),
+        "seed": recipe.run.seed, "root": str(ROOT), "alike": True,
         "config": {
             "loss_type": "dapo" if algorithm.loss_mean == "token" else "grpo",
             "scale_rewards": "group" if algorithm.advantage.estimator == "group_norm" else "none",

@@ -32,7 +32,7 @@ from rlhfless_ray.prompts.chain import Chain
 from rlhfless_ray.types import Sample
 
 LEAST = 10.0  # points that held-out accuracy, sampled, has to rise
-VERDICT_STEPS = 500
+VERDICT_STEPS = 1000
 LEAST_VERDICTS = 85.0  # percent of pairs of a right and a wrong response that the reward model is to tell
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
 COMMON = (
@@ -69,7 +69,7 @@ def settings(name: str, model: Verdicts | None) -> list[str]:
     assert model is not None
     return [
         "algorithm.advantage.estimator=gae", *CRITIC, "reward.function=", f"reward.model_path={model.folder}", "reward.normalize=true",
-        "algorithm.kl.coefficient=0.001", "algorithm.kl.estimator=k1", "algorithm.kl.place=reward",
+        "reward.clip_range=[-1,1]", "algorithm.kl.coefficient=0.01", "algorithm.kl.estimator=k1", "algorithm.kl.place=reward",
     ]
 
 

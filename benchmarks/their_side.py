@@ -14,13 +14,15 @@ from benchmarks.trl_env import HERE, trl_python
 from benchmarks.workload import Files, Workload
 
 
-def settings(work: Workload, files: Files, steps: int, threads: int) -> dict[str, Any]:
+def settings(work: Workload, files: Files, steps: int, threads: int, *, alike: bool = True) -> dict[str, Any]:
+    """`alike`: float32, no gradient checkpointing and the micro-batches of the other systems; else what TRL's defaults say, which is
+    bfloat16 autocast, gradient checkpointing and micro-batches of 8."""
     return {
         "policy": str(files.policy), "prompts": str(files.prompts), "reward": str(files.reward), "columns": ["prompt"],
         "prompts_per_step": work.prompts, "group": work.group, "max_tokens": work.max_tokens,
         "temperature": work.temperature, "learning_rate": work.learning_rate, "micro_sequences": work.micro_sequences,
         "steps": steps, "threads": threads, "seed": work.seed, "root": str(ROOT),
-        "config": {"loss_type": "dapo", "scale_rewards": "group", "lr_scheduler_type": "constant"},
+        "alike": alike, "config": {"loss_type": "dapo", "scale_rewards": "group", "lr_scheduler_type": "constant"},
     }
 
 

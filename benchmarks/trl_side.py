@@ -81,12 +81,13 @@ def main(settings: dict[str, Any]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(settings["policy"])
     rows = [json.loads(line) for line in Path(settings["prompts"]).read_text().splitlines()]
     samples = settings["prompts_per_step"] * settings["group"]
-    micro = settings["micro_sequences"]
+    alike = {"bf16": False, "gradient_checkpointing": False} if settings["alike"] else {}
+    micro = settings["micro_sequences"] if settings["alike"] else GRPOConfig.per_device_train_batch_size
     if samples % micro:
         raise SystemExit(f"{micro} sequences per micro-batch do not divide {samples} samples per step")
     config = GRPOConfig(
         output_dir=settings["scratch"], report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True,
-        use_cpu=True, bf16=False, gradient_checkpointing=False, seed=settings["seed"], max_steps=settings["steps"],
+        use_cpu=True, seed=settings["seed"], max_steps=settings["steps"], **alike,
         per_device_train_batch_size=micro, gradient_accumulation_steps=samples // micro,
         num_generations=settings["group"], max_completion_length=settings["max_tokens"], shuffle_dataset=False,
         temperature=settings["temperature"], top_p=1.0, top_k=0, beta=0.0, num_iterations=1,

@@ -1,9 +1,9 @@
 """A real reward model for the built-in task `chain`: a sequence classifier that learns to tell right responses from wrong ones.
 
-It begins with the policy's own body and sees supervised responses, some of them with a slip of the pen that is carried on. It is
-told of every sum whether it is right, and at the end whether the response is (Lightman et al. 2023, arXiv 2305.20050, section 2, call
-this process supervision: it needs far fewer examples); its score is that at the end. It is served as a user's reward model is: a
-folder, `reward.model_path`. It never sees a held-out prompt.
+It begins with the policy's own body and sees supervised responses, many of them with mistakes of ours, and what the policy itself says
+at several temperatures, labelled by the verifier. It is told of every sum whether it is right, and at the end whether the response is
+(Lightman et al. 2023, arXiv 2305.20050, section 2, call this process supervision: it needs far fewer examples); its score is that at
+the end. It is served as a user's reward model is: a folder, `reward.model_path`. It never sees a held-out prompt.
 """
 
 from __future__ import annotations
@@ -26,35 +26,102 @@ from rlhfless_ray.prompts.chain import Chain, written
 from rlhfless_ray.prompts.tasks import Row
 from rlhfless_ray.weights.folder import read_folder, write_folder
 
-VERSION = 2  # of what is done here, for the cache
+VERSION = 3  # of what is done here, for the cache
 LEARNING_RATE, BATCH, BUCKET = 1e-3, 32, 16
-SLIPPED, GUESSED, CUT = 0.45, 0.05, 0.05  # of the responses: a sum goes wrong, another answer is given, the end is missing
+OWN = 0.5  # of the responses are the policy's own
+TEMPERATURES = (0.7, 1.0, 1.0, 1.3, 1.6)  # they are sampled at
+LONGEST, AT_ONCE = 96, 256  # tokens of such a response; how many are sampled together
 
 
 @dataclass(frozen=True)
 class Verdicts:
     """`folder`: of the model. On held-out prompts: the share of pairs of a right and a wrong response of which the right one has the
-    higher score, among `supervised` responses, and among those with mistakes of ours, which look the same (`spoilt`)."""
+    higher score, among `supervised` responses, among those with mistakes of ours, which look the same (`spoilt`), and among the
+    policy's own."""
 
     folder: Path
     steps: int
     supervised: float
     spoilt: float
+    own: float
 
 
-def response(row: Row, rng: np.random.Generator) -> str:
-    """As the supervised ones, or with one of the mistakes above."""
-    drawn = rng.random()
-    if drawn < SLIPPED:
-        look = written(row["prompt"], stride=1)
-        sums = [int(digit) for digit in look[1::2]]
-        at, by = rng.integers(len(sums)), rng.integers(1, 10)
-        sums[at:] = [(value + int(by)) % 10 for value in sums[at:]]
-        return "".join(f"{key}{value}" for key, value in zip(look[::2], sums, strict=True)) + f"#{sums[-1]}"
+@dataclass(frozen=True)
+class Response:
+    """`pieces`: its tokens as text, without the end token; `ended`: whether that followed, or the response was cut off."""
+
+    pieces: list[str]
+    ended: bool = True
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+def _slip(sums: list[int], rng: np.random.Generator) -> list[int]:
+    """One sum goes wrong and is carried on, or not."""
+    at, by = rng.integers(len(sums)), int(rng.integers(1, 10))
+    last = len(sums) if rng.random() < 0.8 else at + 1
+    return [(value + by) % 10 if at <= k < last else value for k, value in enumerate(sums)]
+
+
+def response(row: Row, rng: np.random.Generator) -> Response:
+    """As the supervised ones, or with a mistake of ours: a sum goes wrong, a key is passed over, the answer is another one, its mark is
+    missing or there twice, something follows it, a part is missing or repeated, or it is cut off."""
+    look = written(row["prompt"], stride=1)
+    keys, sums = look[::2], [int(digit) for digit in look[1::2]]
+    answer, ended = str(sums[-1]), True
     text = Chain().example(row, rng)
-    if drawn < SLIPPED + GUESSED:
-        return f"{text[:-1]}{rng.integers(10)}"
-    return text[: rng.integers(1, len(text))] if drawn < SLIPPED + GUESSED + CUT else text
+    kind = rng.random()
+    if kind < 0.4:
+        looks = []
+        for k in range(int(rng.integers(1, 3))):
+            one = _slip(sums, rng) if k == 0 or rng.random() < 0.3 else sums
+            looks.append("".join(f"{key}{value}" for key, value in zip(keys, one, strict=True)))
+        text = ";".join(rng.permutation(looks)) + f"#{rng.choice([one[-1] for one in looks])}"
+    elif kind < 0.5 and len(keys) > 1:
+        at = int(rng.integers(len(keys)))
+        operands = np.diff([int(row["prompt"][0]), *sums]) % 10
+        left = np.delete(operands, at)
+        ran = [(int(row["prompt"][0]) + int(total)) % 10 for total in np.cumsum(left)]
+        text = "".join(f"{key}{value}" for key, value in zip(keys[:at] + keys[at + 1 :], ran, strict=True)) + f"#{ran[-1]}"
+    elif kind < 0.56:
+        text = f"{look}#{rng.integers(10)}"
+    elif kind < 0.6:
+        text = f"#{rng.integers(10)}"
+    elif kind < 0.64:
+        text = f"{look}{rng.choice(['', '##', '#;', ';#;', '#' + answer + '#'])}{answer}"
+    elif kind < 0.68:
+        text += str(rng.choice([answer, ";", "#", look[:2], f";{look}", f"#{answer}"]))
+    elif kind < 0.74:
+        at = int(rng.integers(len(text)))
+        text = text[:at] + text[at + int(rng.integers(1, 5)) :] if rng.random() < 0.5 else text[:at] + text[max(0, at - 2) :]
+    elif kind < 0.78:
+        text, ended = text[: int(rng.integers(1, len(text)))], bool(rng.random() < 0.5)
+    return Response(list(text), ended)
+
+
+@torch.no_grad()
+def own_responses(files: dict[str, bytes], rows: list[Row], temperature: float) -> list[Response]:
+    """What the policy says to these prompts, drawn from torch's generator."""
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = load_tokenizer(files, False)
+    tokenizer.padding_side = "left"
+    with tempfile.TemporaryDirectory() as name:
+        policy = AutoModelForCausalLM.from_pretrained(write_folder(Path(name), files), dtype=torch.float32).eval()
+    found = []
+    for start in range(0, len(rows), AT_ONCE):
+        prompts = [row["prompt"] for row in rows[start : start + AT_ONCE]]
+        asked = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
+        said = policy.generate(
+            input_ids=asked["input_ids"], attention_mask=asked["attention_mask"], do_sample=True, temperature=temperature, top_k=0,
+            max_new_tokens=LONGEST, pad_token_id=tokenizer.pad_token_id,
+        )
+        for ids in said[:, asked["input_ids"].shape[1] :].tolist():
+            length = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
+            found.append(Response(tokenizer.convert_ids_to_tokens(ids[:length]), length < len(ids)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -66,18 +133,18 @@ class Labelled:
     right: list[float]
 
 
-def labelled(rows: list[Row], texts: list[str], tokenizer: Any) -> list[Labelled]:
-    """Of each row and its response. Each character of a response is one token."""
+def labelled(rows: list[Row], responses: list[Response], tokenizer: Any) -> list[Labelled]:
+    """Of each row and its response. What is cut off is not right."""
     found = []
-    for row, text in zip(rows, texts, strict=True):
-        prompt = row["prompt"]
-        ids = tokenizer(prompt + text, add_special_tokens=False)["input_ids"]
-        first = len(ids) - len(text)
-        look = written(prompt, stride=1)
+    for row, one in zip(rows, responses, strict=True):
+        prompt = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+        ids = [*prompt, *tokenizer.convert_tokens_to_ids(one.pieces), *([tokenizer.eos_token_id] if one.ended else [])]
+        look, pieces = written(row["prompt"], stride=1), one.pieces
         wanted = {**dict(zip(look[::2], look[1::2], strict=True)), "#": row["answer"]}
-        sums = [i for i in range(1, len(text)) if text[i].isdigit() and text[i - 1] in wanted]
-        right = [float(text[i] == wanted[text[i - 1]]) for i in sums]
-        found.append(Labelled([*ids, tokenizer.eos_token_id], [len(ids), *(first + i for i in sums)], [Chain().verify(text, row), *right]))
+        sums = [i for i in range(1, len(pieces)) if pieces[i].isdigit() and pieces[i - 1] in wanted]
+        right = [float(pieces[i] == wanted[pieces[i - 1]]) for i in sums]
+        verdict = Chain().verify(one.text, row) if one.ended else 0.0
+        found.append(Labelled(ids, [len(ids) - 1, *(len(prompt) + i for i in sums)], [verdict, *right]))
     return found
 
 
@@ -100,18 +167,24 @@ def learned(files: dict[str, bytes], steps: int, seed: int) -> dict[str, bytes]:
         folder = write_folder(Path(name), files)
         model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
     nn.init.zeros_(model.score.weight)
+    own: list[Labelled] = []
+    for temperature in TEMPERATURES:
+        rows = Chain().rows(int(steps * BATCH * OWN / len(TEMPERATURES)) + 1, int(rng.integers(2**62)), "train")
+        own += labelled(rows, own_responses(files, rows, temperature), tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=max(2, steps), pct_start=0.1)
-    done = 0
+    order, done, took = rng.permutation(len(own)), 0, 0
     while done < steps:
-        rows = Chain().rows(BATCH * BUCKET, int(rng.integers(2**62)), "train")
-        found = labelled(rows, [response(row, rng) for row in rows], tokenizer)
-        order = np.argsort([len(one.tokens) for one in found], kind="stable")  # batches of like lengths
-        for part in rng.permutation(np.array_split(order, BUCKET))[: steps - done]:
-            mine = [found[i] for i in part]
-            given = scores(model, mine)
+        mine = [own[i] for i in order[took : took + int(BATCH * BUCKET * OWN)]]
+        took += len(mine)
+        rows = Chain().rows(BATCH * BUCKET - len(mine), int(rng.integers(2**62)), "train")
+        found = mine + labelled(rows, [response(row, rng) for row in rows], tokenizer)
+        by_length = np.argsort([len(one.tokens) for one in found], kind="stable")  # batches of like lengths
+        for part in rng.permutation(np.array_split(by_length, BUCKET))[: steps - done]:
+            chosen = [found[i] for i in part]
+            given = scores(model, chosen)
             ends, places = torch.stack([one[0] for one in given]), torch.cat([one[1:] for one in given])
-            loss = _judged(ends, [one.right[0] for one in mine]) + _judged(places, [x for one in mine for x in one.right[1:]])
+            loss = _judged(ends, [one.right[0] for one in chosen]) + _judged(places, [x for one in chosen for x in one.right[1:]])
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -162,7 +235,11 @@ def verdicts(files: dict[str, bytes], key: str, steps: int, seed: int = 0) -> Ve
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(kept), load_tokenizer(files, False)
     rng, rows = np.random.default_rng([seed, 12]), Chain().rows(256, seed, "heldout")
     found = []
-    for write in (Chain().example, response):
-        responses = labelled(rows, [write(row, rng) for row in rows], tokenizer)
+    torch.manual_seed(seed)
+    kinds = (
+        [Response(list(Chain().example(row, rng))) for row in rows], [response(row, rng) for row in rows], own_responses(files, rows, 1.0)
+    )
+    for kind in kinds:
+        responses = labelled(rows, kind, tokenizer)
         found.append(in_order(at_the_end(model, responses), np.array([one.right[0] for one in responses])))
     return Verdicts(kept, steps, *found)

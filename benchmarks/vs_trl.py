@@ -37,12 +37,13 @@ class Plan:
 
     rounds: int = 2
     trl_steps: int = 11
+    default_steps: int = 6  # of TRL with its own defaults, in the first round only
     our_steps: int = 28
     drop: int = 3
     repeats: int = 7  # of each part of the ceiling
 
 
-QUICK = Plan(rounds=1, trl_steps=2, our_steps=4, drop=1, repeats=2)
+QUICK = Plan(rounds=1, trl_steps=2, default_steps=2, our_steps=4, drop=1, repeats=2)
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Compared:
     ours: list[Measured]
     ceilings: list[Ceiling]
     drop: int
+    by_default: Measured | None = None  # TRL as its defaults are: other numbers than float32's, hence no target's
 
     def spread(self, runs: list[Measured], name: str) -> Spread:
         """Over the steady steps of all rounds."""
@@ -85,23 +87,36 @@ class Compared:
             "ceiling": trl / self.ceiling_step_s,
             "of_ceiling": self.ceiling_step_s / ours,
             "memory": max(r.peak_mb for r in self.ours) / max(r.peak_mb for r in self.trl),
+        } | self._over_defaults()
+
+    def _over_defaults(self) -> dict[str, float]:
+        """Ours, in float32, over TRL with its own defaults."""
+        if self.by_default is None:
+            return {}
+        names = {"default_speedup": "step_s", "default_generation": "generate_s", "default_learning": "learn_s"}
+        return {
+            ratio: self.spread([self.by_default], name).median / self.spread(self.ours, name).median for ratio, name in names.items()
         }
 
 
 def compare(work: Workload, plan: Plan, threads: int, scratch: Path, console: Console) -> Compared:
     files = work.write(scratch / work.name)
     trl, ours, ceilings = [], [], []
+    by_default = None
     for number in range(plan.rounds):
         here = scratch / f"{work.name}-{number}"
         here.mkdir()
         console.print(f"{work.name}, round {number + 1} of {plan.rounds}: TRL", highlight=False)
         trl.append(run_trl(settings(work, files, plan.trl_steps, threads), here))
+        if by_default is None:
+            console.print(f"{work.name}: TRL with its own defaults", highlight=False)
+            by_default = run_trl(settings(work, files, plan.default_steps, threads, alike=False), here)
         console.print(f"{work.name}, round {number + 1} of {plan.rounds}: rlhfless_ray", highlight=False)
         ours.append(run_ours(recipe(work, files, here / "runs", plan.our_steps, threads), here))
         console.print(f"{work.name}, round {number + 1} of {plan.rounds}: the ceiling", highlight=False)
         ceilings.append(measure_ceiling(work, files, here, threads=threads, repeats=plan.repeats))
-    check_same_work(work, trl, ours)
-    return Compared(work, files.parameters, trl, ours, ceilings, plan.drop)
+    check_same_work(work, [*trl, by_default], ours)
+    return Compared(work, files.parameters, trl, ours, ceilings, plan.drop, by_default)
 
 
 def check_same_work(work: Workload, trl: list[Measured], ours: list[Measured]) -> None:
@@ -136,6 +151,12 @@ def show(compared: Compared, console: Console) -> None:
         trl, ours = max(map(get, compared.trl)), max(map(get, compared.ours))
         table.add_row(shown, f"{trl:.4g}", f"{ours:.4g}", "", f"{trl / ours:.3g}")
     console.print(table)
+    if compared.by_default is not None:
+        said = [f"{shown_as[n]} {compared.spread([compared.by_default], n).show()}" for n in ("step_s", "generate_s", "learn_s")]
+        console.print(
+            f"TRL with its own defaults (bfloat16 autocast, gradient checkpointing, micro-batches of 8): {'; '.join(said)}; "
+            f"over ours in float32: {ratios['default_speedup']:.3g}", highlight=False,
+        )
 
 
 def targets(compared: Compared) -> list[Target]:
@@ -161,6 +182,7 @@ def as_json(compared: Compared) -> dict[str, Any]:
             "rounds": [asdict(c) for c in compared.ceilings],
         },
         "runs": {system: [asdict(run) for run in runs] for system, runs in both.items()},
+        "trl_by_default": asdict(compared.by_default) if compared.by_default else None,
     }
 
 

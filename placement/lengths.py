@@ -206,8 +206,12 @@ class LengthForecaster:
         self, own: np.ndarray, owner: np.ndarray, counts: np.ndarray, squares: np.ndarray, spread: np.ndarray
     ) -> None:
         freedom = counts - 1
+        before = self.shares().sampling
         self.sampling = FADE * self.sampling + np.array([squares.sum(), freedom.sum()])
         self.siblings_seen += float(freedom.sum())
+        # in units of the variance as it is known now, which is what draws are scaled by: the first step's residuals would
+        # otherwise correct a first guess that has been corrected already
+        spread = spread * np.sqrt(self.shares().sampling / before)
         several = counts[owner] > 1
         wide = spread * np.sqrt(np.maximum(freedom, 1) / counts)  # a deviation from the group's own mean is smaller
         self.sampling_residuals.add(own[several] / wide[owner][several])

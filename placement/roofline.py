@@ -161,11 +161,11 @@ def kv_capacity(model: Model, device: Device, width: int, memory_share: float) -
 
 @dataclass(frozen=True)
 class Sharding:
-    """How often weights or gradients cross the links: per forward micro-batch, per training micro-batch, per optimizer
-    update."""
+    """How often weights or gradients cross the links: per forward micro-batch (a share: only one of so many models'),
+    per training micro-batch, per optimizer update."""
 
     name: str
-    per_forward: int
+    per_forward: float
     per_training: int
     per_update: int
 
@@ -178,8 +178,10 @@ class Trainer:
     that a micro-batch needs no transfer; else weights whole and gradients reduced once per micro-batch; else everything
     sharded (ZeRO 3, FSDP): weights gathered to go forward, and twice plus one reduction of gradients to train. Transfers and
     computing overlap, so a micro-batch takes the longer of the two. `models`: models that are trained side by side; one
-    frozen reference is held besides. more_gradients: further sets of one model's gradients. Efficiencies are shares of the
-    dense bf16 peak.
+    frozen reference is held besides. more_gradients: further sets of one model's gradients. hosted: the optimizer's state
+    stays in the host's memory but for the update (VERL's `optimizer_offload`), which leaves room for whole weights, with the
+    reference sharded where that is still too much; each update then waits for it, and weights are sharded meanwhile.
+    Efficiencies are shares of the dense bf16 peak.
     """
 
     model: Model
@@ -193,6 +195,7 @@ class Trainer:
     least_batch_tokens: int
     optimizer_bytes_per_parameter: float
     more_gradients: int = 0
+    hosted: bool = False
 
     def sharding(self, devices: int) -> Sharding:
         return self._least_sharded(devices)[0]
@@ -203,14 +206,19 @@ class Trainer:
 
     def _least_sharded(self, devices: int) -> tuple[Sharding, float]:
         n, k, room = self.model.parameters, self.models, self.usable_memory * self.device.memory_bytes
-        more = 2 * self.more_gradients
-        whole = n * (4 * k + more + 2 + 12 * k / devices)
+        more, optimizer = 2 * self.more_gradients, 0 if self.hosted else 12 * k
+        everything = n * (16 * k + more + 2) / devices
+        least = everything if self.hosted else 0.0  # at the update
+        whole = n * (4 * k + more + 2 + optimizer / devices)
         if whole <= room:
-            return Sharding("optimizer", 0, 0, 1), whole
-        weights = n * (2 * k + 2 + (14 * k + more) / devices)
+            return Sharding("optimizer", 0, 0, 1), max(whole, least)
+        weights = n * (2 * k + 2 + (2 * k + optimizer + more) / devices)
         if weights <= room:
-            return Sharding("optimizer and gradients", 0, 1, 0), weights
-        return Sharding("all", 1, 3, 0), n * (16 * k + more + 2) / devices
+            return Sharding("optimizer and gradients", 0, 1, 0), max(weights, least)
+        trained = n * (2 * k + (2 * k + 2 + optimizer + more) / devices)
+        if self.hosted and trained <= room:  # one of the k + 1 models that go forward is gathered
+            return Sharding("optimizer, gradients and reference", 1 / (k + 1), 1, 0), max(trained, least)
+        return Sharding("all", 1, 3, 0), everything
 
     def forward_s(self, tokens: float, devices: int) -> float:
         """Seconds of one forward pass over `tokens` tokens (log-probabilities, values, rewards)."""
@@ -225,6 +233,8 @@ class Trainer:
         reduced yet are, beside the backward pass (2/3 of the time) of the last micro-batch of up to `last_tokens` tokens.
         The new weights' gathering is charged where they go: to the engines."""
         moved = self.optimizer_bytes_per_parameter * self.model.parameters / devices / self.device.memory_bytes_per_s
+        if self.hosted:
+            moved += 12 * self.model.parameters / devices / self.device.host_bytes_per_s
         behind = 2 / 3 * self.train_s(min(last_tokens, devices * self.micro_batch_tokens), devices)
         return moved + max(0.0, self.sharding(devices).per_update * self.gather_s(devices) - behind)
 
@@ -247,7 +257,7 @@ class Trainer:
         train = kind.per_training * self.gather_s(devices) * per_second * self.training_efficiency / 3
         return int(min(self.micro_batch_tokens, max(self.least_batch_tokens, forward, train)))
 
-    def _pass_s(self, tokens: float, devices: int, work: float, gathers: int, efficiency: float) -> float:
+    def _pass_s(self, tokens: float, devices: int, work: float, gathers: float, efficiency: float) -> float:
         if tokens <= 0:
             return 0.0
         batches = math.ceil(tokens / (devices * self.micro_batch_tokens))

@@ -18,6 +18,7 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.run_folder import RunFolder
 from rlhfless_ray.types import Sample, Step
 from rlhfless_ray.watch.metrics import Metrics
+from rlhfless_ray.watch.openrlhf_names import Shown
 from rlhfless_ray.watch.progress import Progress
 
 REPORT_EVERY_S = 60.0  # while the run works
@@ -83,7 +84,7 @@ class Record:
             row |= {f"learn/{name}": value for name, value in stats.items()}
         row["tokens/per_s"] = row["tokens/generated"] / wall_s if wall_s else 0.0
         step.metrics = row
-        told = self.metrics.keep(row)
+        told = self.metrics.keep(row, _shown(step.samples))
         self.put_off(lambda: self._elsewhere(told, step.number))
         self.progress.step(row)
 
@@ -107,13 +108,14 @@ class Record:
         logs = {name for s in scored for name in s.extra_logs}
         return {
             "reward/mean": float(rewards.mean()) if len(rewards) else None,
-            "reward/std": float(rewards.std()) if len(rewards) else None,
+            "reward/std": _deviation(rewards) if len(rewards) else None,
             "reward/failed": sum(s.error is not None for s in samples),
             "length/mean": float(lengths.mean()), "length/p50": float(quantiles[0]), "length/p90": float(quantiles[1]),
             "length/p99": float(quantiles[2]), "length/max": int(lengths.max()),
             "length/truncated_share": float(np.mean([s.completion.finish_reason == "length" for s in samples])),
             "length/total_mean": float(np.mean([len(s.prompt.token_ids) + len(s.completion.token_ids) for s in samples])),
             "tokens/generated": int(lengths.sum()), "tokens/samples": len(samples),
+            **({"reward/return_mean": float(np.mean(earned))} if (earned := [s.earned for s in scored if s.earned is not None]) else {}),
             **({"reward/group_std": _group_std(scored)} if self.recipe.rollout.samples_per_prompt > 1 and scored else {}),
             **({"reward/score_mean": float(np.mean(scores))} if (scores := [s.score for s in scored if s.score is not None]) else {}),
             **{
@@ -169,9 +171,19 @@ class Record:
         write_report(self.folder.path)
 
 
+def _shown(samples: list[Sample]) -> Shown | None:
+    """The first one that has a reward."""
+    return next((Shown(s.prompt.text + s.text, s.reward) for s in samples if s.reward is not None), None)
+
+
 def _group_std(samples: list[Sample]) -> float:
     """Mean over prompts of the sample deviation of their responses' rewards."""
     groups: dict[int, list[float]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt.index, []).append(sample.reward or 0.0)
-    return float(np.mean([np.std(group, ddof=1) if len(group) > 1 else 0.0 for group in groups.values()]))
+    return float(np.mean([_deviation(np.array(group)) for group in groups.values()]))
+
+
+def _deviation(rewards: np.ndarray) -> float:
+    """Of a sample, n - 1 in the denominator."""
+    return float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0

@@ -303,7 +303,12 @@ class Runtime:
             self.recipe = self.recipe.model_copy(update={"run": self.recipe.run.model_copy(update={"steps": number})})
 
     def publish(self, version: int) -> WeightVersion:
-        return self.learn_stage.publish(version)
+        return self.learn_stage.publish(version, self._expect)
+
+    def _expect(self) -> None:
+        """Of leases that the next step lacks Ray is asked while the learner makes its weights, if phases may overlap."""
+        if self.ahead is not None and self.recipe.learner.overlap != "off":
+            self.rollout.expect(self.ahead.plan.actors)
 
     def evaluation_is_due(self, number: int) -> bool:
         every = self.recipe.evaluate.every_steps

@@ -66,6 +66,7 @@ class Sample:
     reward: float | None = None  # None: not scored, or the reward function failed (then `error` says how)
     error: str | None = None
     advantage: float | None = None  # None: the sample does not take part in the update
+    earned: float | None = None  # its reward after penalties, baseline and clip, with the KL of its tokens where it is in the reward
     score: float | None = None  # in [0, 1], for dynamic filtering; None: the reward serves as the score
     extra_logs: dict[str, float] = field(default_factory=dict)  # what the reward function wants to see in the log
     action_mask: np.ndarray | None = None  # (length,) bool: tokens that the policy wrote, the others are feedback; None: all are
@@ -107,7 +108,7 @@ class UpdateStats:
     entropy: float
     clip_share: float  # share of tokens whose ratio was clipped
     importance_mean: float  # truncated importance weight learner / sampler
-    importance_capped_share: float
+    importance_capped_share: float  # share of tokens whose weight was cut, or that were left out; of sequences where whole ones are
     mismatch_mean: float  # mean |log p_learner - log p_sampler| over tokens, both at the sampler's weights
     mismatch_max: float
     grad_norm: float
@@ -117,6 +118,9 @@ class UpdateStats:
     reason: str = ""  # why an optimizer step was skipped
     applied: int = 1  # optimizer steps that were not skipped
     skipped_last: int = 0  # of the skipped ones, those after the last that was applied
+    ppo_kl: float = 0.0  # log p_old - log p of the policy, where p_old is that before the step's first optimizer step
+    sampler_kl: float = 0.0  # log p_sampler - log p_old
+    reference_gap: float = 0.0  # log p - log p_reference, or log p_old - log p_reference where the KL is in the reward
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class CriticStats:
     """What one update of the critic did, averaged over the tokens it learned from."""
 
     loss: float
-    value_mean: float  # before the update
+    value_mean: float  # before each optimizer step
     return_mean: float
     clip_share: float  # share of tokens whose clipped error was the larger
     grad_norm: float

@@ -95,34 +95,33 @@ def test_model_folders_that_are_none(tmp_path, missing, said):
         Runtime(Recipe.parse(small_recipe(tmp_path, policy__path=folder)))
 
 
-@pytest.mark.engine
-@pytest.mark.ray
-def test_a_reward_that_fails_too_often_ends_the_run_and_shows_the_sample(tmp_path):
-    recipe = write_recipe(tmp_path, reward__function=f"{tmp_path / 'bad.py'}:bad")
-    (tmp_path / "bad.py").write_text("def bad(prompt, response, row):\n    return 1 / (len(response) - len(response))\n")
-    done = command("train", recipe, "evaluate.prompts=0", "run.steps=1")
-    assert done.returncode == 1
-    said = sentence(done)
-    assert "32 of 32 samples could not be scored" in said and "ZeroDivisionError" in said and "line 2" in said
-    status = json.loads((tmp_path / "runs" / "small" / "status.json").read_text())
-    assert status["status"] == "failed" and "ZeroDivisionError" in status["reason"]
+UNRELIABLE = """
+import pathlib
+
+def often(prompt, response, row):
+    if pathlib.Path(r"{metrics}").read_text().count("\\n") > 0:  # a step is over
+        return 1 / (len(response) - len(response))
+    return float("nan") if len(response) % 2 else -len(response) / 10
+"""
 
 
 @pytest.mark.engine
 @pytest.mark.ray
-def test_rewards_that_fail_seldom_are_counted_left_out_and_shown(tmp_path):
-    recipe = write_recipe(tmp_path, reward__function=f"{tmp_path / 'some.py'}:some", reward__max_failed_share=0.9)
-    (tmp_path / "some.py").write_text(
-        "def some(prompt, response, row):\n    return float('nan') if len(response) % 2 else -len(response) / 10\n"
-    )
-    done = command("train", recipe, "evaluate.prompts=0", "run.steps=1")
-    assert done.returncode == 0, done.stderr
+def test_rewards_that_fail_seldom_are_left_out_and_shown_and_too_often_end_the_run(tmp_path):
+    recipe = write_recipe(tmp_path, reward__function=f"{tmp_path / 'some.py'}:often", reward__max_failed_share=0.9)
     run = tmp_path / "runs" / "small"
-    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    (tmp_path / "some.py").write_text(UNRELIABLE.format(metrics=run / "metrics.jsonl"))
+    done = command("train", recipe, "evaluate.prompts=0")
+    assert done.returncode == 1
+    row, *_ = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     kept = [json.loads(line) for line in (run / "samples" / "step_1.jsonl").read_text().splitlines()]
     failed = [s for s in kept if s["error"]]
-    assert row["reward/failed"] == len(failed) > 0
+    assert row["step"] == 1 and row["reward/failed"] == len(failed) > 0
     assert all(s["reward"] is None and s["advantage"] is None and len(s["response"]) % 2 for s in failed)
     assert row["tokens/trained"] == sum(s["tokens"] for s in kept if not s["error"])
     assert "could not be scored and are left out" in done.stdout
     assert yaml.safe_load((run / "recipe.yaml").read_text())["reward"]["max_failed_share"] == 0.9
+    said = sentence(done)
+    assert "of 32 samples could not be scored" in said and "ZeroDivisionError" in said and "line 6" in said
+    status = json.loads((run / "status.json").read_text())
+    assert status["status"] == "failed" and "ZeroDivisionError" in status["reason"]

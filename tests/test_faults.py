@@ -156,6 +156,20 @@ def test_a_learner_killed_at_any_moment_goes_on_where_it_was(
     assert run.total("faults/updates_redone") == (sum(MOMENTS.values()) if every else 1 + 2 + 0 + 2 + 3)
 
 
+def test_a_loop_that_is_left_is_a_stop_and_goes_on_later(nodes: Any, world: World, clean: Hit, tmp_path: Path) -> None:
+    with Hit(recipe_of(world, tmp_path)) as left:
+        for step in left:
+            if step.number == 2:
+                break
+    status = json.loads((left.folder.path / "status.json").read_text())
+    assert (status["status"], status["reason"]) == ("stopped", f"the loop was left after step 2 of {STEPS}")
+    assert not (left.folder.path / "model").exists() and not left.leases.held
+    later = Hit(recipe_of(world, tmp_path))
+    later.resume = True
+    go(later).published |= left.published
+    same(later, clean)
+
+
 def test_faults_that_outrun_progress_end_the_run_and_say_so(nodes: Any, world: World, tmp_path: Path) -> None:
     recipe = recipe_of(world, tmp_path, functions={"max_replacements": 1})
     run = Hit(recipe, dict.fromkeys([(2, "update"), (3, "update")], kill_learner))

@@ -278,7 +278,7 @@ def test_a_gang_that_dies_in_the_tail_is_asked_again_in_the_learn_phase() -> Non
         ({"batch_samples": 5}, {}, ("old",)),
         ({"epochs": 2, "kl": {"coefficient": 0.1}}, {}, ("old", "reference")),
         ({"advantage": {"estimator": "reinforce"}, "kl": {"coefficient": 0.1}}, {}, ("reference",)),
-        (PPO, {}, ("old", "kl")),
+        (PPO, {}, ("old", "reference", "kl")),
         ({"kl": {"coefficient": 0.1}}, {"zero_stage": 3}, ("reference",)),
     ],
 )

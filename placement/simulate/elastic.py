@@ -4,80 +4,36 @@ done."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from placement.simulate.narrow import Narrowing
 from placement.simulate.planning import Planner, Try
+from placement.simulate.plans import beside, candidates, held
 from placement.simulate.step import Hold, Knobs, Rollout, StepInput, StepRun, learn_beside, roll_out
 from placement.simulate.terms import Terms
 
-PREFERS = (0.5, 0.9)  # of the rollout within the step, which weighs the tail less than a rollout alone would
-SHARES = (0.0, 0.4, 0.7, 0.85, 0.95)  # of the responses, ended before the early learner is leased
 ROUGH = "consolidate"  # a rollout policy that decides in no time, to rank step plans by
-GIVEN_UP = (0.75, 0.9)  # the same, where engines are given up for it
-HELD = (1.0, 0.75, 0.5)  # of the devices, held throughout where a lease taken anew is a cold start
 
 
 def ours(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
     """Engines as many as pay, grouped and consolidated by forecast scenarios; a learner of planned size works beside the
     tail on devices that were never leased or already released; every device is given back when its phase ends."""
-    knobs = planner.searched("ours", trial(terms, "ours"), trial(terms, ROUGH), candidates(terms))
+    knobs = planner.searched("ours", trial(terms, "ours"), trial(terms, ROUGH), candidates(terms), partial(beside, terms))
     return elastic(terms, given, knobs, expected=planner.expected)
 
 
 def oracle(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
     """`ours` that knows every length: rollout and step plan see the truth."""
     true = StepInput(given.lengths, given.prompts, given.group, given.lengths[:, None], given.seed)
-    knobs = planner.searched("oracle", trial(terms, "oracle"), trial(terms, ROUGH), candidates(terms), true)
+    knobs = planner.searched("oracle", trial(terms, "oracle"), trial(terms, ROUGH), candidates(terms), partial(beside, terms), true)
     return elastic(terms, true, knobs, rollout="oracle", name="oracle")
 
 
 def trial(terms: Terms, rollout: str) -> Try:
     """A step with some knobs, its rollout under this policy."""
     return lambda view, knobs: elastic(terms, view, knobs, rollout=rollout)
-
-
-def candidates(terms: Terms) -> list[Knobs]:
-    """The step plans that are tried: all engines and learning afterwards; and an early learner of about a quarter, a half or
-    three quarters of the cluster, which may grow to the whole of it after the rollout, on devices that no engine ever had,
-    that engines release anyway, or that they give up at a planned moment.
-
-    Where a lease taken anew costs more than waking an engine that was kept, the same is also tried on devices that are held
-    throughout: keeping them pays as long as it costs less than the starts it saves.
-    """
-    d, w = terms.devices, terms.width
-    sizes = terms.sizes(d - w)
-    found = [Knobs(terms.engines, PREFERS[-1], 0, late) for late in terms.sizes()[-2:]]
-    for early in sorted({min(sizes, key=lambda m: abs(m - share * d)) for share in (0.25, 0.5, 0.75)} if sizes else ()):
-        fast, split = PREFERS[-1], (d - early) // w
-        tried = [(terms.engines, fast, early), (terms.engines, fast, d), (split, fast, d)]
-        tried += [(split, prefer, early) for prefer in PREFERS]
-        for engines, prefer, late in dict.fromkeys(tried):
-            found += [Knobs(engines, prefer, early, late, share) for share in SHARES]
-        for engines in sorted({terms.engines, 3 * terms.engines // 4}):
-            if engines > split and 3 * early >= d:
-                found += [Knobs(engines, fast, early, d, share, narrow=True) for share in GIVEN_UP]
-    roomy = terms.learner(awake=True)
-    found += [replace(k, awake=True) for k in found if k.late == d and roomy.fits(d) and not terms.awake_capacity(d)]
-    if terms.ppo and terms.setting.whiten and terms.setting.updates == 1:
-        found += [replace(k, linear=True) for k in found if k.early]
-    found = [k for k in found if _fits(terms, k)]
-    if terms.wake_s > terms.warm_s:
-        for m in sorted({round(share * d / terms.gang) * terms.gang for share in HELD}):
-            if m >= max(terms.least, w):
-                found += [replace(k, held=m) for k in candidates(_held(terms, m))]
-    return found
-
-
-def _held(terms: Terms, m: int) -> Terms:
-    """A cluster of m devices that are never given back: engines on them sleep and wake."""
-    return replace(terms, devices=m, wake_s=terms.warm_s)
-
-
-def _fits(terms: Terms, knobs: Knobs) -> bool:
-    learner = terms.learner(linear=knobs.linear, awake=knobs.awake)
-    return all(learner.fits(m) for m in (knobs.early, knobs.late) if m)
 
 
 def elastic(
@@ -99,10 +55,10 @@ def elastic(
     """
     if knobs.held:
         within = replace(knobs, held=0)
-        step = elastic(_held(terms, knobs.held), given, within, rollout=rollout, name=name, gradients=gradients, prewarmed=prewarmed)
+        step = elastic(held(terms, knobs.held), given, within, rollout=rollout, name=name, gradients=gradients, prewarmed=prewarmed)
         whole = Hold("held", knobs.held, 0.0, step.time_s)
         return replace(step, full=whole.cost, holds=(whole,), reason=knobs.reason, planned=expected)
-    terms = terms.learner(linear=knobs.linear, awake=knobs.awake)
+    terms = terms.learner(linear=knobs.linear, awake=knobs.awake, hosted=knobs.hosted)
     run, waking = _roll_out(terms, given, knobs, rollout, prewarmed)
     free = run.free_from((terms.devices - knobs.early) // terms.width)
     ready = np.sort(run.finish_s)[min(len(given.lengths) - 1, int(knobs.share * len(given.lengths)))]

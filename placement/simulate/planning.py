@@ -9,11 +9,14 @@ import numpy as np
 
 from placement.simulate.step import Knobs, StepInput, StepRun
 
-DRAWS = 2  # scenarios that a candidate of ours is tried on
-FINALISTS = 10  # candidates that are tried in earnest after all were tried roughly
+DRAWS = 4  # scenarios that a candidate of ours is tried on
+FINALISTS = 5  # plans that are tried in earnest after all were tried roughly
+CLIMB = 24  # steps from the best candidate
+LEAST_GAIN = 0.001  # that a step must bring
 
 
 Try = Callable[[StepInput, Knobs], StepRun]
+Beside = Callable[[Knobs], list[Knobs]]
 
 
 @dataclass
@@ -50,33 +53,50 @@ class Planner:
     def knobs(self, name: str, run: Try, candidates: list[Knobs], prefer: float | None = None) -> Knobs:
         """The best candidate for this epoch, from forecasts."""
         if name not in self.chosen:
-            self.chosen[name] = self._best(self.views(), run, candidates, self.prefer if prefer is None else prefer)
+            trial = Trials(self.views(), run, self.reference, self.prefer if prefer is None else prefer)
+            self.chosen[name] = min(candidates, key=trial.score)
+            self.expected = trial.expected(self.chosen[name])
         return self.chosen[name]
 
-    def searched(self, name: str, run: Try, rough: Try, candidates: list[Knobs], truth: StepInput | None = None) -> Knobs:
-        """The same in two rounds, on `DRAWS` scenarios: all candidates by `rough`, which should rank them much like `run` at a
-        fraction of its cost, then the best of them by `run`. truth: tried instead of scenarios, for the clairvoyant."""
+    def searched(
+        self, name: str, run: Try, rough: Try, candidates: list[Knobs], beside: Beside, truth: StepInput | None = None
+    ) -> Knobs:
+        """The same in three rounds, on `DRAWS` scenarios: all candidates by `rough`, which should rank them much like `run` at a
+        fraction of its cost; from the best on to a plan beside it as long as that is better; and the best of all that were
+        tried by `run`. truth: tried instead of scenarios, for the clairvoyant."""
         if name not in self.chosen:
             views = self.views(DRAWS) if truth is None else [replace(truth, view=True, memo={})]
-            scores = self._scores(views, rough, candidates, self.prefer)[0]
-            finalists = [candidates[i] for i in np.argsort(scores, kind="stable")[:FINALISTS]]
-            self.chosen[name] = self._best(views, run, finalists, self.prefer)
+            roughly = Trials(views, rough, self.reference, self.prefer)
+            best = min(candidates, key=roughly.score)
+            for _ in range(CLIMB):
+                found = next((k for k in beside(best) if roughly.score(k) < (1 - LEAST_GAIN) * roughly.score(best)), None)
+                if found is None:
+                    break
+                best = found
+            trial = Trials(views, run, self.reference, self.prefer)
+            self.chosen[name] = min(sorted(roughly.done, key=roughly.score)[:FINALISTS], key=trial.score)
+            self.expected = trial.expected(self.chosen[name])
         return self.chosen[name]
 
-    def _best(self, views: list[StepInput], run: Try, candidates: list[Knobs], prefer: float) -> Knobs:
-        scores, seen = self._scores(views, run, candidates, prefer)
-        best = int(np.argmin(scores))
-        self.expected = seen[best]
-        return candidates[best]
 
-    def _scores(
-        self, views: list[StepInput], run: Try, candidates: list[Knobs], prefer: float
-    ) -> tuple[np.ndarray, list[tuple[float, float]]]:
-        base = [self.reference(view) for view in views]
-        scores = np.zeros(len(candidates))
-        seen = []
-        for i, knobs in enumerate(candidates):
-            done = [run(view, knobs) for view in views]
-            scores[i] = sum(prefer * d.time_s / b.time_s + (1 - prefer) * d.full / b.full for d, b in zip(done, base, strict=True))
-            seen.append((float(np.mean([d.time_s for d in done])), float(np.mean([d.full for d in done]))))
-        return scores, seen
+class Trials:
+    """Step plans tried on scenarios, each once. score: Σ prefer · time/time₀ + (1 - prefer) · cost/cost₀ over views."""
+
+    def __init__(self, views: list[StepInput], run: Try, reference: Callable[[StepInput], StepRun], prefer: float) -> None:
+        self.views, self.run, self.prefer = views, run, prefer
+        self.base = [reference(view) for view in views]
+        self.done: dict[Knobs, list[StepRun]] = {}
+
+    def _try(self, knobs: Knobs) -> list[StepRun]:
+        if knobs not in self.done:
+            self.done[knobs] = [self.run(view, knobs) for view in self.views]
+        return self.done[knobs]
+
+    def score(self, knobs: Knobs) -> float:
+        pairs = zip(self._try(knobs), self.base, strict=True)
+        return sum(self.prefer * d.time_s / b.time_s + (1 - self.prefer) * d.full / b.full for d, b in pairs)
+
+    def expected(self, knobs: Knobs) -> tuple[float, float]:
+        """Mean time and cost over the views."""
+        done = self._try(knobs)
+        return float(np.mean([d.time_s for d in done])), float(np.mean([d.full for d in done]))

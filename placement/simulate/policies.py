@@ -37,13 +37,13 @@ def fixed_plus(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
     are done first form a learner that prepares and takes gradients while the others decode. Its size is planned like
     ours."""
     sizes = [0, *terms.sizes(terms.devices - terms.width)]
-    tried = [Knobs(terms.engines, 1.0, m, terms.devices) for m in sizes]
+    tried = [Knobs(terms.engines, 1.0, m, terms.devices, hosted=h) for m in sizes for h in (False, True)[: 1 + bool(m)]]
     knobs = planner.knobs("fixed+", lambda view, k: _fixed_plus(terms, view, k), tried)
     return _fixed_plus(terms, given, knobs, planner.expected)
 
 
 def _fixed_plus(terms: Terms, given: StepInput, knobs: Knobs, expected: tuple[float, float] | None = None) -> StepRun:
-    d = terms.devices
+    d, terms = terms.devices, terms.learner(hosted=knobs.hosted)
     run = roll_out(terms, given, "random", engines=terms.engines, prefer=1.0, wake_s=terms.warm_s)
     free = run.free_from((d - knobs.early) // terms.width)
     done = learn_beside(terms, given, run, knobs.early or d, d, min(free, run.end_s) if knobs.early else run.end_s)

@@ -79,7 +79,8 @@ class Knobs:
 
     narrow: whether engines are given up for the early learner at that share; otherwise it waits until they are released
     anyway. linear: whether whitened advantages are learned from early, by linearity (`work_of`). awake: whether the learner
-    is sharded so that engines on its devices need not sleep. held: devices that the job holds throughout and plans on (0: every
+    is sharded so that engines on its devices need not sleep. hosted: whether the optimizer's state waits in the host's memory for
+    the update (`Trainer`). held: devices that the job holds throughout and plans on (0: every
     lease is given back when its phase ends).
     """
 
@@ -91,15 +92,15 @@ class Knobs:
     narrow: bool = False
     linear: bool = False
     awake: bool = False
+    hosted: bool = False
     held: int = 0
 
     @property
     def reason(self) -> str:
-        before = (
-            f"{self.early} devices learn{' (linear)' * self.linear} {'from' if self.narrow else 'once'} {self.share:.0%} ended, "
-            if self.early
-            else "nothing learns meanwhile, "
-        )
+        before = "nothing learns meanwhile, "
+        if self.early:
+            how = " (linear)" * self.linear + " (hosted)" * self.hosted
+            before = f"{self.early} devices learn{how} {'from' if self.narrow else 'once'} {self.share:.0%} ended, "
         held = f"{self.held} devices held throughout, " * bool(self.held)
         return f"{held}at most {self.engines} engines, prefer {self.prefer:g}; {before}{self.late} afterwards"
 
@@ -171,6 +172,7 @@ def roll_out(
         capacity or terms.capacity,
         ASKED * (4 if given.view else 1) * terms.setting.response_limit * terms.speed.base_s,
         given.seed,
+        given.group,
     )
     result = run(given.lengths, job, Narrowed(policy, job, narrowings))
     given.memo[key] = on_clock(terms, given, result, start)

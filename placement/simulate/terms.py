@@ -133,15 +133,16 @@ class Terms:
         room = s.device.memory_bytes * s.phases["usable_memory"] - self.trainer.held_bytes(m)
         return max(0, min(self.capacity, int((self.width * room - s.model.weight_bytes) // s.model.kv_bytes_per_token)))
 
-    def learner(self, *, linear: bool = False, awake: bool = False) -> Terms:
+    def learner(self, *, linear: bool = False, awake: bool = False, hosted: bool = False) -> Terms:
         """The same with another learner. linear: it holds a second set of the policy's gradients. awake: it leaves room for
-        an engine (weights, and KV of an even share of the sequences at half their limits), so it may have to shard more."""
+        an engine (weights, and KV of an even share of the sequences at half their limits), so it may have to shard more.
+        hosted: its optimizer's state waits in the host's memory for the update, so that it may have to shard less."""
         s = self.setting
         each = (s.prompt_limit + s.response_limit) / 2
         tokens = s.prompt_limit + s.response_limit + each * s.prompts * s.samples / self.engines
         engine = (s.model.weight_bytes + tokens * s.model.kv_bytes_per_token) / self.width if awake else 0.0
         usable = s.phases["usable_memory"] - engine / s.device.memory_bytes
-        return replace(self, trainer=replace(self.trainer, more_gradients=int(linear), usable_memory=usable))
+        return replace(self, trainer=replace(self.trainer, more_gradients=int(linear), usable_memory=usable, hosted=hosted))
 
     def fits(self, m: int) -> bool:
         """Whether the learner's state fits m devices."""

@@ -50,6 +50,7 @@ class Request:
 
     id: str
     group: Any
+    from_s: float  # wall clock: not granted before
 
 
 class Leases:
@@ -87,7 +88,7 @@ class Leases:
             group = placement_group(
                 [dict(self.bundle)], name=f"rlhfless-{id}", bundle_label_selector=[selector] if selector else None
             )
-            request = Request(id, group)
+            request = Request(id, group, time.time())
             self.asked[id] = request
             requests.append(request)
         return requests
@@ -120,20 +121,23 @@ class Leases:
 
     def take(
         self, count: int, kind: str, prefer: list[str] | None = None, need: int | None = None, wait_s: float = 0.0,
-        labels: dict[str, str] | None = None,
+        labels: dict[str, str] | None = None, asked: list[Request] | None = None,
     ) -> list[Lease]:
         """Ask and collect: `count` slots, of which `need` (default all) must come within the lease deadline.
 
         `prefer`: ids of nodes where a slot is worth more, one per slot: a parked instance waits there. They are waited for
         shortly (half of `wait_s` where none must come); what they do not give is then asked of any node, for a cold start
-        elsewhere is better than none. `labels`: that every slot's node must have.
+        elsewhere is better than none. `labels`: that every slot's node must have. `asked`: of such nodes before, in place of
+        `prefer`; more than `count` of them are withdrawn.
         """
         need = count if need is None else need
-        nodes = self.with_room(prefer or [])[:count]
-        warm_s = PREFERRED_S if need else wait_s / 2
-        leases = self.collect(self.ask(len(nodes), nodes, labels), kind, warm_s) if nodes else []
+        first, surplus = (asked or [])[:count], (asked or [])[count:]
+        self.withdraw(surplus)
+        if not first and (nodes := self.with_room(prefer or [])[:count]):
+            first = self.ask(len(nodes), nodes, labels)
+        leases = self.collect(first, kind, PREFERRED_S if need else wait_s / 2)
         if len(leases) < count:
-            leases = self.collect(self.ask(count - len(leases), labels=labels), kind, wait_s / 2 if nodes else wait_s, need, leases)
+            leases = self.collect(self.ask(count - len(leases), labels=labels), kind, wait_s / 2 if first else wait_s, need, leases)
         return leases
 
     def with_room(self, nodes: list[str]) -> list[str]:
@@ -192,6 +196,7 @@ class Leases:
             table = placement_group_table(request.group)
             if table["state"] == "CREATED":
                 return table["bundles_to_node_id"][0]
+            request.from_s = time.time()
             STOP.check()
             if time.monotonic() >= until:
                 return None
@@ -210,7 +215,7 @@ class Leases:
         lease = Lease(request.id, Slot(node, device), request.group)
         self.held[lease.id] = lease
         self.asked_leases += 1
-        self.ledger.hold(lease.id, node, str(device), kind, "")
+        self.ledger.hold(lease.id, node, str(device), kind, "", request.from_s)
         return lease
 
     def _device(self, group: Any) -> int:

@@ -78,9 +78,9 @@ class Ledger:
 
     # ---- what happens -----------------------------------------------------------------------------------------
 
-    def hold(self, lease: str, node: str, device: str, kind: str, instance: str) -> None:
-        """A function takes a lease: freshly granted, or handed over by the function that had it."""
-        now = time.time()
+    def hold(self, lease: str, node: str, device: str, kind: str, instance: str, since_s: float | None = None) -> None:
+        """A function takes a lease: freshly granted, maybe at `since_s` already, or handed over by the function that had it."""
+        now = time.time() if since_s is None else since_s
         if lease in self.open:
             self._close(lease, now)
         price = self.price_of(node)

@@ -14,7 +14,7 @@ from ray.exceptions import RayTaskError
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.faults import Cause, Faults
 from rlhfless_ray.functions.instance import GONE, Instance, State, actor_state, reason_of
-from rlhfless_ray.functions.lease import Lease, Leases, Slot
+from rlhfless_ray.functions.lease import Lease, Leases, Request, Slot
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.parked import ParkedMemory
 from rlhfless_ray.waits import get
@@ -51,6 +51,7 @@ class Pool:
         self.parked_memory: ParkedMemory | None = None  # what the pools of a run may hold without work
         self.working: list[Instance] = []
         self.parked: list[Instance] = []
+        self.expected: list[Request] = []  # for the next resize
         self.replacements = 0  # instances that died, and what they had to do goes on elsewhere
         self.gaps_s: deque[float] = deque(maxlen=64)  # for how long instances lay parked before they were needed again
         self.warm_starts = 0
@@ -58,6 +59,13 @@ class Pool:
         self.looked_s = 0.0  # for nodes that are gone
 
     # ---- size -------------------------------------------------------------------------------------------------
+
+    def expect(self, count: int) -> None:
+        """A resize to `count` comes next: Ray is asked for what the run will lack then where parked instances wait, so that it is
+        there. Whoever holds a lease now hands it over by then."""
+        missing = count - sum(self.may_use(lease) for lease in self.leases.held.values())
+        nodes = self.leases.with_room([instance.slot.node for instance in self.parked])[: max(0, missing)]
+        self.expected = self.leases.ask(len(nodes), nodes, self.labels)
 
     def resize(
         self, count: int, spare: list[Lease], *, need: int = 1, wait_s: float = 0.0,
@@ -76,13 +84,12 @@ class Pool:
         for lease in usable[: count - len(self.working)]:
             begin(self.staff([lease]))
             spare = [other for other in spare if other is not lease]
-        missing = count - len(self.working)
-        if missing > 0:
-            prefer = [instance.slot.node for instance in self.parked]
-            urgent = max(0, need - len(self.working))
-            got = self.leases.take(missing, self.kind, prefer, need=urgent, wait_s=wait_s, labels=self.labels)
-            for lease in got:
-                begin(self.staff([lease]))
+        missing, urgent = max(0, count - len(self.working)), max(0, need - len(self.working))
+        expected, self.expected = self.expected, []
+        prefer = [instance.slot.node for instance in self.parked]
+        got = self.leases.take(missing, self.kind, prefer, urgent, wait_s, self.labels, expected)
+        for lease in got:
+            begin(self.staff([lease]))
         return spare
 
     def staff(self, leases: list[Lease]) -> Instance:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlhfless_ray.learn.batch import counts_of
-from rlhfless_ray.learn.estimators import estimate, estimator_of, normalise
+from rlhfless_ray.learn.estimators import advantages_of, estimator_of, normalise, shaped_rewards
 from rlhfless_ray.learn.reward_shaping import overlong_penalty, stop_properly
 
 
@@ -15,8 +15,9 @@ def credit(
     algorithm: dict[str, Any], reward: dict[str, Any], rewards: np.ndarray, lengths: np.ndarray, truncated: np.ndarray,
     max_tokens: int, *, kl: np.ndarray | None = None, kl_coefficient: float = 0.0, values: np.ndarray | None = None,
     mask: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and returns of the whole rollout batch, both (Σ length,) float64.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Advantages and returns of the whole rollout batch, both (Σ length,) float64; and what each response earned in all, (prompts ·
+    samples,): its reward with all that is said below, the KL summed over its tokens.
 
     algorithm, reward: sections of the recipe. rewards (prompts, samples), NaN where a sample has none: its tokens are NaN, and
     it takes part in nothing. lengths and truncated (prompts · samples,): tokens of each response, and whether it was cut at
@@ -32,11 +33,15 @@ def credit(
     if reward["stop_properly_penalty"] is not None:
         shaped = stop_properly(shaped, truncated.reshape(shaped.shape), reward["stop_properly_penalty"])
     section = algorithm["advantage"]
-    advantages, returns = estimate(
-        section["estimator"], shaped, lengths, kl=kl, kl_coefficient=kl_coefficient, clip_range=reward["clip_range"],
-        values=values, gamma=section["gamma"], lambd=section.get("lambd", 1.0), mask=mask,
+    name = section["estimator"]
+    earned = shaped_rewards(
+        name, shaped, lengths, kl=kl, kl_coefficient=kl_coefficient, clip_range=reward["clip_range"], mask=mask
     )
-    return normalise(section["estimator"], advantages, mask, divide=section["normalize_std"]), returns
+    advantages, returns = advantages_of(
+        name, earned, lengths, values=values, gamma=section["gamma"], lambd=section.get("lambd", 1.0), mask=mask
+    )
+    sums = np.bincount(np.repeat(np.arange(len(lengths)), lengths), earned, len(lengths))
+    return normalise(name, advantages, mask, divide=section["normalize_std"]), returns, sums
 
 
 def obstacle(algorithm: dict[str, Any]) -> str | None:

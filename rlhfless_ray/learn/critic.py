@@ -97,17 +97,18 @@ class Critic:
             tensors = padded(batch, cut if len(cut) else indices[:1], self.device)
             before, wanted = old[tensors["flat"]], returns[tensors["flat"]]
             with self.trainer.dropping(batch, cut if len(cut) else indices[:1], self.settings["seed"] % 2**63):
-                token_loss, clipped = value_loss(self._forward(tensors), before, wanted, self.section["value_clip"])
+                values = self._forward(tensors)
+                token_loss, clipped = value_loss(values, before, wanted, self.section["value_clip"])
                 loss = token_loss.sum() * (weight if len(cut) else 0.0)
                 self.trainer.backward(loss)
             if len(cut):
-                sums += torch.stack([x.detach().double().cpu() for x in (loss, before.sum(), wanted.sum(), clipped.sum())])
+                sums += torch.stack([x.detach().double().cpu() for x in (loss, values.sum(), wanted.sum(), clipped.sum())])
         sums = self.trainer.over_ranks(sums)
         rate, tokens = self.trainer.rate(), int(lengths.sum())
         norm, applied, reason = self.trainer.step(bool(torch.isfinite(sums[0])))
-        loss, values, wanted, clipped = sums.tolist()
+        loss, valued, returned, clips = sums.tolist()
         return CriticStats(
-            loss=loss, value_mean=values / tokens, return_mean=wanted / tokens, clip_share=clipped / tokens, grad_norm=norm,
+            loss=loss, value_mean=valued / tokens, return_mean=returned / tokens, clip_share=clips / tokens, grad_norm=norm,
             learning_rate=rate, trained_tokens=tokens if applied else 0, skipped=int(not applied), reason=reason,
             applied=int(applied), skipped_last=int(not applied),
         )

@@ -56,13 +56,30 @@ def estimate(
     the tokens laid out (see `gae`). Estimators that do not discount take gamma as 1, as OpenRLHF does.
     Raises ValueError for an unknown name, too few samples, missing critic values or wrong shapes.
     """
+    by_token = shaped_rewards(name, rewards, lengths, kl=kl, kl_coefficient=kl_coefficient, clip_range=clip_range, mask=mask)
+    return advantages_of(name, by_token, lengths, values=values, gamma=gamma, lambd=lambd, mask=mask)
+
+
+def shaped_rewards(
+    name: str, rewards: np.ndarray, lengths: np.ndarray, *, kl: np.ndarray | None = None, kl_coefficient: float = 0.0,
+    clip_range: tuple[float, float] | None = None, mask: np.ndarray | None = None,
+) -> np.ndarray:
+    """The first half of `estimate`: baseline, clip and KL, (Σ length,) float64, what each token earns. Raises as it does."""
     estimator = estimator_of(name)
     if rewards.shape[1] < estimator.least_samples:
         raise ValueError(f"{name} compares the samples of a prompt: at least {estimator.least_samples}, there is {rewards.shape[1]}")
     shaped = estimator.baseline(rewards).reshape(-1)
     if clip_range is not None:
         shaped = clipped(shaped, *clip_range)
-    reward = token_rewards(shaped, lengths, kl, kl_coefficient, mask)
+    return token_rewards(shaped, lengths, kl, kl_coefficient, mask)
+
+
+def advantages_of(
+    name: str, reward: np.ndarray, lengths: np.ndarray, *, values: np.ndarray | None = None, gamma: float = 1.0, lambd: float = 1.0,
+    mask: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The second half of `estimate`: from what each token earns, reward (Σ length,), its advantage and return."""
+    estimator = estimator_of(name)
     action = np.ones(len(reward), bool) if mask is None else np.asarray(mask, bool)
     if estimator.critic:
         if values is None:

@@ -328,14 +328,17 @@ class Gang:
             self.bury(lost)
             return []
 
-    def publish(self, version: int) -> WeightVersion:
+    def publish(self, version: int, meanwhile: Callable[[], None] = lambda: None) -> WeightVersion:
         """The current weights as a version that engines can pull. The arrays stay in the object store of the first rank's node;
-        where that is not the driver's, a copy is made there that nobody waits for."""
+        where that is not the driver's, a copy is made there that nobody waits for. `meanwhile` as in `update`."""
         weights: list[Any] = []
+        chores = [meanwhile]
 
         def ask() -> list[Any]:
             refs = [i.actor.weights.options(num_returns=2).remote() for i in self.by_rank]
             weights[:] = [refs[0][0]]
+            while chores:
+                chores.pop()()
             return [told for _, told in refs]
 
         replies = self._surely(ask, "the learner to publish weights")

@@ -56,6 +56,11 @@ class Correction:
         if self.weight_low > self.weight_high or self.gate_low > self.gate_high:
             raise ValueError("the lower threshold of the importance correction is above the upper one")
 
+    @property
+    def gates_sequences(self) -> bool:
+        """Whether whole sequences are left out."""
+        return self.gate != "off" and self.gate_unit != "token"
+
     @classmethod
     def of_flags(cls, level: str, mode: str, gating: str, threshold: Sequence[float]) -> Correction | None:
         """From OpenRLHF 0.11.2's four flags: level off, token or seq; mode mask or clip; gating ratio, binary_kl or tv;

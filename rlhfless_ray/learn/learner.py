@@ -25,7 +25,9 @@ from rlhfless_ray.learn.update_stats import merged, nothing
 from rlhfless_ray.types import Span, UpdateStats
 from rlhfless_ray.weights.folder import write_folder
 
-SUMS = ("loss", "policy_loss", "kl", "entropy", "clipped", "importance", "capped", "mismatch")
+SUMS = (
+    "loss", "policy_loss", "kl", "entropy", "clipped", "importance", "capped", "mismatch", "ppo_kl", "sampler_kl", "reference_gap",
+)
 WEIGHTED = 3  # of SUMS, the first ones: weighted as the loss is; the others count every token the same
 
 
@@ -192,7 +194,7 @@ class Learner:
             sums += values
             if len(cut):
                 most = torch.maximum(most, worst)
-        return _Sums(sums, most, int(batch.response_lengths[indices].sum()), whole)
+        return _Sums(sums, most, int(batch.response_lengths[indices].sum()), len(indices), whole)
 
     def _made(self, found: _Sums, scale: float) -> UpdateStats:
         """The optimizer step on what was accumulated; `scale`: of gradients and weighted sums."""
@@ -202,12 +204,15 @@ class Learner:
         sums[:WEIGHTED] *= scale
         sums[WEIGHTED:] /= found.tokens  # statistics are means over tokens, whatever the loss averages over
         named = dict(zip(SUMS, sums.tolist(), strict=True))
+        if self.correction is not None and self.correction.gates_sequences:
+            named["capped"] *= found.tokens / found.sequences
         return UpdateStats(
             loss=named["loss"], policy_loss=named["policy_loss"], kl=named["kl"], entropy=named["entropy"],
             clip_share=named["clipped"], importance_mean=named["importance"], importance_capped_share=named["capped"],
             mismatch_mean=named["mismatch"], mismatch_max=float(most), grad_norm=norm, learning_rate=rate,
             trained_tokens=found.tokens if applied else 0, skipped=int(not applied), reason=reason,
-            applied=int(applied), skipped_last=int(not applied),
+            applied=int(applied), skipped_last=int(not applied), ppo_kl=named["ppo_kl"], sampler_kl=named["sampler_kl"],
+            reference_gap=named["reference_gap"],
         )
 
     def _micro_loss(
@@ -225,6 +230,8 @@ class Learner:
             capped = (importance >= cap) if cap else torch.zeros_like(drawn, dtype=torch.bool)
         else:
             importance, capped = correction_weights(self.correction, before, drawn, sequence, sequences)
+            if self.correction.gates_sequences:
+                capped = capped / torch.bincount(sequence)[sequence]
         gspo = algorithm["loss"]["kind"] == "gspo"
         ratios = sequence_ratios(logprobs, before, sequence, sequences) if gspo else token_ratios(logprobs, before)
         token_loss, clipped = clipped_loss(
@@ -232,14 +239,19 @@ class Learner:
         )
         policy_loss = (weight * importance * token_loss).sum()
         kl = torch.zeros((), device=self.device)
+        gap = torch.zeros_like(drawn)
         if reference is not None:
-            kl = (weight * self._kl(logprobs, reference, mine.get("old"))).sum()
+            in_loss = algorithm["kl"]["place"] == "loss"
+            if in_loss:
+                kl = (weight * self._kl(logprobs, reference, mine.get("old"))).sum()
+            gap = (logprobs.detach() if in_loss else before) - reference
         loss = policy_loss + kl_coefficient * kl
         if algorithm["loss"]["entropy_coefficient"]:
             loss = loss - algorithm["loss"]["entropy_coefficient"] * (weight * entropy).sum()
         mismatch = (before - drawn).abs()
         each = weight > 0
-        terms = [loss, policy_loss, kl, *((each * x).sum() for x in (entropy, clipped, importance, capped, mismatch))]
+        apart = (before - logprobs.detach(), drawn - before, gap)
+        terms = [loss, policy_loss, kl, *((each * x).sum() for x in (entropy, clipped, importance, capped, mismatch, *apart))]
         values = torch.stack([t.detach().double().cpu() for t in terms])
         worst = mismatch.max().detach().double().cpu() if mismatch.numel() else torch.zeros(1).double()
         return loss, values, worst
@@ -281,13 +293,16 @@ class Learner:
 
 @dataclass(frozen=True)
 class _Sums:
-    """What backward passes added up on this rank: SUMS, the largest mismatch, tokens, and what the weights are divided by."""
+    """What backward passes added up on this rank: SUMS, the largest mismatch; of the whole batch tokens and sequences; and what the
+    weights are divided by."""
 
     sums: torch.Tensor
     most: torch.Tensor
     tokens: int
+    sequences: int
     whole: float
 
     def plus(self, other: _Sums) -> _Sums:
         most = torch.maximum(self.most, other.most)
-        return _Sums(self.sums + other.sums, most, self.tokens + other.tokens, self.whole + other.whole)
+        counts = self.tokens + other.tokens, self.sequences + other.sequences
+        return _Sums(self.sums + other.sums, most, *counts, self.whole + other.whole)

@@ -22,7 +22,7 @@ def passes(algorithm: dict[str, Any], learner: dict[str, Any], samples: int) -> 
     recipe. Each hangs on its sample and the step's weights only, so it is the same, to rounding, whenever it is computed."""
     kl, most = algorithm["kl"], algorithm["batch_samples"]
     if kl["coefficient"] and kl["place"] == "reward":
-        return "old", "kl"
+        return "old", "reference", "kl"
     several = algorithm["updates_per_step"] > 1 or algorithm["epochs"] > 1 or (most is not None and most < samples)
     old = several or learner["lora"]["dropout"] > 0
     return (*(["old"] if old else []), *(["reference"] if kl["coefficient"] else []))

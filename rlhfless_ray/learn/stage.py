@@ -130,16 +130,16 @@ class LearnStage:
             batch = replace(batch, values=values)
             extra["values"] = _spread(values, scored_tokens)
         truncated = np.array([s.completion.finish_reason == "length" for s in samples], bool)
-        advantages, returns = credit(
+        advantages, returns, earned = credit(
             recipe.algorithm.model_dump(), recipe.reward.model_dump(), rewards.reshape(-1, recipe.rollout.samples_per_prompt),
             lengths, truncated, recipe.rollout.max_tokens, mask=mask, **extra,
         )
         written = lengths if mask is None else counts_of(mask, lengths)
         sums = np.concatenate([[0.0], np.cumsum(np.where(scored_tokens, advantages, 0.0))])[np.cumsum(lengths)]
         means = np.diff(sums, prepend=0.0) / np.maximum(written, 1)
-        for sample, scored, mean in zip(samples, known, means, strict=True):
+        for sample, scored, mean, sum_of in zip(samples, known, means, earned, strict=True):
             if scored:
-                sample.advantage = float(mean)
+                sample.advantage, sample.earned = float(mean), float(sum_of)
         by_token = {"advantages": advantages} | ({} if self.critic is None else {"returns": returns})
         return replace(
             batch, kl_coefficient=self.controller.coefficient,
@@ -288,9 +288,10 @@ class LearnStage:
         if isinstance(self.controller, AdaptiveKL) and "kl_coefficient" in state:
             self.controller = replace(self.controller, coefficient=state["kl_coefficient"])
 
-    def publish(self, version: int) -> WeightVersion:
+    def publish(self, version: int, meanwhile: Callable[[], None]) -> WeightVersion:
+        """`meanwhile` runs on the driver while the gang works."""
         with self.site.phases.phase("publish"):
-            return self.gang.publish(version)
+            return self.gang.publish(version, meanwhile)
 
     def safe(self, weights: WeightVersion) -> WeightVersion:
         """The version from where engines can have it, before they are asked to. Between phases: it may take leases to publish it

@@ -5,6 +5,8 @@ Where OpenRLHF stops with an assertion (or an unrelated exception later), this r
 
 from __future__ import annotations
 
+import re
+
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.openrlhf.canonical import GATING, LEVEL, MODE, PROMPT_LIMIT, THRESHOLD, Values
 
@@ -14,12 +16,22 @@ COUNTS = (
     "vllm.tensor_parallel_size", "logger.logging_steps", "ckpt.max_num", "data.max_samples", "eval.n_samples_per_prompt",
     *(f"{model}.{part}" for model in ("actor", "critic", "ref", "reward") for part in ("num_nodes", "num_gpus_per_node")),
 )
+CHOICES: dict[str, tuple[str, ...]] = {  # of texts that argparse takes as they are and a library refuses later
+    "ds.attn_implementation": ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
+    "ds.grad_accum_dtype": tuple(
+        spelling for names in (("fp32", "float32", "float"), ("fp16", "float16", "half"), ("bf16", "bfloat16", "bfloat"))
+        for spelling in (*names, f"torch.{names[1]}")
+    ),
+    "vllm.sync_backend": ("nccl", "gloo", "mpi", "ucc", "xccl", "hccl"),
+}
+HUB_KERNEL = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?(:\w+)?")  # an attention kernel of the Hugging Face hub
 GROUPED = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
 
 
 def check(v: Values) -> list[str]:
     """Apply the launcher's rewrites to `v` and return what it warns of. Raises UserError."""
     notes: list[str] = []
+    _choices(v)
     _paths(v)
     _probabilities(v)
     _sampling(v, notes)
@@ -31,6 +43,16 @@ def check(v: Values) -> list[str]:
 def _must(holds: bool, sentence: str) -> None:
     if not holds:
         raise UserError(sentence)
+
+
+def _choices(v: Values) -> None:
+    for name, choices in CHOICES.items():
+        text = v[name]
+        is_kernel = name == "ds.attn_implementation" and HUB_KERNEL.fullmatch(text or "")
+        _must(
+            not text or text.removeprefix("paged|") in choices or bool(is_kernel),
+            f"{v.spelled(name)}: there is no {text}; choose from {', '.join(choices)}",
+        )
 
 
 def _paths(v: Values) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def covered(launcher: str) -> None:
     raise UserError(f"openrlhf.cli.{launcher}: OpenRLHF has no such launcher")
 
 
-def _locate(argv: list[str]) -> Launch | None:
+def _locate(argv: list[str], environment: Mapping[str, str] = os.environ) -> Launch | None:
     for index, token in enumerate(argv):
         before = argv[index - 1] if index else ""
         module = MODULE.fullmatch(token.removeprefix("-m")) if before in MODULE_FLAGS or token.startswith("-m") else None
@@ -64,14 +65,15 @@ def _locate(argv: list[str]) -> Launch | None:
             return Launch(here[1], argv[index + 1 :])
         if " " in token or "\n" in token:
             if INSIDE.search(token):
-                return _in_shell(token)
+                return _in_shell(token, environment, argv[index + 2 :] if before.startswith("-") and before.endswith("c") else None)
         elif token.endswith((".sh", ".bash", ".slurm", ".sbatch")) and Path(token).is_file():
-            return _in_shell(Path(token).read_text(encoding="utf-8", errors="replace"))
+            return _in_shell(Path(token).read_text(encoding="utf-8", errors="replace"), environment, argv[index + 1 :])
     return None
 
 
-def _in_shell(text: str) -> Launch | None:
-    found = [launch for words in simple_commands(text) if (launch := _locate(words))]
+def _in_shell(text: str, environment: Mapping[str, str], arguments: list[str] | None) -> Launch | None:
+    commands = simple_commands(text, environment, arguments)
+    found = [launch for words, handed in commands if (launch := _locate(words, handed))]
     ours = [launch for launch in found if launch.launcher == LAUNCHER]
     return next(iter(ours or found), None)
 

@@ -45,8 +45,7 @@ class HttpSource(Source):
     def load(cls, urls: list[str], label_column: str, deadline_s: float, batch_samples: int) -> HttpSource:
         """Raises UserError for what is no HTTP address."""
         for url in urls:
-            parts = urllib.parse.urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
+            if not _is_address(url):
                 raise UserError(f"reward.url: `{url}` is no HTTP address; write one such as http://127.0.0.1:5000/get_reward")
         return cls(tuple(urls), label_column, deadline_s, batch_samples)
 
@@ -224,6 +223,14 @@ class HttpWorker(Worker):
             raise _Refused(f"answered with what is no JSON: {text[:SHOWN_CHARACTERS]!r}", True) from None
         except BadReturn as error:
             raise _Refused(f"answered with {error}", True) from None
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        return False
 
 
 def _rested(waiting: deque[_Batch]) -> _Batch | None:

@@ -21,7 +21,6 @@ from rlhfless_ray.waits import STOP
 
 ANSWER_S = 2.0  # a worker that has worked for this long answers with what it has
 SLACK_S = 30.0  # beyond that and the time limit of one sample: what is on its way on a busy machine
-START_S = 300.0  # a worker's own start, before anything is scored
 
 Item = tuple[Any, ...]  # what the source's worker takes; first comes the position in the step's samples
 MakeItem = Callable[[int, Sample], Item]
@@ -98,7 +97,7 @@ class Scoring:
         if left and not self.gave_up:
             ref = worker.actor.score.remote(left[:1] if singly else left, ANSWER_S)
             now = time.monotonic()
-            self.running[ref] = _Call(worker, left, singly, now + START_S, now)
+            self.running[ref] = _Call(worker, left, singly, now + self.pool.leases.deadline_s, now)
 
     def hear(self, wait_s: float = 0.0) -> bool:
         """Take the answers that are there, or come within `wait_s`; whether there were any."""

@@ -228,7 +228,7 @@ HEALTH = (
     ("learn/clip_share", "clip share", "Share of tokens whose ratio was clipped."),
     ("learn/grad_norm", "gradient norm", "Before clipping."),
     ("learn/entropy", "entropy", "Of the policy, in nats per token; a fall to zero means that it stopped exploring."),
-    ("learn/importance_capped_share", "importance weights capped", "Share of tokens at the cap."),
+    ("learn/importance_capped_share", "importance weights capped", "Share of tokens, or of sequences, at the cap."),
     ("learn/loss", "loss", "Of a policy gradient: its sign says nothing about progress."),
 )
 

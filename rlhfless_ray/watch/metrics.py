@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rlhfless_ray.recipe import Watch
-from rlhfless_ray.watch.openrlhf_names import renamed, step_line
+from rlhfless_ray.watch.openrlhf_names import SAMPLE, Shown, renamed, step_line
 
 
 class Sink(Protocol):
@@ -64,9 +64,9 @@ class Metrics:
         """Append one row, and copy it to wherever else it goes."""
         self.copy(self.keep(row))
 
-    def keep(self, row: dict[str, Any]) -> dict[str, Any]:
+    def keep(self, row: dict[str, Any], sample: Shown | None = None) -> dict[str, Any]:
         """Append one row (`step` and flat keys). NaN and infinities become null and are listed under `nonfinite`. Returns what `copy`
-        takes."""
+        takes; with OpenRLHF's names the sample too, which is not in the file."""
         row, bad = _clean(row)
         if bad:
             row["nonfinite"] = sorted(bad)
@@ -75,7 +75,8 @@ class Metrics:
                 self._say(f"step {row.get('step')}: {key} is {bad[key]}, written as null (said once per metric)")
         self._file.write(json.dumps(row, allow_nan=False, separators=(",", ":"), ensure_ascii=False) + "\n")
         self._file.flush()
-        return self._for_sinks(row)
+        told = self._for_sinks(row)
+        return {**told, SAMPLE: sample} if sample is not None and "train/policy_loss" in told else told
 
     def copy(self, told: dict[str, Any]) -> None:
         """To TensorBoard and Weights & Biases, as far as they are on."""

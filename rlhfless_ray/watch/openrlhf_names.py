@@ -1,16 +1,29 @@
-"""A step's metrics under the names that OpenRLHF logs them by. Only values of the same meaning are renamed: what OpenRLHF logs
-and nothing here computes (`ppo_kl`, `logprobs_diff`, `vllm_kl`, `return`) has no entry, and what it does not log keeps its name.
+"""A step's metrics under the names that OpenRLHF logs them by. Only values of the same meaning are renamed; what it does not log
+keeps its name.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
+
+SAMPLE = "train/generated_samples"
+
+
+class Shown(NamedTuple):
+    """A sample for whoever looks on: a table's row in Weights & Biases, a text in TensorBoard."""
+
+    text: str  # prompt and response
+    reward: float
+
 
 NAMES: dict[str, tuple[str, ...]] = {
     "step": ("train/global_step",),
     "learn/policy_loss": ("train/policy_loss",),
     "learn/kl": ("train/kl",),
+    "learn/ppo_kl": ("train/ppo_kl",),
+    "learn/sampler_kl": ("train/vllm_kl",),
+    "learn/reference_gap": ("train/logprobs_diff",),
     "learn/entropy": ("train/entropy_loss",),
     "learn/clip_share": ("train/ppo_clip_ratio",),
     "learn/importance_capped_share": ("train/is_filter_ratio",),
@@ -23,6 +36,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "reward/mean": ("train/reward", "train/rollout/reward_mean"),
     "reward/std": ("train/rollout/reward_std",),
     "reward/score_mean": ("train/score",),
+    "reward/return_mean": ("train/return",),
     "reward/group_std": ("train/group_reward_std",),
     "length/mean": ("train/response_length", "train/rollout/response_length_mean"),
     "length/total_mean": ("train/total_length",),

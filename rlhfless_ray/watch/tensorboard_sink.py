@@ -10,18 +10,31 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rlhfless_ray.watch.openrlhf_names import Shown
+
 
 class TensorBoard:
-    """One scalar per number of a row, under the row's `step`. Not thread-safe.
+    """One scalar per number of a row, and the text of a sample, under the row's `step`. Not thread-safe.
 
     resume_after_step: tells TensorBoard to hide what an earlier process wrote for later steps.
     """
 
     def __init__(self, folder: Path, *, resume_after_step: int | None = None) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+
+        def text(tag: str, words: str) -> Any:
+            """As torch.utils.tensorboard's add_text writes it."""
+            plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
+            content = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[words.encode()])
+            content.tensor_shape.dim.add(size=1)
+            return self._summary.Value(
+                tag=f"{tag}/text_summary", tensor=content, metadata=summary_pb2.SummaryMetadata(plugin_data=plugin)
+            )
+
+        self._text = text
         self._writer = EventFileWriter(str(folder), max_queue_size=64, flush_secs=5)
         if resume_after_step is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -33,6 +46,11 @@ class TensorBoard:
             self._summary.Value(tag=key, simple_value=float(value))
             for key, value in row.items()
             if key != "step" and isinstance(value, (int, float))
+        ]
+        values += [
+            self._text(key, f"Sample:\n{shown.text}\n\nReward: {shown.reward:.4f}")
+            for key, shown in row.items()
+            if isinstance(shown, Shown)
         ]
         if isinstance(step, int) and values:
             self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))

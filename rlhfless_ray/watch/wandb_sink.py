@@ -9,6 +9,10 @@ from typing import Any, Literal
 
 import yaml
 
+from rlhfless_ray.watch.openrlhf_names import Shown
+
+COLUMNS: list[str | int] = ["global_step", "text", "reward"]
+
 
 class WandbRun:
     """One run per process; the processes of a resumed run share the group and plot over `step`, those of OpenRLHF's names over
@@ -57,14 +61,20 @@ class WandbRun:
         run.define_metric("*", step_metric="step")
         for section in ("train", "eval") if openrlhf_names else ():
             run.define_metric(f"{section}/*", step_metric=f"{section}/global_step")
-        self._run = run
+        self._run, self._wandb = run, wandb
+        self._samples: list[tuple[Any, ...]] = []
         if mode == "offline":
             say(f"Weights & Biases is offline: `wandb sync {Path(run.dir).parent}` uploads the run")
         elif getattr(run, "url", None):
             say(f"Weights & Biases: {run.url}")
 
     def write(self, row: dict[str, Any]) -> None:
-        self._run.log({key: value for key, value in row.items() if isinstance(value, (int, float))})
+        told: dict[str, Any] = {key: value for key, value in row.items() if isinstance(value, (int, float))}
+        for key, shown in row.items():
+            if isinstance(shown, Shown):
+                self._samples.append((row["step"], *shown))
+                told[key] = self._wandb.Table(columns=COLUMNS, data=self._samples)  # a table that grew is not written again: a new one
+        self._run.log(told)
 
     def close(self) -> None:
         self._run.finish()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.learns import ESTIMATORS, LEAST, PPO, Curve, settings, targets
-from benchmarks.verdicts import Verdicts, in_order, labelled, response
+from benchmarks.verdicts import Response, Verdicts, in_order, labelled, response
 from rlhfless_ray.learn.estimators import ESTIMATORS as THERE_ARE
 from rlhfless_ray.prompts.chain import Chain
 from rlhfless_ray.prompts.tokenizer import build_tokenizer
@@ -19,7 +19,7 @@ def test_every_estimator_is_run() -> None:
 def test_a_run_has_to_rise_and_a_reward_model_to_tell_right_from_wrong(tmp_path) -> None:
     before = {"sampled": 0.4, "greedy": 0.5}
     curves = [Curve(name, before, {"sampled": after, "greedy": 0.9}, [0.4]) for name, after in (("rloo", 0.49), (PPO, 0.6))]
-    model = Verdicts(tmp_path, 3, supervised=0.9, spoilt=0.5)
+    model = Verdicts(tmp_path, 3, supervised=0.9, spoilt=0.5, own=0.5)
     found = targets(curves, model)
     assert [target.met for target in found] == [False, True, True] and found[0].value == pytest.approx(9) and found[0].least == LEAST
     assert "reward.function=" in settings(PPO, model) and f"reward.model_path={tmp_path}" in settings(PPO, model)
@@ -36,7 +36,7 @@ def test_every_sum_is_labelled_and_the_end_is_what_the_verifier_says() -> None:
     row = {"prompt": "5A3B1C2=", "answer": "1", "operands": 3}
     texts = ["a8b9c1#1", "a8b0c2#2", "a8c0#0", "#1", "a8b9c1;a8b9c1#1", "a8b"]
     tokenizer = build_tokenizer(Chain())
-    found = labelled([row] * len(texts), texts, tokenizer)
+    found = labelled([row] * len(texts), [Response(list(text)) for text in texts], tokenizer)
     assert [one.right for one in found] == [
         [1, 1, 1, 1, 1], [0, 1, 0, 0, 0], [0, 1, 0, 0], [1, 1], [1] * 8, [0, 1],
     ]
@@ -44,11 +44,17 @@ def test_every_sum_is_labelled_and_the_end_is_what_the_verifier_says() -> None:
         written = [tokenizer.convert_ids_to_tokens(one.tokens[place]) for place in one.places]
         assert written[0] == tokenizer.eos_token and one.places[0] == len(one.tokens) - 1
         assert written[1:] == [character for character in text if character.isdigit()]
+    (cut,) = labelled([row], [Response([*"a8b9c1#1"], ended=False)], tokenizer)
+    assert cut.right == [0, 1, 1, 1, 1] and tokenizer.convert_ids_to_tokens(cut.tokens[cut.places[0]]) == "1", "it went on"
+    (odd,) = labelled([row], [Response(["a", "8", "A3", "#", "1"])], tokenizer)
+    assert odd.right == [1, 1, 1] and len(odd.tokens) == 5 + 5 + 1
 
 
 def test_mistakes_are_mistakes() -> None:
     rng = np.random.default_rng(3)
     rows = Chain().rows(300, 0, "train")
-    right = np.array([Chain().verify(response(row, rng), row) for row in rows])
+    made = [response(row, rng) for row in rows]
+    right = np.array([Chain().verify(one.text, row) * one.ended for one, row in zip(made, rows, strict=True)])
     plain = np.array([Chain().verify(Chain().example(row, rng), row) for row in rows])
-    assert 0.15 < right.mean() < plain.mean() - 0.1
+    assert 0.15 < right.mean() < plain.mean() - 0.1 and 0 < np.mean([not one.ended for one in made]) < 0.1
+    assert len({one.text.partition("#")[0].count(";") for one in made}) > 2, "some look again"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import ray
 from ray.exceptions import ActorUnschedulableError
+from ray.util.placement_group import placement_group_table
 
 from placement.policy import Release
 from rlhfless_ray.functions.faults import Cause
@@ -61,6 +62,34 @@ def test_resize_takes_spare_leases_first_and_returns_the_rest(pool):
     assert len(pool.working) == 2 and len(left) == 1 and pool.leases.asked_leases == 3
     left = pool.resize(3, left, need=3)
     assert left == [] and len(pool.working) == 3 and pool.leases.asked_leases == 3
+
+
+def test_what_is_expected_is_asked_for_once_and_paid_from_then(pool):
+    pool.resize(2, [], need=2)
+    pool.leases.release(pool.resize(1, [], need=1))
+    before_s = time.time()
+    pool.expect(2)
+    (request,) = pool.expected
+    assert pool.leases.asked_leases == 2 and list(pool.leases.asked) == [request.id]
+    while placement_group_table(request.group)["state"] != "CREATED":
+        assert time.time() < before_s + 60
+        time.sleep(0.01)
+    granted_s = time.time()
+    pool.resize(2, [], need=2)
+    assert pool.leases.asked_leases == 3 and not pool.leases.asked and not pool.expected
+    paid_s = pool.ledger.started_s + min(row.from_s for row in pool.ledger.rows if row.lease == request.id)
+    assert before_s - 1e-5 <= paid_s <= granted_s
+
+
+def test_what_was_expected_too_much_is_withdrawn(pool):
+    pool.resize(2, [], need=2)
+    pool.leases.release([*pool.resize(1, [], need=1), *pool.park_all()])
+    pool.expect(2)
+    assert len(pool.expected) == 2 == len(pool.leases.asked)
+    pool.resize(1, [], need=1)
+    assert len(pool.leases.held) == 1 and not pool.leases.asked
+    pool.expect(1)
+    assert not pool.expected, "who has it hands it over"
 
 
 def test_shrinking_parks_and_growing_again_is_a_warm_start_of_the_same_process(pool):

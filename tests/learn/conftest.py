@@ -177,7 +177,7 @@ class Cases:
         add("bf16 nan", self.bf16, self.with_nan, 1, 2, 3, dtype="bfloat16")
         return cases
 
-    PASSED: ClassVar = ("full/3", "shuffled/1")
+    PASSED: ClassVar = ("full/3", "shuffled/1", "kl in reward/0")
     PARKED: ClassVar = ("plain/0", "plain/2", "plain/3", "bf16/1", "lora/0", "lora/2", "lora/3")
 
     # (a run, its number of ranks, the ZeRO stage at which another gang goes on from its snapshot), by that gang's ranks

@@ -13,6 +13,7 @@ bytes away) per update.
 
 from __future__ import annotations
 
+import gc
 import pickle
 import sys
 import traceback
@@ -20,6 +21,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+
+from rlhfless_ray.imports import lean_imports
 
 
 def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any]:
@@ -94,6 +97,9 @@ def run_critic(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[s
 
 def main() -> None:
     rank, ranks, port = (int(a) for a in sys.argv[1:4])
+    with lean_imports():  # as in a rank's actor: what is imported is frozen, or each collection on leaving a device looks through it
+        import rlhfless_ray.learn.critic
+        import rlhfless_ray.learn.learner  # noqa: F401
     with open(sys.argv[4], "rb") as file:
         cases = pickle.load(file)
     results = {}
@@ -102,6 +108,8 @@ def main() -> None:
             results[name] = (run_critic if "critic" in case["settings"] else run)(case, rank, ranks, port)
         except Exception:  # the test that asks for this case fails with it; with two ranks both stop here
             results[name] = {"error": traceback.format_exc()}
+        gc.collect()
+        gc.freeze()  # or what is left of a case is looked through in each collection after it
     with open(sys.argv[5], "wb") as file:
         pickle.dump(results, file)
 

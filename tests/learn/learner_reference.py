@@ -97,6 +97,16 @@ class Reference:
             return [min(max(r, low), high) for r in ratios]
         return [r if low <= r <= high else 0.0 for r in ratios]
 
+    def _capped(self, s: dict[str, Any]) -> list[bool]:
+        """Of its tokens, or of itself, whether the weight was changed."""
+        algorithm, loss = self.settings["algorithm"], self.settings["algorithm"]["loss"]
+        if loss["correction_level"] == "off":
+            return [w == algorithm["importance_cap"] for w in self._weights(s)]
+        ratios = torch.exp(s["old"] - s["sampler"])
+        if loss["correction_level"] == "seq":
+            ratios = torch.prod(ratios)[None] ** (1 / len(ratios))
+        return [not loss["correction_low"] <= r <= loss["correction_high"] for r in ratios.tolist()]
+
     def _step(self, part: list[dict[str, Any]]) -> dict[str, float]:
         algorithm, section = self.settings["algorithm"], self.settings["learner"]
         loss_section, kl_section = algorithm["loss"], algorithm["kl"]
@@ -104,13 +114,23 @@ class Reference:
         all_tokens = sum(len(s["old"]) for s in part)
         total, clipped = 0.0, 0
         weights: list[float] = []
+        moved: list[float] = []
+        gaps: list[float] = []
+        capped: list[list[bool]] = []
         for s in part:
             whole = distributions(self.model, s, self.settings["temperature"])
             new = torch.stack([whole[k, token] for k, token in enumerate(s["ids"][s["prompt"] :])])
             ratios = torch.exp(new - s["old"])
+            moved += [old - now for old, now in zip(s["old"].tolist(), new.tolist(), strict=True)]
+            if kl_section["coefficient"]:
+                with torch.no_grad():
+                    start = logprobs(self.start, s, self.settings["temperature"])
+                now = new if kl_section["place"] == "loss" else s["old"]
+                gaps += [a - b for a, b in zip(now.tolist(), start.tolist(), strict=True)]
             if loss_section["kind"] == "gspo":
                 ratios = torch.prod(ratios) ** (1 / len(ratios)) * torch.ones(len(new))
             weights += (mine := self._weights(s))
+            capped.append(self._capped(s))
             each = []
             for ratio, advantage, weight in zip(ratios, s["advantages"], mine, strict=True):
                 outside = ratio > 1 + algorithm["clip_high"] if advantage > 0 else ratio < 1 - algorithm["clip_low"]
@@ -151,7 +171,9 @@ class Reference:
         return {
             "loss": total, "grad_norm": float(norm), "clip_share": clipped / all_tokens, "learning_rate": rate,
             "tokens": all_tokens, "importance": float(np.mean(weights)), "mismatch": float(apart.mean()),
-            "mismatch_max": float(apart.max()),
+            "mismatch_max": float(apart.max()), "capped": float(np.mean(np.concatenate(capped))), "ppo_kl": float(np.mean(moved)),
+            "reference_gap": float(np.mean(gaps or [0.0])),
+            "sampler_kl": float(torch.cat([s["sampler"] - s["old"] for s in part]).mean()),
         }
 
     def weights(self) -> dict[str, np.ndarray]:

@@ -90,7 +90,7 @@ class Looking:
         self.kl = np.concatenate(kl).astype(np.float32)
 
     def passed(self, what: str, batch: Any, names: tuple[str, ...]) -> dict[str, np.ndarray]:
-        assert (what, names) == ("logprobs", ("old", "kl")) and len(self.kl) == len(batch.logprobs)
+        assert (what, names) == ("logprobs", ("old", "reference", "kl")) and len(self.kl) == len(batch.logprobs)
         return {"old": -self.kl, "kl": self.kl}
 
 
@@ -205,6 +205,7 @@ def test_with_a_critic_the_gangs_take_turns_under_the_same_leases() -> None:
     again = ["learner on b a", "critic on b", "critic learns", "learner on a b"]
     assert log == [*turns, "meanwhile", *again, "learner learns", "measured"]
     assert released == ["c"] and sorted(site.spare) == ["a", "b"]
+    assert [s.earned for s in samples] == [pytest.approx(r - 2 * 0.2 * 0.5) if r != 1 else None for r in range(6)]
     by_hand = []
     for reward, k in zip([0, 2, 3, 4, 5], range(5), strict=True):  # five samples of two tokens; one has no reward
         first, last = 0.2 * k, 0.2 * k + 0.1
@@ -226,8 +227,8 @@ def test_gradients_go_ahead_exactly_where_a_part_has_the_advantages_of_the_whole
     rewards, lengths = rng.normal(size=(4, 3)), rng.integers(1, 6, 12)
     sections = chosen.algorithm.model_dump(), chosen.reward.model_dump()
     values = np.zeros(lengths.sum())
-    whole, _ = credit(*sections, rewards, lengths, np.zeros(12, bool), MOST, values=values)
-    part, _ = credit(*sections, rewards[:2], lengths[:6], np.zeros(6, bool), MOST, values=values[: lengths[:6].sum()])
+    whole, *_ = credit(*sections, rewards, lengths, np.zeros(12, bool), MOST, values=values)
+    part, *_ = credit(*sections, rewards[:2], lengths[:6], np.zeros(6, bool), MOST, values=values[: lengths[:6].sum()])
     needs_a_look = "kl" in algorithm
     same = np.array_equal(whole[: len(part)], part) and not needs_a_look
     assert same == (obstacle(chosen) is None)

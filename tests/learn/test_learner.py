@@ -82,6 +82,9 @@ def test_updates_equal_the_reference(cases: Any, expected: Any, name: str, ranks
             assert got.importance_mean == pytest.approx(np.mean([w["importance"] for w in wanted]), rel=1e-4)
             assert got.mismatch_mean == pytest.approx(np.mean([w["mismatch"] for w in wanted]), rel=1e-4)
             assert got.mismatch_max == pytest.approx(max(w["mismatch_max"] for w in wanted), rel=1e-4)
+            assert got.importance_capped_share == pytest.approx(np.mean([w["capped"] for w in wanted]), abs=0.01)
+            for field in ("ppo_kl", "sampler_kl", *(["reference_gap"] if name != "kl in reward" else [])):  # see where it is passed
+                assert getattr(got, field) == pytest.approx(np.mean([w[field] for w in wanted]), rel=1e-3, abs=2e-5), field
             assert got.trained_tokens == sum(w["tokens"] for w in wanted)
             assert (got.skipped, got.reason) == (0, "")
 
@@ -200,7 +203,7 @@ def test_gradients_accumulated_ahead_make_the_same_step(cases: Any, name: str, r
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_passes_that_came_ahead_in_parts_make_the_same_updates(cases: Any, ranks: int) -> None:
+def test_passes_that_came_ahead_in_parts_make_the_same_updates(cases: Any, expected: Any, ranks: int) -> None:
     """Log-probabilities of the old policy and of the reference, of parts of the samples: all later optimizer steps are the same, to
     rounding."""
     for name in cases.PASSED:
@@ -211,6 +214,8 @@ def test_passes_that_came_ahead_in_parts_make_the_same_updates(cases: Any, ranks
         for got, wanted in zip(parts["stats"], whole["stats"], strict=True):
             for field in ("loss", "kl", "grad_norm", "clip_share", "importance_mean", "mismatch_mean"):
                 assert getattr(got, field) == pytest.approx(getattr(wanted, field), rel=1e-4, abs=1e-5), field
+        for got, steps in zip(parts["stats"], expected(name.split("/")[0])[2], strict=True):
+            assert got.reference_gap == pytest.approx(np.mean([w["reference_gap"] for w in steps]), rel=1e-3, abs=2e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -84,7 +84,7 @@ def test_credit_against_loops(estimator: str) -> None:
         "prompts": {"task": "chain"}, "reward": {"function": "task", "overlong_buffer_tokens": 4}, "rollout": {"samples_per_prompt": 2},
         "algorithm": {"advantage": {"estimator": estimator, "gamma": 0.9, **({"lambd": 0.8} if values is not None else {})}},
     })  # fmt: skip
-    advantages, _ = credit(
+    advantages, _, earned = credit(
         recipe.algorithm.model_dump(), recipe.reward.model_dump(), rewards.reshape(2, 2), np.array(list(map(len, masks))),
         np.zeros(4, bool), 6, kl=kl, kl_coefficient=0.3, values=values, mask=mask,
     )  # fmt: skip
@@ -92,6 +92,8 @@ def test_credit_against_loops(estimator: str) -> None:
     raw = loops(shaped, masks, kl, 0.3, 0.9, values, 0.8)
     wanted = np.where(mask, (raw - raw[mask].mean()) / raw[mask].std(), 0.0)
     np.testing.assert_allclose(advantages, wanted, rtol=1e-9, atol=1e-12)
+    sums = [part.sum() for part in np.split(kl, np.cumsum(list(map(len, masks)))[:-1])]
+    np.testing.assert_allclose(earned, [r - 0.3 * k for r, k in zip(shaped, sums, strict=True)], rtol=1e-9)
 
 
 def test_the_stage_leaves_the_agents_tokens_out() -> None:
@@ -111,7 +113,7 @@ def test_the_stage_leaves_the_agents_tokens_out() -> None:
     assert batch.response_lengths.tolist() == [3, 4, 2] and batch.lengths.tolist() == [7, 6, 5]
     assert batch.logprobs.tolist() == [0, 1, 4, 0, 1, 2, 3, 0, 2]
     assert batch.advantages.tolist() == [-1, -1, -1, 1, 1, 1, 1, 0, 0]
-    assert [s.advantage for s in samples] == [-1, 1, None, 0]
+    assert [s.advantage for s in samples] == [s.earned for s in samples] == [-1, 1, None, 0]
 
 
 @pytest.mark.parametrize("mean", ["token", "sequence"])

@@ -130,7 +130,7 @@ def test_every_launcher_is_either_ours_or_said_not_to_be():
 def test_words_are_those_of_bash(words):
     script = f"printf '%s\\0' {words}\n"
     real = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
-    assert simple_commands(script, {})[0][2:] == real
+    assert simple_commands(script, {})[0].words[2:] == real
 
 
 @pytest.mark.parametrize(
@@ -151,13 +151,24 @@ def test_words_are_those_of_bash(words):
         "read -r -d '' V <<'EOF'\n--a $M\nEOF\nset -- $V x",
         "cat <<EOF | cat >/dev/null\n--not-me\nEOF\nset -- a",
         "V=(\n  --a 1 # --b 2\n  # --c\n  --d\n)\nset -- ${V[@]}",
+        'V=/a/b.c; X=; set -- ${V%.*} "${V##*/}" ${V#/} ${V/b/"d e"} ${V//[ab]/x} ${X:+no} ${V:+"y z" --w} ${X:-"q r"} ${#V}',
+        'F=(1 2); F[1]=9; F[2]="a b"; set -- "${F[@]}" ${#F[@]} "x${F[@]}y"',
+        'f() {\n  local a=$1; shift\n  V=("$@" "$a" $# "${1:-z}")\n}\nfunction g { f "$@" 3; }\ng a "b c"; set -- "${V[@]}"',
+        'V=(a); if [ "$V" = b ]; then V+=(x); elif [[ $V == a* ]]; then V+=(y); else V+=(z); fi; set -- "${V[@]}"',
+        'N=3; if [ $N -gt 4 ] || [ ! -z "$N" ]; then V=1; else V=2; fi; if ! false; then W=3; fi; set -- $V $W',
+        'case "t o" in\n  one) V=1 ;;\n  t*|x) V=2\n    ;;\n  *) V=3 ;;\nesac; case $NONE in "") V+=4;; *) V+=5; esac; set -- $V',
+        'for x in "1 2" 3; do V="$x"; break; done; while true; do W=4; break; done; set -- "$V" $W',
+        '[ -n "$NONE" ] && V=(a) || V=(b); false && W=1; true || W=2; true && X=3; set -- "${V[@]}" ${W:-n} $X',
+        'C="set --"; C="$C a"; C+=" b"; eval $C "\'c d\'"',
+        "f() { case $1 in a) echo '}' ;; esac; { true; }; cat <<EOF\n}\nEOF\n}\nV=1\nset -- $V",
+        ': ${V:=5}; : "${W:=a b}"; set -- $V "$W"',
     ],
 )
 def test_expansions_are_those_of_bash(setup):
     real = subprocess.run(["bash", "-c", setup + "\nprintf '%s\\0' \"$@\""], capture_output=True, text=True, check=True).stdout
     real = real.rpartition("\0")[0].split("\0")
     real[0] = real[0].rpartition("\n")[2]
-    ours = next(words for words in simple_commands(setup, {}) if words[0] == "set")
+    ours = next(words for words, _ in simple_commands(setup, {}) if words[0] == "set")
     assert ours[2:] == real
 
 
@@ -167,8 +178,32 @@ def test_commands_that_a_shell_reads_from_its_input(shell):
     assert find(["bash", "-c", script]).flags == FLAGS
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        "export M=/m\nN=no\nsrun bash -c 'python3 -m {} --pretrain $M {} ${{N:-}}'",
+        "M=/m bash -c 'python3 -m {} --pretrain $M {}'",
+        "declare -x M=/m\nbash <<'EOF'\npython3 -m {} --pretrain $M {}\nEOF",
+        "train() {{ python3 -m {} --pretrain $1 {}; }}\ntrain /m",
+        "go() {{\n  python3 -m {} --pretrain /m {}\n}}\ntrap go EXIT",
+        "for m in /m /n; do\n  python3 -m {} --pretrain $m {}\ndone",
+        "if [ $# -eq 3 ]; then python3 -m {} --pretrain /x; else\npython3 -m openrlhf.cli.train_ppo_ray --pretrain /m {}\nfi",
+        "bash -c 'python3 -m {} --pretrain $1 {}' name /m",
+    ],
+)
+def test_what_a_script_hands_on(script):
+    assert find(["bash", "-c", script.format(MODULE, shlex.join(FLAGS[2:]))]).flags == FLAGS
+
+
+def test_a_scripts_own_arguments(tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(f'MODEL=$1; shift\npython3 -m {MODULE} --pretrain ${{MODEL:-/x}} "$@"\n')
+    assert find(["sbatch", "-N2", str(script), *FLAGS[1:]]).flags == FLAGS
+    assert find(["bash", str(script)]).flags == ["--pretrain", "/x"]
+
+
 def test_nothing_is_executed_and_what_is_unknown_stays():
-    (words,) = simple_commands("python $(touch /nowhere/x) $MISSING `date` \"$1\"", {})
+    ((words, _),) = simple_commands("python $(touch /nowhere/x) $MISSING `date` \"$1\"", {})
     assert words == ["python", "$(touch /nowhere/x)", "$MISSING", "`date`", "$1"]
 
 

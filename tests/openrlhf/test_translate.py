@@ -314,12 +314,26 @@ def test_no_flag_of_theirs_begins_like_ours():
         ("--vllm_num_engines=-2", "--vllm_num_engines: must not be negative"),
         ("--generate_max_len=-4", "--generate_max_len: must be at least 1"),
         ("--micro_train_batch_size 0", "--micro_train_batch_size: must be at least 1"),
+        ("--attn_implementation nonsense", "--attn_implementation: there is no nonsense; choose from eager, sdpa"),
+        ("--grad_accum_dtype fp8", "--grad_accum_dtype: there is no fp8"),
+        ("--vllm_sync_backend ncl", "--vllm_sync_backend: there is no ncl; choose from nccl, gloo"),
     ],
 )
 def test_their_validations(change, said):
     with pytest.raises(UserError) as caught:
         of(f"{BASE} {change}")
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--attn_implementation sdpa", "--attn_implementation kernels-community/flash-attn3", "--attn_implementation paged|eager",
+        "--vllm_sync_backend gloo --grad_accum_dtype fp32",
+    ],
+)
+def test_what_the_libraries_take(flags):
+    assert not of(f"{BASE} {flags}").refused
 
 
 def test_the_dotted_validations():

@@ -269,3 +269,15 @@ def test_mistakes_are_named(wrong, said) -> None:
     visit(forecaster, 1, 2, [3.0])
     with pytest.raises(ValueError, match=said):
         wrong(forecaster)
+
+
+def test_one_step_is_enough_to_know_how_far_siblings_differ() -> None:
+    """The first guess of the sampling variance is far off; what the first step shows must correct it once, not twice."""
+    rng = np.random.default_rng(5)
+    prompt, within = rng.normal(5.7, 0.4, 200), 0.2
+    lengths = np.exp(prompt[:, None] + rng.normal(0, within, (200, 8)))
+    forecaster = LengthForecaster(400.0)
+    forecaster.observe(range(200), [50] * 200, list(lengths))
+    for rows in (range(200, 300), range(100)):  # prompts never seen, and seen once
+        logs = np.log(forecaster.scenarios(rows, [50] * 100, 8, 32, seed=1)).reshape(100, 8, 32)
+        assert np.sqrt(logs.var(1, ddof=1).mean()) == pytest.approx(within, rel=0.1)

@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from placement.simulate import POLICIES, Terms, load, named, names, parse, simulate
-from placement.simulate.elastic import candidates, elastic
+from placement.simulate.elastic import elastic
 from placement.simulate.planning import Planner
+from placement.simulate.plans import candidates
 from placement.simulate.policies import fixed
 from placement.simulate.run import Forecasts, workload_of
 from placement.simulate.setting import Setting

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,11 +14,13 @@ from placement import Speed, simulate_rollout
 from placement.rollout_policies.view import Job
 from placement.rollout_sim import run
 from placement.simulate import Terms, parse, simulate
-from placement.simulate.elastic import candidates, elastic
+from placement.simulate.elastic import elastic
 from placement.simulate.narrow import Narrowed, Narrowing
+from placement.simulate.planning import Planner
+from placement.simulate.plans import beside, candidates
 from placement.simulate.run import Forecasts, workload_of
 from placement.simulate.setting import Setting
-from placement.simulate.step import Knobs, StepInput, work_of
+from placement.simulate.step import Knobs, StepInput, StepRun, roll_out, work_of
 from placement.simulate.tail import Costs, Gang, Work, serve
 
 SPEED = Speed(0.01, 1e-4)
@@ -170,9 +173,55 @@ def test_no_plan_takes_more_memory_than_there_is() -> None:
     room = 0.8 * 48e9
     tried = candidates(terms)
     assert any(k.linear for k in tried)
-    for knobs in tried:
-        learner = terms.learner(linear=knobs.linear, awake=knobs.awake)
+    assert any(k.hosted for k in tried)
+    for knobs in {*tried, *(near for k in tried[::7] for near in beside(terms, k))}:
+        learner = terms.learner(linear=knobs.linear, awake=knobs.awake, hosted=knobs.hosted)
         assert all(learner.trainer.held_bytes(m) <= room for m in (knobs.early, knobs.late) if m)
+        assert 1 <= knobs.engines <= 16 and knobs.early <= 15 and knobs.late <= 16 and 0 <= knobs.prefer <= 1
+
+
+def test_a_hosted_optimizer_leaves_room_for_whole_weights_and_is_waited_for() -> None:
+    """Qwen2.5-7B on 8 L40S: 4 bytes of whole weights (its own, the reference) and 14/8 of the rest per parameter are more than
+    80 % of 48 GB, so everything is sharded; without the optimizer's 12/8 only gradients are. Each update fetches those."""
+    terms = Terms.of(setting(model="qwen2.5-7b", nodes=2))
+    n, hosted = terms.setting.model.parameters, terms.learner(hosted=True)
+    assert n * (4 + 14 / 8) > 0.8 * 48e9 > n * (4 + 2 / 8)
+    assert terms.trainer.sharding(8).name == "all" and hosted.trainer.sharding(8).name == "optimizer and gradients"
+    assert hosted.trainer.held_bytes(8) == pytest.approx(n * (4 + 2 / 8))
+    assert hosted.trainer.train_s(1e3, 8) == pytest.approx(terms.trainer.train_s(1e3, 8) / 3)  # one transfer instead of three
+    fetched = 12 * n / 8 / terms.setting.device.host_bytes_per_s
+    assert hosted.update_s(8, 0.0) == pytest.approx(terms.update_s(8, 0.0) + fetched)
+    two = Terms.of(setting(model="qwen2.5-7b", nodes=2, algorithm="ppo", samples=1)).learner(hosted=True)
+    kind = two.trainer.sharding(16)  # policy and critic whole, the reference gathered in one of three forward passes
+    assert kind.per_forward == pytest.approx(1 / 3) and kind.per_training == 1
+    assert two.trainer.held_bytes(16) == pytest.approx(n * (4 + 6 / 16)) and two.fits(16)
+
+
+# ---- the search ---------------------------------------------------------------------------------------------------
+
+
+def test_the_search_goes_on_from_the_best_candidate_to_better_plans_beside_it() -> None:
+    """On a made-up step whose time and cost fall towards 5 engines and 6 devices that learn, neither of which is a candidate."""
+    terms, view = Terms.of(setting(nodes=2)), step_input(setting(nodes=2))
+
+    def made(_: StepInput, k: Knobs) -> StepRun:
+        off = 1 + abs(k.engines - 5) + abs(k.early - 6) + abs(k.late - 6)
+        return StepRun("made", float(off), float(off), 0.0, 0.0, 0, ())
+
+    tried = candidates(terms)
+    assert not any((k.engines, k.early, k.late) == (5, 6, 6) for k in tried)
+    planner = Planner(view, 0.75, lambda view: StepRun("base", 10.0, 10.0, 0.0, 0.0, 0, ()))
+    found = planner.searched("ours", made, made, tried, partial(beside, terms))
+    assert (found.engines, found.early, found.late) == (5, 6, 6) and planner.expected == (1.0, 1.0)
+
+
+def test_responses_to_one_prompt_revise_each_other_in_a_simulated_rollout() -> None:
+    """With the same forecasts, who belongs together changes what the rollout does."""
+    of = setting(prompts=32)
+    terms, view = Terms.of(of), step_input(of)
+    shuffled = replace(view, group=np.random.default_rng(0).permutation(view.group), memo={})
+    together, apart = (roll_out(terms, v, "ours", engines=8, prefer=0.5).result for v in (view, shuffled))
+    assert not np.array_equal(together.finish_s, apart.finish_s)
 
 
 # ---- devices held where starts are dear ---------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ import pytest
 from rlhfless_ray import dry as module
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.policy_files import load_tokenizer
-from rlhfless_ray.reward.dry import dry_call
+from rlhfless_ray.reward import dry
+from rlhfless_ray.reward.dry import dry_call, find_server
 from rlhfless_ray.reward.functions import RewardSource
+from rlhfless_ray.reward.http import HttpSource
 from rlhfless_ray.reward.queries import QuerySource
 from rlhfless_ray.reward.user_file import UserFile
 from rlhfless_ray.types import Prompt
@@ -62,6 +65,35 @@ def test_a_process_that_no_signal_reaches_is_given_up(monkeypatch: pytest.Monkey
 
 def test_a_function_may_fail_for_some_responses() -> None:
     called("def reward_func(q, p, l):\n    return [1.0 / q[0].count('w9')]")
+
+
+def test_one_server_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dry, "REST_S", 0.01)
+    with socket.socket() as there, socket.socket() as deaf:
+        for one in (there, deaf):
+            one.bind(("127.0.0.1", 0))
+        port, away = (one.getsockname()[1] for one in (there, deaf))
+        dead = f"http://127.0.0.1:{away}/get_reward"
+        with pytest.raises(UserError, match=rf"^reward.url: there is no server at {dead} \(Connection refused\); start it first"):
+            dry_call(HttpSource.load([dead], "answer", 0.05, 1), PROMPTS, None, 1.0)
+        waited = iter(range(5))
+
+        def rest(_: float) -> None:
+            if next(waited) == 2:
+                there.listen()
+
+        monkeypatch.setattr(dry.time, "sleep", rest)
+        dry_call(HttpSource.load([dead, f"http://127.0.0.1:{port}"], "answer", 60.0, 1), PROMPTS, None, 1.0)
+        assert next(waited) == 3
+
+
+def test_a_host_that_nobody_knows_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(address: object, timeout: float) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(dry.socket, "create_connection", unknown)
+    with pytest.raises(UserError, match=r"there is no server at https://nowhere/r \(Name or service not known\)"):
+        find_server(["https://nowhere/r"], 1e9)
 
 
 def test_other_sources_are_not_called(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ class FakePool:
         self.faults = Faults(3)
         self.causes: list[Cause] = []  # of the next deaths, where it is not the process itself
         self.ledger = SimpleNamespace(spans=lambda leases, spans: None)
+        self.leases = SimpleNamespace(deadline_s=300.0)
         self.working = [self.new() for _ in range(workers)]
 
     def new(self) -> Any:

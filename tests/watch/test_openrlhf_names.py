@@ -7,17 +7,21 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from rlhfless_ray.recipe import Recipe, Watch
-from rlhfless_ray.record import Record
+from rlhfless_ray.record import Record, _shown
 from rlhfless_ray.types import Completion, CriticStats, Prompt, Sample, UpdateStats
 from rlhfless_ray.watch.metrics import Metrics
-from rlhfless_ray.watch.openrlhf_names import NAMES, renamed, step_line
+from rlhfless_ray.watch.openrlhf_names import NAMES, SAMPLE, Shown, renamed, step_line
+from rlhfless_ray.watch.wandb_sink import WandbRun
 
 ROW = {
     "step": 7, "step_s": 3.0, "learn/policy_loss": 0.5, "learn/kl": 0.1, "learn/learning_rate": 1e-6, "learn/grad_norm": 2.0,
+    "learn/ppo_kl": 0.01, "learn/sampler_kl": 0.02, "learn/reference_gap": 0.03, "reward/return_mean": 0.04,
     "learn/clip_share": 0.01, "reward/mean": 0.25, "reward/std": 0.5, "length/mean": 9.0, "length/total_mean": 12.0,
     "length/truncated_share": 0.125, "tokens/samples": 64, "phase/rollout_s": 1.0, "phase/score_s": 0.5, "phase/learn_s": 1.25,
     "reward/logs/format": 0.75, "plan/actors": 2, "eval/length_mean": 8.0, "eval/gsm8k/pass1": 0.5, "eval/gsm8k/pass4": 0.75,
@@ -33,8 +37,11 @@ def test_names_under_train_and_eval() -> None:
     assert found["train/format"] == 0.75 and found["plan/actors"] == 2
     assert found["eval/eval_gsm8k_pass1"] == 0.5 and found["eval/eval_gsm8k_pass4"] == 0.75
     assert found["eval/eval_gsm8k_response_length_mean"] == 8.0 and found["eval/eval_response_length_mean"] == 8.0
-    always = {"policy_loss", "actor_lr", "actor_grad_norm", "ppo_clip_ratio", "reward", "kl", "response_length", "total_length"}
-    assert {f"train/{name}" for name in always} <= found.keys()
+    always = {
+        "policy_loss", "actor_lr", "actor_grad_norm", "ppo_clip_ratio", "ppo_kl", "reward", "return", "kl", "logprobs_diff",
+        "response_length", "total_length", "truncated", "response_clip_ratio",
+    }
+    assert {f"train/{name}" for name in always} <= found.keys() and found["train/vllm_kl"] == 0.02
     new = [name for names in NAMES.values() for name in names]
     assert len(new) == len(set(new))
 
@@ -60,8 +67,10 @@ def test_sinks_get_other_names_and_the_file_its_own(tmp_path: Path) -> None:
         got: list[dict] = []
         metrics._sinks = {"test": type("Sink", (), {"write": lambda self, row: got.append(row), "close": lambda self: None})()}
         for step in (1, 2, 3):
-            metrics.write({"step": step, "learn/policy_loss": 0.5, **({"eval/samples": 4.0} if step == 3 else {})})
+            row = {"step": step, "learn/policy_loss": 0.5, **({"eval/samples": 4.0} if step == 3 else {})}
+            metrics.copy(metrics.keep(row, Shown(f"2+{step}=", 0.5)))
     assert [row["step"] for row in got] == [2, 3]
+    assert got[0][SAMPLE] == ("2+2=", 0.5) and SAMPLE not in got[1]
     assert got[0]["train/policy_loss"] == 0.5 and "train/policy_loss" not in got[1] and got[1]["eval/eval_num_samples"] == 4.0
     assert [line.split(":")[0] for line in said] == ["Global step 1", "Global step 2", "Global step 3"]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -69,13 +78,41 @@ def test_sinks_get_other_names_and_the_file_its_own(tmp_path: Path) -> None:
     assert list((tmp_path / "tb" / "mine").iterdir())  # TensorBoard's own file
 
 
+def test_a_sample_of_each_step_is_a_text_in_tensorboard(tmp_path: Path) -> None:
+    """Under the tag and in the form that torch's writer gives such a text."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Metrics(tmp_path, Watch(wandb="off", metric_names="openrlhf"), "run", say=lambda _: None) as metrics:
+        metrics.copy(metrics.keep({"step": 4, "learn/policy_loss": 0.5}, Shown("1+1=2", 1.0)))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (found,) = events.Tensors("train/generated_samples/text_summary")
+    assert (found.step, found.tensor_proto.string_val) == (4, [b"Sample:\n1+1=2\n\nReward: 1.0000"])
+    assert events.SummaryMetadata("train/generated_samples/text_summary").plugin_data.plugin_name == "text"
+
+
+def test_samples_are_a_growing_table_in_wandb() -> None:
+    logged: list[dict] = []
+    run = WandbRun.__new__(WandbRun)
+    run._run, run._samples = SimpleNamespace(log=logged.append), []
+    run._wandb = SimpleNamespace(Table=lambda columns, data: (columns, list(data)))
+    for step in (1, 2):
+        run.write({"step": step, "train/reward": 0.5, SAMPLE: Shown(f"text {step}", float(step))})
+    columns, rows = logged[1][SAMPLE]
+    assert columns == ["global_step", "text", "reward"] and rows == [(1, "text 1", 1.0), (2, "text 2", 2.0)]
+    assert logged[0] == {"step": 1, "train/reward": 0.5, SAMPLE: (columns, rows[:1])}
+
+
 def test_what_a_reward_function_logs_is_averaged_over_the_samples_that_have_it() -> None:
     def sample(index: int, reward: float | None, **logs: float) -> Sample:
         done = Completion(0, np.zeros(4, np.int32), np.zeros(4, np.float32), "stop", 0)
-        return Sample(Prompt(index, "p", (1, 2)), 0, done, reward=reward, score=reward, extra_logs=logs)
+        return Sample(Prompt(index, "p", (1, 2)), 0, done, reward=reward, score=reward, extra_logs=logs, earned=reward and reward - 0.5)
 
     record = Record.__new__(Record)
     record.recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}})
-    found = record.of_samples([sample(0, 1.0, a=2.0), sample(0, 0.0), sample(1, 0.5, a=4.0), sample(1, None, a=9.0)])
+    samples = [sample(0, 1.0, a=2.0), sample(0, 0.0), sample(1, 0.5, a=4.0), sample(1, None, a=9.0)]
+    found = record.of_samples(samples)
     assert found["reward/logs/a"] == 3.0 and found["reward/score_mean"] == 0.5 and found["length/total_mean"] == 6.0
+    assert found["reward/return_mean"] == pytest.approx(np.mean([0.5, 0.0, 0.0])) and found["reward/std"] == np.std([1, 0, 0.5], ddof=1)
+    assert _shown(samples[-1:]) is None and _shown(samples[::-1]) == ("p", 0.5)
     assert found["reward/group_std"] == np.mean([np.std([1.0, 0.0], ddof=1), 0.0]) and found["tokens/samples"] == 4
