@@ -144,7 +144,7 @@ def real(
     folder: Path, faults: int, seed: int, say: Callable[[str], None], kinds: tuple[str, ...] = REAL_KINDS, ranks: int = 1
 ) -> dict[str, Any]:
     """On vLLM and DeepSpeed; log-probabilities are those of float32, so samples can be the same. Nothing is accumulated ahead,
-    so weights are the same to the bit. The run without faults has a Ray of its own, the other is on a cluster of two nodes."""
+    so weights are the same to the bit. The run without faults has a Ray of its own, the other is on a cluster of three nodes."""
     from tests.conftest import small_recipe
 
     def recipe_of(name: str) -> Recipe:
@@ -161,7 +161,7 @@ def real(
 
     clean = drive(StruckReal(recipe_of("clean"), lambda run, moment: None))
     say(f"the run without faults: {clean['steps']} steps in {clean['seconds']:.0f} s")
-    nodes = Nodes(1, store_bytes=256 * 2**20, head_cores=1)  # too few: there is always something on the other one
+    nodes = Nodes(2, store_bytes=256 * 2**20, head_cores=1)  # too few: there is always something on the others
     try:
         chaos = Chaos(shuffled(faults, kinds, seed), nodes, seed, say)
         struck = on_cluster(nodes, StruckReal(recipe_of("struck"), chaos))
