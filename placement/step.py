@@ -84,6 +84,9 @@ def step_frontier(
     max_devices devices in all, of which the gang uses work.learners once the actors on them have ended: as many actors as
     possible, the last to end, sit elsewhere.
 
+    For rollouts in which nothing moves: the yardstick for what does (docs/simulator.md has the comparison), and the part of the
+    step's plan that can be checked against an exhaustive search. The simulator's `ours` searches plans with a moving rollout.
+
     The gang's work, given the rollout, is one machine with release times: in the order of release it ends at
     F = max(free + start + all work, max over releases r of r + work released at r or later), and no order does better. It
     need not wait for work if it starts at F - start - all work, so that is when it starts: the step then takes F + update +

@@ -27,7 +27,8 @@ def ours(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
 def oracle(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
     """`ours` that knows every length: rollout and step plan see the truth."""
     true = StepInput(given.lengths, given.prompts, given.group, given.lengths[:, None], given.seed)
-    knobs = planner.searched("oracle", trial(terms, "oracle"), trial(terms, ROUGH), candidates(terms), partial(beside, terms), true)
+    known = trial(terms, "oracle")  # one draw is all there is: every plan is tried in earnest
+    knobs = planner.searched("oracle", known, known, candidates(terms), partial(beside, terms), true)
     return elastic(terms, true, knobs, rollout="oracle", name="oracle")
 
 

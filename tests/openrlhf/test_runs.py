@@ -56,6 +56,17 @@ class AgentExecutor(MultiTurnAgentExecutor):
     def __init__(self):
         super().__init__(AgentInstance)
 """
+TRAIN = {  # OpenRLHF's names, of a run without reference and critic
+    "policy_loss", "actor_lr", "actor_grad_norm", "ppo_clip_ratio", "ppo_kl", "reward", "return", "kl", "logprobs_diff",
+    "response_length", "total_length", "truncated", "response_clip_ratio", "score", "group_reward_std", "entropy_loss",
+    "vllm_kl", "is_filter_ratio", "letters", "rollout/reward_mean", "rollout/reward_std", "rollout/response_length_mean",
+    "rollout/truncated_rate", "rollout/num_samples", "timing/make_experience", "timing/ppo_train", "timing/broadcast",
+    "timing/generation", "timing/step_total",
+}
+EVAL = {
+    "a_pass1", "a_pass2", "b_pass1", "b_response_length_mean", "b_truncated_rate", "response_length_mean", "truncated_rate",
+    "num_samples",
+}
 TURNS = """--actor.model_name_or_path model --ckpt.output_dir out --train.agent_func_path agent.py --data.prompt_dataset data.jsonl
 --data.input_key prompt --data.label_key label --algo.advantage.estimator reinforce_baseline --rollout.batch_size 4
 --train.batch_size 8 --rollout.n_samples_per_prompt 2 --data.max_len 64 --vllm.num_engines 1 --algo.kl.init_coef 0.01
@@ -100,6 +111,8 @@ def test_a_flat_command_leaves_a_model_that_transformers_loads(folder: Path) -> 
 
 
 def test_a_dotted_command_saves_evaluates_and_goes_on(folder: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     assert [step for step, _ in run(folder, NEW)] == [1, 2, 3]  # ten rows
     actor = folder / "ckpt" / "_actor"
     assert (actor / "latest").read_text() == "global_step3" and len(list(actor.glob("global_step*"))) == 1
@@ -108,7 +121,12 @@ def test_a_dotted_command_saves_evaluates_and_goes_on(folder: Path) -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (folder / "ckpt" / "global_step2_hf").iterdir()}
     rows = [json.loads(line) for line in (folder / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()]
     assert {"eval/a/pass1", "eval/b/pass2"} <= rows[2].keys() and rows[2]["eval/b/pass1"] <= rows[2]["eval/b/pass2"]
-    assert list((folder / "tb" / "mine").iterdir())
+    logged = EventAccumulator(str(folder / "tb" / "mine"))
+    logged.Reload()
+    wanted = {f"train/{name}" for name in TRAIN} | {f"eval/eval_{name}" for name in EVAL}
+    assert not wanted - set(logged.Tags()["scalars"])
+    (first, *_) = logged.Tensors("train/generated_samples/text_summary")
+    assert first.step == 1 and first.tensor_proto.string_val[0].startswith(b"Sample:\n")
     assert [step for step, _ in run(folder, NEW + " --train.num_episodes 2")] == [4, 5, 6]
     assert [path.name for path in (folder / "runs").iterdir()] == ["mine"]
 
