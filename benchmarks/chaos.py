@@ -35,7 +35,9 @@ from benchmarks.strikes import KINDS, PAGE_KINDS, Nodes, Strikes, Struck, left_b
 from rlhfless_ray.recipe import Recipe
 
 PROMPTS, SAMPLES, TOKENS = 4, 4, 96
-REAL_KINDS = ("engine killed at work", "engine hung", "parked engine killed", "reward process killed", "learner killed", *PAGE_KINDS)
+REAL_KINDS = (
+    "engine killed at work", "engine hung", "parked engine killed", "reward process killed", "learner killed", "node lost", *PAGE_KINDS,
+)
 SILENCE_S = 5.0  # after which an engine hangs; a real one may have to load weights in it
 EVERY = KINDS | PAGE_KINDS
 BUDGET = 10**6  # here faults are what is wanted
@@ -142,7 +144,7 @@ def real(
     folder: Path, faults: int, seed: int, say: Callable[[str], None], kinds: tuple[str, ...] = REAL_KINDS, ranks: int = 1
 ) -> dict[str, Any]:
     """On vLLM and DeepSpeed; log-probabilities are those of float32, so samples can be the same. Nothing is accumulated ahead,
-    so weights are the same to the bit."""
+    so weights are the same to the bit. The run without faults has a Ray of its own, the other is on a cluster of three nodes."""
     from tests.conftest import small_recipe
 
     def recipe_of(name: str) -> Recipe:
@@ -159,10 +161,14 @@ def real(
 
     clean = drive(StruckReal(recipe_of("clean"), lambda run, moment: None))
     say(f"the run without faults: {clean['steps']} steps in {clean['seconds']:.0f} s")
-    chaos = Chaos(shuffled(faults, kinds, seed), None, seed, say)
-    struck = drive(StruckReal(recipe_of("struck"), chaos))
-    left = [left_of(one["ray"]) for one in (clean, struck)]
-    return told(struck, clean, chaos, {name: sum(one[name] for one in left) for name in left[0]})
+    nodes = Nodes(2, store_bytes=256 * 2**20, head_cores=1)  # too few: there is always something on the others
+    try:
+        chaos = Chaos(shuffled(faults, kinds, seed), nodes, seed, say)
+        struck = on_cluster(nodes, StruckReal(recipe_of("struck"), chaos))
+        left = left_of(clean["ray"]) | left_behind(nodes.address)
+        return told(struck, clean, chaos, left) | {"nodes_lost": nodes.removed}
+    finally:
+        nodes.close()
 
 
 def told(struck: dict[str, Any], clean: dict[str, Any], chaos: Chaos, left: dict[str, int]) -> dict[str, Any]:

@@ -38,11 +38,11 @@ def again(start: Callable[[], Any]) -> Any:
 class Nodes:
     """A head, where the driver and nothing that is struck lies, and nodes that may be lost. Lost ones have successors."""
 
-    def __init__(self, count: int, store_bytes: int = 128 * 2**20) -> None:
+    def __init__(self, count: int, store_bytes: int = 128 * 2**20, head_cores: int = NODE_CORES) -> None:
         from ray.cluster_utils import Cluster
 
         self.store_bytes = store_bytes
-        head = {"num_cpus": NODE_CORES, "object_store_memory": store_bytes}
+        head = {"num_cpus": head_cores, "object_store_memory": store_bytes}
         self.cluster = again(lambda: Cluster(initialize_head=True, head_node_args=head))
         self.count, self.removed = count, 0
         self.changing = threading.Lock()
@@ -271,7 +271,7 @@ def left_of(folder: Path) -> dict[str, int]:
 
 
 def left_behind(address: str) -> dict[str, int]:
-    """What is still there of a run that has ended, on a cluster that goes on."""
+    """What is still there of a run that has ended, on a cluster that goes on. Serve's own controller may be somebody else's."""
     import ray
     from ray.util.placement_group import placement_group_table
 
@@ -280,7 +280,8 @@ def left_behind(address: str) -> dict[str, int]:
         end = time.monotonic() + PATIENCE_S
         while True:
             groups = sum(info["state"] != "REMOVED" for info in placement_group_table().values())
-            actors = sum(info["State"] != "DEAD" for info in ray._private.state.actors().values())
+            living = [info for info in ray._private.state.actors().values() if info["State"] != "DEAD"]
+            actors = sum(info["ActorClassName"] != "ServeController" for info in living)
             if not groups + actors or time.monotonic() > end:
                 return {"placement groups": groups, "actors": actors}
             time.sleep(0.2)

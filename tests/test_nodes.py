@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import ray
 
+from benchmarks.strikes import pid_of
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.crew import prices
 from rlhfless_ray.functions.instance import start_actor
@@ -82,31 +85,36 @@ def test_a_run_uses_both_nodes_and_makes_the_same_samples(nodes, tmp_path, unint
     assert_same(run, uninterrupted, 2)
 
 
-def test_a_node_that_is_lost_while_its_engine_decodes_costs_no_sample(nodes, tmp_path, uninterrupted):
-    """Engines that had said something, and the rest of their responses goes on elsewhere. It is tried again where the engine had
-    ended before its node did."""
-    both, calls = tuple(sorted(node_slots("cpu"))), []
-    tree = small_recipe(tmp_path, rollout__min_actors=2, rollout__stream_interval_s=0.01, functions__lease_deadline_s=300)
+def test_a_node_that_is_lost_with_an_engine_at_work_costs_no_sample(nodes, tmp_path, uninterrupted):
+    """The engine is stopped as the rollout begins, so that it has work however late the driver looks; then its node goes."""
+    both, stopped = tuple(sorted(node_slots("cpu"))), []
+    tree = small_recipe(tmp_path, rollout__min_actors=2, rollout__silence_s=300, functions__lease_deadline_s=300)
     with Runtime(Recipe.parse(tree)) as run:
-        seen, tell = Seen(run), run.rollout_stage._meanwhile
+        resize, tell = run.rollout.resize, run.rollout_stage._meanwhile
         assert tuple(sorted(i.slot.node for i in run.rollout.parked)) == both  # as many as there are cores
+        [node] = nodes.worker_nodes
+
+        def stop(*args: Any, **more: Any) -> Any:
+            left = resize(*args, **more)
+            for engine in run.rollout.working:
+                if run.step.number > 1 and not stopped and len(run.rollout.working) == 2 and engine.slot.node == node.node_id:
+                    stopped.append(pid_of(engine))
+                    os.kill(stopped[0], signal.SIGSTOP)
+            return left
 
         def lose(done: int, total: int) -> None:
             tell(done, total)
-            [node] = nodes.worker_nodes or [None]
-            calls.append(run.step.number)
-            if node and run.step.number > 1 and calls.count(run.step.number) == 3 and len(run.rollout.working) == 2:
+            if stopped and nodes.worker_nodes:
                 nodes.remove_node(node, allow_graceful=False)
+                os.kill(stopped[0], signal.SIGKILL)  # of itself a stopped process does not see that its node is gone
 
-        run.rollout_stage._meanwhile = lose  # type: ignore[method-assign]
+        run.rollout.resize, run.rollout_stage._meanwhile = stop, lose  # type: ignore[method-assign]
         for step in run:
-            if step.metrics["rollout/orphans"]:
+            last = step
+            if stopped:
                 break
-            if not nodes.worker_nodes:
-                nodes.add_node(num_cpus=1, object_store_memory=256 * 2**20)
-    assert both in seen.engines
-    assert step.metrics["rollout/orphans"] > 0 and step.metrics["faults/preempted"] > 0 and step.metrics["faults/bugs"] == 0
-    assert_same(run, uninterrupted, step.number)
+    assert last.metrics["rollout/orphans"] > 0 and last.metrics["faults/preempted"] > 0 and last.metrics["faults/bugs"] == 0
+    assert_same(run, uninterrupted, last.number)
     nodes.add_node(num_cpus=1, object_store_memory=256 * 2**20)
     nodes.wait_for_nodes()
 
