@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from rlhfless_ray.functions.ledger import read_rows
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.passes import Passes
 from rlhfless_ray.rollout import rollout
-from rlhfless_ray.types import Sample
+from rlhfless_ray.tail import Tail
+from rlhfless_ray.types import Sample, Step
 from tests.conftest import samples, small_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -32,16 +34,43 @@ def uneven(plan: RolloutPlan, engines: int, expected: np.ndarray, groups: np.nda
     return [np.flatnonzero(groups < GROUPS), np.flatnonzero(groups >= GROUPS)] if engines == 2 else [np.arange(len(groups))]
 
 
-def trained(folder: Path, overlap: str, **more: Any) -> Path:
+class Held(Runtime):
+    """One engine is stopped as the second step's rollout begins, until `enough` has been done on the slot that the other one leaves: a
+    tail that no other load on the machine makes too short."""
+
+    def __init__(self, recipe: Recipe, enough: Callable[[Tail], bool]) -> None:
+        super().__init__(recipe)
+        self.enough = enough
+
+    def generate(self, step: Step) -> list[Sample]:
+        if step.number == 1:
+            return super().generate(step)
+        pid = pid_of(self.rollout.working[1])
+        assert pid is not None
+        poll = Tail.poll
+
+        def until_enough(tail: Tail, seconds: float) -> None:
+            poll(tail, seconds)
+            if self.enough(tail):
+                os.kill(pid, signal.SIGCONT)
+
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Tail, "poll", until_enough)
+            return super().generate(step)
+
+
+def trained(folder: Path, enough: Callable[[Tail], bool] | None, **more: Any) -> Path:
+    """Without `enough` nothing is done ahead, and the reference's process is killed after the first step."""
     folder.mkdir()
     tree: dict[str, Any] = small_recipe(
         folder, run__steps=2, rollout__min_actors=2, rollout__max_tokens=160, rollout__migrate="off", rollout__stream_interval_s=0.02,
-        rollout__max_running=16, evaluate__prompts=0, learner__overlap=overlap, learner__micro_batch_tokens=64,
+        rollout__max_running=16, evaluate__prompts=0, learner__overlap="auto" if enough else "off", learner__micro_batch_tokens=64,
         reward__function=f"{folder / 'reward_file.py'}:shorter", cluster__cpus=2, **more,
     )
-    with Runtime(Recipe.parse(tree)) as run:
+    with Held(Recipe.parse(tree), enough) if enough else Runtime(Recipe.parse(tree)) as run:
         for step in run:
-            if overlap == "off" and step.number == 1:
+            if not enough and step.number == 1:
                 pid = pid_of(run.learn_stage.reference.by_rank[0])
                 assert pid is not None
                 os.kill(pid, signal.SIGKILL)
@@ -51,16 +80,11 @@ def trained(folder: Path, overlap: str, **more: Any) -> Path:
 def test_what_is_done_in_the_tail_changes_nothing_but_the_time(no_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
     monkeypatch.setattr(rollout.Rollout, "tail_s", lambda self: 1000.0)  # always worth beginning
-    after = trained(tmp_path / "after", "off", algorithm__kl=IN_LOSS)
-    for attempt in range(4):  # on a busy machine a tail may be over before there is a slot in it
-        ahead = trained(tmp_path / f"ahead{attempt}", "auto", algorithm__kl=IN_LOSS)
-        ledger = read_rows(ahead / "ledger.csv")
-        work = [row for row in ledger if row.kind == "rollout" and row.activity == "work"]
-        early = [
-            row.step for row in ledger if row.what == "accumulate" and any(o.step == row.step and o.to_s > row.from_s for o in work)
-        ]
-        if early:
-            break
+    after = trained(tmp_path / "after", None, algorithm__kl=IN_LOSS)
+    ahead = trained(tmp_path / "ahead", lambda tail: tail.learned > 0, algorithm__kl=IN_LOSS)
+    ledger = read_rows(ahead / "ledger.csv")
+    work = [row for row in ledger if row.kind == "rollout" and row.activity == "work"]
+    early = [row.step for row in ledger if row.what == "accumulate" and any(o.step == row.step and o.to_s > row.from_s for o in work)]
     rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (ahead, after)]
     assert early, "gradients were accumulated while an engine worked"
     assert rows[0][early[0] - 1]["overlap/reference"] >= rows[0][early[0] - 1]["overlap/learned"]
@@ -107,19 +131,14 @@ def test_passes_of_reference_learner_and_critic_go_ahead_and_say_what_they_would
 
     monkeypatch.setattr(Passes, "of", compared)
     kl = {"coefficient": 0.1, "estimator": "k2", "place": "reward"}
-    for attempt in range(4):  # on a busy machine a tail may be over before there is a slot in it
-        ahead |= dict.fromkeys(ahead, 0)
-        run = trained(
-            tmp_path / f"ahead{attempt}", "auto", algorithm__advantage={"estimator": "gae"}, algorithm__kl=kl,
-            critic__learning_rate=1e-3,
-        )
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        assert {what: sum(row[f"overlap/{what}"] for row in rows) for what in ahead} == ahead
-        ledger = read_rows(run / "ledger.csv")
-        work = [row for row in ledger if row.kind == "rollout" and row.activity == "work"]
-        if all(
-            any(row.kind == kind and row.what == what and any(o.step == row.step and o.to_s > row.from_s for o in work) for row in ledger)
-            for kind, what in (("reference", "log-probabilities"), ("learn", "log-probabilities"), ("critic", "values"))
-        ):
-            return
-    raise AssertionError("no passes of all three while an engine worked, in four runs")
+    run = trained(
+        tmp_path / "ahead", lambda tail: all(one.known for one in tail.learning.passes.each), algorithm__kl=kl,
+        algorithm__advantage={"estimator": "gae"}, critic__learning_rate=1e-3,
+    )
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {what: sum(row[f"overlap/{what}"] for row in rows) for what in ahead} == ahead
+    ledger = read_rows(run / "ledger.csv")
+    work = [row for row in ledger if row.kind == "rollout" and row.activity == "work"]
+    for kind, what in (("reference", "log-probabilities"), ("learn", "log-probabilities"), ("critic", "values")):
+        passes = [row for row in ledger if (row.kind, row.what) == (kind, what)]
+        assert any(o.step == row.step and o.to_s > row.from_s for row in passes for o in work), f"{what} while an engine worked"
