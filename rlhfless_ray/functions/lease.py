@@ -133,7 +133,7 @@ class Leases:
         need = count if need is None else need
         first, surplus = (asked or [])[:count], (asked or [])[count:]
         self.withdraw(surplus)
-        if not first and (nodes := self.with_room(prefer or [])[:count]):
+        if count and not first and (nodes := self.with_room(prefer or [])[:count]):
             first = self.ask(len(nodes), nodes, labels)
         leases = self.collect(first, kind, PREFERRED_S if need else wait_s / 2)
         if len(leases) < count:

@@ -16,8 +16,19 @@ from rlhfless_ray.types import CriticStats, Span, UpdateStats
 class RankActor:
     """What all have. `rank`: a Learner, a Critic or a Reference."""
 
-    rank: Any
-    imported: Span
+    imports = "import torch and deepspeed"
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        """Imports only: the model is built under a lease."""
+        start = time.time()
+        with lean_imports():
+            kind = self.kind()
+        self.rank = kind(settings)
+        self.imported = Span("start", self.imports, start, time.time())
+
+    def kind(self) -> Any:
+        """The class of `rank`, imported here."""
+        raise NotImplementedError
 
     def open(self, threads: int) -> dict[str, Any]:
         from rlhfless_ray.functions.memory import own_memory_mb
@@ -67,14 +78,10 @@ class RankActor:
 
 
 class LearnerActor(RankActor):
-    def __init__(self, settings: dict[str, Any]) -> None:
-        """Imports only: the model is built under a lease."""
-        start = time.time()
-        with lean_imports():
-            from rlhfless_ray.learn.learner import Learner
+    def kind(self) -> Any:
+        from rlhfless_ray.learn.learner import Learner
 
-        self.rank = Learner(settings)
-        self.imported = Span("start", "import torch and deepspeed", start, time.time())
+        return Learner
 
     def warm_start(self, files: dict[str, bytes], recipe: dict[str, Any], threads: int) -> tuple[dict[str, bytes], list[Span]]:
         from rlhfless_ray.learn.warm_start import warm_start
@@ -101,14 +108,10 @@ class LearnerActor(RankActor):
 
 
 class CriticActor(RankActor):
-    def __init__(self, settings: dict[str, Any]) -> None:
-        """Imports only: the model is built under a lease."""
-        start = time.time()
-        with lean_imports():
-            from rlhfless_ray.learn.critic import Critic
+    def kind(self) -> Any:
+        from rlhfless_ray.learn.critic import Critic
 
-        self.rank = Critic(settings)
-        self.imported = Span("start", "import torch and deepspeed", start, time.time())
+        return Critic
 
     def values(self, batch: Batch, threads: int) -> tuple[dict[str, np.ndarray], list[Span]]:
         values, spans = self.rank.values(batch, threads)
@@ -122,14 +125,12 @@ class CriticActor(RankActor):
 
 
 class ReferenceActor(RankActor):
-    def __init__(self, settings: dict[str, Any]) -> None:
-        """Imports only: the model is loaded under a lease."""
-        start = time.time()
-        with lean_imports():
-            from rlhfless_ray.learn.reference import Reference
+    imports = "import torch"
 
-        self.rank = Reference(settings)
-        self.imported = Span("start", "import torch", start, time.time())
+    def kind(self) -> Any:
+        from rlhfless_ray.learn.reference import Reference
+
+        return Reference
 
     def reference(self, batch: Batch, threads: int) -> tuple[dict[str, np.ndarray], list[Span]]:
         logprobs, spans = self.rank.logprobs(batch, threads)

@@ -232,11 +232,15 @@ class Gang:
             self.recovery.redone += what == "update"
         self.recovery.seconds += time.monotonic() - began_s
 
-    def _surely(self, ask: Callable[[], list[Any]], what: str) -> list[Any]:
-        """What the ranks reply, asked again of new ones when one was lost."""
+    def _surely(self, ask: Callable[[], list[Any]], what: str, meanwhile: Callable[[], None] = lambda: None) -> list[Any]:
+        """What the ranks reply, asked again of new ones when one was lost. `meanwhile` is called once, while they work."""
+        chores = [meanwhile]
         while True:
             try:
-                return self._all(ask(), what)
+                refs = ask()
+                while chores:
+                    chores.pop()()
+                return self._all(refs, what)
             except LearnerLost as lost:
                 self.bury(lost)
                 self.pool.leases.release(self.staff([]))
@@ -272,15 +276,7 @@ class Gang:
     def update(self, batch: Batch, meanwhile: Callable[[], None] = lambda: None) -> Any:
         """One update on every rank; all of them report the same UpdateStats, or CriticStats. `meanwhile` is called once, while they
         work. Raises RunError after too many skipped in a row."""
-        chores = [meanwhile]
-
-        def ask() -> list[Any]:
-            refs = self.ask("update", batch)
-            while chores:
-                chores.pop()()
-            return refs
-
-        replies = self._surely(ask, f"the {self.name}'s update")
+        replies = self._surely(lambda: self.ask("update", batch), f"the {self.name}'s update", meanwhile)
         self.recovery.did("update", batch)
         self._book(spans for _, spans in replies)
         stats = replies[0][0]
@@ -350,16 +346,13 @@ class Gang:
         """The current weights as a version that engines can pull. The arrays stay in the object store of the first rank's node;
         where that is not the driver's, a copy is made there that nobody waits for. `meanwhile` as in `update`."""
         weights: list[Any] = []
-        chores = [meanwhile]
 
         def ask() -> list[Any]:
             refs = [i.actor.weights.options(num_returns=2).remote() for i in self.by_rank]
             weights[:] = [refs[0][0]]
-            while chores:
-                chores.pop()()
             return [told for _, told in refs]
 
-        replies = self._surely(ask, "the learner to publish weights")
+        replies = self._surely(ask, "the learner to publish weights", meanwhile)
         self._book(spans for _, spans in replies)
         node = self.by_rank[0].slot.node
         copy, there = kept_here(weights[0], node)
