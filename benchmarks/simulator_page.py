@@ -7,7 +7,6 @@ disagree.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,10 +163,11 @@ FILES = ("cluster", "rollout_policies", "break_even")
 def filled(page: str, tables: dict[str, str]) -> str:
     """`page` with every table put between its marks. Raises ValueError where a mark is missing."""
     for name, table in tables.items():
-        marked = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(\n<!-- end -->)", re.DOTALL)
-        page, count = marked.subn(lambda found, table=table: f"{found[1]}{table}{found[2]}", page)
-        if count != 1:
-            raise ValueError(f"docs/simulator.md: {count} places for `<!-- {name} -->` … `<!-- end -->`, one is needed")
+        begin, end = f"<!-- {name} -->\n", "\n<!-- end -->"
+        if page.count(begin) != 1 or end not in page.partition(begin)[2]:
+            raise ValueError(f"docs/simulator.md: one place for {begin.strip()} … {end.strip()} is needed")
+        before, _, rest = page.partition(begin)
+        page = f"{before}{begin}{table}{end}{rest.partition(end)[2]}"
     return page
 
 

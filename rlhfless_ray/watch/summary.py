@@ -158,8 +158,8 @@ def warnings(record: RunRecord) -> list[Row]:
     unplanned = [row for row in steps if row.get("plan/failed") or row.get("plan/trouble")]
     if unplanned:
         first = unplanned[0]
-        what = first.get("plan/trouble") or first.get("pool/reason")
-        text = f"In {_steps(unplanned)}; the run went on with what was planned last. The first time: {_clip(what, 400)}."
+        said = _clip(first.get("plan/trouble") or first.get("pool/reason"), 400)
+        text = f"In {_steps(unplanned)}; the run went on with what was planned last. The first time: {said}."
         out.append({"title": "Planning failed", "text": text})
     again = [row for row in record.ledger if row.get("repeated") and finite(row.get("slots"))]
     if again:
