@@ -49,18 +49,10 @@ def targets(content: dict[str, Any]) -> list[Target]:
     found: list[Target] = []
     if paper:
         best = best_setting(paper)
-        rows = paper[best]["policies"]
-        why = _why_speed({best: paper[best]}) + _elsewhere(paper, best) + _cheaper({best: cheap[best]} if best in cheap else {})
-        found += _pair(f"best setting ({best})", rows, BEST, why)
-        average = {key: over(paper, "ours", key) for key in ("speedup", "full_saving", "busy_saving")}
-        found += [
-            _said(Target("average speed over fixed", average["speedup"], AVERAGE[0], unit="×"), _why_speed(paper) + _slow(paper)),
-            *(
-                _said(Target(f"average {kind} cost saved", 100 * average[f"{kind}_saving"], AVERAGE[1], unit=" %"), _cheaper(cheap))
-                for kind in ("full", "busy")
-            ),
-            *_against_plus(paper),
-        ]
+        there = {best: paper[best]}
+        found += _three(f"best setting ({best})", there, BEST, {n: cheap[n] for n in there if n in cheap}, _elsewhere(paper, best))
+        found += _three("average", paper, AVERAGE, cheap, _slow(paper))
+        found += _against_plus(paper)
         cheaper, faster = below_cut(paper)
         why = f"it is {faster:.2f}× as fast as `global-cut` for that"
         if cheap:
@@ -69,42 +61,47 @@ def targets(content: dict[str, Any]) -> list[Target]:
         found.append(_said(Target("full cost below global-cut, average", cheaper, CUT, unit=" %"), why))
     if oracle := content.get("oracle"):
         worst = min(oracle, key=lambda name: oracle[name]["mean"])
-        why = f"{worst}, {oracle[worst]['sd'] * 100:.1f} % over seeds: the lengths that only the oracle knows"
+        why = f"{worst}, ± {oracle[worst]['sd'] * 100:.1f} % over seeds: the lengths that only the oracle knows"
         found.append(_said(Target("oracle's speed reached at equal cost, worst", 100 * oracle[worst]["mean"], ORACLE, unit=" %"), why))
     if large:
-        found += _pair("large cluster, average", {"ours": _mean(large)}, AVERAGE, _why_speed(large))
+        found += _three("large cluster, average", large, AVERAGE, {}, "")
     return found
 
 
 def _said(target: Target, why: str) -> Target:
-    return target if target.met else replace(target, why=why.removeprefix("; "))
+    return target if target.met else replace(target, why=why)
 
 
-def _pair(name: str, rows: dict[str, Any], wanted: tuple[float, float], why: str) -> list[Target]:
-    return [
-        _said(Target(f"{name}: speed over fixed", of(rows, "ours", "speedup"), wanted[0], unit="×"), why),
-        _said(Target(f"{name}: full cost saved", 100 * of(rows, "ours", "full_saving"), wanted[1], unit=" %"), why),
-        _said(Target(f"{name}: busy cost saved", 100 * of(rows, "ours", "busy_saving"), wanted[1], unit=" %"),
-              f"`fixed` is billed {_busy_share(rows)} of its devices' time here, so there is less to save"
-              if "fixed" in rows else why),
-    ]
-
-
-def _busy_share(rows: dict[str, Any]) -> str:
-    return f"{of(rows, 'fixed', 'busy') / of(rows, 'fixed', 'full'):.0%}"
-
-
-def _mean(entries: dict[str, Any]) -> dict[str, Any]:
-    return {key: {"mean": over(entries, "ours", key)} for key in ("speedup", "full_saving", "busy_saving")}
+def _three(name: str, entries: dict[str, Any], wanted: tuple[float, float], cheap: dict[str, Any], more: str) -> list[Target]:
+    """Speed, full and busy cost of ours, means over settings. cheap: the same settings at the lower `prefer`; more: what there
+    is to say of the speed besides."""
+    speed = _said(Target(f"{name}: speed over fixed", over(entries, "ours", "speedup"), wanted[0], unit="×"), _why_speed(entries) + more)
+    return [speed, *(
+        _said(Target(f"{name}: {kind} cost saved", 100 * over(entries, "ours", f"{kind}_saving"), wanted[1], unit=" %"),
+              _why_cost(entries, kind, wanted[1]) + _cheaper(cheap))
+        for kind in ("full", "busy")
+    )]
 
 
 def _why_speed(entries: dict[str, Any]) -> str:
-    """How much of the room there was, and how far the plan that knows every length gets."""
+    """How much room there was, and how far the plan that knows every length gets."""
     speed, saved = over(entries, "oracle", "speedup"), over(entries, "oracle", "full_saving")
     return (
         f"the longest response alone and its own learning allow {room(entries):.2f}× at most; the same planner with every length "
         f"known reaches {speed:.2f}× and −{100 * saved:.0f} %"
     )
+
+
+def _why_cost(entries: dict[str, Any], kind: str, wanted: float) -> str:
+    """Where it is missed and what was bought instead; of busy cost also how much of it `fixed` has to begin with."""
+    short = {n: e for n, e in entries.items() if 100 * of(e["policies"], "ours", f"{kind}_saving") < wanted}
+    parts = [f"the oracle saves {100 * over(entries, 'oracle', f'{kind}_saving'):.0f} %"]
+    if kind == "busy":
+        share = sum(of(e["policies"], "fixed", "busy") / of(e["policies"], "fixed", "full") for e in entries.values()) / len(entries)
+        parts.insert(0, f"`fixed` works in {share:.0%} of its devices' time only, so there is less to save")
+    if 0 < len(short) < len(entries):
+        parts.append(f"short of it are {', '.join(short)}, which take {over(short, 'ours', 'speedup'):.2f}× instead")
+    return "; ".join(parts)
 
 
 def _elsewhere(paper: dict[str, Any], best: str) -> str:
@@ -118,9 +115,8 @@ def _elsewhere(paper: dict[str, Any], best: str) -> str:
 def _cheaper(cheap: dict[str, Any]) -> str:
     if not cheap:
         return ""
-    speed, saved = over(cheap, "ours", "speedup"), over(cheap, "ours", "full_saving")
-    busy = over(cheap, "ours", "busy_saving")
-    return f"; at `prefer` 0.5 it is {speed:.2f}×, −{100 * saved:.0f} % full and −{100 * busy:.0f} % busy"
+    speed, full, busy = (over(cheap, "ours", key) for key in ("speedup", "full_saving", "busy_saving"))
+    return f"; at `prefer` 0.5 it is {speed:.2f}×, −{100 * full:.0f} % full and −{100 * busy:.0f} % busy"
 
 
 def _slow(paper: dict[str, Any]) -> str:
@@ -128,9 +124,8 @@ def _slow(paper: dict[str, Any]) -> str:
     if not slow:
         return ""
     rest = {n: e for n, e in paper.items() if n not in slow}
-    names = ", ".join(slow)
     others = f"; without them {over(rest, 'ours', 'speedup'):.2f}×" if rest else ""
-    return f"; below {SLOW}× are {names}, the oracle there {over(slow, 'oracle', 'speedup'):.2f}×{others}"
+    return f"; below {SLOW}× are {', '.join(slow)}, the oracle there {over(slow, 'oracle', 'speedup'):.2f}×{others}"
 
 
 def _against_plus(paper: dict[str, Any]) -> list[Target]:

@@ -88,7 +88,8 @@ class Moves:
 def decide_moves(live: LiveState, speed: Speed, settings: Settings) -> Moves:
     """The moves with the least expected time + mu·cost, or none if staying is as good.
 
-    Free moves: the best split of `best_split`, every time. Costly ones: starting from where the sequences are, the best of
+    The split aimed at is that of `best_split`, or where most forecasts are taken to say nothing (more than DARK) an even one, as
+    consolidation has it. Free moves: that split, every time. Costly ones: starting from where the sequences are, the best of
     emptying an actor into another one, of taking the most critical sequences off the crowd, and of the whole new split, as
     long as the predicted saving exceeds what the move costs: migrate_s for the moved sequences, weighted by the
     probability that they are the last to end, and start_s of lease and delay for every actor that is opened.
