@@ -34,6 +34,7 @@ class Device:
     broadcast_bytes_per_s: float
     price_per_hour: float | None = None
     step_s: float = 0.0  # of a decode step, besides what it moves and computes
+    seq_s: float = 0.0  # and of each sequence in it
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def decode_step_s(model: Model, device: Device, width: int, running: float, cont
     flops = running * model.flops_per_token + attention
     slower = max(moved / device.memory_bytes_per_s, flops / device.bf16_flops_per_s)
     reduced = 2 * model.layers * reduce_s(device, width, BYTES * running * model.hidden_size)
-    return device.step_s + slower / width / device.decode_efficiency + reduced
+    return device.step_s + running * device.seq_s + slower / width / device.decode_efficiency + reduced
 
 
 def decode_speed(model: Model, device: Device, width: int = 1, batch: int = 64, context: float = 512.0) -> Speed:

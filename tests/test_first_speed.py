@@ -45,7 +45,7 @@ def test_on_a_core_the_recipes_cache_holds_whole_blocks_one_of_which_vllm_keeps(
     assert engine.capacity == 16 * 2**20 // (32 * token) * 32 - 32
     core = catalog.device("CPU-core")
     weights = 4 * (3 * (4 * 128 * 128 + 3 * 128 * 512 + 256) + 64 * 128)
-    assert engine.speed.base_s > core.step_s + weights / core.memory_bytes_per_s
+    assert engine.speed.base_s > core.step_s + weights / core.memory_bytes_per_s and engine.speed.per_seq_s > core.seq_s
 
 
 @pytest.mark.parametrize("name", ["A100", ""])
