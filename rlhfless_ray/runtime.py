@@ -308,12 +308,7 @@ class Runtime:
             self.recipe = self.recipe.model_copy(update={"run": self.recipe.run.model_copy(update={"steps": number})})
 
     def publish(self, version: int) -> WeightVersion:
-        return self.learn_stage.publish(version, self._expect)
-
-    def _expect(self) -> None:
-        """Of leases that the next step lacks Ray is asked while the learner makes its weights, if phases may overlap."""
-        if self.ahead is not None and self.recipe.learner.overlap != "off":
-            self.rollout.expect(self.ahead.plan.actors)
+        return self.learn_stage.publish(version)
 
     def evaluation_is_due(self, number: int) -> bool:
         every = self.recipe.evaluate.every_steps
@@ -357,6 +352,7 @@ class Runtime:
         costs = self.record.costs(step, self.first_row, next_step=step.number + goes_on)
         if goes_on:
             self._begin_next()
+        self.learn_stage.gangs.keep()
         self.autoscaler.observe_step(seconds, wall_s, len(step.samples))
         self.stages.faults.step_done()
         step.metrics |= {**self.stages.faults.take(), **self.gang.recovery.take_metrics()}
@@ -368,6 +364,7 @@ class Runtime:
         self.first_row = len(self.ledger.rows)
         self.weights = self.learn_stage.gangs.safe(self.weights)
         self.rollout_stage.begin(self.ahead, self.weights)
+        self.rollout.expect(self.ahead.plan.actors)
 
     def finish(self) -> None:
         write_models(self)

@@ -93,6 +93,11 @@ class Gangs:
             found |= {prefix + name: content for name, content in gang.snapshot(deadline_s, refs).items()}
         return found
 
+    def keep(self) -> None:
+        """The state of now, outside of the processes, if it is time to."""
+        for gang in self.learners:
+            gang.keep()
+
     def recovers(self, every_steps: int, say: Callable[[str], None]) -> None:
         """From lost processes: `every_steps`, see `Recovery`; `say`: tells of it."""
         for gang in self.all:
