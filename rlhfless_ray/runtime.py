@@ -29,7 +29,7 @@ from rlhfless_ray.functions.cluster import RayCluster
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.phases import Phases
-from rlhfless_ray.policy_files import context_tokens, initial_policy, keep_policy, load_tokenizer
+from rlhfless_ray.policy_files import context_tokens, initial_policy, keep_policy, policy_tokenizer
 from rlhfless_ray.prefix.stage import StepPrefixes
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.prompts.load import load_prompts
@@ -63,7 +63,7 @@ class Runtime:
             Checkpoints(recipe.checkpoint, Path(recipe.run.root)).check()
         self.files, self.owes_warm_start = initial_policy(recipe)
         self.critic_files = read_folder(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
-        self.tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
+        self.tokenizer = policy_tokenizer(recipe, self.files)
         self.prompts = load_prompts(recipe, self.tokenizer, context_tokens(self.files))
         self.reward_source = load_reward(recipe, self.tokenizer)
         if isinstance(self.reward_source, AgentSource):

@@ -274,6 +274,7 @@ def test_wrong_overrides(tmp_path: Path, override: str, said: str) -> None:
     [
         ("- a\n", "expected sections"), ("a: [\n", "not valid YAML"), ("just words", "expected sections"),
         ("1: 2\n" + YAML, "keys should be strings (got 1)"),
+        (YAML + "run: {steps: 3, seed: 1, steps: 4}\n", "the key `steps` is there twice"),
     ],
 )
 def test_wrong_files(tmp_path: Path, text: str, said: str) -> None:

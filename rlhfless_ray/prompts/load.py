@@ -167,6 +167,13 @@ def _token_ids(texts: list[str], where: str, recipe: Recipe, tokenizer: PreTrain
     except Exception as error:
         words = " ".join(str(error).split())
         raise UserError(f"{where}: the policy's tokenizer cannot encode the prompts ({words}); use another policy") from None
+    if recipe.prompts.task and not recipe.policy.path:
+        for text, tokens in zip(texts, ids, strict=True):
+            if tokenizer.decode(tokens) != text:
+                raise UserError(
+                    f"prompts.input_template: the built-in policy reads the symbols of {where} only, not all of {text[:80]!r}; leave "
+                    "it out, or set policy.path"
+                )
     if recipe.prompts.template == "none" and recipe.prompts.add_bos and tokenizer.bos_token_id is not None:
         added = tokenizer("")["input_ids"]
         if added[:1] == [tokenizer.bos_token_id]:
