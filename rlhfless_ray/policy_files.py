@@ -17,7 +17,7 @@ from rlhfless_ray.errors import UserError
 from rlhfless_ray.prompts.tasks import task
 from rlhfless_ray.prompts.tokenizer import TaskTokenizer
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.weights.folder import KEPT, read_folder, write_folder
+from rlhfless_ray.weights.folder import KEPT, is_safetensors, read_folder, write_folder
 
 VERSION = 4  # raise it when anything in learn/warm_start.py, learn/scratch.py or a task changes what comes out
 HUB_MODEL = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
@@ -44,7 +44,9 @@ def warm_start_key(recipe: Recipe) -> str:
 def initial_policy(recipe: Recipe) -> tuple[dict[str, bytes], bool]:
     """The policy's files, and whether a warm start is still owed. Raises UserError for a folder that is no model."""
     if recipe.policy.path:
-        return read_folder(model_folder(recipe.policy.path, "policy.path")), False
+        files = read_folder(model_folder(recipe.policy.path, "policy.path"))
+        _check(files)
+        return files, False
     built_in = task(recipe.prompts.task)
     kept = cache_folder() / "policies" / warm_start_key(recipe)
     if kept.is_dir():
@@ -56,6 +58,16 @@ def initial_policy(recipe: Recipe) -> tuple[dict[str, bytes], bool]:
     if recipe.warm_start.steps == 0:
         keep_policy(recipe, files)  # the libraries that make it take seconds to import
     return files, recipe.warm_start.steps > 0
+
+
+def _check(files: dict[str, bytes]) -> None:
+    """Raises UserError for a config that names no family, and for weights that are torn: a copy that ended early, a pointer of git."""
+    config = _config(files)
+    if not isinstance(config, dict) or not (config.get("model_type") or config.get("auto_map")):
+        raise UserError("policy.path: its config.json names no model_type, so nothing can load it; copy the whole model folder")
+    for name, content in files.items():
+        if name.endswith(".safetensors") and not is_safetensors(content):
+            raise UserError(f"policy.path: {name} is no whole safetensors file ({len(content):,} bytes); copy it again")
 
 
 def model_folder(name: str, setting: str) -> Path:
@@ -109,7 +121,7 @@ def load_tokenizer(files: dict[str, bytes], trust_remote_code: bool) -> Any:
         folder = write_folder(Path(name), {k: v for k, v in files.items() if not k.endswith(".safetensors")})
         try:
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # of whatever type the libraries raise for files that they cannot read
             first = " ".join(str(error).split())[:200]
             raise UserError(f"policy.path: its tokenizer cannot be loaded: {first}") from None
 
@@ -161,10 +173,7 @@ def check_kv_cache(recipe: Recipe, files: dict[str, bytes], longest_prompt_token
 
 def _text_config(files: dict[str, bytes]) -> dict[str, Any]:
     """config.json with its family's defaults filled in; as it stands for a family that transformers does not know."""
-    try:
-        raw = json.loads(files["config.json"])
-    except ValueError:
-        raise UserError("policy.path: its config.json is not valid JSON") from None
+    raw = _config(files)
     if raw.get("model_type") == "qwen2" and raw.keys() >= WHOLE_QWEN2:
         return raw
     from transformers import AutoConfig
@@ -174,3 +183,10 @@ def _text_config(files: dict[str, bytes]) -> dict[str, Any]:
     except Exception:  # a family of its own, or a value that whoever loads the model will name
         return raw.get("text_config") or raw
     return family.get_text_config().to_dict()
+
+
+def _config(files: dict[str, bytes]) -> Any:
+    try:
+        return json.loads(files["config.json"])
+    except ValueError:
+        raise UserError("policy.path: its config.json is not valid JSON") from None

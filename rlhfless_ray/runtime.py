@@ -57,6 +57,7 @@ class Runtime:
     def __init__(self, recipe: Recipe, *, resume: bool = False) -> None:
         """Reads and checks everything that can be checked without Ray. Raises UserError for the user's mistakes."""
         self.resume = resume or (recipe.checkpoint.resume and RunFolder.latest(recipe) is not None)
+        RunFolder.check_root(recipe)
         self.best = Best(recipe.checkpoint.best_metric)
         if recipe.checkpoint.path:
             check_writable(Path(recipe.checkpoint.path), "checkpoint.path")

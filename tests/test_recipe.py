@@ -260,7 +260,7 @@ def test_overrides_are_yaml(tmp_path: Path) -> None:
         ("rollout.temperature.x=1", "`temperature` is a value"), ("rollout.temperature=[", "not valid YAML"),
         ("rollout.temprature=1", "did you mean `rollout.temperature`"), ("rollout.temperature=hot", "`rollout.temperature`"),
         ("temperature=1", "did you mean"), ("rollout=3", "`rollout`"), ("rollout..temperature=1", "unknown key"),
-        ("run=3", "`run`"),
+        ("run=3", "`run`"), ("run.steps=true", "`run.steps`: a number is wanted"), ("learner.grad_clip=yes", "a number is wanted"),
     ],
 )
 def test_wrong_overrides(tmp_path: Path, override: str, said: str) -> None:

@@ -188,6 +188,8 @@ def _fitting(
     limit, rollout = recipe.prompts.max_prompt_tokens, recipe.rollout
     fits = [len(tokens) <= limit for tokens in ids]
     for (name, _), tokens, fit in zip(named, ids, fits, strict=True):
+        if not tokens:
+            raise UserError(f"{where}, {name}: the policy's tokenizer has no token for any of the prompt; is its vocabulary there?")
         if not fit and recipe.prompts.overlong == "stop":
             raise UserError(
                 f"{where}, {name}: the prompt has {len(tokens)} tokens, more than prompts.max_prompt_tokens = {limit}; "
