@@ -30,7 +30,7 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.models import policy_files, write_models
 from rlhfless_ray.phases import Phases
-from rlhfless_ray.policy_files import context_tokens, initial_policy, keep_policy, load_tokenizer
+from rlhfless_ray.policy_files import context_tokens, initial_policy, keep_policy, policy_tokenizer
 from rlhfless_ray.prefix.stage import StepPrefixes
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.prompts.load import load_prompts
@@ -58,13 +58,14 @@ class Runtime:
     def __init__(self, recipe: Recipe, *, resume: bool = False) -> None:
         """Reads and checks everything that can be checked without Ray. Raises UserError for the user's mistakes."""
         self.resume = resume or (recipe.checkpoint.resume and RunFolder.latest(recipe) is not None)
+        RunFolder.check_root(recipe)
         self.best = Best(recipe.checkpoint.best_metric)
         if recipe.checkpoint.path:
             check_writable(Path(recipe.checkpoint.path), "checkpoint.path")
             Checkpoints(recipe.checkpoint, Path(recipe.run.root)).check()
         self.files, self.owes_warm_start = initial_policy(recipe)
         self.critic_files = read_folder(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
-        self.tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
+        self.tokenizer = policy_tokenizer(recipe, self.files)
         self.prompts = load_prompts(recipe, self.tokenizer, context_tokens(self.files))
         self.reward_source = load_reward(recipe, self.tokenizer)
         if isinstance(self.reward_source, AgentSource):

@@ -23,7 +23,7 @@ from rlhfless_ray.crew import Actors
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Step
-from tests.conftest import samples
+from tests.conftest import samples, two_nodes
 
 pytestmark = pytest.mark.ray
 
@@ -33,15 +33,8 @@ PROMPTS, SAMPLES, STEPS, TOKENS = 4, 4, 7, 48
 @pytest.fixture(scope="module")
 def nodes(no_ray: None) -> Iterator[Any]:
     """A head, where the driver is, and two more nodes, with two cores each."""
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 128 * 2**20})
-    cluster.add_node(num_cpus=2, object_store_memory=128 * 2**20)
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-    cluster.wait_for_nodes()
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    with two_nodes(2, 2, 128) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")

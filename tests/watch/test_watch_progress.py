@@ -38,6 +38,10 @@ def test_plain_prints_one_line_per_step_with_what_matters() -> None:
     ]
 
 
+def test_held_out_rewards_that_are_no_shares_are_numbers() -> None:
+    assert line({"step": 0, "eval/accuracy_sampled": -3.1, "eval/accuracy_greedy": 0.5}, 9) == "step 0/9  eval -3.1 sampled, 0.5 greedy"
+
+
 def test_troubles_are_on_the_line_of_their_step() -> None:
     text = line(ROW | {"reward/failed": 3, "learn/skipped": 1, "faults/replaced": 0}, 100)
     assert "failed rewards: 3" in text and "skipped updates: 1" in text and "replaced" not in text
