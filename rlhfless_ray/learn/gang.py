@@ -81,6 +81,7 @@ class Gang:
         if len(own) < self.ranks:  # Ray would never grant what the run itself holds
             own, spare = self._own([*own, *spare, *leases.living(self.lend())])
         while missing := self.ranks - len(own):
+            leases.withdraw(list(leases.asked.values()))  # what was asked for ahead is for those that come after it
             if self.by_rank and (gone := leases.gone(self._homes())):
                 self.bury(LearnerLost(f"node {gone[0]} is gone"))
                 own, spare = self._own(leases.living([*own, *spare, *self._leases_left()]))

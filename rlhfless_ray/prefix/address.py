@@ -32,9 +32,12 @@ def root(fingerprint: bytes, version: str) -> bytes:
 
 def chain(start: bytes, tokens: Sequence[int] | np.ndarray, block_size: int) -> list[bytes]:
     """Addresses of the blocks of `tokens` in order, the last one of a partly filled block where tokens are left over."""
-    data = _bytes(tokens)
-    step = 4 * block_size
-    found, at = [], start
+    return blocks_after(start, _bytes(tokens), block_size)
+
+
+def blocks_after(at: bytes, data: bytes, block_size: int) -> list[bytes]:
+    """The same for tokens as the bytes of int32."""
+    step, found = 4 * block_size, []
     for begin in range(0, len(data), step):
         at = _digest(at, data[begin : begin + step])
         found.append(at)

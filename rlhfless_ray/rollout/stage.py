@@ -17,6 +17,7 @@ from rlhfless_ray.agent.samples import EpisodeSamples
 from rlhfless_ray.autoscale import RolloutPlan
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
+from rlhfless_ray.functions.parked import FIRST_MB
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.learn.stage import LearnStage
 from rlhfless_ray.prefix.stage import PrefixStage, StepPrefixes
@@ -181,12 +182,28 @@ class RolloutStage:
             drained=autoscaler.drained, give_back=self.drained, on_progress=self._meanwhile,
             beside=beside, migration=migration, start_s=autoscaler.terms.cold_start.predict(),
             agents=self._agents(beside.samples, requests),  # type: ignore[arg-type]
+            renew=self._renew,
         )
         around_s = time.monotonic() - self.began_s - max(stream.decode_s.values(), default=0.0)
         for node, seconds in stream.loads:
             autoscaler.observe_load(self.weight_bytes, seconds, away=node not in self._homes())
         autoscaler.observe_rollout(stream.steps, around_s if all_warm else None)
         return stream
+
+    def _renew(self, weights: WeightVersion, instance: Instance) -> WeightVersion | None:
+        """The step's weights were lost, and so was their copy: the learner publishes them once more, under the leases of this
+        engine, which cannot work without, if there are no others. None where it cannot, as it is at work already."""
+        if self.learning.gang.working:
+            return None
+        leases, node = self.pool.leases, instance.slot.node
+        self.site.spare, instance.leases = [*self.site.spare, *instance.leases], []
+        fresh = self.learning.safe(weights)
+        own = [lease for lease in self.site.spare if self.pool.fits(instance, lease.slot)][:1]
+        self.site.spare = [lease for lease in self.site.spare if lease not in own]
+        own = own or leases.collect(leases.ask(1, [node]), self.pool.kind, leases.deadline_s, need=1)
+        leases.hand_over(own[0], self.pool.kind, instance.id)
+        instance.leases = own
+        return fresh if fresh.ref != weights.ref else None
 
     def drained(self, instance: Instance, decision: Decision) -> None:
         """An engine has nothing left to do: its lease goes where the decision says so. One that still starts is at work."""
@@ -213,8 +230,9 @@ class RolloutStage:
         if self.agents is not None or reward.parked or reward.working:
             return
         left_s = (time.monotonic() - self.began_s) * (total - done) / max(done, 1)
-        if self.site.autoscaler.prewarm_now(left_s, REWARD_START_S):
-            reward.prewarm(self.pool.working[0].slot)
+        slot = self.pool.working[0].slot
+        if self.site.autoscaler.prewarm_now(left_s, REWARD_START_S, self.site.ledger.parked_price(slot.node, FIRST_MB)):
+            reward.prewarm(slot)
 
     def _told_start(self, instance: Instance) -> None:
         if spans := self.site.told_start(instance):
