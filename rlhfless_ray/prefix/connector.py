@@ -156,7 +156,12 @@ class PageConnector(KVConnectorBase_V1):
         self.store.seconds["load"] += time.perf_counter() - start
 
     def _copy_out(self, blocks: Sequence[int]) -> np.ndarray:
-        return np.concatenate([layer.read(blocks) for layer in self.layers], axis=1)
+        pages = np.empty((len(blocks), sum(layer.bytes for layer in self.layers)), np.uint8)
+        at = 0
+        for layer in self.layers:
+            layer.read(blocks, pages[:, at : at + layer.bytes])
+            at += layer.bytes
+        return pages
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """All layers are there before the forward pass."""
@@ -183,13 +188,15 @@ class _Layer:
         order = sorted(range(self.cache.dim()), key=lambda d: -self.cache.stride()[d])
         return [self.name, self.shape, self.dim, order, str(self.cache.dtype)]
 
-    def read(self, blocks: Sequence[int]) -> np.ndarray:
-        """(blocks, bytes) uint8 in host memory."""
+    def read(self, blocks: Sequence[int], into: np.ndarray) -> None:
+        """Into (blocks, bytes) uint8 in host memory."""
         if self.rows is not None:
-            return self.rows[np.asarray(blocks)]
+            for row, block in zip(into, blocks, strict=True):
+                row[:] = self.rows[block]
+            return
         index = torch.tensor(blocks, dtype=torch.long, device=self.cache.device)
         taken = self.cache.index_select(self.dim, index).movedim(self.dim, 0).contiguous()
-        return taken.reshape(len(blocks), -1).view(torch.uint8).cpu().numpy()
+        into[:] = taken.reshape(len(blocks), -1).view(torch.uint8).cpu().numpy()
 
     def write(self, blocks: Sequence[int], pages: Sequence[np.ndarray]) -> None:
         if self.rows is not None:
