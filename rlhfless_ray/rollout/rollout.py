@@ -355,9 +355,11 @@ class Rollout:
 
 
 def _loaded(instance: Instance) -> list[Span]:
-    """What the instance said of its last weight loading, once: it is done when the rollout after it has answers."""
-    loading, instance.loading = instance.loading, None
-    return ray.get(loading) if loading is not None else []
+    """What the instance said of its last weight loading, once: it is done when the rollout after it has answers. What it raised
+    stays there to be looked at."""
+    spans = ray.get(instance.loading) if instance.loading is not None else []
+    instance.loading = None
+    return spans
 
 
 def step_s(steps: list[EngineStep]) -> float:
