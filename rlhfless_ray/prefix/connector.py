@@ -6,7 +6,7 @@ own; engine and worker are one process here (executor `uni`, no overlapping step
 
 Names of vLLM used here, the same from 0.24 to 0.32: `KVConnectorBase_V1` and its abstract methods, `KVConnectorMetadata`,
 `register_kv_caches`, `request_finished`; of a request `all_token_ids`, `num_computed_tokens`, `block_hashes`, `cache_salt`,
-`kv_transfer_params`; `blocks.get_block_ids()`.
+`sampling_params.extra_args`, where the engine puts the request's name and how much of it was said before; `blocks.get_block_ids()`.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class PageConnector(KVConnectorBase_V1):
         """Tokens whose pages are in the store beyond those that the engine's own cache has. All but the prompt's last token,
         so the number may end inside a block: that block is the request's own, and is filled up by what it computes."""
         matched = self._match(request, num_computed_tokens)
-        asked = request.kv_transfer_params or {}
-        if asked.get("continued"):
+        asked = request.sampling_params.extra_args
+        if asked.get("offset"):
             self.store.computed[asked["name"]] = request.num_tokens - num_computed_tokens - matched
         return matched, False
 
@@ -114,7 +114,7 @@ class PageConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Its blocks are its own until this returns: the moment to copy out what was asked for."""
-        name = (request.kv_transfer_params or {}).get("name")
+        name = request.sampling_params.extra_args.get("name")
         if name in self.store.asked and not self.store.refused and plain(request):
             start = time.perf_counter()
             addresses = self._addresses(request, min(request.num_computed_tokens, request.num_tokens - 1))

@@ -213,8 +213,7 @@ class Engine:
             extra: dict[str, Any] = {"key": number, "seed": request.seed, "temperature": request.temperature, "offset": before}
             extra["top_p"] = request.top_p
             if self.pages is not None:
-                # by its name the connector knows whose pages are asked for
-                extra["kv_transfer_params"] = {"name": str(request.key), "continued": before > 0}
+                extra["name"] = str(request.key)  # by which the connector knows whose pages are asked for
             params = SamplingParams(
                 temperature=0.0,  # the sampler draws; vLLM only takes its pick
                 max_tokens=request.max_tokens - before,
