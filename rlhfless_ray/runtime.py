@@ -336,7 +336,7 @@ class Runtime:
         if save:
             self._save(metric=metric, best=best, export=True)
         for pool in (self.rollout, self.reward, *([self.stages.prefix.pool] if self.stages.prefix else [])):
-            pool.reap(self.autoscaler.keep_warm_s(pool.gaps_s), look_every_s=LOOK_EVERY_S)
+            pool.reap(self.autoscaler.keep_warm_s(pool.gaps_s, pool.hold_price), look_every_s=LOOK_EVERY_S)
         spare = self.site.spare
         decision = slots_to_yield(len(spare), 1, others_wait)
         if decision.action == "Release":

@@ -286,12 +286,17 @@ def test_a_lost_node_takes_engines_and_parked_processes_with_it(
     assert run.total("faults/bugs") == 0 and run.total("faults/preempted") >= 1 and not on(run, passing.node_id)
 
 
-@pytest.mark.parametrize("moment", ["published", "loading"])
+@pytest.mark.parametrize("moment", ["published", "loading", "loading, and no copy"])
 def test_weights_whose_node_is_lost_are_had_from_elsewhere(
     nodes: Any, world: World, clean: Hit, tmp_path: Path, passing: Any, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The learner's node goes with the weights that it has just published, before an engine is told to load them or while all are."""
+    """The learner's node goes with the weights that it has just published, before an engine is told to load them or while all are;
+    and with what was to be their copy."""
+    import rlhfless_ray.learn.gang as gang
     import rlhfless_ray.rollout.rollout as stream
+
+    if moment == "loading, and no copy":
+        monkeypatch.setattr(gang, "kept_here", lambda ref, node: (ref, [ref] if node == passing.node_id else []))
 
     elsewhere = [node.node_id for node in (nodes.head_node, *nodes.worker_nodes) if node is not passing]
     others = [ray.util.placement_group([{"CPU": 1}], bundle_label_selector=[{"ray.io/node-id": n}]) for n in elsewhere for _ in range(2)]
@@ -303,7 +308,7 @@ def test_weights_whose_node_is_lost_are_had_from_elsewhere(
         nodes.remove_node(passing, allow_graceful=False)
 
     def fetch(pool: Any, weights: Any) -> None:
-        if moment == "loading" and weights.version == 3 and not begun:
+        if moment != "published" and weights.version == 3 and not begun:
             begun.append(True)
             lose(run)
         before(pool, weights)

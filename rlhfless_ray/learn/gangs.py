@@ -103,7 +103,6 @@ class Gangs:
         for gang in self.all:
             gang.recovery = Recovery(every_steps)
             gang.recovery.say = say
-            gang.leases.lend = self.site.handed
 
     def saved(self, load: Callable[[], dict[str, bytes]]) -> None:
         """What `snapshot` gave is on disk now; `load` reads it."""

@@ -256,7 +256,9 @@ def _price(record: RunRecord) -> str:
         return ""
     kinds = {str(row.get("resource")) for row in record.ledger} or {"cpu", "gpu"}
     parts = [f"{number(price.get(f'{kind}_slot_per_hour'))} per {kind.upper()} slot-hour" for kind in sorted(kinds)]
-    return "at " + ", ".join(part for part in parts if not part.startswith(DASH))
+    parked = total([row for row in record.ledger if row.get("activity") == "parked"], "money")
+    said = "at " + ", ".join(part for part in parts if not part.startswith(DASH))
+    return f"{said}; {money(parked)} of it for the memory of parked processes" if parked else said
 
 
 def _run_name(record: RunRecord) -> str:

@@ -15,7 +15,7 @@ from rlhfless_ray.watch import charts, cost_charts
 from rlhfless_ray.watch.gantt import MOST_SEGMENTS, gantt
 from rlhfless_ray.watch.report import write_report
 from rlhfless_ray.watch.runfolder import RunRecord
-from rlhfless_ray.watch.summary import cards, sample_picks, warnings
+from rlhfless_ray.watch.summary import _price, cards, sample_picks, warnings
 from rlhfless_ray.watch.units import duration, money, number, percent, short, slot_time
 
 
@@ -158,6 +158,16 @@ def test_lease_timeline_holds_every_leased_second(page: Page, finished_run: Path
     spans = [to - begin for begin, to in zip(leases["from"], leases["to"], strict=True)]
     assert sum(spans) / 1000 == pytest.approx(sum(row["seconds"] for row in record.ledger), rel=2e-3)
     assert [step for step, *_ in leases["steps"]] == [row["step"] for row in record.steps]
+
+
+def test_money_for_parked_memory_is_told_apart(finished_run: Path) -> None:
+    record = RunRecord.read(finished_run)
+    assert "parked" not in _price(record)
+    for row in record.ledger:
+        if row["activity"] == "parked":
+            row["money"] = 0.001
+    count = sum(row["activity"] == "parked" for row in record.ledger)
+    assert _price(record).endswith(f"; {money(0.001 * count)} of it for the memory of parked processes")
 
 
 def test_costs_by_kind_leave_parked_memory_out(finished_run: Path) -> None:
