@@ -17,7 +17,6 @@ from typing import Any, Self
 
 from placement.lengths import Scenarios
 from placement.policy import failed, slots_to_yield
-from placement.speed import Speed
 from rlhfless_ray.agent.dry import dry_play
 from rlhfless_ray.agent.load import AgentSource
 from rlhfless_ray.autoscale import Autoscaler, RolloutPlan
@@ -25,6 +24,7 @@ from rlhfless_ray.checkpoints import Best, Checkpoints
 from rlhfless_ray.crew import Actors, hire
 from rlhfless_ray.errors import RunError, Stopped
 from rlhfless_ray.evaluation import evaluate
+from rlhfless_ray.first_speed import ANY_SPEED, expected_engine
 from rlhfless_ray.functions.cluster import RayCluster
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.learn.batch import Batch
@@ -47,7 +47,6 @@ from rlhfless_ray.types import Prompt, Sample, Step, UpdateStats, WeightVersion
 from rlhfless_ray.waits import STOP
 from rlhfless_ray.weights.folder import read_folder, write_folder
 
-FIRST_SPEED = Speed(base_s=0.01, per_seq_s=0.0001)  # before the first step record; any order of magnitude will do
 LOOK_EVERY_S = 5.0  # for nodes that are gone, where parked processes may have been
 SAVE_GRACE_S = 2.0  # what the learner's snapshot may take of the 3 s between SIGTERM and the kill of `ray job stop`
 
@@ -80,7 +79,7 @@ class Runtime:
             recipe = recipe.model_copy(update={"run": run})
         self.recipe = recipe
         self.refill = Refill(recipe, self.cursor)
-        self.autoscaler = Autoscaler(recipe, FIRST_SPEED)
+        self.autoscaler = Autoscaler(recipe, ANY_SPEED)
         self.cluster = RayCluster(recipe)
         self.cursor_done = self.cursor.state()  # after the last finished step: a stop inside a step repeats it whole
         self.steps_done = 0
@@ -145,6 +144,10 @@ class Runtime:
         crew = hire(
             self.recipe, resource, self.files, longest, self.reward_source, self.ledger, self.folder.path, self.actor_classes()
         )
+        engine = expected_engine(self.recipe, self.files, self.cluster.device(resource))
+        self.autoscaler.expect(engine)
+        if engine.note:
+            self.record.progress.message(engine.note)
         self.leases, self.rollout, self.reward, self.gang = crew.leases, crew.rollout, crew.reward, crew.gang
         most = min(self.recipe.rollout.max_actors, sum(self.leases.matching(self.recipe.rollout.nodes).values()))
         self.site = Site(self.recipe, self.ledger, self.leases, self.phases, self.record, self.autoscaler, most)
@@ -290,8 +293,10 @@ class Runtime:
         self.autoscaler.observe_samples(step.prompts, step.answers)
         self.quality |= self.autoscaler.quality(step.forecast, step.answers, step.prompts, self.site.max_actors)
         self.quality["epoch"] = self.cursor.epoch
-        while self.autoscaler.troubles:
-            self.record.progress.message(f"step {step.number}: {self.autoscaler.troubles.pop(0)}; planning goes on without it")
+        if troubles := "; ".join(self.autoscaler.troubles):
+            self.autoscaler.troubles.clear()
+            self.quality["plan/trouble"] = troubles
+            self.record.progress.message(f"step {step.number}: {troubles}; planning goes on without it")
         self.cursor_after = self.cursor.state()
         self._end_with_the_prompts(step.number)
         if step.number < self.recipe.run.steps:

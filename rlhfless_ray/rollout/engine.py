@@ -118,7 +118,7 @@ class Engine:
 
     def _name_blocks(self) -> None:
         """Blocks of KV have our names where their layers are one group, as those of a hybrid model are not."""
-        core = self.engine.engine_core.engine_core
+        core: Any = self.engine.engine_core.engine_core  # type: ignore[attr-defined]  # of a client in this process
         size = core.vllm_config.cache_config.block_size
         if len(core.scheduler.kv_cache_config.kv_cache_groups) != 1 or getattr(core.scheduler, "hash_block_size", size) != size:
             return

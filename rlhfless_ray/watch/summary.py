@@ -158,6 +158,12 @@ def warnings(record: RunRecord) -> list[Row]:
         count = total(replaced, "faults/replaced") or 0
         what = "1 instance died and was" if count == 1 else f"{number(count, 9)} instances died and were"
         out.append({"title": "Replaced instances", "text": f"{what} replaced in {_steps(replaced)}."})
+    unplanned = [row for row in steps if row.get("plan/failed") or row.get("plan/trouble")]
+    if unplanned:
+        first = unplanned[0]
+        said = _clip(first.get("plan/trouble") or first.get("pool/reason"), 400)
+        text = f"In {_steps(unplanned)}; the run went on with what was planned last. The first time: {said}."
+        out.append({"title": "Planning failed", "text": text})
     again = [row for row in record.ledger if row.get("repeated") and finite(row.get("slots"))]
     if again:
         spent = sum(row["slots"] * row["seconds"] for row in again)

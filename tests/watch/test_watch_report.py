@@ -144,6 +144,20 @@ def test_warnings_name_the_steps(page: Page, finished_run: Path) -> None:
     assert "1 instance died and was replaced in step 12" in page.text
 
 
+def test_a_planner_that_failed_is_a_warning_with_its_reason(tmp_path: Path) -> None:
+    folder = write_synthetic_run(tmp_path / "run", 6)
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        if row["step"] == 4:
+            row["plan/failed"], row["pool/reason"] = True, "the planner failed (ValueError: odd); the last good plan is kept: 2 actors"
+        if row["step"] == 5:
+            row["plan/trouble"] = "the forecast failed (KeyError: 7)"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {warning["title"]: warning["text"] for warning in warnings(RunRecord.read(folder))}["Planning failed"]
+    assert "In steps 4, 5;" in found and "ValueError: odd" in found
+
+
 def test_a_run_without_trouble_says_so(tmp_path: Path) -> None:
     folder = write_synthetic_run(tmp_path / "run", 5)
     assert [warning["title"] for warning in warnings(RunRecord.read(folder))] == ["Replaced instances"]
