@@ -166,7 +166,7 @@ RULES: tuple[Rule, ...] = (
     _row("ds.zpg", "noop", reading="speed only"),
     _row(
         "ds.adam_offload", "hint", "learner.optimizer_offload",
-        reading="on a GPU the optimizer's state is on the device during an update only, on CPU slots never",
+        reading="moments and float32 weights of policy and critic stay in host memory, where torch's AdamW makes the update",
     ),
     _row(
         "ds.attn_implementation", "hint", "policy.attention",
