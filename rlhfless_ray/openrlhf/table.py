@@ -315,8 +315,9 @@ RULES: tuple[Rule, ...] = (
         for name, key in [("org", "watch.wandb_entity"), ("group", "watch.wandb_group"), ("project", "watch.wandb_project")]
     ],
     _row(
-        "logger.wandb.run_name", "exact", "watch.run_name",
-        idle=lambda v: "" if v["logger.wandb.key"] or v["logger.tensorboard_dir"] else "Weights & Biases and TensorBoard are off",
+        "logger.wandb.run_name", "exact", "watch.run_name",  # the run folder's name, too, where it is said
+        idle=lambda v: "" if v["logger.wandb.key"] or v["logger.tensorboard_dir"] or "logger.wandb.run_name" in v.said
+        else "Weights & Biases and TensorBoard are off",
     ),
     # filtering
     _row(

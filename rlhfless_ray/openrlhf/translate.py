@@ -207,7 +207,8 @@ def recipe_of(found: Translation) -> Any:
 
 def by_flag(found: Translation, error: UserError) -> UserError:
     """The same mistake with the flags that set the recipe keys it names."""
-    keys = [key for key in found.settings if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", str(error))]
+    text = str(error).replace("prompts.path ", "prompts.paths ") if "prompts.paths" in found.settings else str(error)
+    keys = [key for key in found.settings if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", text)]
     flags = [f"--elastic.{key}" for key in keys if key in found.own]
     for rule in RULES:
         if not rule.idle(found.values) and (set(keys) - set(found.own)) & set(rule.settings(found.values)):

@@ -50,6 +50,7 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
     found: dict[str, Any] = {
         "stats": [], "weights": [], "snapshots": {}, "memory": [], "logprobs": [], "reference": [],
         "rng": torch.get_rng_state().numpy(), "hosted": learner.trainer.engine.zero_cpu_offload(),
+        "adds_in": getattr(learner.trainer.engine.optimizer, "gradient_accumulation_dtype", None),
     }
     if 0 in case.get("snapshots", ()):
         found["snapshots"][0] = learner.trainer.snapshot_bytes()

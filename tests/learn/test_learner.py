@@ -157,6 +157,7 @@ def test_bfloat16_keeps_float32_weights_behind(cases: Any, expected: Any, ranks:
     start, weights, _, masters = expected("bf16")
     for stage in (1, 2, 3):
         found = cases.result(f"bf16/{stage}", ranks)
+        assert found["adds_in"] == torch.float32, "many small gradients would be lost in a sum of bfloat16"
         state = state_from_bytes(found["snapshots"][1])
         master = {k.removeprefix("master."): v.numpy() for k, v in state["moments"].items() if k.startswith("master.")}
         assert distance(master, masters[0], start) < 0.1

@@ -17,7 +17,7 @@ from rlhfless_ray.openrlhf.keys import NEEDED, Installed, needed, nested
 from rlhfless_ray.openrlhf.page import as_data, explanation, summary
 from rlhfless_ray.openrlhf.resources import fit, openrlhf_gpus, slots_of
 from rlhfless_ray.openrlhf.table import RULES, rule_of
-from rlhfless_ray.openrlhf.translate import problem, recipe_of, refusals, translate
+from rlhfless_ray.openrlhf.translate import by_flag, problem, recipe_of, refusals, translate
 from rlhfless_ray.recipe import Recipe, known_keys
 from tests.openrlhf.reference import VERSIONS, definitions, values_of
 
@@ -399,6 +399,8 @@ def test_a_setting_that_the_recipe_refuses_is_named_by_its_flag():
     assert problem(found).startswith("--rollout_batch_size, --train_batch_size, ")
     found = of(BASE + " --temperature 0.5 --elastic.rollout.min_actors 9")
     assert problem(found).startswith("--elastic.rollout.min_actors, --vllm_num_engines: ")
+    several = of(BASE + " --prompt_data /d.jsonl,/e.csv")
+    assert str(by_flag(several, UserError("prompts.path /e.csv: no such file"))).startswith("--prompt_data: prompts.path /e.csv")
     found = of(BASE + " --elastic.prefer 7")
     assert "--elastic.objective.prefer" in problem(found)
 
