@@ -46,6 +46,7 @@ AROUND_S = 0.03  # seed: what a rollout takes besides decoding (weights, calls, 
 OUTSIDE_S = 0.03  # seed: what a step takes outside rollout, scoring and the update
 RETAKE_S = 0.8  # taking a released slot again, at worst (Ray's retry tick)
 LEAST_SECOND = 1e-3  # slot-seconds: even to a run that minds cost only, a second is worth something
+LATER = 3.0  # times as long as gaps lasted that were worth keeping processes warm for: a step that takes longer is no new habit
 SHOWN = 24  # points of the frontier that go into metrics and report
 
 
@@ -201,16 +202,17 @@ class Autoscaler:
             return Release(0, "the next phase does not need the slot")
         return hold_slot(tail_s, 1.0, start_cost(RETAKE_S, 1.0, self.second))
 
-    def keep_warm_s(self, gaps_s: Sequence[float]) -> float:
-        """For how long a parked process is worth keeping; `gaps_s`: for how long such processes lay idle before."""
+    def keep_warm_s(self, gaps_s: Sequence[float], hold_price: float) -> float:
+        """For how long a parked process is worth keeping. `gaps_s`: for how long such processes lay idle before; `hold_price`: what
+        it costs meanwhile, as a share of a slot's price."""
         start = start_cost(self.terms.cold_start.predict(), 1.0, self.second)
-        decision = keep_alive(gaps_s, self.recipe.price.parked_share, start)
-        return decision.keep_s if isinstance(decision, Park) else 0.0
+        decision = keep_alive(gaps_s, hold_price, start)
+        return LATER * decision.keep_s if isinstance(decision, Park) else 0.0
 
-    def prewarm_now(self, phase_left_s: float, start_s: float) -> bool:
+    def prewarm_now(self, phase_left_s: float, start_s: float, hold_price: float) -> bool:
         """Whether it is time to start the process that the next phase needs."""
         spread = self.speed.spread * phase_left_s
-        return prewarm(phase_left_s, spread, start_s, 0.5 * start_s, self.recipe.price.parked_share, self.second).at_s <= 0
+        return prewarm(phase_left_s, spread, start_s, 0.5 * start_s, hold_price, self.second).at_s <= 0
 
     def _frontier(self, lengths: np.ndarray, prompts: list[Prompt], max_actors: int) -> list[Plan]:
         """lengths (n,) known or (n, S) scenarios."""

@@ -47,6 +47,16 @@ class RunFolder:
             return folder
         raise UserError(f"run.root {root}: too many runs are called {recipe.run.name}; set run.name")
 
+    @staticmethod
+    def check_root(recipe: Recipe) -> None:
+        """Whether a run folder can be made, before anything is started; leaves nothing. Raises UserError."""
+        root = Path(recipe.run.root).absolute()
+        there = next(path for path in (root, *root.parents) if path.exists())
+        try:
+            tempfile.TemporaryDirectory(dir=there).cleanup()
+        except OSError as error:
+            raise UserError(f"run.root {recipe.run.root}: cannot make a run folder there: {error.strerror}") from None
+
     @classmethod
     def latest(cls, recipe: Recipe) -> RunFolder | None:
         """The most recent of `<name>`, `<name>-2`, … that has a checkpoint. With checkpoints elsewhere: the folder of the run that

@@ -30,7 +30,7 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.models import policy_files, write_models
 from rlhfless_ray.phases import Phases
-from rlhfless_ray.policy_files import context_tokens, initial_policy, keep_policy, load_tokenizer
+from rlhfless_ray.policy_files import context_tokens, initial_policy, keep_policy, policy_tokenizer
 from rlhfless_ray.prefix.stage import StepPrefixes
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.prompts.load import load_prompts
@@ -57,13 +57,14 @@ class Runtime:
     def __init__(self, recipe: Recipe, *, resume: bool = False) -> None:
         """Reads and checks everything that can be checked without Ray. Raises UserError for the user's mistakes."""
         self.resume = resume or (recipe.checkpoint.resume and RunFolder.latest(recipe) is not None)
+        RunFolder.check_root(recipe)
         self.best = Best(recipe.checkpoint.best_metric)
         if recipe.checkpoint.path:
             check_writable(Path(recipe.checkpoint.path), "checkpoint.path")
             Checkpoints(recipe.checkpoint, Path(recipe.run.root)).check()
         self.files, self.owes_warm_start = initial_policy(recipe)
         self.critic_files = read_folder(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
-        self.tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
+        self.tokenizer = policy_tokenizer(recipe, self.files)
         self.prompts = load_prompts(recipe, self.tokenizer, context_tokens(self.files))
         self.reward_source = load_reward(recipe, self.tokenizer)
         if isinstance(self.reward_source, AgentSource):
@@ -313,12 +314,7 @@ class Runtime:
             self.recipe = self.recipe.model_copy(update={"run": self.recipe.run.model_copy(update={"steps": number})})
 
     def publish(self, version: int) -> WeightVersion:
-        return self.learn_stage.publish(version, self._expect)
-
-    def _expect(self) -> None:
-        """Of leases that the next step lacks Ray is asked while the learner makes its weights, if phases may overlap."""
-        if self.ahead is not None and self.recipe.learner.overlap != "off":
-            self.rollout.expect(self.ahead.plan.actors)
+        return self.learn_stage.publish(version)
 
     def evaluation_is_due(self, number: int) -> bool:
         every = self.recipe.evaluate.every_steps
@@ -345,7 +341,7 @@ class Runtime:
         if save:
             self._save(metric=metric, best=best, export=True)
         for pool in (self.rollout, self.reward, *([self.stages.prefix.pool] if self.stages.prefix else [])):
-            pool.reap(self.autoscaler.keep_warm_s(pool.gaps_s), look_every_s=LOOK_EVERY_S)
+            pool.reap(self.autoscaler.keep_warm_s(pool.gaps_s, pool.hold_price), look_every_s=LOOK_EVERY_S)
         spare = self.site.spare
         decision = slots_to_yield(len(spare), 1, others_wait)
         if decision.action == "Release":
@@ -362,6 +358,7 @@ class Runtime:
         costs = self.record.costs(step, self.first_row, next_step=step.number + goes_on)
         if goes_on:
             self._begin_next()
+        self.learn_stage.gangs.keep()
         self.autoscaler.observe_step(seconds, wall_s, len(step.samples))
         self.stages.faults.step_done()
         step.metrics |= {**self.stages.faults.take(), **self.gang.recovery.take_metrics()}
@@ -373,6 +370,7 @@ class Runtime:
         self.first_row = len(self.ledger.rows)
         self.weights = self.learn_stage.gangs.safe(self.weights)
         self.rollout_stage.begin(self.ahead, self.weights)
+        self.rollout.expect(self.ahead.plan.actors)
 
     def finish(self) -> None:
         write_models(self)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.errors import RunError, UserError
+from rlhfless_ray.functions.lean_ray import lean_ray
 from rlhfless_ray.functions.sweeper import Sweeper
 from rlhfless_ray.recipe import Recipe
 
@@ -65,7 +66,7 @@ class RayCluster:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
         self.temporary = _temporary_folder()
         self.sweeper = Sweeper(self.temporary)
-        with _own_sessions(self.sweeper.watch), _temporary_files_in(self.temporary):
+        with _own_sessions(self.sweeper.watch), _temporary_files_in(self.temporary), lean_ray():
             try:
                 ray.init(
                     address="local",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from rlhfless_ray.watch.units import DASH, duration, finite, number, percent, short, slot_time
+from rlhfless_ray.watch.units import DASH, are_shares, duration, finite, number, percent, short, slot_time
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -143,7 +143,7 @@ def _body(state: ProgressState, row: dict[str, Any], now: float, room: int, asci
     cost.append(f", idle {percent(row.get('cost/idle_share'), 0)} in the last step", style="dim")
     lines = [
         ("reward", reward),
-        ("accuracy", accuracy),
+        ("held out", accuracy),
         ("lengths", lengths),
         ("pool", pool),
         ("plan", _plan(row)),
@@ -175,5 +175,7 @@ def _plan(row: dict[str, Any]) -> Any:
 
 def _accuracy(sampled: Any, greedy: Any, word: str = "eval ") -> list[str]:
     both = ((sampled, "sampled"), (greedy, "greedy"))
-    shown = [f"{percent(value)} {name}" for value, name in both if finite(value) is not None]
+    there = [(float(value), name) for value, name in both if finite(value) is not None]
+    words = percent if are_shares(value for value, _ in there) else number
+    shown = [f"{words(value)} {name}" for value, name in there]
     return [word + ", ".join(shown)] if shown else []

@@ -38,6 +38,10 @@ def test_plain_prints_one_line_per_step_with_what_matters() -> None:
     ]
 
 
+def test_held_out_rewards_that_are_no_shares_are_numbers() -> None:
+    assert line({"step": 0, "eval/accuracy_sampled": -3.1, "eval/accuracy_greedy": 0.5}, 9) == "step 0/9  eval -3.1 sampled, 0.5 greedy"
+
+
 def test_plain_tells_what_was_planned_what_came_and_why_the_pool_changed() -> None:
     out = io.StringIO()
     plan = {"plan/rollout_s": 0.5, "phase/rollout_s": 0.55}

@@ -15,7 +15,7 @@ from rlhfless_ray.watch import charts, cost_charts
 from rlhfless_ray.watch.gantt import MOST_SEGMENTS, gantt
 from rlhfless_ray.watch.report import write_report
 from rlhfless_ray.watch.runfolder import RunRecord
-from rlhfless_ray.watch.summary import cards, sample_picks, warnings
+from rlhfless_ray.watch.summary import _price, cards, sample_picks, warnings
 from rlhfless_ray.watch.units import duration, money, number, percent, short, slot_time
 
 
@@ -65,6 +65,19 @@ def test_key_figures_come_from_the_run(page: Page, finished_run: Path) -> None:
     assert shown["Money"] == money(sum(row["money"] for row in record.ledger))
     for label, value in shown.items():
         assert label in page.text and value in page.text
+
+
+def test_a_reward_that_is_no_accuracy_is_a_number_not_a_percentage(finished_run: Path) -> None:
+    record = RunRecord.read(finished_run)
+    for row, (sampled, greedy) in zip(record.metrics[::24], ((-3.1, -3.9), (-2.66, -2.7)), strict=True):
+        row |= {"eval/accuracy_sampled": sampled, "eval/accuracy_greedy": greedy}
+    rows = [{k: v for k, v in row.items() if i in (0, 24) or "accuracy" not in k} for i, row in enumerate(record.metrics)]
+    record.metrics[:] = rows
+    shown = {card["label"]: (card["value"], card["under"]) for card in cards(record)}
+    assert shown["Held-out reward, sampled"] == ("-3.1 → -2.66", "+0.44, step 0 to 24")
+    assert not [label for label in shown if "Accuracy" in label]
+    chart = charts.accuracy(rows)
+    assert chart is not None and chart.title == "Reward on held-out prompts" and "tickformat" not in chart.layout["yaxis"]
 
 
 def test_every_chart_has_data_and_a_place_on_the_page(page: Page, finished_run: Path) -> None:
@@ -159,6 +172,16 @@ def test_lease_timeline_holds_every_leased_second(page: Page, finished_run: Path
     spans = [to - begin for begin, to in zip(leases["from"], leases["to"], strict=True)]
     assert sum(spans) / 1000 == pytest.approx(sum(row["seconds"] for row in record.ledger), rel=2e-3)
     assert [step for step, *_ in leases["steps"]] == [row["step"] for row in record.steps]
+
+
+def test_money_for_parked_memory_is_told_apart(finished_run: Path) -> None:
+    record = RunRecord.read(finished_run)
+    assert "parked" not in _price(record)
+    for row in record.ledger:
+        if row["activity"] == "parked":
+            row["money"] = 0.001
+    count = sum(row["activity"] == "parked" for row in record.ledger)
+    assert _price(record).endswith(f"; {money(0.001 * count)} of it for the memory of parked processes")
 
 
 def test_costs_by_kind_leave_parked_memory_out(finished_run: Path) -> None:
