@@ -134,7 +134,9 @@ def rollout(content: dict[str, Any]) -> str:
     """Targets of rollouts alone: how many were reached, and those that were not."""
     found = [Target(**{key: row.get(key, "") for key in Target.__dataclass_fields__}) for row in content["targets"]]
     missed = [target for target in found if not target.met]
-    return f"{len(found) - len(missed)} of {len(found)} targets were reached. The others:\n\n{target_table(missed)}"
+    kinds = {"single rollouts": [t for t in found if "means of" not in t.name], "means": [t for t in found if "means of" in t.name]}
+    counts = "; of ".join(f"{kind}, {sum(t.met for t in some)} of {len(some)}" for kind, some in kinds.items())
+    return f"Targets reached: of {counts}. The others:\n\n{target_table(missed)}"
 
 
 def break_even(content: dict[str, Any]) -> str:
