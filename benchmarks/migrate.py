@@ -4,10 +4,10 @@ latency   a response is moved back and forth between two engines that decode oth
           the length of its context, which is computed again (re-prefill) or comes as KV pages
 real      the runtime on this machine's cores, on a long-tailed workload: the step's time and full cost without moves, by the
           RLHFless paper's rule (tau) and by ours (auto); same seed, hence the same tokens
-replayed  the same comparison on logical GPUs with replayed engines, for a number of engines that this machine does not have;
-          there a moved response starts at once
+replayed  the same comparison on logical GPUs with replayed engines, for a number of engines that this machine does not have, whose
+          sequences cost so much (--per-seq-ms) that several are worth holding; there a moved response starts at once
 
-As it is it ends within minutes; `--rounds 3 --steps 12 --drop 3 --clock 4 --prefer 0.2 0.8` takes half an hour and is less noisy.
+As it is it ends within minutes; `--rounds 3 --steps 12 --drop 3 --clock 2 --prefer 0.2 0.8` takes half an hour and is less noisy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RULES = ("off", "tau", "auto")
 WAYS = ("prefill", "pages")
 MOVE_S = 0.1  # wanted of a move, at the median
 VOCABULARY = 256  # an untrained policy ends a response with about one token in so many
-SHOWN = ("step_s", "full_slot_s", "rollout_slot_s", "moved", "move_p50_s")
+SHOWN = ("step_s", "full_slot_s", "rollout_slot_s", "engines", "moved", "move_p50_s")
 
 
 # ---- latency ----------------------------------------------------------------------------------------------------------
@@ -154,6 +154,7 @@ def read(rows: list[dict[str, Any]], drop: int) -> list[dict[str, float]]:
             "tokens": row["tokens/generated"], "moved": row["rollout/moved"],
             "move_p50_s": float("nan") if row["rollout/move_p50_s"] is None else row["rollout/move_p50_s"],
             "longest": row["length/max"], "median": row["length/p50"], "decisions": row["rollout/move_decisions"],
+            "engines": row["pool/rollout_actors"],
         }
         for row in rows
         if row["step"] > drop
@@ -167,7 +168,8 @@ def real(mode: Mode, model: Path, options: Any, root: Path, overrides: list[str]
         "run": {"name": "run", "root": str(root), "steps": options.steps}, "policy": {"path": str(model)},
         "prompts": {"task": "chain", "batch_prompts": 16, "rows": 64}, "evaluate": {"prompts": 0}, "reward": {"function": "task"},
         "rollout": {
-            "samples_per_prompt": 8, "max_tokens": 1200, "max_actors": options.cores, "kv_cache_mb": 512, "stream_interval_s": 0.1
+            "samples_per_prompt": 8, "max_tokens": 1200, "kv_cache_mb": 512, "stream_interval_s": 0.1,
+            "max_actors": options.cores, "min_actors": options.cores,  # all begin with as many, and what differs is the moves
         },
         "learner": {"learning_rate": 1e-9, "max_slots_per_rank": options.cores},  # lengths stay what they are
         "watch": {"progress": "plain", "tensorboard": False, "wandb": "off", "samples_per_step": 1},
@@ -183,7 +185,7 @@ def replayed(mode: Mode, options: Any, folder: Path, gpus: int, prefer: float) -
 
     prompts, samples, max_tokens = options.prompts, 8, 4096
     lengths = synthetic_lengths(4 * prompts, samples, max_tokens, seed=0)
-    world = build(folder, lengths, base_s=8.5e-3, per_seq_s=3e-5, start_s=1.0, learn_s=2.0, clock=options.clock)
+    world = build(folder, lengths, base_s=8.5e-3, per_seq_s=1e-3 * options.per_seq_ms, start_s=1.0, learn_s=2.0, clock=options.clock)
     sections = json.loads(mode.overrides[0])
     recipe = recipe_for(
         world, folder, steps=options.steps, prompts=prompts, samples=samples, actors=gpus, max_tokens=max_tokens,
@@ -209,13 +211,14 @@ def compare(
 ) -> dict[str, Any]:
     check_same_work(found, rounds)
     spreads = {name: {key: Spread.of(s[key] for s in steps if np.isfinite(s[key])) for key in SHOWN} for name, steps in found.items()}
-    columns = ("migrate", "step, s", "full cost, slot-s", "rollout's", "moved a step", "time of off", "its cost")
+    columns = ("migrate", "engines", "step, s", "full cost, slot-s", "rollout's", "moved a step", "time of off", "its cost")
     table = Table(*columns, title=title, title_justify="left")
     ratios = {}
     for name, spread in spreads.items():
         ratios[name] = {key: spread[key].median / spreads["off"][key].median for key in ("step_s", "full_slot_s")}
         table.add_row(
-            name, spread["step_s"].show(), spread["full_slot_s"].show(), spread["rollout_slot_s"].show(), spread["moved"].show(2),
+            name, spread["engines"].show(1), spread["step_s"].show(), spread["full_slot_s"].show(), spread["rollout_slot_s"].show(),
+            spread["moved"].show(2),
             f"{ratios[name]['step_s']:.2f}×", f"{ratios[name]['full_slot_s']:.2f}×",
         )
     console.print(table)
@@ -230,9 +233,10 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 1024, 2048])
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--gpus", type=int, default=8, help="logical, of the replayed runs")
-    parser.add_argument("--prompts", type=int, default=64, help="of a replayed step")
-    parser.add_argument("--clock", type=float, default=8.0, help="speed of the replay")
-    parser.add_argument("--prefer", type=float, nargs="+", default=[0.5], help="of the replayed runs")
+    parser.add_argument("--prompts", type=int, default=32, help="of a replayed step")
+    parser.add_argument("--per-seq-ms", type=float, default=0.2, help="of a decode step, for each of its sequences, replayed")
+    parser.add_argument("--clock", type=float, default=4.0, help="speed of the replay")
+    parser.add_argument("--prefer", type=float, nargs="+", default=[0.8], help="of the replayed runs")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--drop", type=int, default=2, help="first steps of a run that are not steady state")

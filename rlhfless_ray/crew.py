@@ -80,7 +80,8 @@ def hire(
     run_id = hashlib.blake2b(f"{folder.resolve()} {time.time_ns()}".encode(), digest_size=4).hexdigest()
     leases = Leases(resource, ledger, recipe.functions.lease_deadline_s, run_id)
     ledger.price_of = prices(recipe, resource, leases)
-    ledger.parked_share, ledger.core_per_hour = recipe.price.parked_share, recipe.price.cpu_slot_per_hour
+    ledger.parked_share, ledger.slot_mb = recipe.price.parked_share, leases.slot_mb
+    ledger.core_per_hour = recipe.price.cpu_slot_per_hour
     dump = recipe.model_dump()
     wanted = recipe.rollout.prefix_kv != "off" and actors.prefill is not None
     unshared = unsupported(json.loads(files["config.json"])) if wanted else None

@@ -142,7 +142,7 @@ WHOLE_QWEN2 = {
 def context_tokens(files: dict[str, bytes]) -> int | None:
     """The longest sequence the policy takes, from its config: the shortest of what the config (a multimodal model's: that
     of its text part) says under any of the usual names. None where it does not say."""
-    config = _text_config(files)
+    config = text_config(files)
     said = [config[key] for key in CONTEXT_KEYS if isinstance(config.get(key), int) and config[key] > 0]
     return min(said, default=None)
 
@@ -150,7 +150,7 @@ def context_tokens(files: dict[str, bytes]) -> int | None:
 def kv_cache_bytes(files: dict[str, bytes], tokens: int, block_size: int, dtype: str) -> int | None:
     """Bytes of KV cache for one sequence of `tokens`: whole blocks, and the one that vLLM always holds back. None for kinds of
     attention not known here."""
-    config = _text_config(files)
+    config = text_config(files)
     windows = config.get("use_sliding_window") or set(config.get("layer_types") or ()) - {"full_attention"}
     if config.get("model_type") not in PLAIN_ATTENTION or windows:
         return None
@@ -171,7 +171,7 @@ def check_kv_cache(recipe: Recipe, files: dict[str, bytes], longest_prompt_token
         )
 
 
-def _text_config(files: dict[str, bytes]) -> dict[str, Any]:
+def text_config(files: dict[str, bytes]) -> dict[str, Any]:
     """config.json with its family's defaults filled in; as it stands for a family that transformers does not know."""
     raw = _config(files)
     if raw.get("model_type") == "qwen2" and raw.keys() >= WHOLE_QWEN2:

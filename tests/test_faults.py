@@ -18,7 +18,7 @@ import ray
 
 from benchmarks.replay import ReplayedLearner, ReplayedRuntime
 from benchmarks.replay_world import World, build, recipe_for, synthetic_lengths
-from benchmarks.strikes import kill
+from benchmarks.strikes import kill, pid_of
 from rlhfless_ray.crew import Actors
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.recipe import Recipe
@@ -66,15 +66,12 @@ class Hit(ReplayedRuntime):
         super().__init__(recipe)
         self.script = script or {}
         self.published: dict[int, int] = {}
-        self.learner_pids: list[int] = []
 
     def now(self, moment: str) -> None:
         if do := self.script.pop((self.step.number, moment), None):
             do(self)
 
     def generate(self, step: Step, *more: Any) -> Any:
-        if any(number == step.number for number, _ in self.script):  # they answer only while they do nothing else
-            self.learner_pids = ray.get([i.actor.pid.remote() for i in self.gang.by_rank], timeout=60)
         self.now("parked")
         return super().generate(step, *more)
 
@@ -130,7 +127,9 @@ def same(run: Hit, clean: Hit, steps: int = STEPS) -> None:
 
 
 def kill_learner(run: Hit) -> None:
-    os.kill(run.learner_pids[0], signal.SIGKILL)
+    pid = pid_of(run.gang.by_rank[0])
+    assert pid is not None, "killed before, and not started anew since"
+    os.kill(pid, signal.SIGKILL)
 
 
 MOMENTS = {(2, "parked"): 0, (3, "before update"): 0, (4, "update"): 0, (5, "publish"): 1, (6, "published"): 1}
@@ -146,7 +145,8 @@ def test_a_learner_killed_at_any_moment_goes_on_where_it_was(
     same(run, clean)
     assert run.total("faults/learner_restarts") == run.total("faults/bugs") == len(MOMENTS)
     # from disk: those of step 1 after the first checkpoint; of 1 and 2; none after 3; of 4 and 5; of 4 to 6 before that is saved
-    assert run.total("faults/updates_redone") == (sum(MOMENTS.values()) if every else 1 + 2 + 0 + 2 + 3)
+    redone = sum(MOMENTS.values()) if every else 1 + 2 + 0 + 2 + 3
+    assert run.total("faults/updates_redone") in (redone, redone + 1), "a busy machine may end step 4's update before the blow"
 
 
 def test_a_loop_that_is_left_is_a_stop_and_goes_on_later(nodes: Any, world: World, clean: Hit, tmp_path: Path) -> None:
@@ -286,12 +286,17 @@ def test_a_lost_node_takes_engines_and_parked_processes_with_it(
     assert run.total("faults/bugs") == 0 and run.total("faults/preempted") >= 1 and not on(run, passing.node_id)
 
 
-@pytest.mark.parametrize("moment", ["published", "loading"])
+@pytest.mark.parametrize("moment", ["published", "loading", "loading, and no copy"])
 def test_weights_whose_node_is_lost_are_had_from_elsewhere(
     nodes: Any, world: World, clean: Hit, tmp_path: Path, passing: Any, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The learner's node goes with the weights that it has just published, before an engine is told to load them or while all are."""
+    """The learner's node goes with the weights that it has just published, before an engine is told to load them or while all are;
+    and with what was to be their copy."""
+    import rlhfless_ray.learn.gang as gang
     import rlhfless_ray.rollout.rollout as stream
+
+    if moment == "loading, and no copy":
+        monkeypatch.setattr(gang, "kept_here", lambda ref, node: (ref, [ref] if node == passing.node_id else []))
 
     elsewhere = [node.node_id for node in (nodes.head_node, *nodes.worker_nodes) if node is not passing]
     others = [ray.util.placement_group([{"CPU": 1}], bundle_label_selector=[{"ray.io/node-id": n}]) for n in elsewhere for _ in range(2)]
@@ -303,7 +308,7 @@ def test_weights_whose_node_is_lost_are_had_from_elsewhere(
         nodes.remove_node(passing, allow_graceful=False)
 
     def fetch(pool: Any, weights: Any) -> None:
-        if moment == "loading" and weights.version == 3 and not begun:
+        if moment != "published" and weights.version == 3 and not begun:
             begun.append(True)
             lose(run)
         before(pool, weights)

@@ -72,6 +72,8 @@ def test_the_ledger_accounts_for_every_phase_and_engines_hold_nothing_while_the_
     by_lease: dict[str, list[tuple[float, float]]] = {}
     for a, b, row in held:
         by_lease.setdefault(row["lease"], []).append((a, b))
+    kept = [row for row in rows if row["activity"] == "parked" and float(row["memory_mb"])]
+    assert {row["kind"] for row in kept} >= {"rollout", "learn"} and all(float(row["money"]) > 0 for row in kept), "what is kept is billed"
     for intervals in by_lease.values():  # one holder at a time
         ordered = sorted(intervals)
         assert all(later[0] - earlier[1] > -1e-3 for earlier, later in itertools.pairwise(ordered))

@@ -19,7 +19,9 @@ FIXED: dict[str, tuple[Any, ...]] = {
 NOT_DONE: dict[str, tuple[Any, ...]] = {
     "bad_words": (None, []), "allowed_token_ids": (None, []),
     "min_tokens": (None, 0, 1), "n": (None, 1), "ignore_eos": (None, False), "logits_processors": (None, []),
-    "structured_outputs": (None,), "guided_decoding": (None,),
+    "structured_outputs": (None,), "guided_decoding": (None,), "thinking_token_budget": (None,), "repetition_detection": (None,),
+    "trace_decode_token_ids": (None,), "prompt_logprobs": (None,), "logprob_token_ids": (None,),
+    "prompt_logprob_token_ids": (None,), "watermarking": (None, False),
 }
 
 

@@ -114,6 +114,15 @@ class RayCluster:
             raise UserError("functions.slot: gpu, but the cluster has no GPU; set it to cpu or auto")
         return "gpu" if wanted == "gpu" or (wanted == "auto" and has_gpus) else "cpu"
 
+    def device(self, resource: str) -> str | None:
+        """What Ray calls the cluster's GPUs ("" where it does not say, or there are several kinds); None where slots are cores."""
+        import ray
+
+        if resource == "cpu":
+            return None
+        kinds = [name.partition(":")[2] for name in ray.cluster_resources() if name.startswith("accelerator_type:")]
+        return kinds[0] if len(kinds) == 1 else ""
+
     def check_size(self, resource: str) -> int:
         """Slots of the cluster. Raises UserError when the recipe needs more at once than there are, or on nodes that are not."""
         from rlhfless_ray.functions.lease import cluster_slots, node_slots

@@ -72,6 +72,7 @@ class Leases:
         self.notices: Callable[[], set[str]] = draining_nodes  # ids of the nodes that will soon be gone
         self.lost: set[str] = set()  # ids of nodes that do not answer, though Ray may still count them
         self.drained: tuple[set[str], float] = set(), -float("inf")  # as they were then
+        self.slot_mbs: dict[str, float] = {}
         self.asked_leases = 0
         self.handed_over = 0
 
@@ -175,6 +176,12 @@ class Leases:
         """What Ray counts as the node's memory; without end where it does not know the node."""
         told = next((one["Resources"].get("memory") for one in self.seen_nodes() if one["NodeID"] == node), None)
         return float("inf") if told is None else told / 2**20
+
+    def slot_mb(self, node: str) -> float:
+        """The same for each of the node's slots, as it was when it was asked for first."""
+        if node not in self.slot_mbs:
+            self.slot_mbs[node] = (self.memory_mb(node) or float("inf")) / max(1, self.matching({}).get(node, 1))
+        return self.slot_mbs[node]
 
     def gone(self, nodes: list[str]) -> list[str]:
         """Those of `nodes` that are not there any more, as of now."""

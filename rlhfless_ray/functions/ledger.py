@@ -3,13 +3,14 @@
 A lease is billed from the moment it is granted until it is released. Inside it the ledger keeps *holdings* (which
 function had it) and, reported by the instances, *spans* (what they did). What no span covers is idle. Two figures
 stand side by side: busy cost, working slot-seconds only (the papers' metric), and full cost, every leased second. Both
-count what a stop or a crash made a run pay twice. Parked processes take no slot; their memory costs money where it has a price.
+count what a stop or a crash made a run pay twice. Parked processes take no slot; the memory that they keep costs money.
 Processes that never have a slot, of agents, cost the seconds that they were at work on a core.
 """
 
 from __future__ import annotations
 
 import csv
+import math
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -59,7 +60,8 @@ class Holding:
     until_s: float | None = None
     memory_mb: float = 0.0
     slots: int = 1  # 0: parked, warm memory without a lease
-    kept: float = 1.0  # of that memory, beside what the instance works with
+    parked: float = 0.0  # what that costs, as a share of a slot's price
+    node_id: str = ""
     price_per_hour: float = 0.0
     spans: list[Span] = field(default_factory=list)
 
@@ -69,7 +71,8 @@ class Ledger:
         self.resource = resource
         self.price_of: Callable[[str], float] = lambda node: price_per_hour  # of a slot for an hour, by Ray's id of its node
         self.core_per_hour = 0.0  # price of a core for an hour, to who has no lease
-        self.parked_share = 0.0  # price of a process that is parked with all its memory, as a share of its slot's
+        self.parked_share: float | None = 0.0  # price of a process that is parked with all its memory, as a share of its slot's; None:
+        self.slot_mb: Callable[[str], float] = lambda node: math.inf  # by the memory that goes with a slot, by Ray's id of its node
         self.started_s = time.time() if started_s is None else started_s
         self.name_of: Callable[[str], str] = str  # from Ray's id of a node to what people call it
         self.open: dict[str, Holding] = {}
@@ -107,18 +110,29 @@ class Ledger:
         self._close(lease, time.time())
 
     def park(self, instance: str, node: str, device: str, kind: str, memory_mb: float, kept: float = 1.0) -> None:
-        """An instance stays warm without a lease: no slot is billed, its memory is shown, and costs `parked_share` of a slot's
-        price times the share of it that the instance has `kept`."""
+        """An instance stays warm without a lease: no slot is billed, its memory is shown and costs what `parked_price` says."""
         if instance not in self.open:
             self.open[instance] = Holding(
-                "", self.name_of(node), device, kind, instance, self.step, time.time(), memory_mb=memory_mb, slots=0, kept=kept,
-                price_per_hour=self.price_of(node),
+                "", self.name_of(node), device, kind, instance, self.step, time.time(), memory_mb=memory_mb, slots=0,
+                parked=self.parked_price(node, memory_mb, kept), node_id=node, price_per_hour=self.price_of(node),
             )
+
+    def parked_price(self, node: str, memory_mb: float, kept: float = 1.0) -> float:
+        """What a process costs that is parked on a node with so much memory, the share `kept` of what it works with; as a share of a
+        slot's price: `parked_share` times `kept`, or where that is None its share of the memory that goes with a slot there."""
+        return memory_mb / self.slot_mb(node) if self.parked_share is None else self.parked_share * kept
+
+    def hold_price(self, instances: Iterable[str]) -> float:
+        """The same of those that are parked now, on average; 0 without any."""
+        prices = [self.open[one].parked for one in instances if one in self.open and not self.open[one].slots]
+        return sum(prices) / len(prices) if prices else 0.0
 
     def kept(self, instance: str, memory_mb: float, kept: float) -> None:
         """What a parked instance has kept, from the beginning of its row on: it was told a little later."""
-        if instance in self.open and not self.open[instance].slots:
-            self.open[instance] = replace(self.open[instance], memory_mb=memory_mb, kept=kept)
+        holding = self.open.get(instance)
+        if holding is not None and not holding.slots:
+            price = self.parked_price(holding.node_id, memory_mb, kept)
+            self.open[instance] = replace(holding, memory_mb=memory_mb, parked=price)
 
     def unpark(self, instance: str) -> None:
         self._close(instance, time.time())
@@ -138,10 +152,7 @@ class Ledger:
         now = time.time()
         for key, holding in list(self.open.items()):
             self._close(key, now)
-            self.open[key] = Holding(
-                holding.lease, holding.node, holding.device, holding.kind, holding.instance, step, now,
-                memory_mb=holding.memory_mb, slots=holding.slots, kept=holding.kept, price_per_hour=holding.price_per_hour,
-            )
+            self.open[key] = replace(holding, step=step, from_s=now, until_s=None, spans=[])
         self.step = step
 
     def close(self) -> None:
@@ -173,7 +184,7 @@ class Ledger:
         seconds = end - begin
         if seconds <= 0:
             return
-        money = seconds * (holding.slots or self.parked_share * holding.kept) * holding.price_per_hour / 3600
+        money = seconds * (holding.slots or holding.parked) * holding.price_per_hour / 3600
         self.rows.append(
             Row(
                 holding.lease, holding.node, holding.device, self.resource, holding.kind, holding.instance, activity,

@@ -82,7 +82,7 @@ class Pool:
             spare = [*spare, *self.park(self.working[-1])]
         spare = self.begin(count, spare, begin)
         missing, urgent = max(0, count - len(self.working)), max(0, need - len(self.working))
-        expected, self.expected = self.expected, []
+        expected, self.expected = [one for one in self.expected if one.id in self.leases.asked], []
         prefer = [instance.slot.node for instance in self.parked]
         got = self.leases.take(missing, self.kind, prefer, urgent, wait_s, self.labels, expected)
         for lease in got:
@@ -174,6 +174,11 @@ class Pool:
 
     def _book(self, instance: Instance) -> None:
         self.ledger.park(instance.id, instance.slot.node, str(instance.slot.device), self.kind, *instance.parked_memory)
+
+    @property
+    def hold_price(self) -> float:
+        """What one of its parked processes costs, as a share of a slot's price."""
+        return self.ledger.hold_price(instance.id for instance in self.parked)
 
     def _give_back(self, instance: Instance) -> None:
         instance.giving_back = instance.actor.park.remote()

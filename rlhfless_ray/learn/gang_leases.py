@@ -37,6 +37,7 @@ class GangLeases:
         if len(own) < self.ranks:  # Ray would never grant what the run itself holds
             own, spare = self.own(by_rank, [*own, *spare, *leases.living(self.lend())])
         while missing := self.ranks - len(own):
+            leases.withdraw(list(leases.asked.values()))  # what was asked for ahead is for those that come after it
             homes = homes_of(by_rank)
             if gone := leases.gone(homes):
                 self.left += leases.living([*own, *spare])

@@ -93,12 +93,16 @@ class Gangs:
             found |= {prefix + name: content for name, content in gang.snapshot(deadline_s, refs).items()}
         return found
 
+    def keep(self) -> None:
+        """The state of now, outside of the processes, if it is time to."""
+        for gang in self.learners:
+            gang.keep()
+
     def recovers(self, every_steps: int, say: Callable[[str], None]) -> None:
         """From lost processes: `every_steps`, see `Recovery`; `say`: tells of it."""
         for gang in self.all:
             gang.recovery = Recovery(every_steps)
             gang.recovery.say = say
-            gang.leases.lend = self.site.handed
 
     def saved(self, load: Callable[[], dict[str, bytes]]) -> None:
         """What `snapshot` gave is on disk now; `load` reads it."""

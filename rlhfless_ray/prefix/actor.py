@@ -70,7 +70,7 @@ class PageActor(RolloutActor):
         self._take_loaded()  # of requests that were moved here before
         before = store.counts.copy()
         store.clear()
-        wanted = store.wanted(salt(version), prompts)
+        wanted = store.wanted(salt(version), prompts) if refs else set()
         lost = size = 0
         end = time.monotonic() + within_s
         for ref in refs:
@@ -112,7 +112,7 @@ class PageActor(RolloutActor):
         start = time.time()
         tokens = [tuple(prefix.tolist()) for prefix in prefixes]
         # the engine computes all of a prefix, so its pages are those of a prompt that goes on by one token
-        fetched = self.fetch_pages(version, [(*one, 0) for one in tokens], needs, within_s)
+        fetched = self.fetch_pages(version, [(*one, 0) for one in tokens] if needs else [], needs, within_s)
         store, seconds, computed = self._store, dict(self._store.seconds), self._store.counts["computed_tokens"]
         names = [str(-1 - i) for i in range(len(tokens))]
         store.ask(names, known=store.rows)

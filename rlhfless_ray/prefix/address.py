@@ -32,9 +32,12 @@ def root(fingerprint: bytes, version: str) -> bytes:
 
 def chain(start: bytes, tokens: Sequence[int] | np.ndarray, block_size: int) -> list[bytes]:
     """Addresses of the blocks of `tokens` in order, the last one of a partly filled block where tokens are left over."""
-    data = _bytes(tokens)
-    step = 4 * block_size
-    found, at = [], start
+    return blocks_after(start, _bytes(tokens), block_size)
+
+
+def blocks_after(at: bytes, data: bytes, block_size: int) -> list[bytes]:
+    """The same for tokens as the bytes of int32."""
+    step, found = 4 * block_size, []
     for begin in range(0, len(data), step):
         at = _digest(at, data[begin : begin + step])
         found.append(at)
@@ -101,24 +104,40 @@ def distinct_prefixes(
         raise ValueError(f"a block has at least one token, not {block_size}")
     found = Prefixes(block_size)
     number: dict[tuple[int, bytes], int] = {}  # by the node before and the block's tokens: only what is new is hashed
+    last = b""  # the prompt before: most begin as it does
     for prompt, tokens in enumerate(prompts):
         part = reusable(tokens)
         if not partial:
             part = part[: len(part) // block_size * block_size]
         data, step = _bytes(part), 4 * block_size
-        path: list[int] = []
-        at = -1
-        for depth, begin in enumerate(range(0, len(data), step)):
+        shared = _shared_blocks(data, last, step)
+        path: list[int] = found.paths[-1][:shared] if shared else []
+        at = path[-1] if path else -1
+        for begin in range(shared * step, len(data), step):
             block = data[begin : begin + step]
             known = number.get((at, block))
             if known is None:
                 known = number[at, block] = len(found.nodes)
                 address = _digest(found.nodes[at].address if at >= 0 else start, block)
-                size = len(block) // 4
+                size, depth = len(block) // 4, begin // step
                 found.nodes.append(Node(address, at, depth, size, depth * block_size + size, prompt))
                 found.uses.append(0)
             at = known
             path.append(at)
+        for at in path:
             found.uses[at] += 1
+        last = data
         found.paths.append(path)
     return found
+
+
+def _shared_blocks(one: bytes, other: bytes, step: int) -> int:
+    """How many whole blocks of so many bytes two byte strings both begin with."""
+    least, most = 0, min(len(one), len(other)) // step
+    while least < most:
+        middle = (least + most + 1) // 2
+        if one[least * step : middle * step] == other[least * step : middle * step]:
+            least = middle
+        else:
+            most = middle - 1
+    return least

@@ -5,8 +5,8 @@ a step admits are copied in before its forward pass. Saves happen when a request
 own; engine and worker are one process here (executor `uni`, no overlapping steps), so that is a copy, not a protocol.
 
 Names of vLLM used here, the same from 0.24 to 0.32: `KVConnectorBase_V1` and its abstract methods, `KVConnectorMetadata`,
-`register_kv_caches`, `request_finished`; of a request `all_token_ids`, `num_computed_tokens`, `cache_salt`,
-`kv_transfer_params`; `blocks.get_block_ids()`.
+`register_kv_caches`, `request_finished`; of a request `all_token_ids`, `num_computed_tokens`, `block_hashes`, `cache_salt`,
+`sampling_params.extra_args`, where the engine puts the request's name and how much of it was said before; `blocks.get_block_ids()`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
+from rlhfless_ray.prefix.address import chain
+from rlhfless_ray.prefix.hasher import plain
 from rlhfless_ray.prefix.pages import Kind, PageStore
 
 PLAIN = ("FullAttentionSpec", "MLAAttentionSpec")
@@ -70,22 +72,31 @@ class PageConnector(KVConnectorBase_V1):
         """Tokens whose pages are in the store beyond those that the engine's own cache has. All but the prompt's last token,
         so the number may end inside a block: that block is the request's own, and is filled up by what it computes."""
         matched = self._match(request, num_computed_tokens)
-        asked = request.kv_transfer_params or {}
-        if asked.get("continued"):
+        asked = request.sampling_params.extra_args
+        if asked.get("offset"):
             self.store.computed[asked["name"]] = request.num_tokens - num_computed_tokens - matched
         return matched, False
 
     def _match(self, request: Any, num_computed_tokens: int) -> int:
         self.found.pop(request.request_id, None)
-        if not self.store.rows or not _plain(request):
+        if not self.store.rows or not plain(request):
             return 0
-        tokens = request.all_token_ids[: request.num_tokens - 1]
+        tokens = request.num_tokens - 1
         first = num_computed_tokens // self.block_size
-        pages = self.store.match(self.store.addresses(request.cache_salt, tokens), first)
+        pages = self.store.match(self._addresses(request, tokens), first)
         if not pages:
             return 0
         self.found[request.request_id] = first, pages
-        return min(len(tokens), (first + len(pages)) * self.block_size) - num_computed_tokens
+        return min(tokens, (first + len(pages)) * self.block_size) - num_computed_tokens
+
+    def _addresses(self, request: Any, tokens: int) -> list[bytes]:
+        """Of the pages of its first so many tokens: vLLM has them as names of the full blocks (`BlockHasher`), the last one, of a
+        block that is partly filled, is not among those."""
+        full = tokens // self.block_size
+        found: list[bytes] = request.block_hashes[:full]
+        if rest := request.all_token_ids[full * self.block_size : tokens]:
+            found += chain(found[-1] if found else self.store.made.start(request.cache_salt), rest, self.block_size)
+        return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         first, pages = self.found.pop(request.request_id, (0, []))
@@ -103,11 +114,10 @@ class PageConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Its blocks are its own until this returns: the moment to copy out what was asked for."""
-        name = (request.kv_transfer_params or {}).get("name")
-        if name in self.store.asked and not self.store.refused and _plain(request):
+        name = request.sampling_params.extra_args.get("name")
+        if name in self.store.asked and not self.store.refused and plain(request):
             start = time.perf_counter()
-            tokens = request.all_token_ids[: min(request.num_computed_tokens, request.num_tokens - 1)]
-            addresses = self.store.addresses(request.cache_salt, tokens)
+            addresses = self._addresses(request, min(request.num_computed_tokens, request.num_tokens - 1))
             self.store.save(name, addresses, block_ids)
             self.store.seconds["save"] += time.perf_counter() - start
         return False, None
@@ -146,7 +156,12 @@ class PageConnector(KVConnectorBase_V1):
         self.store.seconds["load"] += time.perf_counter() - start
 
     def _copy_out(self, blocks: Sequence[int]) -> np.ndarray:
-        return np.concatenate([layer.read(blocks) for layer in self.layers], axis=1)
+        pages = np.empty((len(blocks), sum(layer.bytes for layer in self.layers)), np.uint8)
+        at = 0
+        for layer in self.layers:
+            layer.read(blocks, pages[:, at : at + layer.bytes])
+            at += layer.bytes
+        return pages
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """All layers are there before the forward pass."""
@@ -173,13 +188,15 @@ class _Layer:
         order = sorted(range(self.cache.dim()), key=lambda d: -self.cache.stride()[d])
         return [self.name, self.shape, self.dim, order, str(self.cache.dtype)]
 
-    def read(self, blocks: Sequence[int]) -> np.ndarray:
-        """(blocks, bytes) uint8 in host memory."""
+    def read(self, blocks: Sequence[int], into: np.ndarray) -> None:
+        """Into (blocks, bytes) uint8 in host memory."""
         if self.rows is not None:
-            return self.rows[np.asarray(blocks)]
+            for row, block in zip(into, blocks, strict=True):
+                row[:] = self.rows[block]
+            return
         index = torch.tensor(blocks, dtype=torch.long, device=self.cache.device)
         taken = self.cache.index_select(self.dim, index).movedim(self.dim, 0).contiguous()
-        return taken.reshape(len(blocks), -1).view(torch.uint8).cpu().numpy()
+        into[:] = taken.reshape(len(blocks), -1).view(torch.uint8).cpu().numpy()
 
     def write(self, blocks: Sequence[int], pages: Sequence[np.ndarray]) -> None:
         if self.rows is not None:
@@ -189,11 +206,6 @@ class _Layer:
         index = torch.tensor(blocks, dtype=torch.long, device=self.cache.device)
         values = torch.from_numpy(np.stack(pages)).to(self.cache.device).view(self.cache.dtype).reshape(len(blocks), *self.shape)
         self.cache.movedim(self.dim, 0)[index] = values
-
-
-def _plain(request: Any) -> bool:
-    """Whether tokens and version say everything about a request's KV."""
-    return bool(request.cache_salt) and not (request.mm_features or request.lora_request or request.prompt_embeds is not None)
 
 
 def _model(config: Any) -> list[Any]:

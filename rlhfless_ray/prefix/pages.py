@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from rlhfless_ray.prefix.address import chain, distinct_prefixes, reusable, root
+from rlhfless_ray.prefix.address import distinct_prefixes, root
 
 
 def checksum(address: bytes, page: np.ndarray) -> int:
@@ -63,7 +63,6 @@ class PageStore:
         self.kind: Kind | None = None  # known once the engine has its KV cache
         self.refused = ""  # why this engine cannot take part; empty when it can
         self.rows: dict[bytes, np.ndarray] = {}  # address → (page_bytes,) uint8
-        self.chains: dict[tuple[str, tuple[int, ...]], list[bytes]] = {}  # addresses of the prompts it was filled for
         self.asked: set[str] = set()  # names of requests whose pages are saved when they end
         self.known: set[bytes] = set()  # pages that are not worth saving: whoever asked has them
         self.saved: dict[str, tuple[list[bytes], np.ndarray]] = {}
@@ -77,11 +76,6 @@ class PageStore:
 
     # ---- in --------------------------------------------------------------------------------------------------
 
-    def addresses(self, version: str, tokens: Sequence[int]) -> list[bytes]:
-        """Of the pages of these tokens under a policy version (the requests' cache salt)."""
-        known = self.chains.get((version, tuple(tokens))) if self.chains else None
-        return known if known is not None else chain(self.made.start(version), tokens, self.made.block_size)
-
     @property
     def made(self) -> Kind:
         """The kind, once there is an engine. Raises RuntimeError before, and where it cannot take part."""
@@ -90,13 +84,8 @@ class PageStore:
         return self.kind
 
     def wanted(self, version: str, prompts: Iterable[Sequence[int]]) -> set[bytes]:
-        """Addresses of every page that the prompts could use. They are remembered until `clear`: a group's samples ask for the
-        same ones."""
-        asked = [tuple(tokens) for tokens in prompts]
-        trie = distinct_prefixes(asked, self.made.block_size, self.made.start(version))
-        for tokens, path in zip(asked, trie.paths, strict=True):
-            self.chains[version, reusable(tokens)] = [trie.nodes[n].address for n in path]
-        return {address for addresses in self.chains.values() for address in addresses}
+        """Addresses of every page that the prompts could use."""
+        return {node.address for node in distinct_prefixes(prompts, self.made.block_size, self.made.start(version)).nodes}
 
     def put(self, bundle: Bundle, version: str, wanted: set[bytes]) -> int:
         """Take the pages that are wanted and sound; returns how many. Damaged ones are counted as `damaged`, and those of
@@ -119,7 +108,6 @@ class PageStore:
     def clear(self) -> None:
         """Forget every page; what the engine's own cache has of them stays there."""
         self.rows.clear()
-        self.chains.clear()
 
     def match(self, addresses: Sequence[bytes], first: int) -> list[np.ndarray]:
         """The pages from block `first` on, up to the first that is not here."""

@@ -81,9 +81,11 @@ class Price(Section):
     """Money per hour of a leased GPU."""
     rollout_slot_per_hour: float | None = Field(None, ge=0)
     """Money per hour of a slot on the nodes that `rollout.nodes` names, where these are cheaper. Empty: as any other."""
-    parked_share: float = Field(0.0, ge=0, le=1)
-    """What a parked process costs, as a share of its slot's price: the memory it keeps from others. Above 0 a process is
-    kept warm only while that costs less than the start it saves."""
+    parked_share: float | None = Field(None, ge=0, le=1)
+    """What a parked process costs for the memory that it keeps from others. Empty: the part of a slot's price that this is of the
+    memory that goes with a slot (the node's, as Ray counts it, by its slots). A number: so much of its slot's price for all that it
+    works with, and less as it gives memory back. A process is kept warm only while that costs less than the start it saves; at 0
+    it costs nothing."""
 
 
 class Checkpoint(Section):

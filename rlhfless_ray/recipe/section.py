@@ -27,9 +27,9 @@ class Section(BaseModel):
         return value
 
 
-def _yaml_off(value: Any) -> Any:
-    """YAML reads a bare `off` as false; where a setting has the word, the word is meant."""
-    return "off" if value is False else value
+def _yaml_word(value: Any) -> Any:
+    """YAML reads bare `on` and `off` as true and false; where a setting has the words, the words are meant."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-OffIsAWord = BeforeValidator(_yaml_off)
+OffIsAWord = BeforeValidator(_yaml_word)

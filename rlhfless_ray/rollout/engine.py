@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ import numpy as np
 
 from rlhfless_ray.functions.memory import give_back
 from rlhfless_ray.imports import lean_imports
-from rlhfless_ray.prefix.address import salt
+from rlhfless_ray.prefix.address import root, salt
+from rlhfless_ray.prefix.hasher import BlockHasher
 from rlhfless_ray.prefix.pages import PageStore
 from rlhfless_ray.rollout.inbox import Inbox, Order
 from rlhfless_ray.rollout.live import Live
@@ -112,6 +114,17 @@ class Engine:
         assert sampler is not None, "vLLM did not build the sampler"
         self.sampler, self.live = sampler, Live(sampler)
         self.on_cpu = on_cpu
+        self._name_blocks()
+
+    def _name_blocks(self) -> None:
+        """Blocks of KV have our names where their layers are one group, as those of a hybrid model are not."""
+        core: Any = self.engine.engine_core.engine_core  # type: ignore[attr-defined]  # of a client in this process
+        size = core.vllm_config.cache_config.block_size
+        if len(core.scheduler.kv_cache_config.kv_cache_groups) != 1 or getattr(core.scheduler, "hash_block_size", size) != size:
+            return
+        kept = self.pages if self.pages is not None and self.pages.kind is not None else None
+        start = kept.made.start if kept is not None else partial(root, b"no pages")
+        core.request_block_hasher = BlockHasher(start, size, core.request_block_hasher)
 
     def load(self, version: int, weights: dict[str, np.ndarray]) -> None:
         """Replace the weights in place. Requests after this carry `version` in their cache salt, so KV of older
@@ -191,7 +204,7 @@ class Engine:
         return added
 
     def _add(self, requests: Iterable[Request]) -> set[int]:
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         added = set()
@@ -200,8 +213,7 @@ class Engine:
             extra: dict[str, Any] = {"key": number, "seed": request.seed, "temperature": request.temperature, "offset": before}
             extra["top_p"] = request.top_p
             if self.pages is not None:
-                # by its name the connector knows whose pages are asked for
-                extra["kv_transfer_params"] = {"name": str(request.key), "continued": before > 0}
+                extra["name"] = str(request.key)  # by which the connector knows whose pages are asked for
             params = SamplingParams(
                 temperature=0.0,  # the sampler draws; vLLM only takes its pick
                 max_tokens=request.max_tokens - before,
@@ -213,7 +225,9 @@ class Engine:
                 extra_args=extra,
             )
             tokens = [*request.token_ids, *request.generated]
-            self.engine.add_request(str(number), TokensPrompt(prompt_token_ids=tokens, cache_salt=salt(self.version or 0)), params)
+            # as vLLM's renderer would give it back, which looks at every prompt anew
+            prompt: Any = {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt(self.version or 0)}
+            self.engine.add_request(str(number), prompt, params)
             added.add(number)
         return added
 

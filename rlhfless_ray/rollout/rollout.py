@@ -24,7 +24,7 @@ from rlhfless_ray.rollout.inbox import Order
 from rlhfless_ray.rollout.launches import Launch, Launches
 from rlhfless_ray.rollout.migrate import Migration, Wish
 from rlhfless_ray.rollout.moving import Moving
-from rlhfless_ray.rollout.stream import Stream, fetch_weights
+from rlhfless_ray.rollout.stream import Stream, fetch_into, fetch_weights
 from rlhfless_ray.rollout.transcript import Transcript
 from rlhfless_ray.types import EngineStep, Request, Span, WeightVersion
 from rlhfless_ray.waits import wait_any
@@ -52,6 +52,7 @@ def run_rollout(
     migration: Migration | None = None,
     start_s: float = 15.0,
     agents: Callable[..., Rollout] | None = None,
+    renew: Callable[[WeightVersion, Instance], WeightVersion | None] = lambda weights, instance: None,
 ) -> Stream:
     """Answer every request on the pool's working instances.
 
@@ -61,7 +62,8 @@ def run_rollout(
     what becomes of its lease, and `give_back` carries it out, unless `beside` has work for its slot. `migration`: moves
     requests while they are answered (None: they stay where they are as long as their engine lives). `start_s`: what a new
     engine takes to start. `silence_s`: an engine that has started and says nothing for so long hangs. `agents`: makes the
-    rollout of agents (`rollout/episodes.py`), whose episodes the requests are. Raises RunError past the deadline or when the
+    rollout of agents (`rollout/episodes.py`), whose episodes the requests are. `renew` has the weights, which were lost, published
+    once more, while an engine waits for them that may lend its leases (None: it cannot). Raises RunError past the deadline or when the
     pool's budget for faults is used up.
     """
     shares = [share for share in shares if len(share)]
@@ -73,7 +75,7 @@ def run_rollout(
     rollout = kind(
         pool=pool, requests=requests, expected=expected, weights=weights, interval_s=interval_s, silence_s=silence_s,
         needed_next=needed_next, drained=drained, give_back=give_back, on_progress=on_progress, beside=beside,
-        migration=migration, start_s=start_s,
+        migration=migration, start_s=start_s, renew=renew,
     )
     return rollout.run(shares, deadline_s)
 
@@ -83,19 +85,20 @@ class Rollout:
         self, pool: Pool, requests: list[Request], expected: np.ndarray, weights: WeightVersion, interval_s: float,
         silence_s: float, needed_next: int, drained: Callable[[float, bool], Decision],
         give_back: Callable[[Instance, Decision], None], on_progress: Callable[[int, int], None], beside: Beside | None,
-        migration: Migration | None, start_s: float,
+        migration: Migration | None, start_s: float, renew: Callable[[WeightVersion, Instance], WeightVersion | None],
     ) -> None:
         self.pool, self.expected, self.weights, self.interval_s = pool, expected, weights, interval_s
         self.silence_s, self.needed_next, self.start_s = silence_s, needed_next, start_s
         self.drained, self.give_back, self.on_progress, self.migration = drained, give_back, on_progress, migration
-        self.beside = beside
+        self.beside, self.renew = beside, renew
         self.transcript = Transcript(requests)
         self.launches = Launches(pool, self.transcript, interval_s)
         self.moving = Moving(self.launches, self.transcript, expected)
         self.stream = Stream(self.transcript.completions, moved=self.moving.moved)
         self.decide_at_s = 0.0
         self.going: set[str] = set()  # ids of nodes that are drained
-        self.from_copy: set[int] = set()  # engines whose weights were lost on their way, once each
+        self.first, self.renewed = weights.ref, False
+        self.tried: dict[int, list[Any]] = {}  # by engine: references to the weights that were lost on their way
 
     def run(self, shares: Sequence[np.ndarray], deadline_s: float) -> Stream:
         start = time.monotonic()
@@ -213,16 +216,24 @@ class Rollout:
             self.beside.heard(self.transcript.completion(i) for i in indices)
 
     def weights_lost(self, launch: Launch) -> bool:
-        """Whether the engine could not load as its weights' node was lost: it takes the copy of them, and begins again. What it
-        may have begun with the weights of before is cut and not heard."""
+        """Whether the engine could not load as its weights' node was lost: it takes the copy of them, or where that was lost too those
+        that the learner publishes once more, and begins again. What it may have begun with the weights of before is cut and not heard."""
         instance = launch.instance
-        if self.weights.copy is None or launch.number in self.from_copy or not lost_on_the_way(instance.loading):
+        if not lost_on_the_way(instance.loading):
             return False
-        self.from_copy.add(launch.number)
+        tried = self.tried.setdefault(launch.number, [self.first])
+        left = [ref for ref in (self.weights.copy, self.weights.ref) if ref is not None and ref not in tried]
+        if not left and not self.renewed:
+            self.renewed, fresh = True, self.renew(self.weights, instance)
+            if fresh is not None:
+                self.weights, left = fresh, [fresh.ref]
+        if not left:
+            return False
+        tried.append(left[0])
         keys = tuple(self.transcript.requests[i].key for i in launch.asked)
         self.launches.tell(launch, Order(cut=keys, what="begin again with the step's weights"))
         instance.version = None
-        fetch_weights(self.pool, replace(self.weights, ref=self.weights.copy))
+        fetch_into(instance, replace(self.weights, ref=left[0]))
         if len(owed := self.transcript.owed(launch.number)):
             self.launches.send(launch.number, owed)
         return True
@@ -344,9 +355,11 @@ class Rollout:
 
 
 def _loaded(instance: Instance) -> list[Span]:
-    """What the instance said of its last weight loading, once: it is done when the rollout after it has answers."""
-    loading, instance.loading = instance.loading, None
-    return ray.get(loading) if loading is not None else []
+    """What the instance said of its last weight loading, once: it is done when the rollout after it has answers. What it raised
+    stays there to be looked at."""
+    spans = ray.get(instance.loading) if instance.loading is not None else []
+    instance.loading = None
+    return spans
 
 
 def step_s(steps: list[EngineStep]) -> float:

@@ -17,6 +17,7 @@ from rlhfless_ray.agent.samples import EpisodeSamples
 from rlhfless_ray.autoscale import RolloutPlan
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
+from rlhfless_ray.functions.parked import FIRST_MB
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.learn.stage import LearnStage
 from rlhfless_ray.prefix.stage import PrefixStage, StepPrefixes
@@ -45,6 +46,7 @@ class RolloutStage:
         self.site, self.pool, self.scoring, self.learning = site, pool, scoring, learning
         self.tokenizer, self.weight_bytes = tokenizer, weight_bytes
         self.began_s = 0.0
+        self.waits = False  # engines have begun, and their phase has not
         self.prefix, self.agents = prefix, agents
         rollout = site.recipe.rollout
         moves = rollout.migrate != "off" and agents is None  # what an agent will say, and so what is left, nobody foresees
@@ -73,9 +75,14 @@ class RolloutStage:
 
     def begin(self, step: Step, weights: WeightVersion) -> None:
         """Before the phase of a step that is planned: engines take what leases are spare, and load the weights."""
-        site = self.site
+        site, self.waits = self.site, True
         with self._warm_start_timed():
             site.spare = self.pool.begin(step.plan.actors, site.leases.living(site.handed()), partial(fetch_into, weights=weights))
+
+    def lend(self) -> list[Lease]:
+        """The leases that nobody works under just now, those of engines that wait for their phase too."""
+        waits, self.waits = self.waits, False
+        return [*self.site.handed(), *(self._park() if waits else [])]
 
     @contextmanager
     def _warm_start_timed(self) -> Iterator[None]:
@@ -119,7 +126,7 @@ class RolloutStage:
         """Engines load the weights from the moment they have their leases, while their requests are still being made."""
         site = self.site
         with site.phases.phase("rollout"):
-            need = site.recipe.rollout.min_actors
+            need, self.waits = site.recipe.rollout.min_actors, False
             begin = partial(fetch_into, weights=weights)
             with self._warm_start_timed():
                 spare = self.pool.resize(plan.actors, site.handed(), need=need, wait_s=0.2, begin=begin)
@@ -200,12 +207,28 @@ class RolloutStage:
             drained=autoscaler.drained, give_back=self.drained, on_progress=self._meanwhile,
             beside=beside, migration=migration, start_s=autoscaler.terms.cold_start.predict(),
             agents=self._agents(beside.samples, requests),  # type: ignore[arg-type]
+            renew=self._renew,
         )
         around_s = time.monotonic() - self.began_s - max(stream.decode_s.values(), default=0.0)
         for node, seconds in stream.loads:
             autoscaler.observe_load(self.weight_bytes, seconds, away=node not in self._homes())
         autoscaler.observe_rollout(stream.steps, around_s if all_warm else None)
         return stream
+
+    def _renew(self, weights: WeightVersion, instance: Instance) -> WeightVersion | None:
+        """The step's weights were lost, and so was their copy: the learner publishes them once more, under the leases of this
+        engine, which cannot work without, if there are no others. None where it cannot, as it is at work already."""
+        if self.learning.gang.working:
+            return None
+        leases, node = self.pool.leases, instance.slot.node
+        self.site.spare, instance.leases = [*self.site.spare, *instance.leases], []
+        fresh = self.learning.gangs.safe(weights)
+        own = [lease for lease in self.site.spare if self.pool.fits(instance, lease.slot)][:1]
+        self.site.spare = [lease for lease in self.site.spare if lease not in own]
+        own = own or leases.collect(leases.ask(1, [node]), self.pool.kind, leases.deadline_s, need=1)
+        leases.hand_over(own[0], self.pool.kind, instance.id)
+        instance.leases = own
+        return fresh if fresh.ref != weights.ref else None
 
     def drained(self, instance: Instance, decision: Decision) -> None:
         """An engine has nothing left to do: its lease goes where the decision says so. One that still starts is at work."""
@@ -232,8 +255,9 @@ class RolloutStage:
         if self.agents is not None or reward.parked or reward.working:
             return
         left_s = (time.monotonic() - self.began_s) * (total - done) / max(done, 1)
-        if self.site.autoscaler.prewarm_now(left_s, REWARD_START_S):
-            reward.prewarm(self.pool.working[0].slot)
+        slot = self.pool.working[0].slot
+        if self.site.autoscaler.prewarm_now(left_s, REWARD_START_S, self.site.ledger.parked_price(slot.node, FIRST_MB)):
+            reward.prewarm(slot)
 
     def _told_start(self, instance: Instance) -> None:
         if spans := self.site.told_start(instance):

@@ -158,6 +158,12 @@ def warnings(record: RunRecord) -> list[Row]:
         count = total(replaced, "faults/replaced") or 0
         what = "1 instance died and was" if count == 1 else f"{number(count, 9)} instances died and were"
         out.append({"title": "Replaced instances", "text": f"{what} replaced in {_steps(replaced)}."})
+    unplanned = [row for row in steps if row.get("plan/failed") or row.get("plan/trouble")]
+    if unplanned:
+        first = unplanned[0]
+        said = _clip(first.get("plan/trouble") or first.get("pool/reason"), 400)
+        text = f"In {_steps(unplanned)}; the run went on with what was planned last. The first time: {said}."
+        out.append({"title": "Planning failed", "text": text})
     again = [row for row in record.ledger if row.get("repeated") and finite(row.get("slots"))]
     if again:
         spent = sum(row["slots"] * row["seconds"] for row in again)
@@ -256,7 +262,9 @@ def _price(record: RunRecord) -> str:
         return ""
     kinds = {str(row.get("resource")) for row in record.ledger} or {"cpu", "gpu"}
     parts = [f"{number(price.get(f'{kind}_slot_per_hour'))} per {kind.upper()} slot-hour" for kind in sorted(kinds)]
-    return "at " + ", ".join(part for part in parts if not part.startswith(DASH))
+    parked = total([row for row in record.ledger if row.get("activity") == "parked"], "money")
+    said = "at " + ", ".join(part for part in parts if not part.startswith(DASH))
+    return f"{said}; {money(parked)} of it for the memory of parked processes" if parked else said
 
 
 def _run_name(record: RunRecord) -> str:

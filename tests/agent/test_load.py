@@ -14,7 +14,7 @@ from rlhfless_ray.agent.engine import Reply
 from rlhfless_ray.agent.episode import BadEpisode, Episode
 from rlhfless_ray.agent.load import AgentSource, Player
 from rlhfless_ray.agent.params import SamplingParams
-from rlhfless_ray.agent.turns import AgentError, check_sampling
+from rlhfless_ray.agent.turns import FIXED, NOT_DONE, AgentError, check_sampling
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.types import Prompt
 
@@ -235,9 +235,22 @@ def test_agents_may_make_their_own_sampling_parameters(tmp_path: Path) -> None:
 
     given = params()
     check_sampling(given, vllm.SamplingParams(temperature=1.0, top_k=-1, max_tokens=5, stop=["x"], seed=3))
-    for name, value in {"min_p": 0.1, "repetition_penalty": 1.1, "top_p": 0.9, "logit_bias": {1: 2.0}, "bad_words": ["x"]}.items():
+    refused = {
+        "min_p": 0.1, "top_p": 0.9, "logit_bias": {1: 2.0}, "bad_words": ["x"], "min_tokens": 3, "repetition_penalty": 1.1,
+        "presence_penalty": 0.5, "frequency_penalty": 0.5, "thinking_token_budget": 9,
+    }
+    for name, value in refused.items():
         with pytest.raises(AgentError, match=name):
             check_sampling(given, vllm.SamplingParams(temperature=1.0, **{name: value}))
+    # of each that vLLM has it is known whether a request carries it, it is refused, or it says how the answer is told
+    carried = {"max_tokens", "stop", "stop_token_ids"}
+    told = {
+        "seed", "logprobs", "flat_logprobs", "prompt_logprob_start", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+        "include_stop_str_in_output", "output_kind", "stream_interval", "skip_clone", "output_text_buffer_length", "extra_args",
+        "skip_reading_prefix_cache", "routed_experts_prompt_start",
+    }  # fmt: skip
+    theirs = {name for name in vllm.SamplingParams.__struct_fields__ if not name.startswith("_")}
+    assert theirs - {*FIXED, *NOT_DONE, *carried, *told} == set()
 
 
 def test_an_agent_that_takes_too_long(tmp_path: Path) -> None:

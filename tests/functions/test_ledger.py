@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import math
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -160,6 +161,24 @@ def test_parked_memory_that_has_a_price_is_billed_by_what_is_kept(clock: Clock) 
         (0, 2, 0, 800.0, pytest.approx(0.01)), (1, 5, 0, 200.0, pytest.approx(5 * 0.01 * 0.5 * 0.25)), (1, 1, 1, 0.0, pytest.approx(0.01)),
     ]  # fmt: skip
     assert ledger.totals()["money"] == pytest.approx(0.02625) and ledger.totals()["full_slot_s"] == 1.0
+
+
+def test_parked_memory_costs_its_part_of_what_goes_with_a_slot(clock: Clock) -> None:
+    """400 of 8,000 MB are a twentieth of the slot; of a node whose memory is not known, and of a process that has not told, nothing."""
+    ledger = Ledger("cpu", 36.0)
+    ledger.parked_share, ledger.slot_mb = None, lambda node: {"n": 8000.0}.get(node, math.inf)
+    ledger.name_of = str.upper
+    ledger.park("A", "n", "0", "rollout", 800.0)
+    ledger.park("B", "elsewhere", "0", "rollout", 800.0)
+    ledger.park("C", "n", "0", "rollout", 0.0)
+    assert ledger.hold_price("AC") == pytest.approx(0.05) and ledger.hold_price("B") == ledger.hold_price("D") == 0.0
+    ledger.cut(1)
+    ledger.kept("A", 400.0, 0.5)
+    clock.now += 10
+    ledger.close()
+    money = {row.instance: row.money for row in ledger.rows}
+    assert money == {"A": pytest.approx(10 * 0.01 / 20), "B": 0.0, "C": 0.0}
+    assert ledger.parked_price("n", 16000.0) == 2.0, "who keeps the memory of two slots from others pays for two"
 
 
 def test_a_cut_gives_every_row_one_step(clock: Clock) -> None:

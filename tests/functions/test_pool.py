@@ -92,6 +92,16 @@ def test_what_was_expected_too_much_is_withdrawn(pool):
     assert not pool.expected, "who has it hands it over"
 
 
+def test_what_was_expected_and_withdrawn_since_is_asked_for_anew(pool):
+    """As by a learner that was lost, which goes first."""
+    pool.resize(2, [], need=2)
+    pool.leases.release(pool.resize(1, [], need=1))
+    pool.expect(2)
+    pool.leases.withdraw(list(pool.leases.asked.values()))
+    pool.resize(2, [], need=2)
+    assert len(pool.working) == 2 and pool.leases.asked_leases == 3 and not pool.leases.asked
+
+
 def test_shrinking_parks_and_growing_again_is_a_warm_start_of_the_same_process(pool):
     pool.resize(2, [], need=2)
     before = pids(pool)

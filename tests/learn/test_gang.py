@@ -10,7 +10,7 @@ import pytest
 
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.instance import Instance, State
-from rlhfless_ray.functions.lease import Lease, Leases, Slot
+from rlhfless_ray.functions.lease import Lease, Leases, Request, Slot
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.learn.gang import Gang
@@ -103,6 +103,21 @@ def test_what_the_run_holds_without_using_it_is_taken_before_anything_is_asked_f
     assert nodes_of(gang) == [["here"], ["here"]] and left.slot.node == "there" and cluster.log == [] and not spare
 
 
+def test_what_was_asked_for_ahead_is_not_waited_for():
+    """As when it is lost after it has published: engines' next leases were asked for meanwhile, and granted the last slot."""
+    cluster = Cluster("cpu", {"here": []})
+    cluster.asked = {"ahead": Request("ahead", None, 0.0)}
+
+    def withdraw(requests: list[Request]) -> None:
+        for request in requests:
+            del cluster.asked[request.id]
+            cluster.free["here"].append(0)
+
+    cluster.withdraw = withdraw  # type: ignore[method-assign]
+    gang = gang_on(cluster, Slot("here", 0))
+    assert gang.staff([]) == [] and nodes_of(gang) == [["here"]] and cluster.log == ["here → here"] and not cluster.asked
+
+
 def test_without_one_it_lets_the_others_go_and_asks_at_its_own_node():
     cluster = Cluster("cpu", {"here": [0], "there": []})
     gang = gang_on(cluster, Slot("here", 0))
@@ -150,7 +165,7 @@ def test_on_gpu_it_holds_the_wrong_devices_until_the_right_one_comes():
 
 
 def test_a_device_that_never_comes_is_named_after_the_deadline_and_nothing_is_kept(monkeypatch):
-    monkeypatch.setattr("rlhfless_ray.learn.gang.random.uniform", lambda a, b: 0.05)
+    monkeypatch.setattr("rlhfless_ray.learn.gang_leases.random.uniform", lambda a, b: 0.05)
     cluster = Cluster("gpu", {"here": [0, 1]}, deadline_s=0.2)
     gang = gang_on(cluster, Slot("here", 2))
     start = time.monotonic()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rlhfless_ray.prefix.address import chain
 from rlhfless_ray.prefix.pages import Bundle, Kind, PageStore
 
 TOKENS = tuple(range(10))
@@ -19,8 +20,12 @@ def store_of(fingerprint: bytes = b"engine", block_size: int = 4, page_bytes: in
     return made
 
 
+def addresses_of(store: PageStore, tokens: tuple[int, ...], version: str = "version 1") -> list[bytes]:
+    return chain(store.made.start(version), tokens, store.made.block_size)
+
+
 def bundle_of(store: PageStore, version: str = "version 1") -> Bundle:
-    addresses = store.addresses(version, TOKENS[:-1])
+    addresses = addresses_of(store, TOKENS[:-1], version)
     pages = np.random.default_rng(0).integers(0, 256, (len(addresses), BYTES)).astype(np.uint8)
     return Bundle.seal(store.made.start(version), addresses, pages)
 
@@ -29,7 +34,7 @@ def test_own_pages_are_taken() -> None:
     store = store_of()
     bundle = bundle_of(store)
     assert store.put(bundle, "version 1", store.wanted("version 1", [TOKENS])) == 3
-    found = store.match(store.addresses("version 1", TOKENS[:-1]), 1)
+    found = store.match(addresses_of(store, TOKENS[:-1]), 1)
     np.testing.assert_array_equal(np.stack(found), bundle.pages[1:])
     assert store.counts == {"put": 3}
 
@@ -51,7 +56,7 @@ def test_foreign_pages_are_refused_by_their_address(maker: PageStore, version: s
 
 def test_pages_of_other_prompts_in_a_bundle_are_no_fault() -> None:
     store = store_of()
-    assert store.put(bundle_of(store), "version 1", set(store.addresses("version 1", TOKENS[:4]))) == 1
+    assert store.put(bundle_of(store), "version 1", set(addresses_of(store, TOKENS[:4]))) == 1
     assert store.counts == {"put": 1}
 
 
@@ -69,7 +74,7 @@ def test_a_damaged_page_is_refused_and_its_neighbours_are_not() -> None:
     pages[1, 17] ^= 1
     assert store.put(replace(bundle, pages=pages), "version 1", store.wanted("version 1", [TOKENS])) == 2
     assert store.counts["damaged"] == 1
-    assert len(store.match(store.addresses("version 1", TOKENS[:-1]), 0)) == 1, "what lies behind a gap cannot be used"
+    assert len(store.match(addresses_of(store, TOKENS[:-1]), 0)) == 1, "what lies behind a gap cannot be used"
 
 
 def test_whole_pages_under_each_others_address_are_refused() -> None:
@@ -88,7 +93,7 @@ def test_pages_of_another_size_are_refused() -> None:
 
 def test_each_page_is_saved_once_and_known_ones_are_not() -> None:
     store = store_of()
-    addresses = store.addresses("version 1", TOKENS)
+    addresses = addresses_of(store, TOKENS)
     store.copy_out = lambda blocks: np.repeat(np.array(blocks, np.uint8)[:, None], BYTES, 1)
     store.ask(["a", "b"], known=addresses[:1])
     store.save("a", addresses, [5, 6, 7])

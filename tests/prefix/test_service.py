@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlhfless_ray.errors import RunError
-from rlhfless_ray.prefix.address import distinct_prefixes, salt
+from rlhfless_ray.prefix.address import chain, distinct_prefixes, salt
 from rlhfless_ray.prefix.pages import Kind
 from rlhfless_ray.prefix.service import PrefixService, Producer
 from tests.prefix.producers import KIND, page_of, producer_class, taker
@@ -194,7 +194,7 @@ def test_over_the_cap_some_pages_are_computed_by_who_needs_them(serving: None, h
         assert reader.fetch_pages(1, PROMPTS, found.refs, 10.0).pages == 8
         header = distinct_prefixes([HEADER], 4)
         assert header.nodes[4].path_end == 20  # five whole blocks, which every prompt begins with
-        assert set(reader.engine.pages.addresses(salt(1), HEADER[:20])) <= set(reader.engine.pages.rows)
+        assert set(chain(KIND.start(salt(1)), HEADER[:20], KIND.block_size)) <= set(reader.engine.pages.rows)
     finally:
         small.stop()
 

@@ -7,7 +7,7 @@ token by token differ in the last bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from asking import BLOCK, FILES, VERSIONS, answer, assert_same, requests, weight
 from rlhfless_ray.rollout.inbox import Inbox, Order
 from rlhfless_ray.rollout.progress import CUT
 from rlhfless_ray.rollout.transcript import Transcript
+from rlhfless_ray.rollout.words import StopWords
 from rlhfless_ray.types import Completion, Request
 
 pytestmark = pytest.mark.engine
@@ -125,6 +126,58 @@ def test_every_position_can_be_cut(engines: list[Any], whole: Callable[..., Any]
     fresh = relay.run(decide)
     assert_same(fresh, whole([long]))
     assert {0, 1, long.max_tokens - 1} <= relay.at and relay.cuts >= long.max_tokens - 1
+
+
+class Spelled:
+    """A tokenizer: a token is spelled as its number in brackets."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(f"<{token}>" for token in token_ids)
+
+
+def bent(name: str, tokens: list[int]) -> dict[str, Any]:
+    """One setting of a request whose response would be `tokens` without it, which ends or changes that response."""
+    a, b, c = tokens[20:23]
+    return {
+        "max_tokens": {"max_tokens": 23},
+        "stop": {"stop": ("nowhere", f"{a % 10}><{b}><{str(c)[0]}")},  # from within one token to within another
+        "stop_token_ids": {"stop_token_ids": (next(token for token in tokens[15:] if token not in tokens[:15]),)},
+        "temperature": {"temperature": 0.7},
+        "top_p": {"top_p": 0.8},
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "stop", "stop_token_ids", "temperature", "top_p"])
+def test_what_ends_or_changes_a_response_does_so_across_cuts(
+    engines: list[Any], whole: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Cut before each token: a stop word is also cut within, with its first token or its first two told by another engine."""
+    for engine in engines[:2]:
+        monkeypatch.setattr(engine, "words", StopWords(Spelled))
+    plain = next(r for r in requests(96, seed=31) if whole([r])[r.key].finish_reason == "length")
+    before = whole([plain])[plain.key].token_ids.tolist()
+    asked = replace(plain, **bent(name, before))
+    wanted = whole([asked])
+    after = wanted[asked.key]
+    ends = {"max_tokens": "length", "stop": "stop", "stop_token_ids": "stop"}.get(name, after.finish_reason)
+    assert after.finish_reason == ends and after.token_ids.tolist() != before, "the setting does something"
+    if name in ("max_tokens", "stop", "stop_token_ids"):
+        assert 15 < len(after.token_ids) < len(before)
+    relay = Relay(engines[:2], [asked])
+    relay.send([0], 0)
+
+    def decide() -> None:
+        if not relay.aim and relay.transcript.owner[0] >= 0:
+            relay.cut(0, 1 - int(relay.transcript.owner[0]))
+
+    assert_same(relay.run(decide), wanted)
+    assert set(range(len(after.token_ids))) <= relay.at
+
+
+def test_every_setting_of_a_request_is_seen_across_a_cut() -> None:
+    """A field that is added needs a case above, or must not be one: what counts tokens or looks back at them would begin anew."""
+    not_settings = {"key", "token_ids", "seed", "generated", "awaited"}
+    assert {f.name for f in fields(Request)} - not_settings == {"max_tokens", "stop", "stop_token_ids", "temperature", "top_p"}
 
 
 def test_a_continuation_that_is_thrown_out_of_the_cache_keeps_its_place(

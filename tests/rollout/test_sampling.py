@@ -95,6 +95,7 @@ def test_a_stream_does_not_depend_on_how_much_of_it_is_asked_for(
 ) -> None:
     """A request that is cut after `some` tokens goes on with the noise it would have had."""
     whole = sampling.uniforms(seed, some + more)
+    np.testing.assert_array_equal(whole, np.random.Generator(np.random.Philox(key=seed)).random(some + more))
     np.testing.assert_array_equal(sampling.uniforms(seed, some), whole[:some])
     np.testing.assert_array_equal(sampling.uniforms(seed, more, some), whole[some:])
     assert ((whole >= 0) & (whole < 1)).all()

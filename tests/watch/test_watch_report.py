@@ -15,7 +15,7 @@ from rlhfless_ray.watch import charts, cost_charts
 from rlhfless_ray.watch.gantt import MOST_SEGMENTS, gantt
 from rlhfless_ray.watch.report import write_report
 from rlhfless_ray.watch.runfolder import RunRecord
-from rlhfless_ray.watch.summary import cards, sample_picks, warnings
+from rlhfless_ray.watch.summary import _price, cards, sample_picks, warnings
 from rlhfless_ray.watch.units import duration, money, number, percent, short, slot_time
 
 
@@ -144,6 +144,20 @@ def test_warnings_name_the_steps(page: Page, finished_run: Path) -> None:
     assert "1 instance died and was replaced in step 12" in page.text
 
 
+def test_a_planner_that_failed_is_a_warning_with_its_reason(tmp_path: Path) -> None:
+    folder = write_synthetic_run(tmp_path / "run", 6)
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        if row["step"] == 4:
+            row["plan/failed"], row["pool/reason"] = True, "the planner failed (ValueError: odd); the last good plan is kept: 2 actors"
+        if row["step"] == 5:
+            row["plan/trouble"] = "the forecast failed (KeyError: 7)"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {warning["title"]: warning["text"] for warning in warnings(RunRecord.read(folder))}["Planning failed"]
+    assert "In steps 4, 5;" in found and "ValueError: odd" in found
+
+
 def test_a_run_without_trouble_says_so(tmp_path: Path) -> None:
     folder = write_synthetic_run(tmp_path / "run", 5)
     assert [warning["title"] for warning in warnings(RunRecord.read(folder))] == ["Replaced instances"]
@@ -158,6 +172,16 @@ def test_lease_timeline_holds_every_leased_second(page: Page, finished_run: Path
     spans = [to - begin for begin, to in zip(leases["from"], leases["to"], strict=True)]
     assert sum(spans) / 1000 == pytest.approx(sum(row["seconds"] for row in record.ledger), rel=2e-3)
     assert [step for step, *_ in leases["steps"]] == [row["step"] for row in record.steps]
+
+
+def test_money_for_parked_memory_is_told_apart(finished_run: Path) -> None:
+    record = RunRecord.read(finished_run)
+    assert "parked" not in _price(record)
+    for row in record.ledger:
+        if row["activity"] == "parked":
+            row["money"] = 0.001
+    count = sum(row["activity"] == "parked" for row in record.ledger)
+    assert _price(record).endswith(f"; {money(0.001 * count)} of it for the memory of parked processes")
 
 
 def test_costs_by_kind_leave_parked_memory_out(finished_run: Path) -> None:
