@@ -14,6 +14,9 @@ import numpy as np
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
 
 
+Drawn = tuple[np.ndarray, np.ndarray]  # true lengths (n,) and scenarios (n, S)
+
+
 @dataclass(frozen=True)
 class Case:
     """One rollout to play: true lengths (n,), scenarios (n, S), and what is charged. again: lengths and scenarios of the same kind,
@@ -25,10 +28,10 @@ class Case:
     actors: int = 16
     migrate_s: float = 0.0
     start_s: float = 0.0
-    again: Callable[[int], tuple[np.ndarray, np.ndarray]] | None = None
+    again: Callable[[int], Drawn] | None = None
 
 
-def siblings(table: np.ndarray, seed: int = 0, draws: int = 64) -> tuple[np.ndarray, np.ndarray]:
+def siblings(table: np.ndarray, seed: int = 0, draws: int = 64) -> Drawn:
     """True lengths and scenarios of recorded answers, table (prompts, answers): each is forecast by the others' mean."""
     table = np.maximum(table, 2).round()
     forecast = ((table.sum(1, keepdims=True) - table) / (table.shape[1] - 1)).ravel()
@@ -36,14 +39,14 @@ def siblings(table: np.ndarray, seed: int = 0, draws: int = 64) -> tuple[np.ndar
     return table.ravel(), np.maximum(2, forecast[:, None] * np.exp(noise))
 
 
-def weakly(truth: np.ndarray, seed: int = 0, draws: int = 64) -> tuple[np.ndarray, np.ndarray]:
+def weakly(truth: np.ndarray, seed: int = 0, draws: int = 64) -> Drawn:
     """Scenarios that know little: their centre is 30 % of the way from the median to the truth, and they are wide."""
     rng = np.random.default_rng(seed)
     centre = 0.3 * np.log(truth) + 0.7 * np.log(np.median(truth)) + rng.normal(0, 0.5, len(truth))
     return truth, np.maximum(2, np.exp(centre[:, None] + rng.normal(0, 0.9, (len(truth), draws))))
 
 
-def lognormal(n: int, seed: int = 0, *, known: bool = True, median: float = 226.0, sigma: float = 0.6, draws: int = 64) -> Any:
+def lognormal(n: int, seed: int = 0, *, known: bool = True, median: float = 226.0, sigma: float = 0.6, draws: int = 64) -> Drawn:
     """n responses, eight to a prompt. known: the forecast has the prompt's own mean; otherwise another prompt's (useless)."""
     rng = np.random.default_rng(seed)
     prompt = rng.normal(0, np.sqrt(0.65) * sigma, -(-n // 8))
@@ -53,7 +56,7 @@ def lognormal(n: int, seed: int = 0, *, known: bool = True, median: float = 226.
     return truth, np.maximum(1, median * np.exp(np.repeat(said, 8)[:n, None] + rng.normal(0, spread, (n, draws))))
 
 
-def read(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def read(path: Path) -> Drawn:
     """A JSON list of lists (answers of each prompt), the recorded GSM8K file (characters, 3.5 to a token), or a CSV with
     a column `response_tokens`. Raises ValueError naming the file if it is none of these."""
     if path.suffix == ".csv":
@@ -75,12 +78,12 @@ def tokens(path: Path) -> np.ndarray:
     return np.maximum(1.0, np.array(rows, float))
 
 
-def problems(table: np.ndarray, seed: int, count: int = 330) -> tuple[np.ndarray, np.ndarray]:
+def problems(table: np.ndarray, seed: int, count: int = 330) -> Drawn:
     """Some of the prompts of a table (prompts, answers), at random."""
     return siblings(table[np.random.default_rng(seed).permutation(len(table))[:count]], seed)
 
 
-def window(lengths: np.ndarray, seed: int, count: int = 512) -> tuple[np.ndarray, np.ndarray]:
+def window(lengths: np.ndarray, seed: int, count: int = 512) -> Drawn:
     """The seed-th further window of a recording; the first is a case of its own."""
     first = count * (1 + seed) % max(1, len(lengths) - count)
     return weakly(lengths[first : first + count], seed)
@@ -90,7 +93,7 @@ def cases(lengths: Path | None, quick: bool, traces: Path = TRACES) -> list[Case
     if lengths:
         return [Case(lengths.stem, *read(lengths))]
 
-    def drawn(n: int, first: int, **how: Any) -> Callable[[int], Any]:
+    def drawn(n: int, first: int, **how: Any) -> Callable[[int], Drawn]:
         return lambda seed: lognormal(n, first + seed, **how)
 
     found = [] if quick else [
