@@ -1,9 +1,9 @@
 """Every mistake of a user gets one clear sentence and exit code 2, before Ray starts."""
 
 import json
+import os
 import subprocess
 import sys
-import time
 
 import pytest
 import yaml
@@ -24,13 +24,11 @@ def sentence(done: subprocess.CompletedProcess) -> str:
     return lines[0]
 
 
-def test_help_answers_in_half_a_second():
-    seconds = []
-    for _ in range(3):
-        start = time.monotonic()
-        subprocess.run([sys.executable, "-m", "rlhfless_ray", "--help"], check=True, capture_output=True, cwd=ROOT, env=environment())
-        seconds.append(time.monotonic() - start)
-    assert min(seconds) < 0.5
+def test_help_takes_less_than_half_a_second_of_a_processor():
+    before = os.times()
+    subprocess.run([sys.executable, "-m", "rlhfless_ray", "--help"], check=True, capture_output=True, cwd=ROOT, env=environment())
+    after = os.times()
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 0.5
 
 
 def test_an_unknown_key_on_the_command_line(tmp_path):

@@ -72,7 +72,7 @@ def lengths(x: Any, v: Values) -> dict[str, Any]:
 
 def dataset(x: str | None, v: Values) -> dict[str, Any]:
     if x is not None and ("," in x or "@" in x):
-        return {"prompts.paths": x.split(",")}
+        return {"prompts.paths": [part.strip() for part in x.split(",")]}
     return {"prompts.path": x}
 
 

@@ -143,7 +143,7 @@ def _about_dialect(line: CommandLine) -> list[str]:
     for spec in line.foreign:
         instead = instead_of(spec.flag)
         notes.append(
-            f"{spec.flag}: read as OpenRLHF {spec.since} to {spec.until} has it"
+            f"{spec.flag}: read as OpenRLHF {span_text(spec.since, spec.until)} has it"
             + (f"; in {newest()} that is {instead}" if instead and instead != spec.flag else "")
         )
     return notes

@@ -53,7 +53,7 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
         return PromptSet(*_parted(found, held, len(left_out), recipe), _told(left_out, recipe))
     train, _ = _parted(found, 0, len(left_out), recipe)
     paths = recipe.evaluate.path
-    sources = [paths] if Path(paths).exists() else paths.split(",")
+    sources = [paths] if Path(paths).exists() else [part.strip() for part in paths.split(",")]
     named = read_sources(sources, recipe.evaluate.split, "evaluate", max_rows=section.max_rows)
     heldout, more = _prompts(named, _where("evaluate", sources), section.prompt_column, recipe, tokenizer, context_tokens)
     return PromptSet(train, [replace(p, index=len(train) + p.index) for p in heldout], _told(left_out + more, recipe))

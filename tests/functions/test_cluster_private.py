@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlhfless_ray.functions.cluster import _locked, _temporary_folder
+from rlhfless_ray.functions.lean_ray import lean_ray
 from tests.conftest import ROOT, environment
 
 SCRIPT = """
@@ -112,3 +113,14 @@ def test_folders_of_killed_runs_are_removed_and_those_of_living_ones_stay(tmp_pa
     assert own.parent == tmp_path and _locked(own) is None
     assert not dead.exists() and young.exists() and living.exists() and other.exists()
     os.close(handle)
+
+
+def test_a_ray_that_it_was_not_tried_with_starts_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private.node import Node
+
+    whole = Node.start_monitor
+    with lean_ray():
+        assert Node.start_monitor is not whole
+    monkeypatch.setattr("ray.__version__", "9.9.0")
+    with lean_ray():
+        assert Node.start_monitor is whole

@@ -207,6 +207,7 @@ def test_several_data_sets():
     line = BASE.replace("/d.jsonl", "/a.jsonl,org/b@sub") + " --prompt_data_probs 0.4,0.6"
     wanted = of(line).wanted
     assert wanted["prompts.paths"] == ["/a.jsonl", "org/b@sub"] and wanted["prompts.probabilities"] == [0.4, 0.6]
+    assert translate([*BASE.split(), "--prompt_data", "/a.jsonl, org/b@sub"], {}).wanted["prompts.paths"] == wanted["prompts.paths"]
     assert "prompts.path" not in wanted and of(BASE).wanted["prompts.path"] == "/d.jsonl"
 
 
@@ -305,6 +306,8 @@ def test_no_flag_of_theirs_begins_like_ours():
         ("--colocate_actor_ref --ref_num_gpus_per_node 4", "--ref_num_gpus_per_node must be equal (8 and 4)"),
         ("--async_train --vllm_enable_sleep --colocate_all_models", "--vllm_enable_sleep: not with --async_train"),
         ("--dual_clip 0.5", "--dual_clip: must be above 1"),
+        ("--input_template {}_{}", "--input_template: must hold one {}"),
+        ("--input_template {x}{}", "--input_template: must hold one {}"),
         ("--rollout_batch_size 1 --micro_rollout_batch_size 4", "fewer than the actor's 8 processes"),
         ("--packing_samples --vllm_num_engines 0", "--vllm_num_engines: packed samples"),
         ("--overlong_buffer_len 5000", "--overlong_buffer_len: must not exceed"),
