@@ -24,7 +24,7 @@ def steps(run: Runtime) -> Iterator[Step]:
     for number in run.numbers():
         step = run.begin_step(number)
 
-        step.prompts = run.next_prompts()
+        step.prompts = run.next_prompts(step)
         step.forecast = run.forecast(step)
         step.plan = run.plan(step)
         step.prefixes = run.prefill(step)

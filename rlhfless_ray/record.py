@@ -53,27 +53,31 @@ class Record:
             row = {"step": step, "time_s": time.time() - self.ledger.started_s, **found}
             self.progress.step(self.metrics.amend(row))
 
-    def step(
-        self, step: Step, seconds: dict[str, float], wall_s: float, first_row: int, quality: dict[str, Any],
-        replaced: int, leases: Any,
-    ) -> None:
-        """The step's row; its ledger lines and what goes elsewhere are put off. `seconds`: per phase; `first_row`: of the step in the
-        ledger; `quality`: of samples, forecast and plan, now that the lengths are known."""
-        self.ledger.cut(step.number)  # so that the rows so far are this step's
+    def costs(self, step: Step, first_row: int, next_step: int) -> dict[str, Any]:
+        """Of the step, whose rows in the ledger are those from `first_row` to now; what comes from now on is of `next_step`."""
+        self.ledger.cut(next_step)
         own, total = self.ledger.totals_since(first_row), self.ledger.totals()
         step.ledger = own
-        self.step_times.append(wall_s)
-        recent = float(np.median(self.step_times[-20:]))
-        row = {
-            "step": step.number, "time_s": time.time() - self.ledger.started_s, "step_s": wall_s,
-            "version": step.number,
-            **step.plan.metrics(), **quality, **step.metrics,
-            **self._of_phases(seconds, wall_s, leases),
+        return {
             "cost/busy_slot_s": own["busy_slot_s"], "cost/full_slot_s": own["full_slot_s"],
             "cost/idle_share": own["idle_share"], "cost/money": own["money"],
             "cost/total_busy_slot_s": total["busy_slot_s"], "cost/total_full_slot_s": total["full_slot_s"],
             "cost/total_money": total["money"], "cost/rollout_slot_s": self.ledger.held_slot_s("rollout", first_row),
             **({"cost/agent_core_s": self.ledger.unleased_core_s("agent", first_row)} if self.recipe.agent.path else {}),
+        }
+
+    def step(
+        self, step: Step, seconds: dict[str, float], wall_s: float, known: dict[str, Any], replaced: int, leases: Any,
+    ) -> None:
+        """The step's row; its ledger lines and what goes elsewhere are put off. `seconds`: per phase; `known`: its costs, and of
+        samples, forecast and plan, now that the lengths are known."""
+        self.step_times.append(wall_s)
+        recent = float(np.median(self.step_times[-20:]))
+        row = {
+            "step": step.number, "time_s": time.time() - self.ledger.started_s, "step_s": wall_s,
+            "version": step.number,
+            **step.plan.metrics(), **known, **step.metrics,
+            **self._of_phases(seconds, wall_s, leases),
             "faults/replaced": replaced - self.replaced_before,
             "time_left_s": recent * (self.recipe.run.steps - step.number), **step.evaluation,
         }

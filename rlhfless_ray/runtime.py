@@ -23,11 +23,12 @@ from rlhfless_ray.agent.load import AgentSource
 from rlhfless_ray.autoscale import Autoscaler, RolloutPlan
 from rlhfless_ray.checkpoints import Best, Checkpoints
 from rlhfless_ray.crew import Actors, hire
-from rlhfless_ray.errors import RunError, Stopped, UserError
+from rlhfless_ray.errors import RunError, Stopped
 from rlhfless_ray.evaluation import evaluate
 from rlhfless_ray.functions.cluster import RayCluster
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.models import policy_files, write_models
 from rlhfless_ray.phases import Phases
 from rlhfless_ray.policy_files import context_tokens, initial_policy, keep_policy, load_tokenizer
 from rlhfless_ray.prefix.stage import StepPrefixes
@@ -38,13 +39,13 @@ from rlhfless_ray.record import Record
 from rlhfless_ray.refill import Refill
 from rlhfless_ray.reward.dry import dry_call
 from rlhfless_ray.reward.functions import load_reward
-from rlhfless_ray.run_folder import RunFolder, check_writable, put_files
+from rlhfless_ray.run_folder import RunFolder, check_writable
+from rlhfless_ray.run_state import restore, state_of
 from rlhfless_ray.site import Site
 from rlhfless_ray.stages import Stages
 from rlhfless_ray.types import Prompt, Sample, Step, UpdateStats, WeightVersion
 from rlhfless_ray.waits import STOP
-from rlhfless_ray.weights.adapter import adapter_files
-from rlhfless_ray.weights.folder import read_folder, without_weights, write_folder
+from rlhfless_ray.weights.folder import read_folder, write_folder
 
 FIRST_SPEED = Speed(base_s=0.01, per_seq_s=0.0001)  # before the first step record; any order of magnitude will do
 LOOK_EVERY_S = 5.0  # for nodes that are gone, where parked processes may have been
@@ -82,7 +83,7 @@ class Runtime:
         self.cluster = RayCluster(recipe)
         self.cursor_done = self.cursor.state()  # after the last finished step: a stop inside a step repeats it whole
         self.steps_done = 0
-        self.ahead: Step | None = None  # the next step's prompts, forecast and plan, made while the learner works
+        self.ahead: Step | None = None  # the next step, with prompts, forecast and plan made while the learner works
         self.weights: WeightVersion | None = None
         self.in_update = False
         self._stack = ExitStack()
@@ -163,8 +164,8 @@ class Runtime:
             if self.leases.resource == "cpu":  # on GPU a guess: the device is known with the lease only
                 for slot in places(self.leases.matching(self.recipe.rollout.nodes), home.node, self.site.max_actors):
                     self.rollout.prewarm(slot)
-                if self.learn_stage.reference is not None:
-                    self.learn_stage.reference.prewarm(home)
+                if self.learn_stage.gangs.reference is not None:
+                    self.learn_stage.gangs.reference.prewarm(home)
             if self.stages.agents is None:
                 self.reward.prewarm(home)
             if self.owes_warm_start and checkpoint is None:
@@ -181,11 +182,12 @@ class Runtime:
             state = checkpoint[1] if checkpoint else None
             self.gang.build(lambda: ray.put(self.files), self.cluster.private, ray.put(state) if state else None)
             if checkpoint:
-                self._restore(checkpoint[2])
+                restore(self, checkpoint[2])
+                self._end_with_the_prompts(self.steps_done)
             self.weights = self.gang.publish(self.steps_done)
             self.site.spare += self.gang.park()
-            self.learn_stage.open_critic(self.critic_files or self.files, self.cluster.private, state)
-            self.learn_stage.open_reference(self.files, self.cluster.private)
+            self.learn_stage.gangs.open_critic(self.critic_files or self.files, self.cluster.private, state)
+            self.learn_stage.gangs.open_reference(self.files, self.cluster.private)
             if self.stages.agents is not None:
                 self.stages.agents.check()
         if checkpoint is None:
@@ -200,32 +202,31 @@ class Runtime:
 
     def begin_step(self, number: int) -> Step:
         STOP.check()
-        self.ledger.cut(number)
-        self.first_row = len(self.ledger.rows)
+        if self.ahead is None or self.ledger.step != number:  # else its engines work already
+            self.ledger.cut(number)
+            self.first_row = len(self.ledger.rows)
         self.leases.waited_s = 0.0
-        self.step = Step(number)
+        self.step, self.ahead = self.ahead or Step(number), None
         return self.step
 
-    def next_prompts(self) -> list[Prompt]:
-        return self.ahead.prompts if self.ahead else [self.prompts.train[i] for i in self.cursor.next(self.refill.first)]
+    def next_prompts(self, step: Step) -> list[Prompt]:
+        return step.prompts or [self.prompts.train[i] for i in self.cursor.next(self.refill.first)]
 
     def forecast(self, step: Step) -> Scenarios:
-        return self.ahead.forecast if self.ahead else self.autoscaler.forecast(step.prompts, step.number)
+        return step.forecast or self.autoscaler.forecast(step.prompts, step.number)
 
     def plan(self, step: Step) -> RolloutPlan:
-        if self.ahead:
-            plan, self.ahead = self.ahead.plan, None
-        else:
-            plan = self.autoscaler.plan(
+        if step.plan is None:
+            step.plan = self.autoscaler.plan(
                 step.forecast, step.prompts, self.site.max_actors, step=step.number, warm=self.rollout_stage.warm
             )
-        if failed(plan.decision):
-            self.record.progress.message(f"step {step.number}: {plan.reason}")
-        return plan
+            if failed(step.plan.decision):
+                self.record.progress.message(f"step {step.number}: {step.plan.reason}")
+        return step.plan
 
     def prefill(self, step: Step) -> StepPrefixes | None:
         assert self.weights is not None
-        self.weights = self.learn_stage.safe(self.weights)
+        self.weights = self.learn_stage.gangs.safe(self.weights, self.rollout_stage.let_go)
         return self.rollout_stage.prefill(step, self.weights)
 
     def rollout_phase(self, plan: RolloutPlan) -> AbstractContextManager[None]:
@@ -294,9 +295,10 @@ class Runtime:
         self._end_with_the_prompts(step.number)
         if step.number < self.recipe.run.steps:
             ahead = Step(step.number + 1)
-            ahead.prompts = self.next_prompts()
+            ahead.prompts = self.next_prompts(ahead)
             ahead.forecast = self.forecast(ahead)
             ahead.plan = self.plan(ahead)
+            ahead.prefixes = self.rollout_stage.weigh(ahead)
             self.ahead = ahead
 
     def _end_with_the_prompts(self, number: int) -> None:
@@ -319,7 +321,7 @@ class Runtime:
 
     def evaluate(self) -> dict[str, float]:
         assert self.weights is not None
-        self.weights = self.learn_stage.safe(self.weights)
+        self.weights = self.learn_stage.gangs.safe(self.weights)
         return evaluate(self.rollout_stage, self.score_stage, self.prompts.heldout, self.weights, self.step.number)
 
     def record_evaluation(self, found: dict[str, float]) -> None:
@@ -330,104 +332,63 @@ class Runtime:
 
     def end_step(self, step: Step) -> None:
         """Write the step down, learn from it for the next plan, and make room for others on a shared cluster."""
-        self._record(step)
         metric = self.best.of(step.evaluation)
         best = self.best.improved(metric)
-        if best or step.number % self.recipe.checkpoint.every_steps == 0 or step.number == self.recipe.run.steps:
+        save = best or step.number % self.recipe.checkpoint.every_steps == 0 or step.number == self.recipe.run.steps
+        others_wait = not self.cluster.private and self.leases.others_wait()
+        self._record(step, goes_on=not save and not others_wait)
+        if save:
             self._save(metric=metric, best=best, export=True)
         for pool in (self.rollout, self.reward, *([self.stages.prefix.pool] if self.stages.prefix else [])):
             pool.reap(self.autoscaler.keep_warm_s(pool.gaps_s, pool.hold_price), look_every_s=LOOK_EVERY_S)
-        if not self.cluster.private:
-            spare = self.site.spare
-            decision = slots_to_yield(len(spare), 1, self.leases.others_wait())
-            if decision.action == "Release":
-                self.leases.release(spare[decision.actors :])
-                self.site.spare = spare[: decision.actors]
+        spare = self.site.spare
+        decision = slots_to_yield(len(spare), 1, others_wait)
+        if decision.action == "Release":
+            self.leases.release(spare[decision.actors :])
+            self.site.spare = spare[: decision.actors]
 
-    def _record(self, step: Step) -> None:
-        """The step is done as soon as this is called: a stop from here on saves it."""
+    def _record(self, step: Step, goes_on: bool = False) -> None:
+        """The step is done as soon as this is called: a stop from here on saves it. `goes_on`: engines may take the next one's
+        weights while it is written down."""
         self.steps_done, self.cursor_done, self.unrecorded = step.number, self.cursor_after, False
         self.refill_done = self.refill.state()
+        goes_on = goes_on and self.ahead is not None and not (self.ahead.prefixes and self.ahead.prefixes.choice.on)
         seconds, wall_s = self.phases.take()
+        costs = self.record.costs(step, self.first_row, next_step=step.number + goes_on)
+        if goes_on:
+            self._begin_next()
         self.autoscaler.observe_step(seconds, wall_s, len(step.samples))
         self.stages.faults.step_done()
         step.metrics |= {**self.stages.faults.take(), **self.gang.recovery.take_metrics()}
-        self.record.step(step, seconds, wall_s, self.first_row, self.quality, self.stages.replacements, self.leases)
+        self.record.step(step, seconds, wall_s, costs | self.quality, self.stages.replacements, self.leases)
         self.record.put_off(self.autoscaler.settle)
 
+    def _begin_next(self) -> None:
+        assert self.ahead is not None and self.weights is not None
+        self.first_row = len(self.ledger.rows)
+        self.weights = self.learn_stage.gangs.safe(self.weights)
+        self.rollout_stage.begin(self.ahead, self.weights)
+
     def finish(self) -> None:
-        """The final model, beside the tokenizer and config it needs."""
-        files = self._model(self.gang.snapshot())
-        if self.recipe.lora.rank:
-            write_folder(self.folder.path / "adapter", files)
-            self.folder.write_model(self.learn_stage.policy_model(without_weights(self.files)))
-        else:
-            self.folder.write_model(files)
-        if self.recipe.save.path:
-            put_files(Path(self.recipe.save.path), files)
-        if self.recipe.critic.save:
-            critic = self.learn_stage.critic_model(without_weights(self.critic_files or self.files))
-            write_folder(self.folder.path / "critic", critic)
-            if self.recipe.save.path:
-                put_files(Path(self.recipe.save.path.rstrip("/") + "_critic"), critic)
+        write_models(self)
         self.finished = True
 
     # ---- state ------------------------------------------------------------------------------------------------
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "step": self.steps_done, "version": self.weights.version if self.weights else 0, "cursor": self.cursor_done,
-            "refill": self.refill_done,
-            "autoscaler": self.autoscaler.state(), "learning": self.learn_stage.state(), "moves": self.rollout_stage.state(),
-            "prefix": self.stages.prefix.speed.state() if self.stages.prefix is not None else {},
-            "skipped_in_a_row": self.gang.skipped_in_a_row, "owes_evaluation": self.owes_evaluation,
-            "best_value": self.best.value, "run_folder": str(self.folder.path.resolve()),
-        }
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.cursor.restore(state["cursor"])
-        self.cursor_done = self.cursor.state()
-        if self.recipe.algorithm.filter_range is not None:
-            self.refill.restore(state.get("refill", []), self.prompts.train)
-            self.refill_done = self.refill.state()
-            self._end_with_the_prompts(self.steps_done)
-        try:
-            self.autoscaler.restore(state["autoscaler"])
-        except (KeyError, ValueError) as error:
-            raise UserError(
-                f"--resume: the checkpoint's planner is of another version of this program ({error}); start the run anew under "
-                "another run.name"
-            ) from None
-        self.learn_stage.restore(state.get("learning", {}))
-        self.rollout_stage.restore(state.get("moves", {}))
-        if self.stages.prefix is not None:
-            self.stages.prefix.speed.restore(state.get("prefix", {}))
-        self.gang.skipped_in_a_row = state["skipped_in_a_row"]
-        self.owes_evaluation = state.get("owes_evaluation", self.steps_done == 0)
-        self.best.value = state.get("best_value")
 
     def _save(
         self, deadline_s: float | None = None, *, metric: tuple[str, float] | None = None, best: bool = False, export: bool = False
     ) -> None:
         """`metric`: of this step's evaluation; `best`: it is the best so far; `export`: a model folder may be written too."""
         self.record.catch_up()  # or whoever resumes would lack rows of the ledger
-        learner, state = self.learn_stage.snapshot(deadline_s), self._state()
-        model = self._model(learner) if export else None
+        learner, state = self.learn_stage.gangs.snapshot(deadline_s), state_of(self)
+        model = policy_files(self, learner) if export else None
         self.checkpoints.save(self.steps_done, learner, state, metric, model)
         if best and metric is not None:
-            self.checkpoints.save_best(self.steps_done, learner, state, metric, self._model(learner))
+            self.checkpoints.save_best(self.steps_done, learner, state, metric, policy_files(self, learner))
         if self.recipe.checkpoint.resumable:
-            self.learn_stage.saved(lambda: self.checkpoints.load()[1])
+            self.learn_stage.gangs.saved(lambda: self.checkpoints.load()[1])
         self.saved = self.steps_done
         self.record.checkpointed()
-
-    def _model(self, learner: dict[str, bytes]) -> dict[str, bytes]:
-        """The policy as Hugging Face's libraries load it: the learner's weights, or adapters, beside tokenizer and config."""
-        if self.recipe.lora.rank:
-            start = Path(self.recipe.policy.path) if self.recipe.policy.path else self.folder.path / "reference"
-            return {**without_weights(self.files), **adapter_files(learner, str(start.resolve()))}
-        weights = learner.get("ema.safetensors", learner["model.safetensors"])  # the average, where one is kept
-        return {**without_weights(self.files), "model.safetensors": weights}
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
@@ -449,7 +410,7 @@ class Runtime:
             self.stages.close()
             self.leases.release_all()
             self.weights = None  # the last reference: its arrays lie on a node, which is not idle while they do
-            self.learn_stage.forget()
+            self.learn_stage.gangs.forget()
 
     def _save_last_step(self, hurry: bool) -> None:
         """The last whole step, if it is not saved yet. `hurry`: whoever asked for the stop kills soon."""

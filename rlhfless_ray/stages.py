@@ -45,7 +45,7 @@ class Stages:
         faults = Faults(recipe.functions.max_replacements)
         score = PlayedStage(site, crew.reward) if isinstance(reward, AgentSource) else ScoreStage(site, crew.reward, reward, tokenizer)
         learn = LearnStage(site, crew.gang, crew.critic, crew.reference)
-        learn.recovers(recipe.checkpoint.memory_every_steps, say)
+        learn.gangs.recovers(recipe.checkpoint.memory_every_steps, say)
         agents = _agents(site, reward, files, longest_prompt_tokens, faults) if isinstance(reward, AgentSource) else None
         prefix = _prefix(site, crew, files, private)
         weight_bytes = sum(len(content) for name, content in files.items() if name.endswith(".safetensors"))
@@ -61,7 +61,7 @@ class Stages:
 
     def pools(self) -> Iterator[Pool]:
         yield from (self.rollout.pool, self.score.pool)
-        yield from self.learn.pools()
+        yield from self.learn.gangs.pools()
         if self.prefix is not None:
             yield self.prefix.pool
 
@@ -72,7 +72,7 @@ class Stages:
 
     def close(self) -> None:
         """End every process; their leases stay."""
-        for pool in (self.rollout.pool, self.score.pool, *self.learn.pools()):
+        for pool in (self.rollout.pool, self.score.pool, *self.learn.gangs.pools()):
             pool.close()
         if self.prefix is not None:
             self.prefix.close()

@@ -88,7 +88,9 @@ def test_a_run_uses_both_nodes_and_makes_the_same_samples(nodes, tmp_path, unint
 def test_a_node_that_is_lost_with_an_engine_at_work_costs_no_sample(nodes, tmp_path, uninterrupted):
     """The engine is stopped as the rollout begins, so that it has work however late the driver looks; then its node goes."""
     both, stopped = tuple(sorted(node_slots("cpu"))), []
-    tree = small_recipe(tmp_path, rollout__min_actors=2, rollout__silence_s=300, functions__lease_deadline_s=300)
+    tree = small_recipe(
+        tmp_path, rollout__min_actors=2, objective__prefer=1, rollout__silence_s=300, functions__lease_deadline_s=300
+    )
     with Runtime(Recipe.parse(tree)) as run:
         resize, tell = run.rollout.resize, run.rollout_stage._meanwhile
         assert tuple(sorted(i.slot.node for i in run.rollout.parked)) == both  # as many as there are cores

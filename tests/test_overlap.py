@@ -71,7 +71,7 @@ def trained(folder: Path, enough: Callable[[Tail], bool] | None, **more: Any) ->
     with Held(Recipe.parse(tree), enough) if enough else Runtime(Recipe.parse(tree)) as run:
         for step in run:
             if not enough and step.number == 1:
-                pid = pid_of(run.learn_stage.reference.by_rank[0])
+                pid = pid_of(run.learn_stage.gangs.reference.by_rank[0])
                 assert pid is not None
                 os.kill(pid, signal.SIGKILL)
         return run.folder.path

@@ -26,6 +26,7 @@ from rlhfless_ray.refill import Refill
 from rlhfless_ray.reward.stage import ScoreStage
 from rlhfless_ray.rollout.requests import request, step_requests
 from rlhfless_ray.run_folder import RunFolder
+from rlhfless_ray.run_state import restore
 from rlhfless_ray.runtime import Runtime
 from rlhfless_ray.site import Site
 from rlhfless_ray.stages import Stages
@@ -122,8 +123,8 @@ class Ended:
         self.messages: list[str] = []
         run.record = SimpleNamespace(
             progress=SimpleNamespace(message=self.messages.append),
-            step=lambda step, *_: self.did.append(f"record {step.number}"), close=lambda *_: None, checkpointed=lambda: None,
-            put_off=lambda _: None, catch_up=lambda: None,
+            step=lambda step, *_: self.did.append(f"record {step.number}"), costs=lambda *_, **__: {}, close=lambda *_: None,
+            checkpointed=lambda: None, put_off=lambda _: None, catch_up=lambda: None,
         )
         run.site = Site(run.recipe, None, run.leases, run.phases, run.record, run.autoscaler, 1)  # type: ignore[arg-type]
         run.learn_stage = LearnStage(run.site, run.gang)
@@ -162,7 +163,7 @@ def test_a_step_whose_update_is_done_is_saved_and_its_evaluation_made_up_for(tmp
     resumed = Ended(tmp_path).run
     resumed.cursor = SimpleNamespace(restore=lambda _: None, state=lambda: None)
     resumed.autoscaler.restore = lambda _: None
-    resumed._restore(driver)
+    restore(resumed, driver)
     assert resumed.owes_evaluation
 
 

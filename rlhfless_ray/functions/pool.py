@@ -80,16 +80,21 @@ class Pool:
         spare = self.leases.living(spare)
         while len(self.working) > count:
             spare = [*spare, *self.park(self.working[-1])]
-        usable = sorted((lease for lease in spare if self.may_use(lease)), key=lambda lease: self._find(lease.slot) is None)
-        for lease in usable[: count - len(self.working)]:
-            begin(self.staff([lease]))
-            spare = [other for other in spare if other is not lease]
+        spare = self.begin(count, spare, begin)
         missing, urgent = max(0, count - len(self.working)), max(0, need - len(self.working))
         expected, self.expected = [one for one in self.expected if one.id in self.leases.asked], []
         prefer = [instance.slot.node for instance in self.parked]
         got = self.leases.take(missing, self.kind, prefer, urgent, wait_s, self.labels, expected)
         for lease in got:
             begin(self.staff([lease]))
+        return spare
+
+    def begin(self, count: int, spare: list[Lease], begin: Callable[[Instance], None]) -> list[Lease]:
+        """Work with up to `count` instances, as far as there are spare leases that live; the leases left. A resize does the rest."""
+        usable = sorted((lease for lease in spare if self.may_use(lease)), key=lambda lease: self._find(lease.slot) is None)
+        for lease in usable[: max(0, count - len(self.working))]:
+            begin(self.staff([lease]))
+            spare = [other for other in spare if other is not lease]
         return spare
 
     def staff(self, leases: list[Lease]) -> Instance:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,12 +16,12 @@ from rlhfless_ray.functions.keep import kept_here
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.gang_leases import GangLeases, homes_of
 from rlhfless_ray.learn.recovery import LearnerLost, Recovery
 from rlhfless_ray.recipe import Learner, Recipe
 from rlhfless_ray.types import WeightVersion
-from rlhfless_ray.waits import STOP, get
+from rlhfless_ray.waits import get
 
-ATTEMPT_S = 5.0  # two gangs that each hold half of what both need let go after this long
 SETTLE_S = 10.0  # for the state that was asked for last, before its node goes
 COPY_S = 5.0  # for a copy of weights that was being made when their node was lost
 DEATH_S = 5.0  # until a rank's death is known, after others have failed for it
@@ -48,71 +47,34 @@ class Gang:
         self.recovery = Recovery(1)
         self.files: Callable[[], Any] | None = None  # reference to the policy's files, once the ranks have loaded it
         self.loopback = False
-        self.left: list[Lease] = []  # of ranks that are lost
-        self.lend: Callable[[], list[Lease]] = list  # those of the run that nobody works under just now
+        self.leases = GangLeases(pool, ranks, name)
 
     def staff(self, spare: list[Lease]) -> list[Lease]:
-        """Hand leases to the ranks, see `_take`; ranks that were lost are as they were when this returns. The rest of the
+        """Hand leases to the ranks, see `GangLeases.take`; ranks that were lost are as they were when this returns. The rest of the
         leases."""
         while True:
-            spare = self._take(spare)
+            if self._ended:
+                self._end()
+            if self.by_rank and set(homes_of(self.by_rank)) & self.pool.leases.draining():
+                self.recovery.settle(SETTLE_S)
+                self.bury(LearnerLost(f"the {self.name}'s node is drained"), Cause.NODE_DRAINED)
+                spare = self.pool.leases.living(spare)
+            given, spare = spare, []  # those that are not taken are kept for the next try when ranks turn out to be lost
             try:
+                shares, spare = self.leases.take(self.by_rank, given, self.slots // self.ranks)
+                self._hand(shares)
                 self._begin()
             except LearnerLost as lost:
                 self.bury(lost)
             else:
                 return spare
 
-    def _take(self, spare: list[Lease]) -> list[Lease]:
-        """Hand leases to the ranks: one each, then more (threads, on CPU) as far as they are free. Returns the rest.
-
-        Ranks stay where their state is: a lease of another node (on GPU: of another device) is of no use to them. A gang
-        needs all its ranks at once. On a shared cluster another gang may hold what is missing here while it waits for what
-        is held here: after a few seconds everything is let go, and asked for again at a random moment.
-        """
-        leases, start = self.pool.leases, time.monotonic()
-        if self._ended:
-            self._end()
-        if self.by_rank and set(self._homes()) & leases.draining():
-            self.recovery.settle(SETTLE_S)
-            self.bury(LearnerLost(f"the {self.name}'s node is drained"), Cause.NODE_DRAINED)
-            spare = leases.living(spare)
-        own, spare = self._own([*spare, *self._leases_left()])
-        if len(own) < self.ranks:  # Ray would never grant what the run itself holds
-            own, spare = self._own([*own, *spare, *leases.living(self.lend())])
-        while missing := self.ranks - len(own):
-            leases.withdraw(list(leases.asked.values()))  # what was asked for ahead is for those that come after it
-            if self.by_rank and (gone := leases.gone(self._homes())):
-                self.bury(LearnerLost(f"node {gone[0]} is gone"))
-                own, spare = self._own(leases.living([*own, *spare, *self._leases_left()]))
-                continue
-            homes = self._homes()
-            leases.release([lease for lease in spare if homes and lease.slot.node not in homes])
-            spare = [lease for lease in spare if not homes or lease.slot.node in homes]  # on GPU: of the wrong device, so far
-            asked = leases.ask(missing, self._homes(own))
-            got = leases.collect(asked, self.pool.kind, ATTEMPT_S)
-            own, spare = self._own([*own, *spare, *got])
-            late = time.monotonic() - start > leases.deadline_s
-            if len(own) == self.ranks or (len(got) == missing and not late):
-                continue  # or all that was asked for came, but on GPU not yet the device
-            leases.release([*own, *spare])
-            own, spare = [], []
-            if late:
-                where = " on the nodes and devices that hold its state" if homes else ""
-                raise RunError(
-                    f"the {self.name} gang needs {self.ranks} × {leases.bundle} at once{where} and did not get them within "
-                    f"{leases.deadline_s:.0f} s; {leases.availability()}"
-                )
-            STOP.check()
-            time.sleep(random.uniform(0.2, 1.0))
-        shares = [[lease] for lease in own]
-        spare = self._more_threads(shares, spare)
+    def _hand(self, shares: list[list[Lease]]) -> None:
         staffed = [self.pool.staff(share) for share in shares]
         if not self.by_rank:
             self.by_rank = staffed
         elif {id(i) for i in staffed} != {id(i) for i in self.by_rank}:  # ranks keep their state
             raise RunError(f"the {self.name}'s leases fit other processes than those that hold its state")
-        return spare
 
     def _begin(self) -> None:
         """The ranks have their leases: now they start, come back to where they were lost, or return to their devices."""
@@ -127,44 +89,6 @@ class Gang:
         for instance in self.by_rank:
             instance.state = State.READY
 
-    def _own(self, leases: list[Lease]) -> tuple[list[Lease], list[Lease]]:
-        """One lease for each rank, as far as there are fitting ones, and the leases left over."""
-        own: list[Lease] = []
-        left = list(leases)
-        ranks: list[Instance | None] = [*self.by_rank] or [None] * self.ranks
-        for instance in ranks:
-            found = next((lease for lease in left if instance is None or self.pool.fits(instance, lease.slot)), None)
-            if found is not None:
-                left.remove(found)
-                own.append(found)
-        return own, left
-
-    def _homes(self, own: list[Lease] | tuple[()] = ()) -> list[str]:
-        """The nodes of the ranks' processes, one entry a rank, without those that `own` serves; empty before they exist."""
-        homes = [instance.slot.node for instance in self.by_rank]
-        for lease in own if homes else ():
-            homes.remove(lease.slot.node)
-        return homes
-
-    def _more_threads(self, shares: list[list[Lease]], spare: list[Lease]) -> list[Lease]:
-        """Add leases of a rank's own node to its share, from the spare ones first; returns those that are left."""
-        leases, most = self.pool.leases, self.slots // self.ranks
-
-        def add(found: list[Lease]) -> list[Lease]:
-            left = []
-            for lease in found:
-                here = [share for share in shares if share[0].slot.node == lease.slot.node and len(share) < most]
-                min(here, key=len).append(lease) if here else left.append(lease)
-            return left
-
-        spare = add(spare)
-        wanted = [share[0].slot.node for share in shares for _ in range(most - len(share))]
-        if wanted := leases.with_room(wanted):
-            # The first groups of a fresh cluster take Ray longer, and a warm start is worth every core.
-            patience_s = 0.05 if self.by_rank else 2.0
-            add(leases.collect(leases.ask(len(wanted), wanted), self.pool.kind, patience_s))
-        return spare
-
     def _opened(self) -> None:
         for instance in self.by_rank:
             told = self._all([instance.opened], f"the {self.name}'s start")[0]
@@ -172,11 +96,7 @@ class Gang:
             self._spans(instance, told["spans"])
 
     def park(self) -> list[Lease]:
-        return [*self.pool.park_all(), *self._leases_left()]
-
-    def _leases_left(self) -> list[Lease]:
-        leases, self.left = self.left, []
-        return leases
+        return [*self.pool.park_all(), *self.leases.handed()]
 
     @property
     def working(self) -> bool:
@@ -185,7 +105,7 @@ class Gang:
 
     def fits(self, leases: list[Lease]) -> bool:
         """Whether these leases are enough for every rank, or the ranks have theirs."""
-        return self.working or (bool(self.by_rank) and not self._ended and len(self._own(leases)[0]) == self.ranks)
+        return self.working or (bool(self.by_rank) and not self._ended and len(self.leases.own(self.by_rank, leases)[0]) == self.ranks)
 
     def prewarm(self, slot: Slot) -> None:
         """Start a process ahead of its lease; of several ranks none, for they would have to come in their order."""
@@ -206,7 +126,7 @@ class Gang:
         leases = [lease for instance in self.by_rank for lease in instance.leases]
         slots = [instance.slot for instance in self.by_rank]
         self._end()
-        self.left += self.pool.leases.living(leases)
+        self.leases.left += self.pool.leases.living(leases)
         self.pool.faults.count(f"a {self.name} process", cause, f"{lost}; continue from the last checkpoint with --resume")
         if not cause.is_preemption:
             self.prewarm(slots[0])
@@ -359,15 +279,16 @@ class Gang:
         copy, there = kept_here(weights[0], node)
         return WeightVersion(version, weights[0], replies[0][0], *((node, copy) if there else ()))
 
-    def safe(self, weights: WeightVersion) -> WeightVersion:
+    def safe(self, weights: WeightVersion, free: Callable[[], None] = lambda: None) -> WeightVersion:
         """The same version, from where it can be had: if its node was lost, the copy, or where there is none the weights of the gang
-        once more, which may need leases for that. Raises RunError where these are others."""
+        once more, which may need leases for that: `free` is called before. Raises RunError where these are others."""
         if weights.copy is None or not self.pool.leases.lose(weights.node):
             return weights
         self.recovery.say(f"weight version {weights.version} was lost with its node: engines take the copy of it")
         if _is_there(weights.copy, COPY_S):
             return WeightVersion(weights.version, weights.copy, weights.checksum)
         self.recovery.say(f"there is no copy of weight version {weights.version} yet: the {self.name} publishes it again")
+        free()
         again = self.publish(weights.version)
         if again.checksum != weights.checksum:
             raise RunError(f"the {self.name} published other weights as version {weights.version} when asked for them again")

@@ -12,29 +12,27 @@ import numpy as np
 
 from placement.policy import Decision
 from rlhfless_ray.functions.lease import Lease
-from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.learn.advantage import spans
 from rlhfless_ray.learn.batch import Batch, batch_of, counts_of, mask_of
 from rlhfless_ray.learn.credit import credit
 from rlhfless_ray.learn.gang import Gang
+from rlhfless_ray.learn.gangs import Gangs
 from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
 from rlhfless_ray.learn.overlap import obstacle
 from rlhfless_ray.learn.passes import StepPasses
-from rlhfless_ray.learn.recovery import Recovery
 from rlhfless_ray.learn.reward_shaping import token_kl
 from rlhfless_ray.learn.update_stats import untouched
 from rlhfless_ray.site import Site
 from rlhfless_ray.types import Sample, UpdateStats, WeightVersion
 from rlhfless_ray.waits import STOP
 
-OF_CRITIC = "critic_"  # names of a checkpoint's files begin with it
-APART_S = 2.0  # for devices that nobody works on
 UPDATE_GRACE_S = 1.5  # `ray job stop` kills 3 s after SIGTERM: an update may take this much of them to end
 
 
 class LearnStage:
     def __init__(self, site: Site, gang: Gang, critic: Gang | None = None, reference: Gang | None = None) -> None:
-        self.site, self.gang, self.critic, self.reference = site, gang, critic, reference
+        self.site, self.gang, self.critic = site, gang, critic
+        self.gangs = Gangs(site, gang, critic, reference)
         self.number = 0  # of the step whose phase it is
         self.passes_s = 0.0  # in its phase, before the policy's update
         self.plan: Decision | None = None
@@ -53,7 +51,7 @@ class LearnStage:
 
     def begin(self, samples: int = 0) -> None:
         """A step of so many samples begins: of the first ones there may be passes and gradients before its learn phase."""
-        self.learned = set()
+        self.learned, self.gangs.keeps_gradients = set(), False
         self.passes.begin(samples)
 
     @property
@@ -84,6 +82,7 @@ class LearnStage:
         self.gang.slots = self.gang.ranks
         left = self.gang.staff(leases) if not self.gang.working else leases
         self.refs = self.gang.accumulate(self.advantages(samples))
+        self.gangs.keeps_gradients = True
         self.learned |= {sample.completion.key for sample in samples}
         return left
 
@@ -124,16 +123,16 @@ class LearnStage:
         told: dict[str, np.ndarray] = {}
         began_s = time.monotonic()
         if reference is not None and len(batch):
-            told |= reference.of(learned, batch, self._turn)
+            told |= reference.of(learned, batch, self.gangs.turn)
         if logprobs is not None and len(batch) and (self.kl_in_reward or logprobs.known):
-            told |= logprobs.of(learned, batch, self._turn)
+            told |= logprobs.of(learned, batch, self.gangs.turn)
         if self.kl_in_reward and len(batch):
             kl = token_kl(told["old"], told["reference"], recipe.algorithm.kl.estimator)
             self.kl = float(np.mean([kl[span].mean() for span in spans(batch.response_lengths)]))
             extra |= {"kl": _spread(kl, scored_tokens), "kl_coefficient": self.controller.coefficient}
         batch = replace(batch, **told)  # type: ignore[arg-type]
         if values_of is not None:
-            values = values_of.of(learned, batch, self._turn)["values"]
+            values = values_of.of(learned, batch, self.gangs.turn)["values"]
             batch = replace(batch, values=values)
             extra["values"] = _spread(values, scored_tokens)
         self.passes_s += time.monotonic() - began_s
@@ -162,42 +161,16 @@ class LearnStage:
             self.plan = site.autoscaler.size_learner(samples)
             site.spare += self.done_ahead(wait=True)
             if site.leases.resource == "cpu":  # a slot more is a thread more; on GPU a rank has one device
-                for gang in self._gangs():
+                for gang in self.gangs.all:
                     gang.slots = gang.ranks * self.plan.actors
-            if self._alone:
-                self._turn(self.gang)
+            if self.gangs.alone:
+                self.gangs.turn(self.gang)
             yield
-            for gang in self._gangs():
+            for gang in self.gangs.all:
                 if gang.working:
                     site.spare += gang.park()
-        for gang in self._learners():
+        for gang in self.gangs.learners:
             gang.keep()
-
-    @property
-    def _alone(self) -> bool:
-        """Whether nobody but the learner works in the phase."""
-        return self.critic is None and self.reference is None
-
-    def _learners(self) -> list[Gang]:
-        return [self.gang] if self.critic is None else [self.gang, self.critic]
-
-    def _gangs(self) -> list[Gang]:
-        return self._learners() if self.reference is None else [*self._learners(), self.reference]
-
-    def _turn(self, gang: Gang) -> None:
-        """It works from here on, under the slots of the one that worked before it."""
-        site = self.site
-        for other in self._gangs():
-            holds = other is self.gang and self.learned and site.leases.resource == "gpu"  # gradients, on its devices
-            if other is not gang and other.working and not holds:
-                site.spare += other.park()
-        spare = site.handed()
-        if not gang.working:  # on GPU it may have kept its devices, with gradients on them
-            spare = gang.staff(spare)
-        # the learner comes after the others: what it will want is kept for it
-        kept = 0 if gang is self.gang else max(0, self.gang.slots - sum(len(i.leases) for i in gang.by_rank))
-        site.leases.release(spare[kept:])
-        site.spare = spare[:kept]
 
     def update(self, batch: Batch, samples: list[Sample], meanwhile: Callable[[], None]) -> tuple[UpdateStats, dict[str, Any]]:
         """Statistics, and metrics of the gangs. A stop signal waits for the update to end: one that is half done cannot
@@ -208,13 +181,13 @@ class LearnStage:
         with STOP.deferred(UPDATE_GRACE_S, progress.message):
             began_s = time.monotonic()
             if self.critic is not None:
-                self._turn(self.critic)
+                self.gangs.turn(self.critic)
                 of_critic = self.critic.update(batch)
                 if of_critic.skipped:
                     progress.message(f"optimizer step of the critic skipped: {of_critic.reason}")
                 told |= {f"critic/{name}": value for name, value in asdict(of_critic).items() if name not in ("reason", "skipped_last")}
-            if not self._alone:
-                self._turn(self.gang)
+            if not self.gangs.alone:
+                self.gangs.turn(self.gang)
             if self.passes.each:
                 self.site.autoscaler.observe_passes(samples, self.passes_s + time.monotonic() - began_s)
             if self.critic is not None and self.number <= self.site.recipe.critic.freeze_policy_steps:
@@ -240,82 +213,6 @@ class LearnStage:
         """Of each rank of the learner."""
         return min(len(instance.leases) for instance in self.gang.by_rank)
 
-    # ---- the others' life -------------------------------------------------------------------------------------
-
-    def open_reference(self, files: dict[str, bytes], loopback: bool) -> None:
-        """Load the policy that the run began with, from its files, and park it."""
-        if self.reference is None:
-            return
-        import ray
-
-        site, held, ranks = self.site, [], self.reference.ranks
-        if site.leases.resource == "gpu":  # gradients made ahead keep the learner's devices: it shares them only if there are no others
-            held = site.handed()
-            site.spare = site.leases.collect(site.leases.ask(ranks), self.reference.pool.kind, APART_S)
-            if len(site.spare) < ranks:
-                site.spare, held = [*site.spare, *held], []
-        self._turn(self.reference)
-        self.reference.build(lambda: ray.put(files), loopback, None)
-        site.spare += [*self.reference.park(), *held]
-
-    def open_critic(self, files: dict[str, bytes], loopback: bool, checkpoint: dict[str, bytes] | None) -> None:
-        """Load it from a model folder's files, or go on from a checkpoint's, and park it."""
-        if self.critic is None:
-            return
-        import ray
-
-        state = None if checkpoint is None else _of_critic(checkpoint)
-        self._turn(self.critic)
-        self.critic.build(lambda: ray.put(files), loopback, ray.put(state) if state else None)
-        self.site.spare += self.critic.park()
-
-    def snapshot(self, deadline_s: float | None = None) -> dict[str, bytes]:
-        """Files of all that learns; the critic's have names of their own."""
-        asked = [(gang, gang.ask_snapshot()) for gang in self._learners()]
-        found: dict[str, bytes] = {}
-        for gang, refs in asked:
-            prefix = OF_CRITIC if gang is self.critic else ""
-            found |= {prefix + name: content for name, content in gang.snapshot(deadline_s, refs).items()}
-        return found
-
-    def recovers(self, every_steps: int, say: Callable[[str], None]) -> None:
-        """From lost processes: `every_steps`, see `Recovery`; `say`: tells of it."""
-        for gang in self._gangs():
-            gang.recovery = Recovery(every_steps)
-            gang.recovery.say = say
-            gang.lend = self.site.handed
-
-    def saved(self, load: Callable[[], dict[str, bytes]]) -> None:
-        """What `snapshot` gave is on disk now; `load` reads it."""
-        self.gang.recovery.saved(load)
-        if self.critic is not None:
-            self.critic.recovery.saved(lambda: _of_critic(load()))
-
-    def pools(self) -> list[Pool]:
-        return [gang.pool for gang in self._gangs()]
-
-    def forget(self) -> None:
-        """The processes are gone."""
-        for gang in self._gangs():
-            gang.forget()
-
-    def policy_model(self, files: dict[str, bytes]) -> dict[str, bytes]:
-        """The policy as a model folder, adapters merged; `files`: tokenizer and whatever else goes with it."""
-        return {**files, "model.safetensors": self._merged(self.gang)}
-
-    def critic_model(self, files: dict[str, bytes]) -> dict[str, bytes]:
-        """The same of the critic."""
-        assert self.critic is not None
-        adapts = self.site.recipe.lora.rank > 0
-        weights = self._merged(self.critic) if adapts else self.critic.snapshot()["model.safetensors"]
-        return {**files, "config.json": self.critic.config(), "model.safetensors": weights}
-
-    def _merged(self, gang: Gang) -> bytes:
-        self._turn(gang)
-        weights = gang.model()
-        self.site.spare += gang.park()
-        return weights
-
     def state(self) -> dict[str, Any]:
         """What `restore` needs, as JSON."""
         return {"kl_coefficient": self.controller.coefficient}
@@ -330,13 +227,6 @@ class LearnStage:
         with self.site.phases.phase("publish"):
             return self.gang.publish(version, meanwhile)
 
-    def safe(self, weights: WeightVersion) -> WeightVersion:
-        """The version from where engines can have it, before they are asked to. Between phases: it may take leases to publish it
-        once more."""
-        safe = self.gang.safe(weights)
-        if self.gang.working:
-            self.site.spare += self.gang.park()
-        return safe
 
 
 def _spread(values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
@@ -344,7 +234,3 @@ def _spread(values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     out = np.zeros(len(chosen))
     out[chosen] = values
     return out
-
-
-def _of_critic(files: dict[str, bytes]) -> dict[str, bytes]:
-    return {name.removeprefix(OF_CRITIC): content for name, content in files.items() if name.startswith(OF_CRITIC)}

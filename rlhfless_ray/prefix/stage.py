@@ -69,12 +69,9 @@ class PrefixStage:
             page_bytes=self.page_bytes, cap_bytes=self.cap_bytes,
         )  # fmt: skip
 
-    def prefill(
-        self, prompts: Sequence[Sequence[int]], shares: Sequence[np.ndarray], weights: WeightVersion, steps_left: int
-    ) -> StepPrefixes:
-        """The pages of `prompts` (token ids, one for each distinct prompt of the step), if they pay. `shares`: of each engine
-        that will work, the prompts (positions) of its requests. Instances take what leases are spare, or ask for some, and have
-        given them all back when this returns."""
+    def weigh(self, prompts: Sequence[Sequence[int]], shares: Sequence[np.ndarray], steps_left: int) -> StepPrefixes:
+        """Whether the pages of `prompts` (token ids, one for each distinct prompt of the step) pay. `shares`: of each engine that
+        will work, the prompts (positions) of its requests."""
         able = self.mode != "off" and not self.blocked  # else nothing is counted for it
         demand = prefix_demand(prompts, shares, self.block_size) if able else None
         choice = self.choose(demand, steps_left)
@@ -89,6 +86,12 @@ class PrefixStage:
                 "prefix/off_tokens": int(demand.off_tokens.sum()), "prefix/distinct_tokens": demand.distinct_tokens,
                 "prefix/header_tokens": demand.trunk_tokens,
             }
+        return step
+
+    def prefill(self, step: StepPrefixes, prompts: Sequence[Sequence[int]], weights: WeightVersion) -> StepPrefixes:
+        """The pages of the prompts, where they were found to pay. Instances take what leases are spare, or ask for some, and have
+        given them all back when this returns."""
+        choice = step.choice
         if not choice.on:
             if self.mode != "off" and (self.blocked or choice.no_room):
                 self._say(choice.reason)

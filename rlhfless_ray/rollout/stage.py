@@ -57,13 +57,37 @@ class RolloutStage:
         """Engines that need no cold start."""
         return sum(instance.memory_mb > 0 for instance in (*self.pool.parked, *self.pool.working))
 
-    def prefill(self, step: Step, weights: WeightVersion) -> StepPrefixes | None:
-        """Before the engines have their leases: the KV of what the prompts begin with, if that pays for the plan's shares."""
+    def weigh(self, step: Step) -> StepPrefixes | None:
+        """Whether the KV of what the prompts begin with pays for the plan's shares."""
         if self.prefix is None:
             return None
         shares = self._prompts(self._shares(step, step.plan.actors))
         steps_left = self.site.recipe.run.steps - step.number + 1
-        return self.prefix.prefill([p.token_ids for p in step.prompts], shares, weights, steps_left)
+        return self.prefix.weigh([p.token_ids for p in step.prompts], shares, steps_left)
+
+    def prefill(self, step: Step, weights: WeightVersion) -> StepPrefixes | None:
+        """That KV, before the engines have their leases."""
+        weighed = step.prefixes or self.weigh(step)
+        if self.prefix is None or weighed is None:
+            return None
+        return self.prefix.prefill(weighed, [p.token_ids for p in step.prompts], weights)
+
+    def begin(self, step: Step, weights: WeightVersion) -> None:
+        """Before the phase of a step that is planned: engines take what leases are spare, and load the weights."""
+        site = self.site
+        with self._warm_start_timed():
+            site.spare = self.pool.begin(step.plan.actors, site.leases.living(site.handed()), partial(fetch_into, weights=weights))
+
+    def let_go(self) -> None:
+        """Engines that have begun leave their slots again: what they were to load was lost, and who makes it anew needs leases."""
+        self.site.spare += self._park()
+
+    @contextmanager
+    def _warm_start_timed(self) -> Iterator[None]:
+        began_s, cold, working = time.monotonic(), self.pool.cold_starts, len(self.pool.working)
+        yield
+        if cold == self.pool.cold_starts and len(self.pool.working) > working:
+            self.site.autoscaler.terms.warm_start.observe(0.0, time.monotonic() - began_s)
 
     def _shares(self, step: Step, engines: int) -> list[np.ndarray]:
         """The requests of each engine; engines that get none are left out, as in the rollout."""
@@ -100,12 +124,11 @@ class RolloutStage:
         """Engines load the weights from the moment they have their leases, while their requests are still being made."""
         site = self.site
         with site.phases.phase("rollout"):
-            began_s, cold = time.monotonic(), self.pool.cold_starts
             need = site.recipe.rollout.min_actors
             begin = partial(fetch_into, weights=weights)
-            site.leases.release(self.pool.resize(plan.actors, site.handed(), need=need, wait_s=0.2, begin=begin))
-            if cold == self.pool.cold_starts:
-                site.autoscaler.terms.warm_start.observe(0.0, time.monotonic() - began_s)
+            with self._warm_start_timed():
+                spare = self.pool.resize(plan.actors, site.handed(), need=need, wait_s=0.2, begin=begin)
+            site.leases.release(spare)
             site.autoscaler.actors = len(self.pool.working)
             yield
             site.spare += self._park()
@@ -197,7 +220,7 @@ class RolloutStage:
             return None
         leases, node = self.pool.leases, instance.slot.node
         self.site.spare, instance.leases = [*self.site.spare, *instance.leases], []
-        fresh = self.learning.safe(weights)
+        fresh = self.learning.gangs.safe(weights)
         own = [lease for lease in self.site.spare if self.pool.fits(instance, lease.slot)][:1]
         self.site.spare = [lease for lease in self.site.spare if lease not in own]
         own = own or leases.collect(leases.ask(1, [node]), self.pool.kind, leases.deadline_s, need=1)

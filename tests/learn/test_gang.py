@@ -98,7 +98,7 @@ def test_what_the_run_holds_without_using_it_is_taken_before_anything_is_asked_f
     cluster = Cluster("cpu", {"here": [], "there": []})
     spare = [cluster.lease("here", 0), cluster.lease("there", 0), cluster.lease("here", 1)]
     gang = gang_on(cluster, Slot("here", 0), Slot("here", 1))
-    gang.lend = lambda: [spare.pop() for _ in range(len(spare))]
+    gang.leases.lend = lambda: [spare.pop() for _ in range(len(spare))]
     [left] = gang.staff([])
     assert nodes_of(gang) == [["here"], ["here"]] and left.slot.node == "there" and cluster.log == [] and not spare
 

@@ -87,7 +87,7 @@ def test_a_step_from_zero_and_back(make: Callable[..., Any]) -> None:
     stage = make("on")
     trie = distinct_prefixes(PROMPTS, KIND.block_size)
     assert not stage.pool.parked and not stage.pool.working
-    step = stage.prefill(PROMPTS, SHARES, weights(), 100)
+    step = stage.prefill(stage.weigh(PROMPTS, SHARES, 100), PROMPTS, weights())
     assert step.choice.on and not stage.pool.working and len(stage.pool.parked) == 1, stage.messages
     assert len(stage.site.spare) == len(stage.site.leases.held) == 1, "the lease waits for the engines"
     assert step.metrics["prefix/computed_tokens"] == step.metrics["prefix/distinct_tokens"] == trie.distinct_tokens
@@ -98,9 +98,9 @@ def test_a_step_from_zero_and_back(make: Callable[..., Any]) -> None:
     assert found["prefix/lost"] == found["prefix/foreign"] == found["prefix/damaged"] == 0
     assert found["prefix/asked_tokens"] == 4 * sum(map(len, PROMPTS)) > found["prefix/off_tokens"] > found["prefix/distinct_tokens"]
     assert found["prefix/header_tokens"] == 64 and found["prefix/measured_saved_engine_s"] > 0
-    again = stage.prefill(PROMPTS, SHARES, weights(), 99)
+    again = stage.prefill(stage.weigh(PROMPTS, SHARES, 99), PROMPTS, weights())
     assert again.metrics["prefix/computed_tokens"] == 0 and again.prepared.refs, "the same version's pages are there still"
-    updated = stage.prefill(PROMPTS, SHARES, weights(2), 98)
+    updated = stage.prefill(stage.weigh(PROMPTS, SHARES, 98), PROMPTS, weights(2))
     assert updated.metrics["prefix/computed_tokens"] == trie.distinct_tokens
     assert stage.pool.cold_starts == 1 and stage.pool.warm_starts == 2 and stage.messages == []
     stage.site.ledger.close()
@@ -112,10 +112,10 @@ def test_a_step_from_zero_and_back(make: Callable[..., Any]) -> None:
 
 def test_auto_is_on_where_it_pays_and_else_starts_nothing(make: Callable[..., Any]) -> None:
     stage = make()
-    pays = stage.prefill(PROMPTS, SHARES, weights(), 100)
+    pays = stage.prefill(stage.weigh(PROMPTS, SHARES, 100), PROMPTS, weights())
     assert pays.choice.on and pays.prepared.refs and "engine-s of prefill" in pays.metrics["prefix/reason"]
     stage = make()
-    step = stage.prefill(PROMPTS[:1], [np.zeros(8, int)], weights(), 100)
+    step = stage.prefill(stage.weigh(PROMPTS[:1], [np.zeros(8, int)], 100), PROMPTS[:1], weights())
     assert not step.choice.on and step.metrics["prefix/on"] == 0.0 and "engine-s of prefill" in step.choice.reason
     assert stage.service.handle is None and not stage.pool.parked and not stage.site.leases.held
     engines = engines_of(stage, 1)
@@ -127,7 +127,7 @@ def test_auto_is_on_where_it_pays_and_else_starts_nothing(make: Callable[..., An
 def test_what_cannot_be_is_said_once(make: Callable[..., Any], more: dict[str, Any], said: str) -> None:
     stage = make("on", **more)
     for _ in range(2):
-        assert not stage.prefill(PROMPTS, SHARES, weights(), 100).choice.on
+        assert not stage.prefill(stage.weigh(PROMPTS, SHARES, 100), PROMPTS, weights()).choice.on
     [message] = stage.messages
     assert said in message and stage.service.handle is None
 
@@ -136,40 +136,40 @@ def test_a_killed_instance_costs_its_pages_only(make: Callable[..., Any]) -> Non
     import ray
 
     stage = make("on")
-    stage.prefill(PROMPTS, SHARES, weights(), 100)
+    stage.prefill(stage.weigh(PROMPTS, SHARES, 100), PROMPTS, weights())
     ray.kill(stage.pool.parked[0].actor)
-    step = stage.prefill(PROMPTS, SHARES, weights(2), 99)
+    step = stage.prefill(stage.weigh(PROMPTS, SHARES, 99), PROMPTS, weights(2))
     assert step.choice.on and step.prepared.refs == [] and len(stage.messages) == 1
     assert not stage.pool.parked and not stage.pool.working and stage.pool.faults.used == 1
     engines = engines_of(stage)
     stage.send(step, PROMPTS, engines, SHARES, 2)
     stage.over(step)
-    assert stage.prefill(PROMPTS, SHARES, weights(2), 98).prepared.refs, "the next one starts anew"
+    assert stage.prefill(stage.weigh(PROMPTS, SHARES, 98), PROMPTS, weights(2)).prepared.refs, "the next one starts anew"
 
 
 def test_a_node_lost_while_its_instance_starts_costs_the_pages_only(make: Callable[..., Any]) -> None:
     stage = make("on")
     start = stage.pool.start
     stage.pool.start = lambda slot: start(Slot("ab" * 28, 0))  # Ray says of it that it cannot be placed, not that it died
-    assert stage.prefill(PROMPTS, SHARES, weights(), 100).prepared.refs == [] and not stage.pool.working
+    assert stage.prefill(stage.weigh(PROMPTS, SHARES, 100), PROMPTS, weights()).prepared.refs == [] and not stage.pool.working
     stage.pool.start = start
-    assert stage.prefill(PROMPTS, SHARES, weights(), 99).prepared.refs
+    assert stage.prefill(stage.weigh(PROMPTS, SHARES, 99), PROMPTS, weights()).prepared.refs
 
 
 def test_it_is_off_after_failing_again_and_again(make: Callable[..., Any]) -> None:
     stage = make("on", delay_s="no number")
     for _ in range(GIVE_UP + 1):
-        assert stage.prefill(PROMPTS, SHARES, weights(), 100).choice.on, "for a while"
+        assert stage.prefill(stage.weigh(PROMPTS, SHARES, 100), PROMPTS, weights()).choice.on, "for a while"
     stage.last_page_s -= GIVE_UP_S
-    assert stage.prefill(PROMPTS, SHARES, weights(), 100).choice.on
-    off = stage.prefill(PROMPTS, SHARES, weights(), 100)
+    assert stage.prefill(stage.weigh(PROMPTS, SHARES, 100), PROMPTS, weights()).choice.on
+    off = stage.prefill(stage.weigh(PROMPTS, SHARES, 100), PROMPTS, weights())
     assert not off.choice.on and f"{GIVE_UP} steps in a row" in off.choice.reason
 
 
 def test_an_instance_that_cannot_start_is_no_fault_and_not_tried_again(make: Callable[..., Any]) -> None:
     stage = make("on", delay_s=None)
-    step = stage.prefill(PROMPTS, SHARES, weights(), 100)
+    step = stage.prefill(stage.weigh(PROMPTS, SHARES, 100), PROMPTS, weights())
     assert step.prepared.refs == [] and stage.pool.faults.used == 0
-    assert not stage.prefill(PROMPTS, SHARES, weights(), 99).choice.on and stage.pool.cold_starts == 1
+    assert not stage.prefill(stage.weigh(PROMPTS, SHARES, 99), PROMPTS, weights()).choice.on and stage.pool.cold_starts == 1
     [message] = stage.messages
     assert "could not start: too little memory" in message and not stage.pool.working and not stage.pool.parked
