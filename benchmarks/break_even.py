@@ -17,6 +17,7 @@ from rich.table import Table
 from benchmarks.cluster_variants import variant
 from benchmarks.provenance import ROOT
 from benchmarks.results import FOLDER, make_console, save
+from benchmarks.simulator_page import write_page
 from placement.simulate import Setting, named, simulate
 
 BASE = "qwen3b-gsm8k-grpo"
@@ -87,6 +88,7 @@ def main() -> None:
         console.print(table)
     save("break_even", {"setting": BASE, "prefer": PREFER, "seeds": options.seeds, "curves": curves}, console=console)
     console.print(_plot(curves, options.plot), highlight=False)
+    write_page()
     console.print(f"{time.process_time() - began:.0f} s of this process", highlight=False)
 
 

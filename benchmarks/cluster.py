@@ -6,7 +6,9 @@ python -m benchmarks.cluster [--quick] [--seeds N] [--only PART …]
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,9 +18,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.cluster_targets import targets
 from benchmarks.cluster_variants import ABLATED, ABLATION, sensitivity
 from benchmarks.provenance import ROOT, provenance
-from benchmarks.results import Target, make_console, result_folder, save, show_targets
+from benchmarks.results import make_console, result_folder, save, show_targets
+from benchmarks.simulator_page import write_page
 from placement.simulate import POLICIES, Run, Setting, named, names, simulate
 
 CHEAPER = 0.5  # the second point: the settings' own `prefer`
@@ -109,50 +113,6 @@ def _lower_envelope(curve: list[tuple[float, float]]) -> tuple[np.ndarray, np.nd
 # ---- the whole --------------------------------------------------------------------------------------------------
 
 
-def targets(paper: dict[str, Any], oracle: dict[str, dict[str, float]]) -> list[Target]:
-    rows = {name: entry["policies"] for name, entry in paper.items()}
-    speed = {n: r["ours"]["speedup"]["mean"] for n, r in rows.items()}
-    full = {n: r["ours"]["full_saving"]["mean"] for n, r in rows.items()}
-    busy = {n: r["ours"]["busy_saving"]["mean"] for n, r in rows.items()}
-    best = max(rows, key=lambda n: speed[n])
-    plus = [
-        min(
-            r["fixed+"]["step_s"]["mean"] / r["ours"]["step_s"]["mean"],
-            r["fixed+"]["full"]["mean"] / r["ours"]["full"]["mean"],
-        )
-        for r in rows.values()
-    ]
-    cut = [1 - r["ours"]["full"]["mean"] / r["global-cut"]["full"]["mean"] for r in rows.values()]
-    found = [
-        Target(f"best setting ({best}): speed over fixed", speed[best], least=1.35, unit="×"),
-        Target(f"best setting ({best}): full cost saved", 100 * full[best], least=45, unit=" %"),
-        Target(f"best setting ({best}): busy cost saved", 100 * busy[best], least=45, unit=" %"),
-        Target("average speed over fixed", float(np.mean(list(speed.values()))), least=1.23, unit="×"),
-        Target("average full cost saved", 100 * float(np.mean(list(full.values()))), least=39, unit=" %"),
-        Target("average busy cost saved", 100 * float(np.mean(list(busy.values()))), least=39, unit=" %"),
-        Target("worst axis against fixed+, worst setting", min(plus), least=1.0, unit="×"),
-        Target("settings ahead of fixed+ on both axes", sum(p > 1 for p in plus), least=len(plus)),
-        Target("full cost below global-cut, average", 100 * float(np.mean(cut)), least=12.8, unit=" %"),
-    ]
-    if oracle:
-        worst = 100 * min(o["mean"] for o in oracle.values())
-        found.append(Target("oracle's speed reached at equal cost, worst", worst, least=92, unit=" %"))
-    return found
-
-
-def why(paper: dict[str, Any]) -> str:
-    """Where targets are missed, the room that there was: the bound, the clairvoyant plan, and what PPO forbids."""
-    lines = ["room for speed, by setting (fixed / lower bound; the oracle's and our share of it):"]
-    for name, entry in paper.items():
-        rows = entry["policies"]
-        bound = rows["fixed"]["time_over_bound"]["mean"]
-        lines.append(
-            f"  {name}: at most {bound:.2f}×; oracle {rows['oracle']['speedup']['mean']:.2f}×, ours {rows['ours']['speedup']['mean']:.2f}×"
-            + (" (PPO: the policy's gradients wait for the whole batch)" if name.endswith("ppo") else "")
-        )
-    return "\n".join(lines)
-
-
 def plot(paper: dict[str, Any], path: Path) -> str | None:
     """Cost and time of every policy, relative to `fixed`, one panel per setting. Returns why not, where matplotlib is
     missing."""
@@ -212,22 +172,21 @@ class Kept:
         """order: the keys of a whole part; of others the file may hold leftovers, which go."""
         self.order[part] = list(order)
 
-    def add(self, part: str, name: str, value: Any) -> None:
-        for other in (*PARTS, "seconds", "commits"):
-            if kept := self.before(other):
-                self.content[other] = kept
-        merged = {**self.content.get(part, {}), name: value}
-        self.content[part] = {n: merged[n] for n in self.order[part] if n in merged}
-        self.save()
-
-    def took(self, part: str, name: str, seconds: float) -> None:
-        self.content["seconds"] = {**self.before("seconds"), f"{part}: {name}": seconds}
-        self.content["commits"] = {**self.before("commits"), f"{part}: {name}": provenance()["git"]["commit"]}
-        self.save()
-
-    def save(self) -> None:
-        listed = targets(self.content["paper"], self.content.get("oracle", {})) if "paper" in self.content else []
-        save("cluster", self.content, listed, console=self.console, quick=self.quick)
+    def add(self, part: str, name: str, value: Any, seconds: float) -> None:
+        """Beside whatever else is in the file by now, from other parts or from a process that does other settings."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            self.content |= {other: kept for other in (*PARTS, "seconds", "commits") if (kept := self.before(other))}
+            merged = {**self.content.get(part, {}), name: value}
+            self.content[part] = {n: merged[n] for n in self.order[part] if n in merged}
+            key, commit = f"{part}: {name}", provenance()["git"].get("commit", "")
+            self.content["seconds"] = {**self.content.get("seconds", {}), key: seconds}
+            self.content["commits"] = {**self.content.get("commits", {}), key: commit}
+            save("cluster", self.content, targets(self.content), console=self.console, quick=self.quick)
+        finally:
+            os.close(folder)
 
 
 def main() -> None:
@@ -241,7 +200,7 @@ def main() -> None:
     seeds = 1 if options.quick else options.seeds
     console = make_console()
     chosen = options.settings or (PAPER[:1] if options.quick else PAPER)
-    content: dict[str, Any] = {"prefer": PREFER, "first_seed": TUNED, "seconds": {}}
+    content: dict[str, Any] = {"prefer": PREFER, "cheaper": CHEAPER, "first_seed": TUNED, "seconds": {}, "commits": {}}
     kept = Kept(content, console, options.quick)
 
     def table(setting: Setting, policies: Sequence[Any], name: str, title: str) -> dict[str, Any]:
@@ -257,8 +216,7 @@ def main() -> None:
         return table(named(name).but(prefer=PREFER), ABLATION, name, "ablation")
 
     def large(name: str) -> Any:
-        some = ["fixed", "fixed+", "disaggregated", "global-cut", "rlhfless-paper", "ours", "oracle"]
-        return table(named(name).but(prefer=PREFER, epochs=2), some, name, "large cluster")
+        return table(named(name).but(prefer=PREFER), list(POLICIES), name, "large cluster")
 
     def oracle(name: str) -> Any:
         return at_equal_cost(named(name).but(prefer=PREFER), seeds, (0.1, 0.4, 0.75, 0.95))
@@ -281,13 +239,13 @@ def main() -> None:
         kept.begin(part, order)
         for name in now:
             began = time.process_time()
-            kept.add(part, name, run(name))
-            kept.took(part, name, time.process_time() - began)
-    if "paper" in content:
-        show_targets(console, targets(content["paper"], content.get("oracle", {})))
-        console.print(why(content["paper"]), highlight=False)
-        missing = None if options.quick else plot(content["paper"], options.plot)
-        console.print(missing or ("" if options.quick else f"written: {options.plot}"), highlight=False)
+            value = run(name)
+            kept.add(part, name, value, time.process_time() - began)
+    show_targets(console, targets(content))
+    if not options.quick:
+        missing = plot(content["paper"], options.plot) if "paper" in content else "no picture: part `paper` has not been run"
+        console.print(missing or f"written: {options.plot}", highlight=False)
+        write_page()
 
 
 if __name__ == "__main__":

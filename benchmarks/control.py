@@ -24,6 +24,7 @@ from benchmarks.anatomy import anatomy, gaps
 from benchmarks.replay import ReplayedRuntime
 from benchmarks.replay_world import build, recipe_for, synthetic_lengths
 from benchmarks.results import Spread, Target, make_console, save, show_targets
+from rlhfless_ray.functions.lean_ray import lean_ray
 from rlhfless_ray.functions.ledger import read_rows
 
 OVERHEAD = 0.01  # of the step
@@ -67,10 +68,11 @@ def measure(folder: Path, options: Any, learn_s: float, max_tokens: int, clock: 
         world, folder, steps=options.steps, prompts=options.prompts, samples=options.samples, actors=options.gpus,
         max_tokens=max_tokens, objective={"prefer": options.prefer}, functions={"slot": "gpu"},
     )
-    ray.init(
-        address="local", num_cpus=4, num_gpus=options.gpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
-        object_store_memory=2**29,
-    )
+    with lean_ray():
+        ray.init(
+            address="local", num_cpus=4, num_gpus=options.gpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
+            object_store_memory=2**29,
+        )
     try:
         cpu, driver = [], psutil.Process()
         with ReplayedRuntime(recipe) as run:

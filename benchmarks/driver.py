@@ -21,6 +21,7 @@ from benchmarks.replay import ReplayedRuntime, Script, finish_times
 from benchmarks.replay_world import build, recipe_for, synthetic_lengths
 from benchmarks.results import make_console, save
 from placement.speed import Speed
+from rlhfless_ray.functions.lean_ray import lean_ray
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Request
 
@@ -66,10 +67,11 @@ def measure(folder: Path, clock: float, streams: int, engines: int, steps: int) 
         world, folder, steps=steps, prompts=streams // samples, samples=samples, actors=engines, max_tokens=max_tokens,
         objective={"prefer": 1.0}, functions={"slot": "gpu"},
     )
-    ray.init(
-        address="local", num_cpus=4, num_gpus=engines, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
-        object_store_memory=2**29,
-    )
+    with lean_ray():
+        ray.init(
+            address="local", num_cpus=4, num_gpus=engines, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
+            object_store_memory=2**29,
+        )
     try:
         with Watched(recipe, Script.read({"replay.json": (world.policy / "replay.json").read_bytes()})) as run:
             for _ in run:

@@ -26,8 +26,8 @@ from benchmarks.svg import sparkline
 from benchmarks.verdicts import Verdicts, in_order, verdicts
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.functions.cluster import RayCluster
-from rlhfless_ray.learn.warm_start import warm_start, warm_start_key
-from rlhfless_ray.policy_files import initial_policy, keep_policy
+from rlhfless_ray.learn.warm_start import warm_start
+from rlhfless_ray.policy_files import initial_policy, keep_policy, warm_start_key
 from rlhfless_ray.prompts.chain import Chain
 from rlhfless_ray.types import Sample
 

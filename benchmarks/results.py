@@ -42,13 +42,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class Target:
-    """What the project promised, and what was measured."""
+    """What the project promised, and what was measured; why: the reason of a miss."""
 
     name: str
     value: float
     least: float | None = None
     most: float | None = None
     unit: str = ""
+    why: str = ""
 
     @property
     def met(self) -> bool:
@@ -75,8 +76,11 @@ def make_console() -> Console:
 
 def show_targets(console: Console, targets: Sequence[Target]) -> None:
     table = Table("target", "measured", "wanted", "", title="Targets", title_justify="left")
+    explained = any(target.why for target in targets)
+    if explained:
+        table.add_column("why", ratio=1)
     for target in targets:
-        table.add_row(*target.row())
+        table.add_row(*target.row(), *([target.why] if explained else []))
     console.print(table)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.replay import ReplayedRuntime
+from rlhfless_ray.functions.lean_ray import lean_ray
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime import Runtime
 from rlhfless_ray.types import Step
@@ -43,7 +44,8 @@ class Nodes:
 
         self.store_bytes = store_bytes
         head = {"num_cpus": head_cores, "object_store_memory": store_bytes}
-        self.cluster = again(lambda: Cluster(initialize_head=True, head_node_args=head))
+        with lean_ray():
+            self.cluster = again(lambda: Cluster(initialize_head=True, head_node_args=head))
         self.count, self.removed = count, 0
         self.changing = threading.Lock()
         self.timers: list[threading.Timer] = []

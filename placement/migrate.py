@@ -12,10 +12,11 @@ import numpy as np
 
 from placement.siblings import by_siblings
 from placement.speed import Speed
-from placement.spread import Judged, best_split, judge
+from placement.spread import Judged, best_split, even_split, judge, judge_each
 from placement.survival import Forecast, Outlook, calibrate, outlook, surprise_of
 
 FREAKS = 0.1  # share of sequences that may follow no forecast of their own while forecasts are calibrated
+DARK = 0.8  # share of sequences in the dark from which order by criticality is worth less than what its errors cost
 LEAST_GAIN = 0.002  # share of the score that a move must save, above what it costs
 TRIES = 5  # actors looked at as givers and as takers when moves are chosen one by one
 ROUNDS = 4  # single moves in one decision
@@ -87,7 +88,8 @@ class Moves:
 def decide_moves(live: LiveState, speed: Speed, settings: Settings) -> Moves:
     """The moves with the least expected time + mu·cost, or none if staying is as good.
 
-    Free moves: the best split of `best_split`, every time. Costly ones: starting from where the sequences are, the best of
+    The split aimed at is that of `best_split`, or where most forecasts are taken to say nothing (more than DARK) an even one, as
+    consolidation has it. Free moves: that split, every time. Costly ones: starting from where the sequences are, the best of
     emptying an actor into another one, of taking the most critical sequences off the crowd, and of the whole new split, as
     long as the predicted saving exceeds what the move costs: migrate_s for the moved sequences, weighted by the
     probability that they are the last to end, and start_s of lease and delay for every actor that is opened.
@@ -99,9 +101,12 @@ def decide_moves(live: LiveState, speed: Speed, settings: Settings) -> Moves:
     view = look(live, settings)
     per_seq_s = speed.per_seq_s + speed.per_ctx_s * live.context_tokens
     now = live.actor[index]
-    split = best_split(
-        view, speed.base_s, per_seq_s, settings.mu, settings.max_actors, opened=len(live.opened), start_s=settings.start_s
-    )
+    if view.surprise > DARK:
+        split = even_split(view, speed.base_s, per_seq_s, settings.mu, settings.max_actors)
+    else:
+        split = best_split(
+            view, speed.base_s, per_seq_s, settings.mu, settings.max_actors, opened=len(live.opened), start_s=settings.start_s
+        )
     target = relabel(split.group, now, live.opened, settings.max_actors)
     if (now < 0).any():
         return _describe(live, index, target, None, split.judged, f"{split.groups} groups by criticality")
@@ -239,23 +244,31 @@ class _Search:
         return self.judged.score * (1 - LEAST_GAIN)
 
     def best(self) -> tuple[float, Judged, dict[int, np.ndarray], _Option] | None:
-        best = None
-        for option, gone in self.options():
-            source = int(self.actor[option.who[0]])
-            rows = dict(self.rows)
-            left = rows[source] - gone
-            if left[0] < 0.5:
-                del rows[source]
-            else:
-                rows[source] = left
-            rows[option.taker] = rows.get(option.taker, 0.0) + gone
-            judged = self.judge(rows)
+        """The change with the least score and price together: (that sum, the outcome, its rows, the change)."""
+        found = self.options()
+        if not found:
+            return None
+        names = [*self.rows, None]  # the last place is that of an actor that is opened
+        place = {name: at for at, name in enumerate(names)}
+        rows = np.stack([*self.rows.values(), np.zeros(len(self.view.tokens) + 1)])
+        tried = np.repeat(rows[None], len(found), axis=0)
+        every = np.arange(len(found))
+        gone = np.stack([taken for _, taken in found])
+        tried[every, [place[int(self.actor[option.who[0]])] for option, _ in found]] -= gone
+        tried[every, [place.get(option.taker, len(names) - 1) for option, _ in found]] += gone
+        used = tried[:, :, 0] >= 0.5
+        count = used.sum(1)
+        time_s, cost = judge_each(tried[used], np.cumsum(count) - count, self.view.tokens, self.base_s, self.per_seq_s)
+        score = time_s + self.settings.mu * cost
+        price = np.empty(len(found))
+        for k, (option, _) in enumerate(found):
             moved = float(self.weight[option.who].sum())
             new = option.taker not in self.opened
-            score = judged.score + self.price(moved, moved if new else 0.0, int(new))
-            if best is None or score < best[0]:
-                best = score, judged, rows, option
-        return best
+            price[k] = self.price(moved, moved if new else 0.0, int(new))
+        k = int(np.argmin(score + price))
+        option = found[k][0]
+        left = {option.taker if name is None else name: tried[k, at] for at, name in enumerate(names) if used[k, at]}
+        return float(score[k] + price[k]), Judged(float(time_s[k]), float(cost[k]), float(score[k])), left, option
 
     def options(self) -> list[tuple[_Option, np.ndarray]]:
         """Changes worth a look, each with the survivors (G+1,) that move: a lightly loaded actor emptied into another, and the most

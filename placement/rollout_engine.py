@@ -122,11 +122,13 @@ class Engine:
         order = np.lexsort((left, self.actor[chosen]))
         chosen, left = chosen[order], left[order]
         actor = self.actor[chosen]
-        first = np.flatnonzero(np.r_[True, actor[1:] != actor[:-1]])
-        size = np.diff(np.r_[first, len(chosen)])
+        first = np.flatnonzero(np.diff(actor, prepend=-1))
+        size = np.diff(first, append=len(chosen))
         position = np.arange(len(chosen)) - np.repeat(first, size)
         running = np.repeat(size, size) - position
-        before = np.where(position == 0, 0.0, np.r_[0.0, left[:-1]])  # tokens made since the slice began, as each phase begins
+        before = np.empty(len(chosen))  # tokens made since the slice began, as each phase begins
+        before[1:] = left[:-1]
+        before[first] = 0.0
         speed = self.speed
         rate = speed.base_s + speed.per_seq_s * running
         if speed.per_ctx_s:
@@ -163,22 +165,31 @@ class Engine:
         """Let waiting sequences into their actor's KV cache while it has room, put the youngest out where it has none."""
         assert self.capacity is not None
         context = self.prompts + self.generated
-        for a in np.unique(self.actor[runs]):
+        actor, waits = self.actor[runs], self.admitted[runs] == 0
+        held = np.bincount(actor, np.where(waits, 0.0, context[runs]))
+        inside = np.bincount(actor, ~waits)
+        full = (held + 1e-6 * inside >= self.capacity) & (inside > 1)
+        for a in np.flatnonzero(full | (np.bincount(actor, waits) > 0)):
             mine = np.flatnonzero(runs & (self.actor == a))
-            inside = mine[self.admitted[mine] > 0]
-            inside = inside[np.argsort(self.admitted[inside])]
-            held = context[inside].sum()
-            while len(inside) > 1 and held + 1e-6 * len(inside) >= self.capacity:
-                held -= context[inside[-1]]
-                self.admitted[inside[-1]] = 0
-                inside = inside[:-1]
-            waiting = mine[self.admitted[mine] == 0]
-            room = np.cumsum(context[waiting]) + held + BLOCK * (len(inside) + 1 + np.arange(len(waiting))) <= self.capacity
-            enter = waiting[: int(np.argmin(room)) if not room.all() else len(room)]
-            if not len(inside) and not len(enter):
-                enter = waiting[:1]  # alone it always fits: checked when the rollout began
-            self.admitted[enter] = self.admissions + 1 + np.arange(len(enter))
-            self.admissions += len(enter)
+            self._admit_to(mine, context)
+
+    def _admit_to(self, mine: np.ndarray, context: np.ndarray) -> None:
+        """The same for the sequences of one actor. context (n,): tokens that each holds."""
+        assert self.capacity is not None
+        inside = mine[self.admitted[mine] > 0]
+        inside = inside[np.argsort(self.admitted[inside])]
+        held = context[inside].sum()
+        while len(inside) > 1 and held + 1e-6 * len(inside) >= self.capacity:
+            held -= context[inside[-1]]
+            self.admitted[inside[-1]] = 0
+            inside = inside[:-1]
+        waiting = mine[self.admitted[mine] == 0]
+        room = np.cumsum(context[waiting]) + held + BLOCK * (len(inside) + 1 + np.arange(len(waiting))) <= self.capacity
+        enter = waiting[: int(np.argmin(room)) if not room.all() else len(room)]
+        if not len(inside) and not len(enter):
+            enter = waiting[:1]  # alone it always fits: checked when the rollout began
+        self.admitted[enter] = self.admissions + 1 + np.arange(len(enter))
+        self.admissions += len(enter)
 
     def _event(
         self, chosen: np.ndarray, left: np.ndarray, done: np.ndarray, rate: np.ndarray, growth: np.ndarray,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from placement.speed import Speed
@@ -32,6 +33,8 @@ class Device:
     reshard_bytes_per_s: float
     broadcast_bytes_per_s: float
     price_per_hour: float | None = None
+    step_s: float = 0.0  # of a decode step, besides what it moves and computes
+    seq_s: float = 0.0  # and of each sequence in it
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,13 @@ class Model:
             config.get("head_dim") or config["hidden_size"] // heads,
         )
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         """Parameters of all layers: attention, gated feed-forward and norms (biases of a few thousand left out)."""
         attention = self.hidden_size * self.head_size * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return self.layer_parameters + self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
 
@@ -121,7 +124,8 @@ def decode_step_s(model: Model, device: Device, width: int, running: float, cont
     attention = 4.0 * context_tokens * model.layers * model.heads * model.head_size
     flops = running * model.flops_per_token + attention
     slower = max(moved / device.memory_bytes_per_s, flops / device.bf16_flops_per_s)
-    return slower / width / device.decode_efficiency + 2 * model.layers * reduce_s(device, width, BYTES * running * model.hidden_size)
+    reduced = 2 * model.layers * reduce_s(device, width, BYTES * running * model.hidden_size)
+    return device.step_s + running * device.seq_s + slower / width / device.decode_efficiency + reduced
 
 
 def decode_speed(model: Model, device: Device, width: int = 1, batch: int = 64, context: float = 512.0) -> Speed:

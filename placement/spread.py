@@ -24,7 +24,16 @@ class Judged:
 
 
 def judge(alive: np.ndarray, tokens: np.ndarray, base_s: float, per_seq_s: float, mu: float) -> Judged:
-    """Expected outcome of a split. alive (m, G+1): expected survivors of each actor's group now and after `tokens` (G,).
+    """Expected outcome of one split: `judge_each` for its rows (m, G+1)."""
+    time_s, cost = judge_each(alive, np.zeros(1, int), tokens, base_s, per_seq_s)
+    return Judged(float(time_s[0]), float(cost[0]), float(time_s[0] + mu * cost[0]))
+
+
+def judge_each(
+    alive: np.ndarray, first: np.ndarray, tokens: np.ndarray, base_s: float, per_seq_s: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Expected (time_s, cost) of K splits, (K,) each. alive (R, G+1): expected survivors of each actor's group now and after
+    `tokens` (G,), the groups of one split after those of another, which begins at row first[k].
 
     A group is taken to decode together while it shrinks, and to give up its lease in the same measure, because what is left
     of it merges with others; only the lease of the group that will last longest, into which they merge, is held until its
@@ -33,22 +42,26 @@ def judge(alive: np.ndarray, tokens: np.ndarray, base_s: float, per_seq_s: float
     members with s expected survivors all have ended with probability (1 - s/n)^n, as if all were alike.
     """
     width = np.diff(tokens, prepend=0.0)
+    split = np.repeat(np.arange(len(first)), np.diff(np.r_[first, len(alive)]))
+    now = alive[:, :1]
     middle = (alive[:, 1:] + alive[:, :-1]) / 2
     clock = np.zeros_like(alive)
     np.cumsum((base_s + per_seq_s * np.maximum(1.0, middle)) * width, axis=1, out=clock[:, 1:])
-    held = np.minimum(middle / alive[:, :1], middle)
-    any_left = np.minimum(1.0, middle)
-    longest = int(np.argmax(any_left @ width))
+    held = np.sum(np.minimum(middle / now, middle) * width, axis=1)
+    any_left = np.sum(np.minimum(1.0, middle) * width, axis=1)
+    lasts = np.flatnonzero(any_left == np.maximum.reduceat(any_left, first)[split])
+    longest = lasts[np.unique(split[lasts], return_index=True)[1]]
     held[longest] = any_left[longest]
-    cost = base_s * float(np.sum(held * width))
-    at = CLOCK * clock[:, -1].max()
+    cost = base_s * np.add.reduceat(held, first)
+    end = np.maximum.reduceat(clock[:, -1], first)
+    at = CLOCK * end[:, None]
     # One interpolation for all groups: each group's clock is shifted past the end of the one before.
-    shift = (1.0 + at[-1]) * np.arange(len(alive))[:, None]
-    left = np.interp((at + shift).ravel(), (clock + shift).ravel(), alive.ravel()).reshape(len(alive), -1)
-    left = np.where(at > clock[:, -1:], 0.0, left)
-    late = np.sum(alive[:, :1] * np.log1p(-np.minimum(left / alive[:, :1], 1 - 1e-12)), axis=0)
-    time_s = float(np.sum((1 - np.exp(late)) * np.diff(at, prepend=0.0)))
-    return Judged(time_s, cost, time_s + mu * cost)
+    shift = (1.0 + end.max()) * np.arange(len(alive))[:, None]
+    mine = at[split]
+    left = np.interp((mine + shift).ravel(), (clock + shift).ravel(), alive.ravel()).reshape(len(alive), -1)
+    left[mine > clock[:, -1:]] = 0.0
+    late = np.add.reduceat(now * np.log1p(-np.minimum(left / now, 1 - 1e-12)), first, axis=0)
+    return np.sum((1 - np.exp(late)) * np.diff(at, prepend=0.0, axis=1), axis=1), cost
 
 
 @dataclass(frozen=True)
@@ -83,22 +96,33 @@ def best_split(
         root = np.cumsum(np.sqrt((1 - floor) * critical + floor / n))
         shapes.append((root / root[-1], lawful * root[-1] / np.sqrt(n)))
     shapes += [(ratio, lawful) for ratio in RATIOS]
-    best: tuple[float, Judged, np.ndarray] | None = None
+    tried: list[np.ndarray] = []
     for shape, law in shapes:
         for m in sorted({int(np.clip(round(law * count), 1, most)) for count in COUNTS}):
             if m == 1 and shape != 1.0 if isinstance(shape, float) else m == 1:
                 continue  # one group is the same by every shape
-            cuts = _cuts(shape, m, n)
-            alive = np.diff(sums[cuts], axis=0)
-            alive = np.concatenate([np.diff(cuts)[:, None].astype(float), alive], 1)
-            judged = judge(alive, view.tokens, base_s, per_seq_s, mu)
-            score = judged.score + max(0, len(cuts) - 1 - opened) * start_s * (mu + 1 / (len(cuts) - 1))
-            if best is None or score < best[0]:
-                best = score, judged, cuts
-    assert best is not None
+            tried.append(_cuts(shape, m, n))
+    groups = np.array([len(cuts) - 1 for cuts in tried])
+    begin, end = (np.concatenate([cuts[part] for cuts in tried]) for part in (slice(None, -1), slice(1, None)))
+    alive = np.concatenate([(end - begin)[:, None].astype(float), sums[end] - sums[begin]], 1)
+    time_s, cost = judge_each(alive, np.cumsum(groups) - groups, view.tokens, base_s, per_seq_s)
+    score = time_s + mu * cost
+    best = int(np.argmin(score + np.maximum(0, groups - opened) * start_s * (mu + 1 / groups)))
     group = np.empty(n, int)
-    group[order] = np.searchsorted(best[2][1:], np.arange(n), side="right")
-    return Split(group, len(best[2]) - 1, best[1])
+    group[order] = np.searchsorted(tried[best][1:], np.arange(n), side="right")
+    return Split(group, int(groups[best]), Judged(float(time_s[best]), float(cost[best]), float(score[best])))
+
+
+def even_split(view: Outlook, base_s: float, per_seq_s: float, mu: float, max_actors: int) -> Split:
+    """What consolidation does without forecasts: as many actors as the square-root law asks for, the sequences evenly on them in
+    the order in which they come."""
+    n = len(view.critical)
+    lawful = np.sqrt(per_seq_s * n / (mu * base_s)) if base_s > 0 else n
+    actors = int(np.clip(np.ceil(lawful), 1, min(max_actors, n)))
+    size = n // actors + (np.arange(actors) < n % actors)
+    group = np.repeat(np.arange(actors), size)
+    alive = np.concatenate([size[:, None].astype(float), np.add.reduceat(view.alive, np.cumsum(size) - size, axis=0)], 1)
+    return Split(group, actors, judge(alive, view.tokens, base_s, per_seq_s, mu))
 
 
 def _cuts(shape: np.ndarray | float, m: int, n: int) -> np.ndarray:

@@ -138,11 +138,13 @@ def surprise_shown(forecast: Forecast, generated: np.ndarray, finished: np.ndarr
 @dataclass(frozen=True)
 class Outlook:
     """What live sequences may still do. tokens (G,): grid of further tokens; alive (n, G): probability of running further
-    than that; critical (n,): probability of being the last to end if all go on at the same pace (sums to 1)."""
+    than that; critical (n,): probability of being the last to end if all go on at the same pace (sums to 1); surprise: share of
+    sequences whose forecast is taken to say nothing."""
 
     tokens: np.ndarray
     alive: np.ndarray
     critical: np.ndarray
+    surprise: float = 0.0
 
 
 def outlook(forecast: Forecast, everyone: Forecast, generated: np.ndarray, surprise: float) -> Outlook:
@@ -173,7 +175,7 @@ def outlook(forecast: Forecast, everyone: Forecast, generated: np.ndarray, surpr
     others = np.concatenate([np.full((n, 1), float(n == 1)), others, np.ones((n, 1))], 1)
     ends = -np.diff(alive, axis=1, prepend=1.0, append=0.0)
     critical = np.maximum(np.sum(ends * (others[:, 1:] + others[:, :-1]), axis=1) / 2, 1e-12)
-    return Outlook(tokens, alive, critical / critical.sum())
+    return Outlook(tokens, alive, critical / critical.sum(), surprise)
 
 
 def _ratio(z: np.ndarray, log_now: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ good plan's size is kept, and the reason says so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ from placement.policy import (
 )
 from placement.speed import Speed, SpeedFit
 from placement.terms import Term, Terms
+from rlhfless_ray.first_speed import ExpectedEngine
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import EngineStep, Prompt, Sample
 
@@ -77,7 +79,7 @@ class RolloutPlan:
         return {
             "plan/actors": self.actors, "pool/decision": self.decision.action, "pool/reason": self.reason,
             "plan/rollout_s": self.predicted_s, "plan/cost_slot_s": self.predicted_slot_s,
-            "plan/step_s": self.predicted_step_s,
+            "plan/step_s": self.predicted_step_s, "plan/failed": failed(self.decision),
             "plan/frontier_time_s": [plan.time_s for plan in points], "plan/frontier_cost_slot_s": [p.cost for p in points],
             "plan/frontier_actors": [plan.actors for plan in points],
         }
@@ -91,7 +93,7 @@ class Autoscaler:
         self.samples = recipe.rollout.samples_per_prompt
         most = recipe.rollout.max_tokens if not recipe.agent.path else None  # several turns have no limit of their own
         self.forecaster = LengthForecaster(recipe.rollout.max_tokens / 2, max_tokens=most)
-        self.speed = SpeedFit(first_speed)
+        self.speed, self.capacity = SpeedFit(first_speed), math.inf
         self.objective = _objective(recipe)
         self.terms, self.around, self.outside = Terms(), Term(AROUND_S), Term(OUTSIDE_S)
         self.learner = LearnerSize(recipe.learner.max_slots_per_rank)
@@ -104,6 +106,11 @@ class Autoscaler:
         self.passes_s = 0.0  # before it
         self.unlearned: list[list[EngineStep]] = []  # step records of rollouts that no plan has been made after yet
         self.troubles: list[str] = []  # since they were last told
+
+    def expect(self, engine: ExpectedEngine) -> None:
+        """What an engine is like as far as it can be told before one has run."""
+        self.speed = SpeedFit(engine.speed)
+        self.capacity = engine.capacity or math.inf
 
     def forecast(self, prompts: list[Prompt], step: int) -> Scenarios:
         """Joint draws of the lengths of every response to `prompts`, siblings side by side."""
@@ -209,7 +216,10 @@ class Autoscaler:
 
     def _frontier(self, lengths: np.ndarray, prompts: list[Prompt], max_actors: int) -> list[Plan]:
         """lengths (n,) known or (n, S) scenarios."""
-        return frontier(lengths, self.engine_speed, max_actors=max_actors, prompts=self._prompt_tokens(prompts), thin=THIN)
+        tokens = self._prompt_tokens(prompts)
+        longest = float((lengths.reshape(len(tokens), -1).max(1) + tokens).max())  # an engine takes every sequence by itself
+        capacity = math.ceil(max(self.capacity, longest)) if math.isfinite(self.capacity) else None
+        return frontier(lengths, self.engine_speed, max_actors=max_actors, prompts=tokens, capacity=capacity, thin=THIN)
 
     @property
     def engine_speed(self) -> Speed:

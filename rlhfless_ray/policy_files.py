@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -12,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.errors import UserError
+from rlhfless_ray.prompts.tasks import task
+from rlhfless_ray.prompts.tokenizer import TaskTokenizer
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.weights.folder import KEPT, read_folder, write_folder
+from rlhfless_ray.weights.folder import KEPT, is_safetensors, read_folder, write_folder
 
+VERSION = 4  # raise it when anything in learn/warm_start.py, learn/scratch.py or a task changes what comes out
 HUB_MODEL = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
@@ -23,19 +28,46 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhfless-ray"
 
 
+def warm_start_key(recipe: Recipe) -> str:
+    """Hash of all that determines the policy from scratch and its warm start, except the thread count (it moves the last bits only)."""
+    parts = {
+        "version": VERSION,
+        "versions": [importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")],
+        "task": recipe.prompts.task,
+        "seed": recipe.run.seed,
+        "policy": recipe.policy.model_dump(mode="json", include={"hidden_size", "layers", "dtype"}),
+        "warm_start": recipe.warm_start.model_dump(mode="json"),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def initial_policy(recipe: Recipe) -> tuple[dict[str, bytes], bool]:
     """The policy's files, and whether a warm start is still owed. Raises UserError for a folder that is no model."""
-    _quiet_libraries()
     if recipe.policy.path:
-        return read_folder(model_folder(recipe.policy.path, "policy.path")), False
-    from rlhfless_ray.learn.scratch import scratch_policy
-    from rlhfless_ray.learn.warm_start import warm_start_key
-    from rlhfless_ray.prompts.tasks import task
-
+        files = read_folder(model_folder(recipe.policy.path, "policy.path"))
+        _check(files)
+        return files, False
+    built_in = task(recipe.prompts.task)
     kept = cache_folder() / "policies" / warm_start_key(recipe)
     if kept.is_dir():
         return read_folder(kept), False
-    return scratch_policy(recipe, task(recipe.prompts.task)), recipe.warm_start.steps > 0
+    quiet_libraries()
+    from rlhfless_ray.learn.scratch import scratch_policy
+
+    files = scratch_policy(recipe, built_in)
+    if recipe.warm_start.steps == 0:
+        keep_policy(recipe, files)  # the libraries that make it take seconds to import
+    return files, recipe.warm_start.steps > 0
+
+
+def _check(files: dict[str, bytes]) -> None:
+    """Raises UserError for a config that names no family, and for weights that are torn: a copy that ended early, a pointer of git."""
+    config = _config(files)
+    if not isinstance(config, dict) or not (config.get("model_type") or config.get("auto_map")):
+        raise UserError("policy.path: its config.json names no model_type, so nothing can load it; copy the whole model folder")
+    for name, content in files.items():
+        if name.endswith(".safetensors") and not is_safetensors(content):
+            raise UserError(f"policy.path: {name} is no whole safetensors file ({len(content):,} bytes); copy it again")
 
 
 def model_folder(name: str, setting: str) -> Path:
@@ -56,9 +88,7 @@ def model_folder(name: str, setting: str) -> Path:
 
 
 def keep_policy(recipe: Recipe, files: dict[str, bytes]) -> None:
-    """Put a warm-started policy into the cache; a second run that does so at the same time wins or loses whole."""
-    from rlhfless_ray.learn.warm_start import warm_start_key
-
+    """Put the policy a run starts from into the cache; a second run that does so at the same time wins or loses whole."""
     kept = cache_folder() / "policies" / warm_start_key(recipe)
     kept.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=kept.parent, prefix=".making-"))
@@ -69,7 +99,7 @@ def keep_policy(recipe: Recipe, files: dict[str, bytes]) -> None:
         shutil.rmtree(temporary)
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Drop what libraries say that is no news to a user: progress bars over one file, and that there is no GPU here."""
     from transformers.utils import logging as transformers_logging
 
@@ -78,14 +108,20 @@ def _quiet_libraries() -> None:
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
 
 
+def policy_tokenizer(recipe: Recipe, files: dict[str, bytes]) -> Any:
+    """The policy's tokenizer; of a built-in policy one that does the same without transformers, which takes seconds to import."""
+    return load_tokenizer(files, recipe.policy.trust_remote_code) if recipe.policy.path else TaskTokenizer(task(recipe.prompts.task))
+
+
 def load_tokenizer(files: dict[str, bytes], trust_remote_code: bool) -> Any:
+    quiet_libraries()
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory(prefix="rlhfless-tokenizer-") as name:
         folder = write_folder(Path(name), {k: v for k, v in files.items() if not k.endswith(".safetensors")})
         try:
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # of whatever type the libraries raise for files that they cannot read
             first = " ".join(str(error).split())[:200]
             raise UserError(f"policy.path: its tokenizer cannot be loaded: {first}") from None
 
@@ -96,12 +132,17 @@ CONTEXT_KEYS = (
     "max_sequence_length", "max_seq_length", "seq_len",
 )
 PLAIN_ATTENTION = ("llama", "qwen2", "qwen3")  # every layer keeps a key and a value of every token, and nothing else
+# With these a config of type qwen2 leaves nothing of what is asked here to its family's defaults.
+WHOLE_QWEN2 = {
+    "hidden_size", "layer_types", "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
+    "use_sliding_window",
+}
 
 
 def context_tokens(files: dict[str, bytes]) -> int | None:
     """The longest sequence the policy takes, from its config: the shortest of what the config (a multimodal model's: that
     of its text part) says under any of the usual names. None where it does not say."""
-    config = _text_config(files)
+    config = text_config(files)
     said = [config[key] for key in CONTEXT_KEYS if isinstance(config.get(key), int) and config[key] > 0]
     return min(said, default=None)
 
@@ -109,7 +150,7 @@ def context_tokens(files: dict[str, bytes]) -> int | None:
 def kv_cache_bytes(files: dict[str, bytes], tokens: int, block_size: int, dtype: str) -> int | None:
     """Bytes of KV cache for one sequence of `tokens`: whole blocks, and the one that vLLM always holds back. None for kinds of
     attention not known here."""
-    config = _text_config(files)
+    config = text_config(files)
     windows = config.get("use_sliding_window") or set(config.get("layer_types") or ()) - {"full_attention"}
     if config.get("model_type") not in PLAIN_ATTENTION or windows:
         return None
@@ -130,16 +171,22 @@ def check_kv_cache(recipe: Recipe, files: dict[str, bytes], longest_prompt_token
         )
 
 
-def _text_config(files: dict[str, bytes]) -> dict[str, Any]:
+def text_config(files: dict[str, bytes]) -> dict[str, Any]:
     """config.json with its family's defaults filled in; as it stands for a family that transformers does not know."""
+    raw = _config(files)
+    if raw.get("model_type") == "qwen2" and raw.keys() >= WHOLE_QWEN2:
+        return raw
     from transformers import AutoConfig
 
-    try:
-        raw = json.loads(files["config.json"])
-    except ValueError:
-        raise UserError("policy.path: its config.json is not valid JSON") from None
     try:
         family = AutoConfig.for_model(**raw)
     except Exception:  # a family of its own, or a value that whoever loads the model will name
         return raw.get("text_config") or raw
     return family.get_text_config().to_dict()
+
+
+def _config(files: dict[str, bytes]) -> Any:
+    try:
+        return json.loads(files["config.json"])
+    except ValueError:
+        raise UserError("policy.path: its config.json is not valid JSON") from None

@@ -14,6 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
+
 from rlhfless_ray.checkpoints import DRIVER, Checkpoints, replace_file, swap_folder
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.recipe import Recipe
@@ -46,6 +48,16 @@ class RunFolder:
             (path / "recipe.yaml").write_text(recipe.to_yaml())
             return folder
         raise UserError(f"run.root {root}: too many runs are called {recipe.run.name}; set run.name")
+
+    @staticmethod
+    def check_root(recipe: Recipe) -> None:
+        """Whether a run folder can be made, before anything is started; leaves nothing. Raises UserError."""
+        root = Path(recipe.run.root).absolute()
+        there = next(path for path in (root, *root.parents) if path.exists())
+        try:
+            tempfile.TemporaryDirectory(dir=there).cleanup()
+        except OSError as error:
+            raise UserError(f"run.root {recipe.run.root}: cannot make a run folder there: {error.strerror}") from None
 
     @classmethod
     def latest(cls, recipe: Recipe) -> RunFolder | None:
@@ -81,12 +93,28 @@ class RunFolder:
             )
         if recipe.checkpoint.path and not (folder.path / "status.json").is_file():
             return cls.create(recipe)
+        folder._check_same_policy(recipe)
         if recipe.algorithm.kl.coefficient > 0 and not (folder.path / "reference").is_dir():
             raise UserError(
                 f"algorithm.kl.coefficient: {folder.path} began with 0 and kept no reference policy, so it must stay 0; start "
                 "anew without --resume to have one"
             )
         return folder
+
+    def _check_same_policy(self, recipe: Recipe) -> None:
+        """A checkpoint's weights fit the policy that it is of only."""
+        try:
+            before = yaml.safe_load((self.path / "recipe.yaml").read_text()) or {}
+        except (OSError, yaml.YAMLError):
+            return  # the learner will say what does not fit
+        shape = [] if recipe.policy.path else [("policy", "hidden_size"), ("policy", "layers"), ("prompts", "task")]
+        for section, key in [("lora", "rank"), *shape]:
+            was, is_now = (before.get(section) or {}).get(key), getattr(getattr(recipe, section), key)
+            if was is not None and was != is_now:
+                raise UserError(
+                    f"{section}.{key}: {self.path} was trained with {was}, and its checkpoint does not fit {is_now}; set it back, or "
+                    "start anew without --resume"
+                )
 
     @contextmanager
     def locked(self) -> Iterator[None]:

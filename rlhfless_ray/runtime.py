@@ -17,7 +17,6 @@ from typing import Any, Self
 
 from placement.lengths import Scenarios
 from placement.policy import failed, slots_to_yield
-from placement.speed import Speed
 from rlhfless_ray.agent.dry import dry_play
 from rlhfless_ray.agent.load import AgentSource
 from rlhfless_ray.autoscale import Autoscaler, RolloutPlan
@@ -25,12 +24,13 @@ from rlhfless_ray.checkpoints import Best, Checkpoints
 from rlhfless_ray.crew import Actors, hire
 from rlhfless_ray.errors import RunError, Stopped
 from rlhfless_ray.evaluation import evaluate
+from rlhfless_ray.first_speed import ANY_SPEED, expected_engine
 from rlhfless_ray.functions.cluster import RayCluster
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.models import policy_files, write_models
 from rlhfless_ray.phases import Phases
-from rlhfless_ray.policy_files import context_tokens, initial_policy, keep_policy, load_tokenizer
+from rlhfless_ray.policy_files import context_tokens, initial_policy, keep_policy, policy_tokenizer
 from rlhfless_ray.prefix.stage import StepPrefixes
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.prompts.load import load_prompts
@@ -47,7 +47,6 @@ from rlhfless_ray.types import Prompt, Sample, Step, UpdateStats, WeightVersion
 from rlhfless_ray.waits import STOP
 from rlhfless_ray.weights.folder import read_folder, write_folder
 
-FIRST_SPEED = Speed(base_s=0.01, per_seq_s=0.0001)  # before the first step record; any order of magnitude will do
 LOOK_EVERY_S = 5.0  # for nodes that are gone, where parked processes may have been
 SAVE_GRACE_S = 2.0  # what the learner's snapshot may take of the 3 s between SIGTERM and the kill of `ray job stop`
 
@@ -58,13 +57,14 @@ class Runtime:
     def __init__(self, recipe: Recipe, *, resume: bool = False) -> None:
         """Reads and checks everything that can be checked without Ray. Raises UserError for the user's mistakes."""
         self.resume = resume or (recipe.checkpoint.resume and RunFolder.latest(recipe) is not None)
+        RunFolder.check_root(recipe)
         self.best = Best(recipe.checkpoint.best_metric)
         if recipe.checkpoint.path:
             check_writable(Path(recipe.checkpoint.path), "checkpoint.path")
             Checkpoints(recipe.checkpoint, Path(recipe.run.root)).check()
         self.files, self.owes_warm_start = initial_policy(recipe)
         self.critic_files = read_folder(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
-        self.tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
+        self.tokenizer = policy_tokenizer(recipe, self.files)
         self.prompts = load_prompts(recipe, self.tokenizer, context_tokens(self.files))
         self.reward_source = load_reward(recipe, self.tokenizer)
         if isinstance(self.reward_source, AgentSource):
@@ -79,7 +79,7 @@ class Runtime:
             recipe = recipe.model_copy(update={"run": run})
         self.recipe = recipe
         self.refill = Refill(recipe, self.cursor)
-        self.autoscaler = Autoscaler(recipe, FIRST_SPEED)
+        self.autoscaler = Autoscaler(recipe, ANY_SPEED)
         self.cluster = RayCluster(recipe)
         self.cursor_done = self.cursor.state()  # after the last finished step: a stop inside a step repeats it whole
         self.steps_done = 0
@@ -144,6 +144,10 @@ class Runtime:
         crew = hire(
             self.recipe, resource, self.files, longest, self.reward_source, self.ledger, self.folder.path, self.actor_classes()
         )
+        engine = expected_engine(self.recipe, self.files, self.cluster.device(resource))
+        self.autoscaler.expect(engine)
+        if engine.note:
+            self.record.progress.message(engine.note)
         self.leases, self.rollout, self.reward, self.gang = crew.leases, crew.rollout, crew.reward, crew.gang
         most = min(self.recipe.rollout.max_actors, sum(self.leases.matching(self.recipe.rollout.nodes).values()))
         self.site = Site(self.recipe, self.ledger, self.leases, self.phases, self.record, self.autoscaler, most)
@@ -226,7 +230,7 @@ class Runtime:
 
     def prefill(self, step: Step) -> StepPrefixes | None:
         assert self.weights is not None
-        self.weights = self.learn_stage.gangs.safe(self.weights, self.rollout_stage.let_go)
+        self.weights = self.learn_stage.gangs.safe(self.weights)
         return self.rollout_stage.prefill(step, self.weights)
 
     def rollout_phase(self, plan: RolloutPlan) -> AbstractContextManager[None]:
@@ -289,8 +293,10 @@ class Runtime:
         self.autoscaler.observe_samples(step.prompts, step.answers)
         self.quality |= self.autoscaler.quality(step.forecast, step.answers, step.prompts, self.site.max_actors)
         self.quality["epoch"] = self.cursor.epoch
-        while self.autoscaler.troubles:
-            self.record.progress.message(f"step {step.number}: {self.autoscaler.troubles.pop(0)}; planning goes on without it")
+        if troubles := "; ".join(self.autoscaler.troubles):
+            self.autoscaler.troubles.clear()
+            self.quality["plan/trouble"] = troubles
+            self.record.progress.message(f"step {step.number}: {troubles}; planning goes on without it")
         self.cursor_after = self.cursor.state()
         self._end_with_the_prompts(step.number)
         if step.number < self.recipe.run.steps:
@@ -308,12 +314,7 @@ class Runtime:
             self.recipe = self.recipe.model_copy(update={"run": self.recipe.run.model_copy(update={"steps": number})})
 
     def publish(self, version: int) -> WeightVersion:
-        return self.learn_stage.publish(version, self._expect)
-
-    def _expect(self) -> None:
-        """Of leases that the next step lacks Ray is asked while the learner makes its weights, if phases may overlap."""
-        if self.ahead is not None and self.recipe.learner.overlap != "off":
-            self.rollout.expect(self.ahead.plan.actors)
+        return self.learn_stage.publish(version)
 
     def evaluation_is_due(self, number: int) -> bool:
         every = self.recipe.evaluate.every_steps
@@ -357,6 +358,7 @@ class Runtime:
         costs = self.record.costs(step, self.first_row, next_step=step.number + goes_on)
         if goes_on:
             self._begin_next()
+        self.learn_stage.gangs.keep()
         self.autoscaler.observe_step(seconds, wall_s, len(step.samples))
         self.stages.faults.step_done()
         step.metrics |= {**self.stages.faults.take(), **self.gang.recovery.take_metrics()}
@@ -368,6 +370,7 @@ class Runtime:
         self.first_row = len(self.ledger.rows)
         self.weights = self.learn_stage.gangs.safe(self.weights)
         self.rollout_stage.begin(self.ahead, self.weights)
+        self.rollout.expect(self.ahead.plan.actors)
 
     def finish(self) -> None:
         write_models(self)

@@ -50,6 +50,8 @@ class Stages:
         prefix = _prefix(site, crew, files, private)
         weight_bytes = sum(len(content) for name, content in files.items() if name.endswith(".safetensors"))
         rollout = RolloutStage(site, crew.rollout, score, learn, tokenizer, weight_bytes, prefix, agents)
+        for gang in learn.gangs.all:
+            gang.leases.lend = rollout.lend
         stages = cls(faults, prefix, rollout, score, learn, agents)
         for pool in stages.pools():
             pool.faults = faults

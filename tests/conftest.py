@@ -32,7 +32,8 @@ def shorter(prompt, response, row):
 
 
 def small_recipe(folder: Path, **overrides: Any) -> dict[str, Any]:
-    """A recipe of a few seconds: four steps, a policy of 0.1 M parameters without warm start, a reward from a file."""
+    """A recipe of a few seconds: four steps, a policy of 0.1 M parameters without warm start, a reward from a file, as many engines
+    as it needs (one unless told)."""
     (folder / "reward_file.py").write_text(REWARD)
     tree: dict[str, Any] = {
         "run": {"name": "small", "root": str(folder / "runs"), "steps": 4, "seed": 3},
@@ -48,6 +49,7 @@ def small_recipe(folder: Path, **overrides: Any) -> dict[str, Any]:
     for key, value in overrides.items():
         section, _, field = key.partition("__")
         tree.setdefault(section, {})[field] = value
+    tree["rollout"].setdefault("max_actors", tree["rollout"].get("min_actors", 1))
     return tree
 
 
@@ -99,10 +101,10 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callabl
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of four steps from start to end, started as a user starts it."""
+    """The folder of a run of four steps with up to two engines from start to end, started as a user starts it."""
 
     def make(folder: Path) -> None:
-        done = command("train", write_recipe(folder))
+        done = command("train", write_recipe(folder, rollout__max_actors=2))
         assert done.returncode == 0, done.stderr
         assert "report.html" in done.stdout
 
@@ -115,8 +117,11 @@ def ray_cluster() -> None:
     that needs a Ray of its own ends it (`no_ray`), and the next to need it starts it again."""
     import ray
 
+    from rlhfless_ray.functions.lean_ray import lean_ray
+
     if not ray.is_initialized():
-        ray.init(address="local", num_cpus=4, num_gpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        with lean_ray():
+            ray.init(address="local", num_cpus=4, num_gpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +132,24 @@ def no_ray() -> Iterator[None]:
     ray.shutdown()
     yield
     ray.shutdown()
+
+
+@contextmanager
+def two_nodes(head_cpus: int, cpus: int, store_mb: int) -> Iterator[Any]:
+    """A cluster of a head, where the driver is, and a second node, to which nodes can be added. Needs `no_ray`."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    from rlhfless_ray.functions.lean_ray import lean_ray
+
+    with lean_ray():
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head_cpus, "object_store_memory": store_mb * 2**20})
+        cluster.add_node(num_cpus=cpus, object_store_memory=store_mb * 2**20)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        cluster.wait_for_nodes()
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from placement.choice import Objective
 from placement.speed import Speed
 from rlhfless_ray import Recipe
 from rlhfless_ray.autoscale import Autoscaler, RolloutPlan, response_tokens
+from rlhfless_ray.first_speed import ExpectedEngine
 from rlhfless_ray.types import Completion, EngineStep, Prompt, Sample
 
 SPEED = Speed(0.01, 1e-4)
@@ -100,6 +101,19 @@ def test_a_planner_that_fails_keeps_the_last_good_size_and_says_so(monkeypatch):
     assert bad.actors == good.actors and "the planner failed (ZeroDivisionError" in bad.reason
     shares = bad.shares(2, np.ones(64), np.repeat(np.arange(16), 4))
     assert sorted(np.concatenate(shares).tolist()) == list(range(64))
+
+
+def test_what_does_not_fit_an_engine_waits_for_room_or_gets_another_engine():
+    plans = {}
+    for capacity in (None, 400):
+        auto = Autoscaler(recipe(objective={"prefer": 0.0}), SPEED)
+        auto.expect(ExpectedEngine(SPEED, capacity))
+        trained(auto)
+        plans[capacity] = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4).decision
+    free, tight = plans[None], plans[400]
+    assert free.actors == 1 and tight.time_s * tight.actors > 1.3 * free.time_s, "one engine cannot hold all of it at once"
+    auto.expect(ExpectedEngine(SPEED, 1))  # less than any sequence: a forecast beyond the cache must not end the planning
+    assert "the planner failed" not in auto.plan(auto.forecast(prompts(), 8), prompts(), 4, step=8, warm=4).reason
 
 
 def test_fixed_pools_hold_every_engine_and_plan_nothing():

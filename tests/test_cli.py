@@ -1,15 +1,18 @@
 """Every mistake of a user gets one clear sentence and exit code 2, before Ray starts."""
 
 import json
+import os
 import subprocess
 import sys
-import time
 
 import pytest
 import yaml
 
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.errors import UserError
+from rlhfless_ray.learn.scratch import scratch_policy
+from rlhfless_ray.prompts.tasks import task
+from rlhfless_ray.weights.folder import write_folder
 from tests.conftest import ROOT, command, environment, small_recipe, write_recipe
 
 
@@ -21,13 +24,11 @@ def sentence(done: subprocess.CompletedProcess) -> str:
     return lines[0]
 
 
-def test_help_answers_in_half_a_second():
-    seconds = []
-    for _ in range(3):
-        start = time.monotonic()
-        subprocess.run([sys.executable, "-m", "rlhfless_ray", "--help"], check=True, capture_output=True, cwd=ROOT, env=environment())
-        seconds.append(time.monotonic() - start)
-    assert min(seconds) < 0.5
+def test_help_takes_less_than_half_a_second_of_a_processor():
+    before = os.times()
+    subprocess.run([sys.executable, "-m", "rlhfless_ray", "--help"], check=True, capture_output=True, cwd=ROOT, env=environment())
+    after = os.times()
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 0.5
 
 
 def test_an_unknown_key_on_the_command_line(tmp_path):
@@ -75,6 +76,8 @@ def policy_folder(tmp_path, **config) -> str:
         ({"prompts__max_prompt_tokens": 3}, "max_prompt_tokens"),
         ({"rollout__max_tokens": 1000}, "512"),
         ({"policy__path": "/nowhere"}, "is not a folder"),
+        ({"run__root": "/proc/nowhere"}, "run.root /proc/nowhere: cannot make a run folder there"),
+        ({"run__root": __file__}, "cannot make a run folder there: Not a directory"),
     ],
 )
 def test_mistakes_in_a_recipe(tmp_path, change, said):
@@ -93,6 +96,21 @@ def test_model_folders_that_are_none(tmp_path, missing, said):
     (tmp_path / "policy" / missing).unlink()
     with pytest.raises(UserError, match=said.replace("*", r"\*")):
         Runtime(Recipe.parse(small_recipe(tmp_path, policy__path=folder)))
+
+
+def test_model_folders_that_cannot_be_loaded(tmp_path):
+    files = scratch_policy(Recipe.parse(small_recipe(tmp_path)), task("chain"))
+    for number, (name, content, said) in enumerate([
+        ("config.json", b"[]", "names no model_type"), ("config.json", b"{}", "names no model_type"),
+        ("config.json", b"{", "is not valid JSON"), ("tokenizer.json", b"{", "its tokenizer cannot be loaded"),
+        ("tokenizer.json", None, "no token for any of the prompt"), ("model.safetensors", b"version https://git-lfs", "no whole"),
+        ("model.safetensors", files["model.safetensors"][:-1], "no whole safetensors file"),
+    ]):  # fmt: skip
+        changed = {**{k: v for k, v in files.items() if k != name}, **({} if content is None else {name: content})}
+        folder = write_folder(tmp_path / str(number), changed)
+        with pytest.raises(UserError, match=said) as caught:
+            Runtime(Recipe.parse(small_recipe(tmp_path, policy__path=str(folder))))
+        assert str(caught.value).startswith(("policy.path", "prompts.task")) and "\n" not in str(caught.value)
 
 
 UNRELIABLE = """

@@ -112,6 +112,20 @@ def test_by_roofline(grouped: Path, capsys) -> None:
     assert one["capacity"] > 100_000 and two["capacity"] > 2 * one["capacity"] and two["devices_per_actor"] == 2
 
 
+def test_a_device_of_ones_own_is_a_yaml_file(grouped: Path, capsys, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("like: H100\nmemory_bytes_per_s: 6.7e12\n")
+    fast, known = (
+        said(capsys, grouped, "--actors", 4, "--device", device, "--model", "qwen2.5-3b")["pools"][0] for device in (mine, "H100")
+    )
+    assert fast["speed"]["base_s"] == pytest.approx(known["speed"]["base_s"] / 2)
+    mistakes = {"like: [": "not valid YAML", "- 1": "the fields of a device are needed", "like: H101": "did you mean `H100`"}
+    for text, sentence in mistakes.items():
+        mine.write_text(text)
+        with pytest.raises(UserError, match=sentence):
+            run(grouped, "--actors", 4, "--device", mine, "--model", "qwen2.5-3b")
+
+
 def test_the_table_names_the_chosen_point_and_the_reason(grouped: Path, capsys, tmp_path: Path) -> None:
     found = said(capsys, grouped, *SPEED, "--knee")
     plot = tmp_path / "frontier.svg"

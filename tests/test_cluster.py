@@ -12,23 +12,16 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from rlhfless_ray import Recipe, Runtime
-from tests.conftest import samples, small_recipe
+from tests.conftest import samples, small_recipe, two_nodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 
 
 @pytest.fixture(scope="module")
-def two_nodes(no_ray: None):
+def cluster(no_ray: None):
     """A head without cores, where the driver is, and a second node with all of them."""
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 256 * 2**20})
-    cluster.add_node(num_cpus=2, object_store_memory=256 * 2**20)
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-    cluster.wait_for_nodes()
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    with two_nodes(0, 2, 256) as cluster:
+        yield cluster
 
 
 def node_states(cluster) -> dict[str, int]:
@@ -41,7 +34,7 @@ def node_states(cluster) -> dict[str, int]:
     return {node.node_id.hex(): node.idle_duration_ms for node in state.node_states}
 
 
-def test_a_run_on_another_node_survives_a_killed_engine_and_leaves_nothing(two_nodes, tmp_path, uninterrupted):
+def test_a_run_on_another_node_survives_a_killed_engine_and_leaves_nothing(cluster, tmp_path, uninterrupted):
     folder = tmp_path / "before"
     folder.mkdir()
     tree = small_recipe(folder)
@@ -64,19 +57,17 @@ def test_a_run_on_another_node_survives_a_killed_engine_and_leaves_nothing(two_n
     assert last["step"] == 4
 
     assert [info["name"] for info in placement_group_table().values() if info["state"] != "REMOVED"] == []
-    from ray.util.state import list_actors
-
-    assert [a.class_name for a in list_actors(filters=[("state", "=", "ALIVE")])] == []
+    assert [actor["ActorClassName"] for actor in ray._private.state.actors().values() if actor["State"] != "DEAD"] == []
     deadline = time.monotonic() + 30
-    while min(node_states(two_nodes).values()) == 0 and time.monotonic() < deadline:
+    while min(node_states(cluster).values()) == 0 and time.monotonic() < deadline:
         time.sleep(0.5)
-    idle = node_states(two_nodes)
+    idle = node_states(cluster)
     assert min(idle.values()) > 0, "a node is still busy in the eyes of Ray's autoscaler"
     time.sleep(1.0)
-    assert all(node_states(two_nodes)[node] > before for node, before in idle.items())  # and it stays idle
+    assert all(node_states(cluster)[node] > before for node, before in idle.items())  # and it stays idle
 
 
-def test_more_slots_than_the_cluster_has_are_refused_before_anything_starts(two_nodes, tmp_path):
+def test_more_slots_than_the_cluster_has_are_refused_before_anything_starts(cluster, tmp_path):
     from rlhfless_ray.errors import UserError
 
     run = Runtime(Recipe.parse(small_recipe(tmp_path, learner__ranks=5)))

@@ -64,7 +64,8 @@ def policy(problems, tmp_path_factory):
 def test_it_trains_on_any_local_causal_lm(problems, policy, tmp_path):
     done = command(
         "train", "recipes/gsm8k.yaml", f"prompts.path={problems}", f"policy.path={policy}", f"run.root={tmp_path}", "run.steps=1",
-        "prompts.batch_prompts=4", "evaluate.prompts=4", "rollout.max_tokens=16", "rollout.samples_per_prompt=2", "watch.wandb=off",
+        "prompts.batch_prompts=4", "evaluate.prompts=4", "rollout.max_tokens=16", "rollout.samples_per_prompt=2", "rollout.max_actors=1",
+        "watch.wandb=off",
     )
     assert done.returncode == 0, done.stderr[-2000:]
     run = tmp_path / "gsm8k"

@@ -70,17 +70,12 @@ def cluster() -> Iterator[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def dashboard(cluster) -> str:
-    return cluster[1]
-
-
-@pytest.fixture(scope="module")
 def working_dir(tmp_path_factory) -> Path:
     """What a user has checked out: the packages, not installed, and a recipe."""
     folder = tmp_path_factory.mktemp("checkout")
     for package in ("rlhfless_ray", "placement"):
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
-    tree = small_recipe(folder, run__steps=3)
+    tree = small_recipe(folder, run__steps=3, rollout__max_actors=2, evaluate__prompts=0)
     tree["reward"]["function"] = "reward_file.py:shorter"
     (folder / "small.yaml").write_text(yaml.safe_dump(tree))
     return folder
@@ -96,58 +91,45 @@ def submit(dashboard: str, working_dir: Path, *overrides: str) -> subprocess.Pop
     )
 
 
-def test_two_jobs_at_once_finish_without_clashing(dashboard, working_dir, tmp_path):
-    root = tmp_path / "runs"
-    jobs = [submit(dashboard, working_dir, f"run.root={root}") for _ in range(2)]
-    said = [job.communicate(timeout=280)[0] for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], said[0][-3000:] + said[1][-3000:]
-    assert all("step 3/3" in text and "report.html" in text for text in said)  # the driver's lines are the job's log
-    names = sorted(path.name for path in root.iterdir())
-    assert names == ["small", "small-2"]
-    runs = [root / name for name in names]
-    assert all(json.loads((run / "status.json").read_text())["status"] == "done" for run in runs)
-    rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
+def test_two_jobs_at_once_do_not_clash_and_one_that_is_stopped_frees_its_leases_and_can_be_resumed(cluster, working_dir, tmp_path):
+    """Both have the same name. One ends by itself; the other is stopped, and resumed by a driver outside of any job."""
+    from ray.job_submission import JobSubmissionClient
+
+    address, dashboard = cluster
+    client, root = JobSubmissionClient(dashboard), tmp_path / "runs"
+    short = submit(dashboard, working_dir, f"run.root={root}")
+    entry = f"python -m rlhfless_ray train small.yaml run.root={root} run.steps=500 checkpoint.every_steps=200"
+    long = client.submit_job(entrypoint=entry, runtime_env={"working_dir": str(working_dir)})
+    said = short.communicate(timeout=280)[0]
+    assert short.returncode == 0, said[-3000:]
+    assert "step 3/3" in said and "report.html" in said  # the driver's lines are the job's log
+    deadline = time.monotonic() + 120
+    while "step   5/500" not in client.get_job_logs(long):
+        assert time.monotonic() < deadline, client.get_job_logs(long)
+        time.sleep(0.3)
+    client.stop_job(long)
+    while client.get_job_status(long) not in ("STOPPED", "FAILED"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    by_status = {json.loads((run / "status.json").read_text())["status"]: run for run in root.iterdir()}
+    assert sorted(path.name for path in root.iterdir()) == ["small", "small-2"] and by_status.keys() == {"done", "stopped"}
+    runs = [by_status["done"], by_status["stopped"]]
+    rows = [[row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if row["step"] <= 3] for run in runs]
     for run, own in zip(runs, rows, strict=True):  # neither waited for slots until the other ended
         first_lease_s = min(row.from_s for row in read_rows(run / "ledger.csv"))
         assert first_lease_s + sum(row.get("phase/lease_s", 0.0) for row in own) < min(r[-1]["time_s"] for r in rows) / 2
     # Same recipe, same seed: the number of slots each had changed nothing it sampled.
     first = [(run / "samples" / "step_3.jsonl").read_text() for run in runs]
     assert first[0] == first[1]
-
-
-def test_a_stopped_job_frees_its_leases_and_can_be_resumed(dashboard, working_dir, tmp_path):
-    from ray.job_submission import JobSubmissionClient
-
-    client = JobSubmissionClient(dashboard)
-    root = tmp_path / "runs"
-    entry = f"python -m rlhfless_ray train small.yaml run.root={root} run.steps=500 checkpoint.every_steps=200 evaluate.prompts=0"
-    job = client.submit_job(entrypoint=entry, runtime_env={"working_dir": str(working_dir)})
-    deadline = time.monotonic() + 120
-    while "step   5/500" not in client.get_job_logs(job):
-        assert time.monotonic() < deadline, client.get_job_logs(job)
-        time.sleep(0.3)
-    client.stop_job(job)
-    while client.get_job_status(job) not in ("STOPPED", "FAILED"):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    status = json.loads((root / "small" / "status.json").read_text())
-    assert status["status"] == "stopped" and status["steps_done"] >= 5, client.get_job_logs(job)[-2000:]
-    assert (root / "small" / "checkpoints" / f"step_{status['steps_done']}").is_dir()
-    resumed = submit(dashboard, working_dir, "--resume", f"run.root={root}", f"run.steps={status['steps_done'] + 1}", "evaluate.prompts=0")
-    said = resumed.communicate(timeout=200)[0]
-    assert resumed.returncode == 0, said[-3000:]
-    assert f"step {status['steps_done'] + 1}/" in said
-
-
-def test_a_run_joins_a_cluster_from_outside_a_job(cluster, working_dir, tmp_path):
-    root = tmp_path / "runs"
-    command = [sys.executable, "-m", "rlhfless_ray", "train", "small.yaml", f"run.root={root}", "run.steps=1", "evaluate.prompts=0"]
+    stopped = json.loads((runs[1] / "status.json").read_text())["steps_done"]
+    assert stopped >= 5 and (runs[1] / "checkpoints" / f"step_{stopped}").is_dir()
+    command = [sys.executable, "-m", "rlhfless_ray", "train", "small.yaml", "--resume", f"run.root={root}", f"run.steps={stopped + 1}"]
     ended = subprocess.run(
-        command, cwd=working_dir, env={**job_environment(), "RAY_ADDRESS": cluster[0]}, capture_output=True, text=True, timeout=200
+        command, cwd=working_dir, env={**job_environment(), "RAY_ADDRESS": address}, capture_output=True, text=True, timeout=200
     )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
-    status = json.loads((root / "small" / "status.json").read_text())
-    assert status["status"] == "done"
+    assert f"step {stopped + 1}/" in ended.stdout
+    assert json.loads((runs[1] / "status.json").read_text())["status"] == "done"
 
 
 def test_an_address_where_no_cluster_answers_is_named(working_dir, tmp_path):

@@ -18,7 +18,7 @@ from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import Leases, node_slots
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool import Pool
-from tests.conftest import samples, small_recipe
+from tests.conftest import samples, small_recipe, two_nodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 
@@ -26,15 +26,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.engine]
 @pytest.fixture(scope="module")
 def nodes(no_ray: None) -> Iterator[Any]:
     """A head, where the driver is, and a second node, with a core each."""
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 256 * 2**20})
-    cluster.add_node(num_cpus=1, object_store_memory=256 * 2**20)
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-    cluster.wait_for_nodes()
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    with two_nodes(1, 1, 256) as cluster:
+        yield cluster
 
 
 def leases_of(deadline_s: float = 20.0) -> Leases:

@@ -61,10 +61,12 @@ class Held(Runtime):
 
 
 def trained(folder: Path, enough: Callable[[Tail], bool] | None, **more: Any) -> Path:
-    """Without `enough` nothing is done ahead, and the reference's process is killed after the first step."""
+    """Without `enough` nothing is done ahead, one engine answers everything, and the reference's process is killed after the first
+    step."""
     folder.mkdir()
     tree: dict[str, Any] = small_recipe(
-        folder, run__steps=2, rollout__min_actors=2, rollout__max_tokens=160, rollout__migrate="off", rollout__stream_interval_s=0.02,
+        folder, run__steps=2, rollout__min_actors=2 if enough else 1, rollout__max_tokens=160, rollout__migrate="off",
+        rollout__stream_interval_s=0.02,
         rollout__max_running=16, evaluate__prompts=0, learner__overlap="auto" if enough else "off", learner__micro_batch_tokens=64,
         reward__function=f"{folder / 'reward_file.py'}:shorter", cluster__cpus=2, **more,
     )

@@ -260,7 +260,7 @@ def test_overrides_are_yaml(tmp_path: Path) -> None:
         ("rollout.temperature.x=1", "`temperature` is a value"), ("rollout.temperature=[", "not valid YAML"),
         ("rollout.temprature=1", "did you mean `rollout.temperature`"), ("rollout.temperature=hot", "`rollout.temperature`"),
         ("temperature=1", "did you mean"), ("rollout=3", "`rollout`"), ("rollout..temperature=1", "unknown key"),
-        ("run=3", "`run`"),
+        ("run=3", "`run`"), ("run.steps=true", "`run.steps`: a number is wanted"), ("learner.grad_clip=yes", "a number is wanted"),
     ],
 )
 def test_wrong_overrides(tmp_path: Path, override: str, said: str) -> None:
@@ -274,6 +274,7 @@ def test_wrong_overrides(tmp_path: Path, override: str, said: str) -> None:
     [
         ("- a\n", "expected sections"), ("a: [\n", "not valid YAML"), ("just words", "expected sections"),
         ("1: 2\n" + YAML, "keys should be strings (got 1)"),
+        (YAML + "run: {steps: 3, seed: 1, steps: 4}\n", "the key `steps` is there twice"),
     ],
 )
 def test_wrong_files(tmp_path: Path, text: str, said: str) -> None:

@@ -91,9 +91,34 @@ def test_the_final_model_loads_in_transformers_and_is_the_last_checkpoint(uninte
     assert tokenizer.decode(tokenizer("5Q3=").input_ids) == "5Q3="
 
 
+STOPPED_LATE = '''
+import json, os, signal, sys
+from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.errors import Stopped
+
+recipe = Recipe.load(sys.argv[1])
+
+class Interrupted(Runtime):
+    """Ctrl-C comes inside the last evaluation, after the last update."""
+
+    def evaluate(self):
+        if self.steps_done == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().evaluate()
+
+try:
+    with Interrupted(recipe, resume=True) as run:
+        for step in run:
+            pass
+except Stopped as stop:
+    heavy = {"torch", "transformers", "vllm", "datasets"} & set(sys.modules)
+    print(json.dumps([stop.resumable, sorted(heavy)]))
+'''
+
+
 @pytest.fixture(scope="module")
 def stopped_and_resumed(tmp_path_factory) -> Path:
-    """The same run, told to stop by SIGTERM after its third step, then resumed."""
+    """The same run, told to stop by SIGTERM after its third step, resumed, stopped by Ctrl-C after its last update, and resumed."""
     folder = tmp_path_factory.mktemp("stopped")
     recipe, marker = write_recipe(folder), f"RLHFLESS_TEST={folder}"
     temporary = tempfile.mkdtemp(dir="/tmp")  # a short path: sockets lie in it
@@ -120,6 +145,17 @@ def stopped_and_resumed(tmp_path_factory) -> Path:
     assert [path for path in Path(temporary).iterdir() if path.name.startswith("rlhfless")] == []  # Ray's session included
     shutil.rmtree(temporary)
     assert seconds < 10  # the machine of a test may be busy; `ray job stop` allows 3 s
+
+    late = subprocess.run(
+        [sys.executable, "-c", STOPPED_LATE, recipe], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=480
+    )
+    assert late.returncode == 0, late.stderr
+    resumable, heavy = json.loads(late.stdout.splitlines()[-1])
+    assert resumable and heavy == [], "a driver of a built-in policy imports none of the heavy libraries"
+    assert json.loads((run / "status.json").read_text())["status"] == "stopped" and not (run / "model").exists()
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and "eval/accuracy_greedy" not in rows[-1]
+
     resumed = command("train", recipe, "--resume")
     assert resumed.returncode == 0, resumed.stderr
     return run
@@ -130,7 +166,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one(uninterrupted, stopped_and_r
         assert samples(stopped_and_resumed, step) == samples(uninterrupted, step)
     one, other = (run / "model" / "model.safetensors" for run in (uninterrupted, stopped_and_resumed))
     assert one.read_bytes() == other.read_bytes()
-    assert [row["step"] for row in metrics(stopped_and_resumed)] == [0, 1, 2, 3, 4]
+    rows = metrics(stopped_and_resumed)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert rows[-1]["eval/accuracy_greedy"] == metrics(uninterrupted)[-1]["eval/accuracy_greedy"]
 
 
 def test_a_resumed_run_continues_its_ledger(stopped_and_resumed):
@@ -140,52 +178,6 @@ def test_a_resumed_run_continues_its_ledger(stopped_and_resumed):
     last = metrics(stopped_and_resumed)[-1]
     full = sum(float(row["seconds"]) * int(row["slots"]) for row in rows if float(row["to_s"]) <= last["time_s"])
     assert last["cost/total_full_slot_s"] == pytest.approx(full, rel=0.02)
-
-
-STOPPED_LATE = '''
-import json, os, signal, sys
-from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.errors import Stopped
-
-recipe = Recipe.load(sys.argv[1])
-
-class Interrupted(Runtime):
-    """Ctrl-C comes inside the last evaluation, after the last update."""
-
-    def evaluate(self):
-        if self.steps_done == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return super().evaluate()
-
-try:
-    with Interrupted(recipe) as run:
-        for step in run:
-            pass
-except Stopped as stop:
-    print(json.dumps(stop.resumable))
-'''
-
-
-def test_a_stop_after_the_last_update_loses_nothing(uninterrupted, tmp_path):
-    recipe = write_recipe(tmp_path)
-    stopped = subprocess.run(
-        [sys.executable, "-c", STOPPED_LATE, recipe], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=480
-    )
-    run = tmp_path / "runs" / "small"
-    assert stopped.returncode == 0, stopped.stderr
-    assert json.loads(stopped.stdout.splitlines()[-1]) is True, "it can be resumed"
-    assert json.loads((run / "status.json").read_text())["status"] == "stopped" and not (run / "model").exists()
-    rows = metrics(run)
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and "eval/accuracy_greedy" not in rows[-1]
-    resumed = command("train", recipe, "--resume")
-    assert resumed.returncode == 0, resumed.stderr
-    rows = metrics(run)
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-    assert rows[-1]["eval/accuracy_greedy"] == metrics(uninterrupted)[-1]["eval/accuracy_greedy"]
-    for step in range(1, 5):
-        assert samples(run, step) == samples(uninterrupted, step)
-    one, other = (folder / "model" / "model.safetensors" for folder in (uninterrupted, run))
-    assert one.read_bytes() == other.read_bytes()
 
 
 @pytest.mark.parametrize("moment", ["gcs_server", "status.json"])

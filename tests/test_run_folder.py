@@ -104,6 +104,13 @@ def test_more_steps_done_than_asked_for_is_named(tmp_path: Path) -> None:
     assert RunFolder.resumed(changed(tmp_path, "run", steps=4)).path.name == "try"
 
 
+@pytest.mark.parametrize(("section", "key", "value"), [("policy", "hidden_size", 96), ("prompts", "task", "sort"), ("lora", "rank", 4)])
+def test_another_policy_cannot_go_on_from_a_checkpoint(tmp_path: Path, section: str, key: str, value: Any) -> None:
+    begun(tmp_path)
+    with pytest.raises(UserError, match=rf"^{section}.{key}: .*try was trained with \w+, and its checkpoint does not fit {value}; set it"):
+        RunFolder.resumed(changed(tmp_path, section, **{key: value}))
+
+
 def test_a_kl_term_cannot_come_with_a_resume(tmp_path: Path) -> None:
     folder = begun(tmp_path)
     with_kl = changed(tmp_path, "algorithm", kl={"coefficient": 0.1})

@@ -118,7 +118,7 @@ class Ended:
         run.rollout = run.reward = pool
         run.gang = SimpleNamespace(snapshot=self.snapshot, ask_snapshot=list, skipped_in_a_row=0, pool=pool, ranks=1)
         run.gang.by_rank = [SimpleNamespace(leases=[None])]
-        run.gang.recovery, run.gang.forget = Recovery(1), lambda: None
+        run.gang.recovery, run.gang.forget, run.gang.keep = Recovery(1), lambda: None, lambda: None
         run.leases = SimpleNamespace(release_all=lambda: None)
         self.messages: list[str] = []
         run.record = SimpleNamespace(
@@ -169,10 +169,10 @@ def test_a_step_whose_update_is_done_is_saved_and_its_evaluation_made_up_for(tmp
 
 def test_an_update_clears_its_mark_when_it_ends_so_that_a_later_stop_saves_it(tmp_path: Path) -> None:
     ended = Ended(tmp_path)
-    ended.run.gang.update = lambda batch, meanwhile: SimpleNamespace(skipped=0, applied=0)
+    ended.run.gang.update = lambda batch, meanwhile, publishes: SimpleNamespace(skipped=0, applied=0)
     ended.run.update(None)
     assert not ended.run.in_update and ended.run.unrecorded
-    ended.run.gang.update = lambda batch, meanwhile: exec("raise KeyError")
+    ended.run.gang.update = lambda batch, meanwhile, publishes: exec("raise KeyError")
     with pytest.raises(KeyError):
         ended.run.update(None)
     assert ended.run.in_update

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,29 @@ def choose(kind: str, name: str, known: list[str]) -> str:
     raise ValueError(f"unknown {kind} `{name}`; {hint}")
 
 
-def device(entry: str | dict[str, Any]) -> Device:
-    """A device by name, or by a mapping of its fields (`like: H100` takes the others from there).
+def _mapping(path: Path) -> dict[str, Any]:
+    import yaml
 
-    Raises ValueError for an unknown name or field, or a figure that is not a positive number.
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: no device can be read there ({type(error).__name__})") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path}: the fields of a device are needed (`memory_bytes_per_s: …`, or `like: H100`)")
+    return tree
+
+
+def device(entry: str | dict[str, Any]) -> Device:
+    """A device by name, by a mapping of its fields (`like: H100` takes the others from there), or by the path of a YAML file
+    with these.
+
+    Raises ValueError for an unknown name or field, an unreadable file, or a figure that is not a positive number.
     """
     tables = read("devices")
+    if isinstance(entry, str) and entry.endswith((".yaml", ".yml")):
+        entry = _mapping(Path(entry))
     if not isinstance(entry, dict):
         name = choose("device", entry, list(tables))
         return Device(name, **values(tables[name]))
@@ -69,7 +86,7 @@ def device(entry: str | dict[str, Any]) -> Device:
         if key != "name" and (not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf):
             raise ValueError(f"device: `{key}` must be a positive, finite number, not {value!r}")
     whole = {"name": "custom", **base, **given}
-    missing = [f for f in known if f not in whole and f != "price_per_hour"]
+    missing = [f.name for f in fields(Device) if f.name not in whole and f.default is MISSING]
     if missing:
         raise ValueError(f"device {whole['name']}: `{missing[0]}` is missing; give it, or `like: <a known device>`")
     return Device(**whole)

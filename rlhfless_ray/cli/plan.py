@@ -26,7 +26,9 @@ def plan(
         int | None, typer.Option(help="Instead of --actors: so many devices, in engines of whichever width is best.")
     ] = None,
     speed: Annotated[str | None, typer.Option(help="base,per_seq[,per_ctx]: seconds of a decode step.")] = None,
-    device: Annotated[str | None, typer.Option(help="A known device, with --model: speed and capacity by roofline.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="A known device, or a YAML file of its fields, with --model: speed and capacity by roofline.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="A known model, or its Hugging Face config.json.")] = None,
     tensor_parallel: Annotated[int, typer.Option(help="Devices of one actor.")] = 1,
     prefer: Annotated[float | None, typer.Option(help="0: cheapest, 1: fastest. 0.5 if no goal is given.")] = None,

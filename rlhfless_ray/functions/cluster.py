@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.errors import RunError, UserError
+from rlhfless_ray.functions.lean_ray import lean_ray
 from rlhfless_ray.functions.sweeper import Sweeper
 from rlhfless_ray.recipe import Recipe
 
@@ -65,7 +66,7 @@ class RayCluster:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
         self.temporary = _temporary_folder()
         self.sweeper = Sweeper(self.temporary)
-        with _own_sessions(self.sweeper.watch), _temporary_files_in(self.temporary):
+        with _own_sessions(self.sweeper.watch), _temporary_files_in(self.temporary), lean_ray():
             try:
                 ray.init(
                     address="local",
@@ -112,6 +113,15 @@ class RayCluster:
         if wanted == "gpu" and not has_gpus:
             raise UserError("functions.slot: gpu, but the cluster has no GPU; set it to cpu or auto")
         return "gpu" if wanted == "gpu" or (wanted == "auto" and has_gpus) else "cpu"
+
+    def device(self, resource: str) -> str | None:
+        """What Ray calls the cluster's GPUs ("" where it does not say, or there are several kinds); None where slots are cores."""
+        import ray
+
+        if resource == "cpu":
+            return None
+        kinds = [name.partition(":")[2] for name in ray.cluster_resources() if name.startswith("accelerator_type:")]
+        return kinds[0] if len(kinds) == 1 else ""
 
     def check_size(self, resource: str) -> int:
         """Slots of the cluster. Raises UserError when the recipe needs more at once than there are, or on nodes that are not."""

@@ -48,6 +48,7 @@ class Gang:
         self.files: Callable[[], Any] | None = None  # reference to the policy's files, once the ranks have loaded it
         self.loopback = False
         self.leases = GangLeases(pool, ranks, name)
+        self.coming: list[list[Any]] = []  # (weights, what tells of them) of each rank, asked for with the update before
 
     def staff(self, spare: list[Lease]) -> list[Lease]:
         """Hand leases to the ranks, see `GangLeases.take`; ranks that were lost are as they were when this returns. The rest of the
@@ -139,7 +140,7 @@ class Gang:
     def _end(self) -> None:
         for instance in self.by_rank:
             self.pool.end(instance)
-        self.by_rank = []
+        self.by_rank, self.coming = [], []
 
     def _come_back(self) -> None:
         """New processes get the newest state, and again what the lost ones were given since."""
@@ -194,10 +195,17 @@ class Gang:
         for instance, one in zip(self.by_rank, told, strict=True):
             instance.memory_mb = one["memory_mb"]
 
-    def update(self, batch: Batch, meanwhile: Callable[[], None] = lambda: None) -> Any:
+    def update(self, batch: Batch, meanwhile: Callable[[], None] = lambda: None, *, publishes: bool = False) -> Any:
         """One update on every rank; all of them report the same UpdateStats, or CriticStats. `meanwhile` is called once, while they
-        work. Raises RunError after too many skipped in a row."""
-        replies = self._surely(lambda: self.ask("update", batch), f"the {self.name}'s update", meanwhile)
+        work. `publishes`: `publish` comes next, so that the ranks go on to that at once. Raises RunError after too many skipped in a
+        row."""
+
+        def ask() -> list[Any]:
+            refs = self.ask("update", batch)
+            self.coming = self._weights() if publishes else []
+            return refs
+
+        replies = self._surely(ask, f"the {self.name}'s update", meanwhile)
         self.recovery.did("update", batch)
         self._book(spans for _, spans in replies)
         stats = replies[0][0]
@@ -263,32 +271,34 @@ class Gang:
             self.bury(lost)
             return []
 
-    def publish(self, version: int, meanwhile: Callable[[], None] = lambda: None) -> WeightVersion:
+    def publish(self, version: int) -> WeightVersion:
         """The current weights as a version that engines can pull. The arrays stay in the object store of the first rank's node;
-        where that is not the driver's, a copy is made there that nobody waits for. `meanwhile` as in `update`."""
+        where that is not the driver's, a copy is made there that nobody waits for."""
         weights: list[Any] = []
 
         def ask() -> list[Any]:
-            refs = [i.actor.weights.options(num_returns=2).remote() for i in self.by_rank]
+            refs, self.coming = self.coming or self._weights(), []
             weights[:] = [refs[0][0]]
             return [told for _, told in refs]
 
-        replies = self._surely(ask, "the learner to publish weights", meanwhile)
+        replies = self._surely(ask, "the learner to publish weights")
         self._book(spans for _, spans in replies)
         node = self.by_rank[0].slot.node
         copy, there = kept_here(weights[0], node)
         return WeightVersion(version, weights[0], replies[0][0], *((node, copy) if there else ()))
 
-    def safe(self, weights: WeightVersion, free: Callable[[], None] = lambda: None) -> WeightVersion:
+    def _weights(self) -> list[list[Any]]:
+        return [i.actor.weights.options(num_returns=2).remote() for i in self.by_rank]
+
+    def safe(self, weights: WeightVersion) -> WeightVersion:
         """The same version, from where it can be had: if its node was lost, the copy, or where there is none the weights of the gang
-        once more, which may need leases for that: `free` is called before. Raises RunError where these are others."""
+        once more, which may need leases for that. Raises RunError where these are others."""
         if weights.copy is None or not self.pool.leases.lose(weights.node):
             return weights
         self.recovery.say(f"weight version {weights.version} was lost with its node: engines take the copy of it")
         if _is_there(weights.copy, COPY_S):
             return WeightVersion(weights.version, weights.copy, weights.checksum)
         self.recovery.say(f"there is no copy of weight version {weights.version} yet: the {self.name} publishes it again")
-        free()
         again = self.publish(weights.version)
         if again.checksum != weights.checksum:
             raise RunError(f"the {self.name} published other weights as version {weights.version} when asked for them again")

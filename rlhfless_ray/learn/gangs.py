@@ -49,10 +49,10 @@ class Gangs:
 
     # ---- their life -------------------------------------------------------------------------------------------
 
-    def safe(self, weights: WeightVersion, free: Callable[[], None] = lambda: None) -> WeightVersion:
+    def safe(self, weights: WeightVersion) -> WeightVersion:
         """The version from where engines can have it, before they are asked to. Between phases: it may take leases to publish it
-        once more, and `free` lets those go that wait for it."""
-        safe = self.learner.safe(weights, free)
+        once more."""
+        safe = self.learner.safe(weights)
         if self.learner.working:
             self.site.spare += self.learner.park()
         return safe
@@ -93,12 +93,16 @@ class Gangs:
             found |= {prefix + name: content for name, content in gang.snapshot(deadline_s, refs).items()}
         return found
 
+    def keep(self) -> None:
+        """The state of now, outside of the processes, if it is time to."""
+        for gang in self.learners:
+            gang.keep()
+
     def recovers(self, every_steps: int, say: Callable[[str], None]) -> None:
         """From lost processes: `every_steps`, see `Recovery`; `say`: tells of it."""
         for gang in self.all:
             gang.recovery = Recovery(every_steps)
             gang.recovery.say = say
-            gang.leases.lend = self.site.handed
 
     def saved(self, load: Callable[[], dict[str, bytes]]) -> None:
         """What `snapshot` gave is on disk now; `load` reads it."""

@@ -169,8 +169,6 @@ class LearnStage:
             for gang in self.gangs.all:
                 if gang.working:
                     site.spare += gang.park()
-        for gang in self.gangs.learners:
-            gang.keep()
 
     def update(self, batch: Batch, samples: list[Sample], meanwhile: Callable[[], None]) -> tuple[UpdateStats, dict[str, Any]]:
         """Statistics, and metrics of the gangs. A stop signal waits for the update to end: one that is half done cannot
@@ -195,7 +193,7 @@ class LearnStage:
                 stats = untouched()
             else:
                 began_s, restarts = time.monotonic(), self.gang.recovery.restarts
-                stats = self.gang.update(batch, meanwhile)
+                stats = self.gang.update(batch, meanwhile, publishes=True)
                 if restarts == self.gang.recovery.restarts:
                     self.site.autoscaler.observe_update(self._slots(), samples, time.monotonic() - began_s)
             if self.kl_in_reward:
@@ -222,10 +220,9 @@ class LearnStage:
         if isinstance(self.controller, AdaptiveKL) and "kl_coefficient" in state:
             self.controller = replace(self.controller, coefficient=state["kl_coefficient"])
 
-    def publish(self, version: int, meanwhile: Callable[[], None]) -> WeightVersion:
-        """`meanwhile` runs on the driver while the gang works."""
+    def publish(self, version: int) -> WeightVersion:
         with self.site.phases.phase("publish"):
-            return self.gang.publish(version, meanwhile)
+            return self.gang.publish(version)
 
 
 

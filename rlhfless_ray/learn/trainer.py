@@ -34,7 +34,7 @@ class Trainer:
     def __init__(self, section: dict[str, Any], dtype: str, rank: int, device: torch.device) -> None:
         """`section`: ranks, ZeRO stage and optimizer settings, as in the recipe's section `learner`."""
         self.section, self.dtype, self.rank, self.device = section, dtype, rank, device
-        self.ranks, self.stage = section["ranks"], section["zero_stage"]
+        self.ranks, self.stage, self.hosted = section["ranks"], section["zero_stage"], section["optimizer_offload"]
         self.optimizer_steps = 0
         self.engine: Any = None
         self.lora: Lora | None = None
@@ -66,6 +66,8 @@ class Trainer:
             self._parameters(model), lr=self.rate(), betas=tuple(self.section["betas"]), eps=self.section["adam_eps"],
             weight_decay=self.section["weight_decay"], fused=True,
         )
+        # gradients of bfloat16 weights add up in float32, which DeepSpeed's stage 1 does in another class of optimizer only
+        shards = 2 if self.stage == 1 and self.dtype == "bfloat16" else self.stage
         self.engine, *_ = deepspeed.initialize(
             model=wrapped,
             optimizer=optimizer,
@@ -76,7 +78,11 @@ class Trainer:
                 "zero_allow_untested_optimizer": True,
                 "zero_force_ds_cpu_optimizer": False,
                 "bf16": {"enabled": self.dtype == "bfloat16"},
-                "zero_optimization": {"stage": self.stage, "overlap_comm": False, "contiguous_gradients": True},
+                "data_types": {"grad_accum_dtype": "fp32"},
+                "zero_optimization": {
+                    "stage": shards, "overlap_comm": False, "contiguous_gradients": True,
+                    "offload_optimizer": {"device": "cpu" if self.hosted else "none", "pin_memory": self.device.type == "cuda"},
+                },
                 "steps_per_print": 10**9,
             },
         )
@@ -184,7 +190,7 @@ class Trainer:
             else:
                 self.engine.zero_grad()
         else:  # DeepSpeed's ZeRO optimizers clip, and leave the weights alone when the norm is not finite
-            with _loss_scale(self.engine.optimizer, 1 / scale):
+            with _loss_scale(self.engine.optimizer, 1 / scale), self._threads():
                 self.engine.step()
             norm = float(self.engine.get_global_grad_norm())
             applied = bool(self.engine.was_step_applied())
@@ -197,6 +203,17 @@ class Trainer:
                 self.linked = True
             return norm, True, ""
         return norm, False, "the loss is not finite" if not loss_is_finite else f"the gradient norm is {norm}"
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        """A rank with a GPU has one thread on the host, which is too few for an update there: it takes its share of the cores."""
+        before = torch.get_num_threads()
+        if self.hosted and self.device.type == "cuda":
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.ranks))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def _average(self, start: dict[str, Tensor] | None = None) -> None:
         """Take the weights of now into their average; or, with `start`, begin with it, with the weights where it is empty."""
@@ -285,7 +302,7 @@ class Trainer:
         start = time.time()
         if self.stage:
             self.kept = self._state()
-        leave_device(self.engine, self.stage)
+        leave_device(self.engine, self.stage, self.hosted)
         self.away = True
         gc.collect()
         if self.device.type == "cuda":
@@ -296,7 +313,7 @@ class Trainer:
         if not self.away:
             return []
         start = time.time()
-        return_to_device(self.engine, self.stage, self.device)
+        return_to_device(self.engine, self.stage, self.device, self.hosted)
         self.away, self.kept = False, None
         return [Span("transfer", "return to device", start, time.time())]
 

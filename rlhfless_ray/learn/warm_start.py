@@ -1,9 +1,9 @@
-"""Supervised steps before the first rollout, in plain torch: the policy learns to read the task and to answer at all."""
+"""Supervised steps before the first rollout, in plain torch: the policy learns to read the task and to answer at all.
+
+What changes here and moves the result needs another `policy_files.VERSION`, or the cache hides it."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,25 +21,8 @@ if TYPE_CHECKING:
     from rlhfless_ray.prompts.tasks import Task
     from rlhfless_ray.recipe import Recipe
 
-VERSION = 4  # raise it when anything here, in scratch.py or in a task changes what comes out
 BUCKET_BATCHES = 32  # batches drawn together and sorted by length, so that a batch holds little padding
 IGNORE = -100
-
-
-def warm_start_key(recipe: Recipe) -> str:
-    """Hash of all that determines the warm-started policy, except the thread count (it moves the last bits only)."""
-    import tokenizers
-    import transformers
-
-    parts = {
-        "version": VERSION,
-        "versions": [torch.__version__, transformers.__version__, tokenizers.__version__],
-        "task": recipe.prompts.task,
-        "seed": recipe.run.seed,
-        "policy": recipe.policy.model_dump(mode="json", include={"hidden_size", "layers", "dtype"}),
-        "warm_start": recipe.warm_start.model_dump(mode="json"),
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def warm_start(

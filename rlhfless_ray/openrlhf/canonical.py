@@ -64,6 +64,12 @@ class Values:
         """GPUs of `actor`, `critic`, `ref` or `reward`."""
         return self[f"{model}.num_nodes"] * self[f"{model}.num_gpus_per_node"]
 
+    def ranks(self, model: str) -> int:
+        """Processes of it here, at most. Where the line does not say, the default of 8 GPUs is no wish to have more than the actor."""
+        own = self.world(model)
+        said = model == "actor" or {f"{model}.num_nodes", f"{model}.num_gpus_per_node"} & self.said.keys()
+        return own if said else min(own, self.world("actor"))
+
     @property
     def estimator(self) -> str:
         return self["algo.advantage.estimator"]

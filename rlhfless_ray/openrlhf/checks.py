@@ -125,16 +125,32 @@ def _sampling(v: Values, notes: list[str]) -> None:
         buffer is None or buffer <= longest,
         f"{v.spelled('reward.overlong_buffer_len')}: must not exceed the longest response, {longest} tokens",
     )
-    template = v["data.input_template"]
-    if template and "{}" not in template:
-        notes.append(f"{v.spelled('data.input_template')}: it has no {{}}, so it is not used")
-    elif template and "\\n" in template:
-        notes.append(f"{v.spelled('data.input_template')}: it holds a backslash and an n, no newline; Bash writes that $'\\n'")
+    _template(v, notes)
     prompt = min(total - (response or 1), v[PROMPT_LIMIT] or total)
     notes.append(
         f"prompts longer than {prompt} tokens end the run before it starts (--elastic.prompts.overlong leave_out leaves them out); "
         "OpenRLHF cuts tokens off their left"
     )
+
+
+def _template(v: Values, notes: list[str]) -> None:
+    template = v["data.input_template"]
+    if not template or v["data.apply_chat_template"]:
+        return
+    name = v.spelled("data.input_template")
+    if "{}" not in template:
+        notes.append(f"{name}: it has no {{}}, so it is not used")
+        return
+    _must(_has_one_gap(template), f"{name}: must hold one {{}}, where the prompt goes; other braces are written twice")
+    if "\\n" in template:
+        notes.append(f"{name}: it holds a backslash and an n, no newline; Bash writes that $'\\n'")
+
+
+def _has_one_gap(template: str) -> bool:
+    try:
+        return template.format("\0").count("\0") == 1
+    except (IndexError, KeyError, ValueError, AttributeError):
+        return False
 
 
 def _loss(v: Values, notes: list[str]) -> None:

@@ -144,9 +144,8 @@ def submission(argv: Sequence[str], *, ship: bool = True) -> list[str]:
     if ship:
         modules = runtime_env.setdefault("py_modules", [])
         modules += [str(package_root() / name) for name in PACKAGES]
-    if _locate(entry) is None:  # hidden in a script: the shim finds it there
-        variables = runtime_env.setdefault("env_vars", {})
-        variables["PYTHONPATH"] = with_shim(variables)["PYTHONPATH"]
+    if not any("rlhfless_ray" in token for token in entry):  # hidden in a script: the shim finds it, from where it is on the cluster
+        entry = ["python3", "-m", "rlhfless_ray", "run", "--", *entry]
     if runtime_env:
         options += ["--runtime-env-json", json.dumps(runtime_env)]
     return [*options, "--", *entry]

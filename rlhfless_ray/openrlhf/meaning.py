@@ -72,7 +72,7 @@ def lengths(x: Any, v: Values) -> dict[str, Any]:
 
 def dataset(x: str | None, v: Values) -> dict[str, Any]:
     if x is not None and ("," in x or "@" in x):
-        return {"prompts.paths": x.split(",")}
+        return {"prompts.paths": [part.strip() for part in x.split(",")]}
     return {"prompts.path": x}
 
 
@@ -117,9 +117,9 @@ def stored_dtype(folder: Path) -> str | None:
 
 
 def zero_stage(x: int, v: Values) -> dict[str, Any]:
-    """Without a stage DeepSpeed keeps float32 weights beside bfloat16 ones too; here stage 1 does."""
-    sharded = param_dtype(v["ds.param_dtype"], v)["policy.dtype"] == "bfloat16"
-    return {"learner.zero_stage": max(x, 1) if sharded and x == 0 else x}
+    """Without a stage DeepSpeed keeps float32 weights beside bfloat16 ones too; here stage 1 does. Offload needs a stage too."""
+    needs_one = v["ds.adam_offload"] or param_dtype(v["ds.param_dtype"], v)["policy.dtype"] == "bfloat16"
+    return {"learner.zero_stage": max(x, 1) if needs_one and x == 0 else x}
 
 
 def micro_batch(x: int, v: Values) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def trainer(v: Values) -> str:
 
 
 def size(model: str, section: str) -> Callable[[Any, Values], dict[str, Any]]:
-    return lambda x, v: {} if model == "ref" and v["ds.lora.rank"] else {f"{section}.ranks": v.world(model)}
+    return lambda x, v: {} if model == "ref" and v["ds.lora.rank"] else {f"{section}.ranks": v.ranks(model)}
 
 
 def takes(model: str, what: str) -> Callable[[Values], str]:
@@ -215,7 +215,7 @@ def takes(model: str, what: str) -> Callable[[Values], str]:
             return trainer(v)
         if model == "ref" and v["ds.lora.rank"]:
             return f"with LoRA {what} is the policy without its adapters, in the learner"
-        return f"{what} takes {v.world(model)} slots at most"
+        return f"{what} takes {v.ranks(model)} slots at most"
 
     return reading
 

@@ -1,8 +1,8 @@
 """Our own settings on an OpenRLHF command line: --elastic.* and --prefix.*. No flag of theirs begins so, in any version.
 
 `--elastic.FIELD` is a field of the recipe's `functions` or `objective`; `--elastic.SECTION.FIELD` one of the sections in
-SECTIONS; `--prefix.FIELD` one of the section `prefix`. Values are YAML. A switch needs no value. What a flag of OpenRLHF
-decides stays its own: such a field is refused with the flag's name.
+SECTIONS; `--prefix.kv` is `rollout.prefix_kv`, as `--prefix.FIELD` is any `rollout.prefix_FIELD`. Values are YAML. A switch needs
+no value. What a flag of OpenRLHF decides stays its own: such a field is refused with the flag's name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlhfless_ray.errors import UserError
 SHORT = ("functions", "objective")
 SECTIONS = (
     *SHORT, "algorithm", "rollout", "learner", "price", "cluster", "run", "prompts", "checkpoint", "watch", "evaluate", "reward",
-    "agent", "policy",
+    "agent", "policy", "critic", "reference",
 )
 DIALECT = "--elastic.dialect"
 
@@ -75,7 +75,7 @@ def own_settings(
 def _key(flag: str, known: Callable[[str], bool]) -> str | None:
     prefix, _, name = flag[2:].partition(".")
     if prefix == "prefix":
-        candidates = [f"prefix.{name}"]
+        candidates = [f"rollout.prefix_{name}"]
     elif name.partition(".")[0] in SECTIONS and "." in name:
         candidates = [name]
     else:
@@ -85,9 +85,7 @@ def _key(flag: str, known: Callable[[str], bool]) -> str | None:
 
 def _unknown(flag: str, keys: list[str]) -> str:
     if flag.startswith("--prefix."):
-        offered = [f"--{key}" for key in keys if key.startswith("prefix.")]
-        if not offered:
-            return f"{flag}: not supported yet, the recipe has no section `prefix`"
+        offered = [key.replace("rollout.prefix_", "--prefix.") for key in keys if key.startswith("rollout.prefix_")]
     else:
         offered = [f"--elastic.{key.partition('.')[2]}" for key in keys if key.startswith(tuple(f"{s}." for s in SHORT))]
         offered += [f"--elastic.{key}" for key in keys if key.startswith(tuple(f"{s}." for s in SECTIONS))]

@@ -34,7 +34,7 @@ def slots_of(found: Translation) -> Slots:
     ranks = wish("learner.ranks", 1)
     rank = wish("learner.tensor_parallel", 1) * wish("learner.ring_attention", 1)
     there = {"ref": v.has_reference and not v["ds.lora.rank"], "critic": v.has_critic, "reward": not v.external_reward}
-    others = [v.world(model) for model, used in there.items() if used]
+    others = [v.ranks(model) for model, used in there.items() if used]
     fewest_ranks = rank if found.settings.get("learner.ranks_may_shrink") else ranks
     fewest = max(fewest_engines * engine, fewest_ranks, wish("critic.ranks", 1), wish("reference.ranks", 1))
     return Slots(fewest, max(most_engines * engine, ranks, *others), openrlhf_gpus(v))

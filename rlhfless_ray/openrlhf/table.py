@@ -166,7 +166,7 @@ RULES: tuple[Rule, ...] = (
     _row("ds.zpg", "noop", reading="speed only"),
     _row(
         "ds.adam_offload", "hint", "learner.optimizer_offload",
-        reading="on a GPU the optimizer's state is on the device during an update only, on CPU slots never",
+        reading="moments and float32 weights of policy and critic stay in host memory, where torch's AdamW makes the update",
     ),
     _row(
         "ds.attn_implementation", "hint", "policy.attention",
@@ -315,8 +315,9 @@ RULES: tuple[Rule, ...] = (
         for name, key in [("org", "watch.wandb_entity"), ("group", "watch.wandb_group"), ("project", "watch.wandb_project")]
     ],
     _row(
-        "logger.wandb.run_name", "exact", "watch.run_name",
-        idle=lambda v: "" if v["logger.wandb.key"] or v["logger.tensorboard_dir"] else "Weights & Biases and TensorBoard are off",
+        "logger.wandb.run_name", "exact", "watch.run_name",  # the run folder's name, too, where it is said
+        idle=lambda v: "" if v["logger.wandb.key"] or v["logger.tensorboard_dir"] or "logger.wandb.run_name" in v.said
+        else "Weights & Biases and TensorBoard are off",
     ),
     # filtering
     _row(

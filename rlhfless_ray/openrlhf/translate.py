@@ -143,7 +143,7 @@ def _about_dialect(line: CommandLine) -> list[str]:
     for spec in line.foreign:
         instead = instead_of(spec.flag)
         notes.append(
-            f"{spec.flag}: read as OpenRLHF {spec.since} to {spec.until} has it"
+            f"{spec.flag}: read as OpenRLHF {span_text(spec.since, spec.until)} has it"
             + (f"; in {newest()} that is {instead}" if instead and instead != spec.flag else "")
         )
     return notes
@@ -152,10 +152,11 @@ def _about_dialect(line: CommandLine) -> list[str]:
 def _other_defaults(line: CommandLine, v: Values) -> list[str]:
     """A command that several versions accept has the newest one's defaults: those of the others that would matter are said."""
     differing: dict[tuple[str, str], list[str]] = {}
+    own = defaults(line.version, {})  # a value may be another: the launcher fills some in
     for version in line.accepted_by:
         for name, value in defaults(version, {}).items():
             rule = rule_of().get(name)
-            if name in v.said or rule is None or rule.kind not in ("exact", "cond") or rule.idle(v) or value in (v[name], STAMPED):
+            if name in v.said or rule is None or rule.kind not in ("exact", "cond") or rule.idle(v) or value in (own[name], STAMPED):
                 continue
             if rule.settings(v) != rule.settings(replace(v, value={**v.value, name: value})):
                 differing.setdefault((name, shown(value)), []).append(version)
@@ -206,7 +207,8 @@ def recipe_of(found: Translation) -> Any:
 
 def by_flag(found: Translation, error: UserError) -> UserError:
     """The same mistake with the flags that set the recipe keys it names."""
-    keys = [key for key in found.settings if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", str(error))]
+    text = str(error).replace("prompts.path ", "prompts.paths ") if "prompts.paths" in found.settings else str(error)
+    keys = [key for key in found.settings if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", text)]
     flags = [f"--elastic.{key}" for key in keys if key in found.own]
     for rule in RULES:
         if not rule.idle(found.values) and (set(keys) - set(found.own)) & set(rule.settings(found.values)):

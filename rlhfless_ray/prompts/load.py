@@ -53,7 +53,7 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
         return PromptSet(*_parted(found, held, len(left_out), recipe), _told(left_out, recipe))
     train, _ = _parted(found, 0, len(left_out), recipe)
     paths = recipe.evaluate.path
-    sources = [paths] if Path(paths).exists() else paths.split(",")
+    sources = [paths] if Path(paths).exists() else [part.strip() for part in paths.split(",")]
     named = read_sources(sources, recipe.evaluate.split, "evaluate", max_rows=section.max_rows)
     heldout, more = _prompts(named, _where("evaluate", sources), section.prompt_column, recipe, tokenizer, context_tokens)
     return PromptSet(train, [replace(p, index=len(train) + p.index) for p in heldout], _told(left_out + more, recipe))
@@ -167,6 +167,13 @@ def _token_ids(texts: list[str], where: str, recipe: Recipe, tokenizer: PreTrain
     except Exception as error:
         words = " ".join(str(error).split())
         raise UserError(f"{where}: the policy's tokenizer cannot encode the prompts ({words}); use another policy") from None
+    if recipe.prompts.task and not recipe.policy.path:
+        for text, tokens in zip(texts, ids, strict=True):
+            if tokenizer.decode(tokens) != text:
+                raise UserError(
+                    f"prompts.input_template: the built-in policy reads the symbols of {where} only, not all of {text[:80]!r}; leave "
+                    "it out, or set policy.path"
+                )
     if recipe.prompts.template == "none" and recipe.prompts.add_bos and tokenizer.bos_token_id is not None:
         added = tokenizer("")["input_ids"]
         if added[:1] == [tokenizer.bos_token_id]:
@@ -181,6 +188,8 @@ def _fitting(
     limit, rollout = recipe.prompts.max_prompt_tokens, recipe.rollout
     fits = [len(tokens) <= limit for tokens in ids]
     for (name, _), tokens, fit in zip(named, ids, fits, strict=True):
+        if not tokens:
+            raise UserError(f"{where}, {name}: the policy's tokenizer has no token for any of the prompt; is its vocabulary there?")
         if not fit and recipe.prompts.overlong == "stop":
             raise UserError(
                 f"{where}, {name}: the prompt has {len(tokens)} tokens, more than prompts.max_prompt_tokens = {limit}; "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,11 +24,9 @@ def build_tokenizer(task: Task) -> PreTrainedTokenizerBase:
     from tokenizers import AddedToken
     from transformers import Qwen2Tokenizer
 
-    single = [symbol for symbol in task.symbols if len(symbol) == 1]
-    several = [symbol for symbol in task.symbols if len(symbol) > 1]
-    parts = sorted({character for symbol in several for character in symbol} - set(single))
+    characters, several = _tokens(task)
     tokenizer = Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate([PAD, EOS, *single, *parts])},
+        vocab={token: i for i, token in enumerate(characters)},
         merges=[],
         unk_token=None,  # type: ignore[arg-type]  # annotated str; every character of a task has a token
         eos_token=EOS,
@@ -36,3 +36,42 @@ def build_tokenizer(task: Task) -> PreTrainedTokenizerBase:
     )
     tokenizer.add_tokens([AddedToken(symbol, normalized=False) for symbol in several])
     return tokenizer
+
+
+def _tokens(task: Task) -> tuple[list[str], list[str]]:
+    """By id: the two special ones and all characters that occur, then the symbols of several characters."""
+    single = [symbol for symbol in task.symbols if len(symbol) == 1]
+    several = [symbol for symbol in task.symbols if len(symbol) > 1]
+    return [PAD, EOS, *single, *sorted({c for symbol in several for c in symbol} - set(single))], several
+
+
+class TaskTokenizer:
+    """What a driver asks of `build_tokenizer(task)`, answered in the same way without transformers: characters that no token has
+    are passed over."""
+
+    chat_template = None
+    bos_token_id = None
+    pad_token_id, eos_token_id = 0, 1
+
+    def __init__(self, task: Task) -> None:
+        characters, several = _tokens(task)
+        self.tokens = [*characters, *several]
+        self.ids = {token: i for i, token in enumerate(self.tokens)}
+        self.longest_first = re.compile("|".join(map(re.escape, sorted(self.tokens, key=len, reverse=True))))
+
+    def __call__(self, text: str | list[str], add_special_tokens: bool = False) -> dict[str, list]:
+        """{"input_ids": of the text, or of each text}; there are no special tokens to add."""
+        return {"input_ids": self._encoded(text) if isinstance(text, str) else [self._encoded(one) for one in text]}
+
+    def _encoded(self, text: str) -> list[int]:
+        return [self.ids[token] for token in self.longest_first.findall(text)]
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        left_out = (self.pad_token_id, self.eos_token_id) if skip_special_tokens else ()
+        return "".join(self.tokens[i] for i in token_ids if i not in left_out)
+
+    def batch_decode(self, sequences: Iterable[Iterable[int]], skip_special_tokens: bool = False) -> list[str]:
+        return [self.decode(sequence, skip_special_tokens) for sequence in sequences]
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict(self.ids)

@@ -11,7 +11,7 @@ from pydantic import ValidationError, model_validator
 
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.recipe.data import Evaluate, Prompts
-from rlhfless_ray.recipe.reading import apply, known_keys, one_line, sentence
+from rlhfless_ray.recipe.reading import apply, known_keys, one_line, read_yaml, sentence
 from rlhfless_ray.recipe.running import Checkpoint, Cluster, Functions, Objective, Price, Run, Save, Watch
 from rlhfless_ray.recipe.sampling import Agent, Policy, Reward, Rollout, WarmStart
 from rlhfless_ray.recipe.section import Section
@@ -150,7 +150,7 @@ class Recipe(Section):
         if not path.is_file():
             raise UserError(f"recipe {path}: no such file")
         try:
-            tree = yaml.safe_load(path.read_text()) or {}
+            tree = read_yaml(path.read_text()) or {}
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise UserError(f"recipe {path}: not valid YAML: {one_line(error)}") from None
         if not isinstance(tree, dict):

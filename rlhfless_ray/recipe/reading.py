@@ -11,12 +11,29 @@ from pydantic import BaseModel, ValidationError
 from rlhfless_ray.errors import UserError
 
 
+class _Loader(yaml.SafeLoader):
+    """A key that is there twice is a mistake; YAML readers keep the last one."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key `{key.value}` is there twice", key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(text: str) -> Any:
+    """Raises yaml.YAMLError."""
+    return yaml.load(text, _Loader)
+
+
 def apply(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"override `{override}`: expected section.key=value, for example rollout.temperature=0.7")
     try:
-        value = yaml.safe_load(text)
+        value = read_yaml(text)
     except yaml.YAMLError:
         raise UserError(f"override `{override}`: the value is not valid YAML") from None
     *parents, leaf = key.split(".")

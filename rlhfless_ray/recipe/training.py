@@ -167,6 +167,10 @@ class Learner(Section):
     """Decay of AdamW's two moments."""
     adam_eps: float = Field(1e-8, gt=0)
     """Epsilon of AdamW."""
+    optimizer_offload: bool = False
+    """AdamW's moments and the float32 weights stay in host memory and the update is made there, the critic's too (DeepSpeed's
+    ZeRO-Offload, so with `zero_stage` 1, 2 or 3): room on the device for a slower update, the same to rounding. On CPU slots it
+    saves nothing."""
     grad_clip: float = Field(1.0, gt=0)
     """Longest gradient (Euclidean norm over all weights); a longer one is shortened to it."""
     micro_batch_tokens: int = Field(8192, ge=1)
@@ -189,6 +193,12 @@ class Learner(Section):
             raise ValueError(f"learner.warmup_steps: is for the schedule `constant`; with {self.schedule} set learner.warmup_share")
         if self.warmup_share and self.schedule == "constant":
             raise ValueError("learner.warmup_share: `constant` has none; set learner.schedule to `constant_with_warmup`")
+        return self
+
+    @model_validator(mode="after")
+    def _offloads_shards(self) -> Learner:
+        if self.optimizer_offload and self.zero_stage == 0:
+            raise ValueError("learner.optimizer_offload: needs a learner.zero_stage of 1, 2 or 3")
         return self
 
 

@@ -118,7 +118,7 @@ class Engine:
 
     def _name_blocks(self) -> None:
         """Blocks of KV have our names where their layers are one group, as those of a hybrid model are not."""
-        core = self.engine.engine_core.engine_core
+        core: Any = self.engine.engine_core.engine_core  # type: ignore[attr-defined]  # of a client in this process
         size = core.vllm_config.cache_config.block_size
         if len(core.scheduler.kv_cache_config.kv_cache_groups) != 1 or getattr(core.scheduler, "hash_block_size", size) != size:
             return
@@ -226,7 +226,7 @@ class Engine:
             )
             tokens = [*request.token_ids, *request.generated]
             # as vLLM's renderer would give it back, which looks at every prompt anew
-            prompt = {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt(self.version or 0)}
+            prompt: Any = {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt(self.version or 0)}
             self.engine.add_request(str(number), prompt, params)
             added.add(number)
         return added

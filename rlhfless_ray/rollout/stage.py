@@ -46,6 +46,7 @@ class RolloutStage:
         self.site, self.pool, self.scoring, self.learning = site, pool, scoring, learning
         self.tokenizer, self.weight_bytes = tokenizer, weight_bytes
         self.began_s = 0.0
+        self.waits = False  # engines have begun, and their phase has not
         self.prefix, self.agents = prefix, agents
         rollout = site.recipe.rollout
         moves = rollout.migrate != "off" and agents is None  # what an agent will say, and so what is left, nobody foresees
@@ -74,13 +75,14 @@ class RolloutStage:
 
     def begin(self, step: Step, weights: WeightVersion) -> None:
         """Before the phase of a step that is planned: engines take what leases are spare, and load the weights."""
-        site = self.site
+        site, self.waits = self.site, True
         with self._warm_start_timed():
             site.spare = self.pool.begin(step.plan.actors, site.leases.living(site.handed()), partial(fetch_into, weights=weights))
 
-    def let_go(self) -> None:
-        """Engines that have begun leave their slots again: what they were to load was lost, and who makes it anew needs leases."""
-        self.site.spare += self._park()
+    def lend(self) -> list[Lease]:
+        """The leases that nobody works under just now, those of engines that wait for their phase too."""
+        waits, self.waits = self.waits, False
+        return [*self.site.handed(), *(self._park() if waits else [])]
 
     @contextmanager
     def _warm_start_timed(self) -> Iterator[None]:
@@ -124,7 +126,7 @@ class RolloutStage:
         """Engines load the weights from the moment they have their leases, while their requests are still being made."""
         site = self.site
         with site.phases.phase("rollout"):
-            need = site.recipe.rollout.min_actors
+            need, self.waits = site.recipe.rollout.min_actors, False
             begin = partial(fetch_into, weights=weights)
             with self._warm_start_timed():
                 spare = self.pool.resize(plan.actors, site.handed(), need=need, wait_s=0.2, begin=begin)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhfless_ray.watch.units import finite, number
+from rlhfless_ray.watch.units import are_shares, finite, number
 
 Row = dict[str, Any]
 MOST_POINTS = 500  # of a line: more cannot be seen and slow the page down
@@ -119,10 +119,14 @@ def accuracy(rows: Sequence[Row]) -> Chart | None:
             data.append(line(xs, ys, name, colour, mode="lines+markers", hovertemplate="%{y:.1%}"))
     if not data:
         return None
+    shares = are_shares(y for trace in data for y in trace["y"])
     if all(len(trace["x"]) == 1 for trace in data):
         note = "Held-out prompts, evaluated once."
     else:
         note = "Held-out prompts; step 0 is before training."
+    if not shares:
+        data = [{**trace, "hovertemplate": "%{y:.3f}"} for trace in data]
+        return Chart("accuracy", "Reward on held-out prompts", note, data, {"yaxis": {"title": "reward"}})
     return Chart(
         "accuracy", "Accuracy on held-out prompts", note, data, {"yaxis": {"title": "accuracy", "tickformat": ".0%"}}
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from rlhfless_ray.watch.units import DASH, duration, finite, number, percent, short, slot_time
+from rlhfless_ray.watch.units import DASH, are_shares, duration, finite, number, percent, short, slot_time
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -57,6 +57,8 @@ def line(row: dict[str, Any], steps: int) -> str:
         parts.append(f"length {number(row['length/mean'])} (p99 {number(row.get('length/p99'))})")
     if finite(row.get("pool/rollout_actors")) is not None:
         parts.append(f"pool {number(row['pool/rollout_actors'])}")
+    if finite(row.get("plan/rollout_s")) is not None and finite(row.get("phase/rollout_s")) is not None:
+        parts.append(f"rollout {duration(row['phase/rollout_s'])} ({duration(row['plan/rollout_s'])} planned)")
     if finite(row.get("step_s")) is not None:
         parts.append(duration(row["step_s"]))
     if finite(row.get("cost/full_slot_s")) is not None:
@@ -74,6 +76,14 @@ def line(row: dict[str, Any], steps: int) -> str:
     if finite(row.get("time_left_s")) is not None:
         parts.append(f"{duration(row['time_left_s'])} left")
     return "  ".join(parts)
+
+
+def decided(row: dict[str, Any]) -> str:
+    """The sentence of a step that changed its pool, or in which the planner failed; else nothing."""
+    reason, steady = str(row.get("pool/reason") or ""), row.get("pool/decision") in (None, "Hold")
+    if not reason or (steady and not row.get("plan/failed")):
+        return ""
+    return f"step {row.get('step')}: {row.get('pool/decision')}: {reason}"
 
 
 def panel(state: ProgressState, width: int, ascii_only: bool = False) -> RenderableType:
@@ -133,7 +143,7 @@ def _body(state: ProgressState, row: dict[str, Any], now: float, room: int, asci
     cost.append(f", idle {percent(row.get('cost/idle_share'), 0)} in the last step", style="dim")
     lines = [
         ("reward", reward),
-        ("accuracy", accuracy),
+        ("held out", accuracy),
         ("lengths", lengths),
         ("pool", pool),
         ("plan", _plan(row)),
@@ -165,5 +175,7 @@ def _plan(row: dict[str, Any]) -> Any:
 
 def _accuracy(sampled: Any, greedy: Any, word: str = "eval ") -> list[str]:
     both = ((sampled, "sampled"), (greedy, "greedy"))
-    shown = [f"{percent(value)} {name}" for value, name in both if finite(value) is not None]
+    there = [(float(value), name) for value, name in both if finite(value) is not None]
+    words = percent if are_shares(value for value, _ in there) else number
+    shown = [f"{words(value)} {name}" for value, name in there]
     return [word + ", ".join(shown)] if shown else []

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from rlhfless_ray.watch.panel import ProgressState, line, panel
+from rlhfless_ray.watch.panel import ProgressState, decided, line, panel
 from rlhfless_ray.watch.units import finite
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class Progress:
         state.row = row
         if self.mode == "plain":
             self._print(line(row, state.steps))
+            if sentence := decided(row):
+                self._print(sentence)
 
     def phase(self, name: str) -> None:
         """Say what happens now; costs nothing, so call it at every change."""

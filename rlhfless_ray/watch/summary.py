@@ -11,7 +11,7 @@ import yaml
 
 from rlhfless_ray.watch.cost_charts import by_kind, total
 from rlhfless_ray.watch.runfolder import RunRecord
-from rlhfless_ray.watch.units import DASH, duration, finite, money, number, percent, short, slot_time
+from rlhfless_ray.watch.units import DASH, are_shares, duration, finite, money, number, percent, short, slot_time
 
 Row = dict[str, Any]
 LONGEST_TEXT = 1600  # characters of a prompt or response in the report
@@ -49,21 +49,19 @@ def header(record: RunRecord) -> Row:
 def cards(record: RunRecord) -> list[Row]:
     """Key figures: label, value and an explaining line; those the run does not have are left out."""
     steps, out = record.steps, []
-    for key, label in (("sampled", "Accuracy, sampled"), ("greedy", "Accuracy, greedy")):
-        points = [
-            (row["step"], value) for row in record.metrics if (value := finite(row.get(f"eval/accuracy_{key}"))) is not None
-        ]
-        if not points:
+    points = {key: _held_out(record, key) for key in ("sampled", "greedy")}
+    shares = are_shares(value for found in points.values() for _, value in found)
+    for key, found in points.items():
+        if not found:
             continue
-        (first_step, first), (last_step, last) = points[0], points[-1]
-        if len(points) == 1:
-            out.append(_card(label, percent(last), f"at step {last_step}"))
+        label, shown = f"{'Accuracy' if shares else 'Held-out reward'}, {key}", percent if shares else number
+        (first_step, first), (last_step, last) = found[0], found[-1]
+        if len(found) == 1:
+            out.append(_card(label, shown(last), f"at step {last_step}"))
         else:
-            gain = 100 * (last - first)
-            text = f"{percent(first)} → {percent(last)}"
-            out.append(
-                _card(label, text, f"{gain:+.1f} points, step {first_step} to {last_step}", "good" if gain >= 0 else "bad")
-            )
+            gain = f"{100 * (last - first):+.1f} points" if shares else f"{'+' if last >= first else ''}{number(last - first)}"
+            under = f"{gain}, step {first_step} to {last_step}"
+            out.append(_card(label, f"{shown(first)} → {shown(last)}", under, "good" if last >= first else "bad"))
     out += _reward_card(steps)
     last_row: Row = record.metrics[-1] if record.metrics else {}
     done = finite(record.status.get("steps_done"))
@@ -81,6 +79,11 @@ def cards(record: RunRecord) -> list[Row]:
         under = f"median of a whole step; {short(generated)} in all" if generated else "median of a whole step"
         out.append(_card("Tokens per second", short(statistics.median(speeds)), under))
     return out
+
+
+def _held_out(record: RunRecord, key: str) -> list[tuple[int, float]]:
+    """(step, mean reward) of the evaluations."""
+    return [(row["step"], value) for row in record.metrics if (value := finite(row.get(f"eval/accuracy_{key}"))) is not None]
 
 
 def _reward_card(steps: Sequence[Row]) -> list[Row]:
@@ -155,6 +158,12 @@ def warnings(record: RunRecord) -> list[Row]:
         count = total(replaced, "faults/replaced") or 0
         what = "1 instance died and was" if count == 1 else f"{number(count, 9)} instances died and were"
         out.append({"title": "Replaced instances", "text": f"{what} replaced in {_steps(replaced)}."})
+    unplanned = [row for row in steps if row.get("plan/failed") or row.get("plan/trouble")]
+    if unplanned:
+        first = unplanned[0]
+        said = _clip(first.get("plan/trouble") or first.get("pool/reason"), 400)
+        text = f"In {_steps(unplanned)}; the run went on with what was planned last. The first time: {said}."
+        out.append({"title": "Planning failed", "text": text})
     again = [row for row in record.ledger if row.get("repeated") and finite(row.get("slots"))]
     if again:
         spent = sum(row["slots"] * row["seconds"] for row in again)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 DASH = "–"
@@ -40,6 +41,11 @@ def percent(share: Any, decimals: int = 1) -> str:
     """A share (0 … 1) as a percentage."""
     x = finite(share)
     return DASH if x is None else f"{100 * x:.{decimals}f}%"
+
+
+def are_shares(values: Iterable[float]) -> bool:
+    """Whether held-out rewards can be an accuracy: a reward of one's own may be any number."""
+    return all(0 <= value <= 1 for value in values)
 
 
 def duration(seconds: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from pathlib import Path
 
 from rlhfless_ray.errors import UserError
@@ -23,6 +25,17 @@ def read_folder(path: Path, setting: str = "policy.path") -> dict[str, bytes]:
     if not any(name.endswith(WEIGHTS) for name in files):
         raise UserError(f"{setting}: {path} has no *.safetensors weights; save them with model.save_pretrained")
     return {name: file.read_bytes() for name, file in files.items()}
+
+
+def is_safetensors(content: bytes) -> bool:
+    """Whether its header tells of as many bytes as there are."""
+    try:
+        (size,) = struct.unpack("<Q", content[:8])
+        header = json.loads(content[8 : 8 + size])
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return False
+    return len(content) == 8 + size + max(ends, default=0)
 
 
 def without_weights(files: dict[str, bytes]) -> dict[str, bytes]:

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from rlhfless_ray.functions.cluster import _locked, _temporary_folder
+from rlhfless_ray.functions.lean_ray import lean_ray
 from tests.conftest import ROOT, environment
 
 SCRIPT = """
 import json, os, signal, tempfile, time
-import ray
+import psutil, ray
 from rlhfless_ray import Recipe
 from rlhfless_ray.functions.cluster import RayCluster
 
@@ -32,6 +33,7 @@ def where():
     return tempfile.gettempdir()
 
 said = {"worker": ray.get(where.remote(), timeout=60), "own": str(cluster.temporary), "driver": tempfile.gettempdir()}
+said["processes"] = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
 cluster.stop()
 print(json.dumps({**said, "left": cluster.temporary.exists(), "TMPDIR": os.environ.get("TMPDIR")}))
 """
@@ -47,15 +49,19 @@ def test_a_signal_to_the_drivers_group_leaves_ray_alone_and_its_files_go_with_it
     said = json.loads(ended.stdout.splitlines()[-1])
     assert said["worker"] == said["own"] != said["driver"]
     assert said["left"] is False and said["TMPDIR"] is None
+    names = " ".join(said["processes"])
+    assert "lean_ray.py" in names and not [one for one in ("dashboard.py", "DashboardAgent", "monitor.py") if one in names], names
 
 
 AFTER = """
 import ray
-
-ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-ray.shutdown()
 from rlhfless_ray import Recipe
 from rlhfless_ray.functions.cluster import RayCluster
+from rlhfless_ray.functions.lean_ray import lean_ray
+
+with lean_ray():
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+ray.shutdown()
 
 cluster = RayCluster(Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "cluster": {"cpus": 1}}))
 cluster.start()
@@ -107,3 +113,14 @@ def test_folders_of_killed_runs_are_removed_and_those_of_living_ones_stay(tmp_pa
     assert own.parent == tmp_path and _locked(own) is None
     assert not dead.exists() and young.exists() and living.exists() and other.exists()
     os.close(handle)
+
+
+def test_a_ray_that_it_was_not_tried_with_starts_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private.node import Node
+
+    whole = Node.start_monitor
+    with lean_ray():
+        assert Node.start_monitor is not whole
+    monkeypatch.setattr("ray.__version__", "9.9.0")
+    with lean_ray():
+        assert Node.start_monitor is whole

@@ -120,7 +120,8 @@ class Cases:
         def add(name: str, files: dict[str, bytes], batches: list[Any], *stages: int, **changes: Any) -> None:
             for stage in stages:
                 settings = learner_settings(ranks, stage, **changes)
-                taken = {"plain": (0, 1), "bf16": (0, 1), "averaged": (1, 3), "full": (1,), "tied": (1,), "lora": (1,), "bf16 lora": (1,)}
+                once = ("full", "tied", "lora", "bf16 lora", "hosted", "lora hosted")
+                taken = {"plain": (0, 1), "bf16": (0, 1), "averaged": (1, 3), **dict.fromkeys(once, (1,))}
                 snapshots = taken.get(name, ())
                 cases[f"{name}/{stage}"] = {"settings": settings, "files": files, "batches": batches, "snapshots": snapshots}
 
@@ -132,6 +133,10 @@ class Cases:
         add("wide", self.files, self.batches, 0, learner={"micro_batch_tokens": 10**6})
         add("narrow", self.files, self.batches, 0, learner={"micro_batch_tokens": 1})
         add("recompute", self.files, self.batches, 0, learner={"gradient_checkpointing": True})
+        hosted = {"optimizer_offload": True}
+        add("hosted", self.files, self.batches, 1, 2, 3, learner={**hosted, "micro_batch_tokens": 60})
+        add("hosted nan", self.files, self.with_nan, 2, 3, learner=hosted)
+        add("bf16 hosted", self.bf16, self.batches, 2, 3, dtype="bfloat16", learner=hosted)
         add("nan sampler", self.files, self.with_nan_sampler, 0)
         gspo = {"kind": "gspo", "dual_clip": 1.002, "entropy_coefficient": 0.05, "correction_level": "seq", "correction_high": 1.1}
         add(
@@ -156,6 +161,7 @@ class Cases:
         lora = {"rank": 3, "alpha": 7}
         of_lora = {"updates_per_step": 2, "kl": {"coefficient": 0.3, "estimator": "k3"}}
         add("lora", self.files, self.batches, 0, 1, 2, 3, algorithm=of_lora, lora=lora)
+        add("lora hosted", self.files, self.batches, 2, 3, algorithm=of_lora, lora=lora, learner=hosted)
         drops = {"algorithm": {"updates_per_step": 2}, "lora": {**lora, "dropout": 0.3}}
         add("dropped", self.files, self.batches[:2], 0, 3, **drops)
         narrow = {"micro_batch_tokens": 1, "gradient_checkpointing": True}
@@ -179,18 +185,20 @@ class Cases:
         return cases
 
     PASSED: ClassVar = ("full/3", "shuffled/1", "lora/1", "kl in reward/0")
-    PARKED: ClassVar = ("plain/0", "plain/2", "plain/3", "bf16/1", "lora/0", "lora/2", "lora/3")
+    PARKED: ClassVar = (
+        "plain/0", "plain/2", "plain/3", "bf16/1", "lora/0", "lora/2", "lora/3", "hosted/1", "hosted/3", "lora hosted/2",
+    )
 
     # (a run, its number of ranks, the ZeRO stage at which another gang goes on from its snapshot), by that gang's ranks
     CONTINUED: ClassVar = {
         1: [
             ("plain/0", 1, 0), ("plain/2", 2, 0), ("plain/3", 2, 1), ("plain/0", 1, 3), ("full/0", 1, 0), ("tied/3", 2, 2),
             ("bf16/2", 1, 2), ("bf16/3", 2, 1), ("critic/1", 2, 0), ("averaged/3", 2, 0),
-            ("lora/0", 1, 0), ("lora/3", 2, 0), ("bf16 lora/2", 2, 2), ("critic lora/3", 2, 0),
+            ("lora/0", 1, 0), ("lora/3", 2, 0), ("bf16 lora/2", 2, 2), ("critic lora/3", 2, 0), ("hosted/3", 2, 0), ("hosted/2", 2, 1),
         ],
         2: [
             ("plain/0", 1, 2), ("plain/2", 1, 3), ("plain/0", 2, 0), ("tied/0", 1, 3), ("bf16/1", 1, 3), ("critic/0", 1, 3),
-            ("lora/0", 1, 3),
+            ("lora/0", 1, 3), ("hosted/1", 1, 3),
         ],
     }
 
@@ -201,7 +209,8 @@ class Cases:
         for name, from_ranks, stage, done in starts:
             before = self.first(from_ranks)[name]
             section = "critic" if name.startswith("critic") else "learner"
-            changed = {**before["settings"][section], "zero_stage": stage, "ranks": ranks}
+            offloads = before["settings"][section]["optimizer_offload"] and stage > 0
+            changed = {**before["settings"][section], "zero_stage": stage, "ranks": ranks, "optimizer_offload": offloads}
             cases[f"{name} of {from_ranks} at {stage} after {done}"] = {
                 "settings": {**before["settings"], section: changed}, "files": before["files"],
                 "batches": before["batches"][done:],

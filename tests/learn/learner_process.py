@@ -49,7 +49,8 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
     learner.open(case["files"], ("127.0.0.1", port), 1, None if state is None else state_from_bytes(state))
     found: dict[str, Any] = {
         "stats": [], "weights": [], "snapshots": {}, "memory": [], "logprobs": [], "reference": [],
-        "rng": torch.get_rng_state().numpy(),
+        "rng": torch.get_rng_state().numpy(), "hosted": learner.trainer.engine.zero_cpu_offload(),
+        "adds_in": getattr(learner.trainer.engine.optimizer, "gradient_accumulation_dtype", None),
     }
     if 0 in case.get("snapshots", ()):
         found["snapshots"][0] = learner.trainer.snapshot_bytes()

@@ -168,7 +168,7 @@ class Working:
             return {"values": np.arange(tokens, dtype=np.float32) / 10}
         return {what if what == "reference" else "old": np.full(tokens, 1.0 if what == "reference" else 0.0, np.float32)}
 
-    def update(self, batch: Any, meanwhile: Any = None) -> Any:
+    def update(self, batch: Any, meanwhile: Any = None, publishes: bool = False) -> Any:
         assert self.working
         self.log.append(f"{self.name} learns")
         kind = CriticStats if self.name == "critic" else UpdateStats
@@ -252,7 +252,7 @@ def test_an_adapted_coefficient_goes_on_where_it_was() -> None:
     numbers: dict[str, Any] = dict.fromkeys(UpdateStats.__dataclass_fields__, 0.0)
     stats = UpdateStats(**{**numbers, "kl": 0.03, "applied": 1})
     recovery = SimpleNamespace(restarts=0)
-    gang = SimpleNamespace(recovery=recovery, update=lambda batch, meanwhile: stats, by_rank=[SimpleNamespace(leases=[1])], ranks=1)
+    gang = SimpleNamespace(recovery=recovery, update=lambda *_, **__: stats, by_rank=[SimpleNamespace(leases=[1])], ranks=1)
     site = SimpleNamespace(
         recipe=chosen, record=SimpleNamespace(progress=SimpleNamespace(message=print)),
         autoscaler=SimpleNamespace(observe_update=lambda *a: None),

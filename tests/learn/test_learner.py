@@ -25,9 +25,9 @@ Weights = dict[str, np.ndarray]
 FLOAT32 = ("plain", "full", "few", "tied", "uncorrected", "gspo", "shuffled", "masked", "kl in reward")
 STAGES = {
     "plain": range(4), "full": range(4), "few": (0, 2, 3), "tied": (0, 2, 3), "gspo": (0, 2, 3), "shuffled": (0, 1), "masked": (0, 2),
-    "kl in reward": (0, 3),
+    "kl in reward": (0, 3), "hosted": (1, 2, 3),
 }
-SAME_AS_PLAIN = ("wide", "narrow", "recompute")
+SAME_AS_PLAIN = ("wide", "narrow", "recompute", "hosted")
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,9 @@ def test_ranks_agree_on_what_happened(cases: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", [*(f"nan/{stage}" for stage in range(4)), *(f"bf16 nan/{stage}" for stage in (1, 2, 3))])
+@pytest.mark.parametrize(
+    "name", ["nan/0", "nan/1", "nan/2", "nan/3", "bf16 nan/1", "bf16 nan/2", "bf16 nan/3", "hosted nan/2", "hosted nan/3"]
+)
 def test_a_non_finite_update_is_skipped_and_counted(cases: Any, expected: Any, name: str, ranks: int) -> None:
     found = cases.result(name, ranks)
     stats, weights = found["stats"], found["weights"]
@@ -118,7 +120,7 @@ def test_a_non_finite_update_is_skipped_and_counted(cases: Any, expected: Any, n
     assert "not finite" in stats[1].reason and stats[1].trained_tokens == 0
     assert same(weights[1], weights[0])
     assert not same(weights[2], weights[1])
-    if name.startswith("nan"):  # afterwards all goes on as if the batch had never been: moments, schedule, step count
+    if not name.startswith("bf16"):  # afterwards all goes on as if the batch had never been: moments, schedule, step count
         start, wanted, _, _ = expected("nan")
         assert distance(weights[2], wanted[1], start) < 1e-4
 
@@ -136,12 +138,26 @@ def published_names(files: dict[str, bytes]) -> Weights:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+def test_an_offloaded_update_is_the_same(cases: Any, ranks: int) -> None:
+    """DeepSpeed is told, and makes the update that it makes on the device: see also the cases `hosted` of the other tests."""
+    for name in ("bf16/2", "bf16/3", "lora/2", "lora/3"):
+        plain, hosted = (cases.result(name.replace("/", f"{way}/"), ranks) for way in ("", " hosted"))
+        assert (plain["hosted"], hosted["hosted"]) == (False, True)
+        start = published_names(cases.first(ranks)[name]["files"])
+        for got, wanted in zip(hosted["weights"], plain["weights"], strict=True):
+            assert distance(got, wanted, start) < (0.1 if name.startswith("bf16") else 3e-4)
+        for got, wanted in zip(hosted["stats"], plain["stats"], strict=True):
+            assert got.grad_norm == pytest.approx(wanted.grad_norm, rel=0.01 if name.startswith("bf16") else 1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_bfloat16_keeps_float32_weights_behind(cases: Any, expected: Any, ranks: int) -> None:
     """Updates far below bfloat16's step must add up: compared are the float32 weights of the snapshot, and what is
     published after each update, which is their rounding."""
     start, weights, _, masters = expected("bf16")
     for stage in (1, 2, 3):
         found = cases.result(f"bf16/{stage}", ranks)
+        assert found["adds_in"] == torch.float32, "many small gradients would be lost in a sum of bfloat16"
         state = state_from_bytes(found["snapshots"][1])
         master = {k.removeprefix("master."): v.numpy() for k, v in state["moments"].items() if k.startswith("master.")}
         assert distance(master, masters[0], start) < 0.1

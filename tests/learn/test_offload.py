@@ -12,12 +12,17 @@ from conftest import learner_settings, run_gangs  # type: ignore[import-not-foun
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
+@pytest.mark.parametrize("hosted", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_parked_learner_gives_its_device_back_and_goes_on(tmp_path: Path, stage: int) -> None:
+def test_a_parked_learner_gives_its_device_back_and_goes_on(tmp_path: Path, stage: int, hosted: bool) -> None:
+    if hosted and not stage:
+        pytest.skip("DeepSpeed offloads the optimizer of shards only")
     from tiny_policy import random_batch, tiny_policy
 
     rng = np.random.default_rng(7)
-    settings = learner_settings(1, stage, algorithm={"kl": {"coefficient": 0.3, "estimator": "k3"}})
+    settings = learner_settings(
+        1, stage, algorithm={"kl": {"coefficient": 0.3, "estimator": "k3"}}, learner={"optimizer_offload": hosted}
+    )
     case = {
         "settings": settings, "files": tiny_policy(width=512), "batches": [random_batch(rng) for _ in range(3)], "device": "gpu",
     }

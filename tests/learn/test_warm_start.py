@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.learn.scratch import CONTEXT_TOKENS, scratch_policy
-from rlhfless_ray.learn.warm_start import IGNORE, _batches, _schedule, warm_start, warm_start_key
+from rlhfless_ray.learn.warm_start import IGNORE, _batches, _schedule, warm_start
+from rlhfless_ray.policy_files import warm_start_key
 from rlhfless_ray.prompts.tasks import task
 from rlhfless_ray.prompts.tokenizer import build_tokenizer
 from rlhfless_ray.recipe import Recipe

@@ -136,7 +136,7 @@ def test_run_and_submit_build_the_command():
     done = command("submit", "--dry-run", "--address", "http://h:1", "--", *start, "--sed", "3")
     assert done.returncode == 2 and "--sed" in done.stderr
     done = command("submit", "--dry-run", "--no-package", "--working-dir", ".", "--", "bash", "train.sh")
-    assert "PYTHONPATH" in done.stdout and "py_modules" not in done.stdout and done.stdout.rstrip().endswith("-- bash train.sh")
+    assert "py_modules" not in done.stdout and done.stdout.rstrip().endswith("-- python3 -m rlhfless_ray run -- bash train.sh")
     assert command("submit", "--dry-run").returncode == 2
     assert command("run", "--", "no-such-program-here").returncode == 2
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rlhfless_ray.errors import UserError
-from rlhfless_ray.openrlhf.command import find, package_root, replaced, shim_folder, submission
+from rlhfless_ray.openrlhf.command import find, package_root, replaced, submission
 from rlhfless_ray.openrlhf.flags import launchers
 from rlhfless_ray.openrlhf.shell import simple_commands
 
@@ -240,12 +240,14 @@ def test_a_job_submission_keeps_what_it_says_and_takes_our_packages_along():
     assert json.loads(alone[alone.index("--runtime-env-json") + 1]) == {"working_dir": "/x y"}
 
 
-def test_a_submission_of_a_script_gets_the_import_hook(tmp_path):
-    file = tmp_path / "env.yaml"
-    file.write_text("env_vars: {A: b, PYTHONPATH: /mine}\n")
-    done = submission(["ray", "job", "submit", "--runtime-env", str(file), "--", "bash", "train.sh"], ship=False)
-    runtime_env = json.loads(done[done.index("--runtime-env-json") + 1])
-    assert runtime_env["env_vars"] == {"A": "b", "PYTHONPATH": f"{shim_folder()}:/mine"}
+def test_a_submission_of_a_script_gets_the_import_hook(tmp_path, monkeypatch):
+    """From where the package is on the cluster, which need not be where it is here; also when the script can be read here."""
+    (tmp_path / "env.yaml").write_text("env_vars: {A: b, PYTHONPATH: /mine}\n")
+    (tmp_path / "train.sh").write_text(f"python3 -m {MODULE} {' '.join(FLAGS)}\n")
+    monkeypatch.chdir(tmp_path)
+    done = submission(["ray", "job", "submit", "--runtime-env", "env.yaml", "--", "bash", "train.sh"], ship=False)
+    assert json.loads(done[done.index("--runtime-env-json") + 1]) == {"env_vars": {"A": "b", "PYTHONPATH": "/mine"}}
+    assert done[done.index("--") + 1 :] == ["python3", "-m", "rlhfless_ray", "run", "--", "bash", "train.sh"]
 
 
 @pytest.mark.parametrize("option", [["--runtime-env-json", "{"], ["--runtime-env", "/nowhere.yaml"], ["--runtime-env-json=[1]"]])

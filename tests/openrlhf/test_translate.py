@@ -17,7 +17,7 @@ from rlhfless_ray.openrlhf.keys import NEEDED, Installed, needed, nested
 from rlhfless_ray.openrlhf.page import as_data, explanation, summary
 from rlhfless_ray.openrlhf.resources import fit, openrlhf_gpus, slots_of
 from rlhfless_ray.openrlhf.table import RULES, rule_of
-from rlhfless_ray.openrlhf.translate import problem, refusals, translate
+from rlhfless_ray.openrlhf.translate import by_flag, problem, recipe_of, refusals, translate
 from rlhfless_ray.recipe import Recipe, known_keys
 from tests.openrlhf.reference import VERSIONS, definitions, values_of
 
@@ -207,6 +207,7 @@ def test_several_data_sets():
     line = BASE.replace("/d.jsonl", "/a.jsonl,org/b@sub") + " --prompt_data_probs 0.4,0.6"
     wanted = of(line).wanted
     assert wanted["prompts.paths"] == ["/a.jsonl", "org/b@sub"] and wanted["prompts.probabilities"] == [0.4, 0.6]
+    assert translate([*BASE.split(), "--prompt_data", "/a.jsonl, org/b@sub"], {}).wanted["prompts.paths"] == wanted["prompts.paths"]
     assert "prompts.path" not in wanted and of(BASE).wanted["prompts.path"] == "/d.jsonl"
 
 
@@ -255,6 +256,9 @@ def test_our_own_settings_go_to_the_recipe():
     assert found.tree["rollout"]["min_actors"] == 2 and found.tree["run"]["root"] == "/runs"
     assert [outcome.flag for outcome in found.flags] == [t for t in BASE.split() if t.startswith("--")]
     assert of(BASE + " --elastic.knee").tree["objective"]["knee"] is True
+    for word in ("on", "off"):  # which YAML takes for true and false
+        ours = recipe_of(of(BASE + f" --param_dtype bf16 --prefix.kv {word} --elastic.reference.ranks 3"))
+        assert (ours.rollout.prefix_kv, ours.reference.ranks) == (word, 3)
     assert of(BASE + " --elastic.rollout.max_actors 3").tree["rollout"]["max_actors"] == 3  # a hint is not owned
 
 
@@ -266,6 +270,7 @@ def test_our_own_settings_go_to_the_recipe():
         ("--elastic.learner.learning_rate 1", "--actor.adam.lr decides that"),
         ("--elastic.dialect", "name a version"),
         ("--elastic.prefer [", "not valid YAML"),
+        ("--prefix.kb on", "did you mean --prefix.kv?"),
     ],
 )
 def test_mistakes_in_our_own_settings(flag, said):
@@ -301,6 +306,8 @@ def test_no_flag_of_theirs_begins_like_ours():
         ("--colocate_actor_ref --ref_num_gpus_per_node 4", "--ref_num_gpus_per_node must be equal (8 and 4)"),
         ("--async_train --vllm_enable_sleep --colocate_all_models", "--vllm_enable_sleep: not with --async_train"),
         ("--dual_clip 0.5", "--dual_clip: must be above 1"),
+        ("--input_template {}_{}", "--input_template: must hold one {}"),
+        ("--input_template {x}{}", "--input_template: must hold one {}"),
         ("--rollout_batch_size 1 --micro_rollout_batch_size 4", "fewer than the actor's 8 processes"),
         ("--packing_samples --vllm_num_engines 0", "--vllm_num_engines: packed samples"),
         ("--overlong_buffer_len 5000", "--overlong_buffer_len: must not exceed"),
@@ -370,6 +377,8 @@ def test_slots_and_a_machine_with_fewer():
     said = fit(own := of(BASE + " --elastic.learner.ranks 8 --elastic.cluster.cpus 3"), {})
     assert said.startswith("8 ranks of the reference are asked for and 3 slots exist") and ";" not in said
     assert own.settings["learner.ranks"] == 8 and own.settings["reference.ranks"] == 3
+    small = of(GAE + " --actor_num_gpus_per_node 1 --critic_num_gpus_per_node 2")
+    assert [small.settings[f"{name}.ranks"] for name in ("learner", "critic", "reference")] == [1, 2, 1], "8 is only a default"
     adapters = of(BASE + " --lora_rank 4 --ref_num_gpus_per_node 2")
     assert "reference.ranks" not in adapters.settings and "reference.ranks" not in of(BASE + " --init_kl_coef 0").settings
     assert any("without its adapters" in outcome.why for outcome in adapters.flags if outcome.flag == "--ref_num_gpus_per_node")
@@ -393,6 +402,8 @@ def test_a_setting_that_the_recipe_refuses_is_named_by_its_flag():
     assert problem(found).startswith("--rollout_batch_size, --train_batch_size, ")
     found = of(BASE + " --temperature 0.5 --elastic.rollout.min_actors 9")
     assert problem(found).startswith("--elastic.rollout.min_actors, --vllm_num_engines: ")
+    several = of(BASE + " --prompt_data /d.jsonl,/e.csv")
+    assert str(by_flag(several, UserError("prompts.path /e.csv: no such file"))).startswith("--prompt_data: prompts.path /e.csv")
     found = of(BASE + " --elastic.prefer 7")
     assert "--elastic.objective.prefer" in problem(found)
 
@@ -401,6 +412,7 @@ def test_other_versions_with_other_defaults_are_said():
     notes = " ".join(of(BASE).notes)
     assert "--param_dtype checkpoint (0.8.0 to 0.9.1)" in notes and "--elastic.dialect VERSION" in notes
     assert "--value_clip" not in notes  # there is no critic
+    assert "--critic_pretrain" not in " ".join(of(GAE).notes), "the launcher fills it in, in each version"
     assert "run_name" not in " ".join(of(BASE + " --use_tensorboard /tb").notes)  # each has the time in it
     assert "other versions" not in " ".join(of(BASE + " --elastic.dialect 0.9.10").notes)
 
@@ -426,6 +438,23 @@ def test_without_bf16_the_dtype_is_that_of_the_checkpoint(tmp_path, config, weig
     assert [outcome.flag for outcome in found.refused] == ([] if dtype else ["--bf16 (default checkpoint)"])
     assert bool(weights) or "give --bf16" in found.refused[0].why
     assert status(of(f"{BASE} --bf16 --flash_attn"), "--bf16") == "honoured"
+
+
+@pytest.mark.parametrize(
+    ("flag", "since"),
+    [("--adam_offload", "0.8.0"), ("--adam_offload", "0.9.5"), ("--adam_offload", "0.10.1"), ("--ds.adam_offload", "0.11.2")],
+)
+def test_the_optimizer_is_offloaded_in_every_dialect(flag, since):
+    line = DOTTED if "." in flag else BASE
+    found = of(f"{line} {flag} --elastic.dialect {since}")
+    assert found.settings["learner.optimizer_offload"] is True and problem(found) is None
+    assert of(line).settings["learner.optimizer_offload"] is False
+    (told,) = [outcome for outcome in found.flags if outcome.flag == flag]
+    assert told.status == "hint" and "host memory" in told.why
+    stage = "--ds.zero_stage" if "." in flag else "--zero_stage"
+    assert of(f"{line} {flag} {stage} 0").settings["learner.zero_stage"] == 1, "DeepSpeed offloads shards only"
+    with pytest.raises(UserError, match=r"optimizer_offload: needs a learner.zero_stage of 1, 2 or 3"):
+        recipe_of(of(f"{line} {flag} --elastic.learner.zero_stage 0"))
 
 
 @pytest.mark.parametrize(("line", "stage"), [("--bf16 --zero_stage 0", 1), ("--bf16 --zero_stage 3", 3), ("--bf16", 2)])

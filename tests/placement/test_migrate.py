@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
+from placement import simulate_rollout
 from placement.migrate import LiveState, Settings, cut_at_share, decide_moves, look, relabel
 from placement.speed import Speed
-from placement.spread import best_split, judge
+from placement.spread import best_split, judge, judge_each
 from placement.survival import BELIEFS, SHARES, Forecast, Outlook, calibrate, outlook, surprise_shown
 
 SPEED = Speed(8.5e-3, 3e-5)
@@ -97,6 +98,32 @@ def test_expected_time_is_that_of_the_static_formula_when_lengths_are_known(coun
     judged = judge(alive, tokens, SPEED.base_s, SPEED.per_seq_s, 0.1)
     assert judged.time_s == pytest.approx(SPEED.rollout_s(lengths), rel=0.05)  # the clock has 40 ticks
     assert judged.cost == pytest.approx(SPEED.base_s * 120, rel=0.01)  # above the work, which no split changes
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(0, 1000))
+@settings(deadline=None, max_examples=25)
+def test_splits_judged_side_by_side_are_judged_as_each_by_itself(groups: list[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = np.cumsum(rng.uniform(1, 40, 12))
+    count = rng.integers(1, 30, sum(groups)).astype(float)
+    alive = np.concatenate([count[:, None], count[:, None] * np.sort(rng.random((len(count), 12)), axis=1)[:, ::-1]], 1)
+    first = np.cumsum(groups) - groups
+    time_s, cost = judge_each(alive, first, tokens, SPEED.base_s, SPEED.per_seq_s)
+    for k, rows in enumerate(np.split(alive, first[1:])):
+        alone = judge(rows, tokens, SPEED.base_s, SPEED.per_seq_s, 0.1)
+        assert (time_s[k], cost[k]) == pytest.approx((alone.time_s, alone.cost), rel=1e-9)
+
+
+def test_in_the_dark_it_consolidates_and_nothing_else() -> None:
+    """Forecasts that explain nothing: exactly what the law does that has none."""
+    rng = np.random.default_rng(12)
+    truth = np.round(rng.lognormal(5, 0.6, 200))
+    drawn = rng.lognormal(5, 0.6, (200, 32))
+    for prefer in (0.2, 0.6, 1.0):
+        ours, plain = (
+            simulate_rollout(truth, drawn, SPEED, policy=policy, max_actors=12, prefer=prefer) for policy in ("ours", "consolidate")
+        )
+        assert (ours.time_s, ours.cost) == pytest.approx((plain.time_s, plain.cost), rel=1e-6)
 
 
 def known_outlook(remaining: np.ndarray) -> Outlook:

@@ -149,8 +149,8 @@ def excess(ours: list[Result], other: list[Result]) -> np.ndarray:
     return np.interp(at, a[:, 0], a[:, 1]) - np.interp(at, b[:, 0], b[:, 1])
 
 
-KNOBS = (0.0, 0.08, 0.16, 0.25, 0.35, 0.5, 0.75, 1.0)
-SEEDS = 3
+KNOBS = (0.0, 0.1, 0.22, 0.36, 0.6, 1.0)
+SEEDS = 6
 
 
 @functools.cache

@@ -217,8 +217,10 @@ def test_the_search_goes_on_from_the_best_candidate_to_better_plans_beside_it() 
 
 def test_responses_to_one_prompt_revise_each_other_in_a_simulated_rollout() -> None:
     """With the same forecasts, who belongs together changes what the rollout does."""
-    of = setting(prompts=32)
+    of, rng = setting(prompts=32), np.random.default_rng(5)
     terms, view = Terms.of(of), step_input(of)
+    shock, own = 0.35 * rng.normal(size=(32, 16)), 0.15 * rng.normal(size=(len(view.lengths), 16))
+    view = replace(view, scenarios=view.lengths[:, None] * np.exp(shock[view.group] + own))
     shuffled = replace(view, group=np.random.default_rng(0).permutation(view.group), memo={})
     together, apart = (roll_out(terms, v, "ours", engines=8, prefer=0.5).result for v in (view, shuffled))
     assert not np.array_equal(together.finish_s, apart.finish_s)

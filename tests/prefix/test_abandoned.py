@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rlhfless_ray.functions.lean_ray import lean_ray
 from tests.conftest import environment
 
 pytestmark = pytest.mark.ray
@@ -24,7 +25,8 @@ def shared() -> Iterator[str]:
     """The address of a cluster that outlives its drivers."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100 * 2**20})
+    with lean_ray():
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100 * 2**20})
     yield cluster.address
     cluster.shutdown()
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.prompts.load import PromptSet, load_prompts
 from rlhfless_ray.prompts.tasks import task
-from rlhfless_ray.prompts.tokenizer import build_tokenizer
+from rlhfless_ray.prompts.tokenizer import TaskTokenizer, build_tokenizer
 from rlhfless_ray.recipe import Recipe
 
 CHAT = (
@@ -128,6 +128,9 @@ def test_built_in_task_keeps_held_out_rows_apart() -> None:
     assert not {p.text for p in found.train} & {p.text for p in found.heldout}
     assert [p.index for p in found.train + found.heldout] == list(range(140))
     assert all(tokenizer.decode(p.token_ids) == p.text == p.row["prompt"] for p in found.train)
+    settings["prompts"]["input_template"] = "Q: {}"
+    with pytest.raises(UserError, match=r"^prompts.input_template: .* reads the symbols of prompts.task chain only, not all of 'Q: \d"):
+        load_prompts(Recipe.parse(settings), TaskTokenizer(task("chain")), 512)
 
 
 def changed(i: int, **cells: Any) -> list[dict[str, Any]]:

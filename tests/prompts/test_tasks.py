@@ -6,11 +6,13 @@ import re
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.prompts.sort import SLIP
 from rlhfless_ray.prompts.tasks import task
-from rlhfless_ray.prompts.tokenizer import build_tokenizer
+from rlhfless_ray.prompts.tokenizer import TaskTokenizer, build_tokenizer
 
 NAMES = ["chain", "sort"]
 
@@ -121,3 +123,26 @@ def test_an_operand_is_one_token_and_a_written_sum_two() -> None:
     assert tokenizer.tokenize("5A3B1=") == ["5", "A3", "B1", "="]
     assert tokenizer.tokenize("a8b9#9") == ["a", "8", "b", "9", "#", "9"]
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, 1, None)
+
+
+HEAVY = {name: build_tokenizer(task(name)) for name in NAMES}
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.sampled_from(NAMES), st.data())
+def test_the_driver_s_tokenizer_does_what_the_library_s_does(name: str, data: st.DataObject) -> None:
+    """Over the task's symbols, the special tokens and text that it has no tokens for."""
+    light, heavy = TaskTokenizer(task(name)), HEAVY[name]
+    pieces = st.sampled_from([*task(name).symbols, "<eos>", "<pad>", "A", "Z9", "é", " ", "\n", "?", "<"])
+    texts = data.draw(st.lists(st.lists(pieces, max_size=12).map("".join), max_size=4))
+    for text in texts:
+        assert light(text)["input_ids"] == heavy(text, add_special_tokens=False)["input_ids"]
+    assert not texts or light(texts)["input_ids"] == heavy(texts, add_special_tokens=False)["input_ids"]
+    ids = data.draw(st.lists(st.integers(0, len(heavy) - 1), max_size=20))
+    for skip in (False, True):
+        assert light.decode(ids, skip_special_tokens=skip) == heavy.decode(ids, skip_special_tokens=skip)
+        arrays = [np.array(ids, np.int32)]
+        assert light.batch_decode(arrays, skip_special_tokens=skip) == heavy.batch_decode(arrays, skip_special_tokens=skip)
+    assert light.get_vocab() == heavy.get_vocab()
+    names = ("eos_token_id", "pad_token_id", "bos_token_id", "chat_template")
+    assert [getattr(light, n) for n in names] == [getattr(heavy, n) for n in names]

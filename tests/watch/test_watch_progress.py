@@ -38,6 +38,22 @@ def test_plain_prints_one_line_per_step_with_what_matters() -> None:
     ]
 
 
+def test_held_out_rewards_that_are_no_shares_are_numbers() -> None:
+    assert line({"step": 0, "eval/accuracy_sampled": -3.1, "eval/accuracy_greedy": 0.5}, 9) == "step 0/9  eval -3.1 sampled, 0.5 greedy"
+
+
+def test_plain_tells_what_was_planned_what_came_and_why_the_pool_changed() -> None:
+    out = io.StringIO()
+    plan = {"plan/rollout_s": 0.5, "phase/rollout_s": 0.55}
+    with Progress("plain", 100, stream=out) as progress:
+        progress.step(ROW | plan | {"pool/decision": "Hold", "pool/reason": "staying is as good"})
+        progress.step(ROW | plan | {"pool/decision": "Grow", "pool/reason": "saves 0.2 s a step"})
+        progress.step(ROW | {"plan/failed": True, "pool/decision": "Hold", "pool/reason": "the planner failed (ValueError: x)"})
+    steady, grown, why, _, failed = out.getvalue().splitlines()
+    assert "pool 2  rollout 0.55 s (0.50 s planned)  0.61 s" in steady and steady == grown
+    assert why == "step 12: Grow: saves 0.2 s a step" and "the planner failed (ValueError: x)" in failed
+
+
 def test_troubles_are_on_the_line_of_their_step() -> None:
     text = line(ROW | {"reward/failed": 3, "learn/skipped": 1, "faults/replaced": 0}, 100)
     assert "failed rewards: 3" in text and "skipped updates: 1" in text and "replaced" not in text

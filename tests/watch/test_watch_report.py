@@ -67,6 +67,19 @@ def test_key_figures_come_from_the_run(page: Page, finished_run: Path) -> None:
         assert label in page.text and value in page.text
 
 
+def test_a_reward_that_is_no_accuracy_is_a_number_not_a_percentage(finished_run: Path) -> None:
+    record = RunRecord.read(finished_run)
+    for row, (sampled, greedy) in zip(record.metrics[::24], ((-3.1, -3.9), (-2.66, -2.7)), strict=True):
+        row |= {"eval/accuracy_sampled": sampled, "eval/accuracy_greedy": greedy}
+    rows = [{k: v for k, v in row.items() if i in (0, 24) or "accuracy" not in k} for i, row in enumerate(record.metrics)]
+    record.metrics[:] = rows
+    shown = {card["label"]: (card["value"], card["under"]) for card in cards(record)}
+    assert shown["Held-out reward, sampled"] == ("-3.1 → -2.66", "+0.44, step 0 to 24")
+    assert not [label for label in shown if "Accuracy" in label]
+    chart = charts.accuracy(rows)
+    assert chart is not None and chart.title == "Reward on held-out prompts" and "tickformat" not in chart.layout["yaxis"]
+
+
 def test_every_chart_has_data_and_a_place_on_the_page(page: Page, finished_run: Path) -> None:
     figures = page.json("charts")
     places = {value for tag, key, value in page.attributes if key == "data-chart"}
@@ -129,6 +142,20 @@ def test_warnings_name_the_steps(page: Page, finished_run: Path) -> None:
     assert f"{failed} sample{'s' * (failed != 1)} in step 17 could not be scored" in page.text
     assert "1 optimizer step skipped in step 23" in page.text
     assert "1 instance died and was replaced in step 12" in page.text
+
+
+def test_a_planner_that_failed_is_a_warning_with_its_reason(tmp_path: Path) -> None:
+    folder = write_synthetic_run(tmp_path / "run", 6)
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        if row["step"] == 4:
+            row["plan/failed"], row["pool/reason"] = True, "the planner failed (ValueError: odd); the last good plan is kept: 2 actors"
+        if row["step"] == 5:
+            row["plan/trouble"] = "the forecast failed (KeyError: 7)"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {warning["title"]: warning["text"] for warning in warnings(RunRecord.read(folder))}["Planning failed"]
+    assert "In steps 4, 5;" in found and "ValueError: odd" in found
 
 
 def test_a_run_without_trouble_says_so(tmp_path: Path) -> None:

@@ -1,0 +1,187 @@
+"""The tables of docs/simulator.md, written from benchmarks/results/: `python -m benchmarks.simulator_page`.
+
+Each stands between `<!-- NAME -->` and `<!-- end -->`; what is between them is replaced, so that page and results cannot
+disagree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cluster_targets import of, room, targets
+from benchmarks.provenance import ROOT
+from benchmarks.results import FOLDER, Target
+
+PAGE = ROOT / "docs" / "simulator.md"
+NAMED = ("fixed+", "global-cut", "rlhfless-paper", "ours", "oracle")
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(rows: dict[str, Any], policy: str) -> str:
+    return f"{of(rows, policy, 'speedup'):.2f}×, {_less(of(rows, policy, 'full_saving'))}"
+
+
+def _less(share: float) -> str:
+    percent = round(100 * share)
+    return f"−{percent} %" if percent >= 0 else f"+{-percent} %"
+
+
+def _counted(entries: dict[str, Any], content: dict[str, Any], part: str) -> str:
+    """Seeds and commits of a part's rows, in a sentence."""
+    seeds = sorted({int(entry["seeds"]) for entry in entries.values()})
+    commits = sorted({c[:7] for key, c in content.get("commits", {}).items() if key.startswith(f"{part}: ")})
+    return f"Seeds a row: {' or '.join(map(str, seeds))}; at commit {', '.join(commits) or 'unknown'}."
+
+
+def paper(content: dict[str, Any]) -> str:
+    entries = content["paper"]
+    rows = []
+    for name, entry in entries.items():
+        p = entry["policies"]
+        spread = p["ours"]["speedup"]["sd"]
+        rows.append([
+            name, f"{entry['rollout_share_of_fixed']:.0%}", *(_cell(p, policy) for policy in NAMED[:3]),
+            f"{of(p, 'ours', 'speedup'):.2f}× ± {spread:.2f}, {_less(of(p, 'ours', 'full_saving'))}", _cell(p, "oracle"),
+            f"{p['fixed']['time_over_bound']['mean']:.2f}×",
+        ])
+    policies = {policy: [entry["policies"][policy] for entry in entries.values()] for policy in NAMED}
+    average = []
+    for policy in NAMED:
+        speed, saved = (sum(r[key]["mean"] for r in policies[policy]) / len(entries) for key in ("speedup", "full_saving"))
+        average.append(f"{speed:.2f}×, {_less(saved)}")
+    rows.append(["**average**", "", *average, f"{room(entries):.2f}×"])
+    table = _table(["setting", "rollout share", *(f"`{policy}`" for policy in NAMED), "speed at most"], rows)
+    return f"{table}\n\n{_counted(entries, content, 'paper')}"
+
+
+def time_(content: dict[str, Any]) -> str:
+    """Where `fixed` and ours spend a step beyond the bound."""
+    rows = []
+    for name, entry in content["paper"].items():
+        for policy in ("fixed", "ours"):
+            r = entry["policies"][policy]
+            step, rollout = r["step_s"]["mean"], r["rollout_s"]["mean"]
+            bound = step / r["time_over_bound"]["mean"]
+            seconds = (bound, rollout, step - rollout, step)
+            rows.append([name if policy == "fixed" else "", f"`{policy}`", *(f"{s:.1f}" for s in seconds)])
+    heads = ["setting", "policy", "the longest response alone, and its own learning", "rollout", "after the last response", "step"]
+    return _table(heads, rows)
+
+
+def oracle(content: dict[str, Any]) -> str:
+    entries = content["oracle"]
+    rows = [[name, f"{100 * e['mean']:.1f} % ± {100 * e['sd']:.1f}"] for name, e in entries.items()]
+    return f"{_table(['setting', 'share of the oracle’s speed at equal cost'], rows)}\n\n{_counted(entries, content, 'oracle')}"
+
+
+def ablation(content: dict[str, Any]) -> str:
+    entries = content["ablation"]
+    names = [name for name in next(iter(entries.values()))["policies"] if name != "fixed"]
+    rows = [[name, *(_cell(entry["policies"], name) for entry in entries.values())] for name in names]
+    return f"{_table(['', *entries], rows)}\n\n{_counted(entries, content, 'ablation')}"
+
+
+def sensitivity(content: dict[str, Any]) -> str:
+    entries = content["sensitivity"]
+    rows = [
+        [name, f"{entry['rollout_share_of_fixed']:.0%}", *(_cell(entry["policies"], p) for p in ("fixed+", "ours"))]
+        for name, entry in entries.items()
+    ]
+    return f"{_table(['changed', 'rollout share', '`fixed+`', '`ours`'], rows)}\n\n{_counted(entries, content, 'sensitivity')}"
+
+
+def large(content: dict[str, Any]) -> str:
+    entries = content["large"]
+    names = list(next(iter(entries.values()))["policies"])
+    rows = []
+    for name, entry in entries.items():
+        p = entry["policies"]
+        rows += [
+            [f"{name}: step", *(f"{of(p, n, 'step_s'):.1f} s" for n in names)],
+            ["against `fixed`", *("" if n == "fixed" else _cell(p, n) for n in names)],
+            ["above the bounds, time and cost", *(f"{of(p, n, 'time_over_bound'):.2f}, {of(p, n, 'cost_over_bound'):.2f}" for n in names)],
+        ]
+    return f"{_table(['', *(f'`{n}`' for n in names)], rows)}\n\n{_counted(entries, content, 'large')}"
+
+
+def cheap(content: dict[str, Any]) -> str:
+    entries = content["cheap"]
+    rows = [[name, *(_cell(entry["policies"], p) for p in ("fixed+", "global-cut", "ours"))] for name, entry in entries.items()]
+    return f"{_table(['setting', '`fixed+`', '`global-cut`', '`ours`'], rows)}\n\n{_counted(entries, content, 'cheap')}"
+
+
+def reached(content: dict[str, Any]) -> str:
+    return target_table(targets(content))
+
+
+def target_table(found: Sequence[Target]) -> str:
+    rows = []
+    for target in found:
+        wanted = f"≥ {target.least:g}" if target.least is not None else f"≤ {target.most:g}"
+        verdict = "reached" if target.met else f"**missed**: {target.why}"
+        rows.append([target.name, f"{wanted}{target.unit}", f"{target.value:.4g}{target.unit}", verdict])
+    return _table(["target", "wanted", "reached", ""], rows)
+
+
+def rollout(content: dict[str, Any]) -> str:
+    """Targets of rollouts alone: how many were reached, and those that were not."""
+    found = [Target(**{key: row.get(key, "") for key in Target.__dataclass_fields__}) for row in content["targets"]]
+    missed = [target for target in found if not target.met]
+    kinds = {"single rollouts": [t for t in found if "means of" not in t.name], "means": [t for t in found if "means of" in t.name]}
+    counts = "; of ".join(f"{kind}, {sum(t.met for t in some)} of {len(some)}" for kind, some in kinds.items())
+    return f"Targets reached: of {counts}. The others:\n\n{target_table(missed)}"
+
+
+def break_even(content: dict[str, Any]) -> str:
+    """Ours over `fixed`, above 1 a loss; and without devices that are held, where they may be."""
+    rows = []
+    for curve in content["curves"].values():
+        for x, r in curve["points"].items():
+            released = f"{r['released_time']:.2f}, {r['released_full']:.2f}" if r["held"] else "the same"
+            rows.append([curve["varies"], f"{float(x):g}", f"{r['time']:.2f}", f"{r['full']:.2f}", f"{r['held']:.0%}", released])
+    heads = ["varied", "", "time", "full cost", "steps held", "all given back: time, cost"]
+    return f"{_table(heads, rows)}\n\nSeeds a row: {content['seeds']}; at commit {content['git'].get('commit', 'unknown')[:7]}."
+
+
+TABLES: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {  # of which file and which part of it each is made
+    "cluster targets": ("cluster", "paper", reached), "cluster paper": ("cluster", "paper", paper),
+    "cluster time": ("cluster", "paper", time_), "cluster cheap": ("cluster", "cheap", cheap),
+    "cluster oracle": ("cluster", "oracle", oracle), "cluster ablation": ("cluster", "ablation", ablation),
+    "cluster sensitivity": ("cluster", "sensitivity", sensitivity), "cluster large": ("cluster", "large", large),
+    "rollout policies": ("rollout_policies", "targets", rollout), "break even": ("break_even", "curves", break_even),
+}
+
+
+FILES = ("cluster", "rollout_policies", "break_even")
+
+
+def filled(page: str, tables: dict[str, str]) -> str:
+    """`page` with every table put between its marks. Raises ValueError where a mark is missing."""
+    for name, table in tables.items():
+        begin, end = f"<!-- {name} -->\n", "\n<!-- end -->"
+        if page.count(begin) != 1 or end not in page.partition(begin)[2]:
+            raise ValueError(f"docs/simulator.md: one place for {begin.strip()} … {end.strip()} is needed")
+        before, _, rest = page.partition(begin)
+        page = f"{before}{begin}{table}{end}{rest.partition(end)[2]}"
+    return page
+
+
+def tables(folder: Path = FOLDER) -> dict[str, str]:
+    """Every table, from the results that lie in `folder`."""
+    read = {name: json.loads(path.read_text()) for name in FILES if (path := folder / f"{name}.json").exists()}
+    return {name: make(read[file]) if read.get(file, {}).get(part) else "(not run yet)" for name, (file, part, make) in TABLES.items()}
+
+
+def write_page(path: Path = PAGE) -> None:
+    path.write_text(filled(path.read_text(), tables()))
+
+
+if __name__ == "__main__":
+    write_page()
