@@ -286,16 +286,16 @@ def test_a_lost_node_takes_engines_and_parked_processes_with_it(
     assert run.total("faults/bugs") == 0 and run.total("faults/preempted") >= 1 and not on(run, passing.node_id)
 
 
-@pytest.mark.parametrize("moment", ["published", "loading", "loading, and no copy"])
+@pytest.mark.parametrize("moment", ["published", "loading", "loading, and no copy", "begun, no copy, one slot left"])
 def test_weights_whose_node_is_lost_are_had_from_elsewhere(
     nodes: Any, world: World, clean: Hit, tmp_path: Path, passing: Any, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learner's node goes with the weights that it has just published, before an engine is told to load them or while all are;
-    and with what was to be their copy."""
+    and with what was to be their copy; and where engines that were told hold what the learner needs."""
     import rlhfless_ray.learn.gang as gang
     import rlhfless_ray.rollout.rollout as stream
 
-    if moment == "loading, and no copy":
+    if "no copy" in moment:
         monkeypatch.setattr(gang, "kept_here", lambda ref, node: (ref, [ref] if node == passing.node_id else []))
 
     elsewhere = [node.node_id for node in (nodes.head_node, *nodes.worker_nodes) if node is not passing]
@@ -308,7 +308,7 @@ def test_weights_whose_node_is_lost_are_had_from_elsewhere(
         nodes.remove_node(passing, allow_graceful=False)
 
     def fetch(pool: Any, weights: Any) -> None:
-        if moment != "published" and weights.version == 3 and not begun:
+        if moment.startswith("loading") and weights.version == 3 and not begun:
             begun.append(True)
             lose(run)
         before(pool, weights)
@@ -320,9 +320,22 @@ def test_weights_whose_node_is_lost_are_had_from_elsewhere(
         run.script[3, "published"] = lose
     with run:
         assert run.weights is not None and run.weights.node == passing.node_id
-        for group in others:
+        for group in others[3 if "one slot" in moment else 0 :]:
             ray.util.remove_placement_group(group)
+        if moment.startswith("begun"):
+            begin = run.rollout_stage.begin
+
+            def begin_and_lose(step: Step, weights: Any) -> None:
+                begin(step, weights)
+                if weights.version == 3:
+                    begun.append(bool(run.rollout.working))
+                    lose(run)
+
+            run.rollout_stage.begin = begin_and_lose  # type: ignore[method-assign]
         for _ in run:
             pass
     same(run, clean)
     assert run.total("faults/bugs") == 0 and run.total("faults/preempted") >= 1 and run.total("faults/learner_restarts") == 1
+    assert begun == ([] if moment == "published" else [True])
+    for group in others[:3] if "one slot" in moment else []:
+        ray.util.remove_placement_group(group)

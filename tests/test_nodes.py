@@ -79,10 +79,11 @@ def test_a_run_uses_both_nodes_and_makes_the_same_samples(nodes, tmp_path, unint
 
 
 def test_a_node_that_is_lost_with_an_engine_at_work_costs_no_sample(nodes, tmp_path, uninterrupted):
-    """The engine is stopped as the rollout begins, so that it has work however late the driver looks; then its node goes."""
+    """The engine is stopped as the rollout begins, so that it has work however late the driver looks; then its node goes. The pool is
+    fixed, so that every engine has a share."""
     both, stopped = tuple(sorted(node_slots("cpu"))), []
     tree = small_recipe(
-        tmp_path, rollout__min_actors=2, objective__prefer=1, rollout__silence_s=300, functions__lease_deadline_s=300
+        tmp_path, rollout__max_actors=2, functions__elastic=False, rollout__silence_s=300, functions__lease_deadline_s=300
     )
     with Runtime(Recipe.parse(tree)) as run:
         resize, tell = run.rollout.resize, run.rollout_stage._meanwhile

@@ -53,6 +53,7 @@ class Instance:
     opened: Any = None  # reference that resolves when the start is done
     version: int | None = None
     loading: Any = None  # reference that resolves when `version` is in the engine
+    fetched: str = ""  # the reference to the weights that it loads, in words: it is not to keep them
     parked_since_s: float = 0.0
     memory_mb: float = 0.0  # while it works; 0: its engine has not been built yet
     kept_mb: float | None = None  # since it was parked last and gave memory back

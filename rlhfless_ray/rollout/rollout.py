@@ -97,8 +97,8 @@ class Rollout:
         self.stream = Stream(self.transcript.completions, moved=self.moving.moved)
         self.decide_at_s = 0.0
         self.going: set[str] = set()  # ids of nodes that are drained
-        self.first, self.renewed = weights.ref, False
-        self.tried: dict[int, list[Any]] = {}  # by engine: references to the weights that were lost on their way
+        self.renewed = False
+        self.tried: dict[int, set[str]] = {}  # by engine: references to the weights, in words, that were lost on their way
 
     def run(self, shares: Sequence[np.ndarray], deadline_s: float) -> Stream:
         start = time.monotonic()
@@ -221,15 +221,15 @@ class Rollout:
         instance = launch.instance
         if not lost_on_the_way(instance.loading):
             return False
-        tried = self.tried.setdefault(launch.number, [self.first])
-        left = [ref for ref in (self.weights.copy, self.weights.ref) if ref is not None and ref not in tried]
+        tried = self.tried.setdefault(launch.number, set())
+        tried.add(instance.fetched)
+        left = [ref for ref in (self.weights.copy, self.weights.ref) if ref is not None and str(ref) not in tried]
         if not left and not self.renewed:
             self.renewed, fresh = True, self.renew(self.weights, instance)
             if fresh is not None:
                 self.weights, left = fresh, [fresh.ref]
         if not left:
             return False
-        tried.append(left[0])
         keys = tuple(self.transcript.requests[i].key for i in launch.asked)
         self.launches.tell(launch, Order(cut=keys, what="begin again with the step's weights"))
         instance.version = None

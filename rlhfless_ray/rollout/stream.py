@@ -50,5 +50,5 @@ def fetch_into(instance: Instance, weights: WeightVersion) -> None:
     """It pulls the version, if it lacks it; the call queues in its actor before the next rollout."""
     if instance.version != weights.version:
         instance.loading = instance.actor.load.remote(weights.version, weights.ref, weights.checksum)
-        instance.version = weights.version
+        instance.version, instance.fetched = weights.version, str(weights.ref)
     instance.state = State.READY

@@ -214,10 +214,7 @@ def test_a_new_version_never_sees_old_kv(small: Any, with_a: Any) -> None:
 
 def test_without_the_salt_it_would(small: Any, with_a: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test before has teeth: with one salt for all versions the old KV is served, and the samples are others."""
-    import vllm
-
-    salted = vllm.TokensPrompt
-    monkeypatch.setattr(vllm, "TokensPrompt", lambda **given: salted(**{**given, "cache_salt": "always the same"}))
+    monkeypatch.setattr("rlhfless_ray.rollout.engine.salt", lambda version: "always the same")
     asked = long_requests(12)
     put(small, weights_of(FILES["B"]))
     fresh = answer(small, asked)
