@@ -220,13 +220,14 @@ class Runtime:
         return step.forecast or self.autoscaler.forecast(step.prompts, step.number)
 
     def plan(self, step: Step) -> RolloutPlan:
-        if step.plan is None:
-            step.plan = self.autoscaler.plan(
-                step.forecast, step.prompts, self.site.max_actors, step=step.number, warm=self.rollout_stage.warm
-            )
-            if failed(step.plan.decision):
-                self.record.progress.message(f"step {step.number}: {step.plan.reason}")
-        return step.plan
+        if step.plan is not None:
+            return step.plan
+        plan = self.autoscaler.plan(
+            step.forecast, step.prompts, self.site.max_actors, step=step.number, warm=self.rollout_stage.warm
+        )
+        if failed(plan.decision):
+            self.record.progress.message(f"step {step.number}: {plan.reason}")
+        return plan
 
     def prefill(self, step: Step) -> StepPrefixes | None:
         assert self.weights is not None
