@@ -80,13 +80,14 @@ def main() -> None:
     guarded(lambda: app(standalone_mode=True))
 
 
-def guarded(action: Callable[[], None]) -> NoReturn:
-    """Do it and end the process: exit code 2 for a user's mistake, 1 for a failed run, 128 + signal when stopped."""
+def guarded(action: Callable[[], None], usage: Callable[[], str] = str) -> NoReturn:
+    """Do it and end the process: exit code 2 for a user's mistake, 1 for a failed run, 128 + signal when stopped. `usage`: what stands
+    before a mistake, as argparse has it."""
     code = 0
     try:
         action()
     except UserError as error:
-        _say(f"error: {error}")
+        _say(f"{usage()}error: {error}")
         code = 2
     except RunError as error:
         _say(f"run failed: {error}")
