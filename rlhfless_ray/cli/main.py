@@ -93,7 +93,8 @@ def guarded(action: Callable[[], None], usage: Callable[[], str] = str) -> NoRet
         _say(f"run failed: {error}")
         code = 1
     except Stopped as stop:
-        _say("stopped: leases are freed; " + ("continue with --resume" if stop.resumable else "there is nothing to resume from yet"))
+        left = f"continue with {stop.continue_with}" if stop.resumable else "there is nothing to resume from yet"
+        _say(f"stopped: leases are freed; {left}")
         code = 128 + stop.signal_number
     except KeyboardInterrupt:
         _say("interrupted")

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from rlhfless_ray.errors import UserError
+from rlhfless_ray.errors import Stopped, UserError
 from rlhfless_ray.openrlhf.dialect import Unreadable
 from rlhfless_ray.openrlhf.flags import newest
 from rlhfless_ray.openrlhf.parsers import PROGRAM, usage
@@ -47,11 +47,18 @@ def _train(tokens: Sequence[str]) -> None:
     from rlhfless_ray.runtime import Runtime
 
     try:
-        with Runtime(recipe) as run:
+        run = Runtime(recipe)
+        with run:
             for _ in run:
                 pass
     except UserError as error:
         raise by_flag(found, error) from None
+    except Stopped as stop:
+        if recipe.checkpoint.path:
+            stop.continue_with = found.values.named("ckpt.load_enable")
+        elif stop.resumable:
+            stop.continue_with = f"rlhfless train {run.folder.path / 'recipe.yaml'} --resume"
+        raise
     print(f"model:  {run.folder.path / 'model'}")
     print(f"report: {(run.folder.path / 'report.html').resolve()}")
 

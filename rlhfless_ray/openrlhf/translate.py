@@ -163,7 +163,7 @@ def _other_defaults(line: CommandLine, v: Values) -> list[str]:
     if not differing:
         return []
     told = [
-        f"{v.spelled(name).partition(' (default')[0]} {text or 'empty'} ({span_text(where[0], where[-1])})"
+        f"{v.named(name)} {text or 'empty'} ({span_text(where[0], where[-1])})"
         for (name, text), where in differing.items()
     ]
     return [f"other versions accept this command too, with other defaults: {', '.join(told)}; --elastic.dialect VERSION takes them"]
