@@ -13,6 +13,7 @@ class Stopped(Exception):
     """The run was asked to stop (Ctrl-C or SIGTERM): state is saved, leases are freed. Exit code 130 or 143."""
 
     resumable = False  # whether there is a checkpoint to continue from
+    continue_with = "--resume"
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(f"stopped by signal {signal_number}")

@@ -24,7 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--ds.param_dtype", "--param_dtype", dest="dtype", choices=list(DTYPES), default="bf16", help="of the merged weights")
     add("--bf16", dest="dtype", action="store_const", const="bf16", help="the default")
     asked = parser.parse_args(arguments)
-    guarded(lambda: combine(Path(asked.model_path), Path(asked.lora_path), Path(asked.output_path), asked.is_rm, DTYPES[asked.dtype]))
+    guarded(
+        lambda: combine(Path(asked.model_path), Path(asked.lora_path), Path(asked.output_path), asked.is_rm, DTYPES[asked.dtype]),
+        lambda: f"{parser.format_usage()}{parser.prog}: ",
+    )
 
 
 def combine(base: Path, adapter: Path, output: Path, is_reward_model: bool, dtype: str) -> None:

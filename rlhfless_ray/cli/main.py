@@ -80,19 +80,21 @@ def main() -> None:
     guarded(lambda: app(standalone_mode=True))
 
 
-def guarded(action: Callable[[], None]) -> NoReturn:
-    """Do it and end the process: exit code 2 for a user's mistake, 1 for a failed run, 128 + signal when stopped."""
+def guarded(action: Callable[[], None], usage: Callable[[], str] = str) -> NoReturn:
+    """Do it and end the process: exit code 2 for a user's mistake, 1 for a failed run, 128 + signal when stopped. `usage`: what stands
+    before a mistake, as argparse has it."""
     code = 0
     try:
         action()
     except UserError as error:
-        _say(f"error: {error}")
+        _say(f"{usage()}error: {error}")
         code = 2
     except RunError as error:
         _say(f"run failed: {error}")
         code = 1
     except Stopped as stop:
-        _say("stopped: leases are freed; " + ("continue with --resume" if stop.resumable else "there is nothing to resume from yet"))
+        left = f"continue with {stop.continue_with}" if stop.resumable else "there is nothing to resume from yet"
+        _say(f"stopped: leases are freed; {left}")
         code = 128 + stop.signal_number
     except KeyboardInterrupt:
         _say("interrupted")

@@ -19,8 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Serves until it is interrupted. Exit code 2 for a mistake in the command line or a folder that is no reward model."""
     from rlhfless_ray.cli.main import guarded
 
-    asked = _parser().parse_args(arguments)
-    guarded(lambda: _serve(asked))
+    parser = _parser()
+    asked = parser.parse_args(arguments)
+    guarded(lambda: _serve(asked), lambda: f"{parser.format_usage()}{parser.prog}: ")
 
 
 def _parser() -> argparse.ArgumentParser:

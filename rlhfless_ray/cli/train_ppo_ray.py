@@ -6,9 +6,8 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
-from rlhfless_ray.errors import UserError
+from rlhfless_ray.errors import Stopped, UserError
 from rlhfless_ray.openrlhf.dialect import Unreadable
 from rlhfless_ray.openrlhf.flags import newest
 from rlhfless_ray.openrlhf.parsers import PROGRAM, usage
@@ -20,14 +19,15 @@ Every flag of OpenRLHF 0.8.0 to {newest} is accepted; the usage above is that of
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Exit code 0 after the final save, 2 for a mistake in the command line (usage and the flag on stderr), 1 for a failed run."""
+    """Exit code 0 after the final save, 2 for a mistake in the command line or in what it names (usage and the flag on stderr), 1
+    for a failed run."""
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     if any(re.fullmatch(r"-h|--h(e(lp?)?)?", token) for token in tokens):
         print(usage(newest()) + HELP.format(newest=newest()))
         return
     from rlhfless_ray.cli.main import guarded
 
-    guarded(lambda: _train(tokens))
+    guarded(lambda: _train(tokens), lambda: f"{usage(_dialect(tokens))}{PROGRAM}: ")
 
 
 def _train(tokens: Sequence[str]) -> None:
@@ -35,19 +35,11 @@ def _train(tokens: Sequence[str]) -> None:
     from rlhfless_ray.openrlhf.resources import fit
     from rlhfless_ray.openrlhf.translate import by_flag, recipe_of, refusals, translate
 
-    try:
-        found = translate(tokens)
-    except Unreadable as error:
-        _stop(str(error), error.version)
-    except UserError as error:
-        _stop(str(error), _dialect(tokens))
+    found = translate(tokens)
     fewer = fit(found)
-    try:
-        if refused := refusals(found):
-            raise refused
-        recipe = recipe_of(found)
-    except UserError as error:
-        _stop(str(error), found.line.version)
+    if refused := refusals(found):
+        raise refused
+    recipe = recipe_of(found)
     for line in [*summary(found), *([fewer] if fewer else [])]:
         print(f"[rlhfless] {line}", flush=True)
     for name, value in found.secrets.items():
@@ -55,32 +47,34 @@ def _train(tokens: Sequence[str]) -> None:
     from rlhfless_ray.runtime import Runtime
 
     try:
-        with Runtime(recipe) as run:
+        run = Runtime(recipe)
+        with run:
             for _ in run:
                 pass
     except UserError as error:
         raise by_flag(found, error) from None
+    except Stopped as stop:
+        if recipe.checkpoint.path:
+            stop.continue_with = found.values.named("ckpt.load_enable")
+        elif stop.resumable:
+            stop.continue_with = f"rlhfless train {run.folder.path / 'recipe.yaml'} --resume"
+        raise
     print(f"model:  {run.folder.path / 'model'}")
     print(f"report: {(run.folder.path / 'report.html').resolve()}")
 
 
 def _dialect(tokens: Sequence[str]) -> str:
-    """Whose usage to show for a line that argparse accepts and something later does not."""
+    """Whose usage to show."""
     from rlhfless_ray.openrlhf.dialect import read
     from rlhfless_ray.openrlhf.own import separate
 
     try:
         theirs, _, version = separate(tokens)
         return read(theirs, version).version
-    except (Unreadable, UserError):
+    except Unreadable as error:
+        return error.version
+    except UserError:
         return newest()
-
-
-def _stop(message: str, version: str) -> NoReturn:
-    """As argparse stops there."""
-    print(f"{usage(version)}{PROGRAM}: error: {message}", file=sys.stderr)
-    sys.stderr.flush()
-    raise SystemExit(2)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from rlhfless_ray.errors import RunError
+from rlhfless_ray.errors import RunError, UserError
 from rlhfless_ray.functions.faults import Cause
 from rlhfless_ray.functions.instance import GONE, Instance, State, raised_at_start, reason_of
 from rlhfless_ray.functions.keep import kept_here
@@ -341,6 +341,8 @@ class Gang:
         except ray.exceptions.RayTaskError as error:
             if self.ranks > 1 and (death := _death(refs)) is not None:  # the others fail for it, and may do so first
                 raise LearnerLost(f"{what} failed: a {self.name} process died: {reason_of(death)}") from death
+            if isinstance(error.cause, UserError):
+                raise UserError(str(error.cause)) from None
             raise RunError(f"{what} failed: {reason_of(error)}") from error
         except GONE as error:
             if raised_at_start(error):

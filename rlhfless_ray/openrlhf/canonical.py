@@ -60,6 +60,10 @@ class Values:
         own = flags_of(self.version)
         return next((flag for flag in own if name in targets(flag)), f"--{name}") + f" (default {shown(self.value[name])})"
 
+    def named(self, name: str) -> str:
+        """A flag as this dialect spells it, without its value."""
+        return self.spelled(name).partition(" (default")[0]
+
     def world(self, model: str) -> int:
         """GPUs of `actor`, `critic`, `ref` or `reward`."""
         return self[f"{model}.num_nodes"] * self[f"{model}.num_gpus_per_node"]

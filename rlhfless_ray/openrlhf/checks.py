@@ -63,14 +63,14 @@ def _paths(v: Values) -> None:
     _must(
         v.external_reward or bool(v["reward.model_name_or_path"]),
         f"{v.spelled('reward.remote_url')}: there is no reward; give it a .py file or a URL, or name a reward model with "
-        f"{_name(v, 'reward.model_name_or_path')} or an agent with {_name(v, 'train.agent_func_path')}",
+        f"{v.named('reward.model_name_or_path')} or an agent with {v.named('train.agent_func_path')}",
     )
     if v.has_critic and not v["critic.model_name_or_path"]:
         reward_model = v["reward.model_name_or_path"] if not v.external_reward else None
         v.value["critic.model_name_or_path"] = reward_model.split(",")[0] if reward_model else v["actor.model_name_or_path"]
     _must(
         not v["eval.dataset"] or v.external_reward,
-        f"{v.spelled('eval.dataset')}: evaluation needs {_name(v, 'reward.remote_url')} or {_name(v, 'train.agent_func_path')}",
+        f"{v.spelled('eval.dataset')}: evaluation needs {v.named('reward.remote_url')} or {v.named('train.agent_func_path')}",
     )
 
 
@@ -101,15 +101,15 @@ def _sampling(v: Values, notes: list[str]) -> None:
         _must(low < high, f"{v.spelled('algo.dynamic_filtering_range')}: the first value must be below the second (got {low} {high})")
         _must(
             v.external_reward,
-            f"{v.spelled('algo.dynamic_filtering_enable')}: filtering needs {_name(v, 'reward.remote_url')} or "
-            f"{_name(v, 'train.agent_func_path')}",
+            f"{v.spelled('algo.dynamic_filtering_enable')}: filtering needs {v.named('reward.remote_url')} or "
+            f"{v.named('train.agent_func_path')}",
         )
         _must(samples > 1, f"{v.spelled('rollout.n_samples_per_prompt')}: filtering compares groups, so it must be above 1")
     generated = v["rollout.vllm_generate_batch_size"]
     _must(
         not generated or generated <= v["rollout.batch_size"] or v["train.async_enable"],
-        f"{v.spelled('rollout.vllm_generate_batch_size')}: more than {_name(v, 'rollout.batch_size')} needs "
-        f"{_name(v, 'train.async_enable')}",
+        f"{v.spelled('rollout.vllm_generate_batch_size')}: more than {v.named('rollout.batch_size')} needs "
+        f"{v.named('train.async_enable')}",
     )
     _must(not generated or generated > 0, f"{v.spelled('rollout.vllm_generate_batch_size')}: must be at least 1 (got {generated})")
     response, total = v["rollout.max_new_tokens"], v["data.max_len"]
@@ -161,7 +161,7 @@ def _loss(v: Values, notes: list[str]) -> None:
     if v[LEVEL] != "off":
         _must(
             v[MODE] != "clip" or (v[LEVEL] == "token" and v[GATING] == "ratio"),
-            f"{v.spelled(MODE)}: clip needs {_name(v, LEVEL)} token and {_name(v, GATING)} ratio",
+            f"{v.spelled(MODE)}: clip needs {v.named(LEVEL)} token and {v.named(GATING)} ratio",
         )
         _must(v[GATING] == "ratio" or threshold[0] <= 0, f"{v.spelled(THRESHOLD)}: {v[GATING]} takes an upper bound only")
     if v.has_reference:
@@ -179,11 +179,11 @@ def _placement(v: Values, notes: list[str]) -> None:
     width = v["vllm.tensor_parallel_size"]
     _must(
         not v["train.async_enable"] or not (v["vllm.enable_sleep"] and v["train.colocate_all"]),
-        f"{v.spelled('vllm.enable_sleep')}: not with {_name(v, 'train.async_enable')}",
+        f"{v.spelled('vllm.enable_sleep')}: not with {v.named('train.async_enable')}",
     )
     _must(
         not v["train.partial_rollout_enable"] or v["train.async_enable"],
-        f"{v.spelled('train.partial_rollout_enable')}: needs {_name(v, 'train.async_enable')}",
+        f"{v.spelled('train.partial_rollout_enable')}: needs {v.named('train.async_enable')}",
     )
     if v["train.async_enable"] and v["train.colocate_all"]:
         notes.append(f"{v.spelled('train.colocate_all')}: with asynchronous training OpenRLHF colocates the trained models only")
@@ -192,8 +192,8 @@ def _placement(v: Values, notes: list[str]) -> None:
     if v["train.colocate_all"] and not v["train.async_enable"] and v.engines:
         _must(
             v.world("actor") == v.engines * width,
-            f"{v.spelled('train.colocate_all')}: the actor's GPUs ({v.world('actor')}) must be {_name(v, 'vllm.num_engines')} times "
-            f"{_name(v, 'vllm.tensor_parallel_size')} ({v.engines * width})",
+            f"{v.spelled('train.colocate_all')}: the actor's GPUs ({v.world('actor')}) must be {v.named('vllm.num_engines')} times "
+            f"{v.named('vllm.tensor_parallel_size')} ({v.engines * width})",
         )
     if v.has_critic and v["train.colocate_critic_reward"]:
         _same_size(v, "critic", "reward", "train.colocate_critic_reward")
@@ -204,8 +204,8 @@ def _placement(v: Values, notes: list[str]) -> None:
     workers = v.world("actor") // v["ds.ring_attn_size"] // v["ds.tensor_parallel_size"]
     _must(
         batches >= workers,
-        f"{v.spelled('rollout.batch_size')}: {batches} batches of {_name(v, 'rollout.micro_batch_size')} samples are fewer than the "
-        f"actor's {workers} processes ({_name(v, 'actor.num_gpus_per_node')})",
+        f"{v.spelled('rollout.batch_size')}: {batches} batches of {v.named('rollout.micro_batch_size')} samples are fewer than the "
+        f"actor's {workers} processes ({v.named('actor.num_gpus_per_node')})",
     )
     if v["train.async_enable"] and v["train.async_queue_size"] > 1:
         notes.append(f"{v.spelled('train.async_queue_size')}: samples may be that many steps older than the weights they train")
@@ -220,8 +220,3 @@ def _same_size(v: Values, one: str, other: str, why: str) -> None:
             f"{v.spelled(why)}: {v.spelled(f'{one}.{differing}')} and {v.spelled(name)} must be equal "
             f"({v[f'{one}.{differing}']} and {v[name]})"
         )
-
-
-def _name(v: Values, name: str) -> str:
-    """A flag as this dialect spells it, without its value."""
-    return v.spelled(name).partition(" (default")[0]

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
+from rlhfless_ray.errors import UserError
 from rlhfless_ray.openrlhf.flags import (
     LAUNCHER,
     Spec,
@@ -32,7 +33,7 @@ from rlhfless_ray.openrlhf.flags import (
 from rlhfless_ray.openrlhf.parsers import Given, Refused, parse, parser_of
 
 
-class Unreadable(Exception):
+class Unreadable(UserError):
     """A command line that no version reads: `version` is the one it is nearest to, the text says why and what to write."""
 
     def __init__(self, message: str, version: str) -> None:

@@ -163,7 +163,7 @@ def _other_defaults(line: CommandLine, v: Values) -> list[str]:
     if not differing:
         return []
     told = [
-        f"{v.spelled(name).partition(' (default')[0]} {text or 'empty'} ({span_text(where[0], where[-1])})"
+        f"{v.named(name)} {text or 'empty'} ({span_text(where[0], where[-1])})"
         for (name, text), where in differing.items()
     ]
     return [f"other versions accept this command too, with other defaults: {', '.join(told)}; --elastic.dialect VERSION takes them"]
@@ -206,13 +206,18 @@ def recipe_of(found: Translation) -> Any:
 
 
 def by_flag(found: Translation, error: UserError) -> UserError:
-    """The same mistake with the flags that set the recipe keys it names."""
+    """The same mistake with the flags that set the recipe keys it names, or with the one that would."""
     text = str(error).replace("prompts.path ", "prompts.paths ") if "prompts.paths" in found.settings else str(error)
     keys = [key for key in found.settings if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", text)]
+    if "resume" in text:  # the recipe's word for going on from a checkpoint
+        keys.append("checkpoint.resume")
     flags = [f"--elastic.{key}" for key in keys if key in found.own]
     for rule in RULES:
         if not rule.idle(found.values) and (set(keys) - set(found.own)) & set(rule.settings(found.values)):
-            flags.append(found.values.spelled(rule.name))
+            flags += found.values.spelled(rule.name).split(" and ")
+    subject = re.match(r"[a-z]+\.[a-z_.]+[a-z]", text)
+    if not flags and subject and Installed().knows(subject[0]):
+        flags = [owned_keys().get(subject[0], f"--elastic.{subject[0]}")]
     return UserError((f"{', '.join(dict.fromkeys(flags))}: " if flags else "") + str(error))
 
 

@@ -84,7 +84,7 @@ def _prompts(
 ) -> tuple[list[Prompt], list[str]]:
     """Prompts counted from 0, and the names of rows that are too long and left out."""
     if not recipe.prompts.task:
-        _check_columns(named, where, column, recipe.prompts.answer_column, turns=recipe.prompts.template == "chat")
+        _check_columns(named, where, column, recipe)
     texts = _texts(named, where, column, recipe, tokenizer)
     ids = _token_ids(texts, where, recipe, tokenizer)
     fits = _fitting(named, ids, where, recipe, context_tokens)
@@ -101,7 +101,10 @@ def _told(left_out: list[str], recipe: Recipe) -> tuple[str, ...]:
     return (f"{len(left_out)} prompts of more than {limit} tokens (prompts.max_prompt_tokens) are left out: {shown}",)
 
 
-def _check_columns(named: list[Named], where: str, prompt_column: str, answer_column: str, turns: bool) -> None:
+def _check_columns(named: list[Named], where: str, prompt_column: str, recipe: Recipe) -> None:
+    """A label may be null where it is handed on as it is, as OpenRLHF's users have it."""
+    answer_column, turns = recipe.prompts.answer_column, recipe.prompts.template == "chat"
+    hands_on = not recipe.reward.function or recipe.reward.contract == "openrlhf"
     for name, row in named:
         for key, column in (("prompt_column", prompt_column), ("answer_column", answer_column)):
             if not column:
@@ -123,7 +126,7 @@ def _check_columns(named: list[Named], where: str, prompt_column: str, answer_co
             )
         if not cell:
             raise UserError(f"{where}, {name}: the prompt in column `{prompt_column}` is empty; fix or remove the row")
-        if answer_column and row[answer_column] is None:
+        if answer_column and row[answer_column] is None and not hands_on:
             raise UserError(
                 f"{where}, {name}: the answer in column `{answer_column}` is null; fix or remove the row, or set "
                 "prompts.answer_column to nothing"

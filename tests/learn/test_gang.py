@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayTaskError
 
-from rlhfless_ray.errors import RunError
+from rlhfless_ray.errors import RunError, UserError
 from rlhfless_ray.functions.instance import Instance, State
 from rlhfless_ray.functions.lease import Lease, Leases, Request, Slot
 from rlhfless_ray.functions.ledger import Ledger
@@ -172,3 +173,14 @@ def test_a_device_that_never_comes_is_named_after_the_deadline_and_nothing_is_ke
     with pytest.raises(RunError, match=r"needs 1 × .* on the nodes and devices that hold its state and did not get them within"):
         gang.staff([])
     assert time.monotonic() - start < 3 and not cluster.held and sorted(cluster.free["here"]) == [0, 1]
+
+
+def test_a_users_mistake_that_a_rank_finds_stays_one(monkeypatch):
+    def get(refs, deadline_s, what):
+        raise RayTaskError("build", "a traceback", UserError("lora.target_modules: the model has no such layers")).as_instanceof_cause()
+
+    monkeypatch.setattr("rlhfless_ray.learn.gang.get", get)
+    gang = gang_on(Cluster("cpu", {"a": [0]}), Slot("a", 0))
+    with pytest.raises(UserError) as caught:
+        Gang._all(gang, [], "loading the policy", 1.0)
+    assert str(caught.value) == "lora.target_modules: the model has no such layers"

@@ -9,6 +9,7 @@ import sys
 import pytest
 import yaml
 
+from rlhfless_ray.errors import Stopped
 from rlhfless_ray.openrlhf.page import DOCUMENT, document
 from tests.conftest import ROOT, command, environment
 
@@ -115,6 +116,17 @@ def test_the_launcher_hands_its_recipe_to_the_runtime(monkeypatch, capsys):
     told = capsys.readouterr().out
     assert "[rlhfless] command line of OpenRLHF 0.10.1" in told and "no effect here: --perf" in told and key not in told
     assert recipe.learner.ranks <= 8 and ("it starts with" in told) == (recipe.learner.ranks < 8)
+
+    def stopped(self):
+        stop = Stopped(15)
+        stop.resumable = True
+        raise stop
+
+    monkeypatch.setattr(Recording, "__iter__", stopped)
+    for more, said in (" --save_steps 1", "--load_checkpoint"), ("", f"rlhfless train {ROOT / 'recipe.yaml'} --resume"):
+        with pytest.raises(Stopped) as caught:
+            _train((line + more).split())
+        assert caught.value.continue_with == said
 
 
 def test_explain_what_is_wrong():

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rlhfless_ray.functions.ledger import read_rows
 from rlhfless_ray.learn.scratch import scratch_policy
@@ -117,7 +118,9 @@ def test_a_dotted_command_saves_evaluates_and_goes_on(folder: Path) -> None:
     assert not wanted - set(logged.Tags()["scalars"])
     (first, *_) = logged.Tensors("train/generated_samples/text_summary")
     assert first.step == 1 and first.tensor_proto.string_val[0].startswith(b"Sample:\n")
-    assert [step for step, _ in run(folder, NEW + " --train.num_episodes 2")] == [4, 5, 6]
+    assert [step for step, _ in run(folder, NEW + " --train.num_episodes 2 --actor.num_gpus_per_node 2")] == [4, 5, 6]
+    resumed = yaml.safe_load((folder / "runs" / "mine" / "recipe.yaml").read_text())
+    assert resumed["learner"]["ranks"] == 2, "on more GPUs, from the same checkpoint"
     assert [path.name for path in (folder / "runs").iterdir()] == ["mine"]
     asked = [row for row in read_rows(folder / "runs" / "mine" / "ledger.csv") if row.kind == "reference" and row.activity == "work"]
     assert {row.step for row in asked} == set(range(1, 7)) and min(row.money for row in asked) > 0
@@ -154,7 +157,9 @@ def test_a_bad_agent_file_ends_the_command_before_anything_starts(folder: Path) 
         [sys.executable, "-m", "rlhfless_ray.cli.train_ppo_ray", *TURNS.split()], cwd=folder, env=environment(), timeout=600,
         capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == 2 and "agent.path agent.py: " in done.stderr and "without `done`" in done.stderr, done.stderr
+    assert done.returncode == 2 and "without `done`" in done.stderr, done.stderr
+    assert "usage: train_ppo_ray.py [-h]" in done.stderr, "that of the dialect, as for a mistake that argparse finds"
+    assert "\ntrain_ppo_ray.py: error: --train.agent_func_path: agent.path agent.py: " in done.stderr
     assert not (folder / "runs").exists()
 
 

@@ -143,6 +143,9 @@ def test_mistakes_in_rows_name_the_row(tmp_path: Path) -> None:
     assert "line 4: the prompt in column `question` is null" in say(changed(3, question=None))
     assert "line 1: the prompt in column `question` is empty" in say(changed(0, question=""))
     assert "line 6: the answer in column `answer` is null" in say(changed(5, answer=None))
+    own = {"reward": {"function": "reward.py:reward_func", "contract": "openrlhf"}}
+    handed_on = Recipe.parse({**recipe(write(tmp_path, "r.jsonl", changed(5, answer=None))).model_dump(), **own})
+    assert load_prompts(handed_on, letters()).train[5].row["answer"] is None
     missing = [{k: v for k, v in row.items() if k != "answer" or i != 8} for i, row in enumerate(ROWS)]
     assert "line 9: no column `answer`, only `question`, `extra`; set prompts.answer_column" in say(missing)
     sentence = say(ROWS, prompt_column="questions")
