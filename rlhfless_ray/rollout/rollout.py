@@ -52,7 +52,7 @@ def run_rollout(
     migration: Migration | None = None,
     start_s: float = 15.0,
     agents: Callable[..., Rollout] | None = None,
-    renew: Callable[[WeightVersion, Instance], WeightVersion | None] = lambda weights, instance: None,
+    renew: Callable[[WeightVersion, list[Instance]], WeightVersion | None] = lambda weights, engines: None,
 ) -> Stream:
     """Answer every request on the pool's working instances.
 
@@ -63,7 +63,7 @@ def run_rollout(
     requests while they are answered (None: they stay where they are as long as their engine lives). `start_s`: what a new
     engine takes to start. `silence_s`: an engine that has started and says nothing for so long hangs. `agents`: makes the
     rollout of agents (`rollout/episodes.py`), whose episodes the requests are. `renew` has the weights, which were lost, published
-    once more, while an engine waits for them that may lend its leases (None: it cannot). Raises RunError past the deadline or when the
+    once more, while engines wait for them that may lend their leases (None: it cannot). Raises RunError past the deadline or when the
     pool's budget for faults is used up.
     """
     shares = [share for share in shares if len(share)]
@@ -85,7 +85,7 @@ class Rollout:
         self, pool: Pool, requests: list[Request], expected: np.ndarray, weights: WeightVersion, interval_s: float,
         silence_s: float, needed_next: int, drained: Callable[[float, bool], Decision],
         give_back: Callable[[Instance, Decision], None], on_progress: Callable[[int, int], None], beside: Beside | None,
-        migration: Migration | None, start_s: float, renew: Callable[[WeightVersion, Instance], WeightVersion | None],
+        migration: Migration | None, start_s: float, renew: Callable[[WeightVersion, list[Instance]], WeightVersion | None],
     ) -> None:
         self.pool, self.expected, self.weights, self.interval_s = pool, expected, weights, interval_s
         self.silence_s, self.needed_next, self.start_s = silence_s, needed_next, start_s
@@ -175,7 +175,8 @@ class Rollout:
                 del self.launches.running[generator]
                 silent = f"it said nothing for rollout.silence_s = {self.silence_s:g} s"
                 never = f"it did not start within functions.lease_deadline_s = {start_s:g} s"
-                self.gone(launch, Cause.HUNG, silent if launch.started else never)
+                lost = self.pool.leases.lose(launch.instance.slot.node)
+                self.gone(launch, Cause.NODE_LOST if lost else Cause.HUNG, silent if launch.started else never)
 
     def hear(self, generator: Any) -> None:
         launch = self.launches.running[generator]
@@ -225,18 +226,25 @@ class Rollout:
         tried.add(instance.fetched)
         left = [ref for ref in (self.weights.copy, self.weights.ref) if ref is not None and str(ref) not in tried]
         if not left and not self.renewed:
-            self.renewed, fresh = True, self.renew(self.weights, instance)
+            waiting = [launch, *(other for other in self.launches.running.values() if lost_on_the_way(other.instance.loading))]
+            for one in waiting:
+                self.stop(one)
+            self.renewed, fresh = True, self.renew(self.weights, [one.instance for one in waiting])
             if fresh is not None:
                 self.weights, left = fresh, [fresh.ref]
         if not left:
             return False
-        keys = tuple(self.transcript.requests[i].key for i in launch.asked)
-        self.launches.tell(launch, Order(cut=keys, what="begin again with the step's weights"))
+        self.stop(launch)
         instance.version = None
         fetch_into(instance, replace(self.weights, ref=left[0]))
         if len(owed := self.transcript.owed(launch.number)):
             self.launches.send(launch.number, owed)
         return True
+
+    def stop(self, launch: Launch) -> None:
+        """Its engine is to leave all it was asked for: it begins again."""
+        keys = tuple(self.transcript.requests[i].key for i in launch.asked)
+        self.launches.tell(launch, Order(cut=keys, what="begin again with the step's weights"))
 
     def ended(self, launch: Launch) -> None:
         """An engine's call is over. What it was sent too late goes on in another one; with nothing left it is drained."""
