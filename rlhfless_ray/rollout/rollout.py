@@ -31,6 +31,8 @@ from rlhfless_ray.waits import wait_any
 
 DECIDING_SHARE = 0.02  # of the driver's time, at most, goes into deciding on moves
 LOOK_S = 1.0  # for engines that say nothing any more
+SILENT_S = 3.0  # after which the node of one that says nothing is asked whether it is there
+ALL_LOST_S = 5.0  # when one engine could not load for a lost node, until the others are heard of
 OUTLIVES = 1.1  # a response that outlives its forecast is taken to become this many times as long as it is
 
 
@@ -97,6 +99,7 @@ class Rollout:
         self.stream = Stream(self.transcript.completions, moved=self.moving.moved)
         self.decide_at_s = 0.0
         self.going: set[str] = set()  # ids of nodes that are drained
+        self.looked_s = time.monotonic()  # for nodes that are gone
         self.renewed = False
         self.tried: dict[int, set[str]] = {}  # by engine: references to the weights, in words, that were lost on their way
 
@@ -164,19 +167,28 @@ class Rollout:
     # ---- engines ----------------------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """For engines that do not answer any more although their processes live."""
-        now = time.monotonic()
+        """For engines that do not answer any more although their processes live, as far as Ray knows."""
+        now, lost = time.monotonic(), self.lost_nodes()
         for generator, launch in list(self.launches.running.items()):
             if not launch.started and launch.instance.started:
                 launch.started, launch.heard_s = True, now
             start_s = self.pool.leases.deadline_s
-            late = now - launch.heard_s > (self.silence_s if launch.started else start_s)
+            gone = launch.instance.slot.node in lost
+            late = gone or now - launch.heard_s > (self.silence_s if launch.started else start_s)
             if late and not ray.wait([generator], timeout=0, fetch_local=False)[0]:
                 del self.launches.running[generator]
                 silent = f"it said nothing for rollout.silence_s = {self.silence_s:g} s"
                 never = f"it did not start within functions.lease_deadline_s = {start_s:g} s"
-                lost = self.pool.leases.lose(launch.instance.slot.node)
-                self.gone(launch, Cause.NODE_LOST if lost else Cause.HUNG, silent if launch.started else never)
+                self.gone(launch, Cause.NODE_LOST if gone else Cause.HUNG, silent if launch.started else never)
+
+    def lost_nodes(self) -> set[str]:
+        """Those that do not answer of the nodes whose engines say nothing: Ray may take half a minute more to see it."""
+        now = time.monotonic()
+        if now - self.looked_s <= SILENT_S:
+            return set()
+        self.looked_s = now
+        silent = {one.instance.slot.node for one in self.launches.running.values() if now - one.heard_s > SILENT_S}
+        return {node for node in silent if self.pool.leases.lose(node)}
 
     def hear(self, generator: Any) -> None:
         launch = self.launches.running[generator]
@@ -226,7 +238,9 @@ class Rollout:
         tried.add(instance.fetched)
         left = [ref for ref in (self.weights.copy, self.weights.ref) if ref is not None and str(ref) not in tried]
         if not left and not self.renewed:
-            waiting = [launch, *(other for other in self.launches.running.values() if lost_on_the_way(other.instance.loading))]
+            others = [other for other in self.launches.running.values() if other.instance.loading is not None]
+            ray.wait([instance.loading, *(other.instance.loading for other in others)], num_returns=1 + len(others), timeout=ALL_LOST_S)
+            waiting = [launch, *(other for other in others if lost_on_the_way(other.instance.loading))]
             for one in waiting:
                 self.stop(one)
             self.renewed, fresh = True, self.renew(self.weights, [one.instance for one in waiting])
