@@ -212,7 +212,7 @@ class HeavyHit(Hit):
 def passing(nodes: Any) -> Iterator[Any]:
     """A node more, which may be taken away: it alone has the label."""
     node = nodes.add_node(num_cpus=3, object_store_memory=128 * 2**20, labels={"market": "spot"})
-    nodes.wait_for_nodes()
+    nodes.wait_for_nodes(timeout=120)
     yield node
     if node in nodes.worker_nodes:
         nodes.remove_node(node)

@@ -95,7 +95,7 @@ class Rollout:
         self.launches = Launches(pool, self.transcript, interval_s)
         self.moving = Moving(self.launches, self.transcript, expected)
         self.stream = Stream(self.transcript.completions, moved=self.moving.moved)
-        self.decide_at_s = 0.0
+        self.decide_at_s, self.listened_s = 0.0, time.monotonic()
         self.going: set[str] = set()  # ids of nodes that are drained
         self.renewed = False
         self.tried: dict[int, set[str]] = {}  # by engine: references to the weights, in words, that were lost on their way
@@ -164,9 +164,12 @@ class Rollout:
     # ---- engines ----------------------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """For engines that do not answer any more although their processes live."""
+        """For engines that do not answer any more although their processes live. While the driver itself was held up, none was silent:
+        what they said or would have said waits to be heard."""
         now = time.monotonic()
+        held_up_s, self.listened_s = max(0.0, now - self.listened_s - LOOK_S), now
         for generator, launch in list(self.launches.running.items()):
+            launch.heard_s = min(now, launch.heard_s + held_up_s)
             if not launch.started and launch.instance.started:
                 launch.started, launch.heard_s = True, now
             start_s = self.pool.leases.deadline_s
