@@ -116,7 +116,7 @@ def test_two_jobs_at_once_do_not_clash_and_one_that_is_stopped_frees_its_leases_
     short = submit(dashboard, working_dir, f"run.root={root}")
     entry = f"python -m rlhfless_ray train small.yaml run.root={root} run.steps=500 checkpoint.every_steps=200"
     long = client.submit_job(entrypoint=entry, runtime_env={"working_dir": str(working_dir)})
-    said = short.communicate(timeout=280)[0]
+    said = short.communicate(timeout=400)[0]
     assert short.returncode == 0, said[-3000:]
     assert "step 3/3" in said and "report.html" in said  # the driver's lines are the job's log
     for _ in range(4):  # until the machine is not too busy for the 3 s after which Ray kills
