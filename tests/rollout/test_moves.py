@@ -234,12 +234,14 @@ def test_one_death_too_many_ends_the_run(site: Site) -> None:
 def test_an_engine_that_hangs_is_ended_and_its_requests_go_on(site: Site, engines: int) -> None:
     """It lives, and does nothing any more: neither says something nor takes a call."""
     site.pool.resize(engines, [], need=engines)
+    site.pool.faults = Faults(100)  # on a busy machine a living one may be silent for so long, too
     first, pid = site.pool.working[0], site.pids()[0]
     lengths = [150 + 10 * i for i in range(6)]
     shares = [[0, 1, 2], [3, 4, 5]] if engines == 2 else [[0, 1, 2, 3, 4, 5]]
     stream = site.run(lengths, shares, on_progress=killer(site, 0, at=10, number=signal.SIGSTOP), silence_s=3.0)
-    assert stream.replaced == 1 and stream.orphans == len(shares[0]) and first not in site.pool.working
-    assert site.pool.faults.counts == {Cause.HUNG: 1}
+    assert stream.replaced >= 1 and stream.orphans >= len(shares[0]) and first not in site.pool.working
+    assert stream.replaced > 1 or stream.orphans == len(shares[0])
+    assert site.pool.faults.counts == {Cause.HUNG: stream.replaced}
     end = time.monotonic() + 90
     while alive(pid) and time.monotonic() < end:
         time.sleep(0.1)
