@@ -151,9 +151,10 @@ class Ended:
         return store(self.run.folder).load()[2]
 
 
-def test_ctrl_c_gives_the_snapshot_the_learners_deadline_and_sigterm_two_seconds(tmp_path: Path) -> None:
+def test_ctrl_c_gives_the_snapshot_the_learners_deadline_and_sigterm_two_seconds_or_what_the_recipe_says(tmp_path: Path) -> None:
     assert Ended(tmp_path).by(Stopped(signal.SIGINT)) == ["snapshot within None"]
     assert Ended(tmp_path).by(Stopped(signal.SIGTERM)) == ["snapshot within 2.0"]
+    assert Ended(tmp_path, run__sigterm_s=30).by(Stopped(signal.SIGTERM)) == ["snapshot within 20.0"]
 
 
 def test_a_step_whose_update_is_done_is_saved_and_its_evaluation_made_up_for(tmp_path: Path) -> None:

@@ -180,6 +180,12 @@ class Site:
         return Counter((int(line[0]), int(line[1])) for line in lines if len(line) == 2)
 
 
+@pytest.fixture(autouse=True)
+def decides_at_every_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a driver on a busy machine, where deciding takes long, would hardly decide while a short rollout lasts."""
+    monkeypatch.setattr("rlhfless_ray.rollout.rollout.DECIDING_SHARE", 1e9)
+
+
 @pytest.fixture
 def site(ray_cluster: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
     made = Site(tmp_path, getattr(request, "param", True))
