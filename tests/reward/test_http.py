@@ -142,13 +142,17 @@ def test_a_dead_server_among_living_ones_is_left_alone(clock: list[float]) -> No
         assert len(all_of(made, items(*"ab"))) == 2, "somebody answers: its deadline does not count"
 
 
-def test_when_nobody_answers_the_run_ends_after_the_deadline_with_their_names() -> None:
-    dead, start = nowhere(), time.monotonic()
-    with standing(lambda body, n: (503, "out of memory")) as (one,), pytest.raises(RunError) as caught:
-        worker(dead, one.url, deadline_s=0.5).score(items("a"), 30.0)
+def test_when_nobody_answers_the_run_ends_after_the_deadline_with_their_names(clock: list[float]) -> None:
+    def overloaded(body: dict[str, Any], number: int) -> Any:
+        clock[0] += 30.0 if number else 0.0
+        return 503, "out of memory"
+
+    dead = nowhere()
+    with standing(overloaded) as (one,), pytest.raises(RunError) as caught:
+        worker(dead, one.url, deadline_s=60.0).score(items("a"))
     words = str(caught.value)
     assert f"{dead}: [Errno 111] Connection refused" in words and f"{one.url}: HTTP 503 Service Unavailable: out of memory" in words
-    assert "no server has answered for 0.5 s" in words and 0.5 <= time.monotonic() - start < 28
+    assert "no server has answered for 60 s" in words and len(one.bodies) >= 3
 
 
 def test_it_answers_at_intervals_while_it_waits_and_still_ends(clock: list[float]) -> None:
