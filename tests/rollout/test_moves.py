@@ -284,10 +284,13 @@ def test_moves_without_end_change_nothing(site: Site) -> None:
     site.pids()  # so that all are there when the first thing moves
     whims = Whims(whim)
     lengths = [int(n) for n in rng.integers(1, 250, 24)]
-    stream = site.run(lengths, [list(range(a, 24, 3)) for a in range(3)], migration=whims)
-    assert len(stream.moved) > 30 and len(whims.took) == len(stream.moved)
-    assert set(site.generated().values()) == {1}  # a move repeats nothing
-    assert stream.orphans == stream.replaced == 0
+    moved = runs = 0
+    while moved <= 30 and runs < 10:  # on a busy machine few of them fit into one
+        stream = site.run(lengths, [list(range(a, 24, 3)) for a in range(3)], migration=whims)
+        moved, runs = moved + len(stream.moved), runs + 1
+        assert len(whims.took) == moved and stream.orphans == stream.replaced == 0
+        assert set(site.generated().values()) == {runs}  # a move repeats nothing
+    assert moved > 30
 
 
 def test_a_death_among_moves_loses_nothing(site: Site) -> None:
