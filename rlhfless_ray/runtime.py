@@ -48,7 +48,6 @@ from rlhfless_ray.waits import STOP
 from rlhfless_ray.weights.folder import read_folder, write_folder
 
 LOOK_EVERY_S = 5.0  # for nodes that are gone, where parked processes may have been
-SAVE_GRACE_S = 2.0  # what the learner's snapshot may take of the 3 s between SIGTERM and the kill of `ray job stop`
 
 
 class Runtime:
@@ -432,7 +431,7 @@ class Runtime:
             self.owes_evaluation = self.evaluation_is_due(self.step.number) and not self.step.evaluation
             self._record(self.step)
         if self.weights is not None and self.saved != self.steps_done:  # no weights yet: the learner was not built
-            self._save(SAVE_GRACE_S if hurry else None)
+            self._save(self.recipe.run.sigterm_s * 2 / 3 if hurry else None)
 
     def _outcome(self, error: Any) -> tuple[str, str]:
         """Status and reason for status.json."""

@@ -149,7 +149,7 @@ def two_nodes(head_cpus: int, cpus: int, store_mb: int) -> Iterator[Any]:
         cluster = Cluster(initialize_head=True, head_node_args=head)
         cluster.add_node(num_cpus=cpus, object_store_memory=store_mb * 2**20)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-        cluster.wait_for_nodes()
+        cluster.wait_for_nodes(timeout=120)
         yield cluster
         ray.shutdown()
         cluster.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -15,6 +16,14 @@ from rlhfless_ray import Recipe, Runtime
 from tests.conftest import samples, small_recipe, two_nodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
+
+
+@pytest.fixture
+def uncollected():
+    """Python's collector does not happen to come by: what the run forgets has to go by itself."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +43,7 @@ def node_states(cluster) -> dict[str, int]:
     return {node.node_id.hex(): node.idle_duration_ms for node in state.node_states}
 
 
-def test_a_run_on_another_node_survives_a_killed_engine_and_leaves_nothing(cluster, tmp_path, uninterrupted):
+def test_a_run_on_another_node_survives_a_killed_engine_and_leaves_nothing(cluster, tmp_path, uninterrupted, uncollected):
     folder = tmp_path / "before"
     folder.mkdir()
     tree = small_recipe(folder)

@@ -48,7 +48,7 @@ def built(folder: Path, base_s: float) -> World:
 
 
 def recipe_of(world: World, folder: Path, actors: int = 3, steps: int = STEPS, **sections: Any) -> Recipe:
-    functions = {"slot": "cpu", "lease_deadline_s": 40, **sections.pop("functions", {})}
+    functions = {"slot": "cpu", "lease_deadline_s": 120, **sections.pop("functions", {})}
     watch = {"samples_per_step": 0}
     return recipe_for(
         world, folder, steps=steps, prompts=PROMPTS, samples=SAMPLES, actors=actors, max_tokens=TOKENS, functions=functions, watch=watch,
@@ -212,7 +212,7 @@ class HeavyHit(Hit):
 def passing(nodes: Any) -> Iterator[Any]:
     """A node more, which may be taken away: it alone has the label."""
     node = nodes.add_node(num_cpus=3, object_store_memory=128 * 2**20, labels={"market": "spot"})
-    nodes.wait_for_nodes()
+    nodes.wait_for_nodes(timeout=120)
     yield node
     if node in nodes.worker_nodes:
         nodes.remove_node(node)
@@ -258,7 +258,7 @@ def on(run: Hit, node_id: str) -> list[Any]:
 def test_a_drained_node_is_left_before_it_goes(nodes: Any, clean: Hit, tmp_path: Path, passing: Any) -> None:
     """What its engines have goes on elsewhere, so nothing is generated again; its learner moves between two steps."""
     recipe = recipe_of(
-        built(tmp_path / "slow", base_s=0.08), tmp_path,  # Ray's word of the notice must come while engines work
+        built(tmp_path / "slow", base_s=0.12), tmp_path, steps=5,  # Ray's word of the notice must come while engines work
         actors=5, objective={"prefer": 1.0}, functions={"max_replacements": 0}, rollout={"stream_interval_s": 0.05}
     )
     here: list[bool] = []
@@ -267,7 +267,7 @@ def test_a_drained_node_is_left_before_it_goes(nodes: Any, clean: Hit, tmp_path:
         (3, "update"): lambda run: here.append(any(i.leases for i in on(run, passing.node_id))),
     }
     run = go(Hit(recipe, script))
-    same(run, clean)
+    same(run, clean, steps=5)
     assert here == [False] and not on(run, passing.node_id)
     row = run.rows()[2]
     assert run.total("faults/bugs") == 0 and row["faults/preempted"] >= 1
@@ -278,11 +278,12 @@ def test_a_lost_node_takes_engines_and_parked_processes_with_it(
     nodes: Any, world: World, clean: Hit, tmp_path: Path, passing: Any
 ) -> None:
     recipe = recipe_of(
-        world, tmp_path, actors=5, objective={"prefer": 1.0}, functions={"max_replacements": 0}, rollout={"stream_interval_s": 0.05}
+        world, tmp_path, actors=5, steps=5, objective={"prefer": 1.0}, functions={"max_replacements": 0},
+        rollout={"stream_interval_s": 0.05},
     )
     lose = when(engine_on(passing.node_id), lambda run: nodes.remove_node(passing, allow_graceful=False))
     run = go(Hit(recipe, {(3, "parked"): lose}))
-    same(run, clean)
+    same(run, clean, steps=5)
     assert run.total("faults/bugs") == 0 and run.total("faults/preempted") >= 1 and not on(run, passing.node_id)
 
 
@@ -300,7 +301,7 @@ def test_weights_whose_node_is_lost_are_had_from_elsewhere(
 
     elsewhere = [node.node_id for node in (nodes.head_node, *nodes.worker_nodes) if node is not passing]
     others = [ray.util.placement_group([{"CPU": 1}], bundle_label_selector=[{"ray.io/node-id": n}]) for n in elsewhere for _ in range(2)]
-    ray.get([group.ready() for group in others], timeout=60)
+    ray.get([group.ready() for group in others], timeout=120)
     begun: list[bool] = []
 
     def lose(run: Hit) -> None:
@@ -315,7 +316,7 @@ def test_weights_whose_node_is_lost_are_had_from_elsewhere(
 
     before = stream.fetch_weights
     monkeypatch.setattr(stream, "fetch_weights", fetch)
-    run = HeavyHit(recipe_of(world, tmp_path, objective={"prefer": 1.0}, functions={"max_replacements": 0}))
+    run = HeavyHit(recipe_of(world, tmp_path, steps=5, objective={"prefer": 1.0}, functions={"max_replacements": 0}))
     if moment == "published":
         run.script[3, "published"] = lose
     with run:
@@ -334,7 +335,7 @@ def test_weights_whose_node_is_lost_are_had_from_elsewhere(
             run.rollout_stage.begin = begin_and_lose  # type: ignore[method-assign]
         for _ in run:
             pass
-    same(run, clean)
+    same(run, clean, steps=5)
     assert run.total("faults/bugs") == 0 and run.total("faults/preempted") >= 1 and run.total("faults/learner_restarts") == 1
     assert begun == ([] if moment == "published" else [True])
     for group in others[:3] if "one slot" in moment else []:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import getpass
 import logging
 import os
@@ -86,6 +87,10 @@ class RayCluster:
 
         if not self.joined and (ray.is_initialized() or self.private):  # private: also where its start was cut short
             ray.shutdown()
+        if self.joined:
+            # An error that was handled keeps its frames in a cycle, and what they refer to (weights, answers) in the object stores:
+            # until Python happens to collect it, the nodes are busy in the eyes of Ray's autoscaler.
+            gc.collect()
         if self.private:
             _loopback_only(False)
         if self.temporary is not None:

@@ -97,7 +97,7 @@ class Rollout:
         self.launches = Launches(pool, self.transcript, interval_s)
         self.moving = Moving(self.launches, self.transcript, expected)
         self.stream = Stream(self.transcript.completions, moved=self.moving.moved)
-        self.decide_at_s = 0.0
+        self.decide_at_s, self.listened_s = 0.0, time.monotonic()
         self.going: set[str] = set()  # ids of nodes that are drained
         self.looked_s = time.monotonic()  # for nodes that are gone
         self.renewed = False
@@ -167,9 +167,12 @@ class Rollout:
     # ---- engines ----------------------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """For engines that do not answer any more although their processes live, as far as Ray knows."""
+        """For engines that do not answer any more although their processes live, as far as Ray knows. While the driver itself was held
+        up, none was silent: what they said or would have said waits to be heard."""
         now, lost = time.monotonic(), self.lost_nodes()
+        held_up_s, self.listened_s = max(0.0, now - self.listened_s - LOOK_S), now
         for generator, launch in list(self.launches.running.items()):
+            launch.heard_s = min(now, launch.heard_s + held_up_s)
             if not launch.started and launch.instance.started:
                 launch.started, launch.heard_s = True, now
             start_s = self.pool.leases.deadline_s
