@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.conftest import ROOT, command, environment, samples, write_recipe
+from tests.conftest import ROOT, environment, samples, write_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 
@@ -41,12 +41,14 @@ def ours_alive(marker: str) -> list[str]:
     return found
 
 
-def gone(marker: str) -> list[str]:
-    """Those that are alive after all the time that a busy machine may need to end processes."""
-    deadline = time.monotonic() + 90
-    while (alive := ours_alive(marker)) and time.monotonic() < deadline:
+def assert_nothing_left(marker: str, temporary: str) -> None:
+    """No process with the marker, and no session folder of Ray's among the temporary files."""
+    deadline = time.monotonic() + 90  # a busy machine may need long to end processes
+    while ours_alive(marker) and time.monotonic() < deadline:
         time.sleep(0.2)
-    return alive
+    assert ours_alive(marker) == []
+    assert [path.name for path in Path(temporary).iterdir() if path.name.startswith("rlhfless")] == []
+    shutil.rmtree(temporary)
 
 
 def test_the_run_folder_holds_what_was_promised(uninterrupted):
@@ -144,22 +146,27 @@ def stopped_and_resumed(tmp_path_factory) -> Path:
     run = folder / "runs" / "small"
     assert json.loads((run / "status.json").read_text())["status"] == "stopped"
     assert (run / "report.html").exists() and (run / "checkpoints" / "step_3").is_dir()
-    assert gone(marker) == []
-    assert [path for path in Path(temporary).iterdir() if path.name.startswith("rlhfless")] == []  # Ray's session included
-    shutil.rmtree(temporary)
+    assert_nothing_left(marker, temporary)
 
+    own = {"RLHFLESS_TEST": str(folder), "TMPDIR": tempfile.mkdtemp(dir="/tmp")}
     late = subprocess.run(
-        [sys.executable, "-c", STOPPED_LATE, recipe], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=480
+        [sys.executable, "-c", STOPPED_LATE, recipe], cwd=ROOT, env={**environment(), **own}, capture_output=True, text=True, timeout=480
     )
     assert late.returncode == 0, late.stderr
+    assert_nothing_left(marker, own["TMPDIR"])
     resumable, heavy = json.loads(late.stdout.splitlines()[-1])
     assert resumable and heavy == [], "a driver of a built-in policy imports none of the heavy libraries"
     assert json.loads((run / "status.json").read_text())["status"] == "stopped" and not (run / "model").exists()
     rows = metrics(run)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and "eval/accuracy_greedy" not in rows[-1]
 
-    resumed = command("train", recipe, "--resume")
+    own["TMPDIR"] = tempfile.mkdtemp(dir="/tmp")
+    resumed = subprocess.run(
+        [sys.executable, "-m", "rlhfless_ray", "train", recipe, "--resume"], cwd=ROOT, env={**environment(), **own},
+        capture_output=True, text=True, timeout=480,
+    )
     assert resumed.returncode == 0, resumed.stderr
+    assert_nothing_left(marker, own["TMPDIR"])
     return run
 
 
@@ -198,9 +205,7 @@ def test_a_stop_while_it_starts_leaves_nothing_behind_and_promises_nothing(tmp_p
     _, said = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM, said
     assert "nothing to resume from yet" in said and "Traceback" not in said
-    assert gone(marker) == []
-    assert [path.name for path in Path(temporary).iterdir() if path.name.startswith("rlhfless")] == []
-    shutil.rmtree(temporary)
+    assert_nothing_left(marker, temporary)
     assert not run.exists() or json.loads((run / "status.json").read_text())["status"] == "stopped"
 
 
