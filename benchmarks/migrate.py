@@ -288,7 +288,7 @@ def main() -> None:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     show_targets(console, targets)
-    save("migrate", content, targets, console=console, quick=options.quick)
+    save("migrate", content, targets, console=console, quick=options.quick or options.only is not None)
 
 
 def judge(name: str, compared: dict[str, Any]) -> list[Target]:

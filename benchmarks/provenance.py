@@ -43,7 +43,8 @@ def commit() -> dict[str, Any]:
     """The commit, and whether tracked files differed from it. Empty outside a git checkout."""
     try:
         head = _git("rev-parse", "HEAD")
-        return {"commit": head, "dirty": bool(_git("status", "--porcelain", "--untracked-files=no"))}
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")  # which it writes itself
+        return {"commit": head, "dirty": bool(changed)}
     except (OSError, subprocess.CalledProcessError):
         return {}
 

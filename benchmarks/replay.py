@@ -106,13 +106,14 @@ class Decoding:
         """Every step that ends before `now_s`, with a record of each, as a real engine gives."""
         while running := self.running:
             live = self.done < self.lengths
-            steps = min(int((now_s - self.at_s) / self.step_s() + 1e-9), int((self.lengths - self.done)[live].min()))
+            step_s = self.step_s()  # before any of them ends
+            steps = min(int((now_s - self.at_s) / step_s + 1e-9), int((self.lengths - self.done)[live].min()))
             if steps <= 0:
                 return
             context, record_s = int(self.done[live].sum()), self.speed.step_s(running)
             self.steps += [EngineStep(running, running, context + i * running, record_s) for i in range(steps)]
             self.done[live] += steps
-            self.at_s += steps * self.step_s()
+            self.at_s += steps * step_s
 
     def progress(self, version: int, cut: Sequence[int] = ()) -> Progress:
         """What is new. Sequences that have ended, and those with a key in `cut`, leave."""

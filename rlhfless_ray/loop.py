@@ -42,6 +42,6 @@ def steps(run: Runtime) -> Iterator[Step]:
 
         if run.evaluation_is_due(number):
             step.evaluation = run.evaluate()
-        run.end_step(step)
+        step.ledger = run.end_step(step)
         yield step
     run.finish()

@@ -53,11 +53,9 @@ class Record:
             row = {"step": step, "time_s": time.time() - self.ledger.started_s, **found}
             self.progress.step(self.metrics.amend(row))
 
-    def costs(self, step: Step, first_row: int, next_step: int) -> dict[str, Any]:
-        """Of the step, whose rows in the ledger are those from `first_row` to now; what comes from now on is of `next_step`."""
-        self.ledger.cut(next_step)
-        own, total = self.ledger.totals_since(first_row), self.ledger.totals()
-        step.ledger = own
+    def costs(self, own: dict[str, float], first_row: int) -> dict[str, Any]:
+        """For the step's row. `own`: the totals of its rows in the ledger, which are those from `first_row` to now."""
+        total = self.ledger.totals()
         return {
             "cost/busy_slot_s": own["busy_slot_s"], "cost/full_slot_s": own["full_slot_s"],
             "cost/idle_share": own["idle_share"], "cost/money": own["money"],

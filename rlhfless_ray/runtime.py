@@ -48,7 +48,6 @@ from rlhfless_ray.waits import STOP
 from rlhfless_ray.weights.folder import read_folder, write_folder
 
 LOOK_EVERY_S = 5.0  # for nodes that are gone, where parked processes may have been
-SAVE_GRACE_S = 2.0  # what the learner's snapshot may take of the 3 s between SIGTERM and the kill of `ray job stop`
 
 
 class Runtime:
@@ -332,13 +331,17 @@ class Runtime:
         self.best.of(found)  # a name that no evaluation has is better told now than in an hour
         self.record.evaluation(self.steps_done, found)
 
-    def end_step(self, step: Step) -> None:
-        """Write the step down, learn from it for the next plan, and make room for others on a shared cluster."""
+    def end_step(self, step: Step) -> dict[str, float]:
+        """Write the step down, learn from it for the next plan, and make room for others on a shared cluster; what the step cost,
+        slot-seconds and money. Engines take the next one's weights meanwhile, if there is a next one and nobody else may need their
+        leases: a learner whose state is saved, another run, or who computes the KV of prefixes."""
         metric = self.best.of(step.evaluation)
         best = self.best.improved(metric)
         save = best or step.number % self.recipe.checkpoint.every_steps == 0 or step.number == self.recipe.run.steps
         others_wait = not self.cluster.private and self.leases.others_wait()
-        self._record(step, goes_on=not save and not others_wait)
+        prefixes = self.ahead.prefixes if self.ahead is not None else None
+        wanted = save or others_wait or (prefixes is not None and prefixes.choice.on)
+        costs = self._record(step, begins_next=self.ahead is not None and not wanted)
         if save:
             self._save(metric=metric, best=best, export=True)
         for pool in (self.rollout, self.reward, *([self.stages.prefix.pool] if self.stages.prefix else [])):
@@ -348,16 +351,17 @@ class Runtime:
         if decision.action == "Release":
             self.leases.release(spare[decision.actors :])
             self.site.spare = spare[: decision.actors]
+        return costs
 
-    def _record(self, step: Step, goes_on: bool = False) -> None:
-        """The step is done as soon as this is called: a stop from here on saves it. `goes_on`: engines may take the next one's
-        weights while it is written down."""
+    def _record(self, step: Step, begins_next: bool = False) -> dict[str, float]:
+        """The step is done as soon as this is called: a stop from here on saves it. Returns what it cost."""
         self.steps_done, self.cursor_done, self.unrecorded = step.number, self.cursor_after, False
         self.refill_done = self.refill.state()
-        goes_on = goes_on and self.ahead is not None and not (self.ahead.prefixes and self.ahead.prefixes.choice.on)
         seconds, wall_s = self.phases.take()
-        costs = self.record.costs(step, self.first_row, next_step=step.number + goes_on)
-        if goes_on:
+        self.ledger.cut(step.number + begins_next)
+        own = self.ledger.totals_since(self.first_row)
+        costs = self.record.costs(own, self.first_row)
+        if begins_next:
             self._begin_next()
         self.learn_stage.gangs.keep()
         self.autoscaler.observe_step(seconds, wall_s, len(step.samples))
@@ -365,6 +369,7 @@ class Runtime:
         step.metrics |= {**self.stages.faults.take(), **self.gang.recovery.take_metrics()}
         self.record.step(step, seconds, wall_s, costs | self.quality, self.stages.replacements, self.leases)
         self.record.put_off(self.autoscaler.settle)
+        return own
 
     def _begin_next(self) -> None:
         assert self.ahead is not None and self.weights is not None
@@ -426,7 +431,7 @@ class Runtime:
             self.owes_evaluation = self.evaluation_is_due(self.step.number) and not self.step.evaluation
             self._record(self.step)
         if self.weights is not None and self.saved != self.steps_done:  # no weights yet: the learner was not built
-            self._save(SAVE_GRACE_S if hurry else None)
+            self._save(self.recipe.run.sigterm_s * 2 / 3 if hurry else None)
 
     def _outcome(self, error: Any) -> tuple[str, str]:
         """Status and reason for status.json."""

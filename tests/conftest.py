@@ -136,17 +136,20 @@ def no_ray() -> Iterator[None]:
 
 @contextmanager
 def two_nodes(head_cpus: int, cpus: int, store_mb: int) -> Iterator[Any]:
-    """A cluster of a head, where the driver is, and a second node, to which nodes can be added. Needs `no_ray`."""
+    """A cluster of a head, where the driver is, and a second node, to which nodes can be added. Needs `no_ray`. Ray counts a node whose
+    connection is refused as lost after 4 s, instead of 15; one that is slow to answer has as long as elsewhere."""
     import ray
     from ray.cluster_utils import Cluster
 
     from rlhfless_ray.functions.lean_ray import lean_ray
 
+    health = {"health_check_period_ms": 500, "health_check_failure_threshold": 7}
+    head = {"num_cpus": head_cpus, "object_store_memory": store_mb * 2**20, "_system_config": health}
     with lean_ray():
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head_cpus, "object_store_memory": store_mb * 2**20})
+        cluster = Cluster(initialize_head=True, head_node_args=head)
         cluster.add_node(num_cpus=cpus, object_store_memory=store_mb * 2**20)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-        cluster.wait_for_nodes()
+        cluster.wait_for_nodes(timeout=120)
         yield cluster
         ray.shutdown()
         cluster.shutdown()

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -49,7 +50,7 @@ def cluster() -> Iterator[tuple[str, str]]:
     address = f"http://127.0.0.1:{dashboard}"
     from ray.job_submission import JobSubmissionClient
 
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while True:
         try:
             JobSubmissionClient(address).list_jobs()
@@ -65,7 +66,7 @@ def cluster() -> Iterator[tuple[str, str]]:
         process.terminate()
     for process in psutil.wait_procs(family, timeout=10)[1]:
         process.kill()
-    head.wait(timeout=10)
+    head.wait(timeout=60)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -91,6 +92,21 @@ def submit(dashboard: str, working_dir: Path, *overrides: str) -> subprocess.Pop
     )
 
 
+def stop_at_step_5(client: Any, job: str) -> None:
+    deadline = time.monotonic() + 200
+    while "step   5/500" not in client.get_job_logs(job):
+        assert time.monotonic() < deadline, client.get_job_logs(job)
+        time.sleep(0.3)
+    client.stop_job(job)
+    while client.get_job_status(job) not in ("STOPPED", "FAILED"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def status(run: Path) -> str:
+    return json.loads((run / "status.json").read_text())["status"]
+
+
 def test_two_jobs_at_once_do_not_clash_and_one_that_is_stopped_frees_its_leases_and_can_be_resumed(cluster, working_dir, tmp_path):
     """Both have the same name. One ends by itself; the other is stopped, and resumed by a driver outside of any job."""
     from ray.job_submission import JobSubmissionClient
@@ -100,18 +116,15 @@ def test_two_jobs_at_once_do_not_clash_and_one_that_is_stopped_frees_its_leases_
     short = submit(dashboard, working_dir, f"run.root={root}")
     entry = f"python -m rlhfless_ray train small.yaml run.root={root} run.steps=500 checkpoint.every_steps=200"
     long = client.submit_job(entrypoint=entry, runtime_env={"working_dir": str(working_dir)})
-    said = short.communicate(timeout=280)[0]
+    said = short.communicate(timeout=400)[0]
     assert short.returncode == 0, said[-3000:]
     assert "step 3/3" in said and "report.html" in said  # the driver's lines are the job's log
-    deadline = time.monotonic() + 120
-    while "step   5/500" not in client.get_job_logs(long):
-        assert time.monotonic() < deadline, client.get_job_logs(long)
-        time.sleep(0.3)
-    client.stop_job(long)
-    while client.get_job_status(long) not in ("STOPPED", "FAILED"):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    by_status = {json.loads((run / "status.json").read_text())["status"]: run for run in root.iterdir()}
+    for _ in range(4):  # until the machine is not too busy for the 3 s after which Ray kills
+        stop_at_step_5(client, long)
+        if {status(run) for run in root.iterdir()} == {"done", "stopped"}:
+            break
+        long = client.submit_job(entrypoint=f"{entry} --resume", runtime_env={"working_dir": str(working_dir)})
+    by_status = {status(run): run for run in root.iterdir()}
     assert sorted(path.name for path in root.iterdir()) == ["small", "small-2"] and by_status.keys() == {"done", "stopped"}
     runs = [by_status["done"], by_status["stopped"]]
     rows = [[row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if row["step"] <= 3] for run in runs]
@@ -129,7 +142,7 @@ def test_two_jobs_at_once_do_not_clash_and_one_that_is_stopped_frees_its_leases_
     )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
     assert f"step {stopped + 1}/" in ended.stdout
-    assert json.loads((runs[1] / "status.json").read_text())["status"] == "done"
+    assert status(runs[1]) == "done"
 
 
 def test_an_address_where_no_cluster_answers_is_named(working_dir, tmp_path):

@@ -30,17 +30,17 @@ def nodes(no_ray: None) -> Iterator[Any]:
         yield cluster
 
 
-def leases_of(deadline_s: float = 20.0) -> Leases:
+def leases_of(deadline_s: float = 60.0) -> Leases:
     return Leases("cpu", Ledger("cpu", 1.0), deadline_s, f"nodes{time.time_ns()}")
 
 
 def test_a_preferred_node_that_others_hold_is_waited_for_shortly_and_then_any_node_will_do(nodes):
     here, there = node_slots("cpu")
     ours, theirs = leases_of(), leases_of()
-    theirs.collect(theirs.ask(1, [here]), "rollout", 10.0, need=1)
+    theirs.collect(theirs.ask(1, [here]), "rollout", 60.0, need=1)
     start = time.monotonic()
     [lease] = ours.take(1, "rollout", [here])
-    assert lease.slot.node == there and time.monotonic() - start < 8  # the deadline is 20 s
+    assert lease.slot.node == there and time.monotonic() - start < 45  # the deadline is 60 s
     ours.release_all()
     theirs.release_all()
 
@@ -69,6 +69,8 @@ def test_a_run_uses_both_nodes_and_makes_the_same_samples(nodes, tmp_path, unint
     both = tuple(sorted(node_slots("cpu")))
     with Runtime(Recipe.parse(small_recipe(tmp_path, rollout__min_actors=2, run__steps=2, functions__keep_alive_s=0.0))) as run:
         seen = Seen(run)
+        for term in (run.autoscaler.terms.transfer, run.autoscaler.terms.transfer_away):  # as they are on a machine with nothing else to do
+            term.observe = lambda *_: None  # type: ignore[method-assign]
         [home] = {instance.slot.node for instance in run.gang.by_rank}
         for step in run:
             assert {instance.slot.node for instance in run.gang.by_rank} == {home}
@@ -112,7 +114,7 @@ def test_a_node_that_is_lost_with_an_engine_at_work_costs_no_sample(nodes, tmp_p
     assert last.metrics["rollout/orphans"] > 0 and last.metrics["faults/preempted"] > 0 and last.metrics["faults/bugs"] == 0
     assert_same(run, uninterrupted, last.number)
     nodes.add_node(num_cpus=1, object_store_memory=256 * 2**20)
-    nodes.wait_for_nodes()
+    nodes.wait_for_nodes(timeout=120)
 
 
 def worker_class() -> type:
@@ -130,11 +132,11 @@ def worker_class() -> type:
 
 def test_what_was_on_a_lost_node_is_replaced_elsewhere_or_dropped(nodes):
     passing = nodes.add_node(num_cpus=2, object_store_memory=128 * 2**20)
-    nodes.wait_for_nodes()
+    nodes.wait_for_nodes(timeout=120)
     leases = leases_of()
     pool = Pool("work", lambda slot: start_actor(worker_class(), slot, "cpu", {}), leases, leases.ledger, 1e9)
     try:
-        for lease in leases.collect(leases.ask(2, [passing.node_id] * 2), "work", 10.0, need=2):
+        for lease in leases.collect(leases.ask(2, [passing.node_id] * 2), "work", 60.0, need=2):
             pool.staff([lease])
         assert ray.get([i.actor.ping.remote() for i in pool.working], timeout=60) == ["here", "here"]
         leases.release(pool.park(pool.working[0]))
@@ -155,8 +157,8 @@ def test_what_was_on_a_lost_node_is_replaced_elsewhere_or_dropped(nodes):
 def test_engines_of_cheap_nodes_work_there_only_at_their_price(nodes):
     """Leases that others leave behind elsewhere are not for them, and what they cost is the node's price."""
     spot = nodes.add_node(num_cpus=1, object_store_memory=128 * 2**20, labels={"market": "spot"})
-    nodes.wait_for_nodes()
-    leases, labels = leases_of(3.0), {"market": "spot"}
+    nodes.wait_for_nodes(timeout=120)
+    leases, labels = leases_of(), {"market": "spot"}
     assert leases.matching(labels) == {spot.node_id: 1} and spot.node_id in leases.matching({})
     tree = {
         "prompts": {"task": "chain"}, "reward": {"function": "task"}, "rollout": {"nodes": labels},
@@ -167,7 +169,7 @@ def test_engines_of_cheap_nodes_work_there_only_at_their_price(nodes):
     pool = Pool("rollout", start, leases, leases.ledger, 1e9, labels=labels)
     other = next(node for node in node_slots("cpu") if node != spot.node_id)
     try:
-        [elsewhere] = leases.collect(leases.ask(1, [other]), "learn", 10.0, need=1)
+        [elsewhere] = leases.collect(leases.ask(1, [other]), "learn", 60.0, need=1)
         assert pool.resize(2, [elsewhere], wait_s=0.1) == [elsewhere]
         assert [instance.slot.node for instance in pool.working] == [spot.node_id]
         time.sleep(0.2)

@@ -18,7 +18,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     notebook = nbformat.read(ROOT / "recipes" / "notebook.ipynb", as_version=4)
-    client = NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
+    client = NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}})
     client.execute(env=dict(os.environ))
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]

@@ -21,6 +21,10 @@ from rlhfless_ray.recipe import Checkpoint, Recipe
 from rlhfless_ray.run_folder import RunFolder
 from rlhfless_ray.types import Completion, Prompt, Sample
 
+# not "fork": this process may have threads of Ray, and its child would wait for ever for a lock that one of them held
+APART = multiprocessing.get_context("forkserver")
+APART.set_forkserver_preload([__name__])
+
 
 def recipe(root: Path, name: str = "try") -> Recipe:
     run = {"root": str(root), "name": name, "steps": 7}
@@ -128,7 +132,7 @@ def hold(path: Path) -> None:
 
 def test_one_process_at_a_time_writes_into_a_folder(tmp_path: Path) -> None:
     folder = begun(tmp_path)
-    process = multiprocessing.get_context("fork").Process(target=hold, args=(folder.path,))
+    process = APART.Process(target=hold, args=(folder.path,))
     process.start()
     while not (folder.path / "held").exists():
         time.sleep(0.01)
@@ -258,7 +262,7 @@ def test_a_killed_process_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for trial in range(6):
         path = tmp_path / str(trial)
-        process = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(path,))
+        process = APART.Process(target=save_for_ever, args=(path,))
         path.mkdir()
         process.start()
         while not store(RunFolder(path)).list():

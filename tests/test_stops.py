@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhfless_ray import waits
 from rlhfless_ray.checkpoints import Best
 from rlhfless_ray.cli import main as cli
 from rlhfless_ray.errors import Stopped, UserError
@@ -39,32 +38,35 @@ from tests.test_run_folder import store
 # ---- the signal ---------------------------------------------------------------------------------------------------
 
 
-def sent(stop: StopSignal, number: int) -> None:
-    """The signal, and a moment for Python to call the handler."""
-    os.kill(os.getpid(), number)
-    time.sleep(0.01)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that a stop signal goes by, as the test sets them."""
+    now = [100.0]
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
 
 
-def test_ctrl_c_waits_for_a_critical_section_however_long_and_says_so_once() -> None:
+def test_ctrl_c_waits_for_a_critical_section_however_long_and_says_so_once(clock: list[float]) -> None:
     stop, said = StopSignal(), []
     with stop.listening():
         with stop.deferred(0.01, said.append):
-            sent(stop, signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             for _ in range(3):
                 stop.check()
-                time.sleep(0.01)
+                clock[0] += 1000.0
         assert len(said) == 1 and "Ctrl-C again" in said[0]
         with pytest.raises(Stopped, match="signal 2"):
             stop.check()
 
 
-def test_sigterm_waits_for_a_critical_section_only_for_its_grace() -> None:
+def test_sigterm_waits_for_a_critical_section_only_for_its_grace(clock: list[float]) -> None:
     stop = StopSignal()
-    with stop.listening(), stop.deferred(0.1):
-        sent(stop, signal.SIGTERM)
+    with stop.listening(), stop.deferred(1.5):
+        signal.raise_signal(signal.SIGTERM)
+        clock[0] += 1.4
         stop.check()
-        time.sleep(0.15)
-        sent(stop, signal.SIGTERM)  # a second one does not begin the grace anew
+        signal.raise_signal(signal.SIGTERM)  # a second one does not begin the grace anew
+        clock[0] += 0.2
         with pytest.raises(Stopped, match="signal 15"):
             stop.check()
 
@@ -73,22 +75,22 @@ def test_sigterm_shortens_the_wait_of_a_ctrl_c_and_a_second_ctrl_c_waits_for_not
     stop = StopSignal()
     with stop.listening():
         with stop.deferred(0.0):
-            sent(stop, signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             stop.check()
-            sent(stop, signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
             with pytest.raises(Stopped, match="signal 15"):
                 stop.check()
         with pytest.raises(KeyboardInterrupt):
-            sent(stop, signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_an_obeyed_signal_does_not_stop_the_saving_but_a_new_one_does() -> None:
     stop = StopSignal()
     with stop.listening():
-        sent(stop, signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         assert stop.obeyed() == signal.SIGINT
         stop.check()
-        sent(stop, signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         with pytest.raises(Stopped):
             stop.check()
 
@@ -110,6 +112,7 @@ class Ended:
         run.refill = Refill(run.recipe, Cursor(64, 8, True, 3))
         run.weights, run.in_update, run.step = SimpleNamespace(version=3), False, Step(4)
         run.first_row, run.quality = 0, {}
+        run.ledger = SimpleNamespace(cut=lambda step: None, totals_since=lambda row: {})
         run.autoscaler = SimpleNamespace(
             state=lambda: {}, observe_update=lambda *_: None, observe_step=lambda *_: None, settle=lambda: None
         )
@@ -149,9 +152,10 @@ class Ended:
         return store(self.run.folder).load()[2]
 
 
-def test_ctrl_c_gives_the_snapshot_the_learners_deadline_and_sigterm_two_seconds(tmp_path: Path) -> None:
+def test_ctrl_c_gives_the_snapshot_the_learners_deadline_and_sigterm_two_seconds_or_what_the_recipe_says(tmp_path: Path) -> None:
     assert Ended(tmp_path).by(Stopped(signal.SIGINT)) == ["snapshot within None"]
     assert Ended(tmp_path).by(Stopped(signal.SIGTERM)) == ["snapshot within 2.0"]
+    assert Ended(tmp_path, run__sigterm_s=30).by(Stopped(signal.SIGTERM)) == ["snapshot within 20.0"]
 
 
 def test_a_step_whose_update_is_done_is_saved_and_its_evaluation_made_up_for(tmp_path: Path) -> None:

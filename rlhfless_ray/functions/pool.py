@@ -97,10 +97,18 @@ class Pool:
             spare = [other for other in spare if other is not lease]
         return spare
 
-    def staff(self, leases: list[Lease]) -> Instance:
-        """An instance for these leases of one node: the parked one of the slot (warm start), else a new one."""
+    def resume(self, instance: Instance, spare: list[Lease]) -> list[Lease]:
+        """A parked instance goes on, under a spare lease or one that its node gives within the lease deadline; the leases left. Raises
+        RunError past it."""
+        own = [lease for lease in spare if self.fits(instance, lease.slot)][:1]
+        asked = [] if own else self.leases.ask(1, [instance.slot.node])
+        self.staff(own or self.leases.collect(asked, self.kind, self.leases.deadline_s, need=1), instance)
+        return [lease for lease in spare if lease not in own]
+
+    def staff(self, leases: list[Lease], instance: Instance | None = None) -> Instance:
+        """An instance for these leases of one node: this parked one, or the one of the slot (warm start), else a new one."""
         slot = leases[0].slot
-        instance = self._find(slot)
+        instance = instance or self._find(slot)
         if instance is None:
             instance = Instance(self.kind, slot, self.start(slot))
             self.cold_starts += 1

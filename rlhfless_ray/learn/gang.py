@@ -24,7 +24,7 @@ from rlhfless_ray.waits import get
 
 SETTLE_S = 10.0  # for the state that was asked for last, before its node goes
 COPY_S = 5.0  # for a copy of weights that was being made when their node was lost
-DEATH_S = 5.0  # until a rank's death is known, after others have failed for it
+DEATH_S = 15.0  # until a rank's death is known, after others have failed for it
 
 
 class Gang:

@@ -26,8 +26,6 @@ from rlhfless_ray.site import Site
 from rlhfless_ray.types import Sample, UpdateStats, WeightVersion
 from rlhfless_ray.waits import STOP
 
-UPDATE_GRACE_S = 1.5  # `ray job stop` kills 3 s after SIGTERM: an update may take this much of them to end
-
 
 class LearnStage:
     def __init__(self, site: Site, gang: Gang, critic: Gang | None = None, reference: Gang | None = None) -> None:
@@ -176,7 +174,7 @@ class LearnStage:
         assert self.plan is not None
         progress, coefficient = self.site.record.progress, self.controller.coefficient
         told: dict[str, Any] = {}
-        with STOP.deferred(UPDATE_GRACE_S, progress.message):
+        with STOP.deferred(self.site.recipe.run.sigterm_s / 2, progress.message):
             began_s = time.monotonic()
             if self.critic is not None:
                 self.gangs.turn(self.critic)

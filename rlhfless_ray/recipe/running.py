@@ -21,6 +21,9 @@ class Run(Section):
     `steps` counts."""
     seed: int = 0
     """Every sample, shuffle and initial weight follows from it."""
+    sigterm_s: float = Field(3.0, gt=0)
+    """What whoever sends SIGTERM leaves a run before killing it: `ray job stop` 3 s, Kubernetes and Slurm 30 s as they come. Half of it
+    is for an update to end, two thirds for the learner's snapshot."""
 
 
 class Functions(Section):

@@ -79,8 +79,9 @@ class RewardSource(Source):
         if self.kind == "task":
             return self._of_task()
         if self.kind == "math":
-            from rlhfless_ray.reward.math_answer import math_reward
+            from rlhfless_ray.reward.math_answer import math_reward, prepare
 
+            prepare()
             return partial(math_reward, answer_column=self.answer_column)
         return getattr(UserFile(self.file, self.text).module(), self.name)
 

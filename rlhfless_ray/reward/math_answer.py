@@ -51,6 +51,11 @@ def math_reward(prompt: str, response: str, row: dict[str, Any], answer_column: 
     return float(equal)
 
 
+def prepare() -> None:
+    """What the first answer that is no plain number would import and build: seconds that are no sample's."""
+    verified("\\frac{1}{2}", "0.5")
+
+
 def final_answer(response: str) -> str | None:
     """The part of a response that is compared; None or empty when it gives no answer."""
     marked = _after_mark(response)

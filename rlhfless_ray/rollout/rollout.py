@@ -31,6 +31,8 @@ from rlhfless_ray.waits import wait_any
 
 DECIDING_SHARE = 0.02  # of the driver's time, at most, goes into deciding on moves
 LOOK_S = 1.0  # for engines that say nothing any more
+SILENT_S = 3.0  # after which the node of one that says nothing is asked whether it is there
+ALL_LOST_S = 5.0  # when one engine could not load for a lost node, until the others are heard of
 OUTLIVES = 1.1  # a response that outlives its forecast is taken to become this many times as long as it is
 
 
@@ -52,7 +54,7 @@ def run_rollout(
     migration: Migration | None = None,
     start_s: float = 15.0,
     agents: Callable[..., Rollout] | None = None,
-    renew: Callable[[WeightVersion, Instance], WeightVersion | None] = lambda weights, instance: None,
+    renew: Callable[[WeightVersion, list[Instance]], WeightVersion | None] = lambda weights, engines: None,
 ) -> Stream:
     """Answer every request on the pool's working instances.
 
@@ -63,7 +65,7 @@ def run_rollout(
     requests while they are answered (None: they stay where they are as long as their engine lives). `start_s`: what a new
     engine takes to start. `silence_s`: an engine that has started and says nothing for so long hangs. `agents`: makes the
     rollout of agents (`rollout/episodes.py`), whose episodes the requests are. `renew` has the weights, which were lost, published
-    once more, while an engine waits for them that may lend its leases (None: it cannot). Raises RunError past the deadline or when the
+    once more, while engines wait for them that may lend their leases (None: it cannot). Raises RunError past the deadline or when the
     pool's budget for faults is used up.
     """
     shares = [share for share in shares if len(share)]
@@ -85,7 +87,7 @@ class Rollout:
         self, pool: Pool, requests: list[Request], expected: np.ndarray, weights: WeightVersion, interval_s: float,
         silence_s: float, needed_next: int, drained: Callable[[float, bool], Decision],
         give_back: Callable[[Instance, Decision], None], on_progress: Callable[[int, int], None], beside: Beside | None,
-        migration: Migration | None, start_s: float, renew: Callable[[WeightVersion, Instance], WeightVersion | None],
+        migration: Migration | None, start_s: float, renew: Callable[[WeightVersion, list[Instance]], WeightVersion | None],
     ) -> None:
         self.pool, self.expected, self.weights, self.interval_s = pool, expected, weights, interval_s
         self.silence_s, self.needed_next, self.start_s = silence_s, needed_next, start_s
@@ -95,8 +97,9 @@ class Rollout:
         self.launches = Launches(pool, self.transcript, interval_s)
         self.moving = Moving(self.launches, self.transcript, expected)
         self.stream = Stream(self.transcript.completions, moved=self.moving.moved)
-        self.decide_at_s = 0.0
+        self.decide_at_s, self.listened_s = 0.0, time.monotonic()
         self.going: set[str] = set()  # ids of nodes that are drained
+        self.looked_s = time.monotonic()  # for nodes that are gone
         self.renewed = False
         self.tried: dict[int, set[str]] = {}  # by engine: references to the weights, in words, that were lost on their way
 
@@ -164,18 +167,31 @@ class Rollout:
     # ---- engines ----------------------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """For engines that do not answer any more although their processes live."""
-        now = time.monotonic()
+        """For engines that do not answer any more although their processes live, as far as Ray knows. While the driver itself was held
+        up, none was silent: what they said or would have said waits to be heard."""
+        now, lost = time.monotonic(), self.lost_nodes()
+        held_up_s, self.listened_s = max(0.0, now - self.listened_s - LOOK_S), now
         for generator, launch in list(self.launches.running.items()):
+            launch.heard_s = min(now, launch.heard_s + held_up_s)
             if not launch.started and launch.instance.started:
                 launch.started, launch.heard_s = True, now
             start_s = self.pool.leases.deadline_s
-            late = now - launch.heard_s > (self.silence_s if launch.started else start_s)
+            gone = launch.instance.slot.node in lost
+            late = gone or now - launch.heard_s > (self.silence_s if launch.started else start_s)
             if late and not ray.wait([generator], timeout=0, fetch_local=False)[0]:
                 del self.launches.running[generator]
                 silent = f"it said nothing for rollout.silence_s = {self.silence_s:g} s"
                 never = f"it did not start within functions.lease_deadline_s = {start_s:g} s"
-                self.gone(launch, Cause.HUNG, silent if launch.started else never)
+                self.gone(launch, Cause.NODE_LOST if gone else Cause.HUNG, silent if launch.started else never)
+
+    def lost_nodes(self) -> set[str]:
+        """Those that do not answer of the nodes whose engines say nothing: Ray may take half a minute more to see it."""
+        now = time.monotonic()
+        if now - self.looked_s <= SILENT_S:
+            return set()
+        self.looked_s = now
+        silent = {one.instance.slot.node for one in self.launches.running.values() if now - one.heard_s > SILENT_S}
+        return {node for node in silent if self.pool.leases.lose(node)}
 
     def hear(self, generator: Any) -> None:
         launch = self.launches.running[generator]
@@ -225,18 +241,27 @@ class Rollout:
         tried.add(instance.fetched)
         left = [ref for ref in (self.weights.copy, self.weights.ref) if ref is not None and str(ref) not in tried]
         if not left and not self.renewed:
-            self.renewed, fresh = True, self.renew(self.weights, instance)
+            others = [other for other in self.launches.running.values() if other.instance.loading is not None]
+            ray.wait([instance.loading, *(other.instance.loading for other in others)], num_returns=1 + len(others), timeout=ALL_LOST_S)
+            waiting = [launch, *(other for other in others if lost_on_the_way(other.instance.loading))]
+            for one in waiting:
+                self.stop(one)
+            self.renewed, fresh = True, self.renew(self.weights, [one.instance for one in waiting])
             if fresh is not None:
                 self.weights, left = fresh, [fresh.ref]
         if not left:
             return False
-        keys = tuple(self.transcript.requests[i].key for i in launch.asked)
-        self.launches.tell(launch, Order(cut=keys, what="begin again with the step's weights"))
+        self.stop(launch)
         instance.version = None
         fetch_into(instance, replace(self.weights, ref=left[0]))
         if len(owed := self.transcript.owed(launch.number)):
             self.launches.send(launch.number, owed)
         return True
+
+    def stop(self, launch: Launch) -> None:
+        """Its engine is to leave all it was asked for: it begins again."""
+        keys = tuple(self.transcript.requests[i].key for i in launch.asked)
+        self.launches.tell(launch, Order(cut=keys, what="begin again with the step's weights"))
 
     def ended(self, launch: Launch) -> None:
         """An engine's call is over. What it was sent too late goes on in another one; with nothing left it is drained."""

@@ -46,7 +46,7 @@ class RolloutStage:
         self.site, self.pool, self.scoring, self.learning = site, pool, scoring, learning
         self.tokenizer, self.weight_bytes = tokenizer, weight_bytes
         self.began_s = 0.0
-        self.waits = False  # engines have begun, and their phase has not
+        self.waiting: list[Instance] = []  # engines that hold leases and have nothing to do just now
         self.prefix, self.agents = prefix, agents
         rollout = site.recipe.rollout
         moves = rollout.migrate != "off" and agents is None  # what an agent will say, and so what is left, nobody foresees
@@ -75,14 +75,15 @@ class RolloutStage:
 
     def begin(self, step: Step, weights: WeightVersion) -> None:
         """Before the phase of a step that is planned: engines take what leases are spare, and load the weights."""
-        site, self.waits = self.site, True
+        site = self.site
         with self._warm_start_timed():
             site.spare = self.pool.begin(step.plan.actors, site.leases.living(site.handed()), partial(fetch_into, weights=weights))
+        self.waiting = list(self.pool.working)
 
     def lend(self) -> list[Lease]:
-        """The leases that nobody works under just now, those of engines that wait for their phase too."""
-        waits, self.waits = self.waits, False
-        return [*self.site.handed(), *(self._park() if waits else [])]
+        """The leases that nobody works under just now, those of engines that wait for their phase or their weights too."""
+        waiting, self.waiting = self.waiting, []
+        return [*self.site.handed(), *(lease for instance in waiting for lease in self._leave(instance))]
 
     @contextmanager
     def _warm_start_timed(self) -> Iterator[None]:
@@ -126,7 +127,7 @@ class RolloutStage:
         """Engines load the weights from the moment they have their leases, while their requests are still being made."""
         site = self.site
         with site.phases.phase("rollout"):
-            need, self.waits = site.recipe.rollout.min_actors, False
+            need, self.waiting = site.recipe.rollout.min_actors, []
             begin = partial(fetch_into, weights=weights)
             with self._warm_start_timed():
                 spare = self.pool.resize(plan.actors, site.handed(), need=need, wait_s=0.2, begin=begin)
@@ -215,19 +216,18 @@ class RolloutStage:
         autoscaler.observe_rollout(stream.steps, around_s if all_warm else None)
         return stream
 
-    def _renew(self, weights: WeightVersion, instance: Instance) -> WeightVersion | None:
-        """The step's weights were lost, and so was their copy: the learner publishes them once more, under the leases of this
-        engine, which cannot work without, if there are no others. None where it cannot, as it is at work already."""
+    def _renew(self, weights: WeightVersion, engines: list[Instance]) -> WeightVersion | None:
+        """The step's weights were lost, and so was their copy: the learner publishes them once more. It may lack leases for that: these
+        engines, which wait for them, lend theirs and take them again. None where it cannot, as it is at work already."""
         if self.learning.gang.working:
             return None
-        leases, node = self.pool.leases, instance.slot.node
-        self.site.spare, instance.leases = [*self.site.spare, *instance.leases], []
+        self.waiting = list(engines)
         fresh = self.learning.gangs.safe(weights)
-        own = [lease for lease in self.site.spare if self.pool.fits(instance, lease.slot)][:1]
-        self.site.spare = [lease for lease in self.site.spare if lease not in own]
-        own = own or leases.collect(leases.ask(1, [node]), self.pool.kind, leases.deadline_s, need=1)
-        leases.hand_over(own[0], self.pool.kind, instance.id)
-        instance.leases = own
+        self.waiting = []
+        lost = self.pool.leases.gone([engine.slot.node for engine in engines])
+        for engine in engines:
+            if engine in self.pool.parked and engine.slot.node not in lost:  # else it is seen to be gone when it is called
+                self.site.spare = self.pool.resume(engine, self.site.handed())
         return fresh if fresh.ref != weights.ref else None
 
     def drained(self, instance: Instance, decision: Decision) -> None:

@@ -10,21 +10,22 @@ import time
 
 from benchmarks.memory import PeakMemory, processes, pss_bytes
 
-HOLD = "import subprocess, sys, time; {}; time.sleep(30)"
+HOLD = "import time; {}; time.sleep(600)"
+WAIT = "sys.stdin.readline()"
 CHILD = "block = bytearray(b'x') * 80_000_000"
 
 
 def test_a_grandchild_counts_and_so_does_one_whose_parent_ended() -> None:
     inner = HOLD.format(CHILD)
-    outer = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {inner!r}]); import time; time.sleep(1.5)"
-    parent = subprocess.Popen([sys.executable, "-c", outer])
+    outer = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {inner!r}], stdin=subprocess.DEVNULL); {WAIT}"
+    parent = subprocess.Popen([sys.executable, "-c", outer], stdin=subprocess.PIPE)
     peak = PeakMemory(parent.pid)
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while peak.sample() < 80 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert peak.peak_mb > 80 and peak.processes == 2
-        parent.wait(20)
+        parent.communicate(b"\n", timeout=120)
         assert peak.sample() > 80, "a child that outlives its parent was lost"
     finally:
         for pid in peak.members():
@@ -35,9 +36,12 @@ def test_a_grandchild_counts_and_so_does_one_whose_parent_ended() -> None:
 
 
 def test_sampling_in_the_background_sees_a_peak_that_is_over() -> None:
-    short = subprocess.Popen([sys.executable, "-c", f"import time; {CHILD}; time.sleep(1.5)"])
+    short = subprocess.Popen([sys.executable, "-c", f"import sys; {CHILD}; {WAIT}"], stdin=subprocess.PIPE)
     with PeakMemory(short.pid) as peak:
-        short.wait(20)
+        deadline = time.monotonic() + 120
+        while peak.peak_mb < 80 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        short.communicate(b"\n", timeout=120)
     assert peak.peak_mb > 80 and peak.samples > 1
 
 

@@ -32,7 +32,7 @@ time.sleep(1)
 def where():
     return tempfile.gettempdir()
 
-said = {"worker": ray.get(where.remote(), timeout=60), "own": str(cluster.temporary), "driver": tempfile.gettempdir()}
+said = {"worker": ray.get(where.remote(), timeout=150), "own": str(cluster.temporary), "driver": tempfile.gettempdir()}
 said["processes"] = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
 cluster.stop()
 print(json.dumps({**said, "left": cluster.temporary.exists(), "TMPDIR": os.environ.get("TMPDIR")}))

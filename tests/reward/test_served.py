@@ -65,7 +65,7 @@ def test_batches_statistics_and_cut_ends(
 
 def refused(url: str, body: bytes) -> tuple[int, str]:
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(urllib.request.Request(url, body), timeout=20)
+        urllib.request.urlopen(urllib.request.Request(url, body), timeout=120)
     return caught.value.code, json.loads(caught.value.read())["error"]
 
 
@@ -75,7 +75,7 @@ def test_bad_requests_are_told_and_the_server_goes_on(url: str) -> None:
     assert refused(url, b'{"query": [1]}') == (400, "`query` must be a list of texts")
     assert refused(url, b'{"query": [""]}') == (400, "an empty text has no reward")
     assert refused(url.replace("get_reward", "other"), b"{}")[0] == 404
-    with urllib.request.urlopen(urllib.request.Request(url, b'{"query": "w3", "prompts": [""], "labels": [""]}'), timeout=20) as answer:
+    with urllib.request.urlopen(urllib.request.Request(url, b'{"query": "w3", "prompts": [""], "labels": [""]}'), timeout=120) as answer:
         assert len(json.loads(answer.read())["rewards"]) == 1
     with pytest.raises(UserError, match=r"--host 127.0.0.1 --port \d+: Address already in use"):
         server(None, "127.0.0.1", int(url.split(":")[2].split("/")[0]))  # type: ignore[arg-type]

@@ -148,12 +148,16 @@ def test_an_engine_that_hangs_changes_nothing(pool: Pool, roll_out: Any, whole: 
     import ray
 
     pid, calls = ray.get(pool.working[0].actor.counts.remote(), timeout=60)[0], iter(range(10**9))
+    stopped: list[Any] = []
 
     def on_progress(done: int, total: int) -> None:
         if next(calls) == 4:
             os.kill(pid, signal.SIGSTOP)
 
-    stream = roll_out(4, on_progress=on_progress, migration=Whims("pages"), silence_s=5.0)
-    assert stream.replaced >= 1 and pool.faults.counts[Cause.HUNG] >= 1  # on a busy machine a living one may be silent for so long
+    for version in (4, 5):  # on a busy machine it may be done with the first before the driver looks
+        stopped.append(roll_out(version, on_progress=on_progress, migration=Whims("pages"), silence_s=5.0))
+        assert_same(stopped[-1].completions, whole)
+        if stopped[-1].replaced:
+            break
+    assert stopped[-1].replaced >= 1 and pool.faults.counts[Cause.HUNG] >= 1  # on a busy machine a living one may be silent for so long
     assert pid not in [ray.get(i.actor.counts.remote(), timeout=300)[0] for i in pool.working]
-    assert_same(stream.completions, whole)

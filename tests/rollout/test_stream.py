@@ -72,7 +72,7 @@ def test_a_failed_engine_says_in_one_line_what_failed_first(ray_cluster, fails_i
     from rlhfless_ray.rollout.rollout import run_rollout
 
     ledger = Ledger("cpu", 1.0)
-    leases = Leases("cpu", ledger, 20.0, f"stream{time.time_ns()}")
+    leases = Leases("cpu", ledger, 60.0, f"stream{time.time_ns()}")
     pool = Pool("rollout", lambda slot: start_actor(engine_class(fails_in), slot, "cpu", {}), leases, ledger, 60.0)
     pool.faults = Faults(1)
     try:

@@ -1,0 +1,38 @@
+"""Engines that say nothing, as the driver hears it."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from placement.policy import Hold
+from rlhfless_ray.functions.faults import Cause
+from rlhfless_ray.rollout.launches import Launch
+from rlhfless_ray.rollout.rollout import Rollout
+from rlhfless_ray.types import WeightVersion
+
+
+def test_a_silent_engine_whose_node_does_not_answer_is_gone_and_that_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before it is silent for too long, and before Ray has seen it; others are left alone."""
+    asked, ended, now = list[str](), list[tuple[str, Cause]](), time.monotonic()
+    leases = SimpleNamespace(deadline_s=60.0, lose=lambda node: asked.append(node) or node == "lost")
+    rollout = Rollout(
+        pool=SimpleNamespace(leases=leases, working=[]), requests=[], expected=np.zeros(0), weights=WeightVersion(1, None),
+        interval_s=0.1, silence_s=60.0, needed_next=1, drained=lambda tail_s, needed: Hold(1, ""), give_back=lambda *_: None,
+        on_progress=lambda *_: None, beside=None, migration=None, start_s=1.0, renew=lambda *_: None,
+    )
+    for number, (node, heard_s) in enumerate({"lost": now - 10, "there": now - 10, "talking": now}.items()):
+        engine: Any = SimpleNamespace(slot=SimpleNamespace(node=node), started=True)
+        rollout.launches.running[node] = Launch(engine, number, 1, set(), heard_s, started=True)
+    rollout.looked_s = now - 10
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: ([], refs))
+    monkeypatch.setattr(rollout, "gone", lambda launch, cause, why: ended.append((launch.instance.slot.node, cause)))
+    rollout.listen()
+    assert ended == [("lost", Cause.NODE_LOST)] and list(rollout.launches.running) == ["there", "talking"]
+    rollout.listen()
+    assert sorted(asked) == ["lost", "there"], "it is not asked again at once"
