@@ -97,10 +97,11 @@ def compare(points: dict[str, np.ndarray], rivals: Sequence[str]) -> dict[str, d
 
 
 def facts(case: Case) -> dict[str, float]:
-    """What the forecast knew: share of the variance of log length that its means explain, and of the longest response its
-    place in the forecast's order (1: forecast the longest)."""
+    """What the forecast knew: share of the variance of log length that its means explain, what it claims that share to be,
+    and of the longest response its place in the forecast's order (1: forecast the longest)."""
     said, came = np.log(case.scenarios).mean(1), np.log(case.truth)
     return {
+        "claimed": float(said.var() / (said.var() + np.log(case.scenarios).var(1).mean())),
         "explained": float(np.corrcoef(said, came)[0, 1] ** 2),
         "place_of_longest": 1 + int((said > said[int(np.argmax(case.truth))]).sum()),
     }
@@ -136,8 +137,8 @@ def targets_of(rows: list[dict[str, Any]]) -> list[Target]:
 
 def _known(row: dict[str, Any]) -> str:
     return (
-        f"the forecast explains {row['explained']:.0%} of the variance of log length and has the longest response at place "
-        f"{row['place_of_longest']} of {row['responses']}"
+        f"the forecast claims to explain {row['claimed']:.0%} of the variance of log length, explains {row['explained']:.0%}, and has "
+        f"the longest response at place {row['place_of_longest']} of {row['responses']}"
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from placement.siblings import by_siblings
 from placement.speed import Speed
-from placement.spread import Judged, best_split, even_split, judge, judge_each
+from placement.spread import LAWFUL, Judged, best_split, even_split, judge, judge_each
 from placement.survival import Forecast, Outlook, calibrate, outlook, surprise_of
 
 FREAKS = 0.1  # share of sequences that may follow no forecast of their own while forecasts are calibrated
@@ -58,6 +58,13 @@ class Settings:
     start_s: float = 0.0
     surprise: float | None = None
     learn: bool = True
+
+    @property
+    def merging(self) -> float:
+        """How leases are expected to be given up (`judge_each`). Free moves put everybody anew at every decision. Where a move
+        costs something a merge comes when it pays, and to count on more of it made each decision put it off to the
+        next: on log-normal lengths, moves of 0.1 s and starts of 0.3 s, time + μ·cost was 3 % more."""
+        return 1.0 if self.migrate_s == self.start_s == 0 else LAWFUL
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,8 @@ def decide_moves(live: LiveState, speed: Speed, settings: Settings) -> Moves:
         split = even_split(view, speed.base_s, per_seq_s, settings.mu, settings.max_actors)
     else:
         split = best_split(
-            view, speed.base_s, per_seq_s, settings.mu, settings.max_actors, opened=len(live.opened), start_s=settings.start_s
+            view, speed.base_s, per_seq_s, settings.mu, settings.max_actors, opened=len(live.opened), start_s=settings.start_s,
+            merging=settings.merging,
         )
     target = relabel(split.group, now, live.opened, settings.max_actors)
     if (now < 0).any():
@@ -208,7 +216,8 @@ class _Search:
         return {int(actor[order[k]]): np.r_[float(count[at]), alive[at]] for at, k in enumerate(first)}
 
     def judge(self, rows: dict[int, np.ndarray]) -> Judged:
-        return judge(np.stack(list(rows.values())), self.view.tokens, self.base_s, self.per_seq_s, self.settings.mu)
+        every = np.stack(list(rows.values()))
+        return judge(every, self.view.tokens, self.base_s, self.per_seq_s, self.settings.mu, self.settings.merging)
 
     def price(self, moved: float, late: float, new: int) -> float:
         """Cost of a change in units of the score. moved, late: criticality of what moves and of what goes to `new` actors."""
@@ -258,7 +267,8 @@ class _Search:
         tried[every, [place.get(option.taker, len(names) - 1) for option, _ in found]] += gone
         used = tried[:, :, 0] >= 0.5
         count = used.sum(1)
-        time_s, cost = judge_each(tried[used], np.cumsum(count) - count, self.view.tokens, self.base_s, self.per_seq_s)
+        first = np.cumsum(count) - count
+        time_s, cost = judge_each(tried[used], first, self.view.tokens, self.base_s, self.per_seq_s, self.settings.merging)
         score = time_s + self.settings.mu * cost
         price = np.empty(len(found))
         for k, (option, _) in enumerate(found):

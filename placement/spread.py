@@ -12,6 +12,7 @@ FLOORS = (0.1, 0.5)  # shares of the criticality that are spread evenly over eve
 RATIOS = (2.0, 4.0, 8.0, 16.0)  # largest over smallest load
 COUNTS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5)  # multiples of the square-root law's number of actors
 CLOCK = np.linspace(0, 1, 41)[1:] ** 1.5
+LAWFUL = 0.5  # leases are given up as this power of the survivors where moves cost something, as by the square-root law
 
 
 @dataclass(frozen=True)
@@ -23,23 +24,25 @@ class Judged:
     score: float
 
 
-def judge(alive: np.ndarray, tokens: np.ndarray, base_s: float, per_seq_s: float, mu: float) -> Judged:
+def judge(
+    alive: np.ndarray, tokens: np.ndarray, base_s: float, per_seq_s: float, mu: float, merging: float = 1.0
+) -> Judged:
     """Expected outcome of one split: `judge_each` for its rows (m, G+1)."""
-    time_s, cost = judge_each(alive, np.zeros(1, int), tokens, base_s, per_seq_s)
+    time_s, cost = judge_each(alive, np.zeros(1, int), tokens, base_s, per_seq_s, merging)
     return Judged(float(time_s[0]), float(cost[0]), float(time_s[0] + mu * cost[0]))
 
 
 def judge_each(
-    alive: np.ndarray, first: np.ndarray, tokens: np.ndarray, base_s: float, per_seq_s: float
+    alive: np.ndarray, first: np.ndarray, tokens: np.ndarray, base_s: float, per_seq_s: float, merging: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Expected (time_s, cost) of K splits, (K,) each. alive (R, G+1): expected survivors of each actor's group now and after
     `tokens` (G,), the groups of one split after those of another, which begins at row first[k].
 
-    A group is taken to decode together while it shrinks, and to give up its lease in the same measure, because what is left
-    of it merges with others; only the lease of the group that will last longest, into which they merge, is held until its
-    end. (Charging every lease by survivors instead made one actor look cheaper than it can be, and lost up to 8 % of time
-    at the cheap end of the frontier on log-normal lengths.) Time is the expectation of the latest end over all actors; of n
-    members with s expected survivors all have ended with probability (1 - s/n)^n, as if all were alike.
+    A group is taken to decode together while it shrinks, and to give up its lease as the power `merging` of its survivors,
+    because what is left of it merges with others; only the lease of the group that will last longest, into which they
+    merge, is held until its end. (Charging that lease by survivors too made one actor look cheaper than it can be, and lost
+    up to 8 % of time at the cheap end of the frontier on log-normal lengths.) Time is the expectation of the latest end over
+    all actors; of n members with s expected survivors all have ended with probability (1 - s/n)^n, as if all were alike.
     """
     width = np.diff(tokens, prepend=0.0)
     split = np.repeat(np.arange(len(first)), np.diff(np.r_[first, len(alive)]))
@@ -47,7 +50,7 @@ def judge_each(
     middle = (alive[:, 1:] + alive[:, :-1]) / 2
     clock = np.zeros_like(alive)
     np.cumsum((base_s + per_seq_s * np.maximum(1.0, middle)) * width, axis=1, out=clock[:, 1:])
-    held = np.sum(np.minimum(middle / now, middle) * width, axis=1)
+    held = np.sum(np.minimum(np.maximum(middle / now, 0.0) ** merging, middle) * width, axis=1)
     any_left = np.sum(np.minimum(1.0, middle) * width, axis=1)
     lasts = np.flatnonzero(any_left == np.maximum.reduceat(any_left, first)[split])
     longest = lasts[np.unique(split[lasts], return_index=True)[1]]
@@ -74,7 +77,8 @@ class Split:
 
 
 def best_split(
-    view: Outlook, base_s: float, per_seq_s: float, mu: float, max_actors: int, *, opened: int = 0, start_s: float = 0.0
+    view: Outlook, base_s: float, per_seq_s: float, mu: float, max_actors: int, *, opened: int = 0, start_s: float = 0.0,
+    merging: float = 1.0,
 ) -> Split:
     """The best of a family of splits of the sequences in order of criticality.
 
@@ -83,6 +87,7 @@ def best_split(
     criticality spread evenly (FLOORS), and beside it loads that grow geometrically (RATIOS), each for several numbers of
     actors (COUNTS); even loads are among them, so that no forecast can make it worse than consolidation in expectation.
     opened: actors already leased; each one more costs start_s seconds of lease, and that delay to what starts on it.
+    merging: see `judge_each`.
     """
     n = len(view.critical)
     order = np.argsort(-view.critical, kind="stable")
@@ -105,7 +110,7 @@ def best_split(
     groups = np.array([len(cuts) - 1 for cuts in tried])
     begin, end = (np.concatenate([cuts[part] for cuts in tried]) for part in (slice(None, -1), slice(1, None)))
     alive = np.concatenate([(end - begin)[:, None].astype(float), sums[end] - sums[begin]], 1)
-    time_s, cost = judge_each(alive, np.cumsum(groups) - groups, view.tokens, base_s, per_seq_s)
+    time_s, cost = judge_each(alive, np.cumsum(groups) - groups, view.tokens, base_s, per_seq_s, merging)
     score = time_s + mu * cost
     best = int(np.argmin(score + np.maximum(0, groups - opened) * start_s * (mu + 1 / groups)))
     group = np.empty(n, int)

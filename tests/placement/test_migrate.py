@@ -178,6 +178,16 @@ def test_without_information_the_law_decides_and_loads_are_even() -> None:
     assert counts.max() <= 2.5 * counts.min()
 
 
+def test_where_the_law_asks_for_one_lease_no_second_is_opened() -> None:
+    """Leases that later merges would shorten are not counted as if those merges came at once."""
+    n = 512
+    mean = np.log(200) + np.random.default_rng(0).normal(0, 0.48, n)
+    live = LiveState(Forecast(mean, np.full(n, 0.36)), np.zeros(n), np.zeros(n, bool), np.full(n, -1))
+    for law in (1, 2):
+        mu = SPEED.per_seq_s * n / (SPEED.base_s * law**2)
+        assert len(decide_moves(live, SPEED, Settings(mu, 16, 0.1, 0.3)).open) == law
+
+
 def test_the_likely_long_sit_on_lightly_loaded_actors() -> None:
     live, _ = state(400)
     moves = decide_moves(live, SPEED, Settings(0.03, 12))
