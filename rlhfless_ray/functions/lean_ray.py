@@ -1,6 +1,7 @@
 """A Ray of our own without what it does not need: the dashboard's server and its agent on each node, the monitor of logs that nobody
 reads, the autoscaler of a cluster that does not grow. Ray has no switch for them; together they take six seconds of a processor at
-every start, and more all the time. This works on names that are Ray's own, so a version of Ray that it was not tried with starts whole.
+every start, and more all the time. It also waits longer for a node to start than Ray does. This works on names that are Ray's own, so a
+version of Ray that it was not tried with starts whole.
 
 Run as a program this file stands in for the agent, without which Ray ends a node. What it leaves on disk is what Ray's own agent
 leaves in an installation without dashboard: ports that say there is nothing to connect to.
@@ -21,6 +22,7 @@ from unittest.mock import patch
 TRIED = "2.60."
 PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
 AGENT = "--dashboard_agent_command="
+REGISTERS_S = 150.0  # for a node to be known after its start; Ray's own 30 s are too few for a machine that does much else
 
 
 @contextmanager
@@ -34,7 +36,17 @@ def lean_ray() -> Iterator[None]:
     from ray._private import services
     from ray._private.node import Node
 
-    start = services.start_ray_process
+    start, find = services.start_ray_process, services.get_node
+
+    def find_patiently(*about: Any) -> Any:
+        end = time.monotonic() + REGISTERS_S
+        while True:
+            try:
+                return find(*about)
+            except RuntimeError:  # it is not known yet
+                if time.monotonic() > end:
+                    raise
+            time.sleep(0.1)
 
     def no_server(node: Any, **settings: Any) -> None:
         node._webui_url = None
@@ -45,6 +57,7 @@ def lean_ray() -> Iterator[None]:
     with (
         patch.object(Node, "start_api_server", no_server), patch.object(Node, "start_log_monitor", lambda node: None),
         patch.object(Node, "start_monitor", lambda node: None), patch.object(services, "start_ray_process", start_lean),
+        patch.object(services, "get_node", find_patiently),
     ):
         yield
 

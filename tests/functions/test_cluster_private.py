@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -113,6 +115,25 @@ def test_folders_of_killed_runs_are_removed_and_those_of_living_ones_stay(tmp_pa
     assert own.parent == tmp_path and _locked(own) is None
     assert not dead.exists() and young.exists() and living.exists() and other.exists()
     os.close(handle)
+
+
+def test_a_node_that_is_slow_to_start_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private import services
+
+    clock, answers = itertools.count(0.0, 40.0), iter([None, None, "known", None, None, None, None, None])
+
+    def find(address: str, node: str) -> str:
+        if (answer := next(answers)) is None:
+            raise RuntimeError("no such node")
+        return answer
+
+    monkeypatch.setattr(services, "get_node", find)
+    monkeypatch.setattr("rlhfless_ray.functions.lean_ray.time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None))
+    with lean_ray():
+        assert services.get_node("here", "node") == "known"
+        with pytest.raises(RuntimeError):
+            services.get_node("here", "node")
+    assert services.get_node is find and list(answers) == [None]
 
 
 def test_a_ray_that_it_was_not_tried_with_starts_whole(monkeypatch: pytest.MonkeyPatch) -> None:
