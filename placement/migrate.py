@@ -28,7 +28,8 @@ class LiveState:
     """Progress of a rollout. forecast: of all n sequences; generated (n,) tokens so far; finished (n,); actor (n,): where each
     one decodes, -1 for nowhere yet (ignored once finished); opened: actors whose lease is open; context_tokens: mean
     prompt + response tokens of the live sequences, for speeds that depend on it. group (n,): the prompt of each, and
-    shared: the share of the forecasts' error that those of one prompt have in common (None: not known)."""
+    shared: the share of the forecasts' error that those of one prompt have in common (None: not known). limit: tokens at which
+    every response is cut."""
 
     forecast: Forecast
     generated: np.ndarray
@@ -38,6 +39,7 @@ class LiveState:
     context_tokens: float = 0.0
     group: np.ndarray | None = None
     shared: float = 0.0
+    limit: float = np.inf
 
     @property
     def live(self) -> np.ndarray:
@@ -130,17 +132,18 @@ def decide_moves(live: LiveState, speed: Speed, settings: Settings) -> Moves:
 def look(live: LiveState, settings: Settings) -> Outlook:
     """The outlook of the live sequences under the calibrated forecast."""
     known = live.forecast
+    ended = live.finished & (live.generated < live.limit)  # one that was cut would have gone on
     if settings.learn:
-        known = calibrate(known, live.generated, live.finished, surprise=FREAKS)
+        known = calibrate(known, live.generated, ended, surprise=FREAKS)
     index = live.live
     surprise = settings.surprise
     if surprise is None:
         seen = live.generated if settings.learn else np.zeros_like(live.generated)
-        surprise = surprise_of(known, seen, live.finished)
+        surprise = surprise_of(known, seen, ended)
     own = known
     if settings.learn and live.group is not None:
-        own = by_siblings(known, live.generated, live.finished, live.group, live.shared)
-    return outlook(Forecast(own.mean_log[index], own.sd_log[index]), known, live.generated[index], surprise)
+        own = by_siblings(known, live.generated, ended, live.group, live.shared)
+    return outlook(Forecast(own.mean_log[index], own.sd_log[index]), known, live.generated[index], surprise, live.limit)
 
 
 def cut_at_share(live: LiveState, begun: np.ndarray, tau: float) -> np.ndarray:
@@ -203,7 +206,7 @@ class _Search:
     ) -> None:
         self.view, self.settings, self.base_s, self.per_seq_s = view, settings, base_s, per_seq_s
         self.actor, self.opened = actor.copy(), set(opened)
-        self.weight = np.maximum(view.critical, 0.5 / len(actor))  # even an uncritical sequence must not move for ever
+        self.paused, self.late = (self._delayed(delay_s) for delay_s in (settings.migrate_s, max(settings.start_s, settings.migrate_s)))
         self.rows = self.sums(self.actor)
         self.judged = self.judge(self.rows)
 
@@ -219,18 +222,25 @@ class _Search:
         every = np.stack(list(rows.values()))
         return judge(every, self.view.tokens, self.base_s, self.per_seq_s, self.settings.mu, self.settings.merging)
 
-    def price(self, moved: float, late: float, new: int) -> float:
-        """Cost of a change in units of the score. moved, late: criticality of what moves and of what goes to `new` actors."""
-        wait = self.settings.migrate_s * min(1.0, moved)
-        start = max(0.0, self.settings.start_s - self.settings.migrate_s) * min(1.0, late)
-        return wait + start + self.settings.mu * new * max(self.settings.start_s, self.settings.migrate_s)
+    def _delayed(self, delay_s: float) -> np.ndarray:
+        """(n,): the share of a pause of so many seconds that the end is later for it: ∫ P(last | late by u) du / delay_s, by the
+        trapezoid. Of those that are sure to end at the same time whichever pauses is the last, and had it stayed, any of them."""
+        token_s = self.base_s + self.per_seq_s * len(self.actor) / max(1, len(set(self.actor.tolist())))
+        shares = (self.view.critical + self.view.last(delay_s / token_s)) / 2
+        return np.maximum(shares, 0.5 / len(self.actor))  # even an uncritical sequence must not move for ever
+
+    def price(self, who: np.ndarray, fresh: np.ndarray, new: int) -> float:
+        """Cost of a change in units of the score. who: what moves, of it `fresh` (bool) to actors that are opened, `new` of them."""
+        settings = self.settings
+        start_s = max(settings.start_s, settings.migrate_s)
+        wait_s = settings.migrate_s * min(1.0, float(self.paused[who[~fresh]].sum()))
+        return max(wait_s, start_s * min(1.0, float(self.late[who[fresh]].sum()))) + settings.mu * new * start_s
 
     def run(self, target: np.ndarray) -> list[str]:
         """Take the best change while one pays, the whole new split `target` among the first; returns the reasons."""
-        moved = target != self.actor
+        moved = np.flatnonzero(target != self.actor)
         fresh = set(np.unique(target).tolist()) - self.opened
-        late = float(self.weight[np.isin(target, list(fresh))].sum())
-        price = self.price(float(self.weight[moved].sum()), late, len(fresh))
+        price = self.price(moved, np.isin(target[moved], list(fresh)), len(fresh))
         judged = self.judge(self.sums(target))
         reasons: list[str] = []
         found = self.best()
@@ -272,9 +282,8 @@ class _Search:
         score = time_s + self.settings.mu * cost
         price = np.empty(len(found))
         for k, (option, _) in enumerate(found):
-            moved = float(self.weight[option.who].sum())
             new = option.taker not in self.opened
-            price[k] = self.price(moved, moved if new else 0.0, int(new))
+            price[k] = self.price(option.who, np.full(len(option.who), new), int(new))
         k = int(np.argmin(score + price))
         option = found[k][0]
         left = {option.taker if name is None else name: tried[k, at] for at, name in enumerate(names) if used[k, at]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.special import expit, log_ndtr, ndtr
@@ -146,15 +146,35 @@ class Outlook:
     critical: np.ndarray
     surprise: float = 0.0
 
+    def last(self, late_tokens: float = 0.0) -> np.ndarray:
+        """(n,): probability that this one is the last to end if it alone pauses for so long as others make `late_tokens`: of those
+        that are sure to end at the same time each is the last as soon as it pauses.
 
-def outlook(forecast: Forecast, everyone: Forecast, generated: np.ndarray, surprise: float) -> Outlook:
+        P = Σ over the grid of P(it ends here) · P(all others have ended by then, `late_tokens` on).
+        """
+        n = len(self.alive)
+        points = np.r_[0.0, self.tokens]
+        ended = np.log1p(-np.minimum(self.alive, 1 - 1e-12))
+        others = np.exp(np.minimum(ended.sum(0) - ended, 0.0))
+        others = np.concatenate([np.full((n, 1), float(n == 1)), others, np.ones((n, 1))], 1)
+        if late_tokens:
+            at = np.interp(points + late_tokens, points, np.arange(len(points)), right=float(len(points)))
+            below = np.minimum(at.astype(int), len(points) - 1)
+            share = at - below
+            others = np.c_[others[:, below] * (1 - share) + others[:, below + 1] * share, np.ones(n)]
+        ends = -np.diff(self.alive, axis=1, prepend=1.0, append=0.0)
+        return np.asarray(np.sum(ends * (others[:, 1:] + others[:, :-1]), axis=1) / 2)
+
+
+def outlook(
+    forecast: Forecast, everyone: Forecast, generated: np.ndarray, surprise: float, limit: float = np.inf
+) -> Outlook:
     """Residual lives of live sequences with `generated` (n,) tokens and calibrated `forecast`.
 
     With probability `surprise` a sequence is one whose forecast says nothing: its length is then drawn from `everyone`, all of
     the rollout's forecasts pooled. That share grows by Bayes' rule as a sequence outlives its own forecast, and is what
-    takes an outlier off the crowd.
+    takes an outlier off the crowd. None lives to see more than `limit` tokens, its own and those to come.
     """
-    n = len(generated)
     pool_mean = float(everyone.mean_log.mean())
     pool_sd = float(np.sqrt(np.mean(everyone.sd_log**2) + everyone.mean_log.var()))
     mean, sd = forecast.mean_log, forecast.sd_log
@@ -163,19 +183,16 @@ def outlook(forecast: Forecast, everyone: Forecast, generated: np.ndarray, surpr
     own = _own_share(own_now - pool_now, surprise)
     pool = 1 - own
     top = max(np.exp(pool_mean + 3.6 * pool_sd), float(np.exp((mean + 2.5 * sd).max())), 1.3 * float(generated.max()) + 3)
+    top = min(top, max(limit, float(generated.min()) + 1))
     tokens = (top - float(generated.min())) * np.linspace(0, 1, STEPS + 1)[1:] ** 2
     later = np.log(generated[:, None] + tokens + 1e-3)
     alive = own[:, None] * _ratio((mean[:, None] - later) / sd[:, None], own_now)
     if surprise > 0:
         alive += pool[:, None] * _ratio((pool_mean - later) / pool_sd, pool_now)
-    alive = np.minimum(alive, 1.0)
-    # P(i is last) = Σ over the grid of P(i ends here) · P(all others have ended).
-    ended = np.log1p(-np.minimum(alive, 1 - 1e-12))
-    others = np.exp(np.minimum(ended.sum(0) - ended, 0.0))
-    others = np.concatenate([np.full((n, 1), float(n == 1)), others, np.ones((n, 1))], 1)
-    ends = -np.diff(alive, axis=1, prepend=1.0, append=0.0)
-    critical = np.maximum(np.sum(ends * (others[:, 1:] + others[:, :-1]), axis=1) / 2, 1e-12)
-    return Outlook(tokens, alive, critical / critical.sum(), surprise)
+    alive = np.where(generated[:, None] + tokens < limit, np.minimum(alive, 1.0), 0.0)
+    view = Outlook(tokens, alive, np.zeros(0), surprise)
+    critical = np.maximum(view.last(), 1e-12)
+    return replace(view, critical=critical / critical.sum())
 
 
 def _ratio(z: np.ndarray, log_now: np.ndarray) -> np.ndarray:

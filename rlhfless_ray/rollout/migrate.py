@@ -77,7 +77,7 @@ class Migration:
         self.pages = Term(0.06, 2e-6) if carries else None
         self.forecast = Forecast(np.zeros(0), np.zeros(0))
         self.group, self.shared = np.zeros(0, int), 0.0
-        self.speed, self.mu, self.token_s = Speed(1.0, 0.0), 1.0, 0.0
+        self.speed, self.mu, self.token_s, self.limit = Speed(1.0, 0.0), 1.0, 0.0, np.inf
 
     def by_way(self, requests: np.ndarray, transcript: Transcript, source: int, target: int, reason: str) -> list[Wish]:
         """The wish to move these requests, each by the quicker way for its own context. What has no token yet has no KV either."""
@@ -98,14 +98,16 @@ class Migration:
         page_s = self.pages.per_unit_s if self.pages is not None else 0.0
         return float(np.where(self._by_pages(context), page_s, self.token_s) @ context)
 
-    def begin(self, lengths: np.ndarray, speed: Speed, second: float, token_s: float = 0.0, samples: int = 1) -> None:
+    def begin(
+        self, lengths: np.ndarray, speed: Speed, second: float, token_s: float = 0.0, samples: int = 1, limit: float = np.inf
+    ) -> None:
         """A rollout begins. lengths (n, S): joint draws of its responses' lengths, tokens; `second`: what a second of its time
         is worth in slot-seconds; `token_s`: of an engine's time for a token of a prompt; `samples` of each prompt, which
-        lie side by side and tell of each other."""
+        lie side by side and tell of each other; `limit`: tokens at which a response is cut."""
         self.forecast = Forecast.of(lengths)
         self.group = np.arange(len(lengths)) // samples
         self.shared = shared_error(lengths, self.group)
-        self.speed, self.token_s = speed, token_s
+        self.speed, self.token_s, self.limit = speed, token_s, limit
         self.mu = float(np.clip(1 / max(second, 1e-9), LEAST_MU, MOST_MU))
 
     def decide(self, transcript: Transcript, engines: list[int], steps: list[EngineStep]) -> Wishes:
@@ -117,7 +119,8 @@ class Migration:
             return Wishes(reason="nowhere to go")
         context = float((transcript.prompt + transcript.length)[live].mean())
         state = LiveState(
-            self.forecast, transcript.length, transcript.finished, actor, tuple(range(len(engines))), context, self.group, self.shared
+            self.forecast, transcript.length, transcript.finished, actor, tuple(range(len(engines))), context, self.group, self.shared,
+            self.limit,
         )
         if self.rule == "tau":
             begun = np.bincount(actor[actor >= 0], minlength=len(engines))

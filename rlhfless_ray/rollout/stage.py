@@ -143,8 +143,8 @@ class RolloutStage:
         if self.migration is not None:
             autoscaler, elastic = self.site.autoscaler, self.site.recipe.functions.elastic
             second = autoscaler.second if elastic else float("inf")  # what is never given back cannot be saved
-            prefill = autoscaler.terms.prefill.per_unit_s
-            self.migration.begin(step.forecast.lengths, autoscaler.speed.speed, second, prefill, count)
+            prefill, limit = autoscaler.terms.prefill.per_unit_s, self.site.recipe.rollout.max_tokens
+            self.migration.begin(step.forecast.lengths, autoscaler.speed.speed, second, prefill, count, limit)
         shares = self._shares(step, len(self.pool.working))
         self._seat(step, shares, weights)
         if self.prefix is not None and step.prefixes is not None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -87,7 +88,32 @@ def test_survival_and_criticality_are_those_of_drawn_lengths() -> None:
     last = np.bincount(draws.argmax(0), minlength=6) / draws.shape[1]
     assert view.critical == pytest.approx(last, abs=0.06)
     assert view.critical.sum() == pytest.approx(1)
+    for i in range(6):
+        late = (draws[i] + 40.0 > np.delete(draws, i, 0).max(0)).mean()
+        assert view.last(40.0)[i] == pytest.approx(late, abs=0.06)
     assert view.critical[0] > view.critical[1]  # forecast 40, but at 100 already: no longer one of the short
+
+
+def test_nobody_outlives_the_length_at_which_responses_are_cut() -> None:
+    """Before it nothing changes; at it all end, so that who began later is the last."""
+    forecast = Forecast(np.log([90.0, 120, 150]), np.full(3, 0.4))
+    generated = np.array([60.0, 60, 20])
+    free, cut = (outlook(forecast, forecast, generated, 0.1, limit) for limit in (np.inf, 128.0))
+    assert float(cut.tokens.max()) == 108  # until the one that is farthest from it gets there
+    for i in range(3):
+        until = cut.tokens < 128 - generated[i]
+        assert cut.alive[i, until] == pytest.approx(np.interp(cut.tokens[until], np.r_[0, free.tokens], np.r_[1, free.alive[i]]), abs=0.03)
+        assert not cut.alive[i, ~until].any()
+    assert cut.critical[2] > 0.9 > free.critical[2]
+
+
+def test_one_that_was_cut_says_that_lengths_are_beyond() -> None:
+    """Half have ended at the limit: calibrated, the forecasts are no shorter for it than by those that go on."""
+    forecast, actor = Forecast(np.full(40, np.log(200.0)), np.full(40, 0.3)), np.arange(40) % 2
+    finished = actor == 0
+    live = LiveState(forecast, np.where(finished, 128.0, 100.0), finished, actor, (0, 1))
+    told, known = (look(replace(live, limit=limit), Settings(0.1, 2, surprise=0.0)) for limit in (np.inf, 128.0))
+    assert known.alive[0, known.tokens < 27].min() > told.alive[0, told.tokens < 27].min()
 
 
 @pytest.mark.parametrize("count", [1, 4, 50])
@@ -240,6 +266,17 @@ def test_dear_moves_are_fewer_and_very_dear_ones_are_not_made() -> None:
             saved = moves.time_saved_s + 0.05 * moves.cost_saved
             assert saved >= 0
     assert counts[0] > counts[1] >= counts[2] == 0, counts
+
+
+def test_who_all_end_at_the_limit_stay_where_they_are() -> None:
+    """One of two engines is ahead. Whoever moves from the other pauses, and is the last: for less than it saves where a move is quick."""
+    actor = np.repeat([0, 1], 32)
+    live = LiveState(
+        Forecast(np.full(64, np.log(128.0)), np.full(64, 0.05)), np.where(actor == 0, 40.0, 52.0), np.zeros(64, bool), actor, (0, 1),
+        limit=128.0,
+    )
+    quick, slow = (decide_moves(live, Speed(2e-3, 1e-4), Settings(0.05, 2, migrate_s)) for migrate_s in (0.001, 0.03))
+    assert {(move.source, move.target) for move in quick.moves} == {(0, 1)} and not slow.moves
 
 
 def test_the_last_few_are_merged_when_actors_are_dear_and_kept_apart_when_time_is() -> None:
