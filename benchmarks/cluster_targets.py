@@ -51,12 +51,13 @@ def targets(content: dict[str, Any]) -> list[Target]:
         best = best_setting(paper)
         there = {best: paper[best]}
         found += _three(f"best setting ({best})", there, BEST, {n: cheap[n] for n in there if n in cheap}, _elsewhere(paper, best))
-        found += _three("average", paper, AVERAGE, cheap, _slow(paper))
+        everywhere = cheap if cheap.keys() == paper.keys() else {}  # an average over some settings says nothing of all
+        found += _three("average", paper, AVERAGE, everywhere, _slow(paper))
         found += _against_plus(paper)
         cheaper, faster = below_cut(paper)
         why = f"it is {faster:.2f}× as fast as `global-cut` for that"
-        if cheap:
-            less, quick = below_cut(cheap)
+        if everywhere:
+            less, quick = below_cut(everywhere)
             why += f"; at `prefer` {content['cheaper']:g} it is {less:.0f} % cheaper and {quick:.2f}× as fast"
         found.append(_said(Target("full cost below global-cut, average", cheaper, CUT, unit=" %"), why))
     if oracle := content.get("oracle"):
