@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnschedulableError, NodeDiedError, ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlhfless_ray.errors import RunError
@@ -36,7 +36,8 @@ class ProcessLost(RunError):
 
 
 _numbers = itertools.count(1)
-GONE = (RayActorError, ActorUnschedulableError, NodeDiedError, ObjectLostError)  # what calls raise when the process or its node is lost
+# What calls raise when the process or its node is lost. Of one that Ray ended for its node's memory it raises no RayActorError.
+GONE = (RayActorError, ActorUnschedulableError, NodeDiedError, ObjectLostError, OutOfMemoryError)
 LONGEST_REASON = 500  # characters of another program's words that go into a message
 
 
@@ -117,10 +118,10 @@ def raised_at_start(error: BaseException) -> bool:
 
 def reason_of(error: BaseException) -> str:
     """What an error of Ray says of its cause, in one line and without the traceback of another process."""
-    if isinstance(error, RayActorError):
+    if isinstance(error, RayActorError | OutOfMemoryError):
         lines = [line for line in str(error).splitlines() if line.strip()]
         # a constructor that raised is told with its traceback, whose last line is the point
-        said = (lines or [type(error).__name__])[-1 if error.actor_init_failed else 0]
+        said = (lines or [type(error).__name__])[-1 if raised_at_start(error) else 0]
     else:
         cause = getattr(error, "cause", None) or error
         said = str(cause) or type(cause).__name__
