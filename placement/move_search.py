@@ -58,7 +58,6 @@ class MoveSearch:
     ) -> None:
         self.view, self.settings, self.base_s, self.per_seq_s = view, settings, base_s, per_seq_s
         self.actor, self.opened = actor.copy(), set(opened)
-        self.paused, self.late = (self._delayed(delay_s) for delay_s in (settings.migrate_s, max(settings.start_s, settings.migrate_s)))
         self.rows = self.sums(self.actor)
         self.judged = self.judge(self.rows)
 
@@ -90,6 +89,9 @@ class MoveSearch:
 
     def run(self, target: np.ndarray) -> list[str]:
         """Take the best change while one pays, the whole new split `target` among the first; returns the reasons."""
+        migrate_s, start_s = self.settings.migrate_s, self.settings.start_s
+        self.paused = self._delayed(migrate_s)
+        self.late = self._delayed(start_s) if start_s > migrate_s else self.paused
         moved = np.flatnonzero(target != self.actor)
         fresh = set(np.unique(target).tolist()) - self.opened
         price = self.price(moved, np.isin(target[moved], list(fresh)), len(fresh))

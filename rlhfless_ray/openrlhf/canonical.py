@@ -53,16 +53,15 @@ class Values:
     def __getitem__(self, name: str) -> Any:
         return self.value[name]
 
-    def spelled(self, name: str) -> str:
-        """A newest name as the command line or, if it does not say it, its dialect spells it; a default is said to be one."""
+    def named(self, name: str) -> str:
+        """A newest name as the command line or, if it does not say it, its dialect spells it."""
         if name in self.said:
             return " and ".join(self.said[name])
-        own = flags_of(self.version)
-        return next((flag for flag in own if name in targets(flag)), f"--{name}") + f" (default {shown(self.value[name])})"
+        return next((flag for flag in flags_of(self.version) if name in targets(flag)), f"--{name}")
 
-    def named(self, name: str) -> str:
-        """A flag as this dialect spells it, without its value."""
-        return self.spelled(name).partition(" (default")[0]
+    def spelled(self, name: str) -> str:
+        """The same; a default is said to be one."""
+        return self.named(name) + ("" if name in self.said else f" (default {shown(self.value[name])})")
 
     def world(self, model: str) -> int:
         """GPUs of `actor`, `critic`, `ref` or `reward`."""

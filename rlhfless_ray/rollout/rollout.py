@@ -240,7 +240,9 @@ class Rollout:
         tried = self.tried.setdefault(launch.number, set())
         tried.add(instance.fetched)
         left = [ref for ref in (self.weights.copy, self.weights.ref) if ref is not None and str(ref) not in tried]
-        if not left and not self.renewed:
+        if left:
+            self.stop(launch)
+        elif not self.renewed:
             others = [other for other in self.launches.running.values() if other.instance.loading is not None]
             ray.wait([instance.loading, *(other.instance.loading for other in others)], num_returns=1 + len(others), timeout=ALL_LOST_S)
             waiting = [launch, *(other for other in others if lost_on_the_way(other.instance.loading))]
@@ -251,7 +253,6 @@ class Rollout:
                 self.weights, left = fresh, [fresh.ref]
         if not left:
             return False
-        self.stop(launch)
         instance.version = None
         fetch_into(instance, replace(self.weights, ref=left[0]))
         if len(owed := self.transcript.owed(launch.number)):
