@@ -223,6 +223,17 @@ def passing(nodes: Any) -> Iterator[Any]:
         nodes.remove_node(node)
 
 
+@pytest.fixture
+def taken(nodes: Any, passing: Any) -> Iterator[list[Any]]:
+    """Placement groups that hold every core of the other nodes, until they are removed or the test is over."""
+    elsewhere = [node.node_id for node in (nodes.head_node, *nodes.worker_nodes) if node is not passing]
+    groups = [ray.util.placement_group([{"CPU": 1}], bundle_label_selector=[{"ray.io/node-id": n}]) for n in elsewhere for _ in range(2)]
+    ray.get([group.ready() for group in groups], timeout=120)
+    yield groups
+    for group in groups:
+        ray.util.remove_placement_group(group)
+
+
 def drain(node_id: str, seconds: float = 60.0) -> None:
     """What a cloud's notice of preemption comes to, or `ray drain-node`."""
     from ray.core.generated.autoscaler_pb2 import DrainNodeReason
@@ -294,7 +305,7 @@ def test_a_lost_node_takes_engines_and_parked_processes_with_it(
 
 @pytest.mark.parametrize("moment", ["published", "loading", "loading, no copy, two ranks", "begun, no copy, one slot left"])
 def test_weights_whose_node_is_lost_are_had_from_elsewhere(
-    nodes: Any, world: World, clean: Hit, tmp_path: Path, passing: Any, moment: str, monkeypatch: pytest.MonkeyPatch
+    nodes: Any, world: World, clean: Hit, tmp_path: Path, passing: Any, taken: list[Any], moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learner's node goes with the weights that it has just published, before or after it was seen that they are there for the
     engines to load; and with what was to be their copy; and where engines that wait for them, or for their phase, hold all that the
@@ -305,9 +316,6 @@ def test_weights_whose_node_is_lost_are_had_from_elsewhere(
         monkeypatch.setattr(gang, "kept_here", lambda ref, node: (ref, [ref] if node == passing.node_id else []))
 
     ranks = 2 if "two ranks" in moment else 1
-    elsewhere = [node.node_id for node in (nodes.head_node, *nodes.worker_nodes) if node is not passing]
-    others = [ray.util.placement_group([{"CPU": 1}], bundle_label_selector=[{"ray.io/node-id": n}]) for n in elsewhere for _ in range(2)]
-    ray.get([group.ready() for group in others], timeout=120)
     lent: list[int] = []
 
     def lose(run: Hit) -> None:
@@ -324,7 +332,7 @@ def test_weights_whose_node_is_lost_are_had_from_elsewhere(
     with run:
         assert run.weights is not None and run.weights.node == passing.node_id
         held = 3 if "one slot" in moment else 2 if ranks == 2 else 0
-        for group in others[held:]:
+        for group in taken[held:]:
             ray.util.remove_placement_group(group)
         lend = run.gang.leases.lend
         run.gang.leases.lend = lambda: lent.append(len(given := lend())) or given
@@ -343,5 +351,3 @@ def test_weights_whose_node_is_lost_are_had_from_elsewhere(
     same(run, clean, steps=3)
     assert run.total("faults/bugs") == 0 and run.total("faults/preempted") >= 1 and run.total("faults/learner_restarts") == 1
     assert "no copy" not in moment or max(lent) >= 1
-    for group in others[:held]:
-        ray.util.remove_placement_group(group)
