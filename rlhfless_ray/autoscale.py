@@ -152,14 +152,22 @@ class Autoscaler:
         decision = safe_decide(self.last, make, fallback=min(max(self.actors, least), max_actors))
         if not failed(decision):
             self.last = decision
+        predicted = self._safely(
+            "predicting the step", lambda: self._predict_step(decision, scenarios.lengths, prompts, warm), lambda: (0.0, 0.0, 0.0)
+        )
+        return RolloutPlan(decision, max(least, decision.actors), tuple(plans), *predicted)
+
+    def _predict_step(
+        self, decision: Decision, lengths: np.ndarray, prompts: list[Prompt], warm: int
+    ) -> tuple[float, float, float]:
+        """Seconds of the rollout phase, slot-seconds of its leases, seconds of the whole step."""
         start_s = self.terms.cold_start.predict() if decision.actors > warm else 0.0
-        phase_s, slot_s = self._predict(decision, scenarios.lengths, self._prompt_tokens(prompts), start_s)
-        tokens = float(scenarios.lengths.mean(1).sum())
+        phase_s, slot_s = self._predict(decision, lengths, self._prompt_tokens(prompts), start_s)
+        tokens = float(lengths.mean(1).sum())
         learn_s = self.learner.predict(self.learner_slots, tokens)
         if self.terms.passes.records:  # else there are none, or none yet
             learn_s += self.terms.passes.predict(tokens)
-        step_s = phase_s + self.terms.score.predict(len(scenarios.lengths)) + learn_s + self.outside.predict()
-        return RolloutPlan(decision, max(least, decision.actors), tuple(plans), phase_s, slot_s, step_s)
+        return phase_s, slot_s, phase_s + self.terms.score.predict(len(lengths)) + learn_s + self.outside.predict()
 
     def size_learner(self, samples: list[Sample]) -> Decision:
         """Slots that each rank is given for the update on `samples`."""
