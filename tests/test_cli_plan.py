@@ -87,6 +87,11 @@ def test_scenarios_are_draws_of_what_the_same_prompts_do_next(grouped: Path, cap
     alone = found["frontier"][-1]
     assert alone["time_s"] == pytest.approx(np.mean(0.0085 * drawn.max(0) + 3e-5 * drawn.sum(0)), rel=1e-6)
     assert found["scenarios"] == 32
+    longest = int(max(max(group) for group in recorded))
+    cut = said(capsys, grouped, *SPEED, "--scenarios", 32, "--seed", 5, "--max-tokens", longest)
+    assert drawn.max() > longest and cut["frontier"][-1]["time_s"] < alone["time_s"]
+    forecaster.max_tokens = longest
+    assert forecaster.scenarios(range(12), [0] * 12, 4, 32, 5).max() == longest
 
 
 def test_start_price_and_context(tmp_path: Path, capsys) -> None:
@@ -249,6 +254,8 @@ def test_malformed_lengths_are_named(tmp_path: Path, name: str, text: str, sente
         ((*SPEED, "--prefer", 0.5, "--knee"), "--prefer and --knee: a plan has one goal"),
         ((*SPEED, "--deadline", -1), "--deadline: deadline_s must be"),
         ((*SPEED, "--scenarios", -1), "--scenarios"),
+        ((*SPEED, "--max-tokens", 10**6), "--max-tokens: known lengths are as long as they are"),
+        ((*SPEED, "--scenarios", 4, "--max-tokens", 1), "--max-tokens 1: the longest of these responses has"),
         ((*SPEED, "--plot", "a.png"), "written as .svg"),
         ((*SPEED, "--column", "nothing"), "--column nothing names nothing"),
         ((*SPEED, "--capacity", 10), "hold"),

@@ -40,6 +40,7 @@ def plan(
         int,
         typer.Option(help="0: these lengths are known. S: they are what the prompts did last time; plan S draws of the next."),
     ] = 0,
+    max_tokens: Annotated[int | None, typer.Option(help="With --scenarios: length at which responses are cut.")] = None,
     column: Annotated[str | None, typer.Option(help="Column or key of the lengths.")] = None,
     price: Annotated[float, typer.Option(help="Of one device-second.")] = 1.0,
     start: Annotated[float, typer.Option(help="Seconds from lease to first token of every actor.")] = 0.0,
@@ -86,7 +87,11 @@ def plan(
             f"--scenarios {scenarios}: with {len(recorded.tokens)} responses at most "
             f"{min(MOST_SCENARIOS, MOST_DRAWS // len(recorded.tokens))} can be planned on"
         )
-    drawn = _scenarios(recorded, scenarios, seed) if scenarios else recorded.tokens
+    if max_tokens is not None and not scenarios:
+        raise UserError("--max-tokens: known lengths are as long as they are; it goes with --scenarios")
+    if max_tokens is not None and recorded.tokens.max() > max_tokens:
+        raise UserError(f"--max-tokens {max_tokens}: the longest of these responses has {recorded.tokens.max():.0f}")
+    drawn = _scenarios(recorded, scenarios, seed, max_tokens) if scenarios else recorded.tokens
     try:
         plans, bounds = _frontier(drawn, recorded.prompt_tokens, pools, sets)
         choice = choose(plans, objective)
@@ -140,8 +145,8 @@ def _objective(prefer: float | None, deadline: float | None, budget: float | Non
         raise UserError(f"{given[0]}: {error}") from None
 
 
-def _scenarios(recorded: Lengths, count: int, seed: int) -> np.ndarray:
-    """(n, count): what the same prompts will probably do the next time, by what they did."""
+def _scenarios(recorded: Lengths, count: int, seed: int, max_tokens: int | None) -> np.ndarray:
+    """(n, count): what the same prompts will probably do the next time, by what they did; cut at `max_tokens`."""
     import numpy as np
 
     from placement.lengths import LengthForecaster
@@ -150,7 +155,7 @@ def _scenarios(recorded: Lengths, count: int, seed: int) -> np.ndarray:
     sizes = np.bincount(recorded.group)
     first = order[np.cumsum(sizes) - sizes]
     prompts, tokens = range(len(sizes)), recorded.prompt_tokens[first]
-    forecaster = LengthForecaster(float(recorded.tokens.mean()))
+    forecaster = LengthForecaster(float(recorded.tokens.mean()), max_tokens=max_tokens)
     forecaster.observe(prompts, tokens, np.split(recorded.tokens[order], np.cumsum(sizes)[:-1]))
     drawn = np.empty((len(recorded.tokens), count))
     most = int(sizes.max())
