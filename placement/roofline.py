@@ -56,11 +56,14 @@ class Model:
         """From a Hugging Face configuration (Llama and Qwen2 types). Raises ValueError naming the field that is missing or
         wrong."""
         needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-        for field in needed:
+        optional = [field for field in ("num_key_value_heads", "head_dim") if config.get(field) is not None]
+        for field in (*needed, *optional):
             value = config.get(field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"model {name}: `{field}` must be a positive integer in its configuration, not {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+                raise ValueError(f"model {name}: `{field}` must be a positive integer in its configuration, not {str(value)[:60]}")
         heads = config["num_attention_heads"]
+        if "head_dim" not in optional and config["hidden_size"] < heads:
+            raise ValueError(f"model {name}: `hidden_size` {config['hidden_size']} is smaller than its {heads} `num_attention_heads`")
         return cls(
             name,
             config["hidden_size"],

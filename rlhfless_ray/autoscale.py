@@ -116,7 +116,7 @@ class Autoscaler:
         """Joint draws of the lengths of every response to `prompts`, siblings side by side."""
         rows, tokens = _asked(prompts)
         draws = self.recipe.objective.scenarios
-        return self._safely(
+        return self.safely(
             "the forecast", lambda: self.forecaster.predict(rows, tokens, self.samples).draw(draws, step),
             lambda: Scenarios.of_matrix(np.full((len(prompts) * self.samples, draws), self.forecaster.default_tokens)),
         )
@@ -124,17 +124,19 @@ class Autoscaler:
     def expected(self, prompts: list[Prompt]) -> np.ndarray:
         """(prompts,) expected tokens of one response to each."""
         rows, tokens = _asked(prompts)
-        return self._safely(
+        return self.safely(
             "the forecast", lambda: self.forecaster.forecast(rows, tokens),
             lambda: np.full(len(prompts), self.forecaster.default_tokens),
         )
 
-    def _safely(self, what: str, make: Callable[[], T], otherwise: Callable[[], T]) -> T:
+    def safely(self, what: str, make: Callable[[], T], otherwise: Callable[[], T]) -> T:
         """What concerns only planning must not end a run: it goes on with `otherwise`, and `troubles` is told to the user."""
         try:
             return make()
         except Exception as error:
-            self.troubles.append(f"{what} failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
+            trouble = f"{what} failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+            if trouble not in self.troubles:  # some of it is asked for many times a step
+                self.troubles.append(trouble)
             return otherwise()
 
     def plan(self, scenarios: Scenarios, prompts: list[Prompt], max_actors: int, *, step: int, warm: int) -> RolloutPlan:
@@ -152,20 +154,32 @@ class Autoscaler:
         decision = safe_decide(self.last, make, fallback=min(max(self.actors, least), max_actors))
         if not failed(decision):
             self.last = decision
+        predicted = self.safely(
+            "predicting the step", lambda: self._predict_step(decision, scenarios.lengths, prompts, warm), lambda: (0.0, 0.0, 0.0)
+        )
+        return RolloutPlan(decision, max(least, decision.actors), tuple(plans), *predicted)
+
+    def _predict_step(
+        self, decision: Decision, lengths: np.ndarray, prompts: list[Prompt], warm: int
+    ) -> tuple[float, float, float]:
+        """Seconds of the rollout phase, slot-seconds of its leases, seconds of the whole step."""
         start_s = self.terms.cold_start.predict() if decision.actors > warm else 0.0
-        phase_s, slot_s = self._predict(decision, scenarios.lengths, self._prompt_tokens(prompts), start_s)
-        tokens = float(scenarios.lengths.mean(1).sum())
+        phase_s, slot_s = self._predict(decision, lengths, self._prompt_tokens(prompts), start_s)
+        tokens = float(lengths.mean(1).sum())
         learn_s = self.learner.predict(self.learner_slots, tokens)
         if self.terms.passes.records:  # else there are none, or none yet
             learn_s += self.terms.passes.predict(tokens)
-        step_s = phase_s + self.terms.score.predict(len(scenarios.lengths)) + learn_s + self.outside.predict()
-        return RolloutPlan(decision, max(least, decision.actors), tuple(plans), phase_s, slot_s, step_s)
+        return phase_s, slot_s, phase_s + self.terms.score.predict(len(lengths)) + learn_s + self.outside.predict()
 
     def size_learner(self, samples: list[Sample]) -> Decision:
         """Slots that each rank is given for the update on `samples`."""
         if not self.recipe.functions.elastic:
             return Hold(self.recipe.learner.max_slots_per_rank, "functions.elastic is off: all slots, always")
-        decision = self.learner.decide(self.learner_slots, float(response_tokens(samples).sum()), second=self.second)
+        decision = self.safely(
+            "sizing the learner",
+            lambda: self.learner.decide(self.learner_slots, float(response_tokens(samples).sum()), second=self.second),
+            lambda: Hold(self.learner_slots, "as before: sizing the learner failed"),
+        )
         self.learner_slots = decision.actors
         return decision
 
@@ -200,19 +214,28 @@ class Autoscaler:
         """An engine has nothing left to do and others will work for `tail_s` more: what becomes of its lease?"""
         if not needed_next:
             return Release(0, "the next phase does not need the slot")
-        return hold_slot(tail_s, 1.0, start_cost(RETAKE_S, 1.0, self.second))
+        return self.safely(
+            "weighing an idle slot", lambda: hold_slot(tail_s, 1.0, start_cost(RETAKE_S, 1.0, self.second)),
+            lambda: Release(0, "weighing it failed"),
+        )
 
     def keep_warm_s(self, gaps_s: Sequence[float], hold_price: float) -> float:
         """For how long a parked process is worth keeping. `gaps_s`: for how long such processes lay idle before; `hold_price`: what
         it costs meanwhile, as a share of a slot's price."""
-        start = start_cost(self.terms.cold_start.predict(), 1.0, self.second)
-        decision = keep_alive(gaps_s, hold_price, start)
-        return LATER * decision.keep_s if isinstance(decision, Park) else 0.0
+        def weigh() -> float:
+            start = start_cost(self.terms.cold_start.predict(), 1.0, self.second)
+            decision = keep_alive(gaps_s, hold_price, start)
+            return LATER * decision.keep_s if isinstance(decision, Park) else 0.0
+
+        return self.safely("weighing parked processes", weigh, lambda: 0.0)
 
     def prewarm_now(self, phase_left_s: float, start_s: float, hold_price: float) -> bool:
         """Whether it is time to start the process that the next phase needs."""
         spread = self.speed.spread * phase_left_s
-        return prewarm(phase_left_s, spread, start_s, 0.5 * start_s, hold_price, self.second).at_s <= 0
+        return self.safely(
+            "timing a start ahead",
+            lambda: prewarm(phase_left_s, spread, start_s, 0.5 * start_s, hold_price, self.second).at_s <= 0, lambda: False,
+        )
 
     def _frontier(self, lengths: np.ndarray, prompts: list[Prompt], max_actors: int) -> list[Plan]:
         """lengths (n,) known or (n, S) scenarios."""
@@ -273,15 +296,14 @@ class Autoscaler:
 
     def settle(self) -> None:
         """Fit what was observed: whoever asks for a time next need not wait for it."""
-        for term in (*vars(self.terms).values(), self.around, self.outside):
-            term.settle()
-        self.learner.settle()
+        for one in (*vars(self.terms).values(), self.around, self.outside, self.learner):
+            self.safely("fitting what was observed", one.settle, lambda: None)
 
     def _learn(self, steps: list[EngineStep]) -> None:
         running, new = np.array([s.running for s in steps]), np.array([s.new_tokens for s in steps])
         seconds = np.array([s.seconds for s in steps])
         context, prefill = np.array([s.context_tokens for s in steps]), new > running
-        self._safely("fitting the speed", lambda: self.speed.observe(running, seconds, context, new), lambda: None)
+        self.safely("fitting the speed", lambda: self.speed.observe(running, seconds, context, new), lambda: None)
         self.terms.prefill.observe(new[prefill], seconds[prefill])
 
     def observe_load(self, weight_bytes: int, seconds: float, away: bool = False) -> None:
@@ -308,14 +330,14 @@ class Autoscaler:
     def observe_samples(self, prompts: list[Prompt], samples: list[Sample]) -> None:
         lengths = response_tokens(samples).reshape(len(prompts), self.samples)
         rows, tokens = _asked(prompts)
-        self._safely("learning from lengths", lambda: self.forecaster.observe(rows, tokens, list(lengths)), lambda: None)
+        self.safely("learning from lengths", lambda: self.forecaster.observe(rows, tokens, list(lengths)), lambda: None)
 
     def quality(self, scenarios: Scenarios, samples: list[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
         """How good the step's forecast was, what the same objective would have chosen with the true lengths, and what no
         plan could have beaten."""
         self.learn()
         row = {"pool/rollout_actors": self.actors}
-        return row | self._safely(
+        return row | self.safely(
             "judging the plan", lambda: self._quality(scenarios, samples, prompts, max_actors), lambda: {}
         )
 

@@ -173,6 +173,7 @@ class Runtime:
                 self.reward.prewarm(home)
             if self.owes_warm_start and checkpoint is None:
                 self.record.progress.phase("supervised warm start (cached afterwards)")
+                self.record.progress.message(f"supervised warm start first: {self.recipe.warm_start.steps} steps, cached afterwards")
                 self.files = self.gang.warm_start(ray.put(self.files), self.recipe)
                 keep_policy(self.recipe, self.files)
             self.record.progress.phase("loading the policy")

@@ -194,6 +194,10 @@ def test_nothing_that_concerns_planning_only_ends_a_run(monkeypatch):
         monkeypatch.setattr(auto.forecaster, broken, lambda *_: 1 / 0)
     monkeypatch.setattr(auto.speed, "observe", lambda *_: 1 / 0)
     monkeypatch.setattr("rlhfless_ray.autoscale.forecast_quality", lambda *_: 1 / 0)
+    for broken in ("predict", "decide", "settle"):
+        monkeypatch.setattr(auto.learner, broken, lambda *_, **__: 1 / 0)
+    for broken in ("hold_slot", "keep_alive", "prewarm"):
+        monkeypatch.setattr(f"rlhfless_ray.autoscale.{broken}", lambda *_: 1 / 0)
     scenarios = auto.forecast(prompts(), 1)
     assert scenarios.lengths.shape == (64, 64) and (scenarios.lengths == 100).all()
     assert auto.expected(prompts()).shape == (16,)
@@ -201,6 +205,14 @@ def test_nothing_that_concerns_planning_only_ends_a_run(monkeypatch):
     auto.observe_rollout([EngineStep(1, 1, 1, 0.01)], 0.01)
     assert auto.quality(scenarios, answers(prompts()), prompts(), 2) == {"pool/rollout_actors": 0}
     assert auto.plan(scenarios, prompts(), 2, step=1, warm=2).actors >= 1
-    told = ["the forecast", "the forecast", "learning from lengths", "fitting the speed", "judging the plan"]
+    assert auto.size_learner(answers(prompts())).actors == auto.learner_slots
+    assert auto.drained(1.0, needed_next=True).action == "Release"
+    assert auto.keep_warm_s([1.0], 0.1) == 0.0 and not auto.prewarm_now(1.0, 1.0, 0.1)
+    auto.settle()
+    told = [
+        "the forecast", "learning from lengths", "fitting the speed", "judging the plan", "weighing an idle slot",
+        "predicting the step", "sizing the learner", "weighing parked processes", "timing a start ahead",
+        "fitting what was observed",
+    ]  # fmt: skip
     assert [trouble.split(" failed")[0] for trouble in auto.troubles] == told
     assert all("ZeroDivisionError: division by zero" in trouble for trouble in auto.troubles)

@@ -252,7 +252,7 @@ def test_malformed_lengths_are_named(tmp_path: Path, name: str, text: str, sente
         ((*SPEED, "--plot", "a.png"), "written as .svg"),
         ((*SPEED, "--column", "nothing"), "--column nothing names nothing"),
         ((*SPEED, "--capacity", 10), "hold"),
-        ((*SPEED, "--price", -1), "must be finite and not negative"),
+        ((*SPEED, "--price", -1), "must be finite and above 0"),
     ],
 )
 def test_mistakes_in_options(grouped: Path, arguments: tuple, sentence: str) -> None:
@@ -319,3 +319,40 @@ def test_a_row_without_the_column_of_the_others_is_named(tmp_path: Path) -> None
     path.write_text("[3, 1e300]")
     with pytest.raises(UserError, match="entry 2: 1e\\+300 is no number of tokens"):
         read_lengths(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("a.json", "[" * 100_000, "line 1: lists in lists too deep"),
+        ("a.jsonl", "3\n" + "[" * 100_000, "line 2: lists in lists too deep"),
+        ("a.json", f"[{'9' * 5000}]", "too many digits"),
+        ("a.json", f"[3, {'9' * 500}]", "entry 2: an integer beyond 1e\\+09 is no number of tokens"),
+        ("a.json", "[{}]", "entry 1: there is nothing in it"),
+        ("a.csv", 'tokens\n"3\n4\n', "line 3: not CSV .unexpected end of data"),
+        ("a.csv", 'tokens,prompt\n3,"two\nlines"\nx,c\n', "line 4, column `tokens`: `x` is not a number"),
+        ("a.csv", f"tokens\n{'9' * 200_000}\n", "line 2: not CSV .field larger than"),
+    ],
+)
+def test_files_that_trip_the_parsers_are_one_sentence_too(tmp_path: Path, file: str, text: str, said: str) -> None:
+    (tmp_path / file).write_text(text)
+    with pytest.raises(UserError, match=said) as caught:
+        read_lengths(tmp_path / file)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--seed", "-3", "--scenarios", "5"), "--seed: 0 or more, got -3"),
+        (("--scenarios", 10**8), "--scenarios 100000000: with .* responses at most 10000"),
+        (("--price", 0), "--price must be finite and above 0, got 0"),
+        (("--capacity", 0), "--capacity: at least 1 token, got 0"),
+        (("--pool", f"actors={10**23}"), "--actors: at most 1,000,000,000"),
+        (("--pool", "speed=1e-320:0"), "no decode step takes that"),
+        (("--pool", "speed=1e300:1"), "no decode step takes that"),
+    ],
+)
+def test_figures_beyond_reason_are_refused_before_anything_is_planned(grouped: Path, options: tuple[object, ...], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        run(grouped, *SPEED, *options)

@@ -116,6 +116,7 @@ def test_an_unknown_key_without_a_neighbour_names_none() -> None:
     [
         ("run.steps", "many", "`run.steps`: input should be a valid integer"),
         ("run.steps", -1, "greater than or equal to 0 (got -1)"),
+        ("run.root", "", "`run.root`: string should have at least 1 character"),
         ("run.steps", 1.5, "`run.steps`"), ("run.name", "a/b", "`run.name`"), ("run.name", "..", "`run.name`"),
         ("policy.hidden_size", 40, "multiple of 32 (got 40)"),
         ("policy.dtype", "float16", "`policy.dtype`: input should be 'float32' or"),
@@ -253,6 +254,18 @@ def test_overrides_are_yaml(tmp_path: Path) -> None:
     assert recipe.run.seed == 8, "the last one counts"
 
 
+@pytest.mark.parametrize("text", ["End with #### and the number", "# first", "a#b", "'quoted # text'  # comment", '"quoted # text"'])
+def test_a_command_line_has_no_comments(tmp_path: Path, text: str) -> None:
+    kept = "quoted # text" if "quoted" in text else text
+    assert Recipe.load(write(tmp_path, YAML), [f"prompts.system={text}"]).prompts.system == kept
+
+
+def test_the_system_prompt_of_gsm8k_is_whole() -> None:
+    """Without quotes YAML took the rest of the sentence, from ` ####` on, for a comment."""
+    recipe = Recipe.load(Path(__file__).parents[1] / "recipes" / "gsm8k.yaml")
+    assert recipe.prompts.system.endswith("#### and the final number.")
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -287,6 +300,8 @@ def test_wrong_files(tmp_path: Path, text: str, said: str) -> None:
 def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         Recipe.load(tmp_path / "none.yaml")
+    with pytest.raises(UserError, match="a folder; name the recipe's YAML file"):
+        Recipe.load(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(UserError, match="not valid YAML"):
         Recipe.load(tmp_path / "binary.yaml")

@@ -25,7 +25,7 @@ def read(name: str) -> dict[str, Any]:
 
 def values(tree: dict[str, Any]) -> dict[str, Any]:
     """{name: [value, source]} without the sources."""
-    return {name: entry[0] if isinstance(entry, list) else entry for name, entry in tree.items()}
+    return {name: entry[0] if isinstance(entry, list) and entry else entry for name, entry in tree.items()}
 
 
 def number(value: Any) -> Any:
@@ -85,6 +85,10 @@ def device(entry: str | dict[str, Any]) -> Device:
         value = given[key] = number(value) if key != "name" else value
         if key != "name" and (not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf):
             raise ValueError(f"device: `{key}` must be a positive, finite number, not {value!r}")
+    if not isinstance(given.get("name", ""), str):
+        raise ValueError(f"device: `name` must be a word, not {given['name']!r}")
+    if given.get("decode_efficiency", 1) > 1:
+        raise ValueError(f"device: `decode_efficiency` is a share of the bandwidth, at most 1, not {given['decode_efficiency']!r}")
     whole = {"name": "custom", **base, **given}
     missing = [f.name for f in fields(Device) if f.name not in whole and f.default is MISSING]
     if missing:
@@ -104,11 +108,14 @@ def model(entry: str | dict[str, Any]) -> Model:
         path = path / "config.json"
     if path.suffix == ".json" or "/" in str(entry):
         try:
-            return Model.of(path.parent.name or path.stem, json.loads(path.read_text()))
+            tree = json.loads(path.read_text())
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}: not valid JSON (line {error.lineno})") from None
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"{path}: no configuration of a model can be read there ({type(error).__name__})") from None
+        if not isinstance(tree, dict):
+            raise ValueError(f"{path}: not a Hugging Face configuration of a model (a JSON object with `hidden_size` and others)")
+        return Model.of(path.parent.name or path.stem, tree)
     known = sorted(p.stem for p in (DATA / "models").glob("*.json"))
     name = choose("model", entry, known)
     return Model.of(name, json.loads((DATA / "models" / f"{name}.json").read_text()))

@@ -11,6 +11,7 @@ from placement.roofline import Device, Model, check_width
 from placement.simulate import catalog
 
 ALGORITHMS = ("grpo", "ppo")
+MOST = 10_000_000  # devices, responses of a run: memory and hours, not insight, lie beyond
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,11 @@ def check(s: Setting) -> None:
         value = getattr(s, key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"`{key}` must be a whole number of at least 1, not {value!r}")
+    for what, count in (
+        ("devices", s.devices), ("responses", s.prompts * s.samples * s.steps_per_epoch * s.epochs), ("updates", s.updates)
+    ):
+        if count > MOST:
+            raise ValueError(f"{count:,} {what}: more than {MOST:,} are not simulated")
     for key in ("start_scale", "migrate_scale", "learn_scale"):
         value = getattr(s, key)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
@@ -164,7 +170,7 @@ def check(s: Setting) -> None:
     for key, value in s.phases.items():
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
             raise ValueError(f"`phases.{key}` must be a positive, finite number, not {value!r}")
-    if not isinstance(s.prefer, (int, float)) or not 0 <= s.prefer <= 1:
+    if not isinstance(s.prefer, (int, float)) or isinstance(s.prefer, bool) or not 0 <= s.prefer <= 1:
         raise ValueError(f"`prefer` must lie in 0 … 1 (0 cheapest, 1 fastest), not {s.prefer!r}")
     catalog.choose("algorithm", s.algorithm, list(ALGORITHMS))
     if s.devices_per_node % s.tensor_parallel:

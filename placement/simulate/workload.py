@@ -10,7 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from placement.simulate.catalog import choose, read, values
+from placement.simulate.catalog import choose, number, read, values
+
+MOST = 1e9  # tokens: beyond every response there is
+MOST_DEVIATION = 10  # e¹⁰: one deviation more and a response is 20,000 times as long
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,16 @@ def synthesise(
     known = [k for k in tables if k != "shares"]
     given = {"like": name} if isinstance(name, str) else dict(name)
     spread = values(tables[choose("length distribution", given.pop("like", "gsm8k"), known)])
-    for key, value in given.items():
+    for key, value in ((key, number(value)) for key, value in given.items()):
         spread[choose("field of a length distribution", key, list(spread))] = value
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < np.inf:
             raise ValueError(f"lengths: `{key}` must be a finite number of at least 0, not {value!r}")
+        if value == 0 and key in ("median_tokens", "prompt_tokens"):
+            raise ValueError(f"lengths: `{key}` must be above 0")
+        if key.endswith("deviation") and value > MOST_DEVIATION:
+            raise ValueError(f"lengths: `{key}` is of the logarithm, at most {MOST_DEVIATION}, not {value!r}")
+        if key == "prompts" and not isinstance(value, int):
+            raise ValueError(f"lengths: `prompts` must be a whole number, not {value!r}")
     if prompts > spread["prompts"]:
         raise ValueError(f"`prompts`: {prompts} per step, but {name} has {spread['prompts']}; take fewer prompts per step")
     steps = max(1, min(steps_per_epoch, spread["prompts"] // prompts))
@@ -132,19 +141,30 @@ def replay(path: Path, *, prompts: int, epochs: int, response_limit: int) -> Wor
 
 def _number(value: object, where: str) -> float:
     try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        number = float("nan")
-    if isinstance(value, bool) or not np.isfinite(number) or number < 1:
-        raise ValueError(f"{where}: expected a number of tokens of at least 1, found {value!r}")
-    return number
+        tokens = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        tokens = float("nan")
+    if isinstance(value, bool) or not 1 <= tokens <= MOST:
+        raise ValueError(f"{where}: expected a number of tokens of at least 1, found {_short(value)}")
+    return tokens
+
+
+def _short(value: object) -> str:
+    if isinstance(value, (int, float)) and value > MOST:
+        return f"more than {MOST:g}"  # Python prints no integer of more than some thousand digits
+    return repr(value)[:60]
 
 
 def _from_json(path: Path) -> list[tuple[float, list[float]]]:
+    text = path.read_text()
     try:
-        tree = json.loads(path.read_text())
+        tree = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not valid JSON (line {error.lineno}, column {error.colno})") from None
+    except RecursionError:
+        raise ValueError(f"{path}: lists in lists too deep to be lengths") from None
+    except ValueError:  # Python converts no more than some thousand digits
+        raise ValueError(f"{path}: a number in it has too many digits to be a length") from None
     if not isinstance(tree, list) or not tree:
         raise ValueError(f"{path}: expected a list with one entry per prompt")
     if not isinstance(tree[0], (list, dict)):
@@ -156,7 +176,7 @@ def _from_json(path: Path) -> list[tuple[float, list[float]]]:
             raise ValueError(f"{path}: row {i}: no column `lengths` (columns: {', '.join(entry) or 'none'})")
         lengths = entry["lengths"] if isinstance(entry, dict) else entry
         if not isinstance(lengths, list) or not lengths:
-            raise ValueError(f"{path}: row {i}, column `lengths`: expected a list of response lengths, found {lengths!r}")
+            raise ValueError(f"{path}: row {i}, column `lengths`: expected a list of response lengths, found {_short(lengths)}")
         row = [_number(v, f"{path}: row {i}, column {j}") for j, v in enumerate(lengths, 1)]
         table.append((_number(known, f"{path}: row {i}, column `prompt_tokens`"), row))
     return table
@@ -164,8 +184,11 @@ def _from_json(path: Path) -> list[tuple[float, list[float]]]:
 
 def _from_csv(path: Path) -> list[tuple[float, list[float]]]:
     with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, restkey="")
-        names, rows = reader.fieldnames or [], [(reader.line_num, row) for row in reader]
+        reader = csv.DictReader(file, restkey="", strict=True)
+        try:
+            names, rows = reader.fieldnames or [], [(reader.line_num, row) for row in reader]
+        except csv.Error as error:
+            raise ValueError(f"{path}: row {reader.reader.line_num}: not CSV ({error})") from None
     if "response_tokens" not in names:
         raise ValueError(f"{path}: row 1: no column `response_tokens` (columns: {', '.join(map(str, names)) or 'none'})")
     if not rows:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlhfless_ray.cli.read_lengths import Lengths
 
 SHOWN = 14  # rows of the table
+MOST_SCENARIOS, MOST_DRAWS = 10_000, 50_000_000  # seconds, and 400 MB: nothing is learned from more
 
 
 def plan(
@@ -63,6 +64,8 @@ def plan(
 
     if scenarios < 0:
         raise UserError(f"--scenarios: 0 or more, got {scenarios}")
+    if seed < 0:
+        raise UserError(f"--seed: 0 or more, got {seed}")
     if plot is not None and plot.suffix.lower() != ".svg":
         raise UserError(f"--plot {plot}: plots are written as .svg")
     objective = _objective(prefer, deadline, budget, knee)
@@ -78,6 +81,11 @@ def plan(
         pools = [wish.pool(), *(wish.other(text).pool(f"--pool {text}: ") for text in pool or ())]
         sets = [list(range(len(pools)))]
     recorded = read_lengths(lengths, column)
+    if scenarios * len(recorded.tokens) > MOST_DRAWS or scenarios > MOST_SCENARIOS:
+        raise UserError(
+            f"--scenarios {scenarios}: with {len(recorded.tokens)} responses at most "
+            f"{min(MOST_SCENARIOS, MOST_DRAWS // len(recorded.tokens))} can be planned on"
+        )
     drawn = _scenarios(recorded, scenarios, seed) if scenarios else recorded.tokens
     try:
         plans, bounds = _frontier(drawn, recorded.prompt_tokens, pools, sets)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from placement import Pool
 
 
+LEAST_STEP_S, MOST_STEP_S = 1e-9, 1e6
+MOST = 10**9  # actors, devices, KV tokens
 WIDEST = 8  # devices of a node: between nodes an engine's all-reduces take other links than the roofline knows
 
 
@@ -65,7 +67,14 @@ class Wish:
             raise UserError(f"{name}say how fast an actor decodes: either --speed base,per_seq[,per_ctx] or --device and --model")
         if self.tensor_parallel < 1:
             raise UserError(f"{name}--tensor-parallel: at least 1, got {self.tensor_parallel}")
-        for what in ("price", "start", "preempt"):
+        for what, option in (("actors", "--actors"), ("tensor_parallel", "--tensor-parallel"), ("capacity", "--capacity")):
+            if (getattr(self, what) or 0) > MOST:
+                raise UserError(f"{name}{option}: at most {MOST:,}")
+        if not 0 < self.price < math.inf:
+            raise UserError(f"{name}--price must be finite and above 0, got {self.price:g}")
+        if self.capacity is not None and self.capacity < 1:
+            raise UserError(f"{name}--capacity: at least 1 token, got {self.capacity}")
+        for what in ("start", "preempt"):
             if not 0 <= getattr(self, what) < math.inf:
                 raise UserError(f"{name}--{what} must be finite and not negative, got {getattr(self, what):g}")
         width, most = self.tensor_parallel, self.actors
@@ -74,8 +83,13 @@ class Wish:
                 numbers = [float(part) for part in self.speed.split(",")]
             except ValueError:
                 numbers = []
-            if len(numbers) not in (2, 3) or not all(0 <= x < math.inf for x in numbers) or not any(numbers):
+            if len(numbers) not in (2, 3) or not all(0 <= x < math.inf for x in numbers):
                 raise UserError(f"{name}--speed {self.speed}: give base,per_seq or base,per_seq,per_ctx in seconds, such as 0.0085,3e-5")
+            if not (sum(numbers[:2]) >= LEAST_STEP_S and sum(numbers) <= MOST_STEP_S):
+                raise UserError(
+                    f"{name}--speed {self.speed}: no decode step takes that; base and per_seq together are {LEAST_STEP_S:g} to "
+                    f"{MOST_STEP_S:g} s"
+                )
             return Pool(Speed(*numbers), self.price, most, self.start, self.preempt, self.capacity, width)
         if self.device is None or self.model is None:
             raise UserError(f"{name}--device and --model belong together: the speed follows from both")

@@ -71,6 +71,8 @@ def _number(value: Any, where: str, least: float) -> float:
             raise UserError(f"{where}: `{value}` is not a number") from None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UserError(f"{where}: {json.dumps(value)[:60]} is not a number")
+    if isinstance(value, int) and abs(value) > MOST:  # it may be too large to print, or to be a float
+        raise UserError(f"{where}: an integer beyond {MOST:g} is no number of tokens")
     if not math.isfinite(value):
         raise UserError(f"{where}: {value} is not finite")
     if value > MOST:
@@ -103,11 +105,20 @@ def _entry(entry: Any, where: str, key: Any, column: str | None) -> Iterator[Row
         yield key, 0.0, _number(entry, where, 1)
 
 
-def _json(path: Path, text: str, column: str | None) -> Iterator[Row]:
+def _parsed(text: str, where: str, above: int = 0) -> Any:
+    """`above`: lines of the file before this text."""
     try:
-        tree = json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+        raise UserError(f"{where}: not JSON: line {above + error.lineno}, column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise UserError(f"{where}: line {above + 1}: lists in lists too deep to be lengths") from None
+    except ValueError:  # Python converts no more than some thousand digits
+        raise UserError(f"{where}: a number in it has too many digits to be a length") from None
+
+
+def _json(path: Path, text: str, column: str | None) -> Iterator[Row]:
+    tree = _parsed(text, str(path))
     if not isinstance(tree, list):
         raise UserError(f"{path}: a list of lengths is needed, or a list of lists, one per prompt")
     for i, entry in enumerate(tree):
@@ -119,10 +130,7 @@ def _jsonl(path: Path, text: str, column: str | None) -> Iterator[Row]:
     for i, line in enumerate(text.splitlines()):
         if not line.strip():
             continue
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}: not JSON: line {i + 1}, column {error.colno}: {error.msg}") from None
+        entry = _parsed(line, str(path), i)
         column = _same(column, entry, f"{path}: line {i + 1}")
         yield from _entry(entry, f"{path}: line {i + 1}", i, column)
 
@@ -133,7 +141,11 @@ def _same(column: str | None, entry: Any, where: str) -> str | None:
 
 
 def _csv(path: Path, text: str, column: str | None) -> Iterator[Row]:
-    rows = [(i + 1, row) for i, row in enumerate(csv.reader(text.splitlines())) if any(cell.strip() for cell in row)]
+    reader = csv.reader(text.splitlines(keepends=True), strict=True)  # else an open quote would join the lines after it
+    try:
+        rows = [(reader.line_num, row) for row in reader if any(cell.strip() for cell in row)]
+    except csv.Error as error:
+        raise UserError(f"{path}: line {reader.line_num}: not CSV ({error})") from None
     if not rows:
         return
     header = [cell.strip() for cell in rows[0][1]]
@@ -167,6 +179,8 @@ def _reads_as_number(cell: str) -> bool:
 def _pick(names: Iterable[str], column: str | None, where: str) -> str:
     """The column of lengths."""
     names = list(names)
+    if not names:
+        raise UserError(f"{where}: there is nothing in it")
     if column is not None:
         if column not in names:
             raise UserError(f"{where}: no column `{column}`; there are {', '.join(names)}")

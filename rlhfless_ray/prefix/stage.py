@@ -73,9 +73,15 @@ class PrefixStage:
         """Whether the pages of `prompts` (token ids, one for each distinct prompt of the step) pay. `shares`: of each engine that
         will work, the prompts (positions) of its requests."""
         able = self.mode != "off" and not self.blocked  # else nothing is counted for it
-        demand = prefix_demand(prompts, shares, self.block_size) if able else None
-        choice = self.choose(demand, steps_left)
-        step = StepPrefixes(choice, demand)
+
+        def weighed() -> StepPrefixes:
+            demand = prefix_demand(prompts, shares, self.block_size) if able else None
+            return StepPrefixes(self.choose(demand, steps_left), demand)
+
+        step = self.site.autoscaler.safely(
+            "weighing prefix KV", weighed, lambda: StepPrefixes(PrefixChoice(False, 0, "off: weighing it failed"), None)
+        )
+        choice, demand = step.choice, step.demand
         step.metrics = {
             "prefix/on": float(choice.on), "prefix/reason": choice.reason, "prefix/saved_engine_s": choice.saved_engine_s,
             "prefix/break_even_tokens": choice.break_even_tokens if np.isfinite(choice.break_even_tokens) else None,

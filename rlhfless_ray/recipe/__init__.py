@@ -148,7 +148,7 @@ class Recipe(Section):
         """
         path = Path(path)
         if not path.is_file():
-            raise UserError(f"recipe {path}: no such file")
+            raise UserError(f"recipe {path}: " + ("a folder; name the recipe's YAML file" if path.is_dir() else "no such file"))
         try:
             tree = read_yaml(path.read_text()) or {}
         except (yaml.YAMLError, UnicodeDecodeError) as error:

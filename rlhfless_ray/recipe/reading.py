@@ -36,6 +36,8 @@ def apply(tree: dict[str, Any], override: str) -> None:
         value = read_yaml(text)
     except yaml.YAMLError:
         raise UserError(f"override `{override}`: the value is not valid YAML") from None
+    if "#" in text and (value is None or isinstance(value, str)) and not text.lstrip().startswith(("'", '"')):
+        value = text.strip()  # a command line has no comments: YAML would leave out what comes after ` #`
     *parents, leaf = key.split(".")
     node = tree
     for parent in parents:

@@ -12,7 +12,7 @@ from rlhfless_ray.recipe.section import OffIsAWord, Section
 class Run(Section):
     name: str = Field("", pattern=r"^(\w[\w.-]*)?$")
     """Folder below `root`. Empty: the recipe's file name; a number is added when that folder exists already."""
-    root: str = "runs"
+    root: str = Field("runs", min_length=1)
     """Where run folders go."""
     steps: int = Field(100, ge=0)
     """Steps to train in total (a resumed run counts the steps before)."""
@@ -73,7 +73,7 @@ class Objective(Section):
     def _one_goal(self) -> Objective:
         named = [name for name in ("deadline_s", "budget", "knee") if getattr(self, name)]
         if len(named) > 1:
-            raise ValueError(f"objective: set one of `{named[0]}` and `{named[1]}`, a plan has one goal")
+            raise ValueError(f"set one of `{named[0]}` and `{named[1]}`, a plan has one goal")
         return self
 
 

@@ -146,6 +146,15 @@ def test_a_model_from_a_config_file(tmp_path) -> None:
     (folder / "config.json").write_text('{"hidden_size": 64}')
     with pytest.raises(ValueError, match="`intermediate_size` must be a positive integer"):
         catalog.model(str(folder / "config.json"))
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="not a Hugging Face configuration of a model"):
+        catalog.model(str(folder))
+    whole = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    for field, value in (("num_key_value_heads", "two"), ("num_key_value_heads", -4), ("head_dim", 0.5), ("vocab_size", 10**400)):
+        with pytest.raises(ValueError, match=f"`{field}` must be a positive integer"):
+            catalog.model({**whole, field: value})
+    with pytest.raises(ValueError, match="`hidden_size` 2 is smaller than its 4 `num_attention_heads`"):
+        catalog.model({**whole, "hidden_size": 2})
 
 
 def test_every_figure_has_a_source() -> None:

@@ -136,3 +136,17 @@ def test_the_way_is_that_of_what_was_measured() -> None:
     for tokens in context:
         machine.observe(tokens, 10 * machine.prefill.seed @ (1, tokens), "prefill")  # a slow machine, nothing more
     assert [machine._way(n).name for n in (100, 3000)] == ["prefill", "pages"]
+
+
+def test_a_decision_that_fails_ends_the_moves_of_its_rollout_and_not_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    migration = Migration("auto", 0.7)
+    slow = Speed(0.001, 0.002)
+    migration.begin(forecasts([1000.0] * 16), slow, 100.0)
+    crowd = progressed([0] * 16, [10] * 16, [])
+    with monkeypatch.context() as patched:
+        patched.setattr(migration, "_best", lambda *_: 1 / 0)
+        assert not migration.decide(crowd, [0, 1], []).moves
+    assert not migration.decide(crowd, [0, 1], []).moves, "not asked again in this rollout"
+    assert migration.troubles == ["deciding on moves failed (ZeroDivisionError: division by zero)"]
+    migration.begin(forecasts([1000.0] * 16), slow, 100.0)
+    assert migration.decide(crowd, [0, 1], []).moves and not migration.troubles
