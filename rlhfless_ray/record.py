@@ -70,7 +70,7 @@ class Record:
         """The step's row; its ledger lines and what goes elsewhere are put off. `seconds`: per phase; `known`: its costs, and of
         samples, forecast and plan, now that the lengths are known."""
         self.step_times.append(wall_s)
-        recent = float(np.median(self.step_times[-20:]))
+        recent = float(np.median(self.step_times[1:][-20:] or self.step_times))  # the first had starts in it
         row = {
             "step": step.number, "time_s": time.time() - self.ledger.started_s, "step_s": wall_s,
             "version": step.number,
