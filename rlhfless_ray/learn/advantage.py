@@ -108,6 +108,11 @@ def _recur(x: np.ndarray, lengths: np.ndarray, factor: float) -> np.ndarray:
     """
     out = np.empty(len(x), _kind(x))
     if factor == 1:
+        counts = np.asarray(lengths, np.int64)
+        counts = counts[counts > 0]
+        last = x[np.cumsum(counts) - 1]
+        if np.count_nonzero(x) == np.count_nonzero(last):  # rewards of whole responses: every token gets its response's
+            return np.repeat(last, counts).astype(out.dtype, copy=False)
         for span in spans(lengths):
             out[span] = np.cumsum(x[span][::-1], dtype=np.float64)[::-1]
         return out

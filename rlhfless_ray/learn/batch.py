@@ -53,7 +53,8 @@ class Batch:
     ) -> Batch:
         """From (prompt ids, response ids, response log-probabilities, advantage, group) per sequence. The advantage is one per
         token, or one for all of them. `masks`: of the response tokens, where some of them are not the policy's."""
-        parts = [piece for prompt, response, *_ in sequences for piece in (np.asarray(prompt, np.int64), response)]
+        prompts = {id(s[0]): np.asarray(s[0], np.int64) for s in sequences}  # one for all responses to it
+        parts = [piece for prompt, response, *_ in sequences for piece in (prompts[id(prompt)], response)]
         advantages = [s[3] if isinstance(s[3], np.ndarray) else np.full(len(s[1]), s[3]) for s in sequences]
         logprobs = [s[2] for s in sequences]
         mask = mask_of(masks or [], [len(s[1]) for s in sequences])

@@ -108,6 +108,20 @@ def test_long_float32_sums_are_made_in_float64() -> None:
     assert discounted_returns(rewards, lengths)[0] == pytest.approx(200_000 * float(np.float32(0.1)), rel=1e-7)
 
 
+def test_rewards_of_whole_responses_come_to_the_same_bits_as_summed_backwards() -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 9, size=50)
+    rewards = np.zeros(int(lengths.sum()), np.float32)
+    ends = np.cumsum(lengths)[lengths > 0] - 1
+    rewards[ends] = rng.normal(size=len(ends))
+    rewards[ends[3]] = np.nan
+    summed = [np.cumsum(rewards[span][::-1], dtype=np.float64)[::-1] for span in spans(lengths)]
+    found = discounted_returns(rewards, lengths)
+    assert found.dtype == np.float32 and found.tobytes() == np.concatenate(summed).astype(np.float32).tobytes()
+    rewards[0] = 0.5 if ends[0] > 0 else 0.0  # a token's own reward: the response is summed
+    assert discounted_returns(rewards, lengths)[0] == pytest.approx(0.5 + float(rewards[ends[0]]))
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="add up to 4"):
         discounted_returns(np.zeros(3), np.array([4]))
