@@ -47,7 +47,7 @@ def make(ray_cluster: None, request: pytest.FixtureRequest) -> Iterator[Callable
         messages: list[str] = []
         recipe = Recipe.parse({"run": {"name": "stage"}, "prompts": {"task": "sort"}, "reward": {"function": "task"}})
         record = SimpleNamespace(progress=SimpleNamespace(message=messages.append))
-        scaler = SimpleNamespace(terms=Terms(), second=0.0)
+        scaler = SimpleNamespace(terms=Terms(), second=0.0, safely=lambda what, make, otherwise: make())
         site = Site(recipe, ledger, leases, Phases(lambda *_: None), record, scaler, 2)  # type: ignore[arg-type]
         fake = producer_class()
         pools = [
