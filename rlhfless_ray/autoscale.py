@@ -36,6 +36,7 @@ from placement.policy import (
 )
 from placement.speed import Speed, SpeedFit
 from placement.terms import Term, Terms
+from rlhfless_ray.errors import trouble
 from rlhfless_ray.first_speed import ExpectedEngine
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import EngineStep, Prompt, Sample
@@ -134,9 +135,9 @@ class Autoscaler:
         try:
             return make()
         except Exception as error:
-            trouble = f"{what} failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-            if trouble not in self.troubles:  # some of it is asked for many times a step
-                self.troubles.append(trouble)
+            told = trouble(what, error)
+            if told not in self.troubles:  # some of it is asked for many times a step
+                self.troubles.append(told)
             return otherwise()
 
     def plan(self, scenarios: Scenarios, prompts: list[Prompt], max_actors: int, *, step: int, warm: int) -> RolloutPlan:

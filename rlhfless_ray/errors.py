@@ -18,3 +18,8 @@ class Stopped(Exception):
     def __init__(self, signal_number: int) -> None:
         super().__init__(f"stopped by signal {signal_number}")
         self.signal_number = signal_number
+
+
+def trouble(what: str, error: Exception) -> str:
+    """What failed without ending the run, in one line for its log and report."""
+    return f"{what} failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})"

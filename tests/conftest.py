@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
@@ -75,6 +76,14 @@ def environment() -> dict[str, str]:
     """Ours, without a Ray of the machine and with the repository importable from anywhere."""
     kept = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "WANDB_API_KEY")}
     return {**kept, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def short_csv_fields() -> Iterator[None]:
+    """Python's own limit, whatever a library has made of it in this process."""
+    before = csv.field_size_limit(131_072)
+    yield
+    csv.field_size_limit(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -328,6 +328,7 @@ def test_a_row_without_the_column_of_the_others_is_named(tmp_path: Path) -> None
         read_lengths(path)
 
 
+@pytest.mark.usefixtures("short_csv_fields")
 @pytest.mark.parametrize(
     ("file", "text", "said"),
     [
@@ -338,7 +339,7 @@ def test_a_row_without_the_column_of_the_others_is_named(tmp_path: Path) -> None
         ("a.json", "[{}]", "entry 1: there is nothing in it"),
         ("a.csv", 'tokens\n"3\n4\n', "line 3: not CSV .unexpected end of data"),
         ("a.csv", 'tokens,prompt\n3,"two\nlines"\nx,c\n', "line 4, column `tokens`: `x` is not a number"),
-        ("a.csv", f"tokens\n{'9' * 200_000}\n", "line 2(: not CSV .field larger than|, column `tokens`: inf is not)"),  # as the limit is
+        ("a.csv", f"tokens\n{'9' * 200_000}\n", "line 2: not CSV .field larger than"),
     ],
 )
 def test_files_that_trip_the_parsers_are_one_sentence_too(tmp_path: Path, file: str, text: str, said: str) -> None:

@@ -12,6 +12,7 @@ from placement.siblings import shared_error
 from placement.speed import Speed
 from placement.survival import Forecast
 from placement.terms import Term
+from rlhfless_ray.errors import trouble
 from rlhfless_ray.rollout.transcript import Transcript
 from rlhfless_ray.types import EngineStep
 
@@ -126,7 +127,7 @@ class Migration:
         return Wishes(reason=self.troubles[0])
 
     def _give_up(self, error: Exception) -> None:
-        self.troubles.append(f"deciding on moves failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
+        self.troubles.append(trouble("deciding on moves", error))
 
     def _decide(self, transcript: Transcript, engines: list[int], steps: list[EngineStep]) -> Wishes:
         live = np.flatnonzero(~transcript.finished)

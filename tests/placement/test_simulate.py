@@ -184,6 +184,7 @@ def test_recorded_lengths_are_replayed(tmp_path) -> None:
     assert replay(path, prompts=2, epochs=1, response_limit=2048).lengths.tolist() == [[[100, 120], [7, 8]]]
 
 
+@pytest.mark.usefixtures("short_csv_fields")
 @pytest.mark.parametrize(
     ("file", "text", "said"),
     [
