@@ -20,6 +20,11 @@ class Stopped(Exception):
         self.signal_number = signal_number
 
 
+def one_line(error: BaseException, most: int | None = None) -> str:
+    """What an error says, for a sentence of ours; `most`: characters."""
+    return " ".join(str(error).split())[:most]
+
+
 def trouble(what: str, error: Exception) -> str:
     """What failed without ending the run, in one line for its log and report."""
-    return f"{what} failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    return f"{what} failed ({type(error).__name__}: {one_line(error, 200)})"

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rlhfless_ray.errors import UserError
+from rlhfless_ray.errors import UserError, one_line
 from rlhfless_ray.prompts.tasks import task
 from rlhfless_ray.prompts.tokenizer import TaskTokenizer
 from rlhfless_ray.recipe import Recipe
@@ -80,10 +80,9 @@ def model_folder(name: str, setting: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=[f"*{suffix}" for suffix in KEPT], ignore_patterns=["*/*"]))
     except Exception as error:  # of many types: no network, no such model, no right to it
-        words = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{setting}: there is no folder {name}, and the Hugging Face hub does not give a model of that name ({words}); give a "
-            "local model folder, or check name, network and login"
+            f"{setting}: there is no folder {name}, and the Hugging Face hub does not give a model of that name "
+            f"({one_line(error, 200)}); give a local model folder, or check name, network and login"
         ) from None
 
 
@@ -122,8 +121,7 @@ def load_tokenizer(files: dict[str, bytes], trust_remote_code: bool) -> Any:
         try:
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
         except Exception as error:  # of whatever type the libraries raise for files that they cannot read
-            first = " ".join(str(error).split())[:200]
-            raise UserError(f"policy.path: its tokenizer cannot be loaded: {first}") from None
+            raise UserError(f"policy.path: its tokenizer cannot be loaded: {one_line(error, 200)}") from None
 
 
 # Names under which a config says it, in the order of their families' age; vLLM looks for the same ones.

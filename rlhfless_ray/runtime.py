@@ -22,7 +22,7 @@ from rlhfless_ray.agent.load import AgentSource
 from rlhfless_ray.autoscale import Autoscaler, RolloutPlan
 from rlhfless_ray.checkpoints import Best, Checkpoints
 from rlhfless_ray.crew import Actors, hire
-from rlhfless_ray.errors import RunError, Stopped
+from rlhfless_ray.errors import RunError, Stopped, one_line
 from rlhfless_ray.evaluation import evaluate
 from rlhfless_ray.first_speed import ANY_SPEED, expected_engine
 from rlhfless_ray.functions.cluster import RayCluster
@@ -414,7 +414,7 @@ class Runtime:
             if isinstance(error, Stopped) or (error is None and not self.finished):
                 self._save_last_step(hurry=isinstance(error, Stopped) and error.signal_number == signal.SIGTERM)
         except Exception as failure:  # the checkpoint before stands; the leases must go all the same
-            self.record.progress.message(f"no checkpoint at the stop: {' '.join(str(failure).split())[:300]}")
+            self.record.progress.message(f"no checkpoint at the stop: {one_line(failure, 300)}")
         finally:
             self.folder.end(*self._outcome(error))  # before any word to Ray: it may be gone, and an answer take a minute
             self.stages.close()

@@ -57,10 +57,10 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, change, said):
     assert len(lines) == 1 and said in lines[0]
 
 
-def test_a_malformed_trace_names_row_and_column(tmp_path):
+def test_a_malformed_trace_names_line_and_column(tmp_path):
     (tmp_path / "lengths.csv").write_text("response_tokens\n" + "5\n" * 8 + "many\n")
     done = command("simulate", spec(tmp_path, trace="lengths.csv"))
-    assert done.returncode == 2 and "row 10, column `response_tokens`" in done.stderr
+    assert done.returncode == 2 and "line 10, column `response_tokens`" in done.stderr
 
 
 def test_a_device_may_be_changed_field_by_field_and_a_number_written_as_yaml_takes_for_text(tmp_path):

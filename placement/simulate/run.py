@@ -96,7 +96,7 @@ def workload_of(setting: Setting, seed: int) -> Workload:
     """The setting's workload: its recording, or synthesised lengths. Raises ValueError as `replay` and `synthesise` do."""
     s = setting
     if s.trace is not None:
-        recorded = replay(s.trace, prompts=s.prompts, epochs=s.epochs, response_limit=s.response_limit)
+        recorded = replay(s.trace, prompts=s.prompts, epochs=s.epochs, response_limit=s.response_limit, column=s.trace_column)
         if s.algorithm == "grpo" and recorded.lengths.shape[2] < 2:
             raise ValueError(
                 f"{s.trace}: one response to each prompt, and GRPO compares several; name the prompt of each row in a column "

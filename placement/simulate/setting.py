@@ -17,7 +17,7 @@ MOST = 10_000_000  # devices, responses of a run: memory and hours, not insight,
 @dataclass(frozen=True)
 class Setting:
     """All that a run needs. `lengths` names a distribution of placement/data/lengths.yaml (or is a mapping:
-    `like` one, with some fields changed); `trace` (a file) replaces it.
+    `like` one, with some fields changed); `trace` (a file or a run's folder) replaces it, `trace_column` names its lengths.
 
     tensor_parallel: devices of one engine. updates: optimizer updates per rollout. critic: PPO's second model, as large as
     the policy. whiten: advantages are normalised over the whole batch (PPO as in VERL), so that the policy's gradients need
@@ -37,6 +37,7 @@ class Setting:
     samples: int
     lengths: str | dict[str, Any] = "gsm8k"
     trace: Path | None = None
+    trace_column: str | None = None
     tensor_parallel: int = 1
     updates: int = 1
     steps_per_epoch: int = 3
@@ -167,6 +168,8 @@ def check(s: Setting) -> None:
             raise ValueError(f"`{key}` must be true or false, not {getattr(s, key)!r}")
     if not isinstance(s.lengths, (str, dict)):
         raise ValueError(f"`lengths` must name a distribution or change one (like: gsm8k, …), not {s.lengths!r}")
+    if s.trace_column is not None and (s.trace is None or not isinstance(s.trace_column, str)):
+        raise ValueError(f"`trace_column` names the column of lengths in `trace`, not {s.trace_column!r}")
     for key, value in s.phases.items():
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
             raise ValueError(f"`phases.{key}` must be a positive, finite number, not {value!r}")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from placement.recorded import read_lengths
 from placement.simulate.catalog import choose, number, read, values
 
-MOST = 1e9  # tokens: beyond every response there is
 MOST_DEVIATION = 10  # e¹⁰: one deviation more and a response is 20,000 times as long
 
 
@@ -101,104 +99,33 @@ def synthesise(
     )
 
 
-def replay(path: Path, *, prompts: int, epochs: int, response_limit: int) -> Workload:
-    """Recorded lengths, every epoch the same ones in the order recorded (a prompt's history is then exact after one epoch
-    unless the recording visits it again itself).
+def replay(path: Path, *, prompts: int, epochs: int, response_limit: int, column: str | None = None) -> Workload:
+    """Recorded lengths (`placement.recorded` says what is read), every epoch the same ones in the order recorded: a prompt's
+    history is then exact after one epoch.
 
-    JSON: a list with one entry per prompt, either [lengths…] or {"prompt_tokens": n, "lengths": [lengths…]}, equally many
-    lengths each; or a list of numbers, each the one response to a prompt of its own. CSV: columns response_tokens, and
-    optionally prompt_tokens and prompt (rows of equal `prompt` are its samples; without it every row is a prompt of its own).
-    Lengths above the limit are cut there. How many samples a prompt has is what the recording says.
+    Lengths above the limit are cut there. How many samples a prompt has is what the recording says; where it names no
+    prompts, every response is a prompt's only one.
 
-    Raises ValueError naming row and column of the first entry that is wrong.
+    column: of the lengths, where its name is not a known one. Raises ValueError naming the first entry that is wrong.
     """
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    try:
-        table = _from_json(path) if path.suffix == ".json" else _from_csv(path)
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: not a text file; a trace is CSV or JSON") from None
-    if len(table) < prompts:
-        raise ValueError(f"{path}: {len(table)} prompts, fewer than the {prompts} of one step")
-    each = len(table[0][1])
-    odd = next((i for i, (_, lengths) in enumerate(table, 1) if len(lengths) != each), None)
-    if odd is not None:
-        raise ValueError(f"{path}: prompt {odd} has {len(table[odd - 1][1])} responses and prompt 1 has {each}; each needs equally many")
-    steps = len(table) // prompts
-    used = table[: steps * prompts]
-    tokens = np.array([t for t, _ in used], float).reshape(steps, prompts)
-    lengths = np.minimum(np.array([row for _, row in used], float), response_limit).reshape(steps, prompts, -1)
+    recorded = read_lengths(path, column)
+    order = np.argsort(recorded.group, kind="stable")
+    each = np.bincount(recorded.group)
+    if len(each) < prompts:
+        raise ValueError(f"{path}: {len(each)} prompts, fewer than the {prompts} of one step")
+    odd = int(np.argmax(each != each[0]))
+    if each[odd] != each[0]:
+        raise ValueError(f"{path}: prompt {odd + 1} has {each[odd]} responses and prompt 1 has {each[0]}; each needs equally many")
+    steps = len(each) // prompts
     index = np.arange(steps * prompts).reshape(steps, prompts)
+    shape = (len(each), each[0])
+    tokens = recorded.prompt_tokens[order].reshape(shape)[: steps * prompts, 0].reshape(steps, prompts)
+    lengths = recorded.tokens[order].reshape(shape)[: steps * prompts].reshape(steps, prompts, -1)
     return Workload(
         np.tile(index, (epochs, 1)),
-        np.tile(tokens, (epochs, 1)),
-        np.tile(lengths, (epochs, 1, 1)),
+        np.tile(np.maximum(tokens, 1), (epochs, 1)),  # 0 where the recording does not say
+        np.tile(np.minimum(lengths, response_limit), (epochs, 1, 1)),
         np.repeat(np.arange(epochs), steps),
         path.name,
         response_limit,
     )
-
-
-def _number(value: object, where: str) -> float:
-    try:
-        tokens = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        tokens = float("nan")
-    if isinstance(value, bool) or not 1 <= tokens <= MOST:
-        raise ValueError(f"{where}: expected a number of tokens of at least 1, found {_short(value)}")
-    return tokens
-
-
-def _short(value: object) -> str:
-    if isinstance(value, (int, float)) and value > MOST:
-        return f"more than {MOST:g}"  # Python prints no integer of more than some thousand digits
-    return repr(value)[:60]
-
-
-def _from_json(path: Path) -> list[tuple[float, list[float]]]:
-    text = path.read_text()
-    try:
-        tree = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not valid JSON (line {error.lineno}, column {error.colno})") from None
-    except RecursionError:
-        raise ValueError(f"{path}: lists in lists too deep to be lengths") from None
-    except ValueError:  # Python converts no more than some thousand digits
-        raise ValueError(f"{path}: a number in it has too many digits to be a length") from None
-    if not isinstance(tree, list) or not tree:
-        raise ValueError(f"{path}: expected a list with one entry per prompt")
-    if not isinstance(tree[0], (list, dict)):
-        tree = [[length] if not isinstance(length, (list, dict)) else length for length in tree]
-    table = []
-    for i, entry in enumerate(tree, 1):
-        known = entry.get("prompt_tokens", 1) if isinstance(entry, dict) else 1
-        if isinstance(entry, dict) and "lengths" not in entry:
-            raise ValueError(f"{path}: row {i}: no column `lengths` (columns: {', '.join(entry) or 'none'})")
-        lengths = entry["lengths"] if isinstance(entry, dict) else entry
-        if not isinstance(lengths, list) or not lengths:
-            raise ValueError(f"{path}: row {i}, column `lengths`: expected a list of response lengths, found {_short(lengths)}")
-        row = [_number(v, f"{path}: row {i}, column {j}") for j, v in enumerate(lengths, 1)]
-        table.append((_number(known, f"{path}: row {i}, column `prompt_tokens`"), row))
-    return table
-
-
-def _from_csv(path: Path) -> list[tuple[float, list[float]]]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, restkey="", strict=True)
-        try:
-            names, rows = reader.fieldnames or [], [(reader.line_num, row) for row in reader]
-        except csv.Error as error:
-            raise ValueError(f"{path}: row {reader.reader.line_num}: not CSV ({error})") from None
-    if "response_tokens" not in names:
-        raise ValueError(f"{path}: row 1: no column `response_tokens` (columns: {', '.join(map(str, names)) or 'none'})")
-    if not rows:
-        raise ValueError(f"{path}: no rows below the header")
-    groups: dict[str, tuple[float, list[float]]] = {}
-    for i, row in rows:  # the header is row 1
-        if None in row.values() or "" in row:
-            raise ValueError(f"{path}: row {i}: not as many columns as the header has ({len(names)})")
-        length = _number(row["response_tokens"], f"{path}: row {i}, column `response_tokens`")
-        prompt = row.get("prompt", str(i))
-        tokens = _number(row["prompt_tokens"], f"{path}: row {i}, column `prompt_tokens`") if "prompt_tokens" in names else 1.0
-        groups.setdefault(prompt, (tokens, []))[1].append(length)
-    return list(groups.values())

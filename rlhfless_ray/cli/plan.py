@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from placement import Bounds, Choice, Objective, Plan, Pool
-    from rlhfless_ray.cli.read_lengths import Lengths
+    from placement.recorded import Recorded
 
 SHOWN = 14  # rows of the table
 MOST_SCENARIOS, MOST_DRAWS = 10_000, 50_000_000  # seconds, and 400 MB: nothing is learned from more
@@ -60,8 +60,8 @@ def plan(
 ) -> None:
     """Show the cost/speed frontier of a rollout of these lengths, and the plan that a goal takes from it."""
     from placement import NotFeasible, choose
+    from placement.recorded import read_lengths
     from rlhfless_ray.cli.plan_pools import Wish
-    from rlhfless_ray.cli.read_lengths import read_lengths
 
     if scenarios < 0:
         raise UserError(f"--scenarios: 0 or more, got {scenarios}")
@@ -81,7 +81,10 @@ def plan(
     else:
         pools = [wish.pool(), *(wish.other(text).pool(f"--pool {text}: ") for text in pool or ())]
         sets = [list(range(len(pools)))]
-    recorded = read_lengths(lengths, column)
+    try:
+        recorded = read_lengths(lengths, column)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     if scenarios * len(recorded.tokens) > MOST_DRAWS or scenarios > MOST_SCENARIOS:
         raise UserError(
             f"--scenarios {scenarios}: with {len(recorded.tokens)} responses at most "
@@ -145,7 +148,7 @@ def _objective(prefer: float | None, deadline: float | None, budget: float | Non
         raise UserError(f"{given[0]}: {error}") from None
 
 
-def _scenarios(recorded: Lengths, count: int, seed: int, max_tokens: int | None) -> np.ndarray:
+def _scenarios(recorded: Recorded, count: int, seed: int, max_tokens: int | None) -> np.ndarray:
     """(n, count): what the same prompts will probably do the next time, by what they did; cut at `max_tokens`."""
     import numpy as np
 
@@ -185,7 +188,7 @@ def _kind(pool: Pool) -> dict[str, Any]:
 
 
 def _tree(
-    recorded: Lengths, scenarios: int, pools: list[Pool], plans: list[Plan], bounds: Bounds, choice: Choice[Plan]
+    recorded: Recorded, scenarios: int, pools: list[Pool], plans: list[Plan], bounds: Bounds, choice: Choice[Plan]
 ) -> dict[str, Any]:
     return {
         "lengths": {
@@ -223,7 +226,7 @@ def _words(pool: Pool) -> str:
     )
 
 
-def _show(recorded: Lengths, scenarios: int, pools: list[Pool], plans: list[Plan], bounds: Bounds, choice: Choice[Plan]) -> None:
+def _show(recorded: Recorded, scenarios: int, pools: list[Pool], plans: list[Plan], bounds: Bounds, choice: Choice[Plan]) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhfless_ray.errors import UserError
+from rlhfless_ray.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from placement.simulate import Run
@@ -55,7 +55,7 @@ def simulate(
         policies = policy or list(simulator.POLICIES)
         runs = [simulator.simulate(chosen, policies, seed) for seed in range(seeds)]
     except (ValueError, OSError) as error:
-        raise UserError(" ".join(str(error).split())) from None
+        raise UserError(one_line(error)) from None
     if plot is not None:
         _plot(runs, plot)
     if as_json:
@@ -174,6 +174,6 @@ def _plot(runs: list[Run], path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot write the picture ({' '.join(str(error).split())})") from None
+        raise UserError(f"{path}: cannot write the picture ({one_line(error)})") from None
     finally:
         pyplot.close(figure)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhfless_ray.errors import RunError, UserError
+from rlhfless_ray.errors import RunError, UserError, one_line
 from rlhfless_ray.functions.lean_ray import lean_ray
 from rlhfless_ray.functions.sweeper import Sweeper
 from rlhfless_ray.recipe import Recipe
@@ -51,7 +51,7 @@ class RayCluster:
             try:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=_shipped())
             except (ConnectionError, RuntimeError, ValueError) as error:
-                raise UserError(f"cluster.address {address}: no Ray cluster answers there: {_one_line(error)}") from None
+                raise UserError(f"cluster.address {address}: no Ray cluster answers there: {one_line(error, 200)}") from None
             return
         self.private = True
         _own_token()
@@ -79,7 +79,7 @@ class RayCluster:
                     _temp_dir=str(self.temporary / "ray"),
                 )
             except Exception as error:  # Ray raises plain ones where its processes do not come up in time
-                raise RunError(f"a private Ray did not start on this machine: {_one_line(error)}") from error
+                raise RunError(f"a private Ray did not start on this machine: {one_line(error, 200)}") from error
 
     def stop(self) -> None:
         """Leave the cluster; a private one ends with it."""
@@ -163,7 +163,7 @@ def _answers(address: str) -> None:
     try:
         socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), timeout=10).close()
     except (OSError, OverflowError) as error:
-        raise UserError(f"cluster.address {address}: no Ray cluster answers there: {_one_line(error)}") from None
+        raise UserError(f"cluster.address {address}: no Ray cluster answers there: {one_line(error, 200)}") from None
 
 
 def _temporary_folder() -> Path:
@@ -266,7 +266,3 @@ def _loopback_only(on: bool) -> None:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     else:
         os.environ.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

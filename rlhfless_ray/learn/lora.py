@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlhfless_ray.errors import UserError
+from rlhfless_ray.errors import UserError, one_line
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.weights.adapter import CONFIG, PREFIX, WEIGHTS, Adapter
 
@@ -39,7 +39,7 @@ class Lora:
             try:
                 inject_adapter_in_model(self.config, model)
             except ValueError as error:
-                raise UserError(f"lora.target_modules: {' '.join(str(error).split())[:300]}") from None
+                raise UserError(f"lora.target_modules: {one_line(error, 300)}") from None
         self.layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
         self.config.lora_dropout = section["dropout"]
         self.rows: list[tuple[list[int], int, int]] | None = None  # of the forward pass at hand, see `dropping`

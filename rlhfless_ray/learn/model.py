@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlhfless_ray.errors import UserError
+from rlhfless_ray.errors import UserError, one_line
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.logprobs import chunked_logprobs
 
@@ -78,7 +78,7 @@ def load_critic(folder: Path, dtype: str, trust_remote_code: bool, value_head: s
             output_loading_info=True,
         )
     except ValueError as error:
-        raise UserError(f"critic.path: {' '.join(str(error).split())[:200]}") from None
+        raise UserError(f"critic.path: {one_line(error, 200)}") from None
     if not isinstance(getattr(model, "score", None), nn.Module):
         raise UserError(f"critic.path: {type(model).__name__} has no scalar head called `score`, so it cannot be a critic yet")
     others = set(found["missing_keys"]) - {"score.weight", "score.bias"}

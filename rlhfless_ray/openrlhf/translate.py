@@ -209,7 +209,7 @@ def by_flag(found: Translation, error: UserError) -> UserError:
     """The same mistake with the flags that set the recipe keys it names, or with the one that would."""
     text = str(error).replace("prompts.path ", "prompts.paths ") if "prompts.paths" in found.settings else str(error)
     keys = [key for key in found.settings if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", text)]
-    if "resume" in text:  # the recipe's word for going on from a checkpoint
+    if re.search(r"--resume\b", text):  # our own flag for going on from a checkpoint
         keys.append("checkpoint.resume")
     flags = [f"--elastic.{key}" for key in keys if key in found.own]
     for rule in RULES:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhfless_ray.errors import UserError
+from rlhfless_ray.errors import UserError, one_line
 from rlhfless_ray.prompts.read import Named
 from rlhfless_ray.prompts.sources import read_sources
 from rlhfless_ray.prompts.tasks import task
@@ -156,9 +156,8 @@ def _texts(named: list[Named], where: str, column: str, recipe: Recipe, tokenize
         try:
             texts.append(str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)))
         except Exception as error:  # a template may raise anything; its own words say what it refuses
-            words = " ".join(str(error).split())
             raise UserError(
-                f"{where}, {name}: the chat template failed ({type(error).__name__}: {words}); change prompts.system or use "
+                f"{where}, {name}: the chat template failed ({type(error).__name__}: {one_line(error)}); change prompts.system or use "
                 "prompts.template=none"
             ) from None
     return texts
@@ -168,8 +167,7 @@ def _token_ids(texts: list[str], where: str, recipe: Recipe, tokenizer: PreTrain
     try:
         ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
     except Exception as error:
-        words = " ".join(str(error).split())
-        raise UserError(f"{where}: the policy's tokenizer cannot encode the prompts ({words}); use another policy") from None
+        raise UserError(f"{where}: the policy's tokenizer cannot encode the prompts ({one_line(error)}); use another policy") from None
     if recipe.prompts.task and not recipe.policy.path:
         for text, tokens in zip(texts, ids, strict=True):
             if tokenizer.decode(tokens) != text:

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError, model_validator
 
-from rlhfless_ray.errors import UserError
+from rlhfless_ray.errors import UserError, one_line
 from rlhfless_ray.recipe.data import Evaluate, Prompts
-from rlhfless_ray.recipe.reading import apply, known_keys, one_line, read_yaml, sentence
+from rlhfless_ray.recipe.reading import apply, known_keys, read_yaml, sentence
 from rlhfless_ray.recipe.running import Checkpoint, Cluster, Functions, Objective, Price, Run, Save, Watch
 from rlhfless_ray.recipe.sampling import Agent, Policy, Reward, Rollout, WarmStart
 from rlhfless_ray.recipe.section import Section

@@ -50,10 +50,6 @@ def apply(tree: dict[str, Any], override: str) -> None:
     node[leaf] = value if text != "" else ""
 
 
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
 def sentence(model: type[BaseModel], error: ValidationError) -> str:
     first = error.errors()[0]
     path = [str(part) for part in first["loc"]]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rlhfless_ray.errors import one_line
 from rlhfless_ray.reward.functions import Worker
 from rlhfless_ray.reward.limit import TimeLimit, TookTooLong
 
@@ -91,4 +92,4 @@ def named(error: BaseException, file: UserFile | None) -> str:
     """What was raised, and where in the user's file."""
     line = file.line_of(error) if file is not None else None
     where = f" ({file.path}, line {line})" if file is not None and line is not None else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:MESSAGE_CHARACTERS]}{where}"
+    return f"{type(error).__name__}: {one_line(error, MESSAGE_CHARACTERS)}{where}"

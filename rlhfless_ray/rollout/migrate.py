@@ -79,7 +79,7 @@ class Migration:
         self.forecast = Forecast(np.zeros(0), np.zeros(0))
         self.group, self.shared = np.zeros(0, int), 0.0
         self.speed, self.mu, self.token_s, self.limit = Speed(1.0, 0.0), 1.0, 0.0, np.inf
-        self.troubles: list[str] = []  # of this rollout: it goes on without moves
+        self.trouble: str | None = None  # of this rollout: it goes on without moves
 
     def by_way(self, requests: np.ndarray, transcript: Transcript, source: int, target: int, reason: str) -> list[Wish]:
         """The wish to move these requests, each by the quicker way for its own context. What has no token yet has no KV either."""
@@ -107,7 +107,7 @@ class Migration:
         is worth in slot-seconds; `token_s`: of an engine's time for a token of a prompt; `samples` of each prompt, which
         lie side by side and tell of each other; `limit`: tokens at which a response is cut. Never raises, nor does `decide`: moves
         save time or leases, nothing else hangs on them, so after a failure this rollout goes on without them."""
-        self.troubles = []
+        self.trouble = None
         self.speed, self.token_s, self.limit = speed, token_s, limit
         self.mu = float(np.clip(1 / max(second, 1e-9), LEAST_MU, MOST_MU))
         self.group = np.arange(len(lengths)) // samples
@@ -119,15 +119,15 @@ class Migration:
 
     def decide(self, transcript: Transcript, engines: list[int], steps: list[EngineStep]) -> Wishes:
         """What to move now. engines: numbers of those that can work, which hold every live request; steps: records so far."""
-        if not self.troubles:
+        if self.trouble is None:
             try:
                 return self._decide(transcript, engines, steps)
             except Exception as error:
                 self._give_up(error)
-        return Wishes(reason=self.troubles[0])
+        return Wishes(reason=self.trouble or "")
 
     def _give_up(self, error: Exception) -> None:
-        self.troubles.append(trouble("deciding on moves", error))
+        self.trouble = trouble("deciding on moves", error)
 
     def _decide(self, transcript: Transcript, engines: list[int], steps: list[EngineStep]) -> Wishes:
         live = np.flatnonzero(~transcript.finished)

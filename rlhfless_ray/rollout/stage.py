@@ -214,7 +214,8 @@ class RolloutStage:
         for node, seconds in stream.loads:
             autoscaler.observe_load(self.weight_bytes, seconds, away=node not in self._homes())
         autoscaler.observe_rollout(stream.steps, around_s if all_warm else None)
-        autoscaler.troubles += migration.troubles if migration is not None else ()
+        if migration is not None and migration.trouble:
+            autoscaler.troubles.append(migration.trouble)
         return stream
 
     def _renew(self, weights: WeightVersion, engines: list[Instance]) -> WeightVersion | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from rlhfless_ray.errors import one_line
 from rlhfless_ray.recipe import Watch
 from rlhfless_ray.watch.openrlhf_names import SAMPLE, Shown, renamed, step_line
 
@@ -58,7 +59,7 @@ class Metrics:
                 except (
                     Exception
                 ) as error:  # their failure modes are many (network, login, a missing package): none may end a run
-                    self._say(f"{label} is off for this run: {_one_line(error)}")
+                    self._say(f"{label} is off for this run: {_said(error)}")
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row, and copy it to wherever else it goes."""
@@ -118,7 +119,7 @@ class Metrics:
             act(self._sinks[label])
         except Exception as error:  # see __init__: a copy may fail, the run may not
             self._sinks.pop(label, None)
-            self._say(f"{label} failed and is off from here on: {_one_line(error)}")
+            self._say(f"{label} failed and is off from here on: {_said(error)}")
 
     def __enter__(self) -> Metrics:
         return self
@@ -208,12 +209,12 @@ def _wandb(folder: Path, watch: Watch, name: str, resume_after_step: int | None,
     except Exception as error:  # no login, no network: what was asked to be logged is kept for later
         if watch.wandb != "online":
             raise
-        say(f"Weights & Biases cannot be logged to online ({_one_line(error)})")
+        say(f"Weights & Biases cannot be logged to online ({_said(error)})")
         return made("offline")
 
 
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(error, 400)}"
 
 
 def _to_stderr(text: str) -> None:

@@ -147,6 +147,6 @@ def test_a_decision_that_fails_ends_the_moves_of_its_rollout_and_not_the_rollout
         patched.setattr(migration, "_best", lambda *_: 1 / 0)
         assert not migration.decide(crowd, [0, 1], []).moves
     assert not migration.decide(crowd, [0, 1], []).moves, "not asked again in this rollout"
-    assert migration.troubles == ["deciding on moves failed (ZeroDivisionError: division by zero)"]
+    assert migration.trouble == "deciding on moves failed (ZeroDivisionError: division by zero)"
     migration.begin(forecasts([1000.0] * 16), slow, 100.0)
-    assert migration.decide(crowd, [0, 1], []).moves and not migration.troubles
+    assert migration.decide(crowd, [0, 1], []).moves and migration.trouble is None

@@ -1,4 +1,4 @@
-"""Response lengths from a file or a run folder, with every malformed entry named."""
+"""Recorded response lengths, from a file or a run folder, with every malformed entry named."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.errors import UserError
-
 NAMES = ("response_tokens", "tokens", "response_length", "length", "lengths", "generated_tokens", "output_tokens")
 PROMPT_NAMES = ("prompt_tokens", "prompt_length", "input_tokens", "context_tokens")
 GROUP_NAMES = ("prompt_index", "prompt", "prompt_id", "group")
 
 
 @dataclass(frozen=True)
-class Lengths:
+class Recorded:
     """Recorded responses: tokens (n,), the prompt of each (n,) as 0 … P-1 in order of
     appearance, and the prompts' tokens (n,), 0 where unknown."""
 
@@ -35,30 +33,32 @@ MOST = 1e9  # tokens: beyond every response there is
 Row = tuple[Any, Any, Any]  # group key, prompt tokens, length
 
 
-def read_lengths(path: Path, column: str | None = None) -> Lengths:
+def read_lengths(path: Path, column: str | None = None) -> Recorded:
     """JSON: numbers, or lists of one prompt's responses, or objects. JSONL: one of these per line. CSV: a column of numbers,
-    by name or the only one. A run folder: the samples of its last step. Raises UserError."""
+    by name or the only one. A run folder: the samples of its last step. Raises ValueError."""
     if path.is_dir():
         steps = [p for p in (path / "samples").glob("step_*.jsonl") if p.stem[5:].isdigit()]
         steps.sort(key=lambda p: int(p.stem[5:]))
         if not steps:
-            raise UserError(f"{path}: a folder without samples/step_<n>.jsonl; give a file of lengths or a run folder")
+            raise ValueError(f"{path}: a folder without samples/step_<n>.jsonl; give a file of lengths or a run folder")
         path = steps[-1]
     readers = {".json": _json, ".jsonl": _jsonl, ".csv": _csv}
     if path.suffix.lower() not in readers:
-        raise UserError(f"{path}: lengths are read from .json, .jsonl and .csv files and from run folders")
+        raise ValueError(f"{path}: lengths are read from .json, .jsonl and .csv files and from run folders")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as text: {error}") from None
+        raise ValueError(f"{path}: no such file") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not a text file") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     rows = list(readers[path.suffix.lower()](path, text, column))
     if not rows:
-        raise UserError(f"{path}: no lengths in it")
+        raise ValueError(f"{path}: no lengths in it")
     number: dict[str, int] = {}
     group = np.array([number.setdefault(str(row[0]), len(number)) for row in rows])
-    return Lengths(
+    return Recorded(
         np.array([row[2] for row in rows], float), group, np.array([row[1] for row in rows], float), str(path)
     )
 
@@ -68,23 +68,23 @@ def _number(value: Any, where: str, least: float) -> float:
         try:
             value = float(value)
         except ValueError:
-            raise UserError(f"{where}: `{value}` is not a number") from None
+            raise ValueError(f"{where}: `{value}` is not a number") from None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"{where}: {json.dumps(value)[:60]} is not a number")
+        raise ValueError(f"{where}: {json.dumps(value)[:60]} is not a number")
     if isinstance(value, int) and abs(value) > MOST:  # it may be too large to print, or to be a float
-        raise UserError(f"{where}: an integer beyond {MOST:g} is no number of tokens")
+        raise ValueError(f"{where}: an integer beyond {MOST:g} is no number of tokens")
     if not math.isfinite(value):
-        raise UserError(f"{where}: {value} is not finite")
+        raise ValueError(f"{where}: {value} is not finite")
     if value > MOST:
-        raise UserError(f"{where}: {value:g} is no number of tokens (more than {MOST:g})")
+        raise ValueError(f"{where}: {value:g} is no number of tokens (more than {MOST:g})")
     if value < least:
-        raise UserError(f"{where}: {value:g} is below {least:g}, lengths are tokens")
+        raise ValueError(f"{where}: {value:g} is below {least:g}, lengths are tokens")
     return float(value)
 
 
 def _entry(entry: Any, where: str, key: Any, column: str | None) -> Iterator[Row]:
     if column is not None and not isinstance(entry, dict):
-        raise UserError(f"{where}: there are no columns here, so --column {column} names nothing")
+        raise ValueError(f"{where}: there are no columns here, so `{column}` names none")
     if isinstance(entry, dict):
         name = _pick(list(entry), column, where)
         group = next((entry[g] for g in GROUP_NAMES if g in entry), key)
@@ -110,17 +110,17 @@ def _parsed(text: str, where: str, above: int = 0) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON: line {above + error.lineno}, column {error.colno}: {error.msg}") from None
+        raise ValueError(f"{where}: not JSON: line {above + error.lineno}, column {error.colno}: {error.msg}") from None
     except RecursionError:
-        raise UserError(f"{where}: line {above + 1}: lists in lists too deep to be lengths") from None
+        raise ValueError(f"{where}: line {above + 1}: lists in lists too deep to be lengths") from None
     except ValueError:  # Python converts no more than some thousand digits
-        raise UserError(f"{where}: a number in it has too many digits to be a length") from None
+        raise ValueError(f"{where}: a number in it has too many digits to be a length") from None
 
 
 def _json(path: Path, text: str, column: str | None) -> Iterator[Row]:
     tree = _parsed(text, str(path))
     if not isinstance(tree, list):
-        raise UserError(f"{path}: a list of lengths is needed, or a list of lists, one per prompt")
+        raise ValueError(f"{path}: a list of lengths is needed, or a list of lists, one per prompt")
     for i, entry in enumerate(tree):
         column = _same(column, entry, f"{path}: entry {i + 1}")
         yield from _entry(entry, f"{path}: entry {i + 1}", i, column)
@@ -145,13 +145,13 @@ def _csv(path: Path, text: str, column: str | None) -> Iterator[Row]:
     try:
         rows = [(reader.line_num, row) for row in reader if any(cell.strip() for cell in row)]
     except csv.Error as error:
-        raise UserError(f"{path}: line {reader.line_num}: not CSV ({error})") from None
+        raise ValueError(f"{path}: line {reader.line_num}: not CSV ({error})") from None
     if not rows:
         return
     header = [cell.strip() for cell in rows[0][1]]
     if all(_reads_as_number(cell) for cell in header):
         if len(header) > 1:
-            raise UserError(f"{path}: {len(header)} columns without a header; name them in the first line")
+            raise ValueError(f"{path}: {len(header)} columns without a header; name them in the first line")
         names, body = ["1"], rows
     else:
         names, body = header, rows[1:]
@@ -162,7 +162,7 @@ def _csv(path: Path, text: str, column: str | None) -> Iterator[Row]:
     for line, row in body:
         where = f"{path}: line {line}"
         if len(row) != len(names):
-            raise UserError(f"{where}: {len(row)} columns, the header has {len(names)}")
+            raise ValueError(f"{where}: {len(row)} columns, the header has {len(names)}")
         tokens = _number(row[prompt].strip(), f"{where}, column `{names[prompt]}`", 0) if prompt is not None else 0.0
         key = row[group] if group is not None else line
         yield key, tokens, _number(row[at].strip(), f"{where}, column `{name}`", 1)
@@ -180,10 +180,10 @@ def _pick(names: Iterable[str], column: str | None, where: str) -> str:
     """The column of lengths."""
     names = list(names)
     if not names:
-        raise UserError(f"{where}: there is nothing in it")
+        raise ValueError(f"{where}: there is nothing in it")
     if column is not None:
         if column not in names:
-            raise UserError(f"{where}: no column `{column}`; there are {', '.join(names)}")
+            raise ValueError(f"{where}: no column `{column}`; there are {', '.join(names)}")
         return column
     found = [name for name in names if name in NAMES]
     if len(found) == 1:
@@ -191,4 +191,4 @@ def _pick(names: Iterable[str], column: str | None, where: str) -> str:
     if len(names) == 1:
         return names[0]
     which = "several columns could be" if found else "no column is known to be"
-    raise UserError(f"{where}: {which} the lengths among {', '.join(names)}; say which with --column")
+    raise ValueError(f"{where}: {which} the lengths among {', '.join(names)}; say which (`plan --column`, `trace_column` of a setting)")
