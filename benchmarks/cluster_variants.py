@@ -9,7 +9,7 @@ from typing import Any
 
 from placement.rollout_policies.oracle import Planned
 from placement.rollout_policies.view import Job
-from placement.rollout_sim import run
+from placement.rollout_run import run
 from placement.simulate import Hold, Knobs, Setting, StepRun, Terms
 from placement.simulate.elastic import ROUGH, elastic
 from placement.simulate.planning import Planner

@@ -44,7 +44,7 @@ def check_final_model(run: Path) -> FinalModel:
     answers = {library: _answers(run, library) for library in ("transformers", "vllm")}
     recipe, prompts = heldout(run)
     from rlhfless_ray.policy_files import load_tokenizer
-    from rlhfless_ray.reward.functions import load_reward
+    from rlhfless_ray.reward.load import load_reward
     from rlhfless_ray.weights.folder import read_folder
 
     tokenizer = load_tokenizer(read_folder(run / "model"), recipe.policy.trust_remote_code)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from rlhfless_ray.policy_files import cache_folder, load_tokenizer
 from rlhfless_ray.prompts.chain import Chain, written
-from rlhfless_ray.prompts.tasks import Row
+from rlhfless_ray.prompts.task import Row
 from rlhfless_ray.weights.folder import read_folder, write_folder
 
 VERSION = 3  # of what is done here, for the cache

@@ -1,44 +1,13 @@
-"""One rollout in virtual time under a policy that decides from live progress who decodes where: what it takes and costs.
-
-All policies run on the same engine and are charged alike: every second of a lease, `start_s` at its beginning and `migrate_s`
-of silence for each sequence that moves.
-"""
+"""One rollout in virtual time under a policy that is named; `rollout_run.py` says how all are charged."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from placement.rollout_engine import Engine, Lease
 from placement.rollout_policies import NAMES, make_policy
-from placement.rollout_policies.view import Job, View
+from placement.rollout_policies.view import Job
+from placement.rollout_run import Result, run
 from placement.speed import Speed
-
-PATIENCE = 100_000  # replans after which a rollout whose policy decodes nothing is given up
-
-
-@dataclass(frozen=True)
-class Step:
-    """One decision that changed something: when, why, and what it did."""
-
-    at_s: float
-    reason: str
-    moved: int
-    opened: int
-    closed: int
-
-
-@dataclass(frozen=True)
-class Result:
-    """What one rollout took. cost: Σ seconds of `leases`; finish_s (n,): when each sequence ended; moves: sequences moved."""
-
-    time_s: float
-    cost: float
-    leases: tuple[Lease, ...]
-    finish_s: np.ndarray
-    moves: int
-    decisions: tuple[Step, ...]
 
 
 def simulate_rollout(
@@ -77,43 +46,6 @@ def simulate_rollout(
     return run(lengths, job, make_policy(policy, job))
 
 
-def run(lengths: np.ndarray, job: Job, policy: object) -> Result:
-    """Run `policy` (anything with `decide(view) -> Action | None`) on sequences of these true lengths (n,)."""
-    engine = Engine(lengths, job.prompts, job.speed, job.start_s, job.migrate_s, job.capacity)
-    steps = []
-    for _ in range(PATIENCE):
-        at = engine.time_s
-        action = policy.decide(show(engine, job))  # type: ignore[attr-defined]
-        if action is not None:
-            _check_action(action.actor, action.hold, engine.finished, job.max_actors)
-            moved, opened, closed = engine.place(action.actor, action.hold)
-            if moved or opened or closed:
-                steps.append(Step(at, action.reason, moved, opened, closed))
-        engine.advance(at + job.interval_s)
-        if engine.finished.all():
-            engine.finish()
-            leases = tuple(sorted(engine.leases, key=lambda lease: (lease.from_s, lease.actor)))
-            cost = float(sum(lease.to_s - lease.from_s for lease in leases))
-            return Result(engine.time_s, cost, leases, engine.finish_s, engine.moves, tuple(steps))
-    raise RuntimeError(f"the policy left {int((~engine.finished).sum())} sequences undecoded after {PATIENCE} decisions")
-
-
-def show(engine: Engine, job: Job) -> View:
-    """What a policy may know now: copies, none of which holds a length that has not been generated.
-
-    Tokens are rounded to a millionth: the last bits of a sum depend on its order, and that on the truth.
-    """
-    return View(
-        job=job,
-        time_s=engine.time_s,
-        generated=engine.generated.round(6),
-        finished=engine.finished.copy(),
-        actor=engine.actor.copy(),
-        paused_until=engine.paused_until.copy(),
-        ready_s=dict(engine.ready),
-    )
-
-
 def _check(
     lengths: np.ndarray, scenarios: np.ndarray, prompts: np.ndarray, speed: Speed, policy: str, max_actors: int, prefer: float,
     migrate_s: float, start_s: float, capacity: int | None, interval_s: float,
@@ -136,9 +68,3 @@ def _check(
         raise ValueError(f"migrate_s and start_s must not be negative and interval_s positive: {migrate_s}, {start_s}, {interval_s}")
     if capacity is not None and (prompts + lengths).max() > capacity:
         raise ValueError(f"a sequence of {(prompts + lengths).max():.0f} tokens does not fit an actor of {capacity} KV tokens")
-
-
-def _check_action(actor: np.ndarray, hold: frozenset[int], finished: np.ndarray, max_actors: int) -> None:
-    used = np.r_[actor[~finished], list(hold)]
-    if actor.shape != finished.shape or used.max(initial=-1) >= max_actors or used.min(initial=0) < -1:
-        raise ValueError(f"a policy must place (n,) sequences on actors 0 … {max_actors - 1}, or -1 for none")

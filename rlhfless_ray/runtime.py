@@ -38,7 +38,7 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.record import Record
 from rlhfless_ray.refill import Refill
 from rlhfless_ray.reward.dry import dry_call
-from rlhfless_ray.reward.functions import load_reward
+from rlhfless_ray.reward.load import load_reward
 from rlhfless_ray.run_folder import RunFolder, check_writable
 from rlhfless_ray.run_state import restore, state_of
 from rlhfless_ray.site import Site

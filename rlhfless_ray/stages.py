@@ -15,7 +15,7 @@ from rlhfless_ray.functions.faults import Faults
 from rlhfless_ray.functions.parked import ParkedMemory
 from rlhfless_ray.learn.stage import LearnStage
 from rlhfless_ray.prefix.stage import PrefixStage
-from rlhfless_ray.reward.functions import Source
+from rlhfless_ray.reward.source import Source
 from rlhfless_ray.reward.stage import ScoreStage
 from rlhfless_ray.rollout.stage import RolloutStage
 from rlhfless_ray.site import Site

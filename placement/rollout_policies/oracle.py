@@ -5,6 +5,7 @@ from __future__ import annotations
 from placement.frontier import frontier
 from placement.rollout_policies.ours import Ours
 from placement.rollout_policies.view import Action, Job, View, weight
+from placement.rollout_run import run
 
 CERTAIN = 0.01  # log-scale spread of a length that is known
 
@@ -32,8 +33,6 @@ class Oracle:
     """
 
     def __init__(self, job: Job) -> None:
-        from placement.rollout_sim import run  # here, because the simulator knows its policies by name
-
         lengths, mu = job.scenarios[:, 0], weight(job)
         plans = frontier(lengths, job.speed, max_actors=job.max_actors, capacity=job.capacity, prompts=job.prompts, thin=0.01)
         best = min(plans, key=lambda plan: plan.time_s + mu * (plan.cost + job.start_s * len(plan.groups)))

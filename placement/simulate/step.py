@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from placement.rollout_engine import Lease
 from placement.rollout_policies.fixed import random_split
 from placement.rollout_policies.view import Job
-from placement.rollout_sim import Lease, Result, run
+from placement.rollout_run import Result, run
 from placement.simulate.narrow import Narrowed, Narrowing
 from placement.simulate.tail import Costs, Done, Gang, Work, serve
 from placement.simulate.terms import Terms

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.reward.worker import finite, real
+from rlhfless_ray.reward.values import finite, real
 from rlhfless_ray.types import Completion, Prompt, Sample
 
 

@@ -21,9 +21,9 @@ from rlhfless_ray.agent.engine import AgentEngine, Generate
 from rlhfless_ray.agent.episode import BadEpisode, Episode
 from rlhfless_ray.agent.turns import AgentError, play
 from rlhfless_ray.errors import UserError
-from rlhfless_ray.reward.functions import Source
+from rlhfless_ray.reward.source import Source
 from rlhfless_ray.reward.user_file import UserFile
-from rlhfless_ray.reward.worker import named
+from rlhfless_ray.reward.values import named
 
 MAX_STEPS = 10_000  # what the executors of 0.8.7 to 0.9.0 were constructed with
 KEY = "agent.path"

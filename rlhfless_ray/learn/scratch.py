@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from rlhfless_ray.prompts.tasks import Task
+    from rlhfless_ray.prompts.task import Task
     from rlhfless_ray.recipe import Recipe
 
 HEAD_WIDTH = 32  # vLLM's CPU attention refuses 16

@@ -18,7 +18,7 @@ from rlhfless_ray.errors import RunError
 from rlhfless_ray.learn.scratch import folder_files
 
 if TYPE_CHECKING:
-    from rlhfless_ray.prompts.tasks import Task
+    from rlhfless_ray.prompts.task import Task
     from rlhfless_ray.recipe import Recipe
 
 BUCKET_BATCHES = 32  # batches drawn together and sorted by length, so that a batch holds little padding

@@ -21,7 +21,7 @@ import string
 
 import numpy as np
 
-from rlhfless_ray.prompts.tasks import Row, Split, belongs, heavy_tailed_count, seeded
+from rlhfless_ray.prompts.task import Row, Split, belongs, heavy_tailed_count, seeded
 
 KEYS = string.ascii_lowercase[:24]
 LARGEST = 3  # operand

@@ -10,7 +10,7 @@ import string
 
 import numpy as np
 
-from rlhfless_ray.prompts.tasks import Row, Split, belongs, heavy_tailed_count, seeded
+from rlhfless_ray.prompts.task import Row, Split, belongs, heavy_tailed_count, seeded
 
 SLIP = 0.6  # chance that two neighbours of a supervised response have changed places
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhfless_ray.prompts.tasks import Task
+    from rlhfless_ray.prompts.task import Task
 
 PAD, EOS = "<pad>", "<eos>"
 

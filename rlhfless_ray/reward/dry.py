@@ -15,7 +15,7 @@ from rlhfless_ray.dry import answer, answer_of
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.reward.http import HttpSource
 from rlhfless_ray.reward.queries import QuerySource
-from rlhfless_ray.reward.worker import Score
+from rlhfless_ray.reward.source import Score
 from rlhfless_ray.types import Completion, Prompt, Sample
 
 SERVER_S = 30.0  # for a server that the same script has just started

@@ -1,55 +1,23 @@
-"""The reward as a value: found and checked on the driver, shipped as plain data, built where it runs."""
+"""A reward function as a value: shipped as plain data, built where it runs, called within its time."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from rlhfless_ray.errors import UserError
-from rlhfless_ray.reward.user_file import UserFile, function_of
+from rlhfless_ray.reward.limit import TimeLimit, TookTooLong
+from rlhfless_ray.reward.source import Decode, Score, Source, Worker
+from rlhfless_ray.reward.user_file import UserFile
+from rlhfless_ray.reward.values import finite, late, named
 
 if TYPE_CHECKING:
-    from rlhfless_ray.recipe import Recipe
-    from rlhfless_ray.reward.worker import Score
     from rlhfless_ray.types import Sample
 
 RewardFunction = Callable[[str, str, dict[str, Any]], float]
-Decode = Callable[[list[int]], str]  # token ids → text, special tokens kept
-CONTRACT = "def {name}(prompt: str, response: str, row: dict) -> float"
-
-
-class Worker:
-    """What a scoring process holds."""
-
-    def score(self, items: list[Any], budget_s: float) -> list[Score]:
-        """Of as many items as were done in that time; of none where something is waited for."""
-        raise NotImplementedError
-
-    def open(self, threads: int) -> None:
-        """Its slots have so many cores."""
-
-    def park(self) -> None:
-        """Leave the device: the slot goes to others."""
-
-
-class Source:
-    """Everything that scoring processes, on other machines too, need. It pickles."""
-
-    pool_kind: ClassVar[str] = "score"  # the function whose processes score
-    on_device: ClassVar[bool] = False  # whether they hold a device's memory
-
-    def item(self, key: int, sample: Sample, decode: Decode) -> tuple[Any, ...]:
-        """What a worker is given of a sample; `key` comes first."""
-        raise NotImplementedError
-
-    def worker(self, timeout_s: float, device: str = "cpu") -> Worker:
-        raise NotImplementedError
-
-    def call_s(self, timeout_s: float) -> float:
-        """The longest that a worker may take beyond the time it was asked to answer in."""
-        return timeout_s
 
 
 @dataclass(frozen=True)
@@ -70,8 +38,6 @@ class RewardSource(Source):
         return key, sample.prompt.text, sample.text, sample.prompt.row
 
     def worker(self, timeout_s: float, device: str = "cpu") -> Worker:
-        from rlhfless_ray.reward.worker import RewardWorker
-
         return RewardWorker(self, timeout_s)
 
     def build(self) -> RewardFunction:
@@ -92,43 +58,36 @@ class RewardSource(Source):
         return lambda prompt, response, row: verify(response, row)
 
 
-def load_reward(recipe: Recipe, tokenizer: Any = None) -> Source:
-    """What the recipe says rewards come from, checked as far as can be without scoring anything.
+class RewardWorker(Worker):
+    """Holds a built reward function `(prompt, response, row) -> float`. Works in a process's main thread only."""
 
-    Runs the top-level code of a user's file once. Raises UserError for a missing file or function, a syntax or import
-    error (with its line), something that is not callable, and other parameters; for an address that is none, and for a model
-    that gives no single score or has other tokens than the policy's `tokenizer`.
-    """
-    reward, column = recipe.reward, recipe.answer_column
-    if recipe.agent.path:
-        from rlhfless_ray.agent.load import AgentSource
+    def __init__(self, source: RewardSource, timeout_s: float) -> None:
+        self.source, self.timeout_s = source, timeout_s
+        self.function = source.build()
+        self.limit = TimeLimit()
 
-        return AgentSource.load(recipe.agent.path)
-    if reward.url:
-        from rlhfless_ray.reward.http import HttpSource
+    def score(self, items: list[tuple[int, str, str, dict[str, Any]]], budget_s: float = math.inf) -> list[Score]:
+        """Scores of (key, prompt, response, row) items, in their order; of the first ones only when `budget_s` is over.
 
-        return HttpSource.load(reward.url, column, reward.deadline_s, reward.batch_samples)
-    if reward.model_path:
-        from rlhfless_ray.reward.model import ModelSource
+        A function that raises, takes longer than `timeout_s` or does not return a finite number gives a Score with an error.
+        """
+        end = time.monotonic() + budget_s
+        scores: list[Score] = []
+        with self.limit.listening():
+            for item in items:
+                scores.append(self._score_one(*item))
+                if time.monotonic() >= end:
+                    break
+        return scores
 
-        return ModelSource.load(recipe, tokenizer)
-    function = reward.function
-    if reward.contract == "openrlhf" and function in ("task", "math"):
-        raise UserError(f"reward.contract: `openrlhf` is for functions of a file, not for reward.function `{function}`; leave it out")
-    if function == "task":
-        return RewardSource("task", recipe.prompts.task)
-    if function == "math":
-        if not column:
-            raise UserError("reward.function: `math` compares with the reference answer; set prompts.answer_column")
-        return RewardSource("math", "math_reward", answer_column=column)
-    path, colon, name = function.rpartition(":")
-    if not colon or not path or not name:
-        raise UserError(f"reward.function: `{function}` is none of `task`, `math` and `path/to/file.py:name`")
-    if reward.contract == "openrlhf":
-        from rlhfless_ray.reward.queries import QuerySource
-
-        return QuerySource.load(path, name, column, reward.batch_samples)
-    where = f"reward.function {function}"
-    file = UserFile.read(path, where)
-    function_of(file.checked_module(where), name, CONTRACT.format(name=name), ("", "", {}), where)
-    return RewardSource("file", name, file=path, text=file.text)
+    def _score_one(self, key: int, prompt: str, response: str, row: dict[str, Any]) -> Score:
+        try:
+            value = self.limit.call(self.timeout_s, self.function, prompt, response, dict(row))
+        except TookTooLong:
+            return Score(key, None, late(self.timeout_s))
+        except (Exception, SystemExit) as error:
+            return Score(key, None, named(error, self.source.user_file))
+        try:
+            return Score(key, finite(value))
+        except ValueError as error:
+            return Score(key, None, f"`{self.source.name}` returned {error}")

@@ -17,9 +17,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from rlhfless_ray.errors import RunError, UserError
-from rlhfless_ray.reward.functions import Decode, Source, Worker
 from rlhfless_ray.reward.queries import BadReturn, Query, query_of, scores_of
-from rlhfless_ray.reward.worker import Score
+from rlhfless_ray.reward.source import Decode, Score, Source, Worker
 from rlhfless_ray.types import Sample
 
 AT_ONCE = 32  # requests of one process

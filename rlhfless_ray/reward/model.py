@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from rlhfless_ray.errors import UserError
-from rlhfless_ray.reward.functions import Decode, Source, Worker
-from rlhfless_ray.reward.worker import Score, finite
+from rlhfless_ray.reward.source import Decode, Score, Source, Worker
+from rlhfless_ray.reward.values import finite
 from rlhfless_ray.types import Sample
 from rlhfless_ray.weights.folder import WEIGHTS, read_folder, write_folder
 

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhfless_ray.reward.functions import Decode, Source, Worker
 from rlhfless_ray.reward.limit import TimeLimit, TookTooLong
+from rlhfless_ray.reward.source import Decode, Score, Source, Worker
 from rlhfless_ray.reward.user_file import UserFile, function_of
-from rlhfless_ray.reward.worker import Score, finite, late, named, real
+from rlhfless_ray.reward.values import finite, late, named, real
 from rlhfless_ray.types import Sample
 
 CONTRACT = "def {name}(queries, prompts, labels, **kwargs)"

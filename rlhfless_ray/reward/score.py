@@ -14,8 +14,7 @@ from rlhfless_ray.functions.faults import Cause
 from rlhfless_ray.functions.instance import GONE, Instance
 from rlhfless_ray.functions.memory import own_memory_mb
 from rlhfless_ray.functions.pool import Pool
-from rlhfless_ray.reward.functions import Source
-from rlhfless_ray.reward.worker import Score
+from rlhfless_ray.reward.source import Score, Source
 from rlhfless_ray.types import Sample, Span
 from rlhfless_ray.waits import STOP
 

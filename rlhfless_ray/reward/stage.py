@@ -9,8 +9,8 @@ from typing import Any
 from rlhfless_ray.errors import RunError
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.pool import Pool
-from rlhfless_ray.reward.functions import Source
 from rlhfless_ray.reward.score import Scoring, check_failures, maker
+from rlhfless_ray.reward.source import Source
 from rlhfless_ray.site import Site
 from rlhfless_ray.types import Sample
 

@@ -9,7 +9,8 @@ import pytest
 from placement.rollout_policies import Job, make_policy, prefer_of, weight
 from placement.rollout_policies.consolidate import Consolidate, CrudeMix, rebalance
 from placement.rollout_policies.global_cut import plan_cut
-from placement.rollout_sim import Result, run, simulate_rollout
+from placement.rollout_run import Result, run
+from placement.rollout_sim import simulate_rollout
 from placement.speed import Speed
 
 BASE, PER_SEQ = 8.5e-3, 3e-5

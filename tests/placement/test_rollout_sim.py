@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.rollout_policies import NAMES, Action, Job, View, make_policy
-from placement.rollout_sim import run, simulate_rollout
+from placement.rollout_run import run
+from placement.rollout_sim import simulate_rollout
 from placement.speed import Speed
 
 SPEED = Speed(8.5e-3, 3e-5)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from placement import Speed, simulate_rollout
 from placement.rollout_policies.view import Job
-from placement.rollout_sim import run
+from placement.rollout_run import run
 from placement.simulate import Terms, parse, simulate
 from placement.simulate.elastic import elastic
 from placement.simulate.narrow import Narrowed, Narrowing

@@ -9,9 +9,11 @@ import pytest
 
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.reward.functions import RewardSource, Source, load_reward
+from rlhfless_ray.reward.functions import RewardSource
 from rlhfless_ray.reward.http import HttpSource
+from rlhfless_ray.reward.load import load_reward
 from rlhfless_ray.reward.queries import QuerySource
+from rlhfless_ray.reward.source import Source
 
 
 def recipe(function: str, **prompts: str) -> Recipe:

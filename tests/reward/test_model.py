@@ -13,7 +13,7 @@ import pytest
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.policy_files import load_tokenizer
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.reward.functions import load_reward
+from rlhfless_ray.reward.load import load_reward
 from rlhfless_ray.reward.model import ModelSource, ModelWorker
 from rlhfless_ray.types import Completion, Prompt, Sample
 from rlhfless_ray.weights.folder import write_folder

@@ -13,8 +13,8 @@ import torch
 
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.reward.queries import BadReturn, QuerySource, QueryWorker, scores_of
+from rlhfless_ray.reward.source import Score
 from rlhfless_ray.reward.user_file import UserFile
-from rlhfless_ray.reward.worker import Score
 from rlhfless_ray.types import Completion, Prompt, Sample
 
 FORMS = {

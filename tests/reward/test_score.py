@@ -20,9 +20,9 @@ from rlhfless_ray.functions.lease import Leases
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.reward import score as module
-from rlhfless_ray.reward.functions import RewardSource
+from rlhfless_ray.reward.functions import RewardSource, RewardWorker
 from rlhfless_ray.reward.score import RewardActor, Scoring, check_failures
-from rlhfless_ray.reward.worker import RewardWorker, Score
+from rlhfless_ray.reward.source import Score
 from rlhfless_ray.types import Completion, Prompt, Sample
 
 ENDS = {
@@ -169,7 +169,7 @@ def test_too_many_failures_stop_the_scoring() -> None:
 
 def test_a_worker_answers_with_what_it_has_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(0.0, 0.05)  # a sample takes 0.05 s
-    monkeypatch.setattr("rlhfless_ray.reward.worker.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("rlhfless_ray.reward.functions.time", SimpleNamespace(monotonic=lambda: next(clock)))
     text = "def score(prompt, response, row):\n    return 1.0\n"
     worker = RewardWorker(RewardSource("file", "score", file="mine.py", text=text), 5.0)
     items = [(i, "", "", {}) for i in range(9)]

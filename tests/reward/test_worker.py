@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhfless_ray.reward.functions import RewardSource
-from rlhfless_ray.reward.worker import RewardWorker, Score
+from rlhfless_ray.reward.functions import RewardSource, RewardWorker
+from rlhfless_ray.reward.source import Score
 
 CASES = '''
 import json, sys, time
