@@ -136,7 +136,8 @@ class RolloutActor:
             self.engine.park()
         if self.settings.get("device", "cpu") == "cpu":
             give_back_unused()
-        return kept_memory([Span("transfer", "give memory back", start, time.time())])
+        on_device_mb = None if self.engine is None else self.engine.kept_on_device_mb()
+        return kept_memory([Span("transfer", "give memory back", start, time.time())], on_device_mb)
 
 
 def set_threads(threads: int) -> None:

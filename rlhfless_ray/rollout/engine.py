@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.functions.memory import give_back
+from rlhfless_ray.functions.memory import give_back, outside_mb
 from rlhfless_ray.imports import lean_imports
 from rlhfless_ray.prefix.address import root, salt
 from rlhfless_ray.prefix.hasher import BlockHasher
@@ -292,6 +292,22 @@ class Engine:
     def unpark(self) -> None:
         if not self.on_cpu:
             self.engine.wake_up()
+
+    def kept_on_device_mb(self) -> float:
+        """What a parked engine still has on its device. vLLM takes the memory away below its own pools without telling torch, which goes
+        on counting all of it as reserved: with the KV cache most of the device."""
+        if self.on_cpu:
+            return 0.0
+        import torch
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        return outside_mb(torch.cuda.memory_snapshot(), sleeping_pools(CuMemAllocator.get_instance()))
+
+
+def sleeping_pools(allocator: Any) -> set[tuple[int, int]]:
+    """Ids of the memory pools that vLLM puts to sleep: for each purpose one pool and its allocator, in later versions several."""
+    found = [entry if isinstance(entry, list) else [entry] for entry in allocator.allocator_and_pools.values()]
+    return {tuple(pool.id) for entries in found for pool, _ in entries}
 
 
 def model_folder(scratch: Path, files: dict[str, bytes], settings: dict[str, Any]) -> Path:
