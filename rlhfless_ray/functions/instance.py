@@ -139,16 +139,22 @@ def actor_state(actor: Any) -> tuple[bool, bool]:
     return told.get("State") != "DEAD", death is not None and death.WhichOneof("context") == "oom_context"
 
 
+def seeing_only(slot: Slot, resource: str) -> dict[str, str]:
+    """The environment of a process that is to see the slot's device and no other. Ray hid all devices from processes that hold none of
+    its GPUs, whatever their environment said, into 2.55 (ray-project/ray#62492), and does where a cluster asks for it: not from these."""
+    if resource != "gpu":
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": str(slot.device), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+
 def start_actor(cls: type, slot: Slot, resource: str, environment: dict[str, str], *args: Any) -> Any:
     """An actor without Ray resources of its own, on the slot's node, seeing only the slot's device.
 
-    `num_gpus=0` leaves CUDA_VISIBLE_DEVICES alone, so an actor would see every device: it is set here. Restarts are
+    `num_gpus=0` leaves CUDA_VISIBLE_DEVICES alone, so an actor would see every device: `seeing_only` sets it. Restarts are
     off: an actor that Ray may restart hangs for ever once its group is removed; the pool replaces it instead. A class whose
     calls must be heard while another one works names groups of them in `concurrency_groups` ({name: threads}).
     """
-    environment = dict(environment)
-    if resource == "gpu":
-        environment["CUDA_VISIBLE_DEVICES"] = str(slot.device)
+    environment = {**environment, **seeing_only(slot, resource)}
     groups = getattr(cls, "concurrency_groups", None)
     remote: Any = ray.remote  # its annotations know nothing of groups
     made = remote(concurrency_groups=groups)(cls) if groups else remote(cls)

@@ -30,10 +30,11 @@ PREFERRED_S = 1.0  # longest wait for a slot of a certain node, where any would 
 
 @dataclass(frozen=True)
 class Slot:
-    """A place to work: a node and, on GPU, one device index; on CPU the number tells a node's slots apart."""
+    """A place to work: a node and, on GPU, one device as CUDA_VISIBLE_DEVICES names it: by index, or where the node was told of
+    its devices by UUID (MIG), by that; on CPU the number tells a node's slots apart."""
 
     node: str
-    device: int
+    device: int | str
 
 
 @dataclass(eq=False)
@@ -225,10 +226,10 @@ class Leases:
         self.ledger.hold(lease.id, node, str(device), kind, "", request.from_s)
         return lease
 
-    def _device(self, group: Any) -> int:
+    def _device(self, group: Any) -> int | str:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         ids = ray.get(_device_ids.options(scheduling_strategy=strategy).remote(), timeout=self.deadline_s)
-        return int(ids[0])
+        return device_named(ids[0])
 
     def _number(self, node: str) -> int:
         taken = {lease.slot.device for lease in self.held.values() if lease.slot.node == node}
@@ -327,6 +328,12 @@ def places(slots: dict[str, int], home: str, count: int) -> list[Slot]:
     """Up to `count` places for processes that wait for a lease: on `home` first, nowhere more than the node has slots."""
     nodes = sorted(slots, key=lambda node: node != home)
     return [Slot(node, number) for node in nodes for number in range(slots[node])][:count]
+
+
+def device_named(id: str | int) -> int | str:
+    """A device as Ray names it: what the node's CUDA_VISIBLE_DEVICES says, without it an index."""
+    name = str(id).strip()
+    return int(name) if name.isdecimal() else name
 
 
 # max_calls=0: Ray would end a GPU task's process after one call, and the next would pay for a new one

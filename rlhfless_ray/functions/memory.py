@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,24 @@ from typing import Any
 from rlhfless_ray.types import Span
 
 
-def kept_memory(spans: list[Span]) -> dict[str, Any]:
+def kept_memory(spans: list[Span], on_device_mb: float | None = None) -> dict[str, Any]:
     """{"memory_mb": of the process and of what it still has on its device, "spans": `spans`, the last naming the latter}.
 
-    What the device's own driver holds for a process is not in it: only the process's end gives that back.
+    `on_device_mb`: the latter, where torch does not know it; None: what torch has reserved. What the device's own driver holds for a
+    process is not in it: only the process's end gives that back.
     """
     import torch
 
-    on_device = torch.cuda.memory_reserved() / 2**20 if torch.cuda.is_initialized() else 0.0
-    if on_device >= 1 and spans:
-        spans = [*spans[:-1], replace(spans[-1], what=f"{spans[-1].what}, {on_device:.0f} MB stay")]
-    return {"memory_mb": own_memory_mb() + on_device, "spans": spans}
+    if on_device_mb is None:
+        on_device_mb = torch.cuda.memory_reserved() / 2**20 if torch.cuda.is_initialized() else 0.0
+    if on_device_mb >= 1 and spans:
+        spans = [*spans[:-1], replace(spans[-1], what=f"{spans[-1].what}, {on_device_mb:.0f} MB stay")]
+    return {"memory_mb": own_memory_mb() + on_device_mb, "spans": spans}
+
+
+def outside_mb(segments: Iterable[dict[str, Any]], pools: Container[tuple[int, int]]) -> float:
+    """MB of a device's memory that torch has reserved outside of these pools. `segments`: as `torch.cuda.memory_snapshot` tells."""
+    return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) not in pools) / 2**20
 
 
 def own_memory_mb() -> float:

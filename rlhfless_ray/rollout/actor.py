@@ -16,7 +16,6 @@ from rlhfless_ray.prefix.pages import Bundle
 from rlhfless_ray.rollout.inbox import Inbox, Order
 from rlhfless_ray.rollout.progress import Progress
 from rlhfless_ray.types import EngineStep, Request, Span
-from rlhfless_ray.weights.folder import write_folder
 from rlhfless_ray.weights.version import checksum
 
 PAGES_S = 5.0  # to fetch the KV pages of a moved request; to compute them does not take longer
@@ -43,13 +42,13 @@ class RolloutActor:
     def open(self, threads: int) -> dict[str, Any]:
         """Build the engine, without weights of its own."""
         from rlhfless_ray.functions.memory import own_memory_mb
-        from rlhfless_ray.rollout.engine import Engine
+        from rlhfless_ray.rollout.engine import Engine, model_folder
 
         start = time.time()
         set_threads(threads)
         with tempfile.TemporaryDirectory(prefix="rlhfless-engine-") as name:
             tempfile.tempdir = name  # vLLM leaves a rendezvous file in the temporary folder: let it go with this one
-            self.engine = Engine(write_folder(Path(name), self.files), {**self.settings, "tokenizer": self._tokenizer})
+            self.engine = Engine(model_folder(Path(name), self.files, self.settings), {**self.settings, "tokenizer": self._tokenizer})
             tempfile.tempdir = None
         spans = [self.imported, Span("start", "build engine", start, time.time())]
         pages = self.engine.pages
@@ -137,7 +136,8 @@ class RolloutActor:
             self.engine.park()
         if self.settings.get("device", "cpu") == "cpu":
             give_back_unused()
-        return kept_memory([Span("transfer", "give memory back", start, time.time())])
+        on_device_mb = None if self.engine is None else self.engine.kept_on_device_mb()
+        return kept_memory([Span("transfer", "give memory back", start, time.time())], on_device_mb)
 
 
 def set_threads(threads: int) -> None:

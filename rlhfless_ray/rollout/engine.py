@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.functions.memory import give_back
+from rlhfless_ray.functions.memory import give_back, outside_mb
 from rlhfless_ray.imports import lean_imports
 from rlhfless_ray.prefix.address import root, salt
 from rlhfless_ray.prefix.hasher import BlockHasher
@@ -26,6 +27,7 @@ from rlhfless_ray.rollout.live import Live
 from rlhfless_ray.rollout.progress import ENDS, Progress
 from rlhfless_ray.rollout.words import StopWords
 from rlhfless_ray.types import EngineStep, Request, Span
+from rlhfless_ray.weights.folder import kept_folder, write_folder
 
 # Read by vLLM when it is imported: engine and worker in this process, no telemetry, quiet.
 ENVIRONMENT = {
@@ -36,9 +38,16 @@ ENVIRONMENT = {
 }
 
 
+# Not a matter of taste, so it wins over what the environment says: `KeyedSampler` is a logits processor of vLLM's first model runner.
+# Where Triton finds a device, the second one is the default, and since vllm-project/vllm#56497 it refuses such a processor.
+REQUIRED = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 # On CPU the engine is eager. PyTorch's switch keeps functions that vLLM decorates from loading the compiler.
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
-# Needed for audio and object detection only; vLLM and transformers do without where it is not installed.
+# On GPU attention in float32 is Triton's (FlashAttention has none), whose products are TF32 unless told otherwise: 10 bits of fraction,
+# where torch's in the learner have 23.
+EXACT = {"TRITON_F32_DEFAULT": "ieee"}
+# Needed for audio and object detection only; vLLM and transformers do without where it is not installed. What else comes with vLLM
+# for GPUs may not: there it stays.
 OPTIONAL = ("scipy",)
 COMPILER = ("torch._inductor.lowering",)  # vLLM mends it when it can be imported: half a second
 
@@ -49,12 +58,13 @@ def prepare(on_cpu: bool = True, architectures: Sequence[str] = ()) -> None:
     The models' classes are registered with vLLM as loaded. It would start another Python to look at one that it has not seen on
     this node before, lest its import touches a device of a process that is yet to fork: this one does not fork.
     """
-    for name, value in {**ENVIRONMENT, **(EAGER if on_cpu else {})}.items():
+    for name, value in {**ENVIRONMENT, **(EAGER if on_cpu else EXACT)}.items():
         os.environ.setdefault(name, value)
+    os.environ.update(REQUIRED)
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the recipe's kv_cache_mb
     if "vllm.v1.engine.llm_engine" in sys.modules:
         return
-    with lean_imports((*OPTIONAL, *(COMPILER if on_cpu else ()))):
+    with lean_imports((*OPTIONAL, *COMPILER) if on_cpu else ()):
         from vllm import EngineArgs, LLMEngine, ModelRegistry  # noqa: F401
 
         import rlhfless_ray.rollout.sampling  # noqa: F401
@@ -282,6 +292,36 @@ class Engine:
     def unpark(self) -> None:
         if not self.on_cpu:
             self.engine.wake_up()
+
+    def kept_on_device_mb(self) -> float:
+        """What a parked engine still has on its device. vLLM takes the memory away below its own pools without telling torch, which goes
+        on counting all of it as reserved: with the KV cache most of the device."""
+        if self.on_cpu:
+            return 0.0
+        import torch
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        return outside_mb(torch.cuda.memory_snapshot(), sleeping_pools(CuMemAllocator.get_instance()))
+
+
+def sleeping_pools(allocator: Any) -> set[tuple[int, int]]:
+    """Ids of the memory pools that vLLM puts to sleep: for each purpose one pool and its allocator, in later versions several."""
+    found = [entry if isinstance(entry, list) else [entry] for entry in allocator.allocator_and_pools.values()]
+    return {tuple(pool.id) for entries in found for pool, _ in entries}
+
+
+def model_folder(scratch: Path, files: dict[str, bytes], settings: dict[str, Any]) -> Path:
+    """Where an engine finds these files, config and tokenizer: in `scratch`, or on a device beside what vLLM keeps of its work.
+
+    There vLLM compiles the model and keeps that under a name which the folder's path is a part of. In a folder of another path each
+    engine would compile it anew, which is most of its start.
+    """
+    if settings["device"] != "cpu":
+        from vllm.envs import VLLM_CACHE_ROOT
+
+        with suppress(OSError):  # a home that cannot be written to: it compiles
+            return kept_folder(Path(VLLM_CACHE_ROOT) / "rlhfless", files)
+    return write_folder(scratch, files)
 
 
 def _transfer_config(pages: PageStore | None) -> Any:

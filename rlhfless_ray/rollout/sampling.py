@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
 
 FORCED = 1e30  # logit of the drawn token: greater than any real one, so vLLM's greedy pick takes it
+# Of the float64 probabilities of as many rows as are drawn from at once; several such tensors are held meanwhile. On GPU vLLM does not
+# know of them: what it leaves free of a device is to be enough, however many sequences run and however many words there are.
+CHUNK_BYTES = 1 << 27
 
 
 PER_COUNT = 4  # numbers that Philox draws from one value of its counter
@@ -71,6 +74,21 @@ def draw(
     sampled = torch.searchsorted(cumulative, (uniform * cumulative[:, -1]).unsqueeze(1), right=True).squeeze(1)
     tokens = torch.where(greedy, logprobs.argmax(dim=-1), sampled.clamp_(max=logits.shape[1] - 1))
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def draw_in_chunks(
+    logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, top_p: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`draw`, of so many rows at a time that their probabilities take CHUNK_BYTES at most. Rows have nothing to do with one another."""
+    size = max(1, CHUNK_BYTES // (8 * logits.shape[1]))
+    if len(logits) <= size:
+        return draw(logits, temperature, uniform, top_p)
+    parts = [
+        draw(logits[i : i + size], temperature[i : i + size], uniform[i : i + size], None if top_p is None else top_p[i : i + size])
+        for i in range(0, len(logits), size)
+    ]
+    tokens, logprobs = zip(*parts, strict=True)
+    return torch.cat(tokens), torch.cat(logprobs)
 
 
 class KeyedSampler(LogitsProcessor):
@@ -135,7 +153,7 @@ class KeyedSampler(LogitsProcessor):
         top_p = None
         if any(row["top_p"] < 1 for row in rows):
             top_p = torch.tensor([row["top_p"] for row in rows], dtype=torch.float64).to(self.device)
-        tokens, logprobs = draw(logits, temperature.to(self.device), noise.to(self.device), top_p)
+        tokens, logprobs = draw_in_chunks(logits, temperature.to(self.device), noise.to(self.device), top_p)
         self.records.append((np.array([row["key"] for row in rows]), positions, logprobs))
         self.running = len(rows)
         self.context_tokens = int(positions.sum()) + sum(row["prompt_tokens"] for row in rows)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
+import tempfile
 from pathlib import Path
 
 from rlhfless_ray.errors import UserError
@@ -41,6 +43,27 @@ def is_safetensors(content: bytes) -> bool:
 def without_weights(files: dict[str, bytes]) -> dict[str, bytes]:
     """Config and tokenizer: what an engine needs before it pulls a weight version."""
     return {name: content for name, content in files.items() if not name.endswith((WEIGHTS, ".index.json"))}
+
+
+def kept_folder(root: Path, files: dict[str, bytes]) -> Path:
+    """The files in a folder below `root` that is called after what is in it, so that the same files always have the same path. It
+    stays. Processes that write it at once do not see each other's halves. Raises OSError where nothing can be written."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, content in sorted(files.items()):
+        for part in (name.encode(), content):
+            digest.update(len(part).to_bytes(8, "big") + part)
+    path = root / digest.hexdigest()
+    if path.is_dir():
+        return path
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as name:
+        whole = write_folder(Path(name) / "whole", files)
+        try:
+            whole.rename(path)
+        except OSError:
+            if not path.is_dir():  # else somebody was faster
+                raise
+    return path
 
 
 def write_folder(path: Path, files: dict[str, bytes]) -> Path:

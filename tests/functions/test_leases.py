@@ -8,7 +8,8 @@ from ray.exceptions import GetTimeoutError, NodeDiedError
 from ray.util.placement_group import placement_group_table
 
 from rlhfless_ray.errors import RunError
-from rlhfless_ray.functions.lease import Lease, Leases, Slot, cluster_slots, node_slots, places
+from rlhfless_ray.functions.instance import seeing_only
+from rlhfless_ray.functions.lease import Lease, Leases, Slot, cluster_slots, device_named, node_slots, places
 from rlhfless_ray.functions.ledger import Ledger
 
 pytestmark = pytest.mark.ray
@@ -132,3 +133,18 @@ def test_places_are_taken_at_home_first_and_nowhere_more_than_there_are():
 def test_slots_are_counted_over_nodes(ray_cluster):
     assert cluster_slots("gpu") == 4 and cluster_slots("cpu") == 4
     assert ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("told", "device"), [("3", 3), (3, 3), ("GPU-8f3c0a1e-7f3b", "GPU-8f3c0a1e-7f3b"), ("MIG-52d4-1", "MIG-52d4-1"), (" 1 ", 1)]
+)
+def test_a_device_is_an_index_or_what_its_node_calls_it(told, device):
+    """A node that was started with CUDA_VISIBLE_DEVICES of UUIDs, as MIG needs them, has leases too."""
+    assert device_named(told) == device
+    assert seeing_only(Slot("node", device_named(told)), "gpu")["CUDA_VISIBLE_DEVICES"] == str(told).strip()
+
+
+def test_a_process_without_a_gpu_of_rays_sees_its_device_whatever_ray_was_told():
+    """Into 2.55 Ray hid all of them from such a process, and a cluster may still ask for that."""
+    assert seeing_only(Slot("node", 2), "gpu") == {"CUDA_VISIBLE_DEVICES": "2", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    assert seeing_only(Slot("node", 2), "cpu") == {}

@@ -31,7 +31,7 @@ def sampling() -> Iterator[ModuleType]:
 
     yield sampling
     torch.set_num_threads(threads)
-    for name in {**engine.ENVIRONMENT, **engine.EAGER}:
+    for name in {**engine.ENVIRONMENT, **engine.REQUIRED, **engine.EAGER}:
         if name not in before:
             os.environ.pop(name, None)
 

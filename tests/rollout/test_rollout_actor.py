@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -31,3 +33,56 @@ def test_weights_are_checked_before_they_are_used(actor: Any) -> None:
     with pytest.raises(ValueError, match="version 5 arrived damaged"):
         actor.load(5, weights, published)
     assert len(actor.loaded) == 1
+
+
+def test_engines_on_a_device_find_what_was_compiled_for_the_same_files(
+    sampling: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's name of it has the folder's path in it."""
+    import vllm.envs as envs
+
+    from rlhfless_ray.rollout.engine import model_folder
+
+    # once there is an engine in a process, vLLM reads the environment no more
+    monkeypatch.setattr(envs, "__getattr__", getattr(envs.__getattr__, "__wrapped__", envs.__getattr__))
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    files, gpu, cpu = {"config.json": b"{}"}, {"device": "gpu"}, {"device": "cpu"}
+    scratch = [tmp_path / "a", tmp_path / "b"]
+    first, again = (model_folder(one, files, gpu) for one in scratch)
+    assert first == again and first.is_relative_to(tmp_path / "cache") and (first / "config.json").read_bytes() == b"{}"
+    assert [model_folder(one, files, cpu) for one in scratch] == scratch
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "file"))
+    assert model_folder(tmp_path / "c", files, gpu) == tmp_path / "c"
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["a pool each", "several pools"])
+def test_what_a_parked_engine_keeps_on_its_device_is_not_what_torch_thinks(
+    actor: Any, monkeypatch: pytest.MonkeyPatch, several: bool
+) -> None:
+    """Counted as torch counts it, an engine that sleeps would hold more than its node may keep warm, and would be ended each time."""
+    import torch
+
+    from rlhfless_ray.functions.memory import own_memory_mb
+    from rlhfless_ray.rollout.engine import Engine, sleeping_pools
+
+    weights, cache = ((SimpleNamespace(id=(0, number)), None) for number in (1, 2))
+    pools = {"weights": [weights], "kv_cache": [cache]} if several else {"weights": weights, "kv_cache": cache}
+    allocator = SimpleNamespace(allocator_and_pools=pools)
+    assert sleeping_pools(allocator) == {(0, 1), (0, 2)}
+    sizes = {(0, 0): 300, (0, 1): 6_000, (0, 2): 60_000, (1, 0): 200}  # MB: the last is of CUDA graphs
+    cumem = SimpleNamespace(CuMemAllocator=SimpleNamespace(get_instance=lambda: allocator))
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", cumem)
+    monkeypatch.setattr(
+        torch.cuda, "memory_snapshot", lambda: [{"segment_pool_id": pool, "total_size": mb * 2**20} for pool, mb in sizes.items()]
+    )
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: sum(sizes.values()) * 2**20)
+    engine = Engine.__new__(Engine)
+    engine.on_cpu, slept = False, []
+    engine.engine = SimpleNamespace(sleep=lambda level: slept.append(level))
+    actor.engine, actor.settings = engine, {"device": "gpu"}
+    told = actor.park()
+    assert slept == [2] and engine.version is None
+    assert told["spans"][-1].what == "give memory back, 500 MB stay"
+    assert 500 < told["memory_mb"] < 500 + 2 * own_memory_mb()

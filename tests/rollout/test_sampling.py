@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -198,3 +198,67 @@ def test_top_p_draws_from_the_nucleus(sampling: ModuleType, seed: int, temperatu
     assert float(logprobs[1]) == pytest.approx(np.log(p[int(tokens[1])]), abs=3e-5), "another row's top-p is its own"
     assert int(tokens[2]) == int(np.argmax(p))
     assert float(logprobs[2]) == pytest.approx(np.log(probabilities(logits[0], 1.0)[int(tokens[2])]), abs=3e-5)
+
+
+@pytest.mark.parametrize("top_p", [None, 0.7])
+def test_rows_are_drawn_from_in_chunks_as_all_at_once(
+    sampling: ModuleType, monkeypatch: pytest.MonkeyPatch, top_p: float | None
+) -> None:
+    """What is held while a token is drawn does not grow with the rows."""
+    rows, words = 11, 64
+    logits = torch.randn(rows, words, generator=torch.Generator().manual_seed(5))
+    temperature, uniform = torch.tensor([0.0, 0.7, 1.0] * 4)[:rows], torch.from_numpy(np.random.default_rng(6).random(rows))
+    cut = None if top_p is None else torch.full((rows,), top_p, dtype=torch.float64)
+    whole, seen = sampling.draw(logits, temperature, uniform, cut), []
+    draw = sampling.draw
+    monkeypatch.setattr(sampling, "draw", lambda x, *more: (seen.append(len(x)), draw(x, *more))[1])
+    monkeypatch.setattr(sampling, "CHUNK_BYTES", 4 * 8 * words)
+    tokens, logprobs = sampling.draw_in_chunks(logits, temperature, uniform, cut)
+    assert seen == [4, 4, 3]
+    assert torch.equal(tokens, whole[0]) and torch.equal(logprobs, whole[1])
+
+
+def test_an_engine_on_a_device_takes_the_model_runner_that_the_sampler_is_made_for(
+    sampling: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where Triton finds no device, as here, there is no other; where it does, the other one is the default and refuses this sampler."""
+    import os
+
+    import vllm.config.vllm as config
+    import vllm.envs as envs
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as OfTheOther
+
+    from rlhfless_ray.rollout import engine
+
+    asked = SimpleNamespace(
+        attention_config=SimpleNamespace(hisparse_config=None), _get_v2_model_runner_unsupported_features=lambda: []
+    )
+
+    def second() -> bool:
+        return config.VllmConfig.use_v2_model_runner.fget(asked)
+
+    monkeypatch.setattr(config, "HAS_TRITON", True)
+    # once there is an engine in a process, vLLM reads the environment no more
+    monkeypatch.setattr(envs, "__getattr__", getattr(envs.__getattr__, "__wrapped__", envs.__getattr__))
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    assert second() and not issubclass(sampling.KeyedSampler, OfTheOther)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # somebody's wish for other engines
+    engine.prepare()
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0" and not second()
+
+
+@pytest.mark.parametrize(("on_cpu", "eager", "float32"), [(True, "1", None), (False, None, "ieee")])
+def test_an_engine_on_a_device_compiles_and_multiplies_in_float32(
+    sampling: ModuleType, monkeypatch: pytest.MonkeyPatch, on_cpu: bool, eager: str | None, float32: str | None
+) -> None:
+    import os
+
+    from rlhfless_ray.rollout import engine
+
+    for name in {**engine.ENVIRONMENT, **engine.EAGER, **engine.EXACT}:
+        monkeypatch.delenv(name, raising=False)
+    engine.prepare(on_cpu)  # vLLM is loaded already: only what it finds around it changes
+    assert os.environ.get("TORCHDYNAMO_DISABLE") == eager and os.environ.get("TRITON_F32_DEFAULT") == float32
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    for name in {**engine.ENVIRONMENT, **engine.EAGER, **engine.EXACT}:  # what a monkeypatch deleted it does not know to be set
+        os.environ.pop(name, None)

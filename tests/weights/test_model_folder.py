@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlhfless_ray.errors import UserError
-from rlhfless_ray.weights.folder import read_folder, without_weights, write_folder
+from rlhfless_ray.weights.folder import kept_folder, read_folder, without_weights, write_folder
 
 COMPLETE = {
     "config.json": b"{}", "tokenizer.json": b"{}", "model-00001-of-00002.safetensors": b"\x00\xff",
@@ -39,3 +39,33 @@ def test_no_folder_at_all(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", tmp_path / "file"):
         with pytest.raises(UserError, match="is not a folder"):
             read_folder(path)
+
+
+def test_the_same_files_are_kept_under_the_same_path_once(tmp_path: Path) -> None:
+    """A compiled model is found again by it."""
+    folder = kept_folder(tmp_path / "kept", COMPLETE)
+    assert read_folder(folder) == COMPLETE
+    written = (folder / "config.json").stat().st_mtime_ns
+    assert kept_folder(tmp_path / "kept", dict(reversed(COMPLETE.items()))) == folder
+    assert (folder / "config.json").stat().st_mtime_ns == written
+    other = kept_folder(tmp_path / "kept", {**COMPLETE, "config.json": b"{ }"})
+    assert other != folder and sorted(path.name for path in folder.parent.iterdir()) == sorted([folder.name, other.name])
+
+
+def test_of_several_that_keep_the_same_files_at_once_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = Path.rename
+
+    def second(self: Path, target: Path) -> Path:
+        """Somebody else is faster."""
+        write_folder(target, COMPLETE)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", second)
+    folder = kept_folder(tmp_path, COMPLETE)
+    assert read_folder(folder) == COMPLETE and list(tmp_path.iterdir()) == [folder]
+
+
+def test_where_nothing_can_be_kept_it_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        kept_folder(tmp_path / "file", COMPLETE)
