@@ -45,7 +45,7 @@ from rlhfless_ray.site import Site
 from rlhfless_ray.stages import Stages
 from rlhfless_ray.types import Prompt, Sample, Step, UpdateStats, WeightVersion
 from rlhfless_ray.waits import STOP
-from rlhfless_ray.weights.folder import read_folder, write_folder
+from rlhfless_ray.weights.folder import parameter_count, read_folder, write_folder
 
 LOOK_EVERY_S = 5.0  # for nodes that are gone, where parked processes may have been
 
@@ -79,7 +79,7 @@ class Runtime:
         self.recipe = recipe
         self.refill = Refill(recipe, self.cursor)
         self.autoscaler = Autoscaler(recipe, ANY_SPEED)
-        self.cluster = RayCluster(recipe)
+        self.cluster = RayCluster(recipe, parameter_count(self.files))
         self.cursor_done = self.cursor.state()  # after the last finished step: a stop inside a step repeats it whole
         self.steps_done = 0
         self.ahead: Step | None = None  # the next step, with prompts, forecast and plan made while the learner works

@@ -24,13 +24,17 @@ from rlhfless_ray.functions.sweeper import Sweeper
 from rlhfless_ray.recipe import Recipe
 
 PACKAGES = ("rlhfless_ray", "placement")
+LEAST_STORE_MB, STORE_SHARE = 512, 0.3  # the latter of the machine's memory, as Ray's own default
+WEIGHT_BYTES, STATE_BYTES = 4, 12  # per parameter on its way: float32; with Adam's two moments
+VERSIONS, STATES = 3, 2  # held at once: a version, its copy and the next; the learner's last state, and the next
 
 
 class RayCluster:
     """A private Ray on loopback with token authentication, or somebody else's that we are a guest on."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, parameters: int = 0) -> None:
+        """`parameters`: of the policy, which a private cluster's object store is to hold in several versions."""
+        self.recipe, self.parameters = recipe, parameters
         self.private = False
         self.joined = False
         self.names: dict[str, str] = {}
@@ -72,7 +76,7 @@ class RayCluster:
                 ray.init(
                     address="local",
                     num_cpus=section.cpus or len(os.sched_getaffinity(0)),
-                    object_store_memory=section.object_store_mb * 2**20,
+                    object_store_memory=self._store_mb() * 2**20,
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
@@ -80,6 +84,12 @@ class RayCluster:
                 )
             except Exception as error:  # Ray raises plain ones where its processes do not come up in time
                 raise RunError(f"a private Ray did not start on this machine: {one_line(error, 200)}") from error
+
+    def _store_mb(self) -> int:
+        if self.recipe.cluster.object_store_mb is not None:
+            return self.recipe.cluster.object_store_mb
+        memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+        return store_mb(self.parameters, memory_mb, keeps_state=self.recipe.checkpoint.memory_every_steps > 0)
 
     def stop(self) -> None:
         """Leave the cluster; a private one ends with it."""
@@ -153,6 +163,13 @@ def _shipped() -> dict[str, Any] | None:
     if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
         return None
     return {"py_modules": [str(Path(sys.modules[name].__file__ or "").parent) for name in PACKAGES if name in sys.modules]}
+
+
+def store_mb(parameters: int, memory_mb: float, keeps_state: bool) -> int:
+    """The object store for a policy of so many parameters, MB, on a machine of so much memory; `keeps_state`: the learner's state is
+    kept in it too."""
+    each = VERSIONS * WEIGHT_BYTES + (STATES * STATE_BYTES if keeps_state else 0)
+    return max(LEAST_STORE_MB, int(min(LEAST_STORE_MB + parameters * each / 2**20, STORE_SHARE * memory_mb)))
 
 
 def _answers(address: str) -> None:

@@ -51,8 +51,9 @@ class Cluster(Section):
     """Ray address; empty: RAY_ADDRESS or the surrounding job's cluster, else a private one on this machine."""
     cpus: int = Field(0, ge=0)
     """Cores of the private cluster. 0: those this process may use."""
-    object_store_mb: int = Field(512, ge=80)
-    """Object store of the private cluster."""
+    object_store_mb: int | None = Field(None, ge=80)
+    """Object store of the private cluster, MB. None: what weights and learner state on their way take, 512 at least; no more than
+    0.3 of the memory (beyond it Ray writes to disk)."""
 
 
 class Objective(Section):

@@ -1,4 +1,4 @@
-"""What the ledger calls nodes, and how much of Ray's errors is shown."""
+"""What the ledger calls nodes, how much of Ray's errors is shown, and how large a private Ray's object store is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import ray
 
-from rlhfless_ray.functions.cluster import RayCluster, _brief_errors
+from rlhfless_ray.functions.cluster import RayCluster, _brief_errors, store_mb
 from rlhfless_ray.recipe import Recipe
 
 
@@ -40,3 +40,11 @@ def test_of_a_killed_worker_ray_says_one_sentence(monkeypatch: pytest.MonkeyPatc
     worker.print_to_stdstream({"pid": "autoscaler", "lines": ["a. b. c"], "is_err": False}, ignore_prefix=False)
     assert capsys.readouterr().out == "Ray: A worker died or was killed by an unexpected system error\n"
     assert [data["lines"] for data in shown] == [["a. b. c"]]
+
+
+def test_the_object_store_holds_weights_and_state_of_the_policy_up_to_a_share_of_the_memory() -> None:
+    assert store_mb(0, 24_000, keeps_state=True) == 512 and store_mb(10**6, 1000, keeps_state=True) == 512
+    seven = 7 * 10**9  # three versions in float32 are 84 GB; two states with Adam's moments 168 GB more
+    assert store_mb(seven, 10**6, keeps_state=False) == pytest.approx(512 + 84e9 / 2**20, abs=1)
+    assert store_mb(seven, 10**6, keeps_state=True) == pytest.approx(512 + 252e9 / 2**20, abs=1)
+    assert store_mb(seven, 500_000, keeps_state=True) == 150_000

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlhfless_ray.errors import UserError
-from rlhfless_ray.weights.folder import kept_folder, read_folder, without_weights, write_folder
+from rlhfless_ray.weights.folder import kept_folder, parameter_count, read_folder, without_weights, write_folder
 
 COMPLETE = {
     "config.json": b"{}", "tokenizer.json": b"{}", "model-00001-of-00002.safetensors": b"\x00\xff",
@@ -69,3 +69,13 @@ def test_where_nothing_can_be_kept_it_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
         kept_folder(tmp_path / "file", COMPLETE)
+
+
+def test_parameters_are_counted_as_torch_counts_them() -> None:
+    import torch
+    from safetensors.torch import save
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2, bias=False)).bfloat16()
+    files = {"config.json": b"{}", "model.safetensors": save(dict(model.state_dict()))}
+    assert parameter_count(files) == sum(p.numel() for p in model.parameters()) == 30
+    assert parameter_count(COMPLETE) == 0
