@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -32,10 +33,11 @@ class Record:
         self.metrics = Metrics(
             folder.path, recipe.watch, folder.path.name, resume_after_step=after, say=self.progress.message
         )
-        self.step_times: list[float] = []
+        self.step_times: deque[float] = deque(maxlen=21)  # the newest
         self.reporter: subprocess.Popen[bytes] | None = None
         self.reported_s = time.monotonic()
         self.replaced_before = 0
+        self.counted = 0  # rows of the ledger that are in the metrics
         self.later: list[Callable[[], None]] = []
 
     def put_off(self, work: Callable[[], None]) -> None:
@@ -55,7 +57,7 @@ class Record:
 
     def costs(self, own: dict[str, float], first_row: int) -> dict[str, Any]:
         """For the step's row. `own`: the totals of its rows in the ledger, which are those from `first_row` to now."""
-        total = self.ledger.totals()
+        total, self.counted = self.ledger.totals(), self.ledger.count
         return {
             "cost/busy_slot_s": own["busy_slot_s"], "cost/full_slot_s": own["full_slot_s"],
             "cost/idle_share": own["idle_share"], "cost/money": own["money"],
@@ -70,7 +72,7 @@ class Record:
         """The step's row; its ledger lines and what goes elsewhere are put off. `seconds`: per phase; `known`: its costs, and of
         samples, forecast and plan, now that the lengths are known."""
         self.step_times.append(wall_s)
-        recent = float(np.median(self.step_times[1:][-20:] or self.step_times))  # the first had starts in it
+        recent = float(np.median([*self.step_times][1:] or [*self.step_times]))  # the first had starts in it
         row = {
             "step": step.number, "time_s": time.time() - self.ledger.started_s, "step_s": wall_s,
             "version": step.number,
@@ -88,12 +90,14 @@ class Record:
         row["tokens/per_s"] = row["tokens/generated"] / wall_s if wall_s else 0.0
         step.metrics = row
         told = self.metrics.keep(row, _shown(step.samples))
-        self.put_off(lambda: self._elsewhere(told, step.number))
+        counted = self.counted
+        self.put_off(lambda: self._elsewhere(told, step.number, counted))
         self.progress.step(row)
 
-    def _elsewhere(self, told: dict[str, Any], number: int) -> None:
+    def _elsewhere(self, told: dict[str, Any], number: int, counted: int) -> None:
         self.metrics.copy(told)
         self.ledger.append_to(self.folder.path / "ledger.csv")
+        self.ledger.forget(counted)
         self.folder.write_status(steps_done=number)
 
     def samples(self, step: int, samples: list[Sample], name: str = "step") -> None:
