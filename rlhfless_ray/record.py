@@ -23,6 +23,7 @@ from rlhfless_ray.watch.openrlhf_names import Shown
 from rlhfless_ray.watch.progress import Progress
 
 REPORT_EVERY_S = 60.0  # while the run works
+REPORT_SHARE = 0.05  # of the time, at most, in which one is being written: what there is to tell grows with the run
 
 
 class Record:
@@ -36,6 +37,7 @@ class Record:
         self.step_times: deque[float] = deque(maxlen=21)  # the newest
         self.reporter: subprocess.Popen[bytes] | None = None
         self.reported_s = time.monotonic()
+        self.report_took_s = 0.0
         self.replaced_before = 0
         self.counted = 0  # rows of the ledger that are in the metrics
         self.later: list[Callable[[], None]] = []
@@ -145,10 +147,15 @@ class Record:
 
     def checkpointed(self) -> None:
         """Timeline and report of the run so far, for whoever looks on and in case the run is killed: at a checkpoint, once a
-        minute at most, by a process that lets everything else go first. Starting it takes the run some 5 ms."""
-        if time.monotonic() - self.reported_s < REPORT_EVERY_S or (self.reporter and self.reporter.poll() is None):
+        minute at most, and in a long run as rarely as REPORT_SHARE says, by a process that lets everything else go first. Starting it
+        takes the run some 5 ms."""
+        since_s = time.monotonic() - self.reported_s
+        if self.reporter is not None and self.reporter.poll() is None:
+            self.report_took_s = since_s
             return
-        self.reported_s = time.monotonic()
+        if since_s < max(REPORT_EVERY_S, self._report_took() / REPORT_SHARE):
+            return
+        self.reported_s, self.report_took_s = time.monotonic(), 0.0
         packages = str(Path(__file__).resolve().parents[1])
         path = os.pathsep.join([packages, *filter(None, [os.environ.get("PYTHONPATH")])])
         try:
@@ -159,6 +166,14 @@ class Record:
             )
         except OSError as error:  # the run is worth more than a look at it
             self.progress.message(f"no report of the run so far: {error}")
+
+    def _report_took(self) -> float:
+        """Seconds that the newest one took: until it was there, or was last seen to be under way."""
+        try:
+            age_s = time.time() - (self.folder.path / "report.html").stat().st_mtime
+        except OSError:
+            return self.report_took_s
+        return max(self.report_took_s, time.monotonic() - self.reported_s - age_s) if self.reporter is not None else 0.0
 
     def close(self, status: str, reason: str) -> None:
         """The last lines, the timeline and the report; called however the run ended."""
