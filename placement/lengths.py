@@ -207,7 +207,8 @@ class LengthForecaster:
     ) -> None:
         freedom = counts - 1
         before = self.shares().sampling
-        self.sampling = FADE * self.sampling + np.array([squares.sum(), freedom.sum()])
+        if freedom.any():  # what nobody told of does not fade: of a policy with one response to each prompt it would come to 0 / 0
+            self.sampling = FADE * self.sampling + np.array([squares.sum(), freedom.sum()])
         self.siblings_seen += float(freedom.sum())
         # in units of the variance as it is known now, which is what draws are scaled by: the first step's residuals would
         # otherwise correct a first guess that has been corrected already

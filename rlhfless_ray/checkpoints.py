@@ -166,7 +166,8 @@ def _remove(path: Path) -> None:
 
 
 def swap_folder(path: Path, files: dict[str, bytes]) -> Path:
-    """Write beside it and rename: a process that is killed leaves the old folder or the new one."""
+    """Write beside it and rename: a process that is killed leaves the old folder or the new one, or, between two renames, the old one
+    under its name with `.old-` behind it. Where there was none, one rename makes it."""
     temporary, old = (path.with_name(f".{path.name}.{kind}-{os.getpid()}") for kind in ("tmp", "old"))
     for left_over in path.parent.glob(f".{path.name}.*-*"):
         shutil.rmtree(left_over, ignore_errors=True)

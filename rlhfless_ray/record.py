@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,7 @@ from rlhfless_ray.watch.openrlhf_names import Shown
 from rlhfless_ray.watch.progress import Progress
 
 REPORT_EVERY_S = 60.0  # while the run works
+REPORT_SHARE = 0.05  # of the time, at most, in which one is being written: what there is to tell grows with the run
 
 
 class Record:
@@ -32,10 +34,12 @@ class Record:
         self.metrics = Metrics(
             folder.path, recipe.watch, folder.path.name, resume_after_step=after, say=self.progress.message
         )
-        self.step_times: list[float] = []
+        self.step_times: deque[float] = deque(maxlen=21)  # the newest
         self.reporter: subprocess.Popen[bytes] | None = None
         self.reported_s = time.monotonic()
+        self.report_took_s = 0.0
         self.replaced_before = 0
+        self.counted = 0  # rows of the ledger that are in the metrics
         self.later: list[Callable[[], None]] = []
 
     def put_off(self, work: Callable[[], None]) -> None:
@@ -55,7 +59,7 @@ class Record:
 
     def costs(self, own: dict[str, float], first_row: int) -> dict[str, Any]:
         """For the step's row. `own`: the totals of its rows in the ledger, which are those from `first_row` to now."""
-        total = self.ledger.totals()
+        total, self.counted = self.ledger.totals(), self.ledger.count
         return {
             "cost/busy_slot_s": own["busy_slot_s"], "cost/full_slot_s": own["full_slot_s"],
             "cost/idle_share": own["idle_share"], "cost/money": own["money"],
@@ -70,7 +74,7 @@ class Record:
         """The step's row; its ledger lines and what goes elsewhere are put off. `seconds`: per phase; `known`: its costs, and of
         samples, forecast and plan, now that the lengths are known."""
         self.step_times.append(wall_s)
-        recent = float(np.median(self.step_times[1:][-20:] or self.step_times))  # the first had starts in it
+        recent = float(np.median([*self.step_times][1:] or [*self.step_times]))  # the first had starts in it
         row = {
             "step": step.number, "time_s": time.time() - self.ledger.started_s, "step_s": wall_s,
             "version": step.number,
@@ -88,12 +92,14 @@ class Record:
         row["tokens/per_s"] = row["tokens/generated"] / wall_s if wall_s else 0.0
         step.metrics = row
         told = self.metrics.keep(row, _shown(step.samples))
-        self.put_off(lambda: self._elsewhere(told, step.number))
+        counted = self.counted
+        self.put_off(lambda: self._elsewhere(told, step.number, counted))
         self.progress.step(row)
 
-    def _elsewhere(self, told: dict[str, Any], number: int) -> None:
+    def _elsewhere(self, told: dict[str, Any], number: int, counted: int) -> None:
         self.metrics.copy(told)
         self.ledger.append_to(self.folder.path / "ledger.csv")
+        self.ledger.forget(counted)
         self.folder.write_status(steps_done=number)
 
     def samples(self, step: int, samples: list[Sample], name: str = "step") -> None:
@@ -141,10 +147,15 @@ class Record:
 
     def checkpointed(self) -> None:
         """Timeline and report of the run so far, for whoever looks on and in case the run is killed: at a checkpoint, once a
-        minute at most, by a process that lets everything else go first. Starting it takes the run some 5 ms."""
-        if time.monotonic() - self.reported_s < REPORT_EVERY_S or (self.reporter and self.reporter.poll() is None):
+        minute at most, and in a long run as rarely as REPORT_SHARE says, by a process that lets everything else go first. Starting it
+        takes the run some 5 ms."""
+        since_s = time.monotonic() - self.reported_s
+        if self.reporter is not None and self.reporter.poll() is None:
+            self.report_took_s = since_s
             return
-        self.reported_s = time.monotonic()
+        if since_s < max(REPORT_EVERY_S, self._report_took() / REPORT_SHARE):
+            return
+        self.reported_s, self.report_took_s = time.monotonic(), 0.0
         packages = str(Path(__file__).resolve().parents[1])
         path = os.pathsep.join([packages, *filter(None, [os.environ.get("PYTHONPATH")])])
         try:
@@ -155,6 +166,14 @@ class Record:
             )
         except OSError as error:  # the run is worth more than a look at it
             self.progress.message(f"no report of the run so far: {error}")
+
+    def _report_took(self) -> float:
+        """Seconds that the newest one took: until it was there, or was last seen to be under way."""
+        try:
+            age_s = time.time() - (self.folder.path / "report.html").stat().st_mtime
+        except OSError:
+            return self.report_took_s
+        return max(self.report_took_s, time.monotonic() - self.reported_s - age_s) if self.reporter is not None else 0.0
 
     def close(self, status: str, reason: str) -> None:
         """The last lines, the timeline and the report; called however the run ended."""

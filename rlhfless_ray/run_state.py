@@ -31,7 +31,7 @@ def restore(run: Runtime, state: dict[str, Any]) -> None:
         run.refill_done = run.refill.state()
     try:
         run.autoscaler.restore(state["autoscaler"])
-    except (KeyError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"--resume: the checkpoint's planner is of another version of this program ({error}); start the run anew under "
             "another run.name"
@@ -42,4 +42,6 @@ def restore(run: Runtime, state: dict[str, Any]) -> None:
         run.stages.prefix.speed.restore(state.get("prefix", {}))
     run.gang.skipped_in_a_row = state["skipped_in_a_row"]
     run.owes_evaluation = state.get("owes_evaluation", run.steps_done == 0)
+    if not run.owes_evaluation:  # a stop before the next step has nothing to save: written anew the checkpoint would lose its metric
+        run.saved = run.steps_done
     run.best.value = state.get("best_value")

@@ -208,7 +208,7 @@ class Runtime:
         STOP.check()
         if self.ahead is None or self.ledger.step != number:  # else its engines work already
             self.ledger.cut(number)
-            self.first_row = len(self.ledger.rows)
+            self.first_row = self.ledger.count
         self.leases.waited_s = 0.0
         self.step, self.ahead = self.ahead or Step(number), None
         return self.step
@@ -374,7 +374,7 @@ class Runtime:
 
     def _begin_next(self) -> None:
         assert self.ahead is not None and self.weights is not None
-        self.first_row = len(self.ledger.rows)
+        self.first_row = self.ledger.count
         self.weights = self.learn_stage.gangs.safe(self.weights)
         self.rollout_stage.begin(self.ahead, self.weights)
         self.rollout.expect(self.ahead.plan.actors)

@@ -83,9 +83,11 @@ class StopSignal:
 STOP = StopSignal()  # one per process, as signals are
 
 
-def wait_any(refs: list[Any], seconds: float, what: str, within_s: float = float("inf")) -> list[Any]:
+def wait_any(
+    refs: list[Any], seconds: float, what: str, within_s: float = float("inf"), *, of_s: float | None = None
+) -> list[Any]:
     """The references (or streaming generators) that are ready, at least one; after `within_s` maybe none. Raises RunError past the
-    deadline."""
+    deadline, which is `of_s` where these `seconds` are what is left of it."""
     begin = time.monotonic()
     end = begin + seconds
     while True:
@@ -94,7 +96,7 @@ def wait_any(refs: list[Any], seconds: float, what: str, within_s: float = float
         if ready:
             return ready
         if time.monotonic() >= end:
-            raise RunError(f"waited {seconds:.0f} s for {what} in vain")
+            raise RunError(f"waited {seconds if of_s is None else of_s:.0f} s for {what} in vain")
         if time.monotonic() - begin >= within_s:
             return []
 
@@ -106,6 +108,6 @@ def get(ref: Any, seconds: float, what: str) -> Any:
     values: dict[Any, Any] = {}
     end = time.monotonic() + seconds
     while left := [r for r in refs if r not in values]:
-        for ready in wait_any(left, max(0.0, end - time.monotonic()), what):
+        for ready in wait_any(left, max(0.0, end - time.monotonic()), what, of_s=seconds):
             values[ready] = ray.get(ready)
     return [values[r] for r in refs] if isinstance(ref, list) else values[ref]

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from rlhfless_ray import recipe as package
 from rlhfless_ray.errors import UserError
+from rlhfless_ray.learn.kl_controller import AdaptiveKL
 from rlhfless_ray.recipe import Recipe, known_keys
 
 BASE: dict[str, Any] = {"prompts": {"task": "chain"}, "reward": {"function": "task"}}
@@ -153,6 +154,7 @@ def test_wrong_types_ranges_and_combinations(key: str, value: Any, said: str) ->
         ({"loss.correction_level": "token", "loss.correction_low": 6}, "loss.correction_low: must not exceed algorithm.loss."),
         ({"loss.dual_clip": 1}, "`algorithm.loss.dual_clip`: input should be greater than 1"),
         ({"kl.target": 0.1}, "algorithm.kl.target: needs an algorithm.kl.coefficient above 0"),
+        ({"kl.target": 0.1, "kl.coefficient": 0.1, "kl.horizon": 51}, "algorithm.kl.horizon: must exceed a fifth of a step's 256 samples"),
         ({"kl.place": "reward", "kl.unbiased_gradient": True, "kl.coefficient": 0.1}, "algorithm.kl.unbiased_gradient"),
         ({"batch_samples": 8, "updates_per_step": 2}, "algorithm.batch_samples: set either this or algorithm.updates_per_step"),
         ({"advantage.lambd": 0.9}, "algorithm.advantage.lambd: is about gae, group_norm has none"),
@@ -161,6 +163,14 @@ def test_wrong_types_ranges_and_combinations(key: str, value: Any, said: str) ->
 )
 def test_combinations_of_an_algorithm(changes: dict[str, Any], said: str) -> None:
     assert said in refused(*((f"algorithm.{key}", value) for key, value in changes.items()))
+
+
+def test_the_shortest_horizon_keeps_the_sign_of_an_adapted_coefficient() -> None:
+    changes = {"coefficient": 0.1, "target": 0.1, "horizon": 52}
+    recipe = Recipe.parse(merged(*((f"algorithm.kl.{key}", value) for key, value in changes.items())))
+    kl, samples = recipe.algorithm.kl, recipe.prompts.batch_prompts * recipe.rollout.samples_per_prompt
+    assert kl.target is not None and AdaptiveKL(kl.coefficient, kl.target, kl.horizon).after(0.0, samples).coefficient > 0
+    assert AdaptiveKL(kl.coefficient, kl.target, 51).after(0.0, samples).coefficient < 0
 
 
 @pytest.mark.parametrize(

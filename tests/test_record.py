@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,6 +38,37 @@ def test_a_checkpoint_has_a_report_that_a_kill_would_leave(record: Record, monke
     assert reporter is not None and reporter.wait(timeout=500) == 0
     text = (record.folder.path / "report.html").read_text()
     assert "it is still working, or it crashed" in text and "50.0%" in text
+
+
+def test_reports_of_a_long_run_are_as_rare_as_they_are_slow(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They tell of the whole run: once a minute they would cost as the square of its steps."""
+    now, took_s, begun, left_s = [1000.0], 20.0, [], [0.0]
+
+    class Reporter:
+        def __init__(self, *_: object, **__: object) -> None:
+            begun.append(now[0])
+            left_s[0] = now[0] + took_s
+
+        def poll(self) -> int | None:
+            if now[0] < left_s[0]:
+                return None
+            path = record.folder.path / "report.html"
+            path.touch()
+            os.utime(path, (left_s[0], left_s[0]))
+            return 0
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0]))
+    monkeypatch.setattr(module.subprocess, "Popen", Reporter)
+    record.reported_s = now[0]
+    while now[0] < 3000:
+        now[0] += 7.0  # steps of a checkpoint
+        record.checkpointed()
+    assert 60 <= begun[0] - 1000 < 70 and all(400 <= b - a < 410 for a, b in itertools.pairwise(begun)) and len(begun) == 5
+    took_s = 0.5
+    while now[0] < 4000:
+        now[0] += 7.0
+        record.checkpointed()
+    assert all(60 <= b - a < 70 for a, b in itertools.pairwise(begun[6:])) and len(begun) > 12
 
 
 def test_a_machine_that_cannot_start_the_report_goes_on(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:

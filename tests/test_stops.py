@@ -15,7 +15,7 @@ import pytest
 from rlhfless_ray import waits
 from rlhfless_ray.checkpoints import Best
 from rlhfless_ray.cli import main as cli
-from rlhfless_ray.errors import Stopped, UserError
+from rlhfless_ray.errors import RunError, Stopped, UserError
 from rlhfless_ray.functions.faults import Faults
 from rlhfless_ray.learn.recovery import Recovery
 from rlhfless_ray.learn.stage import LearnStage
@@ -95,6 +95,24 @@ def test_an_obeyed_signal_does_not_stop_the_saving_but_a_new_one_does() -> None:
             stop.check()
 
 
+def test_a_wait_that_was_in_vain_tells_its_whole_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what was left of it when the last of several was looked at."""
+    now = [0.0]
+
+    def wait(refs: list[str], timeout: float, **_: Any) -> tuple[list[str], list[str]]:
+        now[0] += max(timeout, 0.1)
+        ready = [ref for ref in refs if ref == "early" and now[0] > 50]
+        return ready, [ref for ref in refs if ref not in ready]
+
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(waits, "ray", SimpleNamespace(wait=wait, get=lambda ref: ref))
+    with pytest.raises(RunError, match="waited 60 s for two answers in vain"):
+        waits.get(["early", "never"], 60.0, "two answers")
+    assert 60 <= now[0] < 61
+    with pytest.raises(RunError, match="waited 1800 s for the rest"):
+        waits.wait_any(["never"], 0.3, "the rest", within_s=1.0, of_s=1800.0)
+
+
 # ---- the end of a run ---------------------------------------------------------------------------------------------
 
 
@@ -169,6 +187,34 @@ def test_a_step_whose_update_is_done_is_saved_and_its_evaluation_made_up_for(tmp
     resumed.autoscaler.restore = lambda _: None
     restore(resumed, driver)
     assert resumed.owes_evaluation
+
+
+def test_a_stop_before_the_first_step_of_a_resumed_run_leaves_its_checkpoint_as_it_is(tmp_path: Path) -> None:
+    """Its metric, by which it may stay, is that of a step that is not there any more."""
+    for owes, did in ((False, []), (True, ["snapshot within None"])):
+        ended = Ended(tmp_path)
+        ended.run.owes_evaluation = owes
+        assert ended.by(Stopped(signal.SIGINT)) == ["snapshot within None"]
+        resumed = Ended(tmp_path)
+        resumed.run.cursor = SimpleNamespace(restore=lambda _: None, state=lambda: [3])
+        resumed.run.autoscaler.restore = lambda _: None
+        restore(resumed.run, ended.driver())
+        assert resumed.by(Stopped(signal.SIGINT)) == did, "what it evaluated since is worth a checkpoint"
+
+
+@pytest.mark.parametrize("error", [KeyError("history"), TypeError("unexpected keyword"), ValueError("older")])
+def test_a_planner_of_another_version_is_named(tmp_path: Path, error: Exception) -> None:
+    ended = Ended(tmp_path)
+    ended.by(Stopped(signal.SIGINT))
+    resumed = Ended(tmp_path).run
+    resumed.cursor = SimpleNamespace(restore=lambda _: None, state=lambda: [3])
+
+    def fail(_: Any) -> None:
+        raise error
+
+    resumed.autoscaler.restore = fail
+    with pytest.raises(UserError, match="of another version of this program"):
+        restore(resumed, ended.driver())
 
 
 def test_an_update_clears_its_mark_when_it_ends_so_that_a_later_stop_saves_it(tmp_path: Path) -> None:

@@ -51,6 +51,9 @@ class Episode:
             if len(logprobs) != len(tokens):
                 raise BadEpisode(f"`rollout_log_probs` has {len(logprobs)} values for {len(tokens)} observation tokens")
             logprobs = np.where(action, np.asarray(logprobs, np.float32)[first:last], np.float32(0))
+            if not np.isfinite(logprobs).all():  # one of them would make the whole step's loss no number
+                at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
+                raise BadEpisode(f"`rollout_log_probs` has {logprobs[at]:g} for action token {first + at}")
         try:
             reward = finite(plain(result["reward"]))
             score = None if result.get("scores") is None else finite(plain(result["scores"]))

@@ -26,6 +26,7 @@ NODES_S = 1.0  # for how long a list of nodes serves to choose one: Ray takes mi
 NOTICES_S = 0.25  # the same for notices of drained nodes: a notice gives little time, and asking takes a millisecond
 ANSWER_S = 2.0  # for a node to take a connection
 PREFERRED_S = 1.0  # longest wait for a slot of a certain node, where any would do: Ray's retry tick and a little more
+LOOKING_SHARE = 0.01  # of the time, at most, goes into looking for others who wait: Ray's table has every group that there ever was
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Leases:
         self.lost: set[str] = set()  # ids of nodes that do not answer, though Ray may still count them
         self.drained: tuple[set[str], float] = set(), -float("inf")  # as they were then
         self.slot_mbs: dict[str, float] = {}
+        self.look_again_s = -float("inf")  # for others who wait
         self.asked_leases = 0
         self.handed_over = 0
 
@@ -277,7 +279,17 @@ class Leases:
         return f"the cluster has {total:g} {name}, {free:g} free"
 
     def others_wait(self) -> bool:
-        """Whether somebody else's placement group is pending that a slot of ours could serve."""
+        """Whether somebody else's placement group is pending that a slot of ours could serve; False where a look would come too soon
+        after the one before, see LOOKING_SHARE."""
+        began_s = time.monotonic()
+        if began_s < self.look_again_s:
+            return False
+        found = self._others_wait()
+        now = time.monotonic()
+        self.look_again_s = now + (now - began_s) / LOOKING_SHARE
+        return found
+
+    def _others_wait(self) -> bool:
         ours = {lease.group.id.hex() for lease in self.held.values()} | {r.group.id.hex() for r in self.asked.values()}
         name = next(iter(self.bundle))
         return any(

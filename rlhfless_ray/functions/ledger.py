@@ -76,7 +76,8 @@ class Ledger:
         self.started_s = time.time() if started_s is None else started_s
         self.name_of: Callable[[str], str] = str  # from Ray's id of a node to what people call it
         self.open: dict[str, Holding] = {}
-        self.rows: list[Row] = []
+        self.rows: list[Row] = []  # but for those that were forgotten, which are on disk
+        self.forgotten = 0
         self.written = 0
         self.sums, self.summed = np.zeros(4), 0  # of the first `summed` rows
         self.step = 0
@@ -193,6 +194,11 @@ class Ledger:
             )
         )
 
+    @property
+    def count(self) -> int:
+        """Rows so far, which is the number of the next one."""
+        return self.forgotten + len(self.rows)
+
     def totals(self) -> dict[str, float]:
         """Slot-seconds and money of all rows: busy, full, idle share, money. Kept as rows come: a long run's cost no more."""
         for row in self.rows[self.summed :]:
@@ -202,15 +208,26 @@ class Ledger:
 
     def totals_since(self, row: int) -> dict[str, float]:
         """The same of the rows from number `row` on."""
-        return _totals(sum((_figures(r) for r in self.rows[row:]), np.zeros(4)))
+        return _totals(sum((_figures(r) for r in self._since(row)), np.zeros(4)))
 
     def held_slot_s(self, kind: str, since_row: int) -> float:
         """Slot-seconds for which functions of a kind held leases, of the rows from `since_row` on."""
-        return sum(row.seconds * row.slots for row in self.rows[since_row:] if row.kind == kind)
+        return sum(row.seconds * row.slots for row in self._since(since_row) if row.kind == kind)
 
     def unleased_core_s(self, kind: str, since_row: int) -> float:
         """Seconds of a core that functions of a kind took without a lease, of the rows from `since_row` on."""
-        return sum(row.seconds for row in self.rows[since_row:] if row.kind == kind and row.activity == "unleased")
+        return sum(row.seconds for row in self._since(since_row) if row.kind == kind and row.activity == "unleased")
+
+    def _since(self, row: int) -> list[Row]:
+        return self.rows[max(0, row - self.forgotten) :]
+
+    def forget(self, before: int) -> None:
+        """Rows below number `before` go from memory as far as they are on disk, where whoever asks for one finds it. The totals keep
+        them: a long run's ledger takes no more memory than a short one's."""
+        self.totals()
+        gone = max(0, min(before - self.forgotten, self.written))
+        del self.rows[:gone]
+        self.forgotten, self.written, self.summed = self.forgotten + gone, self.written - gone, self.summed - gone
 
     # ---- on disk ----------------------------------------------------------------------------------------------
 
@@ -233,7 +250,7 @@ class Ledger:
         if not path.exists():
             return
         self.rows = [row if row.step <= last_step else replace(row, repeated=1) for row in read_rows(path)]
-        self.sums, self.summed = np.zeros(4), 0
+        self.sums, self.summed, self.forgotten = np.zeros(4), 0, 0
         self.started_s = time.time() - max((row.to_s for row in self.rows), default=0.0)
         self.written = 0
         temporary = path.with_suffix(".tmp")

@@ -3,6 +3,7 @@ save."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 
@@ -31,6 +32,8 @@ class AdaptiveKL:
             raise ValueError(f"KL target {self.target:g} and horizon {self.horizon:g} must be positive")
 
     def after(self, kl: float, samples: int) -> AdaptiveKL:
-        """`kl`: mean KL of the step's samples; `samples`: how many they were."""
+        """`kl`: mean KL of the step's samples, from one that is not finite nothing is learned; `samples`: how many they were."""
+        if not math.isfinite(kl):
+            return self
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         return replace(self, coefficient=self.coefficient * (1 + error * samples / self.horizon))

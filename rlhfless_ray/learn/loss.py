@@ -16,11 +16,10 @@ from rlhfless_ray.learn.sequences import sequence_means
 LOG_RATIO_LIMIT = 20.0
 
 
-def token_ratios(logprobs: Tensor, old_logprobs: Tensor, limit: float | None = LOG_RATIO_LIMIT) -> Tensor:
-    """PPO's ratio exp(logprobs - old_logprobs) per token, (tokens,). The logarithm is cut to [-limit, limit] (as OpenRLHF does
-    from 0.9 on), so that the ratio stays finite; where it is cut no gradient flows. `limit` None: not cut."""
-    difference = logprobs - old_logprobs
-    return torch.exp(difference if limit is None else difference.clamp(-limit, limit))
+def token_ratios(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """PPO's ratio exp(logprobs - old_logprobs) per token, (tokens,). The logarithm is cut to ±LOG_RATIO_LIMIT (as OpenRLHF does
+    from 0.9 on), so that the ratio stays finite; where it is cut no gradient flows."""
+    return torch.exp((logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def sequence_ratios(logprobs: Tensor, old_logprobs: Tensor, sequence: Tensor, sequences: int) -> Tensor:
@@ -51,13 +50,6 @@ def clipped_loss(
             raise ValueError(f"the dual clip is {dual:g}, must be above 1")
         surrogate = torch.where(advantages < 0, torch.maximum(surrogate, dual * advantages), surrogate)
     return -surrogate, clipped < plain
-
-
-def clipped_policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: float, high: float
-) -> tuple[Tensor, Tensor]:
-    """`clipped_loss` of the token ratios, whose logarithm is not cut. All tensors (tokens,)."""
-    return clipped_loss(token_ratios(logprobs, old_logprobs, limit=None), advantages, low, high)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:

@@ -1,21 +1,11 @@
 """What happens to rewards before they become advantages. Pure functions on numpy arrays.
 
-The order matters and is: normalise, overlong penalty, stop-properly penalty, baseline (`advantage.py`), clip, per-token KL.
+The order matters and is: overlong penalty, stop-properly penalty, baseline (`advantage.py`), clip, per-token KL.
 """
 
 from __future__ import annotations
 
 import numpy as np
-
-
-def normalised(rewards: np.ndarray, mean: float, deviation: float) -> np.ndarray:
-    """(reward - mean) / deviation with the numbers a reward model was saved with; any shape.
-
-    Raises ValueError when the deviation is not positive.
-    """
-    if not deviation > 0:
-        raise ValueError(f"the reward model's deviation is {deviation}, must be positive")
-    return (np.asarray(rewards, np.float64) - mean) / deviation
 
 
 def overlong_penalty(lengths: np.ndarray, max_new_tokens: int, buffer_tokens: float, factor: float = 1.0) -> np.ndarray:

@@ -77,6 +77,12 @@ class Recipe(Section):
             raise ValueError("reward.overlong_buffer_tokens: must not exceed rollout.max_tokens")
         if (self.algorithm.batch_samples or 1) > self.prompts.batch_prompts * samples:
             raise ValueError("algorithm.batch_samples: must not exceed prompts.batch_prompts × rollout.samples_per_prompt")
+        kl, step_samples = self.algorithm.kl, self.prompts.batch_prompts * samples
+        if kl.target is not None and 5 * kl.horizon <= step_samples:  # a step takes off a fifth of samples / horizon at most
+            raise ValueError(
+                f"algorithm.kl.horizon: must exceed a fifth of a step's {step_samples} samples, or one step could turn the sign of the "
+                "coefficient"
+            )
         if self.rollout.min_actors > self.rollout.max_actors:
             raise ValueError("rollout.min_actors: must not exceed rollout.max_actors")
         if self.price.rollout_slot_per_hour is not None and not self.rollout.nodes:

@@ -38,7 +38,7 @@ class Kl(Section):
     target: float | None = Field(None, gt=0)
     """The coefficient is adapted so that the KL comes to this (Ziegler et al. 2019). None: it stays as it is."""
     horizon: int = Field(10_000, ge=1)
-    """In samples: how slowly the coefficient is adapted."""
+    """In samples, more than a fifth of a step's: how slowly the coefficient is adapted."""
     unbiased_gradient: bool = False
     """As a loss: the gradient of the KL itself, whatever the estimator, with a bounded importance weight off-policy."""
 

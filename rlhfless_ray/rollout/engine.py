@@ -261,7 +261,7 @@ class Engine:
         for number, row in self.live.rows.items():
             if row.request.stop and row.ended is None:
                 tokens = self.sampler.outputs.get(number, [])
-                if self.words.found([*row.request.generated, *tokens], row.request.stop):
+                if self.words.found(tokens, row.request.stop, row.request.generated):
                     self.live.end(number, tokens, ENDS.index("stop"))
                     found.append(number)
         self.engine.abort_request([str(number) for number in found])

@@ -117,7 +117,8 @@ class Rollout:
             left = deadline_s - (time.monotonic() - start)
             others = self.beside.refs() if self.beside is not None else []
             sources = self.sources()
-            for ready in wait_any([*self.launches.running, *sources, *others], left, self.awaited, within_s=LOOK_S):
+            refs = [*self.launches.running, *sources, *others]
+            for ready in wait_any(refs, left, self.awaited, within_s=LOOK_S, of_s=deadline_s):
                 if ready in self.launches.running:
                     self.hear(ready)
                 elif ready in sources:

@@ -14,15 +14,19 @@ class StopWords:
         self._load = load
         self._tokenizer: Any = None
 
-    def found(self, token_ids: Sequence[int], words: tuple[str, ...]) -> bool:
-        """Whether the newest tokens hold one of the words. A token has a byte of text at least, so a word that the last token
-        completes lies in as many tokens as it has bytes. Raises RuntimeError without a tokenizer."""
+    def found(self, token_ids: Sequence[int], words: tuple[str, ...], before: Sequence[int] = ()) -> bool:
+        """Whether the newest tokens hold one of the words; `before`: those that stand before `token_ids`. A token has a byte of text at
+        least, so a word that the last token completes lies in as many tokens as it has bytes: however long the response, no more
+        are looked at. Raises RuntimeError without a tokenizer."""
         if self._load is None:
             raise RuntimeError("this engine has no tokenizer to find stop words with")
-        if not token_ids:
+        if not token_ids and not before:
             return False
         if self._tokenizer is None:
             self._tokenizer = self._load()
-        longest = max(len(word.encode()) for word in words)
-        text = self._tokenizer.decode(list(token_ids[-longest - BEYOND :]), skip_special_tokens=False)
+        most = max(len(word.encode()) for word in words) + BEYOND
+        newest = list(token_ids[-most:])
+        if len(newest) < most:
+            newest = [*before[-(most - len(newest)) :], *newest]
+        text = self._tokenizer.decode(newest, skip_special_tokens=False)
         return any(word in text for word in words)

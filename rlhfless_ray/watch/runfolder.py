@@ -102,9 +102,11 @@ class RunRecord:
         if torn:
             self._problem(f"metrics.jsonl: {_lines(torn)} not whole and left out, as after a crash.")
         # A step that was repeated after a resume counts once: its last row is the one the run went on from.
-        by_step = {
-            int(row["step"]): {**row, "step": int(row["step"])} for row in rows if finite(row.get("step")) is not None
-        }
+        by_step: dict[int, dict[str, Any]] = {}
+        for row in rows:
+            if finite(row.get("step")) is not None:
+                row["step"] = int(row["step"])
+                by_step[row["step"]] = row
         self.metrics = [by_step[step] for step in sorted(by_step)]
         if not self.metrics:
             self._problem("metrics.jsonl has no whole row yet.")
@@ -113,14 +115,15 @@ class RunRecord:
         text = self._text("ledger.csv", "the lease timeline and the cost by phase are not shown")
         if text is None:
             return
-        lines = list(csv.reader(text.splitlines()))
-        if not lines:
+        lines = csv.reader(text.splitlines())
+        header = next(lines, None)
+        if header is None:
             self._problem("ledger.csv is empty.")
             return
-        header, *body = lines
         broken = 0
-        for cells in body:
-            row: dict[str, Any] = dict(zip(header, cells, strict=False))
+        words: dict[str, str] = {}  # most cells hold what many others do: a long run has hundreds of thousands of rows
+        for cells in lines:
+            row: dict[str, Any] = {name: words.setdefault(cell, cell) for name, cell in zip(header, cells, strict=False)}
             for key in LEDGER_NUMBERS:
                 row[key] = finite(row.get(key))
             if len(cells) != len(header) or row["from_s"] is None or row["to_s"] is None:

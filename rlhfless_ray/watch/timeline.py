@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -41,19 +41,23 @@ def trace_events(rows: Iterable[Row], metrics: Iterable[Row] = ()) -> list[Event
 
     Every ledger row is one complete event of category `activity`, except rows whose times are not numbers or run backwards.
     """
+    return list(_events(rows, metrics))
+
+
+def _events(rows: Iterable[Row], metrics: Iterable[Row]) -> Iterator[Event]:
     usable = [row for row in rows if _interval(row) is not None]
     usable.sort(key=lambda row: _interval(row) or (0, 0))
-    events = _process(1, "run", 0)
-    events.append({"ph": "M", "pid": 1, "tid": 1, "name": "thread_name", "args": {"name": "steps"}})
-    events += _steps(metrics)
+    yield from _process(1, "run", 0)
+    yield {"ph": "M", "pid": 1, "tid": 1, "name": "thread_name", "args": {"name": "steps"}}
+    yield from _steps(metrics)
     nodes: dict[str, int] = {}
     numbers = count(10)
     for (node, parked), group in _grouped(usable):
         key = f"{node} (parked)" if parked else node
         pid = nodes.setdefault(key, next(numbers))
-        events += _process(pid, f"{'parked instances on' if parked else 'node'} {node}", 900 + pid if parked else pid)
-        events += _tracks(pid, group, parked)
-    return events + _counters(usable)
+        yield from _process(pid, f"{'parked instances on' if parked else 'node'} {node}", 900 + pid if parked else pid)
+        yield from _tracks(pid, group, parked)
+    yield from _counters(usable)
 
 
 def write_timeline(run_folder: Path) -> Path:
@@ -62,9 +66,13 @@ def write_timeline(run_folder: Path) -> Path:
 
     record = RunRecord.read(Path(run_folder))
     path = Path(run_folder) / "timeline.json"
-    trace = {"displayTimeUnit": "ms", "traceEvents": trace_events(record.ledger, record.metrics)}
+    encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
     fresh = path.with_suffix(".json.new")
-    fresh.write_text(json.dumps(trace, separators=(",", ":"), allow_nan=False))
+    with fresh.open("w", encoding="utf-8") as file:  # event by event: of a long run all of them at once are a GB
+        file.write('{"displayTimeUnit":"ms","traceEvents":[')
+        for number, event in enumerate(_events(record.ledger, record.metrics)):
+            file.write(("," if number else "") + encode(event))
+        file.write("]}")
     os.replace(fresh, path)
     return path
 
@@ -90,7 +98,7 @@ def _process(pid: int, name: str, order: int) -> list[Event]:
     ]
 
 
-def _tracks(pid: int, rows: list[Row], parked: bool) -> list[Event]:
+def _tracks(pid: int, rows: list[Row], parked: bool) -> Iterator[Event]:
     """One thread per slot (or parked instance); rows that overlap on it go to a further thread, since slices must nest."""
     tracks: dict[str, list[list[Row]]] = {}
     ends: dict[str, list[int]] = {}
@@ -104,31 +112,29 @@ def _tracks(pid: int, rows: list[Row], parked: bool) -> list[Event]:
             lane_ends.append(end)
         lanes[lane].append(row)
         lane_ends[lane] = end
-    events: list[Event] = []
     tid = 0
     for slot in sorted(tracks, key=_natural):
         for lane, members in enumerate(tracks[slot]):
             tid += 1
             name = slot if lane == 0 else f"{slot} (also)"
-            events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}})
-            events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
-            events += _slices(pid, tid, members)
-    return events
+            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
+            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+            yield from _slices(pid, tid, members)
 
 
-def _slices(pid: int, tid: int, rows: list[Row]) -> list[Event]:
-    events: list[Event] = []
-    holder: Event | None = None
+def _slices(pid: int, tid: int, rows: list[Row]) -> Iterator[Event]:
+    together: list[Event] = []  # a holder's slice, whose end is known when all in it are, and what is nested in it
+    tied_to: tuple[Any, ...] = ()
     for row in rows:
         begin, end = _interval(row) or (0, 0)
         kind = str(row.get("kind"))
         tied = (kind, row.get("instance"), row.get("lease"))
         # Rows of one holder that follow each other share a slice, so that a zoomed-out view shows holders, not crumbs.
-        if holder is None or holder["_tied"] != tied or begin - (holder["ts"] + holder["dur"]) > 1000:
-            holder = {"ph": "X", "cat": "holder", "name": kind, "pid": pid, "tid": tid, "ts": begin, "dur": 0, "_tied": tied}
-            holder["args"] = {"instance": row.get("instance"), "lease": row.get("lease")}
-            events.append(holder)
-        holder["dur"] = end - holder["ts"]
+        if not together or tied_to != tied or begin - (together[0]["ts"] + together[0]["dur"]) > 1000:
+            yield from together
+            who = {"instance": row.get("instance"), "lease": row.get("lease")}
+            together, tied_to = [{"ph": "X", "cat": "holder", "name": kind, "pid": pid, "tid": tid, "ts": begin, "args": who}], tied
+        together[0]["dur"] = end - together[0]["ts"]
         args = {
             key: row[key] for key in ("step", "slots", "memory_mb", "money", "instance", "lease") if row.get(key) is not None
         }
@@ -136,11 +142,9 @@ def _slices(pid: int, tid: int, rows: list[Row]) -> list[Event]:
         name = str(row.get("activity"))
         if row.get("what"):
             args["what"] = row["what"]
-        events.append({"ph": "X", "cat": "activity", "name": name, "pid": pid, "tid": tid, "ts": begin, "dur": end - begin})
-        events[-1]["args"] = args
-    for event in events:
-        event.pop("_tied", None)
-    return events
+        where = {"pid": pid, "tid": tid, "ts": begin, "dur": end - begin}
+        together.append({"ph": "X", "cat": "activity", "name": name, **where, "args": args})
+    yield from together
 
 
 def _steps(metrics: Iterable[Row]) -> list[Event]:
@@ -160,7 +164,7 @@ def _steps(metrics: Iterable[Row]) -> list[Event]:
     return events
 
 
-def _counters(rows: list[Row]) -> list[Event]:
+def _counters(rows: list[Row]) -> Iterator[Event]:
     """Leased slots by kind, as a stacked counter that changes whenever a row begins or ends."""
     changes: dict[int, dict[str, float]] = {}
     kinds: dict[str, float] = {}
@@ -174,15 +178,13 @@ def _counters(rows: list[Row]) -> list[Event]:
         for at, delta in ((begin, slots), (end, -slots)):
             change = changes.setdefault(at, {})
             change[kind] = change.get(kind, 0.0) + delta
-    events: list[Event] = []
     for at in sorted(changes):
         moved = {kind: delta for kind, delta in changes[at].items() if delta}
         if not moved:
             continue
         for kind, delta in moved.items():
             kinds[kind] = round(kinds[kind] + delta, 6)
-        events.append({"ph": "C", "pid": 1, "name": "leased slots", "ts": at, "args": dict(kinds)})
-    return events
+        yield {"ph": "C", "pid": 1, "name": "leased slots", "ts": at, "args": dict(kinds)}
 
 
 def _natural(text: str) -> list[Any]:

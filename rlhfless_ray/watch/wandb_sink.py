@@ -12,6 +12,7 @@ import yaml
 from rlhfless_ray.watch.openrlhf_names import Shown
 
 COLUMNS: list[str | int] = ["global_step", "text", "reward"]
+MOST_SAMPLES = 200  # rows of the table, which is written whole each time: with all of them a run would write as the square of its steps
 
 
 class WandbRun:
@@ -62,7 +63,7 @@ class WandbRun:
         for section in ("train", "eval") if openrlhf_names else ():
             run.define_metric(f"{section}/*", step_metric=f"{section}/global_step")
         self._run, self._wandb = run, wandb
-        self._samples: list[tuple[Any, ...]] = []
+        self._samples: list[tuple[Any, ...]] = []  # the newest
         if mode == "offline":
             say(f"Weights & Biases is offline: `wandb sync {Path(run.dir).parent}` uploads the run")
         elif getattr(run, "url", None):
@@ -73,6 +74,7 @@ class WandbRun:
         for key, shown in row.items():
             if isinstance(shown, Shown):
                 self._samples.append((row["step"], *shown))
+                del self._samples[:-MOST_SAMPLES]
                 told[key] = self._wandb.Table(columns=COLUMNS, data=self._samples)  # a table that grew is not written again: a new one
         self._run.log(told)
 

@@ -295,6 +295,7 @@ def test_files_of_no_contract_are_refused(tmp_path: Path, text: str, words: str)
         ({"action_ranges": [(1, 6)]}, "must ascend"),
         ({"action_ranges": [(2, 2)]}, "must ascend"),
         ({"rollout_log_probs": [0.0]}, "`rollout_log_probs` has 1 values for 5 observation tokens"),
+        ({"rollout_log_probs": [np.nan, -1.0, np.nan, 0.0, -1.0]}, "`rollout_log_probs` has nan for action token 2"),
         ({"reward": None}, "a dict without `reward`"),
         ({"reward": "x"}, "is str 'x', not a number"),
     ],

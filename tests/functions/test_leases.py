@@ -1,6 +1,7 @@
 """Leases on real placement groups: granted, handed over, released, refused with a reason."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -8,6 +9,7 @@ from ray.exceptions import GetTimeoutError, NodeDiedError
 from ray.util.placement_group import placement_group_table
 
 from rlhfless_ray.errors import RunError
+from rlhfless_ray.functions import lease as module
 from rlhfless_ray.functions.instance import seeing_only
 from rlhfless_ray.functions.lease import Lease, Leases, Slot, cluster_slots, device_named, node_slots, places
 from rlhfless_ray.functions.ledger import Ledger
@@ -102,11 +104,29 @@ def test_somebody_elses_pending_group_is_seen(ray_cluster):
     assert not ours.others_wait()
     asked = theirs.ask(1)
     deadline = time.monotonic() + 60
-    while not ours.others_wait() and time.monotonic() < deadline:
+    while not (found := ours.others_wait()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert ours.others_wait()
+    assert found
     theirs.withdraw(asked)
     ours.release_all()
+
+
+def test_looking_for_others_takes_a_hundredth_of_the_time_at_most(monkeypatch):
+    """On a cluster that has seen many groups, all of which Ray tells of, a look takes long."""
+    now, looked = [0.0], []
+
+    def table() -> dict:
+        looked.append(now[0])
+        now[0] += 0.5
+        return {"theirs": {"state": "PENDING", "bundles": {0: {"CPU": 1}}}}
+
+    monkeypatch.setattr(module, "placement_group_table", table)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    leases, told = leases_of("cpu"), []
+    while now[0] < 200:
+        told.append(leases.others_wait())
+        now[0] += 1.0
+    assert 3 <= len(looked) == sum(told) <= 5 and told[0]
 
 
 def test_a_node_that_is_full_or_gone_is_not_waited_for(ray_cluster, monkeypatch):

@@ -293,6 +293,33 @@ def test_rows_are_written_once(clock: Clock, tmp_path: Path) -> None:
     assert on_disk == pytest.approx(ledger.totals()["full_slot_s"])
 
 
+def test_what_is_on_disk_and_counted_need_not_stay_in_memory(clock: Clock, tmp_path: Path) -> None:
+    """Ten thousand steps of a few dozen rows each would be some hundred MB of the driver's."""
+    whole, lean = both = Ledger("cpu", 7.0), Ledger("cpu", 7.0)
+    for ledger in both:
+        ledger.hold("L", "n", "0", "rollout", "A")
+    for step in range(1, 51):
+        first = lean.count
+        assert first == whole.count == len(whole.rows)
+        clock.now += 1
+        for ledger in both:
+            ledger.spans(["L"], [Span("work", "", clock.now - 0.5, clock.now)])
+            ledger.cut(step)
+        assert lean.totals_since(first) == whole.totals_since(first)
+        assert lean.held_slot_s("rollout", first) == whole.held_slot_s("rollout", first) == 1.0
+        lean.forget(lean.count)
+        assert len(lean.rows) == 2, "what is not on disk yet stays"
+        counted = lean.count
+        for ledger in both:
+            ledger.unleased("agent", "B", "n", clock.now - 1, clock.now, 0.5, "agents play")
+            ledger.append_to(tmp_path / ("whole.csv" if ledger is whole else "lean.csv"))
+        lean.forget(counted)
+        assert len(lean.rows) == 1, "and what is of the next step"
+        assert lean.unleased_core_s("agent", counted) == 0.5
+    assert lean.totals() == whole.totals() == totals_of(whole.rows)
+    assert (tmp_path / "lean.csv").read_text() == (tmp_path / "whole.csv").read_text()
+
+
 def test_resume_keeps_what_was_paid_for_steps_that_are_done_again(clock: Clock, tmp_path: Path) -> None:
     path = tmp_path / "ledger.csv"
     before = three_steps(clock, path)

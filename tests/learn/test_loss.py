@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.learn.loss import clipped_policy_loss, importance_weights, kl_estimate, token_weights
+from rlhfless_ray.learn.loss import clipped_loss, importance_weights, kl_estimate, token_ratios, token_weights
 
 TOKEN = st.tuples(st.floats(-8, 0), st.floats(-8, 0), st.floats(-3, 3, allow_subnormal=False))
 
@@ -29,7 +29,7 @@ def one_token(logprob: float, old: float, advantage: float, low: float, high: fl
 def test_clipped_loss_and_gradient_equal_the_cases_by_hand(tokens: list, low: float, high: float) -> None:
     logprobs, old, advantages = (torch.tensor(x, dtype=torch.float64) for x in zip(*tokens, strict=True))
     logprobs.requires_grad_()
-    loss, clipped = clipped_policy_loss(logprobs, old, advantages, low, high)
+    loss, clipped = clipped_loss(token_ratios(logprobs, old), advantages, low, high)
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     expected = [one_token(*token, low, high) for token in tokens]
     torch.testing.assert_close(loss.detach(), torch.tensor([e[0] for e in expected], dtype=torch.float64))
@@ -41,7 +41,7 @@ def test_first_step_of_a_batch_has_the_policy_gradient() -> None:
     """Old policy = current policy: loss -A, gradient -A, nothing clipped, whichever side A is on."""
     logprobs = torch.tensor([-0.5, -2.0, -1.0], requires_grad=True)
     advantages = torch.tensor([1.5, -0.5, 0.0])
-    loss, clipped = clipped_policy_loss(logprobs, logprobs.detach(), advantages, 0.2, 0.2)
+    loss, clipped = clipped_loss(token_ratios(logprobs, logprobs.detach()), advantages, 0.2, 0.2)
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     torch.testing.assert_close(loss.detach(), -advantages)
     torch.testing.assert_close(gradient, -advantages)

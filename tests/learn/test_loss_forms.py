@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from rlhfless_ray.learn.loss import (
     clipped_loss,
-    clipped_policy_loss,
     sequence_ratios,
     token_ratios,
     token_weights,
@@ -56,8 +55,7 @@ def test_a_far_policy_has_a_finite_loss_and_no_gradient() -> None:
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     torch.testing.assert_close(gradient, torch.tensor([0.0, 0.0, -math.exp(0.5)]))
     near = torch.randn(20, generator=torch.Generator().manual_seed(0))
-    whole, _ = clipped_policy_loss(near, torch.zeros(20), near, 0.2, 0.3)
-    torch.testing.assert_close(clipped_loss(token_ratios(near, torch.zeros(20)), near, 0.2, 0.3)[0], whole)
+    torch.testing.assert_close(token_ratios(near, torch.zeros(20)), near.exp())
 
 
 def ragged(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, ...]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.learn.reward_shaping import clipped, normalised, overlong_penalty, stop_properly, token_rewards
+from rlhfless_ray.learn.reward_shaping import clipped, overlong_penalty, stop_properly, token_rewards
 
 
 @given(st.integers(0, 200), st.integers(1, 200), st.integers(0, 100), st.floats(0, 3))
@@ -37,10 +37,7 @@ def test_stop_properly_scales_or_replaces() -> None:
         stop_properly(rewards, truncated, 1.5)
 
 
-def test_normalised_and_clipped() -> None:
-    np.testing.assert_allclose(normalised(np.array([1, 3]), 2.0, 0.5), [-2, 2])
-    with pytest.raises(ValueError, match="deviation"):
-        normalised(np.zeros(1), 0.0, 0.0)
+def test_clipped() -> None:
     np.testing.assert_array_equal(clipped(np.array([-20, 0.5, 20, np.nan]), -10, 10), [-10, 0.5, 10, np.nan])
     with pytest.raises(ValueError, match="first must not be larger"):
         clipped(np.zeros(1), 1, -1)

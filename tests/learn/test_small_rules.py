@@ -33,6 +33,7 @@ def test_controllers_steer_and_can_be_saved() -> None:
     assert start.after(0.0, 512).coefficient < 0.1 == start.after(1.0, 512).coefficient
     later = start.after(1.1, 64)
     assert AdaptiveKL(**json.loads(json.dumps(asdict(later)))) == later
+    assert start.after(math.nan, 512) == start.after(math.inf, 512) == start, "or the coefficient would be no number for ever"
     fixed = FixedKL(0.01)
     assert fixed.after(100.0, 512) == fixed
     for target, horizon in ((0.0, 10), (1.0, 0), (math.nan, 10)):

@@ -281,3 +281,14 @@ def test_one_step_is_enough_to_know_how_far_siblings_differ() -> None:
     for rows in (range(200, 300), range(100)):  # prompts never seen, and seen once
         logs = np.log(forecaster.scenarios(rows, [50] * 100, 8, 32, seed=1)).reshape(100, 8, 32)
         assert np.sqrt(logs.var(1, ddof=1).mean()) == pytest.approx(within, rel=0.1)
+
+
+def test_a_run_with_one_response_to_each_prompt_may_last_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What siblings would tell does not fade to 0 / 0 where there are none; a strong fade makes 15,000 steps of twenty."""
+    monkeypatch.setattr("placement.lengths.FADE", 1e-20)
+    forecaster = LengthForecaster(100.0)
+    for step in range(20):
+        rows = np.arange(8) + 8 * step
+        forecaster.observe(rows.tolist(), [8] * 8, [np.array([40.0 + 5 * (row % 8)]) for row in rows])
+    found = forecaster.predict([1000, 1001], [8, 8]).draw(16, 0).lengths
+    assert np.isfinite(found).all() and 40 < found.mean() < 75

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,29 @@ def test_a_process_that_no_signal_reaches_is_given_up(monkeypatch: pytest.Monkey
     deaf = "import signal, time\ndef reward_func(q, p, l):\n    signal.signal(signal.SIGALRM, signal.SIG_IGN)\n    time.sleep(99)"
     with pytest.raises(UserError, match=r"a dry call did not return within 9.2 s"):
         called(deaf, timeout_s=0.3)
+
+
+def test_what_a_file_starts_and_leaves_is_not_waited_for_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checker of proofs, say: it has the process's output open for as long as it lives."""
+    monkeypatch.setattr(module, "START_S", 60.0)
+    note = tmp_path / "helper"
+    called(f"""
+import subprocess
+with open({str(note)!r}, "a") as file:
+    file.write(f"{{subprocess.Popen(['sleep', '300']).pid}} ")
+{GOOD}""")
+    started = [int(one) for one in note.read_text().split()]
+    end = time.monotonic() + 20
+    while (left := [one for one in started if lives(one)]) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert started and not left
+
+
+def lives(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_function_may_fail_for_some_responses() -> None:

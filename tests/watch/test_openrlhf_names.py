@@ -17,7 +17,7 @@ from rlhfless_ray.record import Record, _shown
 from rlhfless_ray.types import Completion, CriticStats, Prompt, Sample, UpdateStats
 from rlhfless_ray.watch.metrics import Metrics
 from rlhfless_ray.watch.openrlhf_names import NAMES, SAMPLE, Shown, renamed, step_line
-from rlhfless_ray.watch.wandb_sink import WandbRun
+from rlhfless_ray.watch.wandb_sink import MOST_SAMPLES, WandbRun
 
 ROW = {
     "step": 7, "step_s": 3.0, "learn/policy_loss": 0.5, "learn/kl": 0.1, "learn/learning_rate": 1e-6, "learn/grad_norm": 2.0,
@@ -101,6 +101,9 @@ def test_samples_are_a_growing_table_in_wandb() -> None:
     columns, rows = logged[1][SAMPLE]
     assert columns == ["global_step", "text", "reward"] and rows == [(1, "text 1", 1.0), (2, "text 2", 2.0)]
     assert logged[0] == {"step": 1, "train/reward": 0.5, SAMPLE: (columns, rows[:1])}
+    for step in range(3, MOST_SAMPLES + 11):
+        run.write({"step": step, SAMPLE: Shown("text", 0.0)})
+    assert [step for step, *_ in logged[-1][SAMPLE][1]] == list(range(11, MOST_SAMPLES + 11)), "the newest"
 
 
 def test_what_a_reward_function_logs_is_averaged_over_the_samples_that_have_it() -> None:
