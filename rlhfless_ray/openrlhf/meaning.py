@@ -77,8 +77,9 @@ def dataset(x: str | None, v: Values) -> dict[str, Any]:
 
 
 def probabilities(v: Values) -> list[float] | None:
-    text = v["data.prompt_probs"]
-    return [float(part) for part in text.split(",")] if text else None
+    """Of one data set the whole of it is drawn, in its order."""
+    shares = [float(part) for part in (v["data.prompt_probs"] or "").split(",") if part]
+    return shares if len(shares) > 1 else None
 
 
 def optimizer_steps(x: int, v: Values) -> dict[str, Any]:

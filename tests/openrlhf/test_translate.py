@@ -313,6 +313,9 @@ def test_no_flag_of_theirs_begins_like_ours():
         ("--overlong_buffer_len 5000", "--overlong_buffer_len: must not exceed"),
         ("--prompt_data_probs 0.5,x", "--prompt_data_probs: expected numbers"),
         ("--prompt_data_probs 0.5,0.5", "--prompt_data_probs: 2 probabilities for 1 data sets"),
+        ("--prompt_data_probs 0.5", "--prompt_data_probs: must be positive and add up to 1 (got 0.5)"),
+        ("--ref_num_nodes 0", "--ref_num_nodes: must be at least 1"),
+        ("--advantage_estimator gae --critic_num_gpus_per_node 0", "--critic_num_gpus_per_node: must be at least 1"),
         ("--max_len 100 --max_new_tokens 100", "--max_len: no token is left"),
         ("--remote_rm_url=", "there is no reward"),
         ("--pretrain=", "--pretrain: name the model"),
@@ -341,6 +344,19 @@ def test_their_validations(change, said):
 )
 def test_what_the_libraries_take(flags):
     assert not of(f"{BASE} {flags}").refused
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--reward_num_nodes 0 --reward_num_gpus_per_node 0", "--critic_num_nodes 0 --critic_num_gpus_per_node 0",
+        "--ref_num_nodes 0 --ref_num_gpus_per_node 0 --init_kl_coef 0 --colocate_all_models", "--async_queue_size 0",
+        "--eval_n_samples_per_prompt 0", "--max_ckpt_num 0", "--prompt_data_probs 1.0", "--prompt_data_probs 1",
+    ],
+)
+def test_a_count_of_what_is_not_there_may_be_anything(flags):
+    found = of(f"{BASE} {flags}")
+    assert not found.refused and problem(found) is None
 
 
 def test_the_dotted_validations():
