@@ -54,7 +54,10 @@ def _row(name: str, kind: Kind, keys: str = "", make: Any = None, *, idle: Any =
 
 
 CORRECTION_KEYS = " ".join(
-    ["algorithm.importance_cap", *(f"algorithm.loss.correction_{part}" for part in ("level", "mode", "gating", "low", "high"))]
+    [
+        "algorithm.importance_cap", *(f"algorithm.loss.correction_{part}" for part in ("level", "mode", "gating", "low", "high")),
+        "algorithm.loss.ratio_to",
+    ]
 )
 
 

@@ -234,6 +234,23 @@ def test_importance_correction(flags, expected):
     assert {key: wanted[key] for key in expected} == expected
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"{BASE} --policy_loss_type gspo --enable_vllm_is_correction",
+        f"{BASE} --bf16 --policy_loss_type gspo --enable_vllm_is_correction --vllm_is_truncated_threshold 2",
+        f"{BASE} --policy_loss_type gspo --enable_vllm_is_correction --vllm_is_correction_type seq-mask-tis",
+        f"{DOTTED} --actor.policy_loss_type gspo --algo.advantage.is_correction_level token --algo.advantage.is_correction_gating tv "
+        "--algo.advantage.is_correction_threshold 0.1",
+    ],
+)
+def test_gspo_corrects_by_its_ratio(line):
+    found = of(line)
+    correction = {key: value for key, value in found.settings.items() if "correction" in key or "ratio_to" in key}
+    assert correction == {"algorithm.loss.ratio_to": "sampler"} and found.settings["algorithm.importance_cap"] == 0
+    assert not found.refused and problem(found) is None
+
+
 def test_evaluation_that_is_never_asked_for():
     wanted = of(BASE + " --eval_dataset /e --eval_temperature 1").wanted
     assert wanted["evaluate.prompts"] == 0 and "evaluate.path" not in wanted and "evaluate.temperature" not in wanted
