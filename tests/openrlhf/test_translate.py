@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import transformers
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -361,6 +362,13 @@ def test_their_validations(change, said):
 )
 def test_what_the_libraries_take(flags):
     assert not of(f"{BASE} {flags}").refused
+
+
+def test_the_tokenizers_class_is_nobodys_choice():
+    """transformers 5 drops what --disable_fast_tokenizer hands it."""
+    assert int(transformers.__version__.partition(".")[0]) >= 5
+    found = of(f"{BASE} --disable_fast_tokenizer")
+    assert not found.refused and [o.status for o in found.flags if o.flag == "--disable_fast_tokenizer"] == ["no effect"]
 
 
 @pytest.mark.parametrize(
