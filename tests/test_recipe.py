@@ -148,6 +148,8 @@ def test_wrong_types_ranges_and_combinations(key: str, value: Any, said: str) ->
         ({"advantage.gamma": 0.9}, "algorithm.advantage.gamma: group_norm does not discount, so it must be 1"),
         ({"advantage.estimator": "rloo", "advantage.normalize_std": False}, "which rloo does not do"),
         ({"loss.kind": "gspo"}, "algorithm.loss_mean: gspo is a loss of sequences, so it must be `sequence`"),
+        ({"loss.ratio_to": "sampler"}, "algorithm.loss.ratio_to: is about gspo's ratio"),
+        ({"loss.ratio_to": "sampler", "loss.kind": "gspo", "loss_mean": "sequence"}, "set algorithm.importance_cap 0"),
         ({"loss.correction_level": "token"}, "algorithm.importance_cap: must be 0 where algorithm.loss.correction_level"),
         ({"loss.correction_level": "seq", "loss.correction_mode": "clip", "importance_cap": 0}, "so `clip` needs algorithm.loss"),
         ({"loss.correction_level": "token", "loss.correction_gating": "tv", "loss.correction_low": 0.1}, "it must be 0 with tv"),

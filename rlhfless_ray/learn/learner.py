@@ -216,7 +216,8 @@ class Learner:
             if self.correction.gates_sequences:
                 capped = capped / torch.bincount(sequence)[sequence]
         gspo = algorithm["loss"]["kind"] == "gspo"
-        ratios = sequence_ratios(logprobs, before, sequence, sequences) if gspo else token_ratios(logprobs, before)
+        base = drawn if algorithm["loss"]["ratio_to"] == "sampler" else before
+        ratios = sequence_ratios(logprobs, base, sequence, sequences) if gspo else token_ratios(logprobs, before)
         token_loss, clipped = clipped_loss(
             ratios, mine["advantages"], algorithm["clip_low"], algorithm["clip_high"], algorithm["loss"]["dual_clip"]
         )

@@ -9,6 +9,7 @@ import re
 
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.openrlhf.canonical import GATING, LEVEL, MODE, PROMPT_LIMIT, THRESHOLD, Values
+from rlhfless_ray.openrlhf.table import rule_of
 
 COUNTS = (
     "rollout.batch_size", "rollout.n_samples_per_prompt", "rollout.micro_batch_size", "train.batch_size", "train.micro_batch_size",
@@ -84,12 +85,16 @@ def _probabilities(v: Values) -> None:
         raise UserError(f"{v.spelled('data.prompt_probs')}: expected numbers with commas between them, got {text}") from None
     sets = len(v["data.prompt_dataset"].split(","))
     _must(len(shares) == sets, f"{v.spelled('data.prompt_probs')}: {len(shares)} probabilities for {sets} data sets")
+    _must(
+        all(share > 0 for share in shares) and abs(sum(shares) - 1) < 1e-6,
+        f"{v.spelled('data.prompt_probs')}: must be positive and add up to 1 (got {text})",
+    )
 
 
 def _sampling(v: Values, notes: list[str]) -> None:
     samples = v["rollout.n_samples_per_prompt"]
-    for name in COUNTS:
-        _must(v[name] >= 1, f"{v.spelled(name)}: must be at least 1 (got {v[name]})")
+    for name in COUNTS:  # of a group that is never made scripts say 0
+        _must(v[name] >= 1 or bool(rule_of()[name].idle(v)), f"{v.spelled(name)}: must be at least 1 (got {v[name]})")
     _must(
         samples > 1 or v.estimator not in GROUPED,
         f"{v.spelled('rollout.n_samples_per_prompt')}: {v.estimator} compares responses to one prompt, so it must be above 1",

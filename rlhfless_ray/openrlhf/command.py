@@ -23,6 +23,7 @@ MODULE = re.compile(r"(?:openrlhf|rlhfless_ray)\.cli\.(\w+)")
 FILE = re.compile(r"(?:\S*/)?(?:openrlhf|rlhfless_ray)/cli/(\w+)\.py")
 INSIDE = re.compile(rf"{MODULE.pattern}|{FILE.pattern}")
 MODULE_FLAGS = ("-m", "--module")
+PRINTS = ("echo", "printf", "[", "[[", "test")
 PACKAGES = ("rlhfless_ray", "placement")
 
 
@@ -64,7 +65,7 @@ def _locate(argv: list[str], environment: Mapping[str, str] = os.environ) -> Lau
         if here:
             return Launch(here[1], argv[index + 1 :])
         if " " in token or "\n" in token:
-            if INSIDE.search(token):
+            if INSIDE.search(token) and token[0] not in "$`":  # the commands of a substitution come by themselves
                 return _in_shell(token, environment, argv[index + 2 :] if before.startswith("-") and before.endswith("c") else None)
         elif token.endswith((".sh", ".bash", ".slurm", ".sbatch")) and Path(token).is_file():
             return _in_shell(Path(token).read_text(encoding="utf-8", errors="replace"), environment, argv[index + 1 :])
@@ -73,8 +74,9 @@ def _locate(argv: list[str], environment: Mapping[str, str] = os.environ) -> Lau
 
 def _in_shell(text: str, environment: Mapping[str, str], arguments: list[str] | None) -> Launch | None:
     commands = simple_commands(text, environment, arguments)
+    commands.sort(key=lambda command: command.words[0] in PRINTS)  # where a script shows its command before it starts it
     found = [launch for words, handed in commands if (launch := _locate(words, handed))]
-    ours = [launch for launch in found if launch.launcher == LAUNCHER]
+    ours = [launch for launch in found if launch.launcher == LAUNCHER and launch.flags[:1] not in (["--help"], ["-h"])]
     return next(iter(ours or found), None)
 
 

@@ -37,7 +37,6 @@ NEEDED = tuple(
         ("prompts.probabilities", "list[float] | None", None, None, "their mixing probabilities; None: one after the other"),
         ("prompts.max_rows", "int | None", None, None, "rows kept of each data set, and of their mix"),
         ("prompts.input_template", "str | None", None, None, "format string with one {} around the prompt column"),
-        ("prompts.slow_tokenizer", "bool", False, False, "the tokenizer's Python class"),
         ("evaluate.path", "str", "", UNSET, "a data set to evaluate on, written like prompts.path"),
         ("evaluate.split", "str", "train", UNSET, "its split"),
         ("evaluate.temperature", "float", 0.6, UNSET, "sampling temperature of evaluation"),

@@ -36,7 +36,9 @@ def no_lora(v: Values) -> str:
 
 
 def no_correction(v: Values) -> str:
-    return "the importance correction is off" if v[LEVEL] == "off" else ""
+    if v[LEVEL] == "off":
+        return "the importance correction is off"
+    return "gspo's correction is a ratio to the sampler, without a band" if v["actor.policy_loss_type"] == "gspo" else ""
 
 
 def no_checkpoints(v: Values) -> str:
@@ -77,8 +79,9 @@ def dataset(x: str | None, v: Values) -> dict[str, Any]:
 
 
 def probabilities(v: Values) -> list[float] | None:
-    text = v["data.prompt_probs"]
-    return [float(part) for part in text.split(",")] if text else None
+    """Of one data set the whole of it is drawn, in its order."""
+    shares = [float(part) for part in (v["data.prompt_probs"] or "").split(",") if part]
+    return shares if len(shares) > 1 else None
 
 
 def optimizer_steps(x: int, v: Values) -> dict[str, Any]:
@@ -135,7 +138,9 @@ def correction(x: Any, v: Values) -> dict[str, Any]:
     low, high = v[THRESHOLD][0], v[THRESHOLD][-1]
     if v[LEVEL] == "off":
         return {"algorithm.importance_cap": 0.0}
-    if (v[LEVEL], v[MODE], v[GATING], low) == ("token", "clip", "ratio", 0) and v["actor.policy_loss_type"] == "ppo":
+    if v["actor.policy_loss_type"] == "gspo":  # the switch changes its ratio there; bands are for the other loss
+        return {"algorithm.importance_cap": 0.0, "algorithm.loss.ratio_to": "sampler"}
+    if (v[LEVEL], v[MODE], v[GATING], low) == ("token", "clip", "ratio", 0):
         return {"algorithm.importance_cap": high}
     name = "algorithm.loss.correction_{}".format
     return {

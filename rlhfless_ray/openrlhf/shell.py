@@ -1,7 +1,7 @@
 """As much of a shell's grammar as launch scripts use: words, quotes, variables and arrays, functions, commands one after another.
 
-Nothing is executed. A substitution `$(…)` and a variable without a value stay as they are written. Of a loop the first round is
-read; where a test cannot be decided every branch is.
+Nothing is executed. A substitution `$(…)` other than of `echo` and `expr` and a variable without a value stay as they are
+written; the commands in a substitution are read too. Of a loop the first round is read; where a test cannot be decided every branch is.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from rlhfless_ray.openrlhf.shell_flow import Flow, decided
-from rlhfless_ray.openrlhf.shell_values import NAME, Scope, expansion
+from rlhfless_ray.openrlhf.shell_values import NAME, Expansion, Scope, expansion, fields, printed
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[(\w+)\])?(\+?)=")
 DECLARES = ("export", "declare", "local", "readonly", "typeset")
@@ -34,6 +34,8 @@ class Reader:
     scope: Scope
     at: int = 0
     commands: list[Command] = field(default_factory=list)
+    inner: list[Command] = field(default_factory=list)
+    """Commands in substitutions of the command that is being read."""
     words: list[str] = field(default_factory=list)
     word: str | None = None
     """Under construction; None between words."""
@@ -99,7 +101,7 @@ def _step(r: Reader) -> None:
     elif char == '"':
         _double_quoted(r)
     elif char == "$":
-        found = expansion(r.text, r.at, r.scope, words_of)
+        found = _expansion(r)
         r.at = found.end
         if found.is_whole:
             _add_words(r, found.values)
@@ -107,11 +109,30 @@ def _step(r: Reader) -> None:
             _add_split(r, " ".join(found.values))
     elif char == "`":
         inner = rest[1:].partition("`")[0]
+        r.inner += _apart(r.scope, inner)
         _add(r, f"`{inner}`")
         r.at += len(inner) + 2
     else:
         _add(r, char)
         r.at += 1
+
+
+def _expansion(r: Reader) -> Expansion:
+    found = expansion(r.text, r.at, r.scope, words_of)
+    text = r.text[r.at : found.end]
+    if not text.startswith("$(") or text.startswith("$(("):
+        return found
+    inner = _apart(r.scope, text[2:-1])
+    r.inner += inner
+    lines = [printed(command.words) for command in inner]
+    if not lines or None in lines:
+        return found
+    return Expansion(["\n".join(filter(None, lines))], found.end)
+
+
+def _apart(scope: Scope, text: str) -> list[Command]:
+    """The commands of a substitution; what it assigns does not last."""
+    return _read(text, replace(scope, variables={**scope.variables}, exported={*scope.exported}), [])
 
 
 def _add(r: Reader, text: str) -> None:
@@ -129,7 +150,7 @@ def _add_split(r: Reader, text: str) -> None:
     """An expansion without quotes is split into words."""
     if r.word is not None and text[:1].isspace():
         _end_word(r)
-    _add_words(r, text.split())
+    _add_words(r, fields(text))
 
 
 def _end_word(r: Reader) -> None:
@@ -142,6 +163,9 @@ def _end_command(r: Reader, ends: str = "\n") -> None:
     """`ends`: the operator behind it."""
     _end_word(r)
     words, r.words = r.flow.keywords(r.words, ends, r.scope), []
+    inner, r.inner = r.inner, []
+    if r.flow.runs:
+        r.commands += inner
     if not words or not r.flow.runs:
         return
     negated = words[0] == "!"
@@ -300,7 +324,7 @@ def _double_quoted(r: Reader) -> None:
             r.at += 2
         elif char == "$":
             alone = r.at == begin
-            found = expansion(r.text, r.at, r.scope, words_of)
+            found = _expansion(r)
             r.at = found.end
             _add_words(r, found.values if found.is_list else [" ".join(found.values)])
             if alone and found.is_list and not found.values and r.text[r.at : r.at + 1] == '"':

@@ -28,6 +28,8 @@ class _Frame:
     """Of a `case`; None: not known."""
     wants_pattern: bool = False
     hit: bool = False
+    ends_on: bool | None = None
+    """Of a loop with a test: the status that ends it."""
 
 
 @dataclass
@@ -71,7 +73,8 @@ class Flow:
             elif word in ("fi", "done", "esac") and top is not None:
                 self.frames.pop()
             elif word in ("while", "until", "for", "select"):
-                self.frames.append(_Frame("loop"))
+                self.frames.append(_Frame("loop", ends_on={"while": False, "until": True}.get(word)))
+                self.status = None
                 if rest[1:2] == ["in"] and self.runs:
                     scope.variables[rest[0]] = rest[2:3] or [""]
                 if word in ("for", "select"):
@@ -79,6 +82,9 @@ class Flow:
             elif word == "case" and rest[1:2] == ["in"]:
                 self.frames.append(_Frame("case", active=False, subject=_text(rest[0]), wants_pattern=True))
                 rest = rest[2:]
+            elif word == "do" and top is not None and top.kind == "loop":
+                top.active = top.ends_on is None or self.status is not top.ends_on
+                self.guarded, self.status = False, None
             elif word not in ("do", "{", "}"):
                 return words
             words = rest

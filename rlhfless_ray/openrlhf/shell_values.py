@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 NAME = re.compile(r"[A-Za-z_]\w*")
-BRACED = re.compile(r"(#?)([A-Za-z_]\w*|\d+|[@*#])(?:\[([@*]|\w+)\])?(?:(:?[-=+?]|%%?|##?|//?)(.*))?", re.DOTALL)
+BRACED = re.compile(r"(#?)([A-Za-z_]\w*|\d+|[@*#])(?:\[([@*]|\w+)\])?(?:(:?[-=+?]|%%?|##?|//?|:(?=[\s\w$(]))(.*))?", re.DOTALL)
 
 
 @dataclass
@@ -106,11 +106,55 @@ def _braced(
             return Expansion([], end)
     if values is None:
         return Expansion([unknown or whole], end)
+    if how == ":":
+        bounds = [_arithmetic(scope, text) for text in argument.split(":", 1)]
+        if not all(bounds):
+            return Expansion([whole], end, is_whole=True)
+        return Expansion(_slice(values, [int(bound) for bound in bounds], every, name), end, is_list)
     if kind and kind[0] in "%#/":
         texts = argument.partition("/")[::2] if kind[0] == "/" else (argument, "")
         pattern, by = (" ".join(words_of(text, scope)) for text in texts)
         values = [_changed(value, kind, pattern, by) for value in values]
     return Expansion(values, end, is_list)
+
+
+def _slice(values: list[str], bounds: list[int], every: bool, name: str) -> list[str]:
+    """`:OFFSET` or `:OFFSET:LENGTH` of a list's elements (arguments count from 1) or of a text."""
+    begin = bounds[0] - (name in ("@", "*") and bounds[0] > 0)
+
+    def part(whole: list[str] | str) -> list[str] | str:
+        rest = whole[begin:] if begin >= -len(whole) else whole[:0]
+        return rest if len(bounds) == 1 else rest[: bounds[1]]
+
+    return list(part(values)) if every else [str(part("".join(values)))]
+
+
+def fields(text: str) -> list[str]:
+    """The words an expansion without quotes is split into; what a substitution says is not known and taken for one."""
+    words, at = [""], 0
+    while at < len(text):
+        end = at + 1
+        if text.startswith("$(", at):
+            end = at + _closing(text[at:], "(", ")")
+        elif text[at] == "`":
+            end = text.find("`", at + 1) + 1 or len(text)
+        if text[at].isspace():
+            words.append("")
+        else:
+            words[-1] += text[at:end]
+        at = end
+    return [word for word in words if word]
+
+
+def printed(words: list[str]) -> str | None:
+    """What a command prints, as far as that is said here: `echo`, and `expr` of two numbers. None: not known."""
+    if words[0] == "echo" and not any(word.startswith("-") and word[1:].strip("neE") == "" for word in words[1:2]):
+        return " ".join(words[1:])
+    if words[:2] == ["echo", "-n"]:
+        return " ".join(words[2:])
+    if words[0] == "expr" and len(words) == 4:
+        return _arithmetic(Scope({}, set(), None), " ".join(words[1:])) or None
+    return None
 
 
 def _changed(value: str, kind: str, pattern: str, by: str) -> str:

@@ -54,7 +54,10 @@ def _row(name: str, kind: Kind, keys: str = "", make: Any = None, *, idle: Any =
 
 
 CORRECTION_KEYS = " ".join(
-    ["algorithm.importance_cap", *(f"algorithm.loss.correction_{part}" for part in ("level", "mode", "gating", "low", "high"))]
+    [
+        "algorithm.importance_cap", *(f"algorithm.loss.correction_{part}" for part in ("level", "mode", "gating", "low", "high")),
+        "algorithm.loss.ratio_to",
+    ]
 )
 
 
@@ -178,7 +181,7 @@ RULES: tuple[Rule, ...] = (
     _row("ds.grad_accum_dtype", "noop", reading="gradients are accumulated in float32"),
     _row("ds.overlap_comm", "noop", reading="speed only"),
     _row("actor.gradient_checkpointing_reentrant", "noop", reading="speed and memory only"),
-    _row("data.disable_fast_tokenizer", "exact", "prompts.slow_tokenizer"),
+    _row("data.disable_fast_tokenizer", "noop", reading="transformers 5 has one tokenizer class for each model, whatever is asked for"),
     _row("data.dataloader_num_workers", "noop", reading="prompts are tokenized before the run"),
     _row("ds.enable_sleep", "hint", reading=m.PARKED),
     _row("ds.tensor_parallel_size", "cond", "learner.tensor_parallel"),

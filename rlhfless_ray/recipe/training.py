@@ -60,6 +60,9 @@ class Loss(Section):
     """Lower end of the band."""
     correction_high: float = Field(5.0, gt=0)
     """Upper end of the band."""
+    ratio_to: Literal["learner", "sampler"] = "learner"
+    """gspo's ratio is to the learner's probabilities before the step's updates, or to those the tokens were drawn with: it then holds
+    what the two differ by, and no weights correct for it."""
 
     @model_validator(mode="after")
     def _a_band(self) -> Loss:
@@ -117,6 +120,13 @@ class Algorithm(Section):
             raise ValueError(f"algorithm.advantage.normalize_std: is about whitening, which {name} does not do; leave it out")
         if self.loss.kind == "gspo" and self.loss_mean != "sequence":
             raise ValueError("algorithm.loss_mean: gspo is a loss of sequences, so it must be `sequence`")
+        if self.loss.ratio_to == "sampler" and self.loss.kind != "gspo":
+            raise ValueError("algorithm.loss.ratio_to: is about gspo's ratio; set algorithm.loss.kind gspo, or leave it out")
+        if self.loss.ratio_to == "sampler" and (self.importance_cap > 0 or self.loss.correction_level != "off"):
+            raise ValueError(
+                "algorithm.loss.ratio_to: a ratio to the sampler needs no weights; set algorithm.importance_cap 0 and leave "
+                "algorithm.loss.correction_level off"
+            )
         if self.loss.correction_level != "off" and self.importance_cap > 0:
             raise ValueError("algorithm.importance_cap: must be 0 where algorithm.loss.correction_level corrects instead")
         if self.kl.target is not None and not self.kl.coefficient:

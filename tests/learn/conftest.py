@@ -143,6 +143,13 @@ class Cases:
             "gspo", self.files, self.batches, 0, 2, 3, temperature=0.8,
             algorithm={"updates_per_step": 2, "epochs": 2, "loss_mean": "sequence", "importance_cap": 0, "loss": gspo},
         )
+        add(
+            "gspo sampler", self.files, self.batches, 0,
+            algorithm={
+                "updates_per_step": 2, "loss_mean": "sequence", "importance_cap": 0, "clip_low": 0.8, "clip_high": 4.0,
+                "loss": {"kind": "gspo", "ratio_to": "sampler", "entropy_coefficient": 0.05},
+            },
+        )
         band = {"correction_level": "token", "correction_mode": "clip", "correction_low": 0.8, "correction_high": 1.2}
         unbiased = {"coefficient": 0.3, "estimator": "k1", "unbiased_gradient": True}
         add(

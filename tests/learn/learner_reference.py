@@ -128,7 +128,8 @@ class Reference:
                 now = new if kl_section["place"] == "loss" else s["old"]
                 gaps += [a - b for a, b in zip(now.tolist(), start.tolist(), strict=True)]
             if loss_section["kind"] == "gspo":
-                ratios = torch.prod(ratios) ** (1 / len(ratios)) * torch.ones(len(new))
+                ratios = torch.exp((new - s["sampler" if loss_section["ratio_to"] == "sampler" else "old"]).double())
+                ratios = (torch.prod(ratios) ** (1 / len(ratios))).float() * torch.ones(len(new))
             weights += (mine := self._weights(s))
             capped.append(self._capped(s))
             each = []

@@ -22,7 +22,7 @@ from rlhfless_ray.learn.reward_shaping import token_kl
 from rlhfless_ray.learn.trainer import state_from_bytes
 
 Weights = dict[str, np.ndarray]
-FLOAT32 = ("plain", "full", "few", "tied", "uncorrected", "gspo", "shuffled", "masked", "kl in reward")
+FLOAT32 = ("plain", "full", "few", "tied", "uncorrected", "gspo", "gspo sampler", "shuffled", "masked", "kl in reward")
 STAGES = {
     "plain": range(4), "full": range(4), "few": (0, 2, 3), "tied": (0, 2, 3), "gspo": (0, 2, 3), "shuffled": (0, 1), "masked": (0, 2),
     "kl in reward": (0, 3), "hosted": (1, 2, 3),

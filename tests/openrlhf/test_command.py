@@ -162,6 +162,11 @@ def test_words_are_those_of_bash(words):
         'C="set --"; C="$C a"; C+=" b"; eval $C "\'c d\'"',
         "f() { case $1 in a) echo '}' ;; esac; { true; }; cat <<EOF\n}\nEOF\n}\nV=1\nset -- $V",
         ': ${V:=5}; : "${W:=a b}"; set -- $V "$W"',
+        'f() { A=("${@:2}" "${@:1:1}"); }; f a "b c" d e; V=(1 2 3 4); W=abcdef; '
+        'set -- "${A[@]}" ${V[@]:1:2} "${V[@]:3}" ${W:2} ${W:1:3} "${W: -2}" ${V[@]: -1}',
+        'G=8; T=2; f() { echo --x $G "$1"; }; set -- $(expr $G / $T) $(f "y  z") "$(f "y  z")" $(echo -n a b) "q$(expr $G - 1)"',
+        'V=a; N=0; while [[ $N -gt 0 ]]; do V=c; done; until [ $V = a ]; do V=b; done; set -- $V',
+        'while [ ! -z "$NONE" ]; do V=1; done; for x in p q; do W=$x; break; done; set -- ${V:-none} $W',
     ],
 )
 def test_expansions_are_those_of_bash(setup):
@@ -202,9 +207,42 @@ def test_a_scripts_own_arguments(tmp_path):
     assert find(["bash", str(script)]).flags == ["--pretrain", "/x"]
 
 
+def test_without_arguments_a_loop_over_them_is_not_entered(tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(
+        "MODEL=/m\nwhile [[ $# -gt 0 ]]; do\n  case $1 in\n    --model) MODEL=\"$2\"; shift 2 ;;\n    *) exit 1 ;;\n  esac\ndone\n"
+        f"python3 -m {MODULE} --pretrain $MODEL\n"
+    )
+    assert find(["bash", str(script)]).flags == ["--pretrain", "/m"]
+    assert find(["bash", str(script), "--model", "/n"]).flags == ["--pretrain", "/n"]
+
+
 def test_nothing_is_executed_and_what_is_unknown_stays():
-    ((words, _),) = simple_commands("python $(touch /nowhere/x) $MISSING `date` \"$1\"", {})
-    assert words == ["python", "$(touch /nowhere/x)", "$MISSING", "`date`", "$1"]
+    commands = simple_commands("python $(touch /nowhere/x) $MISSING `date` \"$1\"", {})
+    assert commands[-1].words == ["python", "$(touch /nowhere/x)", "$MISSING", "`date`", "$1"]
+    assert [words for words, _ in commands[:-1]] == [["touch", "/nowhere/x"], ["date"]]
+
+
+def test_an_unknown_substitution_is_one_word():
+    script = 'HERE=$(cd "$(dirname "$0")/.." && pwd)\nOUT=${HERE}/out\nset -- --save ${OUT} a`date +%s`b "x $HERE"\n'
+    here = '$(cd "$(dirname "$0")/.." && pwd)'
+    assert simple_commands(script, {})[-1].words[2:] == ["--save", f"{here}/out", "a`date +%s`b", f"x {here}"]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        'ID=$({} | tee log | grep -o id)\nif [ -n "$ID" ]; then echo "started $ID"; fi',
+        'ID="$({} 2>&1)" || exit 1\nwhile true; do ray job status "$ID"; done',
+        "ID=`{}`\necho $ID",
+        "CMD={quoted}\necho \"running: $CMD --extra\"\n$CMD",
+        "if python3 -m openrlhf.cli.train_ppo_ray --help | grep -q pretrain; then\n  {}\nfi",
+        "if false; then ID=$(python3 -m openrlhf.cli.train_ppo_ray --pretrain /x); else ID=$({}); fi",
+    ],
+)
+def test_a_launch_whose_output_is_kept(script):
+    line = f"python3 -m {MODULE} {shlex.join(FLAGS)}"
+    assert find(["bash", "-c", script.format(line, quoted=shlex.quote(line))]).flags == FLAGS
 
 
 # ---------------------------------------------------------------- running it

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import transformers
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -234,6 +235,23 @@ def test_importance_correction(flags, expected):
     assert {key: wanted[key] for key in expected} == expected
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"{BASE} --policy_loss_type gspo --enable_vllm_is_correction",
+        f"{BASE} --bf16 --policy_loss_type gspo --enable_vllm_is_correction --vllm_is_truncated_threshold 2",
+        f"{BASE} --policy_loss_type gspo --enable_vllm_is_correction --vllm_is_correction_type seq-mask-tis",
+        f"{DOTTED} --actor.policy_loss_type gspo --algo.advantage.is_correction_level token --algo.advantage.is_correction_gating tv "
+        "--algo.advantage.is_correction_threshold 0.1",
+    ],
+)
+def test_gspo_corrects_by_its_ratio(line):
+    found = of(line)
+    correction = {key: value for key, value in found.settings.items() if "correction" in key or "ratio_to" in key}
+    assert correction == {"algorithm.loss.ratio_to": "sampler"} and found.settings["algorithm.importance_cap"] == 0
+    assert not found.refused and problem(found) is None
+
+
 def test_evaluation_that_is_never_asked_for():
     wanted = of(BASE + " --eval_dataset /e --eval_temperature 1").wanted
     assert wanted["evaluate.prompts"] == 0 and "evaluate.path" not in wanted and "evaluate.temperature" not in wanted
@@ -313,6 +331,9 @@ def test_no_flag_of_theirs_begins_like_ours():
         ("--overlong_buffer_len 5000", "--overlong_buffer_len: must not exceed"),
         ("--prompt_data_probs 0.5,x", "--prompt_data_probs: expected numbers"),
         ("--prompt_data_probs 0.5,0.5", "--prompt_data_probs: 2 probabilities for 1 data sets"),
+        ("--prompt_data_probs 0.5", "--prompt_data_probs: must be positive and add up to 1 (got 0.5)"),
+        ("--ref_num_nodes 0", "--ref_num_nodes: must be at least 1"),
+        ("--advantage_estimator gae --critic_num_gpus_per_node 0", "--critic_num_gpus_per_node: must be at least 1"),
         ("--max_len 100 --max_new_tokens 100", "--max_len: no token is left"),
         ("--remote_rm_url=", "there is no reward"),
         ("--pretrain=", "--pretrain: name the model"),
@@ -341,6 +362,26 @@ def test_their_validations(change, said):
 )
 def test_what_the_libraries_take(flags):
     assert not of(f"{BASE} {flags}").refused
+
+
+def test_the_tokenizers_class_is_nobodys_choice():
+    """transformers 5 drops what --disable_fast_tokenizer hands it."""
+    assert int(transformers.__version__.partition(".")[0]) >= 5
+    found = of(f"{BASE} --disable_fast_tokenizer")
+    assert not found.refused and [o.status for o in found.flags if o.flag == "--disable_fast_tokenizer"] == ["no effect"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--reward_num_nodes 0 --reward_num_gpus_per_node 0", "--critic_num_nodes 0 --critic_num_gpus_per_node 0",
+        "--ref_num_nodes 0 --ref_num_gpus_per_node 0 --init_kl_coef 0 --colocate_all_models", "--async_queue_size 0",
+        "--eval_n_samples_per_prompt 0", "--max_ckpt_num 0", "--prompt_data_probs 1.0", "--prompt_data_probs 1",
+    ],
+)
+def test_a_count_of_what_is_not_there_may_be_anything(flags):
+    found = of(f"{BASE} {flags}")
+    assert not found.refused and problem(found) is None
 
 
 def test_the_dotted_validations():
