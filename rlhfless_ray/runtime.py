@@ -47,6 +47,7 @@ from rlhfless_ray.types import Prompt, Sample, Step, UpdateStats, WeightVersion
 from rlhfless_ray.waits import STOP
 from rlhfless_ray.weights.folder import parameter_count, read_folder, write_folder
 
+FAILED_SAVE_S = 30.0  # for the learner's state to come, after a failure
 LOOK_EVERY_S = 5.0  # for nodes that are gone, where parked processes may have been
 
 
@@ -413,6 +414,8 @@ class Runtime:
         try:
             if isinstance(error, Stopped) or (error is None and not self.finished):
                 self._save_last_step(hurry=isinstance(error, Stopped) and error.signal_number == signal.SIGTERM)
+            elif error is not None:
+                self._save_what_is_kept()
         except Exception as failure:  # the checkpoint before stands; the leases must go all the same
             self.record.progress.message(f"no checkpoint at the stop: {one_line(failure, 300)}")
         finally:
@@ -433,6 +436,14 @@ class Runtime:
             self._record(self.step)
         if self.weights is not None and self.saved != self.steps_done:  # no weights yet: the learner was not built
             self._save(self.recipe.run.sigterm_s * 2 / 3 if hurry else None)
+
+    def _save_what_is_kept(self) -> None:
+        """After a failure: the last whole step, if it is not saved yet and its state lies outside of the learner, which may be what
+        failed. Nothing is started anew for it."""
+        if self.weights is None or self.unrecorded or self.saved == self.steps_done or not self.learn_stage.gangs.kept_now:
+            return
+        self._save(FAILED_SAVE_S)
+        self.record.progress.message(f"step {self.steps_done} is saved: --resume goes on from there")
 
     def _outcome(self, error: Any) -> tuple[str, str]:
         """Status and reason for status.json."""

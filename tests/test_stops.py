@@ -228,6 +228,23 @@ def test_an_update_clears_its_mark_when_it_ends_so_that_a_later_stop_saves_it(tm
     assert ended.run.in_update
 
 
+def test_a_failure_saves_the_last_step_where_its_state_lies_outside_of_the_learner(tmp_path: Path) -> None:
+    ended = Ended(tmp_path)
+    assert ended.by(RunError("no")) == [], "nothing is asked of a learner that may be what failed"
+    for whole, did in (("state", ["snapshot within 30.0"]), (None, [])):
+        ended = Ended(tmp_path)
+        ended.run.gang.recovery.whole = whole
+        assert ended.by(RunError("no")) == did
+    ended = Ended(tmp_path)
+    ended.run.gang.recovery.whole = "state"
+    ended.by(RunError("no"))
+    assert ended.driver()["step"] == 3 and ended.messages == ["step 3 is saved: --resume goes on from there"]
+    ended = Ended(tmp_path)
+    ended.run.gang.recovery.whole = "state"
+    ended.run.gang.recovery.did("update", None)
+    assert ended.by(RunError("no")) == [], "the learner has gone on since"
+
+
 def test_inside_an_update_the_checkpoint_before_stands(tmp_path: Path) -> None:
     ended = Ended(tmp_path)
     ended.run.in_update = True

@@ -93,6 +93,11 @@ class Gangs:
             found |= {prefix + name: content for name, content in gang.snapshot(deadline_s, refs).items()}
         return found
 
+    @property
+    def kept_now(self) -> bool:
+        """Whether the state of now lies outside of the processes, or will in a moment."""
+        return all(gang.recovery.has_now for gang in self.learners)
+
     def keep(self) -> None:
         """The state of now, outside of the processes, if it is time to."""
         for gang in self.learners:
