@@ -258,6 +258,7 @@ class Rollout:
         fetch_into(instance, replace(self.weights, ref=left[0]))
         if len(owed := self.transcript.owed(launch.number)):
             self.launches.send(launch.number, owed)
+        self.unreserve(owed.tolist())  # an order to cut was for the call that is over
         return True
 
     def stop(self, launch: Launch) -> None:
@@ -364,6 +365,7 @@ class Rollout:
         self.stream.silent_s += time.monotonic() - launch.heard_s
         others = [number for number in self.launches.living() if number != launch.number]
         if not others:
+            self.moving.stay(orphans.tolist())
             successor = self.launches.number(self.pool.replace(instance, why, cause))
             fetch_weights(self.pool, self.weights)
             if len(orphans):
@@ -371,7 +373,8 @@ class Rollout:
             return
         self.launches.spread(orphans, others, self.expected)
         self.unreserve(orphans.tolist())
-        here = not self.pool.leases.gone([instance.slot.node])
+        node = instance.slot.node  # of a drained one its leases go back: to wait for others, that engines may hold, is not worth it
+        here = not self.pool.leases.gone([node]) and node not in self.pool.leases.draining()
         if here and self.migration is not None and self.tail_s() > self.start_s:
             self.pool.replace(instance, why, cause)  # it gets its part by a move, as soon as it can work
             fetch_weights(self.pool, self.weights)
