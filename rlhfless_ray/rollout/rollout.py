@@ -33,6 +33,7 @@ DECIDING_SHARE = 0.02  # of the driver's time, at most, goes into deciding on mo
 LOOK_S = 1.0  # for engines that say nothing any more
 SILENT_S = 3.0  # after which the node of one that says nothing is asked whether it is there
 ALL_LOST_S = 5.0  # when one engine could not load for a lost node, until the others are heard of
+GRANT_S = 0.05  # for a slot that may be free: Ray takes milliseconds to grant one
 OUTLIVES = 1.1  # a response that outlives its forecast is taken to become this many times as long as it is
 
 
@@ -327,7 +328,7 @@ class Rollout:
         if not leaving:
             return
         if len(leaving) == len(self.pool.working):
-            took = self.pool.leases.take(1, self.pool.kind, need=0, labels=self.pool.labels)
+            took = self.pool.leases.take(1, self.pool.kind, need=0, wait_s=GRANT_S, labels=self.pool.labels)
             for lease in self.pool.leases.living(took):
                 self.pool.staff([lease])
                 fetch_weights(self.pool, self.weights)

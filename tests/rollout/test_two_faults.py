@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from placement.policy import Hold
+from rlhfless_ray.functions import lease
 from rlhfless_ray.functions.faults import Cause
+from rlhfless_ray.functions.lease import Leases
+from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.rollout.migrate import Wish
 from rlhfless_ray.rollout.rollout import Rollout
 from rlhfless_ray.types import Request, WeightVersion
@@ -114,3 +117,25 @@ def test_what_was_to_leave_an_engine_that_begins_again_leaves_no_more(monkeypatc
     rollout.launches.running.clear()
     assert rollout.weights_lost(launch) and rollout.launches.of(first) is not None
     assert not rollout.moving.leaving
+
+
+def test_where_all_engines_are_to_leave_a_slot_elsewhere_is_had_though_ray_takes_some_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray has registered a group when it is asked of it first, and granted it a little later: to look once is never to get it."""
+    monkeypatch.setattr("rlhfless_ray.rollout.rollout.GRANT_S", 10.0)  # this machine may be slow too
+    looks: list[str] = []
+
+    def table(group: str) -> dict[str, Any]:
+        looks.append(group)
+        return {"state": "CREATED" if looks.count(group) > 2 else "PENDING", "bundles_to_node_id": {0: "b"}}
+
+    monkeypatch.setattr(lease, "placement_group", lambda bundles, name, bundle_label_selector: name)
+    monkeypatch.setattr(lease, "placement_group_table", table)
+    monkeypatch.setattr(lease, "remove_placement_group", lambda group: None)
+    pool: Any = Pool(["a"], {"a"})
+    pool.labels, pool.leases = {}, Leases("cpu", Ledger("cpu", 1.0), 60.0, "test")
+    pool.leases.notices, pool.leases.living = lambda: {"a"}, lambda leases: leases
+    pool.staff = lambda leases: pool.working.append(pool.engine(leases[0].slot.node))
+    rollout = rollout_on(pool, 1)
+    rollout.begin(rollout.launches.number(pool.working[0]), np.array([0]))
+    rollout.evacuate()
+    assert [engine.slot.node for engine in pool.working] == ["a", "b"]
