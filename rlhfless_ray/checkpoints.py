@@ -12,6 +12,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.recipe.running import Checkpoint
 from rlhfless_ray.watch.openrlhf_names import renamed
@@ -19,6 +21,7 @@ from rlhfless_ray.weights.folder import write_folder
 
 DRIVER, METRIC, LATEST = "driver.json", "metric.json", "latest"
 BEST = "best_"
+SUMS = "xxh3"  # in DRIVER: a checksum of each of the learner's files. A machine that loses power may keep a name without its content
 
 
 class Checkpoints:
@@ -74,7 +77,8 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         named = {} if metric is None else {"metric_key": metric[0], "metric_value": metric[1]}
         told = {METRIC: json.dumps(named).encode()} if named else {}
-        swap_folder(path, {**learner, DRIVER: json.dumps(driver).encode(), **told})
+        sums = {name: _sum(content) for name, content in learner.items()}
+        swap_folder(path, {**learner, DRIVER: json.dumps({**driver, SUMS: sums}).encode(), **told})
 
     def _evict(self, stays: Path) -> None:
         """Those without a metric go first, then those of the worst, then the oldest."""
@@ -113,11 +117,14 @@ class Checkpoints:
         if found is None:
             raise UserError(f"--resume: no checkpoint in {self.folder}; start without --resume")
         step, path = found
-        files = {file.name: file.read_bytes() for file in path.iterdir() if file.name != METRIC}
-        try:
-            driver = json.loads(files.pop(DRIVER))
-        except (KeyError, ValueError):
-            raise UserError(f"--resume: {path} is not a complete checkpoint; remove it to continue from the one before") from None
+        files = {file.name: file.read_bytes() for file in path.iterdir() if file.name not in (DRIVER, METRIC)}
+        driver = driver_state(path)
+        for name, told in driver.pop(SUMS, {}).items():  # older checkpoints have none
+            if _sum(files.get(name, b"")) != told:
+                raise UserError(
+                    f"--resume: {path / name} is not what was written there (did the machine lose power, or the disk fail?); remove "
+                    f"{path} to continue from the one before"
+                )
         return step, files, driver
 
 
@@ -156,6 +163,18 @@ def _worth(path: Path) -> tuple[bool, float, int]:
         return True, float(json.loads((path / METRIC).read_text())["metric_value"]), step
     except (OSError, ValueError, KeyError):
         return False, 0.0, step
+
+
+def driver_state(path: Path) -> dict[str, Any]:
+    """What the driver wrote into the checkpoint in this folder. Raises UserError where that is not there, or not whole."""
+    try:
+        return dict(json.loads((path / DRIVER).read_text()))
+    except (OSError, ValueError, TypeError):
+        raise UserError(f"--resume: {path} is not a complete checkpoint; remove it to continue from the one before") from None
+
+
+def _sum(content: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(content)
 
 
 def _remove(path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from rlhfless_ray.checkpoints import DRIVER, Checkpoints, replace_file, swap_folder
+from rlhfless_ray.checkpoints import Checkpoints, driver_state, replace_file, swap_folder
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Sample
@@ -68,7 +68,7 @@ class RunFolder:
             found = Checkpoints(recipe.checkpoint, root).newest()
             if found is None:
                 return None
-            before = Path(json.loads((found[1] / DRIVER).read_text()).get("run_folder", ""))
+            before = Path(driver_state(found[1]).get("run_folder", ""))
             return cls(before)
         family = [p for p in root.glob(f"{name}*") if p.name == name or p.name.removeprefix(f"{name}-").isdigit()]
         with_any = [path for path in family if Checkpoints(recipe.checkpoint, path).newest()]

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
 
 from rlhfless_ray.errors import RunError, Stopped
 
@@ -109,5 +110,8 @@ def get(ref: Any, seconds: float, what: str) -> Any:
     end = time.monotonic() + seconds
     while left := [r for r in refs if r not in values]:
         for ready in wait_any(left, max(0.0, end - time.monotonic()), what, of_s=seconds):
-            values[ready] = ray.get(ready)
+            try:  # it is made, but may lie on a node that does not answer
+                values[ready] = ray.get(ready, timeout=max(POLL_S, end - time.monotonic()))
+            except GetTimeoutError:
+                raise RunError(f"waited {seconds:.0f} s for {what} in vain") from None
     return [values[r] for r in refs] if isinstance(ref, list) else values[ref]

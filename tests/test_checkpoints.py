@@ -50,7 +50,7 @@ def test_first_go_those_without_metric_then_the_worst_then_the_oldest(tmp_path: 
 
 
 def test_a_limit_in_bytes_leaves_the_newest(tmp_path: Path) -> None:
-    kept = store(tmp_path, keep=9, max_gib=50 / 2**30)
+    kept = store(tmp_path, keep=9, max_gib=300 / 2**30)
     for step in (1, 2, 3, 4):
         kept.save(step, LEARNER, {})
     assert [step for step, _ in kept.list()] == [3, 4]
@@ -111,6 +111,9 @@ def test_a_run_goes_on_in_its_folder_or_in_a_new_one(tmp_path: Path) -> None:
     assert RunFolder.resumed(recipe()).path == folder.path
     (folder.path / "status.json").unlink()
     assert RunFolder.resumed(recipe()).path == tmp_path / "runs" / "a-2"
+    (tmp_path / "ckpt" / "_actor" / "global_step3" / "driver.json").write_text("")
+    with pytest.raises(UserError, match=r"global_step3 is not a complete checkpoint; remove it"):
+        RunFolder.latest(recipe())
 
 
 def test_what_needs_a_path_says_so() -> None:

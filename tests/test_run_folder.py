@@ -15,7 +15,7 @@ import pytest
 
 from rlhfless_ray import checkpoints as saving
 from rlhfless_ray import run_folder as module
-from rlhfless_ray.checkpoints import Checkpoints
+from rlhfless_ray.checkpoints import Checkpoints, driver_state
 from rlhfless_ray.errors import UserError
 from rlhfless_ray.recipe import Checkpoint, Recipe
 from rlhfless_ray.run_folder import RunFolder
@@ -213,6 +213,22 @@ def test_an_incomplete_checkpoint_is_named(tmp_path: Path, spoilt: str) -> None:
         store(RunFolder(tmp_path)).load()
 
 
+@pytest.mark.parametrize("left", [b"", b"w" * 9, b"\0" * 10, None])
+def test_a_file_that_lost_its_content_is_named(tmp_path: Path, left: bytes | None) -> None:
+    """As after a loss of power: its name was written down, what is in it was not, or not all."""
+    store(RunFolder(tmp_path), 2).save(4, learner(), {"a": 1})
+    torn = tmp_path / "checkpoints" / "step_4" / "optimizer.safetensors"
+    torn.unlink() if left is None else torn.write_bytes(left)
+    with pytest.raises(UserError, match=r"step_4/optimizer.safetensors is not what was written there .*; remove .*step_4 to continue"):
+        store(RunFolder(tmp_path)).load()
+
+
+def test_a_checkpoint_without_checksums_is_taken_as_it_is(tmp_path: Path) -> None:
+    store(RunFolder(tmp_path), 2).save(4, learner(), {"a": 1})
+    (tmp_path / "checkpoints" / "step_4" / "driver.json").write_text('{"a": 1}')
+    assert store(RunFolder(tmp_path)).load() == (4, learner(), {"a": 1})
+
+
 @pytest.mark.parametrize("dies_in", ["write_folder", "replace", "rmtree"])
 @pytest.mark.parametrize("step", [5, 6])
 def test_dying_at_any_point_leaves_a_checkpoint(
@@ -273,7 +289,7 @@ def test_a_killed_process_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
         found = store(RunFolder(path)).list()
         assert found
         for step, folder in found:
-            assert json.loads((folder / "driver.json").read_text()) == {"step": step}
+            assert driver_state(folder)["step"] == step
             assert (folder / "model.safetensors").read_bytes() == bytes([step % 250]) * 300_000
             assert len(list(folder.iterdir())) == 3
         shutil.rmtree(path)

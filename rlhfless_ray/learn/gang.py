@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -121,7 +122,7 @@ class Gang:
 
     def bury(self, lost: LearnerLost, cause: Cause | None = None) -> None:
         """End every rank: what they hold together is whole or lost. The next `staff` starts them anew."""
-        cause = cause or self.pool.cause(*self.by_rank)
+        cause = cause or lost.cause or self.pool.cause(*self.by_rank)
         self.recovery.restarts += 1
         self.recovery.say(f"{lost}: the {self.name} starts anew from its newest state")
         leases = [lease for instance in self.by_rank for lease in instance.leases]
@@ -320,7 +321,8 @@ class Gang:
     def snapshot(self, deadline_s: float | None = None, asked: list[Any] | None = None) -> dict[str, bytes]:
         """Model, optimizer and random state as files. Works without leases too: it reads memory, on the host."""
         if (kept := self.recovery.current(deadline_s or self.deadline_s)) is not None:
-            return get(kept, deadline_s or self.deadline_s, f"the {self.name}'s snapshot")
+            with suppress(*GONE):  # lost where it lay: the ranks have it still
+                return get(kept, deadline_s or self.deadline_s, f"the {self.name}'s snapshot")
         working = self.working
         while True:
             try:
@@ -339,6 +341,9 @@ class Gang:
         try:
             return get(refs, deadline_s or self.deadline_s, what)
         except ray.exceptions.RayTaskError as error:
+            if "EADDRINUSE" in f"{error.cause} {error}":  # since it was chosen; other ranks wait there and cannot be asked again
+                taken = f"{what} failed: the port that its processes were to meet at was taken meanwhile"
+                raise LearnerLost(taken, Cause.DIED) from error
             if self.ranks > 1 and (death := _death(refs)) is not None:  # the others fail for it, and may do so first
                 raise LearnerLost(f"{what} failed: a {self.name} process died: {reason_of(death)}") from death
             if isinstance(error.cause, UserError):

@@ -13,12 +13,17 @@ import ray
 from ray.exceptions import RayError
 
 from rlhfless_ray.errors import RunError
+from rlhfless_ray.functions.faults import Cause
 from rlhfless_ray.functions.keep import kept_here
 from rlhfless_ray.learn.batch import Batch
 
 
 class LearnerLost(RunError):
-    """A rank's process is gone, and with it the state that the ranks hold together."""
+    """A rank's process is gone, and with it the state that the ranks hold together. `cause`: where it is known already."""
+
+    def __init__(self, what: str, cause: Cause | None = None) -> None:
+        super().__init__(what)
+        self.cause = cause
 
 
 class Recovery:

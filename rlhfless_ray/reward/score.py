@@ -79,6 +79,7 @@ class Scoring:
         self.call_s = timeout_s if call_s is None else call_s
         self.samples: list[Sample] = []
         self.running: dict[Any, _Call] = {}
+        self.owed: list[tuple[list[Item], bool]] = []  # of lost workers, with nobody at work on it: what is left, and whether singly
         self.done = self.failed = 0
 
     @property
@@ -89,8 +90,12 @@ class Scoring:
         first = len(self.samples)
         self.samples += samples
         items = [self.item(first + i, sample) for i, sample in enumerate(samples)]
-        for k, worker in enumerate(self.pool.working):
-            self._ask(worker, items[k :: len(self.pool.working)], singly=False)
+        workers = list(self.pool.working)
+        for k, worker in enumerate(workers):
+            self._ask(worker, items[k :: len(workers)], singly=False)
+        owed, self.owed = (self.owed, []) if workers else ([], self.owed)
+        for k, (left, singly) in enumerate(owed):
+            self._ask(workers[k % len(workers)], left, singly)
 
     def _ask(self, worker: Instance, left: list[Item], singly: bool) -> None:
         if left and not self.gave_up:
@@ -98,15 +103,16 @@ class Scoring:
             now = time.monotonic()
             self.running[ref] = _Call(worker, left, singly, now + self.pool.leases.deadline_s, now)
 
-    def hear(self, wait_s: float = 0.0) -> bool:
-        """Take the answers that are there, or come within `wait_s`; whether there were any."""
+    def hear(self, wait_s: float = 0.0, *, waits: bool = True) -> bool:
+        """Take the answers that are there, or come within `wait_s`; whether there were any. `waits`: for a lease, where a worker is
+        lost with its own; else its share is scored with what is added next."""
         if not self.running:
             return False
         ready, _ = ray.wait(list(self.running), timeout=wait_s)
         late = [ref for ref, call in self.running.items() if ref not in ready and self._is_late(call)]
         for ref in [*ready, *late]:
             call = self.running.pop(ref)
-            self._heard(call, _answer(self.pool, call.worker, ref) if ref in ready else None)
+            self._heard(call, _answer(self.pool, call.worker, ref) if ref in ready else None, waits)
         return bool(ready or late)
 
     def _is_late(self, call: _Call) -> bool:
@@ -115,11 +121,15 @@ class Scoring:
             call.asked_s = now
         return now > call.asked_s + ANSWER_S + self.call_s + SLACK_S
 
-    def _heard(self, call: _Call, scores: list[Score] | None) -> None:
+    def _heard(self, call: _Call, scores: list[Score] | None, waits: bool) -> None:
         worker, singly = call.worker, call.singly
         if scores is None:
             cause = self.pool.cause(worker)
             at = self.samples[call.left[0][0]] if singly and not cause.is_preemption else None
+            if at is None and not waits and not self.pool.leases.living(worker.leases):
+                self.pool.lose(worker, _why(self.timeout_s), cause)
+                self.owed.append((call.left, singly or not cause.is_preemption))
+                return
             worker = _replaced(self.pool, worker, at, self.timeout_s, cause)
             scores = [Score(call.left[0][0], None, _gone(self.timeout_s))] if at else []
             singly = singly or not cause.is_preemption
@@ -172,11 +182,15 @@ def _answer(pool: Pool, worker: Instance, ref: Any) -> list[Score] | None:
 
 def _replaced(pool: Pool, worker: Instance, at: Sample | None, timeout_s: float, cause: Cause) -> Instance:
     """Of a sample that ends the run too, it is on disk then what became of it."""
-    why = f"it hung past reward.timeout_s = {timeout_s:g} s or died"
+    why = _why(timeout_s)
     if at is not None:
         at.error = _gone(timeout_s)
         why += f" at prompt row {at.prompt.index} {_short(at.prompt.text)}, response {_short(at.text)}"
     return pool.replace(worker, why, cause)
+
+
+def _why(timeout_s: float) -> str:
+    return f"it hung past reward.timeout_s = {timeout_s:g} s or died"
 
 
 def _gone(timeout_s: float) -> str:

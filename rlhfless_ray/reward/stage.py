@@ -44,7 +44,7 @@ class ScoreStage:
         """Take the answers that are there; the leases back, once all that was asked for is answered."""
         if self.ahead is None or not self.pool.working:
             return []
-        self.ahead.hear()
+        self.ahead.hear(waits=False)  # engines may hold every other slot
         return self._park() if not self.ahead.running else []
 
     # ---- the phase --------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ DECIDING_SHARE = 0.02  # of the driver's time, at most, goes into deciding on mo
 LOOK_S = 1.0  # for engines that say nothing any more
 SILENT_S = 3.0  # after which the node of one that says nothing is asked whether it is there
 ALL_LOST_S = 5.0  # when one engine could not load for a lost node, until the others are heard of
+GRANT_S = 0.05  # for a slot that may be free: Ray takes milliseconds to grant one
 OUTLIVES = 1.1  # a response that outlives its forecast is taken to become this many times as long as it is
 
 
@@ -258,6 +259,7 @@ class Rollout:
         fetch_into(instance, replace(self.weights, ref=left[0]))
         if len(owed := self.transcript.owed(launch.number)):
             self.launches.send(launch.number, owed)
+        self.unreserve(owed.tolist())  # an order to cut was for the call that is over
         return True
 
     def stop(self, launch: Launch) -> None:
@@ -326,7 +328,7 @@ class Rollout:
         if not leaving:
             return
         if len(leaving) == len(self.pool.working):
-            took = self.pool.leases.take(1, self.pool.kind, need=0, labels=self.pool.labels)
+            took = self.pool.leases.take(1, self.pool.kind, need=0, wait_s=GRANT_S, labels=self.pool.labels)
             for lease in self.pool.leases.living(took):
                 self.pool.staff([lease])
                 fetch_weights(self.pool, self.weights)
@@ -364,6 +366,7 @@ class Rollout:
         self.stream.silent_s += time.monotonic() - launch.heard_s
         others = [number for number in self.launches.living() if number != launch.number]
         if not others:
+            self.moving.stay(orphans.tolist())
             successor = self.launches.number(self.pool.replace(instance, why, cause))
             fetch_weights(self.pool, self.weights)
             if len(orphans):
@@ -371,7 +374,8 @@ class Rollout:
             return
         self.launches.spread(orphans, others, self.expected)
         self.unreserve(orphans.tolist())
-        here = not self.pool.leases.gone([instance.slot.node])
+        node = instance.slot.node  # of a drained one its leases go back: to wait for others, that engines may hold, is not worth it
+        here = not self.pool.leases.gone([node]) and node not in self.pool.leases.draining()
         if here and self.migration is not None and self.tail_s() > self.start_s:
             self.pool.replace(instance, why, cause)  # it gets its part by a move, as soon as it can work
             fetch_weights(self.pool, self.weights)

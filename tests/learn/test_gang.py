@@ -7,14 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import ObjectLostError, RayTaskError
 
 from rlhfless_ray.errors import RunError, UserError
+from rlhfless_ray.functions.faults import Cause
 from rlhfless_ray.functions.instance import Instance, State
 from rlhfless_ray.functions.lease import Lease, Leases, Request, Slot
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.learn.gang import Gang
+from rlhfless_ray.learn.recovery import LearnerLost
 from rlhfless_ray.recipe import Recipe
 
 
@@ -184,3 +186,31 @@ def test_a_users_mistake_that_a_rank_finds_stays_one(monkeypatch):
     with pytest.raises(UserError) as caught:
         Gang._all(gang, [], "loading the policy", 1.0)
     assert str(caught.value) == "lora.target_modules: the model has no such layers"
+
+
+def test_a_port_that_is_taken_before_the_ranks_meet_there_makes_them_start_anew(monkeypatch):
+    """Between its choice and its use anybody may take it. Ranks that wait there cannot be asked again: new ones are."""
+
+    def get(refs, deadline_s, what):
+        error = RuntimeError("The server socket has failed to listen on any local network address. port: 4711, EADDRINUSE")
+        raise RayTaskError("build", "a traceback", error).as_instanceof_cause()
+
+    monkeypatch.setattr("rlhfless_ray.learn.gang.get", get)
+    gang = gang_on(Cluster("cpu", {"a": [0]}), Slot("a", 0))
+    with pytest.raises(LearnerLost, match=r"^loading the policy failed: the port .* was taken meanwhile$") as lost:
+        Gang._all(gang, [], "loading the policy", 1.0)
+    assert lost.value.cause is Cause.DIED
+
+
+def test_a_kept_state_that_was_lost_is_asked_of_the_ranks(monkeypatch):
+    """They have it still."""
+    gang = gang_on(Cluster("cpu", {"a": [0]}), Slot("a", 0))
+    gang.recovery.whole = "kept"
+
+    def get(ref, deadline_s, what):
+        assert ref == "kept"
+        raise ObjectLostError("00", "", "")
+
+    monkeypatch.setattr("rlhfless_ray.learn.gang.get", get)
+    gang.by_rank[0].actor.snapshot = SimpleNamespace(remote=lambda: lambda: {"model.safetensors": b"w"})
+    assert gang.recovery.has_now and gang.snapshot(1.0, gang.ask_snapshot()) == {"model.safetensors": b"w"}

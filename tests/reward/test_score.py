@@ -75,6 +75,10 @@ class FakePool:
         self.faults.count("reward-1", cause, why)
         return self.new()
 
+    def lose(self, worker: Any, why: str, cause: Cause) -> None:
+        self.faults.count("reward-1", cause, why)
+        self.working.remove(worker)
+
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
@@ -247,3 +251,26 @@ def test_a_reward_model_and_a_reward_file_score_in_real_pools(ray_cluster, tmp_p
         finally:
             leases.release(pool.close())
         assert ledger.held_slot_s(source.pool_kind, 0) > 0, "billed under its own name"
+
+
+def test_a_worker_whose_node_is_lost_while_engines_work_is_not_waited_for() -> None:
+    """They may hold every slot that is left: its share is scored with what is scored next."""
+    pool, samples = FakePool(1), samples_of("lost", "bb", "ccc")
+    pool.causes, pool.leases.living = [Cause.NODE_LOST], lambda leases: []
+    scoring = Scoring(pool, 0.01, 1)
+    scoring.add(samples[:2])
+    assert scoring.hear(waits=False) and not scoring.running and not pool.working and pool.faults.counts[Cause.NODE_LOST] == 1
+    samples[0].text = "a"
+    scoring.owed = [([(0, "", "a", {}), *left[1:]], singly) for left, singly in scoring.owed]
+    pool.working = [pool.new()]
+    scoring.add(samples[2:])
+    scoring.finish()
+    assert [s.reward for s in samples] == [1.0, 2.0, 3.0] and scoring.done == 3 and pool.faults.used == 0
+
+
+def test_a_worker_that_dies_while_engines_work_is_replaced_under_its_lease() -> None:
+    pool, samples = FakePool(1), samples_of("die", "bb")
+    pool.leases.living = lambda leases: ["its own"]
+    scoring = Scoring(pool, 0.01, 1)
+    scoring.add(samples)
+    assert scoring.hear(waits=False) and scoring.running and pool.faults.used == 1
