@@ -192,6 +192,8 @@ class HttpWorker(Worker):
                 self.troubled.pop(query[0], None)
             return scores
         if len(batch.queries) > 1:  # one by one, so that the one at fault can be named
+            for query in batch.queries:  # in the next call too, should this one's time be over
+                self.troubled[query[0]] = query, 0, math.inf
             waiting.extend(_Batch([query]) for query in batch.queries)
             return []
         batch.tries += 1

@@ -238,6 +238,18 @@ def test_the_sample_that_a_server_cannot_score_is_named(given: Any, error: str |
     assert not made.troubled
 
 
+def test_a_batch_that_is_refused_after_the_calls_time_is_taken_apart_in_the_next() -> None:
+    def slow(body: dict[str, Any], number: int) -> Any:
+        time.sleep(0.1)
+        return (400, "no such prompt") if "bad" in body["query"] else lengths(body, number)
+
+    with standing(slow) as (one,):
+        made, scores = worker(one.url, batch_samples=4), {}
+        for _ in range(8):
+            scores |= all_of(made, [item for item in items("a", "bad", "ccc") if item[0] not in scores], 0.05)
+    assert {key: score.reward for key, score in scores.items()} == {0: 1.0, 1: None, 2: 3.0} and not made.troubled
+
+
 def test_labels_must_fit_into_json() -> None:
     with standing(lengths) as (one,):
         score = worker(one.url).score([(0, "q", "p", {1, 2})], 5.0)[0]
