@@ -134,9 +134,11 @@ class Best:
     def __init__(self, name: str) -> None:
         self.name = name  # "none": nobody asks; empty: the first pass1
         self.value: float | None = None
+        self.known = False  # an evaluation had it
 
     def of(self, evaluation: dict[str, float]) -> tuple[str, float] | None:
-        """Name and value of the metric in an evaluation. Raises UserError where it does not have it."""
+        """Name and value of the metric in an evaluation; None where one before had it: this time no response to its prompts could be
+        scored. Raises UserError where none had it."""
         if self.name == "none" or not evaluation:
             return None
         known = {name.removeprefix("eval/"): value for name, value in renamed(evaluation).items() if name.startswith("eval/")}
@@ -144,9 +146,12 @@ class Best:
         known |= {name.removeprefix("eval/"): value for name, value in evaluation.items()}
         wanted = self.name.removeprefix("eval/") or next((name for name in known if name.endswith("_pass1")), "accuracy_sampled")
         if wanted not in known:
+            if self.known or self.value is not None:
+                return None
             raise UserError(
                 f"checkpoint.best_metric: the evaluation has no `{wanted}`, only {', '.join(f'`{name}`' for name in sorted(known))}"
             )
+        self.known, self.name = True, wanted  # the same from now on: sources are not compared with one another
         return wanted, float(known[wanted])
 
     def improved(self, metric: tuple[str, float] | None) -> bool:

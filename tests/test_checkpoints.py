@@ -72,6 +72,16 @@ def test_one_best_stays_beside_the_others(tmp_path: Path) -> None:
     assert not best.improved(("eval_a_pass1", 0.6)) and not best.improved(None)
 
 
+def test_an_evaluation_that_could_not_score_the_metrics_source_ends_no_run() -> None:
+    for name in ("eval_a_pass1", ""):
+        best, later = Best(name), {"eval/a/length_mean": 3.0, "eval/b/pass1": 0.9}
+        assert best.of({"eval/a/pass1": 0.5, "eval/b/pass1": 0.1}) == ("eval_a_pass1", 0.5)
+        assert best.of(later) is None, "and no other source stands in for it"
+        resumed = Best("eval_a_pass1")
+        resumed.value = 0.5
+        assert resumed.of(later) is None
+
+
 def test_a_metric_goes_by_its_name_there_and_here(tmp_path: Path) -> None:
     evaluation = {"eval/a/pass1": 0.25, "eval/accuracy_sampled": 0.5, "eval/length_mean": 3.0}
     for name, value in [("eval_a_pass1", 0.25), ("eval/a/pass1", 0.25), ("accuracy_sampled", 0.5), ("eval_response_length_mean", 3.0)]:

@@ -382,3 +382,11 @@ def test_samples_are_on_disk_when_scoring_ends_the_run(tmp_path: Path, monkeypat
         ScoreStage(run.site, SimpleNamespace(working=[])).score(samples, 4, name)  # type: ignore[arg-type]
     lines = (run.folder.path / "samples" / f"{name}_4.jsonl").read_text().splitlines()
     assert [json.loads(line)["error"] for line in lines] == [None, "boom", "boom"]
+
+
+@pytest.mark.parametrize("seed", [-5, 2**63, 10**23])
+def test_any_whole_number_is_a_seed(tmp_path: Path, seed: int) -> None:
+    from rlhfless_ray.types import Prompt
+
+    recipe = Recipe.parse(small_recipe(tmp_path, run__seed=seed))
+    assert 0 <= request(recipe, 0, Prompt(0, "p", (1,)), 1.0, 4, 0).seed < 2**64

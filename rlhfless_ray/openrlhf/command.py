@@ -144,8 +144,10 @@ def submission(argv: Sequence[str], *, ship: bool = True) -> list[str]:
         entry[0] = program  # the cluster's python, not this machine's
     options, runtime_env = _take_runtime_env(options)
     if ship:
-        modules = runtime_env.setdefault("py_modules", [])
-        modules += [str(package_root() / name) for name in PACKAGES]
+        modules = runtime_env.get("py_modules") or []
+        if not isinstance(modules, list):
+            raise UserError(f"--runtime-env-json: py_modules must be a list, got `{modules}`")
+        runtime_env["py_modules"] = [*modules, *(str(package_root() / name) for name in PACKAGES)]
     if not any("rlhfless_ray" in token for token in entry):  # hidden in a script: the shim finds it, from where it is on the cluster
         entry = ["python3", "-m", "rlhfless_ray", "run", "--", *entry]
     if runtime_env:

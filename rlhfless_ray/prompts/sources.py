@@ -34,7 +34,7 @@ def read_sources(
         from datasets import Dataset, interleave_datasets
 
         numbers = [Dataset.from_dict({"of": [k] * len(rows), "row": range(len(rows))}) for k, rows in enumerate(found)]
-        mix = interleave_datasets(numbers, probabilities=probabilities, seed=seed, stopping_strategy="all_exhausted")
+        mix = interleave_datasets(numbers, probabilities=probabilities, seed=seed % 2**63, stopping_strategy="all_exhausted")
         rows = [found[pair["of"]][pair["row"]] for pair in mix]
     else:
         rows = [row for part in found for row in part]
@@ -43,6 +43,8 @@ def read_sources(
 
 def read_source(source: str, split: str, setting: str) -> list[Named]:
     """Every row of one data set; `source` may end in `@subdir`."""
+    if not source.strip():  # as a path that would be the working folder
+        raise UserError(f"{setting}.path: the name of a data set is empty; is there a comma too many?")
     path, where = Path(source), f"{setting}.path {source}"
     name, at, subdir = source.rpartition("@")
     if at and not path.exists():

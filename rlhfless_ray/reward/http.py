@@ -15,6 +15,7 @@ import urllib.request
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Any
 
 from rlhfless_ray.errors import RunError, UserError
 from rlhfless_ray.reward.queries import BadReturn, Query, query_of, scores_of
@@ -26,8 +27,21 @@ TRIES = 5  # of one request while others are answered, as in OpenRLHF
 FIRST_REST_S, LONGEST_REST_S = 0.5, 30.0  # a server that failed is left alone for, doubled with every failure in a row
 OVERLOADED = (408, 425, 429, 502, 503, 504)  # what a server, or a proxy before it, says that will be back
 SHOWN_CHARACTERS = 200
+
+
+class _Onward(urllib.request.HTTPRedirectHandler):
+    """307 and 308 ask for the same POST elsewhere: what FastAPI answers for a slash too many. Python follows them for GET only."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        if code in (307, 308):
+            return urllib.request.Request(newurl, req.data, req.headers, req.origin_req_host, True)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
 # reward servers lie within the cluster: no proxy of the environment, as in OpenRLHF's client since 0.9.1
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Onward)
 
 
 @dataclass(frozen=True)
@@ -73,13 +87,18 @@ class Server:
     def __init__(self, url: str) -> None:
         self.url = url
         self.failures = 0  # in a row
+        self.failed_s = -math.inf  # when it did so last
         self.rests_until_s = 0.0
         self.said = ""
 
-    def failed(self, words: str) -> None:
-        self.failures += 1
+    def failed(self, words: str, asked_s: float) -> None:
+        """`asked_s`: when. What was under way when another request failed tells of the same outage, and is no failure of its own."""
         self.said = words
-        self.rests_until_s = time.monotonic() + min(LONGEST_REST_S, FIRST_REST_S * 2 ** min(self.failures - 1, 16))
+        if asked_s <= self.failed_s:
+            return
+        self.failures += 1
+        self.failed_s = time.monotonic()
+        self.rests_until_s = self.failed_s + min(LONGEST_REST_S, FIRST_REST_S * 2 ** min(self.failures - 1, 16))
 
     def answered(self) -> None:
         self.failures, self.rests_until_s = 0, 0.0
@@ -91,6 +110,7 @@ class _Batch:
     tries: int = 0
     first_s: float = math.inf  # when it failed first
     rests_until_s: float = 0.0
+    asked_s: float = 0.0
 
 
 class HttpWorker(Worker):
@@ -118,6 +138,7 @@ class HttpWorker(Worker):
             while running or (waiting and time.monotonic() < end):
                 while len(running) < AT_ONCE and time.monotonic() < end and (batch := _rested(waiting)) and (server := self._next()):
                     waiting.remove(batch)
+                    batch.asked_s = time.monotonic()
                     running[threads.submit(self._post, server.url, batch.queries)] = server, batch
                 rest_s = self._rest_s(waiting)
                 if not running:
@@ -158,7 +179,7 @@ class HttpWorker(Worker):
             scores = future.result()
         except _NoAnswer as error:
             words = str(error)
-            server.failed(words)
+            server.failed(words, batch.asked_s)
             self.failing_since_s = self.failing_since_s or now
             self._check_deadline(now)
         except _Refused as error:
@@ -171,6 +192,8 @@ class HttpWorker(Worker):
                 self.troubled.pop(query[0], None)
             return scores
         if len(batch.queries) > 1:  # one by one, so that the one at fault can be named
+            for query in batch.queries:  # in the next call too, should this one's time be over
+                self.troubled[query[0]] = query, 0, math.inf
             waiting.extend(_Batch([query]) for query in batch.queries)
             return []
         batch.tries += 1
@@ -227,8 +250,11 @@ class HttpWorker(Worker):
 def _is_address(url: str) -> bool:
     try:
         parts = urllib.parse.urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none
+        (parts.hostname or "").encode("idna")
+        rest = url.strip()[len(parts.scheme) + 3 + len(parts.netloc) :]  # other characters are percent-encoded there
+        writable = rest.isascii() and rest.isprintable() and not any(character.isspace() for character in url.strip())
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and writable
+    except ValueError:  # a port that is none, a name that is no host's
         return False
 
 
@@ -240,6 +266,6 @@ def _rested(waiting: deque[_Batch]) -> _Batch | None:
 def _shown(error: urllib.error.HTTPError) -> str:
     try:
         text = " ".join(error.read(SHOWN_CHARACTERS).decode("utf-8", "replace").split())
-    except OSError:
+    except (OSError, http.client.HTTPException):  # it hangs up meanwhile
         return ""
     return f": {text}" if text else ""

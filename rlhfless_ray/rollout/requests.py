@@ -34,7 +34,7 @@ def evaluation_requests(recipe: Recipe, prompts: list[Prompt], asked: list[tuple
 
 
 def request(recipe: Recipe, key: int, prompt: Prompt, temperature: float, step: int, sample: int) -> Request:
-    name = struct.pack("<qqqq", recipe.run.seed, step, prompt.index, sample)
+    name = struct.pack("<Qqqq", recipe.run.seed % 2**64, step, prompt.index, sample)
     seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
     most = recipe.rollout.response_tokens(len(prompt.token_ids))
     return Request(key, prompt.token_ids, seed, most, temperature, top_p=recipe.rollout.top_p)

@@ -288,7 +288,13 @@ def test_a_submission_of_a_script_gets_the_import_hook(tmp_path, monkeypatch):
     assert done[done.index("--") + 1 :] == ["python3", "-m", "rlhfless_ray", "run", "--", "bash", "train.sh"]
 
 
-@pytest.mark.parametrize("option", [["--runtime-env-json", "{"], ["--runtime-env", "/nowhere.yaml"], ["--runtime-env-json=[1]"]])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--runtime-env-json", "{"], ["--runtime-env", "/nowhere.yaml"], ["--runtime-env-json=[1]"],
+        ["--runtime-env-json", '{"py_modules": "x"}'],
+    ],
+)
 def test_runtime_environments_that_cannot_be_read(option):
     with pytest.raises(UserError, match="--runtime-env"):
         submission(["ray", "job", "submit", *option, "--", "python3", "-m", MODULE])

@@ -114,6 +114,11 @@ def test_several_one_after_the_other_and_capped_each_and_together(tmp_path: Path
         loaded({"paths": paths})
 
 
+def test_a_comma_too_many_is_no_data_set(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"prompts.path: the name of a data set is empty"):
+        loaded({"paths": [jsonl(tmp_path / "a.jsonl", rows("a")), ""]})
+
+
 def test_a_mix_is_the_one_of_interleave_datasets(tmp_path: Path) -> None:
     content = {"a": rows("a", 5), "b": rows("b", 9)}
     paths = [jsonl(tmp_path / f"{word}.jsonl", content[word]) for word in "ab"]
@@ -124,6 +129,7 @@ def test_a_mix_is_the_one_of_interleave_datasets(tmp_path: Path) -> None:
     found = [row for _, row in read_sources(paths, "train", "prompts", probabilities=[0.7, 0.3], seed=3)]
     assert found == list(expected)
     assert {row["question"] for row in found} == {row["question"] for part in content.values() for row in part}  # none is lost
+    assert len(read_sources(paths, "train", "prompts", probabilities=[0.7, 0.3], seed=-3)) >= 14  # any seed is one
     for wrong, said in [([0.5], "1 of them for 2 data sets"), ([0.5, 0.6], "add up to 1"), ([0.0, 1.0], "must be positive")]:
         with pytest.raises(UserError, match=said):
             loaded({"paths": paths, "probabilities": wrong})

@@ -142,6 +142,35 @@ def test_a_dead_server_among_living_ones_is_left_alone(clock: list[float]) -> No
         assert len(all_of(made, items(*"ab"))) == 2, "somebody answers: its deadline does not count"
 
 
+def test_many_requests_that_fail_together_are_one_failure() -> None:
+    made = worker(nowhere())
+    made.score(items(*map(str, range(module.AT_ONCE))), 0.02)
+    assert made.servers[0].failures == 1, "each would double the rest, and a hiccup cost as much as an outage"
+
+
+@pytest.mark.parametrize("status", [307, 308])
+def test_a_redirected_post_stays_one(status: int) -> None:
+    """As FastAPI answers for a slash too many, and OpenRLHF's client follows."""
+    with standing(lengths) as (one,):
+        class Elsewhere(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.send_response(status)
+                self.send_header("Location", one.url)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None: ...
+
+        first = ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere)
+        threading.Thread(target=first.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        try:
+            score = worker(f"http://127.0.0.1:{first.server_port}/get_reward/").score(items("abc"), 5.0)[0]
+        finally:
+            first.shutdown()
+            first.server_close()
+    assert score.reward == 3.0 and one.bodies == [{"query": ["abc"], "prompts": ["prompt 0"], "labels": [0]}]
+
+
 def test_when_nobody_answers_the_run_ends_after_the_deadline_with_their_names(clock: list[float]) -> None:
     def overloaded(body: dict[str, Any], number: int) -> Any:
         clock[0] += 30.0 if number else 0.0
@@ -209,6 +238,18 @@ def test_the_sample_that_a_server_cannot_score_is_named(given: Any, error: str |
     assert not made.troubled
 
 
+def test_a_batch_that_is_refused_after_the_calls_time_is_taken_apart_in_the_next() -> None:
+    def slow(body: dict[str, Any], number: int) -> Any:
+        time.sleep(0.1)
+        return (400, "no such prompt") if "bad" in body["query"] else lengths(body, number)
+
+    with standing(slow) as (one,):
+        made, scores = worker(one.url, batch_samples=4), {}
+        for _ in range(8):
+            scores |= all_of(made, [item for item in items("a", "bad", "ccc") if item[0] not in scores], 0.05)
+    assert {key: score.reward for key, score in scores.items()} == {0: 1.0, 1: None, 2: 3.0} and not made.troubled
+
+
 def test_labels_must_fit_into_json() -> None:
     with standing(lengths) as (one,):
         score = worker(one.url).score([(0, "q", "p", {1, 2})], 5.0)[0]
@@ -228,7 +269,12 @@ print(HttpSource.load([URL], "", 5.0, 1).worker(5.0).score([(0, "abc", "", "")],
     assert done.stdout == "3.0\n", done.stderr
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:5000/get_reward", "rewards.txt", "ftp://host/x", "http:///x", ""])
+NO_ADDRESSES = [
+    "127.0.0.1:5000/get_reward", "rewards.txt", "ftp://host/x", "http:///x", "", "http://host/a b", "http://host/ü", "http://a..b/x",
+]
+
+
+@pytest.mark.parametrize("url", NO_ADDRESSES)
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(UserError, match=r"is no HTTP address; write one such as"):
         HttpSource.load(["http://127.0.0.1:1/get_reward", url], "", 1.0, 1)
