@@ -11,6 +11,8 @@ import numpy as np
 from rlhfless_ray.reward.values import finite, real
 from rlhfless_ray.types import Completion, Prompt, Sample
 
+MOST_ID = np.iinfo(np.int32).max
+
 
 class BadEpisode(Exception):
     """The agent's result is not of the contract; the sentence says how."""
@@ -40,6 +42,8 @@ class Episode:
             if result.get(key) is None:
                 raise BadEpisode(f"`execute` returned a dict without `{key}` (its keys: {', '.join(f'`{k}`' for k in result)})")
         tokens = np.asarray(result["observation_tokens"], np.int64)
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() <= MOST_ID:  # they travel as int32: another one would be another token
+            raise BadEpisode(f"`observation_tokens` has {tokens[(tokens < 0) | (tokens > MOST_ID)][0]}, which is no token id")
         ranges = [(int(start), int(end)) for start, end in result["action_ranges"]]
         _check(ranges, len(tokens))
         first, last = ranges[0][0], ranges[-1][1]

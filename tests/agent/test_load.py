@@ -294,6 +294,8 @@ def test_files_of_no_contract_are_refused(tmp_path: Path, text: str, words: str)
         ({"action_ranges": [(1, 3), (2, 4)]}, "must ascend without overlap within the 5 observation tokens"),
         ({"action_ranges": [(1, 6)]}, "must ascend"),
         ({"action_ranges": [(2, 2)]}, "must ascend"),
+        ({"observation_tokens": [1, 2, -100, 4, 5]}, "`observation_tokens` has -100, which is no token id"),
+        ({"observation_tokens": [1, 2**40, 3, 4, 5]}, "`observation_tokens` has 1099511627776, which is no token id"),
         ({"rollout_log_probs": [0.0]}, "`rollout_log_probs` has 1 values for 5 observation tokens"),
         ({"rollout_log_probs": [np.nan, -1.0, np.nan, 0.0, -1.0]}, "`rollout_log_probs` has nan for action token 2"),
         ({"reward": None}, "a dict without `reward`"),
