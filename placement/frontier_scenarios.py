@@ -13,7 +13,8 @@ from placement.scenario_search import ScenarioSearch
 from placement.waves import in_waves
 from placement.workload import Workload
 
-SMALL = 12  # sequences up to which every contiguous partition is looked at
+SMALL = 12  # sequences up to which every contiguous partition is looked at, unless that makes too many of several kinds
+MIXED = 1_000_000  # contiguous partitions × scenarios, on all mixes of kinds, up to which they are (9 sequences, two kinds and 64)
 FEW = 64  # sequences up to which a cut may be anywhere
 PER_ACTOR, PER_ACTOR_LEAST = 10, 6  # blocks that one actor's share is cut into at the shortest time bound of a level
 SHARES = 20  # actors' shares up to which they are cut into PER_ACTOR blocks: more of them leave scenarios for finer cuts
@@ -32,15 +33,15 @@ JUDGED = 0.005  # how much faster a partition must look than the one before, to 
 def scenario_partitions(work: Workload, thin: float) -> list[Plan]:
     """Plans for joint scenarios, judged by their means over all of them; not dominated by any other found.
 
-    Groups are contiguous in a sorted order (sort_orders). Up to SMALL sequences on one pool all contiguous partitions are
-    looked at; otherwise `search` looks for good ones, on any pools. Capacity: a group must fit in every scenario; where
-    there are too few actors for that, the plans of in_waves.
+    Groups are contiguous in a sorted order (sort_orders). Up to SMALL sequences all contiguous partitions are looked at, on
+    several pools as long as they are no more than MIXED; otherwise `search` looks for good ones, on any pools. Capacity: a
+    group must fit in every scenario; where there are too few actors for that, the plans of in_waves.
     """
     found: list[Partition] = []
     looked = work.lengths.shape[1]
     room = sum(kind.capacity * kind.max_actors for kind in work.kinds)
     for order, key in sort_orders(work) if work.held_tokens().sum(0).max() <= room else []:
-        if len(order) <= SMALL and len(work.kinds) == 1:
+        if len(order) <= SMALL and (len(work.kinds) == 1 or mixtures(work) <= MIXED):
             found += every_cut(work, order)
         else:
             points, used = search(work, order, key, thin)
@@ -70,33 +71,47 @@ def sort_orders(work: Workload) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def every_cut(work: Workload, order: np.ndarray) -> list[Partition]:
-    """All contiguous partitions of few sequences on one kind of actor: for each, the slowest actor of every scenario."""
-    n, kind = len(order), work.kinds[0]
+    """All contiguous partitions of few sequences, on every mix of kinds: for each, the slowest actor of every scenario."""
+    n, kinds = len(order), work.kinds
     blocks = Blocks.of(work, order, np.arange(n + 1))
-    ranges = Ranges(blocks, np.full(n, n), work.kinds)
-    masks = np.arange(1 << (n - 1))  # bit i - 1: a group starts at position i
-    last, cost, actors = np.zeros((len(masks), work.lengths.shape[1])), np.zeros(len(masks)), np.ones(len(masks), int)
-    for i in range(1, n):
-        actors += masks >> (i - 1) & 1
-    fits = actors <= kind.max_actors
+    ranges = Ranges(blocks, np.full(n, n), kinds)
+    starts = every_start(n, len(kinds))
+    fits = np.ones(len(starts), bool)
+    for q, kind in enumerate(kinds):
+        fits &= (starts == q + 1).sum(1) <= kind.max_actors
+    starts = starts[fits]
+    last, cost = np.zeros((len(starts), work.lengths.shape[1])), np.zeros(len(starts))
+    end = np.full((len(starts), n + 1), n)  # of a group that starts at i: where the next one does
+    for i in range(n - 1, 0, -1):
+        end[:, i] = np.where(starts[:, i] > 0, i, end[:, i + 1])
     for i in range(n):
-        for j in range(i + 1, n + 1):
-            inner = (1 << (j - 1)) - (1 << i)
-            bounds = (1 << (i - 1) if i else 0) | (1 << (j - 1) if j < n else 0)
-            rows = np.flatnonzero((masks & (inner | bounds)) == bounds)
-            at = ranges.index(i, j)
-            last[rows] = np.maximum(last[rows], ranges.seconds[0][at])
-            cost[rows] += ranges.cost[0][at]
-            if not ranges.fits[0][at]:
-                fits[rows] = False
+        for q in range(len(kinds)):
+            rows = np.flatnonzero(starts[:, i] == q + 1)
+            at = ranges.first[i] + end[rows, i + 1] - i - 1
+            last[rows] = np.maximum(last[rows], ranges.seconds[q][at])
+            cost[rows] += np.where(ranges.fits[q][at], ranges.cost[q][at], np.inf)
     time_s = last.mean(1)
     found, best = [], math.inf
     for m in np.lexsort((cost, time_s)):
-        if fits[m] and cost[m] < best:
+        if cost[m] < best:
             best = float(cost[m])
-            cuts = (0, *(i for i in range(1, n) if masks[m] >> (i - 1) & 1), n)
-            found.append(Partition(float(time_s[m]), best, order, cuts, (0,) * (len(cuts) - 1)))
+            groups = np.flatnonzero(starts[m])
+            pools = tuple(int(q) - 1 for q in starts[m, groups])
+            found.append(Partition(float(time_s[m]), best, order, (*groups.tolist(), n), pools))
     return found
+
+
+def mixtures(work: Workload) -> int:
+    """Contiguous partitions on all mixes of kinds, times scenarios."""
+    (n, count), kinds = work.lengths.shape, len(work.kinds)
+    return kinds * (kinds + 1) ** (n - 1) * count
+
+
+def every_start(n: int, kinds: int) -> np.ndarray:
+    """(kinds · (kinds + 1)^(n - 1), n): at each position 0 where its group goes on, or 1 + the kind of the group that starts."""
+    later = np.arange((kinds + 1) ** (n - 1))[:, None] // (kinds + 1) ** np.arange(n - 1) % (kinds + 1)
+    first = np.repeat(np.arange(1, kinds + 1), len(later))
+    return np.column_stack((first, np.tile(later, (kinds, 1))))
 
 
 def search(work: Workload, order: np.ndarray, key: np.ndarray, thin: float) -> tuple[list[Partition], int]:

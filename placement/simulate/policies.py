@@ -67,8 +67,14 @@ def disaggregated(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
 
     Engines never sleep and have the whole memory for KV; new weights are broadcast to them between processes; the trainers
     prepare and learn when the rollout is over. The split is the static one that the planner finds fastest for this setting.
+    Raises ValueError where the training state leaves no device for an engine.
     """
     d, w = terms.devices, terms.width
+    if terms.least > d - w:
+        raise ValueError(
+            f"policy `disaggregated`: {terms.least} devices to train and {w} to generate are more than the {d} of the cluster; add nodes, "
+            "or name the other policies (`--policy fixed --policy ours`)"
+        )
     tried = [Knobs((d - m) // w, 1.0, 0, m) for m in terms.sizes(d - w)]
     split = planner.knobs("disaggregated", lambda view, k: _disaggregated(terms, view, k), tried, prefer=1.0)
     return _disaggregated(terms, given, split)

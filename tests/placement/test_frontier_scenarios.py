@@ -175,44 +175,40 @@ def test_waves_when_the_caches_of_all_actors_are_too_small() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_pools_under_scenarios_come_near_all_contiguous_mixtures(seed: int) -> None:
+def test_pools_under_scenarios_match_all_contiguous_mixtures(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    lengths = draws(seed, 6, 8)
     pools = [
         Pool(Speed(10 ** rng.uniform(-2.5, -1.7), 10 ** rng.uniform(-4, -2)), price=rng.uniform(0.4, 2.5),
              max_actors=int(rng.integers(1, 4)),
              start_s=float(rng.choice([0.0, 0.5])))
         for _ in range(2)
     ]
+    assert_best_mixtures(draws(seed, 6, 8), pools)
+
+
+@pytest.mark.parametrize("seed", [5, 25, 28])
+def test_two_pools_far_apart_in_speed_and_price_miss_no_mixture(seed: int) -> None:
+    """The search for many sequences leaves gaps of 7 to 10 % here: plans that mix both pools."""
+    slow = Pool(Speed(0.01, 0.01, 1e-6), price=0.4, max_actors=3, start_s=0.5)
+    fast = Pool(Speed(0.003, 0.001), price=2.0, max_actors=4, capacity=557)
+    assert_best_mixtures(draws(seed, 6, 4, spread=1.0), [slow, fast])
+
+
+def assert_best_mixtures(lengths: np.ndarray, pools: list[Pool]) -> None:
+    """Plans of the frontier that are as they say, and of all contiguous ones in the order of the means none that they miss."""
     work = Workload.of(lengths, pools=pools)
     plans = frontier(lengths, pools=pools)
-    points = []
+    points, n, held = [], len(lengths), work.held_tokens()
     order = np.argsort(-lengths.mean(1), kind="stable")
-    for count in range(1, 7):
-        for cuts in itertools.combinations(range(1, 6), count - 1):
+    for count in range(1, n + 1):
+        for cuts in itertools.combinations(range(1, n), count - 1):
+            groups = np.split(order, cuts)
             for kinds in itertools.product(range(2), repeat=count):
-                if all(kinds.count(q) <= pools[q].max_actors for q in range(2)):
-                    points.append(work.evaluate(np.split(order, cuts), kinds))
+                fits = all(held[g].sum(0).max() <= work.kinds[q].capacity for g, q in zip(groups, kinds, strict=True))
+                if fits and all(kinds.count(q) <= pools[q].max_actors for q in range(2)):
+                    points.append(work.evaluate(groups, kinds))
     for plan in plans:
         assert (plan.time_s, plan.cost) == pytest.approx(work.evaluate(plan.groups, plan.pools))
         assert all(plan.pools.count(q) <= pools[q].max_actors for q in range(2))
-    undominated = [a for a in points if not any(b[0] <= a[0] and b[1] < a[1] for b in points)]
-    assert gap(plans, undominated) < 0.05
-
-
-@pytest.mark.parametrize("scenarios", [1, 5])
-def test_prompts_take_their_time_before_the_first_step(scenarios: int) -> None:
-    """Every plan's time and cost are those of the formula; and an engine with many short responses has less of them."""
-    rng = np.random.default_rng(4)
-    lengths = rng.lognormal(3, 1, (40, scenarios)).round() + 1
-    prompts = rng.integers(5, 400, 40).astype(float)
-    speed = Speed(0.01, 2e-4, 1e-6, prefill_s=3e-4)
-    given = lengths[:, 0] if scenarios == 1 else lengths
-    plans = frontier(given, speed, max_actors=4, prompts=prompts)
-    assert len(plans) > 1
-    for plan in plans:
-        seconds = np.array([[speed.rollout_s(lengths[g, s], prompts[g]) for g in plan.groups] for s in range(scenarios)])
-        assert plan.time_s == pytest.approx(seconds.max(1).mean())
-        assert plan.cost == pytest.approx(seconds.sum(1).mean())
-    free = frontier(given, Speed(0.01, 2e-4, 1e-6), max_actors=4, prompts=prompts)
-    assert plans[0].time_s > free[0].time_s
+        assert all(held[g].sum(0).max() <= work.kinds[q].capacity for g, q in zip(plan.groups, plan.pools, strict=True))
+    assert gap(plans, points) < 1e-6

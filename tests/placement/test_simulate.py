@@ -93,6 +93,15 @@ def test_fixed_is_billed_for_every_device_all_the_time(everything) -> None:
             assert step.full == pytest.approx(step.time_s * everything.setting.devices)
 
 
+def test_a_cluster_without_a_device_beside_the_trainers_cannot_be_disaggregated() -> None:
+    tight = small(devices_per_node=2, prompts=2, samples=2, epochs=1)
+    assert Terms.of(tight).least == tight.devices
+    with pytest.raises(ValueError, match=r"`disaggregated`: 2 devices to train and 1 to generate are more than the 2 of the cluster"):
+        simulate(tight, ["disaggregated"])
+    others = [name for name in POLICIES if name not in ("disaggregated", "oracle")]
+    assert set(simulate(tight, others).policies) == set(others)
+
+
 def test_the_same_seed_gives_the_same_run_and_another_does_not() -> None:
     policies, tiny = ["fixed", "ours"], small(prompts=4, samples=2, epochs=1)
     a, b, c = (simulate(tiny, policies, seed) for seed in (1, 1, 2))
