@@ -1,6 +1,9 @@
 """Every step policy on simulated clusters: RLHFless's settings and its large cluster, with ablation and sensitivity.
 
-python -m benchmarks.cluster [--quick] [--seeds N] [--only PART …]
+python -m benchmarks.cluster [--quick] [--seeds N] [--only PART …] [--policies NAME …]
+
+All is deterministic by seed, so after a change of some policies these alone may be run again: the others' rows stay, each table
+with the commits that its rows are of.
 """
 
 from __future__ import annotations
@@ -160,10 +163,18 @@ class Kept:
     """The result file, written anew after every setting of a part: what is finished outlives a cut, and parts and settings
     may be run at different times or side by side."""
 
-    def __init__(self, content: dict[str, Any], console: Console, quick: bool) -> None:
-        self.content, self.console, self.quick = content, console, quick
+    def __init__(self, content: dict[str, Any], console: Console, quick: bool, some: Sequence[str] = ()) -> None:
+        """`some`: policies that alone are run, the others' rows stay."""
+        self.content, self.console, self.quick, self.some = content, console, quick, list(some)
         self.path = result_folder(quick) / "cluster.json"
         self.order: dict[str, list[str]] = {}
+
+    def renewed(self, part: str, name: str, found: dict[str, Any]) -> dict[str, Any]:
+        """A table of some policies within the one that there is, which must have the same `fixed`."""
+        entry, of = self.before(part).get(name), found["policies"]
+        if entry is None or entry["seeds"] != found["seeds"] or entry["policies"]["fixed"]["step_s"] != of["fixed"]["step_s"]:
+            raise SystemExit(f"{part}: {name} is not there, or of other seeds, or its `fixed` differs: run it with all policies")
+        return {**entry, "policies": {**entry["policies"], **{p: r for p, r in of.items() if p in entry["policies"]}}}
 
     def before(self, part: str) -> dict[str, Any]:
         return json.loads(self.path.read_text()).get(part, {}) if self.path.exists() else {}
@@ -181,7 +192,7 @@ class Kept:
             self.content |= {other: kept for other in (*PARTS, "seconds", "commits") if (kept := self.before(other))}
             merged = {**self.content.get(part, {}), name: value}
             self.content[part] = {n: merged[n] for n in self.order[part] if n in merged}
-            key, commit = f"{part}: {name}", provenance()["git"].get("commit", "")
+            key, commit = f"{part}: {name}" + "".join(f", {policy}" for policy in self.some), provenance()["git"].get("commit", "")
             self.content["seconds"] = {**self.content.get("seconds", {}), key: seconds}
             self.content["commits"] = {**self.content.get("commits", {}), key: commit}
             save("cluster", self.content, targets(self.content), console=self.console, quick=self.quick)
@@ -195,16 +206,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS), help="some parts, in this order")
     parser.add_argument("--settings", nargs="*", choices=PAPER, default=None, help="some of the paper's settings")
+    parser.add_argument("--policies", nargs="*", choices=list(POLICIES), default=[], help="these alone: the others' rows stay")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "cluster.png")
     options = parser.parse_args()
     seeds = 1 if options.quick else options.seeds
     console = make_console()
     chosen = options.settings or (PAPER[:1] if options.quick else PAPER)
     content: dict[str, Any] = {"prefer": PREFER, "cheaper": CHEAPER, "first_seed": TUNED, "seconds": {}, "commits": {}}
-    kept = Kept(content, console, options.quick)
+    kept = Kept(content, console, options.quick, options.policies)
 
     def table(setting: Setting, policies: Sequence[Any], name: str, title: str) -> dict[str, Any]:
-        return setting_table(name, measure(setting, policies, seeds), console, title)
+        chosen = ["fixed", *(p for p in policies if p in options.policies)] if options.policies else policies
+        return setting_table(name, measure(setting, chosen, seeds), console, title)
 
     def paper(name: str) -> Any:
         return table(named(name).but(prefer=PREFER), list(POLICIES), name, "paper")
@@ -239,7 +252,7 @@ def main() -> None:
         kept.begin(part, order)
         for name in now:
             began = time.process_time()
-            value = run(name)
+            value = kept.renewed(part, name, run(name)) if options.policies else run(name)
             kept.add(part, name, value, time.process_time() - began)
     show_targets(console, targets(content))
     if not options.quick:

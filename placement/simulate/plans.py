@@ -58,7 +58,7 @@ def beside(terms: Terms, knobs: Knobs) -> list[Knobs]:
         most = terms.devices - terms.width
         at = min(range(len(FINER)), key=lambda i: abs(FINER[i] - knobs.share))
         found += [replace(knobs, share=FINER[i]) for i in (at - 3, at - 1, at + 1, at + 3) if 0 <= i < len(FINER)]
-        found += [replace(knobs, early=m) for m in _near(knobs.early, terms.gang, terms.least, most)]
+        found += resized(terms, knobs)
         found += [replace(knobs, early=m, late=m) for m in _near(knobs.early, terms.gang, terms.least, most)]
     found += [replace(knobs, late=m) for m in _near(knobs.late, terms.gang, terms.least, terms.devices)]
     if whitened(terms) and knobs.early:
@@ -70,6 +70,12 @@ def beside(terms: Terms, knobs: Knobs) -> list[Knobs]:
     if knobs.early and knobs.engines > (terms.devices - knobs.early) // terms.width:
         found.append(replace(knobs, narrow=not knobs.narrow))
     return [k for k in dict.fromkeys(found) if k != knobs and fits(terms, k)]
+
+
+def resized(terms: Terms, knobs: Knobs) -> list[Knobs]:
+    """The plans next to this one that differ in the early learner's size alone."""
+    most = terms.devices - terms.width
+    return [replace(knobs, early=m) for m in _near(knobs.early, terms.gang, terms.least, most)] if knobs.early else []
 
 
 def _near(size: int, step: int, least: int, most: int) -> list[int]:

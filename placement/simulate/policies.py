@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from placement.simulate.elastic import elastic, oracle, ours, then_learn
 from placement.simulate.planning import Planner
+from placement.simulate.plans import fits, resized
 from placement.simulate.step import Hold, Knobs, StepInput, StepRun, costs_of, decode_busy, learn_beside, roll_out, work_of
 from placement.simulate.tail import Gang, serve
 from placement.simulate.terms import Terms
@@ -34,17 +36,28 @@ def fixed(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
 
 def fixed_plus(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
     """`fixed` with our overlap: still every device held throughout and no response ever moves, but the devices whose engines
-    are done first form a learner that prepares and takes gradients while the others decode. Its size is planned like
-    ours."""
-    sizes = [0, *terms.sizes(terms.devices - terms.width)]
-    tried = [Knobs(terms.engines, 1.0, m, terms.devices, hosted=h) for m in sizes for h in (False, True)[: 1 + bool(m)]]
-    knobs = planner.knobs("fixed+", lambda view, k: _fixed_plus(terms, view, k), tried)
+    are done first form a learner that prepares and takes gradients while the others decode, and engines stay awake beside the
+    learner's state where memory holds both. What it does of this, and the early learner's size, is planned like ours."""
+    tried = [
+        Knobs(terms.engines, 1.0, m, terms.devices, awake=awake, hosted=hosted)
+        for m in (0, *terms.sizes(terms.devices - terms.width))
+        for hosted in (False, True)[: 1 + bool(m)]
+        for awake in (False, True)
+    ]
+    run = partial(_fixed_plus, terms)
+    tried = [knobs for knobs in tried if fits(terms, knobs)]
+    knobs = planner.searched("fixed+", run, run, tried, lambda k: [near for near in resized(terms, k) if fits(terms, near)])
     return _fixed_plus(terms, given, knobs, planner.expected)
 
 
 def _fixed_plus(terms: Terms, given: StepInput, knobs: Knobs, expected: tuple[float, float] | None = None) -> StepRun:
-    d, terms = terms.devices, terms.learner(hosted=knobs.hosted)
-    run = roll_out(terms, given, "random", engines=terms.engines, prefer=1.0, wake_s=terms.warm_s)
+    d, s, terms = terms.devices, terms.setting, terms.learner(awake=knobs.awake, hosted=knobs.hosted)
+    room = terms.awake_capacity(d) if knobs.awake else 0
+    awake = room >= s.response_limit + s.prompt_limit
+    capacity = min(room, terms.capacity) if awake else None
+    run = roll_out(
+        terms, given, "random", engines=terms.engines, prefer=1.0, wake_s=0.0 if awake else terms.warm_s, capacity=capacity
+    )
     free = run.free_from((d - knobs.early) // terms.width)
     done = learn_beside(terms, given, run, knobs.early or d, d, min(free, run.end_s) if knobs.early else run.end_s)
     end = done.end_s
@@ -114,8 +127,11 @@ def phased(rollout: str) -> Policy:
 
 def rlhfless_paper(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
     """RLHFless (arXiv 2602.22718): equal-count length groups, a number of actors scaled by weighted time and cost, local
-    cut; finished actors released; then every device learns, as in the VERL it builds on."""
-    return phased("rlhfless-paper")(terms, given, planner)
+    cut; finished actors released; then every device learns, as in the VERL it builds on. Actors are prewarmed, where memory
+    holds them beside the learner's state. That the longest group lies with the learner, to spare it a transfer, is left out."""
+    knobs = Knobs(terms.engines, terms.setting.prefer, 0, terms.devices)
+    done = elastic(terms, given, knobs, rollout="rlhfless-paper", name="rlhfless-paper")
+    return replace(done, reason=f"then {terms.devices} devices learn")
 
 
 def global_cut(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
