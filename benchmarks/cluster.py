@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -172,9 +173,10 @@ class Kept:
     def renewed(self, part: str, name: str, found: dict[str, Any]) -> dict[str, Any]:
         """A table of some policies within the one that there is, which must have the same `fixed`."""
         entry, of = self.before(part).get(name), found["policies"]
-        if entry is None or entry["seeds"] != found["seeds"] or entry["policies"]["fixed"]["step_s"] != of["fixed"]["step_s"]:
+        same = entry is not None and entry["seeds"] == found["seeds"]
+        if not same or not math.isclose(entry["policies"]["fixed"]["step_s"]["mean"], of["fixed"]["step_s"]["mean"], rel_tol=1e-5):
             raise SystemExit(f"{part}: {name} is not there, or of other seeds, or its `fixed` differs: run it with all policies")
-        return {**entry, "policies": {**entry["policies"], **{p: r for p, r in of.items() if p in entry["policies"]}}}
+        return {**entry, "policies": {**entry["policies"], **{p: r for p, r in of.items() if p in entry["policies"] and p in self.some}}}
 
     def before(self, part: str) -> dict[str, Any]:
         return json.loads(self.path.read_text()).get(part, {}) if self.path.exists() else {}
