@@ -105,7 +105,7 @@ def test_a_wait_that_was_in_vain_tells_its_whole_deadline(monkeypatch: pytest.Mo
         return ready, [ref for ref in refs if ref not in ready]
 
     monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(waits, "ray", SimpleNamespace(wait=wait, get=lambda ref: ref))
+    monkeypatch.setattr(waits, "ray", SimpleNamespace(wait=wait, get=lambda ref, timeout: ref))
     with pytest.raises(RunError, match="waited 60 s for two answers in vain"):
         waits.get(["early", "never"], 60.0, "two answers")
     assert 60 <= now[0] < 61
