@@ -140,9 +140,9 @@ def _roll_out(terms: Terms, given: StepInput, knobs: Knobs, rollout: str, prewar
     beside = min((d - knobs.late) // w, knobs.engines)
     awake = knobs.engines - beside
     room = terms.awake_capacity(knobs.late) if awake else terms.capacity
-    if prewarmed and room >= terms.setting.response_limit + terms.setting.prompt_limit:
+    if prewarmed and terms.holds_one(room):
         transfer = max(terms.broadcast_s if beside else 0.0, terms.reshard_s if awake else 0.0)
-        run = generate(wake_s=0.0, transfer_s=transfer, capacity=min(room, terms.capacity))
+        run = generate(wake_s=0.0, transfer_s=transfer, capacity=room)
         if not any(lease.from_s > 0 for lease in run.leases):
             beside = min(beside, len(run.leases))
             return run, Waking(terms.wake_s, beside, len(run.leases) - beside)

@@ -51,13 +51,11 @@ def fixed_plus(terms: Terms, given: StepInput, planner: Planner) -> StepRun:
 
 
 def _fixed_plus(terms: Terms, given: StepInput, knobs: Knobs, expected: tuple[float, float] | None = None) -> StepRun:
-    d, s, terms = terms.devices, terms.setting, terms.learner(awake=knobs.awake, hosted=knobs.hosted)
-    room = terms.awake_capacity(d) if knobs.awake else 0
-    awake = room >= s.response_limit + s.prompt_limit
-    capacity = min(room, terms.capacity) if awake else None
-    run = roll_out(
-        terms, given, "random", engines=terms.engines, prefer=1.0, wake_s=0.0 if awake else terms.warm_s, capacity=capacity
-    )
+    d, terms = terms.devices, terms.learner(awake=knobs.awake, hosted=knobs.hosted)
+    room = terms.awake_capacity(d)
+    awake = knobs.awake and terms.holds_one(room)
+    wake_s, capacity = (0.0, room) if awake else (terms.warm_s, None)
+    run = roll_out(terms, given, "random", engines=terms.engines, prefer=1.0, wake_s=wake_s, capacity=capacity)
     free = run.free_from((d - knobs.early) // terms.width)
     done = learn_beside(terms, given, run, knobs.early or d, d, min(free, run.end_s) if knobs.early else run.end_s)
     end = done.end_s

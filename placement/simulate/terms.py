@@ -133,6 +133,10 @@ class Terms:
         room = s.device.memory_bytes * s.phases["usable_memory"] - self.trainer.held_bytes(m)
         return max(0, min(self.capacity, int((self.width * room - s.model.weight_bytes) // s.model.kv_bytes_per_token)))
 
+    def holds_one(self, room: int) -> bool:
+        """Whether an engine of so many KV tokens holds the longest sequence that there may be: what staying awake takes."""
+        return room >= self.setting.response_limit + self.setting.prompt_limit
+
     def learner(self, *, linear: bool = False, awake: bool = False, hosted: bool = False) -> Terms:
         """The same with another learner. linear: it holds a second set of the policy's gradients. awake: it leaves room for
         an engine (weights, and KV of an even share of the sequences at half their limits), so it may have to shard more.
