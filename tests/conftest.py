@@ -19,6 +19,8 @@ import yaml
 from filelock import FileLock
 from hypothesis import settings
 
+import rlhfless_ray  # noqa: F401 - sets what has to be set before grpc is loaded
+
 ROOT = Path(__file__).resolve().parents[1]
 
 settings.register_profile("same", derandomize=True)  # what passed here passes everywhere
