@@ -218,8 +218,8 @@ def main() -> None:
     kept = Kept(content, console, options.quick, options.policies)
 
     def table(setting: Setting, policies: Sequence[Any], name: str, title: str) -> dict[str, Any]:
-        chosen = ["fixed", *(p for p in policies if p in options.policies)] if options.policies else policies
-        return setting_table(name, measure(setting, chosen, seeds), console, title)
+        some = ["fixed", *(p for p in policies if p in options.policies)] if options.policies else policies
+        return setting_table(name, measure(setting, some, seeds), console, title)
 
     def paper(name: str) -> Any:
         return table(named(name).but(prefer=PREFER), list(POLICIES), name, "paper")

@@ -20,11 +20,16 @@ class Stopped(Exception):
         self.signal_number = signal_number
 
 
-def one_line(error: BaseException, most: int | None = None) -> str:
+def one_line(said: object, most: int | None = None) -> str:
     """What an error says, for a sentence of ours; `most`: characters."""
-    return " ".join(str(error).split())[:most]
+    return " ".join(str(said).split())[:most]
+
+
+def typed_line(error: BaseException, most: int | None = None) -> str:
+    """The same behind the error's type, for errors that are not ours."""
+    return f"{type(error).__name__}: {one_line(error, most)}"
 
 
 def trouble(what: str, error: Exception) -> str:
     """What failed without ending the run, in one line for its log and report."""
-    return f"{what} failed ({type(error).__name__}: {one_line(error, 200)})"
+    return f"{what} failed ({typed_line(error, 200)})"

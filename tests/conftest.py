@@ -80,6 +80,14 @@ def environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT)}
 
 
+def lives(process: int) -> bool:
+    """Whether a process of that id is there and has not ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:  # gone, perhaps between opening and reading
+        return False
+
+
 @pytest.fixture
 def short_csv_fields() -> Iterator[None]:
     """Python's own limit, whatever a library has made of it in this process."""

@@ -55,11 +55,10 @@ def beside(terms: Terms, knobs: Knobs) -> list[Knobs]:
         return [replace(k, held=knobs.held) for k in beside(held(terms, knobs.held), replace(knobs, held=0))]
     found = []
     if knobs.early:
-        most = terms.devices - terms.width
         at = min(range(len(FINER)), key=lambda i: abs(FINER[i] - knobs.share))
         found += [replace(knobs, share=FINER[i]) for i in (at - 3, at - 1, at + 1, at + 3) if 0 <= i < len(FINER)]
-        found += resized(terms, knobs)
-        found += [replace(knobs, early=m, late=m) for m in _near(knobs.early, terms.gang, terms.least, most)]
+        sizes = resized(terms, knobs)
+        found += sizes + [replace(size, late=size.early) for size in sizes]
     found += [replace(knobs, late=m) for m in _near(knobs.late, terms.gang, terms.least, terms.devices)]
     if whitened(terms) and knobs.early:
         found.append(replace(knobs, linear=not knobs.linear))

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.errors import RunError
+from rlhfless_ray.errors import RunError, one_line
 from rlhfless_ray.prefix.actor import Prefilled
 from rlhfless_ray.prefix.address import distinct_prefixes, salt
 from rlhfless_ray.prefix.index import PAGES_PER_BUNDLE, Held, PageIndex
@@ -188,7 +188,7 @@ class PrefixService:
         while (status := serve.status().applications.get(self.name)) is None or status.status != "RUNNING":
             STOP.check()
             if time.monotonic() > end or (status is not None and status.status == "DEPLOY_FAILED"):
-                said = " ".join((status.message if status else "it is not known").split())[:300]
+                said = one_line(status.message if status else "it is not known", 300)
                 raise RunError(f"waited {self.start_s:.0f} s for the prefix service in vain: {said}")
             time.sleep(0.05)
         threading.Thread(target=self._beat, daemon=True).start()

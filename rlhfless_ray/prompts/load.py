@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhfless_ray.errors import UserError, one_line
+from rlhfless_ray.errors import UserError, one_line, typed_line
 from rlhfless_ray.prompts.read import Named
 from rlhfless_ray.prompts.sources import read_sources
 from rlhfless_ray.prompts.tasks import task
@@ -157,7 +157,7 @@ def _texts(named: list[Named], where: str, column: str, recipe: Recipe, tokenize
             texts.append(str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)))
         except Exception as error:  # a template may raise anything; its own words say what it refuses
             raise UserError(
-                f"{where}, {name}: the chat template failed ({type(error).__name__}: {one_line(error)}); change prompts.system or use "
+                f"{where}, {name}: the chat template failed ({typed_line(error)}); change prompts.system or use "
                 "prompts.template=none"
             ) from None
     return texts

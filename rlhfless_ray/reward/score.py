@@ -126,13 +126,13 @@ class Scoring:
         if scores is None:
             cause = self.pool.cause(worker)
             at = self.samples[call.left[0][0]] if singly and not cause.is_preemption else None
+            singly = singly or not cause.is_preemption
             if at is None and not waits and not self.pool.leases.living(worker.leases):
                 self.pool.lose(worker, _why(self.timeout_s), cause)
-                self.owed.append((call.left, singly or not cause.is_preemption))
+                self.owed.append((call.left, singly))
                 return
             worker = _replaced(self.pool, worker, at, self.timeout_s, cause)
             scores = [Score(call.left[0][0], None, _gone(self.timeout_s))] if at else []
-            singly = singly or not cause.is_preemption
         for score in scores:
             sample = self.samples[score.key]
             sample.reward, sample.error, sample.score = score.reward, score.error, score.score

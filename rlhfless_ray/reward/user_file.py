@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhfless_ray.errors import UserError, one_line
+from rlhfless_ray.errors import UserError, typed_line
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class UserFile:
         except (Exception, SystemExit) as error:
             line = self.line_of(error)
             at = f"line {line}" if line is not None else "the file"
-            raise UserError(f"{where}: {at} failed when it was loaded: {type(error).__name__}: {one_line(error)}") from None
+            raise UserError(f"{where}: {at} failed when it was loaded: {typed_line(error)}") from None
 
     def line_of(self, error: BaseException) -> int | None:
         """The innermost line of the file in the error's traceback."""

@@ -6,7 +6,7 @@ import math
 import numbers
 from typing import TYPE_CHECKING
 
-from rlhfless_ray.errors import one_line
+from rlhfless_ray.errors import typed_line
 
 if TYPE_CHECKING:
     from rlhfless_ray.reward.user_file import UserFile
@@ -40,4 +40,4 @@ def named(error: BaseException, file: UserFile | None) -> str:
     """What was raised, and where in the user's file."""
     line = file.line_of(error) if file is not None else None
     where = f" ({file.path}, line {line})" if file is not None and line is not None else ""
-    return f"{type(error).__name__}: {one_line(error, MESSAGE_CHARACTERS)}{where}"
+    return f"{typed_line(error, MESSAGE_CHARACTERS)}{where}"

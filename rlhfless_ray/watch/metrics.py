@@ -10,9 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rlhfless_ray.errors import one_line
+from rlhfless_ray.errors import typed_line
 from rlhfless_ray.recipe import Watch
 from rlhfless_ray.watch.openrlhf_names import SAMPLE, Shown, renamed, step_line
+
+SAID_CHARACTERS = 400  # of an error
 
 
 class Sink(Protocol):
@@ -59,7 +61,7 @@ class Metrics:
                 except (
                     Exception
                 ) as error:  # their failure modes are many (network, login, a missing package): none may end a run
-                    self._say(f"{label} is off for this run: {_said(error)}")
+                    self._say(f"{label} is off for this run: {typed_line(error, SAID_CHARACTERS)}")
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row, and copy it to wherever else it goes."""
@@ -119,7 +121,7 @@ class Metrics:
             act(self._sinks[label])
         except Exception as error:  # see __init__: a copy may fail, the run may not
             self._sinks.pop(label, None)
-            self._say(f"{label} failed and is off from here on: {_said(error)}")
+            self._say(f"{label} failed and is off from here on: {typed_line(error, SAID_CHARACTERS)}")
 
     def __enter__(self) -> Metrics:
         return self
@@ -209,12 +211,8 @@ def _wandb(folder: Path, watch: Watch, name: str, resume_after_step: int | None,
     except Exception as error:  # no login, no network: what was asked to be logged is kept for later
         if watch.wandb != "online":
             raise
-        say(f"Weights & Biases cannot be logged to online ({_said(error)})")
+        say(f"Weights & Biases cannot be logged to online ({typed_line(error, SAID_CHARACTERS)})")
         return made("offline")
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {one_line(error, 400)}"
 
 
 def _to_stderr(text: str) -> None:

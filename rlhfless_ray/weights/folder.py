@@ -33,25 +33,25 @@ def read_folder(path: Path, setting: str = "policy.path") -> dict[str, bytes]:
 
 def is_safetensors(content: bytes) -> bool:
     """Whether its header tells of as many bytes as there are."""
-    try:
-        size, tensors = _header(content)
-        ends = [entry["data_offsets"][1] for entry in tensors.values()]
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError):
-        return False
-    return len(content) == 8 + size + max(ends, default=0)
+    return _tensors(content) is not None
 
 
 def parameter_count(files: dict[str, bytes]) -> int:
     """Of all weights in the files; of a file that is no safetensors file, none."""
-    whole = [content for name, content in files.items() if name.endswith(WEIGHTS) and is_safetensors(content)]
-    return sum(math.prod(entry["shape"]) for content in whole for entry in _header(content)[1].values())
+    told = [_tensors(content) or {} for name, content in files.items() if name.endswith(WEIGHTS)]
+    return sum(math.prod(entry["shape"]) for tensors in told for entry in tensors.values())
 
 
-def _header(content: bytes) -> tuple[int, dict[str, Any]]:
-    """Its size, bytes, and what it says of each tensor."""
-    (size,) = struct.unpack("<Q", content[:8])
-    header = json.loads(content[8 : 8 + size])
-    return size, {name: entry for name, entry in header.items() if name != "__metadata__"}
+def _tensors(content: bytes) -> dict[str, Any] | None:
+    """What the header says of each tensor; None where it does not tell of as many bytes as there are."""
+    try:
+        (size,) = struct.unpack("<Q", content[:8])
+        header = json.loads(content[8 : 8 + size])
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        ends = [entry["data_offsets"][1] for entry in tensors.values()]
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return None
+    return tensors if len(content) == 8 + size + max(ends, default=0) else None
 
 
 def without_weights(files: dict[str, bytes]) -> dict[str, bytes]:

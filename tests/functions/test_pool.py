@@ -22,6 +22,7 @@ from rlhfless_ray.rollout.progress import STOP, Progress
 from rlhfless_ray.rollout.stage import RolloutStage
 from rlhfless_ray.site import Site
 from rlhfless_ray.types import Request, Span, WeightVersion
+from tests.conftest import lives
 
 pytestmark = pytest.mark.ray
 
@@ -129,9 +130,9 @@ def test_keep_alive_ends_parked_processes_only(pool):
     time.sleep(0.01)
     assert pool.reap() == 1 and not pool.parked and len(pool.working) == 1
     deadline = time.monotonic() + 60
-    while _alive(gone) and time.monotonic() < deadline:
+    while lives(gone) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _alive(gone)
+    assert not lives(gone)
 
 
 def test_a_killed_instance_is_replaced_under_its_lease(pool):
@@ -259,11 +260,3 @@ def test_a_drained_engine_leaves_its_device_before_its_lease_goes(engines):
     roll_out(engines, 3, shares=1, give_back=stage.drained)
     assert order == ["load 3", "park", "release"] and drained.version is None and drained in engines.parked
     assert [instance.version for instance in engines.working] == [3]
-
-
-def _alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # gone, perhaps between opening and reading
-        return False

@@ -18,6 +18,7 @@ from rlhfless_ray.reward.http import HttpSource
 from rlhfless_ray.reward.queries import QuerySource
 from rlhfless_ray.reward.user_file import UserFile
 from rlhfless_ray.types import Prompt
+from tests.conftest import lives
 from tests.reward.reward_models import tokenizer_files
 
 PROMPTS = [Prompt(i, f"w{3 + i}", (3 + i,), {"answer": "w9"}) for i in range(2)]
@@ -78,13 +79,6 @@ with open({str(note)!r}, "a") as file:
     while (left := [one for one in started if lives(one)]) and time.monotonic() < end:
         time.sleep(0.01)
     assert started and not left
-
-
-def lives(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_function_may_fail_for_some_responses() -> None:

@@ -23,6 +23,7 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool import Pool
 from rlhfless_ray.rollout.migrate import Wish, Wishes
 from rlhfless_ray.types import Request, WeightVersion
+from tests.conftest import lives
 
 pytestmark = pytest.mark.ray
 
@@ -249,9 +250,9 @@ def test_an_engine_that_hangs_is_ended_and_its_requests_go_on(site: Site, engine
     assert stream.replaced > 1 or stream.orphans == len(shares[0])
     assert site.pool.faults.counts == {Cause.HUNG: stream.replaced}
     end = time.monotonic() + 90
-    while alive(pid) and time.monotonic() < end:
+    while lives(pid) and time.monotonic() < end:
         time.sleep(0.1)
-    assert not alive(pid), "it would keep its memory, and its device"
+    assert not lives(pid), "it would keep its memory, and its device"
 
 
 def test_an_engine_that_hangs_in_its_start_is_ended_too(site: Site) -> None:
@@ -263,13 +264,6 @@ def test_an_engine_that_hangs_in_its_start_is_ended_too(site: Site) -> None:
     stream = site.run([100, 110, 120], [[0, 1], [2]], silence_s=30.0)
     assert stream.replaced == 1 and stream.orphans == 2 and first not in site.pool.working
     assert site.pool.faults.counts == {Cause.HUNG: 1}
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_moves_without_end_change_nothing(site: Site) -> None:
