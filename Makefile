@@ -6,10 +6,13 @@ TORCH  := $(shell sed -n 's/^torch==//p' .ci/requirements-cpu.txt)
 # PyTorch's own index of CPU builds, for machines whose pip would bring the CUDA build
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
+WORKERS ?= $(shell awk '/^MemTotal/ {print ($$2 > 14000000) ? 3 : 2}' /proc/meminfo)
+CODE := rlhfless_ray placement tests benchmarks docs recipes/minimal.py
+
 # Compiled modules halve every process's start: Python must be allowed to keep them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint install wheel
+.PHONY: demo check test lint types pure install wheel docs docs-check pictures
 
 install: $(VENV)/.installed
 
@@ -29,12 +32,36 @@ $(VENV)/.installed: .ci/requirements-cpu.txt setup.cfg pyproject.toml
 demo: install
 	@$(BIN)/rlhfless train recipes/quickstart.yaml
 
-test: install
-	@$(BIN)/python -m pytest -q -n 2
+# A minute to trust a change: format, lint, types and the pure tests, on two cores.
+check: install
+	@$(MAKE) --no-print-directory -j 2 lint types pure
+
+# Everything that CI needs. The other tests wait for Ray much of the time: a third process fills two cores, where there is memory for it.
+test: check
+	@$(BIN)/python -m pytest -q -n $(WORKERS) -m "not pure"
 
 lint: install
-	@$(BIN)/ruff check rlhfless_ray placement tests benchmarks
+	@$(BIN)/ruff check $(CODE)
+	@$(BIN)/ruff format --check $(CODE)
+
+types: install
 	@$(BIN)/mypy rlhfless_ray placement
+
+pure: install
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m pure
 
 wheel: install
 	@$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+
+# The site, into site/. Needs no network: open site/index.html.
+docs: install
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "site: site/index.html (its search needs a server: $(BIN)/python -m http.server --directory site)"
+
+# Runs every command and Python block of README and docs in a scratch folder: about ten minutes on two cores.
+docs-check: install docs
+	@$(BIN)/python -m docs.check
+
+# The pictures of README and docs, from two runs of this checkout. That of the report needs chromium. Run it on an idle machine.
+pictures: install
+	@$(BIN)/python -m benchmarks.timelines $(if $(shell command -v chromium),--report)

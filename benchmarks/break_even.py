@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks.cluster_variants import variant
-from benchmarks.provenance import ROOT
-from benchmarks.results import FOLDER, make_console, save
+from benchmarks.common.results import FOLDER, make_console, save
+from benchmarks.common.run_metadata import ROOT
+from benchmarks.simulated.cluster_variants import variant
 from benchmarks.simulator_page import write_page
 from placement.simulate import Setting, named, simulate
 
@@ -38,10 +38,7 @@ def sweeps() -> dict[str, tuple[str, dict[float, Setting]]]:
     return {
         "start-up": ("seconds to start an engine", {s: started(s) for s in STARTS_S}),
         "job": ("median response, tokens", {m: base.but(lengths={"like": "gsm8k", "median_tokens": m}) for m in MEDIANS}),
-        "spread": (
-            "standard deviation of log length",
-            {d: base.but(lengths={"like": "gsm8k", "log_deviation": d}) for d in DEVIATIONS},
-        ),
+        "spread": ("standard deviation of log length", {d: base.but(lengths={"like": "gsm8k", "log_deviation": d}) for d in DEVIATIONS}),
     }
 
 

@@ -29,14 +29,31 @@ import ray
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.replay_world import World, build, recipe_for, synthetic_lengths
-from benchmarks.results import Target, make_console, save, show_targets
-from benchmarks.strikes import KINDS, PAGE_KINDS, Nodes, Strikes, Struck, left_behind, left_of, outcome, quick_to_see_hangs, step_rows
+from benchmarks.common.fault_injection import (
+    KINDS,
+    PAGE_KINDS,
+    FaultInjector,
+    InjectedFault,
+    Nodes,
+    left_behind,
+    left_of,
+    outcome,
+    quick_to_see_hangs,
+    step_rows,
+)
+from benchmarks.common.replay_setup import ReplaySetup, build, recipe_for, synthetic_lengths
+from benchmarks.common.results import Target, make_console, save, show_targets
 from rlhfless_ray.recipe import Recipe
 
 PROMPTS, SAMPLES, TOKENS = 4, 4, 96
 REAL_KINDS = (
-    "engine killed at work", "engine hung", "parked engine killed", "reward process killed", "learner killed", "node lost", *PAGE_KINDS,
+    "engine killed at work",
+    "engine hung",
+    "parked engine killed",
+    "reward process killed",
+    "learner killed",
+    "node lost",
+    *PAGE_KINDS,
 )
 SILENCE_S = 5.0  # after which an engine hangs; a real one may have to load weights in it
 EVERY = KINDS | PAGE_KINDS
@@ -50,15 +67,13 @@ class Chaos:
     """One fault of `kinds` in each step from the second to the last but one; one that finds nothing to strike is tried again, and
     after `MISSES` steps later than the others."""
 
-    def __init__(
-        self, kinds: list[str], nodes: Nodes | None, seed: int, say: Callable[[str], None] = lambda said: None
-    ) -> None:
+    def __init__(self, kinds: list[str], nodes: Nodes | None, seed: int, say: Callable[[str], None] = lambda said: None) -> None:
         self.kinds, self.nodes, self.rng, self.say = list(kinds), nodes, np.random.default_rng(seed), say
         self.step, self.calls, self.struck = 1, 0, True
         self.moment, self.after, self.misses = "", 0, 0
         self.done: list[tuple[int, str, str]] = []  # step, kind, moment
 
-    def __call__(self, run: Strikes, moment: str) -> None:
+    def __call__(self, run: FaultInjector, moment: str) -> None:
         if self.nodes is not None:
             self.nodes.fill()
         number = run.step.number
@@ -89,7 +104,7 @@ def shuffled(faults: int, kinds: tuple[str, ...], seed: int) -> list[str]:
     return [str(kind) for kind in np.random.default_rng(seed).permutation([*first, *rest][:faults])]
 
 
-def drive(run: Strikes) -> dict[str, Any]:
+def drive(run: FaultInjector) -> dict[str, Any]:
     began_s = time.monotonic()
     with run:
         ray_folder = run.cluster.temporary  # of a Ray of its own
@@ -100,8 +115,13 @@ def drive(run: Strikes) -> dict[str, Any]:
     found = outcome(run.folder.path)
     rewards = [float(np.mean([row[-1] for row in found[step] if row[-1] is not None])) for step in sorted(found)]
     return {
-        "samples": found, "published": run.published, "rewards": rewards, "ray": ray_folder, "seconds": time.monotonic() - began_s,
-        "steps": len(rows), **{name: sum(row.get(name) or 0 for row in rows) for name in names},
+        "samples": found,
+        "published": run.published,
+        "rewards": rewards,
+        "ray": ray_folder,
+        "seconds": time.monotonic() - began_s,
+        "steps": len(rows),
+        **{name: sum(row.get(name) or 0 for row in rows) for name in names},
     }
 
 
@@ -111,7 +131,8 @@ def compare(struck: dict[str, Any], clean: dict[str, Any]) -> dict[str, int]:
     expected = [(step, *one[:2]) for step, rows in clean["samples"].items() for one in rows]
     counts = Counter(ids)
     return {
-        "samples twice": sum(n - 1 for n in counts.values()), "samples lost": len(set(expected) - set(ids)),
+        "samples twice": sum(n - 1 for n in counts.values()),
+        "samples lost": len(set(expected) - set(ids)),
         "samples too many": len(set(ids) - set(expected)),
         "steps with other samples": sum(struck["samples"].get(step) != rows for step, rows in clean["samples"].items()),
         "versions with other weights": sum(struck["published"].get(v) != c for v, c in clean["published"].items()),
@@ -125,11 +146,11 @@ def replayed(folder: Path, faults: int, seed: int, say: Callable[[str], None]) -
     nodes = Nodes(3)
     try:
         world = small_world(folder)
-        clean = on_cluster(nodes, Struck(recipe(world, folder / "clean", steps), lambda run, moment: None))
+        clean = on_cluster(nodes, InjectedFault(recipe(world, folder / "clean", steps), lambda run, moment: None))
         say(f"the run without faults: {clean['steps']} steps in {clean['seconds']:.0f} s")
         chaos = Chaos(kinds, nodes, seed, say)
         with quick_to_see_hangs():
-            struck = on_cluster(nodes, Struck(recipe(world, folder / "struck", steps), chaos))
+            struck = on_cluster(nodes, InjectedFault(recipe(world, folder / "struck", steps), chaos))
         left = left_behind(nodes.address)
         return told(struck, clean, chaos, left) | {"nodes_lost": nodes.removed}
     finally:
@@ -149,22 +170,32 @@ def real(
 
     def recipe_of(name: str) -> Recipe:
         tree = small_recipe(
-            folder, run__name=name, run__steps=real_steps(faults), watch__samples_per_step=0, functions__max_replacements=BUDGET,
-            functions__lease_deadline_s=DEADLINE_S, evaluate__prompts=0, rollout__min_actors=2, rollout__prefix_kv="on",
-            rollout__stream_interval_s=0.05, rollout__silence_s=2 * SILENCE_S, learner__overlap="off", learner__ranks=ranks,
+            folder,
+            run__name=name,
+            run__steps=real_steps(faults),
+            watch__samples_per_step=0,
+            functions__max_replacements=BUDGET,
+            functions__lease_deadline_s=DEADLINE_S,
+            evaluate__prompts=0,
+            rollout__min_actors=2,
+            rollout__prefix_kv="on",
+            rollout__stream_interval_s=0.05,
+            rollout__silence_s=2 * SILENCE_S,
+            learner__overlap="off",
+            learner__ranks=ranks,
             learner__zero_stage=2 * (ranks > 1),
         )
         return Recipe.parse(tree)
 
-    class StruckReal(Strikes):
+    class InjectedRealFault(FaultInjector):
         """As it is."""
 
-    clean = drive(StruckReal(recipe_of("clean"), lambda run, moment: None))
+    clean = drive(InjectedRealFault(recipe_of("clean"), lambda run, moment: None))
     say(f"the run without faults: {clean['steps']} steps in {clean['seconds']:.0f} s")
     nodes = Nodes(2, store_bytes=256 * 2**20, head_cores=1)  # too few: there is always something on the others
     try:
         chaos = Chaos(shuffled(faults, kinds, seed), nodes, seed, say)
-        struck = on_cluster(nodes, StruckReal(recipe_of("struck"), chaos))
+        struck = on_cluster(nodes, InjectedRealFault(recipe_of("struck"), chaos))
         left = left_of(clean["ray"]) | left_behind(nodes.address)
         return told(struck, clean, chaos, left) | {"nodes_lost": nodes.removed}
     finally:
@@ -189,7 +220,7 @@ def drivers(folder: Path, times: int, seed: int, say: Callable[[str], None]) -> 
     rng, nodes = np.random.default_rng(seed), Nodes(2)
     try:
         world, steps = small_world(folder), 2 * times + 2
-        clean = on_cluster(nodes, Struck(recipe(world, folder / "clean", steps), lambda run, moment: None))
+        clean = on_cluster(nodes, InjectedFault(recipe(world, folder / "clean", steps), lambda run, moment: None))
         moments = ("begin", "rollout", "score", "update", "publish", "published")
         kills = [(2 * k + 2, str(rng.choice(moments))) for k in range(times)]
         began_s = time.monotonic()
@@ -218,18 +249,18 @@ def drivers(folder: Path, times: int, seed: int, say: Callable[[str], None]) -> 
 def driven(job: dict[str, Any]) -> None:
     """One driver, which ends itself."""
 
-    def strike(run: Strikes, moment: str) -> None:
+    def strike(run: FaultInjector, moment: str) -> None:
         if (run.step.number, moment) == (job["step"], job["moment"]):
             os.kill(os.getpid(), signal.SIGKILL)
 
     quiet_ray()
     ray.init(address=job["address"], log_to_driver=False, logging_level="ERROR")
-    run = Struck(Recipe.parse(job["recipe"]), strike, resume=job["resume"])
+    run = InjectedFault(Recipe.parse(job["recipe"]), strike, resume=job["resume"])
     drive(run)
     (run.folder.path / "published.json").write_text(json.dumps(run.published))
 
 
-def on_cluster(nodes: Nodes, run: Strikes) -> dict[str, Any]:
+def on_cluster(nodes: Nodes, run: FaultInjector) -> dict[str, Any]:
     ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
     try:
         return drive(run)
@@ -237,16 +268,26 @@ def on_cluster(nodes: Nodes, run: Strikes) -> dict[str, Any]:
         ray.shutdown()
 
 
-def small_world(folder: Path) -> World:
+def small_world(folder: Path) -> ReplaySetup:
     lengths = synthetic_lengths(4 * PROMPTS, SAMPLES, TOKENS, seed=0)
     return build(folder, lengths, base_s=0.005, per_seq_s=1e-4, start_s=0.1, learn_s=0.1, clock=1.0)
 
 
-def recipe(world: World, folder: Path, steps: int, **sections: Any) -> Recipe:
+def recipe(world: ReplaySetup, folder: Path, steps: int, **sections: Any) -> Recipe:
     return recipe_for(
-        world, folder, steps=steps, prompts=PROMPTS, samples=SAMPLES, actors=4, max_tokens=TOKENS, objective={"prefer": 1.0},
-        functions={"slot": "cpu", "max_replacements": BUDGET, "lease_deadline_s": DEADLINE_S}, reward={"timeout_s": 1.0},
-        rollout={"stream_interval_s": 0.05, "silence_s": SILENCE_S}, watch={"samples_per_step": 0}, **sections,
+        world,
+        folder,
+        steps=steps,
+        prompts=PROMPTS,
+        samples=SAMPLES,
+        actors=4,
+        max_tokens=TOKENS,
+        objective={"prefer": 1.0},
+        functions={"slot": "cpu", "max_replacements": BUDGET, "lease_deadline_s": DEADLINE_S},
+        reward={"timeout_s": 1.0},
+        rollout={"stream_interval_s": 0.05, "silence_s": SILENCE_S},
+        watch={"samples_per_step": 0},
+        **sections,
     )
 
 

@@ -22,12 +22,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cluster_targets import targets
-from benchmarks.cluster_variants import ABLATED, ABLATION, sensitivity
-from benchmarks.provenance import ROOT, provenance
-from benchmarks.results import make_console, result_folder, save, show_targets
+from benchmarks.common.results import make_console, result_folder, save, show_targets
+from benchmarks.common.run_metadata import ROOT, provenance
+from benchmarks.simulated.cluster_targets import targets
+from benchmarks.simulated.cluster_variants import ABLATED, ABLATION, sensitivity
 from benchmarks.simulator_page import write_page
-from placement.simulate import POLICIES, Run, Setting, named, names, simulate
+from placement.simulate import POLICIES, Setting, SimulatedRun, named, names, simulate
 
 CHEAPER = 0.5  # the second point: the settings' own `prefer`
 PREFER = 0.75  # where every policy that has a knob is run: the paper claims speed first, then cost
@@ -38,7 +38,7 @@ AGAINST_ORACLE = ("qwen3b-gsm8k-grpo", "qwen7b-gpqa-grpo", "qwen3b-livecodebench
 PARTS = ("paper", "large", "oracle", "ablation", "sensitivity", "cheap")
 
 
-def measure(setting: Setting, policies: Sequence[Any], seeds: int) -> list[Run]:
+def measure(setting: Setting, policies: Sequence[Any], seeds: int) -> list[SimulatedRun]:
     return [simulate(setting, policies, TUNED + seed) for seed in range(seeds)]
 
 
@@ -46,7 +46,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"mean": float(np.mean(values)), "sd": float(np.std(values, ddof=1)) if len(values) > 1 else 0.0}
 
 
-def row(runs: list[Run], name: str) -> dict[str, Any]:
+def row(runs: list[SimulatedRun], name: str) -> dict[str, Any]:
     """Figures of a policy over seeds, ratios paired by seed with `fixed`."""
     of, base = [r.policies[name] for r in runs], [r.policies["fixed"] for r in runs]
     pairs = list(zip(of, base, strict=True))
@@ -68,7 +68,7 @@ def row(runs: list[Run], name: str) -> dict[str, Any]:
 HEADS = ("policy", "step, s", "× fixed", "full, device-s", "saved", "busy saved", "× time bound", "× cost bound")
 
 
-def setting_table(name: str, runs: list[Run], console: Console, title: str) -> dict[str, Any]:
+def setting_table(name: str, runs: list[SimulatedRun], console: Console, title: str) -> dict[str, Any]:
     rows = {policy: row(runs, policy) for policy in runs[0].policies}
     base = [s for r in runs for s in r.policies["fixed"].steps]
     share = float(np.mean([s.rollout_s / s.time_s for s in base]))
@@ -136,16 +136,7 @@ def plot(paper: dict[str, Any], path: Path) -> str | None:
         for i, (policy, r) in enumerate(entry["policies"].items()):
             x = entry["policies"]["fixed"]["step_s"]["mean"] / r["step_s"]["mean"]
             y = r["full"]["mean"] / entry["policies"]["fixed"]["full"]["mean"]
-            axis.errorbar(
-                x,
-                y,
-                xerr=r["speedup"]["sd"],
-                yerr=r["full_saving"]["sd"],
-                fmt="o",
-                color=colours(i % 10),
-                label=policy,
-                ms=4,
-            )
+            axis.errorbar(x, y, xerr=r["speedup"]["sd"], yerr=r["full_saving"]["sd"], fmt="o", color=colours(i % 10), label=policy, ms=4)
         axis.axvline(1, color="grey", lw=0.5)
         axis.axhline(1, color="grey", lw=0.5)
         axis.set_title(name, fontsize=8)

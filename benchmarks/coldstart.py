@@ -23,17 +23,18 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.provenance import ROOT
-from benchmarks.results import Spread, Target, make_console, save, show_targets
+from benchmarks.common.results import Spread, Target, make_console, save, show_targets
+from benchmarks.common.run_metadata import ROOT
 from rlhfless_ray import Recipe
-from rlhfless_ray.prefix.actor import PageActor
+from rlhfless_ray.rollout.engine_settings import EngineSettings, engine_settings
+from rlhfless_ray.rollout.prefill_actor import PageActor
 from rlhfless_ray.types import Request
 
 COLD_S = 7.5  # half of what a cold start took when it was measured first
 PARKED_S = 1.0
 REQUESTS, TOKENS = 64, 100
 WAIT_S = 900.0
-PREPARE = "from rlhfless_ray.rollout.engine import prepare; prepare(True, ['Qwen2ForCausalLM'])"
+PREPARE = "from rlhfless_ray.rollout.vllm_engine import prepare; prepare(True, ['Qwen2ForCausalLM'])"
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,12 @@ def import_shares(lines: Iterable[str], least: float = 0.01) -> dict[str, float]
 class Timed(PageActor):
     """Tells what its process has used, from before its first import on."""
 
-    def __init__(self, files: dict[str, bytes], settings: dict[str, Any]) -> None:
+    def __init__(self, files: dict[str, bytes], settings: EngineSettings) -> None:
         self.begun = Mark("process", time.time(), used_s())
         super().__init__(files, settings)
 
     def mark(self, what: str) -> Mark:
-        from rlhfless_ray.functions.memory import own_memory_mb
+        from rlhfless_ray.local.process_memory import own_memory_mb
 
         at_s, cpu_s = time.time(), used_s()
         return Mark(what, at_s, cpu_s, own_memory_mb())
@@ -124,15 +125,11 @@ class Starts:
         import ray
 
         from rlhfless_ray.functions.lease import node_slots, places
-        from rlhfless_ray.policy_files import initial_policy
-        from rlhfless_ray.weights.folder import without_weights
+        from rlhfless_ray.weights.load_policy import initial_policy
+        from rlhfless_ray.weights.model_folder import without_weights
 
         files, _ = initial_policy(recipe)
-        settings = {
-            "device": "cpu", "max_model_len": recipe.rollout.longest_tokens(40), "dtype": recipe.policy.dtype,
-            "trust_remote_code": False, **recipe.model_dump()["rollout"], "prefix_kv": True,
-        }  # fmt: skip
-        self.arguments = (ray.put(without_weights(files)), settings)
+        self.arguments = (ray.put(without_weights(files)), engine_settings(recipe, 40, prefix_kv=True))
         slots = node_slots("cpu")
         self.slot = places(slots, next(iter(slots)), 1)[0]
         self.versions = [self._published(files, version) for version in range(2)]
@@ -142,7 +139,7 @@ class Starts:
         import ray
         import safetensors.numpy
 
-        from rlhfless_ray.weights.version import checksum
+        from rlhfless_ray.weights.checksum import checksum
 
         weights = safetensors.numpy.load(files["model.safetensors"])
         weights = {name: np.asarray(array * (1 + 1e-3 * version), array.dtype) for name, array in weights.items()}
@@ -214,7 +211,7 @@ def imported() -> dict[str, float]:
 def measure(rounds: int) -> dict[str, Any]:
     import ray
 
-    from rlhfless_ray.functions.cluster import RayCluster
+    from rlhfless_ray.local.cluster import RayCluster
 
     recipe = Recipe.load(str(ROOT / "recipes" / "quickstart.yaml"))
     cluster = RayCluster(recipe)

@@ -20,12 +20,12 @@ import numpy as np
 import psutil
 from rich.table import Table
 
-from benchmarks.anatomy import anatomy, gaps
-from benchmarks.replay import ReplayedRuntime
-from benchmarks.replay_world import build, recipe_for, synthetic_lengths
-from benchmarks.results import Spread, Target, make_console, save, show_targets
-from rlhfless_ray.functions.lean_ray import lean_ray
+from benchmarks.common.ledger_anatomy import anatomy, gaps
+from benchmarks.common.replay import ReplayedRuntime
+from benchmarks.common.replay_setup import build, recipe_for, synthetic_lengths
+from benchmarks.common.results import Spread, Target, make_console, save, show_targets
 from rlhfless_ray.functions.ledger import read_rows
+from rlhfless_ray.local.local_ray import local_ray
 
 OVERHEAD = 0.01  # of the step
 BASE_S, PER_SEQ_S = 8.5e-3, 3e-5  # a 3 B model's decode step on one L40S, by the roofline of its weights and caches
@@ -65,12 +65,24 @@ def measure(folder: Path, options: Any, learn_s: float, max_tokens: int, clock: 
     lengths = synthetic_lengths(4 * options.prompts, options.samples, max_tokens, seed=0)
     world = build(folder, lengths, base_s=BASE_S, per_seq_s=PER_SEQ_S, start_s=1.0, learn_s=learn_s, clock=clock)
     recipe = recipe_for(
-        world, folder, steps=options.steps, prompts=options.prompts, samples=options.samples, actors=options.gpus,
-        max_tokens=max_tokens, objective={"prefer": options.prefer}, functions={"slot": "gpu"},
+        world,
+        folder,
+        steps=options.steps,
+        prompts=options.prompts,
+        samples=options.samples,
+        actors=options.gpus,
+        max_tokens=max_tokens,
+        objective={"prefer": options.prefer},
+        functions={"slot": "gpu"},
     )
-    with lean_ray():
+    with local_ray():
         ray.init(
-            address="local", num_cpus=4, num_gpus=options.gpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
+            address="local",
+            num_cpus=4,
+            num_gpus=options.gpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
             object_store_memory=2**29,
         )
     try:
@@ -90,11 +102,15 @@ def measure(folder: Path, options: Any, learn_s: float, max_tokens: int, clock: 
     parts = anatomy(ledger)
     steps = [parts[number] for number in steady]
     return {
-        "step_s": Spread.of(s.wall_s for s in steps), "overhead_s": Spread.of(s.overhead_s for s in steps),
-        "overhead_share": Spread.of(s.overhead_share for s in steps), "driver_cpu_s": Spread.of(cpu[1:]),
+        "step_s": Spread.of(s.wall_s for s in steps),
+        "overhead_s": Spread.of(s.overhead_s for s in steps),
+        "overhead_share": Spread.of(s.overhead_share for s in steps),
+        "driver_cpu_s": Spread.of(cpu[1:]),
         "gaps": {name: Spread.of(values) for name, values in gaps(ledger, steady).items()},
         "actors": [row["pool/rollout_actors"] for row in rows if row["step"] > 0],
-        "cores": len(os.sched_getaffinity(0)), "measured_s": time.time(), "steps": [asdict(s) for s in steps],
+        "cores": len(os.sched_getaffinity(0)),
+        "measured_s": time.time(),
+        "steps": [asdict(s) for s in steps],
         "lengths": {"mean": float(np.mean(lengths)), "p99": float(np.quantile(lengths, 0.99))},
     }
 

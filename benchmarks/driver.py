@@ -17,11 +17,11 @@ import numpy as np
 import psutil
 from rich.table import Table
 
-from benchmarks.replay import ReplayedRuntime, Script, finish_times
-from benchmarks.replay_world import build, recipe_for, synthetic_lengths
-from benchmarks.results import make_console, save
-from placement.speed import Speed
-from rlhfless_ray.functions.lean_ray import lean_ray
+from benchmarks.common.replay import ReplayedRuntime, Script, finish_times
+from benchmarks.common.replay_setup import build, recipe_for, synthetic_lengths
+from benchmarks.common.results import make_console, save
+from placement.speed.decode_speed import Speed
+from rlhfless_ray.local.local_ray import local_ray
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Request
 
@@ -49,11 +49,15 @@ class Watched(ReplayedRuntime):
         wall_s = time.perf_counter() - start
         now = process.cpu_times()
         lengths = np.array([self.script.length(request) for request in requests])
-        self.measured.append({
-            "wall_s": wall_s, "driver_cpu_s": now.user + now.system - before.user - before.system,
-            "tokens": int(lengths.sum()), "tokens_per_s": float(lengths.sum() / wall_s),
-            "longest_alone_s": float(finish_times(np.array([lengths.max()]), Speed(BASE_S, PER_SEQ_S))[0] / self.script.clock),
-        })
+        self.measured.append(
+            {
+                "wall_s": wall_s,
+                "driver_cpu_s": now.user + now.system - before.user - before.system,
+                "tokens": int(lengths.sum()),
+                "tokens_per_s": float(lengths.sum() / wall_s),
+                "longest_alone_s": float(finish_times(np.array([lengths.max()]), Speed(BASE_S, PER_SEQ_S))[0] / self.script.clock),
+            }
+        )
         return done
 
 
@@ -64,12 +68,24 @@ def measure(folder: Path, clock: float, streams: int, engines: int, steps: int) 
     lengths = synthetic_lengths(streams // samples, samples, max_tokens, seed=0)
     world = build(folder, lengths, base_s=BASE_S, per_seq_s=PER_SEQ_S, start_s=0.0, learn_s=0.0, clock=clock)
     recipe = recipe_for(
-        world, folder, steps=steps, prompts=streams // samples, samples=samples, actors=engines, max_tokens=max_tokens,
-        objective={"prefer": 1.0}, functions={"slot": "gpu"},
+        world,
+        folder,
+        steps=steps,
+        prompts=streams // samples,
+        samples=samples,
+        actors=engines,
+        max_tokens=max_tokens,
+        objective={"prefer": 1.0},
+        functions={"slot": "gpu"},
     )
-    with lean_ray():
+    with local_ray():
         ray.init(
-            address="local", num_cpus=4, num_gpus=engines, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
+            address="local",
+            num_cpus=4,
+            num_gpus=engines,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
             object_store_memory=2**29,
         )
     try:
@@ -92,8 +108,14 @@ def main() -> None:
         options.streams, options.engines, options.clocks = 256, 2, [16]
     console = make_console()
     table = Table(
-        "clock", "rollout, s", "at normal speed, s", "tokens/s", "driver, s of a core", "share of a core",
-        title=f"{options.streams} streams on {options.engines} replayed engines through one driver", title_justify="left",
+        "clock",
+        "rollout, s",
+        "at normal speed, s",
+        "tokens/s",
+        "driver, s of a core",
+        "share of a core",
+        title=f"{options.streams} streams on {options.engines} replayed engines through one driver",
+        title_justify="left",
     )
     found: dict[float, dict[str, float]] = {}
     for clock in options.clocks:
@@ -104,8 +126,12 @@ def main() -> None:
         one["core_share"] = one["driver_cpu_s"] / one["wall_s"]
         found[clock] = one
         table.add_row(
-            f"{clock:g}×", f"{one['wall_s']:.2f}", f"{one['script_s']:.1f}", f"{one['tokens_per_s']:,.0f}",
-            f"{one['driver_cpu_s']:.2f}", f"{one['core_share']:.0%}",
+            f"{clock:g}×",
+            f"{one['wall_s']:.2f}",
+            f"{one['script_s']:.1f}",
+            f"{one['tokens_per_s']:,.0f}",
+            f"{one['driver_cpu_s']:.2f}",
+            f"{one['core_share']:.0%}",
         )
     console.print(table)
     real = found[min(found)]["script_s"]
@@ -113,7 +139,8 @@ def main() -> None:
     late = [clock for clock in found if clock > most]  # beyond it; below, a round may have been held up
     enough = found[most]["tokens_per_s"]
     told = (
-        f"one driver carries {enough:,.0f} tokens/s ({most:g}×); at {min(late):g}× the rollout is more than {LATE:.0%} late" if late
+        f"one driver carries {enough:,.0f} tokens/s ({most:g}×); at {min(late):g}× the rollout is more than {LATE:.0%} late"
+        if late
         else f"one driver carries {enough:,.0f} tokens/s, the most that was tried"
     )
     console.print(told, highlight=False)

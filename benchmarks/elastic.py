@@ -20,9 +20,9 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.provenance import ROOT
-from benchmarks.results import Spread, Target, make_console, save, show_targets
-from benchmarks.system import run_process
+from benchmarks.common.results import Spread, Target, make_console, save, show_targets
+from benchmarks.common.run_metadata import ROOT
+from benchmarks.common.run_process import run_process
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,29 @@ def run(mode: Mode, recipe: Path, overrides: list[str], root: Path, drop: int) -
     """Steady steps: step_s, full_slot_s, busy_slot_s, tokens."""
     root.mkdir(parents=True, exist_ok=True)
     command = [
-        sys.executable, "-m", "rlhfless_ray", "train", recipe, f"run.root={root}", "run.name=run", "watch.progress='plain'",
-        "evaluate.prompts=0", "watch.wandb='off'", *overrides, *mode.overrides,
+        sys.executable,
+        "-m",
+        "rlhfless_ray",
+        "train",
+        recipe,
+        f"run.root={root}",
+        "run.name=run",
+        "watch.progress='plain'",
+        "evaluate.prompts=0",
+        "watch.wandb='off'",
+        *overrides,
+        *mode.overrides,
     ]
     run_process(command, root / "log")
     rows = [json.loads(line) for line in (root / "run" / "metrics.jsonl").read_text().splitlines()]
     return [
         {
-            "step_s": row["step_s"], "busy_slot_s": row["cost/busy_slot_s"], "tokens": row["tokens/generated"],
+            "step_s": row["step_s"],
+            "busy_slot_s": row["cost/busy_slot_s"],
+            "tokens": row["tokens/generated"],
             "full_slot_s": mode.held_slots * row["step_s"] if mode.held_slots else row["cost/full_slot_s"],
-            "actors": row["pool/rollout_actors"], "reward": row["reward/mean"],
+            "actors": row["pool/rollout_actors"],
+            "reward": row["reward/mean"],
         }
         for row in rows
         if row["step"] > drop
@@ -100,16 +113,28 @@ def main() -> None:
     }
     fixed = min(("fixed, colocated", "fixed, split"), key=lambda n: spreads[n]["full_slot_s"].median)
     table = Table(
-        "", "step, s", "full cost, slot-s", "busy", "actors", f"time of {fixed}", "its cost",
-        title="One step: medians (quartiles)", title_justify="left",
+        "",
+        "step, s",
+        "full cost, slot-s",
+        "busy",
+        "actors",
+        f"time of {fixed}",
+        "its cost",
+        title="One step: medians (quartiles)",
+        title_justify="left",
     )
     ratios: dict[str, dict[str, float]] = {}
     for name, spread in spreads.items():
         ratio = {key: spread[key].median / spreads[fixed][key].median for key in ("step_s", "full_slot_s")}
         ratios[name] = ratio
         table.add_row(
-            name, spread["step_s"].show(), spread["full_slot_s"].show(), spread["busy_slot_s"].show(),
-            f"{spread['actors'].median:g}", f"{ratio['step_s']:.2f}×", f"{ratio['full_slot_s']:.2f}×",
+            name,
+            spread["step_s"].show(),
+            spread["full_slot_s"].show(),
+            spread["busy_slot_s"].show(),
+            f"{spread['actors'].median:g}",
+            f"{ratio['step_s']:.2f}×",
+            f"{ratio['full_slot_s']:.2f}×",
         )
     console.print(table)
     targets = [
@@ -119,8 +144,13 @@ def main() -> None:
     ]
     show_targets(console, targets)
     content: dict[str, Any] = {
-        "recipe": options.recipe.name, "overrides": options.overrides, "rounds": options.rounds, "steps": options.steps,
-        "baseline": fixed, "modes": spreads, "ratios": ratios,
+        "recipe": options.recipe.name,
+        "overrides": options.overrides,
+        "rounds": options.rounds,
+        "steps": options.steps,
+        "baseline": fixed,
+        "modes": spreads,
+        "ratios": ratios,
     }
     save("elastic", content, targets, console=console, quick=options.quick)
 

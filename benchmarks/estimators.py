@@ -21,17 +21,17 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import estimator_agreement as agreement
-from benchmarks.estimator_speed import Inputs, Timing, timings
-from benchmarks.logprob_memory import Heads, LogprobPeak, logprob_peaks
-from benchmarks.peak import added_peak_bytes
-from benchmarks.peer_env import peer_python
-from benchmarks.results import Target, make_console, save, show_targets
+from benchmarks.common.peak_rss import added_peak_bytes
+from benchmarks.common.results import Target, make_console, save, show_targets
+from benchmarks.learning import estimator_agreement as agreement
+from benchmarks.learning.estimator_speed import Inputs, Timing, timings
+from benchmarks.learning.logprob_memory import Heads, LogprobPeak, logprob_peaks
+from benchmarks.peers.peer_env import peer_python
 from rlhfless_ray.learn.estimators import estimate, normalise
-from rlhfless_ray.learn.loss import clipped_loss, sequence_ratios
+from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios
 from rlhfless_ray.learn.packing import packed, padded, padding_share
 
-LENGTHS = Path(__file__).resolve().parent.parent / "placement" / "data" / "lengths.yaml"
+LENGTHS = Path(__file__).resolve().parent.parent / "placement" / "catalog" / "data" / "lengths.yaml"
 SAME_TOKENS = ((4096, 1024), (1024, 4096), (256, 16_384))
 NEAR = 1e-6  # of what is compared in float64 although a library computes part of it in float32
 
@@ -51,14 +51,19 @@ class Padding:
 
     def row(self) -> tuple[str, ...]:
         return (
-            f"{self.samples:,}", f"{self.budget_tokens:,}", str(self.ranks), f"{100 * self.by_length:.1f} %",
-            f"{100 * self.best_cut:.1f} %", str(self.best_cut_count), f"{100 * self.packed_fill:.1f} %",
+            f"{self.samples:,}",
+            f"{self.budget_tokens:,}",
+            str(self.ranks),
+            f"{100 * self.by_length:.1f} %",
+            f"{100 * self.best_cut:.1f} %",
+            str(self.best_cut_count),
+            f"{100 * self.packed_fill:.1f} %",
             f"{100 * self.packed_rank_excess:.2f} %",
         )
 
 
 def gsm8k_lengths(samples: int, seed: int, group: int = 8) -> np.ndarray:
-    """Prompt and response tokens of each sample: the log-normals of `placement/data/lengths.yaml`."""
+    """Prompt and response tokens of each sample: the log-normals of `placement/catalog/data/lengths.yaml`."""
     data = {name: value[0] for name, value in yaml.safe_load(LENGTHS.read_text())["gsm8k"].items()}
     rng = np.random.default_rng(seed)
     prompts = data["prompt_tokens"] * np.exp(data["prompt_log_deviation"] * rng.normal(size=samples // group))
@@ -81,8 +86,13 @@ def padding(samples: int, budget: int, ranks: int) -> Padding:
     cut, rows = padded(lengths, budget, ranks), packed(lengths, budget, ranks)
     loads = [sum(int(lengths[part].sum()) for part in mine) for mine in rows]
     return Padding(
-        samples, budget, ranks, padding_share(lengths, [by_length(lengths, budget)]), padding_share(lengths, cut),
-        sum(len(part) > 0 for mine in cut for part in mine), float(lengths.sum()) / (budget * ranks * len(rows[0])),
+        samples,
+        budget,
+        ranks,
+        padding_share(lengths, [by_length(lengths, budget)]),
+        padding_share(lengths, cut),
+        sum(len(part) > 0 for mine in cut for part in mine),
+        float(lengths.sum()) / (budget * ranks * len(rows[0])),
         max(loads) * ranks / float(lengths.sum()) - 1,
     )
 
@@ -149,8 +159,11 @@ def main() -> None:
     targets.append(Target("padding on GSM8K lengths, worst setting", 100 * max(s.best_cut for s in shares), most=5, unit=" %"))
     show_targets(console, targets)
     content |= {
-        "timings": [vars(t) for t in timed], "peak_bytes_per_token": per_token, "same_tokens": shapes,
-        "logprobs": {"sizes": vars(heads), "forms": [vars(p) for p in peaks]}, "padding": [vars(s) for s in shares],
+        "timings": [vars(t) for t in timed],
+        "peak_bytes_per_token": per_token,
+        "same_tokens": shapes,
+        "logprobs": {"sizes": vars(heads), "forms": [vars(p) for p in peaks]},
+        "padding": [vars(s) for s in shares],
     }
     save("estimators", content, targets, console=console, quick=arguments.quick)
 
@@ -158,7 +171,7 @@ def main() -> None:
 def load_peers(alone: bool) -> tuple[Any, Any]:
     if alone:
         return None, None
-    from benchmarks.peers import load_openrlhf, load_verl
+    from benchmarks.peers.peer_functions import load_openrlhf, load_verl
 
     return load_verl(), load_openrlhf()
 
@@ -198,7 +211,9 @@ def show_peaks(console: Console, peaks: list[LogprobPeak], heads: Heads) -> None
 def show_padding(console: Console, shares: list[Padding]) -> None:
     packing = ("packed: fill", "packed: fullest rank over mean")
     columns = ("samples", "budget", "ranks", "sorted by length", "best cut", "micro-batches", *packing)
-    table = Table(*columns, title="Padded positions on GSM8K lengths (log-normal, placement/data/lengths.yaml)", title_justify="left")
+    table = Table(
+        *columns, title="Padded positions on GSM8K lengths (log-normal, placement/catalog/data/lengths.yaml)", title_justify="left"
+    )
     for share in shares:
         table.add_row(*share.row())
     console.print(table)

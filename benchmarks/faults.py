@@ -2,7 +2,7 @@
 
 Replayed engines and learner on a local cluster of several nodes: a run is struck once in its middle, next to one that is not. The
 cluster and the run without are the same for all kinds.
-What a real engine's or learner's start takes is not in these times; it is what `benchmarks.anatomy` measures.
+What a real engine's or learner's start takes is not in these times; it is what `benchmarks.common.ledger_anatomy` measures.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.chaos import Chaos, compare, on_cluster, quiet_ray, recipe, small_world, told_now
-from benchmarks.replay_world import World
-from benchmarks.results import Spread, Target, make_console, save, show_targets
-from benchmarks.strikes import KINDS, Nodes, Strikes, Struck, quick_to_see_hangs, step_rows
+from benchmarks.common.fault_injection import KINDS, FaultInjector, InjectedFault, Nodes, quick_to_see_hangs, step_rows
+from benchmarks.common.replay_setup import ReplaySetup
+from benchmarks.common.results import Spread, Target, make_console, save, show_targets
 
 STEPS = 6
 
@@ -29,7 +29,7 @@ STEPS = 6
 class Once(Chaos):
     """Strikes in the middle of the run only."""
 
-    def __call__(self, run: Strikes, moment: str) -> None:
+    def __call__(self, run: FaultInjector, moment: str) -> None:
         if run.step.number >= STEPS // 2 or self.done:
             super().__call__(run, moment)
 
@@ -38,7 +38,7 @@ def runs(folder: Path, nodes: Nodes, kinds: list[str], times: int, say: Callable
     """Of each kind, the step that was struck and the ones after it, beyond what such steps take in the run without. A kind that
     ends the run has the reason."""
     world, found = small_world(folder), {}
-    quiet = Struck(recipe(world, folder / "clean", STEPS), lambda run, moment: None)
+    quiet = InjectedFault(recipe(world, folder / "clean", STEPS), lambda run, moment: None)
     clean = on_cluster(nodes, quiet)
     usual_s = float(np.median([row["step_s"] for row in step_rows(quiet.folder.path)[1:]]))
     for kind in kinds:
@@ -53,13 +53,13 @@ def runs(folder: Path, nodes: Nodes, kinds: list[str], times: int, say: Callable
     return found
 
 
-def measure(world: World, folder: Path, nodes: Nodes, kind: str, times: int, clean: dict[str, Any]) -> dict[str, Any]:
+def measure(world: ReplaySetup, folder: Path, nodes: Nodes, kind: str, times: int, clean: dict[str, Any]) -> dict[str, Any]:
     """`longer_s`: seconds from the struck step on, and for how many steps."""
     longer_s, lost_s, redone, wrong = [], [], [], 0
     for k in range(times):
         nodes.settle()
         chaos = Once([kind], nodes, seed=k)
-        run = Struck(recipe(world, folder / str(k), STEPS), chaos)
+        run = InjectedFault(recipe(world, folder / str(k), STEPS), chaos)
         with quick_to_see_hangs():
             struck = on_cluster(nodes, run)
         rows = step_rows(run.folder.path)[STEPS // 2 - 1 :]

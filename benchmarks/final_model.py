@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.provenance import ROOT
+from benchmarks.common.run_metadata import ROOT
 from rlhfless_ray import Recipe
 
 TOLERANCE = 0.01  # of the prompts: rounding may turn a near tie of two tokens
@@ -43,9 +43,9 @@ def check_final_model(run: Path) -> FinalModel:
     """Each library answers in a process of its own. Raises RuntimeError when one cannot load the model or fails."""
     answers = {library: _answers(run, library) for library in ("transformers", "vllm")}
     recipe, prompts = heldout(run)
-    from rlhfless_ray.policy_files import load_tokenizer
-    from rlhfless_ray.reward.load import load_reward
-    from rlhfless_ray.weights.folder import read_folder
+    from rlhfless_ray.reward.load_reward import load_reward
+    from rlhfless_ray.weights.load_policy import load_tokenizer
+    from rlhfless_ray.weights.model_folder import read_folder
 
     tokenizer = load_tokenizer(read_folder(run / "model"), recipe.policy.trust_remote_code)
     reward = load_reward(recipe).build()
@@ -59,9 +59,9 @@ def check_final_model(run: Path) -> FinalModel:
 
 def heldout(run: Path) -> tuple[Recipe, list[Any]]:
     """The run's recipe and its held-out prompts, tokenized by the final model's tokenizer."""
-    from rlhfless_ray.policy_files import load_tokenizer
-    from rlhfless_ray.prompts.load import load_prompts
-    from rlhfless_ray.weights.folder import read_folder
+    from rlhfless_ray.prompts.load_prompts import load_prompts
+    from rlhfless_ray.weights.load_policy import load_tokenizer
+    from rlhfless_ray.weights.model_folder import read_folder
 
     recipe = Recipe.load(run / "recipe.yaml")
     tokenizer = load_tokenizer(read_folder(run / "model"), recipe.policy.trust_remote_code)
@@ -77,8 +77,7 @@ def _own_accuracy(run: Path) -> float | None:
 def _answers(run: Path, library: str) -> list[list[int]]:
     """Response token ids of every held-out prompt, end-of-sequence removed."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.final_model", str(run), "--answer-with", library], cwd=ROOT,
-        capture_output=True, text=True,
+        [sys.executable, "-m", "benchmarks.final_model", str(run), "--answer-with", library], cwd=ROOT, capture_output=True, text=True
     )
     if done.returncode:
         raise RuntimeError(f"{library} could not answer with {run.name}/model: {done.stderr.strip()[-2000:]}")
@@ -99,8 +98,7 @@ def _with_transformers(model: Path, prompts: list[list[int]], max_tokens: int, s
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in part])
         with torch.no_grad():
             out = policy.generate(
-                input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=max_tokens, eos_token_id=stops or None,
-                pad_token_id=0,
+                input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=max_tokens, eos_token_id=stops or None, pad_token_id=0
             )
         answers += [_until_stop(row, stops) for row in out[:, width:].tolist()]
     return answers
@@ -108,15 +106,23 @@ def _with_transformers(model: Path, prompts: list[list[int]], max_tokens: int, s
 
 def _with_vllm(model: Path, prompts: list[list[int]], max_tokens: int, stops: list[int]) -> list[list[int]]:
     for name, value in {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
     }.items():
         os.environ[name] = value
     from vllm import LLM, SamplingParams, TokensPrompt
 
     engine = LLM(
-        model=str(model), dtype="float32", enforce_eager=True, distributed_executor_backend="uni", skip_tokenizer_init=True,
-        max_model_len=max(map(len, prompts)) + max_tokens, block_size=32,
+        model=str(model),
+        dtype="float32",
+        enforce_eager=True,
+        distributed_executor_backend="uni",
+        skip_tokenizer_init=True,
+        max_model_len=max(map(len, prompts)) + max_tokens,
+        block_size=32,
     )
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop_token_ids=stops, detokenize=False)
     outputs = engine.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], params, use_tqdm=False)

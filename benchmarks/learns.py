@@ -20,24 +20,30 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.provenance import ROOT
-from benchmarks.results import Target, make_console, save, show_targets
-from benchmarks.svg import sparkline
-from benchmarks.verdicts import Verdicts, in_order, verdicts
+from benchmarks.common.results import Target, make_console, save, show_targets
+from benchmarks.common.run_metadata import ROOT
+from benchmarks.common.svg import sparkline
+from benchmarks.learning.train_reward_model import RewardModelTraining, in_order, verdicts
 from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.functions.cluster import RayCluster
 from rlhfless_ray.learn.warm_start import warm_start
-from rlhfless_ray.policy_files import initial_policy, keep_policy, warm_start_key
-from rlhfless_ray.prompts.chain import Chain
+from rlhfless_ray.local.cluster import RayCluster
+from rlhfless_ray.prompts.chain_task import Chain
 from rlhfless_ray.types import Sample
+from rlhfless_ray.weights.load_policy import cache_policy, initial_policy, warm_start_key
 
 LEAST = 10.0  # points that held-out accuracy, sampled, has to rise
 VERDICT_STEPS = 1000
 LEAST_VERDICTS = 85.0  # percent of pairs of a right and a wrong response that the reward model is to tell
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
 COMMON = (
-    "run.steps=16", "rollout.max_tokens=96", "objective.prefer=1", "checkpoint.every_steps=1000000", "watch.progress='plain'",
-    "watch.tensorboard=false", "watch.wandb='off'", "watch.samples_per_step=1",
+    "run.steps=16",
+    "rollout.max_tokens=96",
+    "objective.prefer=1",
+    "checkpoint.every_steps=1000000",
+    "watch.progress='plain'",
+    "watch.tensorboard=false",
+    "watch.wandb='off'",
+    "watch.samples_per_step=1",
 )
 CRITIC = ("critic.learning_rate=1.0e-3", "critic.schedule=constant", "critic.warmup_share=0", "algorithm.advantage.lambd=0.95")
 ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce")
@@ -62,14 +68,21 @@ class Curve:
         return 100 * (self.after["sampled"] - self.before["sampled"])
 
 
-def settings(name: str, model: Verdicts | None) -> list[str]:
+def settings(name: str, model: RewardModelTraining | None) -> list[str]:
     """Overrides of the recipe."""
     if name != PPO:
         return [f"algorithm.advantage.estimator={name}", *(CRITIC if name == "gae" else ())]
     assert model is not None
     return [
-        "algorithm.advantage.estimator=gae", *CRITIC, "reward.function=", f"reward.model_path={model.folder}", "reward.normalize=true",
-        "reward.clip_range=[-1,1]", "algorithm.kl.coefficient=0.01", "algorithm.kl.estimator=k1", "algorithm.kl.place=reward",
+        "algorithm.advantage.estimator=gae",
+        *CRITIC,
+        "reward.function=",
+        f"reward.model_path={model.folder}",
+        "reward.normalize=true",
+        "reward.clip_range=[-1,1]",
+        "algorithm.kl.coefficient=0.01",
+        "algorithm.kl.estimator=k1",
+        "algorithm.kl.place=reward",
     ]
 
 
@@ -106,11 +119,11 @@ def warm_policy(recipe: Recipe) -> dict[str, bytes]:
     files, owed = initial_policy(recipe)
     if owed:
         files = warm_start(files, recipe, torch.get_num_threads())
-        keep_policy(recipe, files)
+        cache_policy(recipe, files)
     return files
 
 
-def targets(curves: list[Curve], model: Verdicts | None) -> list[Target]:
+def targets(curves: list[Curve], model: RewardModelTraining | None) -> list[Target]:
     found = [Target(f"{curve.name}: rise of held-out accuracy, sampled", curve.rise, least=LEAST, unit=" points") for curve in curves]
     if model is not None:
         found.append(Target("reward model: pairs told, held-out", 100 * model.supervised, least=LEAST_VERDICTS, unit=" %"))
@@ -119,8 +132,15 @@ def targets(curves: list[Curve], model: Verdicts | None) -> list[Target]:
 
 def show(curves: list[Curve], console: Console) -> None:
     table = Table(
-        "", "sampled, %", "rise", "greedy, %", "reward by step", "|value - return|", "model tells, %",
-        title="Held-out accuracy by the verifier: before → after", title_justify="left",
+        "",
+        "sampled, %",
+        "rise",
+        "greedy, %",
+        "reward by step",
+        "|value - return|",
+        "model tells, %",
+        title="Held-out accuracy by the verifier: before → after",
+        title_justify="left",
     )
     for c in curves:
         pair = {how: f"{100 * c.before[how]:.1f} → {100 * c.after[how]:.1f}" for how in c.after}
@@ -164,14 +184,16 @@ def main() -> None:
 
 
 def finish(
-    curves: list[Curve], asked: list[str], model: Verdicts | None, overrides: list[str], console: Console, *, quick: bool
+    curves: list[Curve], asked: list[str], model: RewardModelTraining | None, overrides: list[str], console: Console, *, quick: bool
 ) -> None:
     """Show and write down what there is: after every run, so that one that is cut short leaves the others."""
     show(curves, console)
     reached = targets(curves, model)
     show_targets(console, reached)
     content: dict[str, Any] = {
-        "recipe": RECIPE.name, "overrides": overrides, "asked": asked,
+        "recipe": RECIPE.name,
+        "overrides": overrides,
+        "asked": asked,
         "settings": {name: [one for one in settings(name, model) if "model_path" not in one] for name in asked},
         "runs": [{**asdict(curve), "rise_points": curve.rise} for curve in curves],
         "reward_model": None if model is None else {k: v for k, v in asdict(model).items() if k != "folder"},

@@ -24,11 +24,12 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from benchmarks.common.replay import ReplayedRuntime
+from benchmarks.common.replay_setup import build, recipe_for, synthetic_lengths
+from benchmarks.common.results import Spread, Target, make_console, save, show_targets
+from benchmarks.common.run_process import run_process
 from benchmarks.elastic import Mode, check_same_work
-from benchmarks.replay import ReplayedRuntime
-from benchmarks.replay_world import build, recipe_for, synthetic_lengths
-from benchmarks.results import Spread, Target, make_console, save, show_targets
-from benchmarks.system import run_process
+from rlhfless_ray.rollout.engine_settings import EngineSettings
 
 RULES = ("off", "tau", "auto")
 WAYS = ("prefill", "pages")
@@ -47,18 +48,18 @@ class Shuttle:
     def __init__(self, count: int) -> None:
         self.count, self.next = count, 0
 
-    def decide(self, transcript: Any, engines: list[int], steps: list[Any]) -> Any:
-        from rlhfless_ray.rollout.migrate import Wish, Wishes
+    def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> Any:
+        from rlhfless_ray.rollout.migration_policy import MigrationRequest, MigrationRequests
 
-        live = [i for i in range(self.count) if not transcript.finished[i]]
-        if len(engines) < 2 or not live or not transcript.length.any():
-            return Wishes()
+        live = [i for i in range(self.count) if not token_log.finished[i]]
+        if len(engines) < 2 or not live or not token_log.length.any():
+            return MigrationRequests()
         i = live[self.next % len(live)]
         self.next += 1
-        source = int(transcript.owner[i])
+        source = int(token_log.owner[i])
         target = next(number for number in engines if number != source)
         how = WAYS[self.next // len(live) % 2]
-        return Wishes((Wish(np.array([i]), source, target, "back and forth", how),), time_saved_s=1.0)
+        return MigrationRequests((MigrationRequest(np.array([i]), source, target, "back and forth", how),), time_saved_s=1.0)
 
     def observe(self, context_tokens: float, seconds: float, how: str) -> None:
         pass
@@ -68,50 +69,64 @@ def latency(contexts: list[int], rounds: int, others: int) -> dict[int, dict[str
     """Seconds of the moves by context tokens and way; each engine decodes `others` responses besides."""
     import ray
 
-    from placement.policy import Hold
+    from placement.scaling.resize_policy import Hold
     from rlhfless_ray.functions.instance import start_actor
-    from rlhfless_ray.functions.lease import Leases
+    from rlhfless_ray.functions.lease import LeaseManager
     from rlhfless_ray.functions.ledger import Ledger
-    from rlhfless_ray.functions.pool import Pool
-    from rlhfless_ray.rollout.actor import RolloutActor
-    from rlhfless_ray.rollout.rollout import run_rollout
+    from rlhfless_ray.functions.worker_pool import WorkerPool
+    from rlhfless_ray.rollout.driver import run_rollout
+    from rlhfless_ray.rollout.engine_actor import RolloutActor
     from rlhfless_ray.types import Request, WeightVersion
-    from rlhfless_ray.weights.folder import without_weights
-    from rlhfless_ray.weights.version import checksum
+    from rlhfless_ray.weights.checksum import checksum
+    from rlhfless_ray.weights.model_folder import without_weights
 
     interval_s, tokens = 0.05, rounds * 40
     files = policy(ends=False)
     from safetensors.numpy import load
 
     weights = load(files["model.safetensors"])
-    settings = {
-        "device": "cpu", "max_model_len": max(contexts) + tokens, "dtype": "float32", "trust_remote_code": False,
-        "max_running": 64, "block_size": 32, "kv_cache_mb": 512, "gpu_memory_share": 0.5,
-        "prefix_kv": True,  # it keeps pages
-    }
+    settings = EngineSettings(
+        device="cpu",
+        max_model_len=max(contexts) + tokens,
+        dtype="float32",
+        trust_remote_code=False,
+        max_running=64,
+        block_size=32,
+        kv_cache_mb=512,
+        gpu_memory_share=0.5,
+        prefix_kv=True,  # it keeps pages
+    )
     ledger = Ledger("cpu", 1.0)
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     found: dict[int, dict[str, list[float]]] = {}
     try:
-        leases = Leases("cpu", ledger, 60.0, "migrate")
-        pool = Pool(
+        leases = LeaseManager("cpu", ledger, 60.0, "migrate")
+        pool = WorkerPool(
             "rollout", lambda slot: start_actor(RolloutActor, slot, "cpu", {}, without_weights(files), settings), leases, ledger, 60.0
         )
         pool.resize(2, [], need=2)
         for instance in pool.working:
-            instance.told(120.0)
+            instance.start_result(120.0)
         version = WeightVersion(1, ray.put(weights), checksum(weights))
         rng = np.random.default_rng(0)
         for context in (contexts[0], *contexts):  # the first rollout of an engine compiles what it needs
             sizes = [context] * 4 + [32] * (2 * others)
-            requests = [
-                Request(key, tuple(rng.integers(5, VOCABULARY, size).tolist()), key, tokens, 1.0) for key, size in enumerate(sizes)
-            ]
+            requests = [Request(key, tuple(rng.integers(5, VOCABULARY, size).tolist()), key, tokens, 1.0) for key, size in enumerate(sizes)]
             shares = [np.arange(len(sizes))[number::2] for number in range(2)]
             stream = run_rollout(
-                pool, requests, shares, np.full(len(sizes), float(tokens)), version, interval_s=interval_s, deadline_s=600.0,
-                silence_s=60.0, needed_next=2, drained=lambda tail_s, needed: Hold(1, "kept"), give_back=lambda *_: None,
-                on_progress=lambda *_: None, migration=Shuttle(4),  # type: ignore[arg-type]
+                pool,
+                requests,
+                shares,
+                np.full(len(sizes), float(tokens)),
+                version,
+                interval_s=interval_s,
+                deadline_s=600.0,
+                silence_s=60.0,
+                needed_next=2,
+                drained=lambda tail_s, needed: Hold(1, "kept"),
+                give_back=lambda *_: None,
+                on_progress=lambda *_: None,
+                migration=Shuttle(4),  # type: ignore[arg-type]
             )
             found[context] = {way: [moved.seconds for moved in stream.moved if moved.how == way] for way in WAYS}
         pool.close()
@@ -127,10 +142,10 @@ def policy(ends: bool) -> dict[str, bytes]:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from rlhfless_ray.learn.scratch import folder_files, scratch_policy
-    from rlhfless_ray.policy_files import load_tokenizer
-    from rlhfless_ray.prompts.tasks import task
+    from rlhfless_ray.learn.tiny_model import folder_files, scratch_policy
+    from rlhfless_ray.prompts.builtin_tasks import task
     from rlhfless_ray.recipe import Recipe
+    from rlhfless_ray.weights.load_policy import load_tokenizer
 
     recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "policy": {"hidden_size": 128}})
     files = scratch_policy(recipe, task("chain"))
@@ -150,10 +165,15 @@ def policy(ends: bool) -> dict[str, bytes]:
 def read(rows: list[dict[str, Any]], drop: int) -> list[dict[str, float]]:
     return [
         {
-            "step_s": row["step_s"], "full_slot_s": row["cost/full_slot_s"], "rollout_slot_s": row["cost/rollout_slot_s"],
-            "tokens": row["tokens/generated"], "moved": row["rollout/moved"],
+            "step_s": row["step_s"],
+            "full_slot_s": row["cost/full_slot_s"],
+            "rollout_slot_s": row["cost/rollout_slot_s"],
+            "tokens": row["tokens/generated"],
+            "moved": row["rollout/moved"],
             "move_p50_s": float("nan") if row["rollout/move_p50_s"] is None else row["rollout/move_p50_s"],
-            "longest": row["length/max"], "median": row["length/p50"], "decisions": row["rollout/move_decisions"],
+            "longest": row["length/max"],
+            "median": row["length/p50"],
+            "decisions": row["rollout/move_decisions"],
             "engines": row["pool/rollout_actors"],
         }
         for row in rows
@@ -164,16 +184,27 @@ def read(rows: list[dict[str, Any]], drop: int) -> list[dict[str, float]]:
 def real(mode: Mode, model: Path, options: Any, root: Path, overrides: list[str]) -> list[dict[str, float]]:
     root.mkdir(parents=True)
     recipe = root / "recipe.yaml"
-    recipe.write_text(json.dumps({  # JSON is YAML
-        "run": {"name": "run", "root": str(root), "steps": options.steps}, "policy": {"path": str(model)},
-        "prompts": {"task": "chain", "batch_prompts": 16, "rows": 64}, "evaluate": {"prompts": 0}, "reward": {"function": "task"},
-        "rollout": {
-            "samples_per_prompt": 8, "max_tokens": 1200, "kv_cache_mb": 512, "stream_interval_s": 0.1,
-            "max_actors": options.cores, "min_actors": options.cores,  # all begin with as many, and what differs is the moves
-        },
-        "learner": {"learning_rate": 1e-9, "max_slots_per_rank": options.cores},  # lengths stay what they are
-        "watch": {"progress": "plain", "tensorboard": False, "wandb": "off", "samples_per_step": 1},
-    }))
+    recipe.write_text(
+        json.dumps(
+            {  # JSON is YAML
+                "run": {"name": "run", "root": str(root), "steps": options.steps},
+                "policy": {"path": str(model)},
+                "prompts": {"task": "chain", "batch_prompts": 16, "rows": 64},
+                "evaluate": {"prompts": 0},
+                "reward": {"function": "task"},
+                "rollout": {
+                    "samples_per_prompt": 8,
+                    "max_tokens": 1200,
+                    "kv_cache_mb": 512,
+                    "stream_interval_s": 0.1,
+                    "max_actors": options.cores,
+                    "min_actors": options.cores,  # all begin with as many, and what differs is the moves
+                },
+                "learner": {"learning_rate": 1e-9, "max_slots_per_rank": options.cores},  # lengths stay what they are
+                "watch": {"progress": "plain", "tensorboard": False, "wandb": "off", "samples_per_step": 1},
+            }
+        )
+    )
     run_process([sys.executable, "-m", "rlhfless_ray", "train", recipe, *overrides, *mode.overrides], root / "log")
     rows = [json.loads(line) for line in (root / "run" / "metrics.jsonl").read_text().splitlines()]
     return read(rows, options.drop)
@@ -188,12 +219,24 @@ def replayed(mode: Mode, options: Any, folder: Path, gpus: int, prefer: float) -
     world = build(folder, lengths, base_s=8.5e-3, per_seq_s=1e-3 * options.per_seq_ms, start_s=1.0, learn_s=2.0, clock=options.clock)
     sections = json.loads(mode.overrides[0])
     recipe = recipe_for(
-        world, folder, steps=options.steps, prompts=prompts, samples=samples, actors=gpus, max_tokens=max_tokens,
-        objective={"prefer": prefer}, functions={"slot": "gpu"}, rollout={**sections, "samples_per_prompt": samples,
-        "max_tokens": max_tokens, "max_actors": gpus, "stream_interval_s": 0.1},
+        world,
+        folder,
+        steps=options.steps,
+        prompts=prompts,
+        samples=samples,
+        actors=gpus,
+        max_tokens=max_tokens,
+        objective={"prefer": prefer},
+        functions={"slot": "gpu"},
+        rollout={**sections, "samples_per_prompt": samples, "max_tokens": max_tokens, "max_actors": gpus, "stream_interval_s": 0.1},
     )
     ray.init(
-        address="local", num_cpus=4, num_gpus=gpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
+        address="local",
+        num_cpus=4,
+        num_gpus=gpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
         object_store_memory=2**29,
     )
     try:
@@ -206,9 +249,7 @@ def replayed(mode: Mode, options: Any, folder: Path, gpus: int, prefer: float) -
     return read([json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()], options.drop)
 
 
-def compare(
-    console: Any, title: str, found: dict[str, list[dict[str, float]]], rounds: int, *, replayed: bool = False
-) -> dict[str, Any]:
+def compare(console: Any, title: str, found: dict[str, list[dict[str, float]]], rounds: int, *, replayed: bool = False) -> dict[str, Any]:
     check_same_work(found, rounds)
     spreads = {name: {key: Spread.of(s[key] for s in steps if np.isfinite(s[key])) for key in SHOWN} for name, steps in found.items()}
     columns = ("migrate", "engines", "step, s", "full cost, slot-s", "rollout's", "moved a step", "time of off", "its cost")
@@ -217,9 +258,14 @@ def compare(
     for name, spread in spreads.items():
         ratios[name] = {key: spread[key].median / spreads["off"][key].median for key in ("step_s", "full_slot_s")}
         table.add_row(
-            name, spread["engines"].show(1), spread["step_s"].show(), spread["full_slot_s"].show(), spread["rollout_slot_s"].show(),
+            name,
+            spread["engines"].show(1),
+            spread["step_s"].show(),
+            spread["full_slot_s"].show(),
+            spread["rollout_slot_s"].show(),
             spread["moved"].show(2),
-            f"{ratios[name]['step_s']:.2f}×", f"{ratios[name]['full_slot_s']:.2f}×",
+            f"{ratios[name]['step_s']:.2f}×",
+            f"{ratios[name]['full_slot_s']:.2f}×",
         )
     console.print(table)
     lengths = {key: Spread.of(s[key] for s in found["off"]) for key in ("median", "longest")}
@@ -265,7 +311,7 @@ def main() -> None:
                 targets.append(Target(f"a move by {name}, median", 1e3 * p50, most=1e3 * MOVE_S, unit=" ms"))
             content["latency_ms"] = spreads
         if options.only in (None, "real"):
-            from rlhfless_ray.weights.folder import write_folder
+            from rlhfless_ray.weights.model_folder import write_folder
 
             model = write_folder(scratch / "model", policy(ends=True))
             every = [Mode(rule, (f"rollout.migrate='{rule}'",)) for rule in RULES]
@@ -293,9 +339,7 @@ def main() -> None:
 
 def judge(name: str, compared: dict[str, Any]) -> list[Target]:
     ratio = compared["ratios"]["auto"]
-    return [
-        Target(f"{name}: time × cost of auto over off", ratio["step_s"] * ratio["full_slot_s"], most=1.0, unit="×"),
-    ]
+    return [Target(f"{name}: time × cost of auto over off", ratio["step_s"] * ratio["full_slot_s"], most=1.0, unit="×")]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks.results import Spread, Target, make_console, save, show_targets
+from benchmarks.common.results import Spread, Target, make_console, save, show_targets
 from placement import Objective, Plan, Speed, choose, frontier, rollout_bounds
 
 THIN = 0.005
@@ -26,13 +26,11 @@ SIZES = (1_024, 4_096, 16_384, 65_536, 262_144)
 SIZE, ACTORS = 4_096, 256
 # seconds of a decode step: a 3B model on an L40S by its memory bandwidth; a device four times as fast at reading weights;
 # and one whose steps are mostly sequences, so that many actors pay
-SPEEDS = {
-    "8.5 ms + 30 µs": Speed(8.5e-3, 3e-5), "2 ms + 30 µs": Speed(2e-3, 3e-5), "1 ms + 100 µs": Speed(1e-3, 1e-4),
-}
+SPEEDS = {"8.5 ms + 30 µs": Speed(8.5e-3, 3e-5), "2 ms + 30 µs": Speed(2e-3, 3e-5), "1 ms + 100 µs": Speed(1e-3, 1e-4)}
 
 
 @dataclass(frozen=True)
-class Decision:
+class TimedDecision:
     """One setting, measured: milliseconds of processor time, peak memory in 10⁶ bytes, and what came out."""
 
     samples: int
@@ -50,8 +48,16 @@ class Decision:
         kind = f"{self.columns} scenarios" if self.columns > 1 else "known"
         looked = f"{self.search_columns} of {self.columns}" if self.columns > 1 else ""
         return (
-            f"{self.samples:,}", f"{self.actors:,}", kind, self.speed, self.cpu_ms.show(), f"{self.peak_mb:.1f}", str(self.plans),
-            str(self.most_actors), looked, f"{100 * (self.over_bound - 1):.1f} %",
+            f"{self.samples:,}",
+            f"{self.actors:,}",
+            kind,
+            self.speed,
+            self.cpu_ms.show(),
+            f"{self.peak_mb:.1f}",
+            str(self.plans),
+            str(self.most_actors),
+            looked,
+            f"{100 * (self.over_bound - 1):.1f} %",
         )
 
 
@@ -70,7 +76,7 @@ def decide(lengths: np.ndarray, speed: Speed, actors: int) -> list[Plan]:
     return plans
 
 
-def measure(samples: int, actors: int, columns: int, name: str, repeats: int) -> Decision:
+def measure(samples: int, actors: int, columns: int, name: str, repeats: int) -> TimedDecision:
     lengths, speed = lengths_of(samples, columns), SPEEDS[name]
     known = lengths[:, 0] if columns == 1 else lengths
     plans = decide(known, speed, actors)  # the first call also pays for page faults and caches
@@ -83,8 +89,16 @@ def measure(samples: int, actors: int, columns: int, name: str, repeats: int) ->
     peak_mb = tracemalloc.get_traced_memory()[1] / 1e6
     tracemalloc.stop()
     bound = rollout_bounds(known, speed, actors)
-    return Decision(
-        samples, actors, columns, name, Spread.of(times), peak_mb, len(plans), plans[0].actors, plans[0].search_scenarios,
+    return TimedDecision(
+        samples,
+        actors,
+        columns,
+        name,
+        Spread.of(times),
+        peak_mb,
+        len(plans),
+        plans[0].actors,
+        plans[0].search_scenarios,
         plans[0].time_s / bound.time_s,
     )
 
@@ -96,7 +110,7 @@ def processor_ms(work: Callable[[], Any]) -> float:
     return 1e3 * (time.process_time() - start)
 
 
-def per_n_log_n(small: Decision, large: Decision) -> float:
+def per_n_log_n(small: TimedDecision, large: TimedDecision) -> float:
     """How much more than n log n a decision grows between two sizes (1: just so)."""
     share = (large.samples * np.log(large.samples)) / (small.samples * np.log(small.samples))
     return float(large.cpu_ms.median / small.cpu_ms.median / share)
@@ -113,8 +127,18 @@ def main() -> None:
     settings = [(n, ACTORS * max(1, n // SIZE), columns, first) for columns in (1, COLUMNS) for n in sizes]
     settings += [(SIZE, ACTORS, columns, name) for columns in (1, COLUMNS) for name in others]
     table = Table(
-        "samples", "actors", "lengths", "decode step", "processor ms", "peak MB", "plans", "actors used", "searched",
-        "fastest over bound", title=f"One decision: frontier thinned to {100 * THIN:g} %, and a choice", title_justify="left",
+        "samples",
+        "actors",
+        "lengths",
+        "decode step",
+        "processor ms",
+        "peak MB",
+        "plans",
+        "actors used",
+        "searched",
+        "fastest over bound",
+        title=f"One decision: frontier thinned to {100 * THIN:g} %, and a choice",
+        title_justify="left",
     )
     decisions = []
     with console.status("measuring"):
@@ -125,7 +149,8 @@ def main() -> None:
     console.print(
         "median (quartiles) of processor time, one thread, after one call that is not counted; peak: Python and numpy allocations "
         "during one call (tracemalloc); actors used: in the fastest plan; searched: scenarios that the search looked at, the figures "
-        "are always over all; over bound: no partition whatever is faster than the bound", highlight=False,
+        "are always over all; over bound: no partition whatever is faster than the bound",
+        highlight=False,
     )
     by = {(d.samples, d.columns, d.speed): d for d in decisions}
     known, drawn = by[SIZE, 1, first], by[SIZE, COLUMNS, first]
@@ -143,8 +168,13 @@ def main() -> None:
             growth = per_n_log_n(small, by[SIZES[-1], columns, first])
             targets.append(Target(f"{kind}: growth to {SIZES[-1]:,} over n log n", growth, most=1))
     show_targets(console, targets)
-    save("planner", {"clock": "process_time", "thin": THIN, "decisions": [vars(d) for d in decisions]}, targets,
-         console=console, quick=arguments.quick)
+    save(
+        "planner",
+        {"clock": "process_time", "thin": THIN, "decisions": [vars(d) for d in decisions]},
+        targets,
+        console=console,
+        quick=arguments.quick,
+    )
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks.prefix_side import VOCABULARY, open_engine, policy
-from benchmarks.results import Spread, Target, make_console, save, show_targets
-from placement.policy import deal
-from placement.prefix import PrefixChoice, PrefixSpeed, choose_prefix
-from rlhfless_ray.prefix.address import distinct_prefixes
-from rlhfless_ray.prefix.demand import prefix_demand
-from rlhfless_ray.prefix.service import PrefixService, Producer
+from benchmarks.common.prefix_engines import VOCABULARY, open_engine, policy
+from benchmarks.common.results import Spread, Target, make_console, save, show_targets
+from placement.scaling.prefix_benefit import PrefixChoice, PrefixSpeed, choose_prefix
+from placement.scaling.resize_policy import assign_groups
+from rlhfless_ray.prefix.block_hash import distinct_prefixes
+from rlhfless_ray.prefix.page_service import PrefixService, Producer
+from rlhfless_ray.prefix.prefix_stats import prefix_demand
 
 BLOCK = 32
 HEADERS, ENGINES, GROUPS = (64, 256, 1024, 4096), (1, 2, 4), (4, 8, 16)
@@ -42,7 +42,7 @@ WITHIN_S = 900.0
 
 
 @dataclass(frozen=True)
-class Case:
+class PrefixCase:
     header: int
     engines: int
     group: int
@@ -54,10 +54,10 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Measured:
+class PrefixMeasurement:
     """One case: engine-seconds and prompt tokens computed without and with the service, what the planner would have chosen."""
 
-    case: Case
+    case: PrefixCase
     off_s: Spread
     on_s: Spread
     auto_s: Spread
@@ -80,7 +80,7 @@ class Measured:
         )  # fmt: skip
 
 
-class World:
+class PrefixWorld:
     def __init__(self, name: str, longest: int) -> None:
         import ray
 
@@ -103,21 +103,21 @@ class World:
         ray.shutdown()
 
 
-def prompts_of(case: Case, count: int, seed: int) -> list[np.ndarray]:
+def prompts_of(case: PrefixCase, count: int, seed: int) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     header = rng.integers(2, VOCABULARY, case.header)
     return [np.r_[header, rng.integers(2, VOCABULARY, rng.integers(*OWN))].astype(np.int32) for _ in range(count)]
 
 
-def shares_of(case: Case, count: int) -> list[np.ndarray]:
+def shares_of(case: PrefixCase, count: int) -> list[np.ndarray]:
     """Prompt numbers of each engine's requests."""
     prompt = np.repeat(np.arange(count), case.group)
     if case.split:
         return [prompt[engine :: case.engines] for engine in range(case.engines)]
-    return [prompt[share] for share in deal(np.ones(len(prompt)), prompt, case.engines)]
+    return [prompt[share] for share in assign_groups(np.ones(len(prompt)), prompt, case.engines)]
 
 
-def measure(world: World, case: Case, count: int, repeats: int) -> Measured:
+def measure(world: PrefixWorld, case: PrefixCase, count: int, repeats: int) -> PrefixMeasurement:
     import ray
 
     off, on, auto, decide = [], [], [], []
@@ -156,26 +156,26 @@ def measure(world: World, case: Case, count: int, repeats: int) -> Measured:
     distinct = distinct_prefixes(prompts, BLOCK).distinct_tokens
     requests = count * case.group
     engines = sum(one.tokens for one in sent)
-    return Measured(
+    return PrefixMeasurement(
         case, Spread.of(off), Spread.of(on), Spread.of(auto), Spread.of(off_wall), Spread.of(on_wall), Spread.of(prefill),
         sum(one.tokens for one in left), computed + engines, distinct, (computed + engines - requests) / distinct, choice,
         Spread.of(decide),
     )  # fmt: skip
 
 
-def cases(quick: bool) -> list[Case]:
+def cases(quick: bool) -> list[PrefixCase]:
     """One thing varied at a time around the base case, both layouts."""
     if quick:
-        return [Case(header, 2, 4, split) for header in (64, 1024) for split in (True, False)]
+        return [PrefixCase(header, 2, 4, split) for header in (64, 1024) for split in (True, False)]
     header, engines, group = BASE
     found = [(h, engines, group) for h in HEADERS] + [(header, e, group) for e in ENGINES] + [(header, engines, g) for g in GROUPS]
-    return [Case(h, e, g, split) for (h, e, g), split in itertools.product(dict.fromkeys(found), (True, False))]
+    return [PrefixCase(h, e, g, split) for (h, e, g), split in itertools.product(dict.fromkeys(found), (True, False))]
 
 
-def targets(tables: dict[str, list[Measured]]) -> list[Target]:
+def targets(tables: dict[str, list[PrefixMeasurement]]) -> list[Target]:
     every = [row for rows in tables.values() for row in rows]
     together = [row.off_s.median / row.auto_s.median for row in every if not row.case.split]
-    bases = [(name, row) for name, rows in tables.items() for row in rows if row.case == Case(*BASE, True)]
+    bases = [(name, row) for name, rows in tables.items() for row in rows if row.case == PrefixCase(*BASE, True)]
     what = "64 prompts, 1,024 shared, groups of 8 over 4 engines: off / on engine-s"
     return [
         *(Target(f"{what}, {name}", row.off_s.median / row.on_s.median, least=2.5, unit="×") for name, row in bases),
@@ -185,7 +185,7 @@ def targets(tables: dict[str, list[Measured]]) -> list[Target]:
     ]
 
 
-def show(console: Any, name: str, rows: list[Measured]) -> None:
+def show(console: Any, name: str, rows: list[PrefixMeasurement]) -> None:
     title = f"Engine-seconds until every response has its first token, policy {name}"
     heads = ("header", "engines", "group", "groups", "off s", "on s", "off/on", "tokens off → on", "computed/distinct", "auto", "off/auto")
     table = Table(*heads, "pays from", title=title, title_justify="left")
@@ -194,11 +194,11 @@ def show(console: Any, name: str, rows: list[Measured]) -> None:
     console.print(table)
 
 
-def run(name: str, chosen: list[Case], count: int, repeats: int) -> tuple[list[Measured], dict[str, Any]]:
-    world = World(name, max(case.header for case in chosen) + OWN[1] + 2)
+def run(name: str, chosen: list[PrefixCase], count: int, repeats: int) -> tuple[list[PrefixMeasurement], dict[str, Any]]:
+    world = PrefixWorld(name, max(case.header for case in chosen) + OWN[1] + 2)
     try:
-        measure(world, Case(64, 2, 4, True), 4, 1)  # warms up
-        measure(world, Case(512, 2, 4, True), 4, 1)
+        measure(world, PrefixCase(64, 2, 4, True), 4, 1)  # warms up
+        measure(world, PrefixCase(512, 2, 4, True), 4, 1)
         rows = [measure(world, case, count, repeats) for case in chosen]
     finally:
         world.close()
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     console = make_console()
-    base = [Case(*BASE, True), Case(*BASE, False)]
+    base = [PrefixCase(*BASE, True), PrefixCase(*BASE, False)]
     plan = {"quickstart": base if options.base else cases(options.quick)} | ({} if options.quick else {"medium": base})
     count, repeats = (QUICK_PROMPTS, 1) if options.quick else (PROMPTS, options.repeats)
     tables, said = {}, {}

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks.results import Target, make_console, save, show_targets
-from benchmarks.rollout_cases import TRACES, Case, cases
+from benchmarks.common.results import Target, make_console, save, show_targets
+from benchmarks.simulated.rollout_cases import TRACES, RolloutCase, cases
 from benchmarks.simulator_page import write_page
 from placement import Speed, simulate_rollout
-from placement.rollout_policies import NAMES
+from placement.simulate.rollout import NAMES
 
 SPEED = Speed(8.5e-3, 3e-5)  # Qwen2.5-3B on an L40S by its roofline: 7 ms of weights a step, tens of µs of KV a sequence
 PREFER = np.round(np.r_[0.0, np.linspace(0.06, 0.6, 10), 0.72, 0.86, 1.0], 3)
@@ -57,24 +57,32 @@ def ratios(ours: np.ndarray, other: np.ndarray, axis: int) -> np.ndarray:
     return np.exp(values[0] - values[1])
 
 
-def play(case: Case, policies: Sequence[str] = NAMES, knobs: np.ndarray = PREFER) -> dict[str, np.ndarray]:
+def play(case: RolloutCase, policies: Sequence[str] = NAMES, knobs: np.ndarray = PREFER) -> dict[str, np.ndarray]:
     """(knobs, 2) of (time, cost) for every policy."""
     found = {}
     for policy in policies:
-        found[policy] = np.array([
-            (result.time_s, result.cost)
-            for result in (
-                simulate_rollout(
-                    case.truth, case.scenarios, SPEED, policy=policy, max_actors=case.actors, prefer=float(knob),
-                    migrate_s=case.migrate_s, start_s=case.start_s,
+        found[policy] = np.array(
+            [
+                (result.time_s, result.cost)
+                for result in (
+                    simulate_rollout(
+                        case.truth,
+                        case.scenarios,
+                        SPEED,
+                        policy=policy,
+                        max_actors=case.actors,
+                        prefer=float(knob),
+                        migrate_s=case.migrate_s,
+                        start_s=case.start_s,
+                    )
+                    for knob in (knobs[-1:] if policy == "fixed" else knobs)
                 )
-                for knob in (knobs[-1:] if policy == "fixed" else knobs)
-            )
-        ])
+            ]
+        )
     return found
 
 
-def on_average(case: Case) -> dict[str, Any]:
+def on_average(case: RolloutCase) -> dict[str, Any]:
     """Ours against those it is to beat, by the frontiers of mean time and mean cost over DRAWS other draws."""
     assert case.again is not None
     drawn = [replace(case, truth=truth, scenarios=scenarios) for truth, scenarios in map(case.again, range(DRAWS))]
@@ -89,14 +97,16 @@ def compare(points: dict[str, np.ndarray], rivals: Sequence[str]) -> dict[str, d
     for rival in rivals:
         at_cost, at_time = ratios(points["ours"], points[rival], 0), ratios(points["ours"], points[rival], 1)
         rows[rival] = {
-            "time_median": float(np.median(at_cost)), "time_worst": float(at_cost.max()),
-            "cost_median": float(np.median(at_time)), "cost_worst": float(at_time.max()),
+            "time_median": float(np.median(at_cost)),
+            "time_worst": float(at_cost.max()),
+            "cost_median": float(np.median(at_time)),
+            "cost_worst": float(at_time.max()),
             "behind_share": float(np.mean(at_cost > 1.0)),
         }
     return rows
 
 
-def facts(case: Case) -> dict[str, float]:
+def facts(case: RolloutCase) -> dict[str, float]:
     """What the forecast knew: share of the variance of log length that its means explain, what it claims that share to be,
     and of the longest response its place in the forecast's order (1: forecast the longest)."""
     said, came = np.log(case.scenarios).mean(1), np.log(case.truth)
@@ -117,10 +127,14 @@ def targets_of(rows: list[dict[str, Any]]) -> list[Target]:
             found.append(Target(f"{row['case']}: time over {rival}, worst place", worst, most=1.0, why=why))
     for row in rows:
         cut, shown = row["ours_over"]["global-cut"], 1 / row["ours_over"]["oracle"]["time_worst"]
-        found.append(Target(
-            f"{row['case']}: cost over global-cut, median", cut["cost_median"], most=0.872,
-            why=f"at its worst place {cut['cost_worst']:.2f}" if cut["cost_median"] > 0.872 else "",
-        ))
+        found.append(
+            Target(
+                f"{row['case']}: cost over global-cut, median",
+                cut["cost_median"],
+                most=0.872,
+                why=f"at its worst place {cut['cost_worst']:.2f}" if cut["cost_median"] > 0.872 else "",
+            )
+        )
         why = f"{_known(row)}; of the policies that do not know the lengths the best reaches {row['best_share_of_oracle']:.2f}"
         found.append(Target(f"{row['case']}: speed over oracle, worst place", shown, least=0.92, why=why if shown < 0.92 else ""))
     for rival in BEATEN:
@@ -128,10 +142,14 @@ def targets_of(rows: list[dict[str, Any]]) -> list[Target]:
             if mean := row.get("on_average"):
                 over = mean["ours_over"][rival]
                 why = f"at its median place {over['time_median']:.3f}, behind at {over['behind_share']:.0%} of the places"
-                found.append(Target(
-                    f"{row['case']}, means of {DRAWS} draws: time over {rival}, worst place", over["time_worst"], most=1.0,
-                    why=why if over["time_worst"] > 1 else "",
-                ))
+                found.append(
+                    Target(
+                        f"{row['case']}, means of {DRAWS} draws: time over {rival}, worst place",
+                        over["time_worst"],
+                        most=1.0,
+                        why=why if over["time_worst"] > 1 else "",
+                    )
+                )
     return found
 
 
@@ -154,7 +172,7 @@ def _why(row: dict[str, Any], rival: str) -> str:
     return text
 
 
-def draw(results: list[tuple[Case, dict[str, np.ndarray]]]) -> str:
+def draw(results: list[tuple[RolloutCase, dict[str, np.ndarray]]]) -> str:
     """One panel a case, cost across, time up. Returns what became of it: without matplotlib there is no picture."""
     try:
         import matplotlib
@@ -167,7 +185,7 @@ def draw(results: list[tuple[Case, dict[str, np.ndarray]]]) -> str:
     columns = min(3, len(results))
     rows = -(-len(results) // columns)
     figure, panels = plt.subplots(rows, columns, figsize=(5.2 * columns, 3.9 * rows), squeeze=False)
-    for panel in panels.flat[len(results):]:
+    for panel in panels.flat[len(results) :]:
         panel.set_visible(False)
     for panel, (case, points) in zip(panels.flat, results, strict=False):
         for policy, found in points.items():
@@ -184,11 +202,22 @@ def draw(results: list[tuple[Case, dict[str, np.ndarray]]]) -> str:
 
 
 def table_of(name: str, what: str, rows: dict[str, dict[str, float]]) -> Table:
-    table = Table("ours against", "time at equal cost: median", "worst", "cost at equal time: median", "worst", "behind at",
-                  title=f"{name} ({what})", title_justify="left")
+    table = Table(
+        "ours against",
+        "time at equal cost: median",
+        "worst",
+        "cost at equal time: median",
+        "worst",
+        "behind at",
+        title=f"{name} ({what})",
+        title_justify="left",
+    )
     for rival, row in rows.items():
-        table.add_row(rival, *(f"{row[key]:.3f}" for key in ("time_median", "time_worst", "cost_median", "cost_worst")),
-                      f"{row['behind_share']:.0%}" if rival != "oracle" else "")
+        table.add_row(
+            rival,
+            *(f"{row[key]:.3f}" for key in ("time_median", "time_worst", "cost_median", "cost_worst")),
+            f"{row['behind_share']:.0%}" if rival != "oracle" else "",
+        )
     return table
 
 
@@ -209,20 +238,33 @@ def main() -> None:
         rows = compare(points, (*RIVALS, "oracle"))
         results.append((case, points))
         blind = [float(ratios(points["oracle"], points[policy], 0).min()) for policy in ("ours", *RIVALS)]
-        content.append({
-            "case": case.name, "responses": len(case.truth), "actors": case.actors, "migrate_s": case.migrate_s,
-            "start_s": case.start_s, "bound_s": case.start_s + SPEED.step_s(1) * float(case.truth.max()),
-            "alone_cost": SPEED.rollout_s(case.truth), **facts(case), "best_share_of_oracle": max(blind), "points": points,
-            "ours_over": rows, "on_average": on_average(case) if case.again else None,
-        })
+        content.append(
+            {
+                "case": case.name,
+                "responses": len(case.truth),
+                "actors": case.actors,
+                "migrate_s": case.migrate_s,
+                "start_s": case.start_s,
+                "bound_s": case.start_s + SPEED.step_s(1) * float(case.truth.max()),
+                "alone_cost": SPEED.rollout_s(case.truth),
+                **facts(case),
+                "best_share_of_oracle": max(blind),
+                "points": points,
+                "ours_over": rows,
+                "on_average": on_average(case) if case.again else None,
+            }
+        )
         console.print(table_of(case.name, f"{len(case.truth)} responses, {case.actors} actors", rows))
         if mean := content[-1]["on_average"]:
             console.print(table_of(case.name, f"frontiers of the means over {DRAWS} other draws", mean["ours_over"]))
     targets = targets_of(content)
     show_targets(console, targets)
     save(
-        "rollout_policies", {"speed": asdict(SPEED), "prefer": PREFER, "cpu_s": time.process_time() - began, "cases": content},
-        targets, console=console, quick=arguments.quick,
+        "rollout_policies",
+        {"speed": asdict(SPEED), "prefer": PREFER, "cpu_s": time.process_time() - began, "cases": content},
+        targets,
+        console=console,
+        quick=arguments.quick,
     )
     if not arguments.quick and not arguments.lengths:
         console.print(draw(results), highlight=False)

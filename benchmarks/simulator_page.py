@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster_targets import of, room, targets
-from benchmarks.provenance import ROOT
-from benchmarks.results import FOLDER, Target
+from benchmarks.common.results import FOLDER, Target
+from benchmarks.common.run_metadata import ROOT
+from benchmarks.simulated.cluster_targets import of, room, targets
 
 PAGE = ROOT / "docs" / "simulator.md"
 NAMED = ("fixed+", "global-cut", "rlhfless-paper", "ours", "oracle")
@@ -46,11 +46,16 @@ def paper(content: dict[str, Any]) -> str:
     for name, entry in entries.items():
         p = entry["policies"]
         spread = p["ours"]["speedup"]["sd"]
-        rows.append([
-            name, f"{entry['rollout_share_of_fixed']:.0%}", *(_cell(p, policy) for policy in NAMED[:3]),
-            f"{of(p, 'ours', 'speedup'):.2f}× ± {spread:.2f}, {_less(of(p, 'ours', 'full_saving'))}", _cell(p, "oracle"),
-            f"{p['fixed']['time_over_bound']['mean']:.2f}×",
-        ])
+        rows.append(
+            [
+                name,
+                f"{entry['rollout_share_of_fixed']:.0%}",
+                *(_cell(p, policy) for policy in NAMED[:3]),
+                f"{of(p, 'ours', 'speedup'):.2f}× ± {spread:.2f}, {_less(of(p, 'ours', 'full_saving'))}",
+                _cell(p, "oracle"),
+                f"{p['fixed']['time_over_bound']['mean']:.2f}×",
+            ]
+        )
     policies = {policy: [entry["policies"][policy] for entry in entries.values()] for policy in NAMED}
     average = []
     for policy in NAMED:
@@ -151,11 +156,16 @@ def break_even(content: dict[str, Any]) -> str:
 
 
 TABLES: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {  # of which file and which part of it each is made
-    "cluster targets": ("cluster", "paper", reached), "cluster paper": ("cluster", "paper", paper),
-    "cluster time": ("cluster", "paper", time_), "cluster cheap": ("cluster", "cheap", cheap),
-    "cluster oracle": ("cluster", "oracle", oracle), "cluster ablation": ("cluster", "ablation", ablation),
-    "cluster sensitivity": ("cluster", "sensitivity", sensitivity), "cluster large": ("cluster", "large", large),
-    "rollout policies": ("rollout_policies", "targets", rollout), "break even": ("break_even", "curves", break_even),
+    "cluster targets": ("cluster", "paper", reached),
+    "cluster paper": ("cluster", "paper", paper),
+    "cluster time": ("cluster", "paper", time_),
+    "cluster cheap": ("cluster", "cheap", cheap),
+    "cluster oracle": ("cluster", "oracle", oracle),
+    "cluster ablation": ("cluster", "ablation", ablation),
+    "cluster sensitivity": ("cluster", "sensitivity", sensitivity),
+    "cluster large": ("cluster", "large", large),
+    "rollout policies": ("rollout_policies", "targets", rollout),
+    "break even": ("break_even", "curves", break_even),
 }
 
 

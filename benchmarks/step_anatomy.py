@@ -17,9 +17,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.anatomy import PARTS, StepAnatomy, anatomy, gaps, warm_starts
-from benchmarks.provenance import ROOT
-from benchmarks.results import Spread, Target, make_console, save, show_targets
+from benchmarks.common.ledger_anatomy import PARTS, StepAnatomy, anatomy, gaps, warm_starts
+from benchmarks.common.results import Spread, Target, make_console, save, show_targets
+from benchmarks.common.run_metadata import ROOT
 from rlhfless_ray import Recipe
 from rlhfless_ray.functions.ledger import read_rows
 
@@ -31,7 +31,7 @@ IN_PHASES = "lease"  # its time lies inside the other phases'
 def measure(recipe: Recipe) -> tuple[Path, dict[str, Any]]:
     """Run the recipe in this process; returns its run folder and what start-up took (seconds)."""
     began = time.monotonic()
-    from rlhfless_ray.runtime import Runtime
+    from rlhfless_ray.runtime.runtime import Runtime
 
     imported = time.monotonic()
     run = Runtime(recipe)
@@ -53,7 +53,10 @@ def measure(recipe: Recipe) -> tuple[Path, dict[str, Any]]:
             if step.number == 1:
                 cold = cold_starts(run)
     start_up = {
-        "import_s": imported - began, "check_s": checked - imported, "ray_s": ray_s, "enter_s": entered - checked,
+        "import_s": imported - began,
+        "check_s": checked - imported,
+        "ray_s": ray_s,
+        "enter_s": entered - checked,
         "cold_starts": cold,
     }
     return run.folder.path, start_up
@@ -64,7 +67,7 @@ def cold_starts(run: Any) -> dict[str, list[dict[str, float]]]:
     import ray
 
     found: dict[str, list[dict[str, float]]] = {}
-    for pool in (run.rollout, run.reward, run.gang.pool):
+    for pool in (run.rollout, run.reward, run.worker_group.pool):
         for instance in (*pool.working, *pool.parked):
             if instance.opened is not None:
                 spans = ray.get(instance.opened, timeout=60)["spans"]
@@ -123,8 +126,10 @@ def show_start_up(start_up: dict[str, Any], first: StepAnatomy, warm: dict[str, 
             spread = Spread.of(instance[what] for instance in instances if what in instance)
             table.add_row(f"cold {kind}: {what}", spread.show())
     for kind, spread in warm.items():
-        table.add_row(f"warm {kind}: lease handed over → working, ms", Spread(
-            1e3 * spread.median, 1e3 * spread.low, 1e3 * spread.high, spread.count).show())
+        table.add_row(
+            f"warm {kind}: lease handed over → working, ms",
+            Spread(1e3 * spread.median, 1e3 * spread.low, 1e3 * spread.high, spread.count).show(),
+        )
     console.print(table)
 
 
@@ -163,13 +168,19 @@ def main() -> None:
     ]
     show_targets(console, reached)
     content = {
-        "recipe": options.recipe.name, "overrides": options.overrides, "steps": steps, "drop": drop,
+        "recipe": options.recipe.name,
+        "overrides": options.overrides,
+        "steps": steps,
+        "drop": drop,
         "phases": {name: Spread.of(row[f"phase/{name}_s"] for row in rows) for name in PHASES},
         "step_s": Spread.of(row["step_s"] for row in rows),
         "parts": {part: Spread.of(a.parts[part] for a in found) for part in PARTS},
         "overhead_s": Spread.of(a.overhead_s for a in found),
         "overhead_by_holder": {h: Spread.of(a.overhead_by_holder[h] for a in found) for h in found[0].overhead_by_holder},
-        "gaps_s": between, "start_up": start_up, "warm_starts_s": warm, "before_step_1": asdict(by_step[0]),
+        "gaps_s": between,
+        "start_up": start_up,
+        "warm_starts_s": warm,
+        "before_step_1": asdict(by_step[0]),
         "anatomy": [asdict(a) for a in found],
     }
     save("step_anatomy", content, reached, console=console, quick=options.quick)

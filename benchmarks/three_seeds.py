@@ -19,11 +19,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.results import Target, make_console, save, show_targets
+from benchmarks.common.run_metadata import ROOT
+from benchmarks.common.run_process import run_process
+from benchmarks.common.svg import sparkline
 from benchmarks.final_model import FinalModel, check_final_model
-from benchmarks.provenance import ROOT
-from benchmarks.results import Target, make_console, save, show_targets
-from benchmarks.svg import sparkline
-from benchmarks.system import run_process
 
 LEAST_SAMPLED, LEAST_GREEDY = 20.0, 12.0  # points, mean over the seeds; each seed at least half of it
 SATURATED = 0.95
@@ -76,8 +76,17 @@ class Seed:
 
 def run_seed(recipe: Path, overrides: list[str], seed: int, root: Path, *, check_model: bool) -> Seed:
     command = [
-        sys.executable, "-m", "rlhfless_ray", "train", recipe, f"run.seed={seed}", f"run.root={root}",
-        f"run.name=seed-{seed}", "watch.progress='plain'", "watch.samples_per_step=0", *overrides,
+        sys.executable,
+        "-m",
+        "rlhfless_ray",
+        "train",
+        recipe,
+        f"run.seed={seed}",
+        f"run.root={root}",
+        f"run.name=seed-{seed}",
+        "watch.progress='plain'",
+        "watch.samples_per_step=0",
+        *overrides,
     ]
     root.mkdir(parents=True, exist_ok=True)
     ended = run_process(command, root / f"seed-{seed}.log")
@@ -89,22 +98,26 @@ def run_seed(recipe: Path, overrides: list[str], seed: int, root: Path, *, check
     before, after = ({way: row[f"eval/accuracy_{way}"] for way in ways} for row in (evaluated[0], evaluated[-1]))
     edge = min(EDGE, len(steps))
     return Seed(
-        seed, ended.wall_s, sum(row["step_s"] for row in steps), ended.peak_mb, before, after,
+        seed,
+        ended.wall_s,
+        sum(row["step_s"] for row in steps),
+        ended.peak_mb,
+        before,
+        after,
         [row["reward/mean"] for row in steps],
-        lengths(run, [row["step"] for row in steps[:edge]]), lengths(run, [row["step"] for row in steps[-edge:]]),
+        lengths(run, [row["step"] for row in steps[:edge]]),
+        lengths(run, [row["step"] for row in steps[-edge:]]),
         check_final_model(run) if check_model else None,
     )
 
 
 def lengths(run: Path, steps: list[int]) -> Lengths:
     """Response and prompt lengths, in tokens, of all samples of some steps."""
-    from rlhfless_ray.policy_files import load_tokenizer
-    from rlhfless_ray.weights.folder import read_folder
+    from rlhfless_ray.weights.load_policy import load_tokenizer
+    from rlhfless_ray.weights.model_folder import read_folder
 
     tokenizer = load_tokenizer(read_folder(run / "model"), False)
-    rows = [
-        json.loads(line) for step in steps for line in (run / "samples" / f"step_{step}.jsonl").read_text().splitlines()
-    ]
+    rows = [json.loads(line) for step in steps for line in (run / "samples" / f"step_{step}.jsonl").read_text().splitlines()]
     tokens = np.array([row["tokens"] for row in rows], float)
     prompts = np.array([len(ids) for ids in tokenizer([row["prompt"] for row in rows])["input_ids"]], float)
     p50, p99 = np.quantile(tokens, [0.5, 0.99])
@@ -138,8 +151,21 @@ def targets(seeds: list[Seed]) -> list[Target]:
 
 def show(seeds: list[Seed], console: Console) -> None:
     table = Table(
-        "seed", "sampled, %", "rise", "greedy, %", "rise", "reward by step", "slope/100", "p99/p50", "R²", "training",
-        "wall", "peak MB", "final model: hf / vLLM", title="The quickstart over seeds: before → after", title_justify="left",
+        "seed",
+        "sampled, %",
+        "rise",
+        "greedy, %",
+        "rise",
+        "reward by step",
+        "slope/100",
+        "p99/p50",
+        "R²",
+        "training",
+        "wall",
+        "peak MB",
+        "final model: hf / vLLM",
+        title="The quickstart over seeds: before → after",
+        title_justify="left",
     )
     low, high = min(min(s.rewards) for s in seeds), max(max(s.rewards) for s in seeds)
     for s in seeds:
@@ -147,10 +173,19 @@ def show(seeds: list[Seed], console: Console) -> None:
         rise = {how: f"{s.rise(how):+.1f}" for how in s.after}
         final = "" if s.final is None else f"{100 * s.final.transformers_accuracy:.1f} / {100 * s.final.vllm_accuracy:.1f}"
         table.add_row(
-            str(s.seed), pair["sampled"], rise["sampled"], pair.get("greedy", ""), rise.get("greedy", ""),
-            sparkline(s.rewards, low, high, 20), f"{s.slope[0]:+.1f} ± {s.slope[1]:.1f}",
-            f"{s.start.tail:.1f} → {s.end.tail:.1f}", f"{s.start.r2:.2f} → {s.end.r2:.2f}", f"{s.training_s:.0f} s",
-            f"{s.wall_s:.0f} s", f"{s.peak_mb:.0f}", final,
+            str(s.seed),
+            pair["sampled"],
+            rise["sampled"],
+            pair.get("greedy", ""),
+            rise.get("greedy", ""),
+            sparkline(s.rewards, low, high, 20),
+            f"{s.slope[0]:+.1f} ± {s.slope[1]:.1f}",
+            f"{s.start.tail:.1f} → {s.end.tail:.1f}",
+            f"{s.start.r2:.2f} → {s.end.r2:.2f}",
+            f"{s.training_s:.0f} s",
+            f"{s.wall_s:.0f} s",
+            f"{s.peak_mb:.0f}",
+            final,
         )
     means = {how: np.mean([s.rise(how) for s in seeds]) for how in seeds[0].after}
     table.add_row("mean", "", f"{means.get('sampled', np.nan):+.1f}", "", f"{means.get('greedy', np.nan):+.1f}")

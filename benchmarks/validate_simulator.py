@@ -22,25 +22,16 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import nnls
 
-from benchmarks.results import Target, save, show_targets
-from placement.rollout_sim import simulate_rollout
-from placement.speed import Speed
+from benchmarks.common.results import Target, save, show_targets
+from placement.simulate.rollout.simulate_rollout import simulate_rollout
+from placement.speed.decode_speed import Speed
 
-NEEDED = (
-    "step",
-    "step_s",
-    "phase/rollout_s",
-    "phase/learn_s",
-    "pool/rollout_actors",
-    "tokens/generated",
-    "length/max",
-    "length/mean",
-)
+NEEDED = ("step", "step_s", "phase/rollout_s", "phase/learn_s", "pool/rollout_actors", "tokens/generated", "length/max", "length/mean")
 WITHIN = 15.0  # per cent
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """One recorded step: seconds of its phases (`other`: all but rollout, learning and evaluation), engines, response
     lengths."""
 
@@ -65,7 +56,7 @@ class Fitted:
     other_s: float
 
 
-def read(run: Path) -> list[Step]:
+def read(run: Path) -> list[RecordedStep]:
     """The usable steps of a run folder. Raises SystemExit with one sentence when there are fewer than eight."""
     path = run / "metrics.jsonl"
     if not path.exists():
@@ -85,7 +76,7 @@ def read(run: Path) -> list[Step]:
         evaluation = row.get("phase/eval_s") or 0.0
         other = row["step_s"] - row["phase/rollout_s"] - row["phase/learn_s"] - evaluation
         steps.append(
-            Step(
+            RecordedStep(
                 int(row["step"]),
                 row["step_s"] - evaluation,
                 row["phase/rollout_s"],
@@ -117,40 +108,40 @@ def _lengths(run: Path, row: dict[str, Any]) -> np.ndarray:
     return lengths
 
 
-def fit(steps: list[Step]) -> Fitted:
+def fit(steps: list[RecordedStep]) -> Fitted:
     """Least squares with non-negative terms, each step weighted by its own duration (relative errors count)."""
     rollout = np.array([s.rollout_s for s in steps])
-    terms = np.array([[1.0, s.lengths.max(), s.lengths.sum() / s.engines] for s in steps])
-    start, base, per_seq = nnls(terms / rollout[:, None], np.ones(len(steps)))[0]
+    times = np.array([[1.0, s.lengths.max(), s.lengths.sum() / s.engines] for s in steps])
+    start, base, per_seq = nnls(times / rollout[:, None], np.ones(len(steps)))[0]
     learn = np.array([max(s.learn_s, 1e-9) for s in steps])
     tokens = np.array([[1.0, s.lengths.sum()] for s in steps])
     constant, per_token = nnls(tokens / learn[:, None], np.ones(len(steps)))[0]
     return Fitted(Speed(max(base, 1e-9), per_seq), start, constant, per_token, float(np.median([s.other_s for s in steps])))
 
 
-def predict(step: Step, terms: Fitted) -> tuple[float, float]:
+def predict(step: RecordedStep, times: Fitted) -> tuple[float, float]:
     """Seconds of the rollout and of the step, simulated."""
     run = simulate_rollout(
         step.lengths,
         step.lengths[:, None],
-        terms.speed,
+        times.speed,
         policy="random",
         prefer=1.0,
         max_actors=step.engines,
-        start_s=terms.start_s,
+        start_s=times.start_s,
         seed=step.number,
         interval_s=1e6,
     )
-    return run.time_s, run.time_s + terms.learn_s + terms.per_token_s * float(step.lengths.sum()) + terms.other_s
+    return run.time_s, run.time_s + times.learn_s + times.per_token_s * float(step.lengths.sum()) + times.other_s
 
 
 def validate(run: Path) -> dict[str, Any]:
     steps = read(run)
     half = len(steps) // 2
-    terms = fit(steps[:half])
+    times = fit(steps[:half])
     rows = []
     for step in steps[half:]:
-        rollout, whole = predict(step, terms)
+        rollout, whole = predict(step, times)
         rows.append(
             {
                 "step": step.number,
@@ -167,7 +158,7 @@ def validate(run: Path) -> dict[str, Any]:
         "run": run.name,
         "fitted_on": half,
         "predicted": len(rows),
-        "terms": {**asdict(terms)},
+        "terms": {**asdict(times)},
         "error_percent": {
             "median": 100 * float(np.median(np.abs(error))),
             "mean": 100 * float(np.mean(np.abs(error))),
@@ -188,9 +179,7 @@ def main() -> None:
     console = Console(width=120)
     found = validate(options.run)
     error = found["error_percent"]
-    table = Table(
-        title=f"{found['run']}: fitted on {found['fitted_on']} steps, {found['predicted']} predicted", title_justify="left"
-    )
+    table = Table(title=f"{found['run']}: fitted on {found['fitted_on']} steps, {found['predicted']} predicted", title_justify="left")
     for head in ("error of step time, %", "value"):
         table.add_column(head)
     for name, value in error.items():

@@ -17,14 +17,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.ceiling import Ceiling, measure_ceiling
-from benchmarks.curves import measure_curves, show_curves
-from benchmarks.our_side import recipe, run_ours
-from benchmarks.results import Spread, Target, make_console, save, show_targets
-from benchmarks.system import Measured
-from benchmarks.their_side import run_trl, settings
-from benchmarks.trl_env import trl_python
-from benchmarks.workload import LARGE, SMALL, Workload
+from benchmarks.common.results import Spread, Target, make_console, save, show_targets
+from benchmarks.common.run_process import MeasuredProcess
+from benchmarks.peers.ceiling import Ceiling, measure_ceiling
+from benchmarks.peers.curves import measure_curves, show_curves
+from benchmarks.peers.run_ours import recipe, run_ours
+from benchmarks.peers.run_trl import run_trl, settings
+from benchmarks.peers.shared_work import LARGE, SMALL, SharedWork
+from benchmarks.peers.trl_env import trl_python
 
 SPEEDUP = {SMALL.name: 5.0, LARGE.name: 2.2}  # samples per second over TRL's
 GENERATION = 5.0  # generation phase over TRL's
@@ -32,7 +32,7 @@ OF_CEILING = 0.9
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """How much is run. `drop`: first steps of every run that are not steady state."""
 
     rounds: int = 2
@@ -43,24 +43,24 @@ class Plan:
     repeats: int = 7  # of each part of the ceiling
 
 
-QUICK = Plan(rounds=1, trl_steps=2, default_steps=2, our_steps=4, drop=1, repeats=2)
+QUICK = ComparisonPlan(rounds=1, trl_steps=2, default_steps=2, our_steps=4, drop=1, repeats=2)
 
 
 @dataclass(frozen=True)
 class Compared:
-    work: Workload
+    work: SharedWork
     parameters: int
-    trl: list[Measured]
-    ours: list[Measured]
+    trl: list[MeasuredProcess]
+    ours: list[MeasuredProcess]
     ceilings: list[Ceiling]
     drop: int
-    by_default: Measured | None = None  # TRL as its defaults are: other numbers than float32's, hence no target's
+    by_default: MeasuredProcess | None = None  # TRL as its defaults are: other numbers than float32's, hence no target's
 
-    def spread(self, runs: list[Measured], name: str) -> Spread:
+    def spread(self, runs: list[MeasuredProcess], name: str) -> Spread:
         """Over the steady steps of all rounds."""
         return Spread.of(step[name] for run in runs for step in run.steady(self.drop))
 
-    def samples_per_s(self, runs: list[Measured]) -> Spread:
+    def samples_per_s(self, runs: list[MeasuredProcess]) -> Spread:
         return Spread.of(self.work.samples / step["step_s"] for run in runs for step in run.steady(self.drop))
 
     @property
@@ -94,12 +94,10 @@ class Compared:
         if self.by_default is None:
             return {}
         names = {"default_speedup": "step_s", "default_generation": "generate_s", "default_learning": "learn_s"}
-        return {
-            ratio: self.spread([self.by_default], name).median / self.spread(self.ours, name).median for ratio, name in names.items()
-        }
+        return {ratio: self.spread([self.by_default], name).median / self.spread(self.ours, name).median for ratio, name in names.items()}
 
 
-def compare(work: Workload, plan: Plan, threads: int, scratch: Path, console: Console) -> Compared:
+def compare(work: SharedWork, plan: ComparisonPlan, threads: int, scratch: Path, console: Console) -> Compared:
     files = work.write(scratch / work.name)
     trl, ours, ceilings = [], [], []
     by_default = None
@@ -119,7 +117,7 @@ def compare(work: Workload, plan: Plan, threads: int, scratch: Path, console: Co
     return Compared(work, files.parameters, trl, ours, ceilings, plan.drop, by_default)
 
 
-def check_same_work(work: Workload, trl: list[Measured], ours: list[Measured]) -> None:
+def check_same_work(work: SharedWork, trl: list[MeasuredProcess], ours: list[MeasuredProcess]) -> None:
     """Raises RuntimeError unless every step of both trained on the same number of tokens."""
     wanted = work.samples * work.max_tokens
     for run in (*trl, *ours):
@@ -138,11 +136,17 @@ def show(compared: Compared, console: Console) -> None:
     )
     table = Table("", "TRL", "rlhfless_ray", "ceiling", "TRL / ours", title=title, title_justify="left")
     table.add_row(
-        "samples/s", compared.samples_per_s(compared.trl).show(), compared.samples_per_s(compared.ours).show(),
-        f"{work.samples / compared.ceiling_step_s:.3g}", f"{1 / ratios['speedup']:.3g}",
+        "samples/s",
+        compared.samples_per_s(compared.trl).show(),
+        compared.samples_per_s(compared.ours).show(),
+        f"{work.samples / compared.ceiling_step_s:.3g}",
+        f"{1 / ratios['speedup']:.3g}",
     )
-    bare = {"step_s": f"{compared.ceiling_step_s:.3g}", "generate_s": compared.ceiling_generate.show(),
-            "learn_s": compared.ceiling_learn.show()}
+    bare = {
+        "step_s": f"{compared.ceiling_step_s:.3g}",
+        "generate_s": compared.ceiling_generate.show(),
+        "learn_s": compared.ceiling_learn.show(),
+    }
     shown_as = {"step_s": "step, s", "generate_s": "generation, s", "learn_s": "learning, s", "score_s": "scoring, s"}
     for name, shown in shown_as.items():
         trl, ours = compared.spread(compared.trl, name), compared.spread(compared.ours, name)
@@ -155,7 +159,8 @@ def show(compared: Compared, console: Console) -> None:
         said = [f"{shown_as[n]} {compared.spread([compared.by_default], n).show()}" for n in ("step_s", "generate_s", "learn_s")]
         console.print(
             f"TRL with its own defaults (bfloat16 autocast, gradient checkpointing, micro-batches of 8): {'; '.join(said)}; "
-            f"over ours in float32: {ratios['default_speedup']:.3g}", highlight=False,
+            f"over ours in float32: {ratios['default_speedup']:.3g}",
+            highlight=False,
         )
 
 
@@ -172,13 +177,17 @@ def as_json(compared: Compared) -> dict[str, Any]:
     names = ("step_s", "generate_s", "learn_s", "score_s")
     both = {"trl": compared.trl, "rlhfless_ray": compared.ours}
     return {
-        "workload": asdict(compared.work), "parameters": compared.parameters, "ratios": compared.ratios(),
+        "workload": asdict(compared.work),
+        "parameters": compared.parameters,
+        "ratios": compared.ratios(),
         "steady": {
             system: {"samples_per_s": compared.samples_per_s(runs), **{n: compared.spread(runs, n) for n in names}}
             for system, runs in both.items()
         },
         "ceiling": {
-            "step_s": compared.ceiling_step_s, "generate_s": compared.ceiling_generate, "learn_s": compared.ceiling_learn,
+            "step_s": compared.ceiling_step_s,
+            "generate_s": compared.ceiling_generate,
+            "learn_s": compared.ceiling_learn,
             "rounds": [asdict(c) for c in compared.ceilings],
         },
         "runs": {system: [asdict(run) for run in runs] for system, runs in both.items()},
@@ -189,15 +198,15 @@ def as_json(compared: Compared) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few steps only: shows that it runs, measures nothing")
-    parser.add_argument("--rounds", type=int, default=Plan.rounds, help="of TRL, this and the ceiling, in turn")
-    parser.add_argument("--our-steps", type=int, default=Plan.our_steps, help="of this runtime, in each round")
+    parser.add_argument("--rounds", type=int, default=ComparisonPlan.rounds, help="of TRL, this and the ceiling, in turn")
+    parser.add_argument("--our-steps", type=int, default=ComparisonPlan.our_steps, help="of this runtime, in each round")
     parser.add_argument("--sizes", nargs="*", choices=[SMALL.name, LARGE.name], default=[SMALL.name, LARGE.name])
     parser.add_argument("--micro-sequences", type=int, help="sequences of a micro-batch, in every system")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores each system may use")
     parser.add_argument("--curve-steps", type=int, help="steps of the reward curves; 0: none", default=None)
     parser.add_argument("--keep", type=Path, help="keep logs and run folders below this folder")
     options = parser.parse_args()
-    plan = QUICK if options.quick else Plan(rounds=options.rounds, our_steps=options.our_steps)
+    plan = QUICK if options.quick else ComparisonPlan(rounds=options.rounds, our_steps=options.our_steps)
     console = make_console()
     trl_python()
     scratch = Path(tempfile.mkdtemp(prefix="rlhfless-vs-trl-")) if options.keep is None else options.keep
@@ -220,8 +229,11 @@ def main() -> None:
     reached = [target for compared in found for target in targets(compared)]
     show_targets(console, reached)
     content = {
-        "plan": asdict(plan), "threads": options.threads, "trl_versions": found[0].trl[0].versions if found else {},
-        "sizes": {compared.work.name: as_json(compared) for compared in found}, "curves": curves,
+        "plan": asdict(plan),
+        "threads": options.threads,
+        "trl_versions": found[0].trl[0].versions if found else {},
+        "sizes": {compared.work.name: as_json(compared) for compared in found},
+        "curves": curves,
     }
     save("vs_trl", content, reached, console=console, quick=options.quick)
 

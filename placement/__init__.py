@@ -1,20 +1,53 @@
-"""The planner: pure Python and numpy. Imports neither ray nor torch nor rlhfless_ray."""
+"""Plan the rollouts of RLHF: how many engines to lease, which responses each one decodes, and what that takes and costs.
 
-from placement.bounds import Bounds, cost_bound, rollout_bounds
-from placement.choice import Choice, NotFeasible, Objective, choose, choose_nearest
-from placement.frontier import frontier
-from placement.lengths import ForecastQuality, LengthForecast, LengthForecaster, Scenarios, forecast_quality, revise
-from placement.plan import Plan, Pool
-from placement.price import PriceTable
-from placement.rollout_sim import simulate_rollout
-from placement.roofline import Device, Model, decode_speed, kv_capacity
-from placement.speed import Speed, SpeedFit
-from placement.step import StepPlan, StepWork, step_bounds, step_frontier
-from placement.terms import Term, Terms
+The package needs numpy and scipy only. It imports neither Ray nor torch nor `rlhfless_ray`.
+
+Examples
+--------
+>>> from placement import Objective, Speed, choose, frontier
+>>> plans = frontier([120, 80, 75, 900], Speed(base_s=0.01, per_seq_s=1e-4), max_actors=4)
+>>> [(round(plan.time_s, 2), round(plan.cost, 2), plan.actors) for plan in plans]
+[(9.09, 10.32, 2), (9.1, 9.92, 2), (9.11, 9.87, 2), (9.12, 9.12, 1)]
+>>> choose(plans, Objective(prefer=0.0)).plan.groups
+(array([3, 0, 1, 2]),)
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from placement.forecast.forecaster import LengthForecaster
+from placement.planning.bounds import Bounds, rollout_bounds
+from placement.planning.frontier import frontier
+from placement.planning.objective import Choice, NotFeasible, Objective, choose, choose_nearest
+from placement.planning.plan import Plan, Pool
+from placement.speed.decode_speed import Speed
+
+if TYPE_CHECKING:
+    from placement.simulate.rollout.simulate_rollout import simulate_rollout
+
+if TYPE_CHECKING:
+    from placement.simulate.rollout.simulate_rollout import simulate_rollout
 
 __all__ = [
-    "Bounds", "Choice", "Device", "ForecastQuality", "LengthForecast", "LengthForecaster", "Model", "NotFeasible",
-    "Objective", "Plan", "Pool", "PriceTable", "Scenarios", "Speed", "SpeedFit", "StepPlan", "StepWork", "Term",
-    "Terms", "choose", "choose_nearest", "cost_bound", "decode_speed", "forecast_quality", "frontier", "kv_capacity",
-    "revise", "rollout_bounds", "simulate_rollout", "step_bounds", "step_frontier",
+    "Bounds",
+    "Choice",
+    "LengthForecaster",
+    "NotFeasible",
+    "Objective",
+    "Plan",
+    "Pool",
+    "Speed",
+    "choose",
+    "choose_nearest",
+    "frontier",
+    "rollout_bounds",
+    "simulate_rollout",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The simulator is imported on first use: nothing that trains needs it.
+    if name == "simulate_rollout":
+        from placement.simulate.rollout.simulate_rollout import simulate_rollout
+
+        return simulate_rollout
+    raise AttributeError(f"module 'placement' has no attribute {name!r}")

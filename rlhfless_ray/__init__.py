@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
-    from rlhfless_ray.runtime import Runtime
+    from rlhfless_ray.runtime.runtime import Runtime
 
 __all__ = ["Recipe", "Runtime"]
 __version__ = "0.1.0"
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
 
         return Recipe
     if name == "Runtime":
-        from rlhfless_ray.runtime import Runtime
+        from rlhfless_ray.runtime.runtime import Runtime
 
         return Runtime
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,9 +8,13 @@ Arrays are numpy; nothing here imports ray, torch or vllm.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from placement.forecast.forecaster import Scenarios
+    from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Request:
     stop: tuple[str, ...] = ()  # it ends with the token that completes one of these in its text
     stop_token_ids: tuple[int, ...] = ()  # beside those that end every response
     top_p: float = 1.0  # probability of the most likely tokens that the others are left out beside; greedy ones need none
+    min_tokens: int = 0  # before so many tokens of the whole response nothing ends it
 
 
 @dataclass
@@ -67,6 +72,7 @@ class Sample:
     error: str | None = None
     advantage: float | None = None  # None: the sample does not take part in the update
     earned: float | None = None  # its reward after penalties, baseline and clip, with the KL of its tokens where it is in the reward
+    penalized: float | None = None  # its reward after length penalties alone; None until advantages are computed
     score: float | None = None  # in [0, 1], for dynamic filtering; None: the reward serves as the score
     extra_logs: dict[str, float] = field(default_factory=dict)  # what the reward function wants to see in the log
     action_mask: np.ndarray | None = None  # (length,) bool: tokens that the policy wrote, the others are feedback; None: all are
@@ -121,6 +127,8 @@ class UpdateStats:
     ppo_kl: float = 0.0  # log p_old - log p of the policy, where p_old is that before the step's first optimizer step
     sampler_kl: float = 0.0  # log p_sampler - log p_old
     reference_gap: float = 0.0  # log p - log p_reference, or log p_old - log p_reference where the KL is in the reward
+    next_learning_rate: float = 0.0  # of the optimizer step after the last one of this update
+    last_grad_norm: float = 0.0  # before clipping, of the last optimizer step
 
 
 @dataclass(frozen=True)
@@ -149,6 +157,7 @@ class WeightVersion:
     checksum: int = 0
     node: str = ""  # where they lie, if that is not the driver's node: they are lost with it, and then there is
     copy: Any = None  # the same on the driver's node, made while engines load
+    digests: Any = None  # ray.ObjectRef of {name: digest}, by which a receiver names a tensor that arrived damaged
 
 
 @dataclass
@@ -158,12 +167,15 @@ class Step:
     number: int
     prompts: list[Prompt] = field(default_factory=list)
     before: list[Prompt] = field(default_factory=list)  # asked in this step already, where filtered groups are replaced
-    forecast: Any = None  # placement.lengths.Scenarios: joint draws of every response's length
-    plan: Any = None  # rlhfless_ray.autoscale.RolloutPlan
-    prefixes: Any = None  # rlhfless_ray.prefix.stage.StepPrefixes; None: no prefix KV in this run
+    # these two are None only until the page has set them, which it does before anything reads them
+    forecast: Scenarios = None  # type: ignore[assignment]  # joint draws of every response's length
+    plan: RolloutPlan = None  # type: ignore[assignment]
+    prefixes: Any = None  # rlhfless_ray.prefix.step_prefixes.StepPrefixes, which holds Ray references; None: no prefix KV in this run
     answers: list[Sample] = field(default_factory=list)  # to its prompts, also where not all are learned from
     samples: list[Sample] = field(default_factory=list)  # that are learned from
     stats: UpdateStats | None = None
     evaluation: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     ledger: dict[str, float] = field(default_factory=dict)  # slot-seconds and money of this step
+    phase_s: dict[str, float] = field(default_factory=dict)  # seconds of each phase, as the driver sees them
+    wall_s: float = 0.0

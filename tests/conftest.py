@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from filelock import FileLock
 from hypothesis import settings
 
 import rlhfless_ray  # noqa: F401 - sets what has to be set before grpc is loaded
+from rlhfless_ray.rollout.engine_settings import EngineSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -69,8 +71,13 @@ def samples(run: Path, step: int) -> list[dict[str, Any]]:
 def command(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
     """Run `rlhfless …` as a user would and return what it said."""
     return subprocess.run(
-        [sys.executable, "-m", "rlhfless_ray", *arguments], capture_output=True, text=True, timeout=400, cwd=more.pop("cwd", ROOT),
-        env=environment(), **more,
+        [sys.executable, "-m", "rlhfless_ray", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        cwd=more.pop("cwd", ROOT),
+        env=environment(),
+        **more,
     )
 
 
@@ -96,13 +103,130 @@ def short_csv_fields() -> Iterator[None]:
     csv.field_size_limit(before)
 
 
+TIERS = ("ray", "engine", "learner", "slow", "gpu")  # their meaning: pyproject.toml; a test with none of these markers is `pure`
+
+# Fixtures that start what their tier is named after: whoever uses one is of that tier.
+FIXTURE_TIERS = {
+    "ray_cluster": ("ray",),
+    "no_ray": ("ray",),
+    "uninterrupted": ("ray", "engine"),
+    "new_engine": ("engine",),
+    "cases": ("learner",),
+}
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long ones begin first: files with engines, then with Ray, then all others."""
+    """Complete the markers of tiers, and sort: the longest first, which are files with engines or a Ray of their own, then learners.
+    Files that share one Ray follow one another."""
     ranks: dict[Path, int] = {}
     for item in items:
-        rank = 0 if item.get_closest_marker("engine") else 1 if item.get_closest_marker("ray") else 2
+        for fixture in getattr(item, "fixturenames", ()):
+            for tier in FIXTURE_TIERS.get(fixture, ()):
+                if item.get_closest_marker(tier) is None:
+                    item.add_marker(tier)
+        tiers = {tier for tier in TIERS if item.get_closest_marker(tier)}
+        if not tiers:
+            item.add_marker("pure")
+        alone = "engine" in tiers or "no_ray" in getattr(item, "fixturenames", ())
+        rank = 0 if alone else 1 if "learner" in tiers else 2 if "ray" in tiers else 3
         ranks[item.path] = min(rank, ranks.get(item.path, rank))
     items.sort(key=lambda item: ranks[item.path])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep what test files import out of garbage collections: each would look through torch and transformers for a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Note whether every test of this session is pure: only then is a processor's time that of the test at work."""
+    session.config.stash[ONLY_PURE] = all(item.get_closest_marker("pure") for item in session.items)
+
+
+ONLY_PURE = pytest.StashKey[bool]()
+CPU_BEFORE = pytest.StashKey[float]()
+PURE_CPU_S = 20.0  # the most expensive pure tests take 2 to 3 s on a quiet core; a busy or slow machine takes several times that
+STARTS_RAY = ("/gcs_server", "/raylet/raylet")
+refused: list[str] | None = None  # what the pure test at work tried to start; None outside pure tests
+
+
+def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+    """Audit hook: a pure test starts no Ray and imports no engine. Raises where it tries, and is remembered in case that is caught."""
+    if refused is None or event not in ("import", "subprocess.Popen"):
+        return
+    if event == "import":
+        tier, what = ("engine", "imports vllm") if arguments[0] == "vllm" else (None, "")
+    else:
+        words = [os.fsdecode(word) for word in arguments[1] if isinstance(word, str | bytes | os.PathLike)]
+        found = any(part in word for word in words for part in STARTS_RAY)
+        tier, what = ("ray", "starts a Ray cluster") if found else (None, "")
+    if tier is not None:
+        refused.append(f"it {what}: mark it `@pytest.mark.{tier}`")
+        raise RuntimeError(refused[-1])
+
+
+def pytest_configure() -> None:
+    sys.addaudithook(refuse)
+
+
+def refuse_process_group(*_: Any, **__: Any) -> None:
+    """Stand in for torch.distributed.init_process_group, which DeepSpeed calls too, in a pure test."""
+    assert refused is not None
+    refused.append("it starts a torch.distributed process group: mark it `@pytest.mark.learner`")
+    raise RuntimeError(refused[-1])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Guard the pure tier, fixtures included: `make check` stays under a minute only while its tests start nothing heavy."""
+    global refused
+    if item.get_closest_marker("pure") is None:
+        return (yield)
+    refused = []
+    item.stash[CPU_BEFORE] = cpu_s()
+    distributed = sys.modules.get("torch.distributed")
+    before = getattr(distributed, "init_process_group", None)
+    if before is not None:
+        distributed.init_process_group = refuse_process_group
+    try:
+        return (yield)
+    finally:
+        refused = None
+        if before is not None:
+            distributed.init_process_group = before
+
+
+def cpu_s() -> float:
+    """Processor seconds of this process and of its children that have ended."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Fail a pure test that started something heavy, or that took too much of a processor."""
+    report = yield
+    if refused is not None:
+        taken = cpu_s() - item.stash[CPU_BEFORE]
+        if taken > PURE_CPU_S and item.config.stash[ONLY_PURE]:
+            refused.append(
+                f"it took {taken:.1f} s of CPU time, fixtures and child processes included (limit: {PURE_CPU_S:g} s): make it cheaper "
+                "or mark it `@pytest.mark.slow`"
+            )
+            item.stash[CPU_BEFORE] = cpu_s()
+        if refused:
+            report.outcome = "failed"
+            said = report.longreprtext and f"{report.longreprtext}\n"
+            report.longrepr = f"{said}{item.nodeid} has no tier's marker and so is `pure`, but " + "; ".join(refused)
+            refused.clear()
+    return report
 
 
 def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
@@ -136,10 +260,10 @@ def ray_cluster() -> None:
     that needs a Ray of its own ends it (`no_ray`), and the next to need it starts it again."""
     import ray
 
-    from rlhfless_ray.functions.lean_ray import lean_ray
+    from rlhfless_ray.local.local_ray import local_ray
 
     if not ray.is_initialized():
-        with lean_ray():
+        with local_ray():
             ray.init(address="local", num_cpus=4, num_gpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 
 
@@ -160,11 +284,11 @@ def two_nodes(head_cpus: int, cpus: int, store_mb: int) -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    from rlhfless_ray.functions.lean_ray import lean_ray
+    from rlhfless_ray.local.local_ray import local_ray
 
     health = {"health_check_period_ms": 500, "health_check_failure_threshold": 7}
     head = {"num_cpus": head_cpus, "object_store_memory": store_mb * 2**20, "_system_config": health}
-    with lean_ray():
+    with local_ray():
         cluster = Cluster(initialize_head=True, head_node_args=head)
         cluster.add_node(num_cpus=cpus, object_store_memory=store_mb * 2**20)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
@@ -175,20 +299,20 @@ def two_nodes(head_cpus: int, cpus: int, store_mb: int) -> Iterator[Any]:
 
 
 @contextmanager
-def two_engines(kind: type, files: dict[str, bytes], settings: dict[str, Any]) -> Iterator[Any]:
+def two_engines(kind: type, files: dict[str, bytes], settings: EngineSettings) -> Iterator[Any]:
     """A pool of two started engines, which ends with the block; needs `ray_cluster`. `kind`: their actor class."""
     from rlhfless_ray.functions.instance import start_actor
-    from rlhfless_ray.functions.lease import Leases
+    from rlhfless_ray.functions.lease import LeaseManager
     from rlhfless_ray.functions.ledger import Ledger
-    from rlhfless_ray.functions.pool import Pool
-    from rlhfless_ray.weights.folder import without_weights
+    from rlhfless_ray.functions.worker_pool import WorkerPool
+    from rlhfless_ray.weights.model_folder import without_weights
 
     ledger, plain = Ledger("cpu", 1.0), without_weights(files)
-    leases = Leases("cpu", ledger, 60.0, f"engines{time.time_ns()}")
-    made = Pool("rollout", lambda slot: start_actor(kind, slot, "cpu", {}, plain, settings), leases, ledger, 600.0)
+    leases = LeaseManager("cpu", ledger, 60.0, f"engines{time.time_ns()}")
+    made = WorkerPool("rollout", lambda slot: start_actor(kind, slot, "cpu", {}, plain, settings), leases, ledger, 600.0)
     made.resize(2, [], need=2)
     for instance in made.working:
-        instance.told(300.0)
+        instance.start_result(300.0)
     yield made
     made.close()
     leases.release_all()

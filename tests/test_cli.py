@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.errors import UserError
-from rlhfless_ray.learn.scratch import scratch_policy
-from rlhfless_ray.prompts.tasks import task
-from rlhfless_ray.weights.folder import write_folder
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.learn.tiny_model import scratch_policy
+from rlhfless_ray.prompts.builtin_tasks import task
+from rlhfless_ray.weights.model_folder import write_folder
 from tests.conftest import ROOT, command, environment, small_recipe, write_recipe
 
 
@@ -103,8 +103,9 @@ def test_model_folders_that_cannot_be_loaded(tmp_path):
     for number, (name, content, said) in enumerate([
         ("config.json", b"[]", "names no model_type"), ("config.json", b"{}", "names no model_type"),
         ("config.json", b"{", "is not valid JSON"), ("tokenizer.json", b"{", "its tokenizer cannot be loaded"),
-        ("tokenizer.json", None, "no token for any of the prompt"), ("model.safetensors", b"version https://git-lfs", "no whole"),
-        ("model.safetensors", files["model.safetensors"][:-1], "no whole safetensors file"),
+        ("tokenizer.json", None, "encodes the prompt as no tokens"),
+        ("model.safetensors", b"version https://git-lfs", "not a complete safetensors file"),
+        ("model.safetensors", files["model.safetensors"][:-1], "not a complete safetensors file"),
     ]):  # fmt: skip
         changed = {**{k: v for k, v in files.items() if k != name}, **({} if content is None else {name: content})}
         folder = write_folder(tmp_path / str(number), changed)

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from placement import Objective, Pool, Speed, choose, frontier, rollout_bounds
-from placement.lengths import LengthForecaster
+from placement.forecast.forecaster import LengthForecaster
 from rlhfless_ray.cli.frontier_svg import _ticks
 from rlhfless_ray.cli.main import app
-from rlhfless_ray.errors import UserError
+from rlhfless_ray.common.errors import UserError
 from tests.conftest import command
 
 SPEED = ("--actors", "6", "--speed", "0.0085,3e-5")
@@ -101,10 +101,18 @@ def test_start_price_and_context(tmp_path: Path, capsys) -> None:
     time_s = 3 + Speed(0.01, 1e-4, 1e-6).rollout_s(lengths, prompts)
     (row,) = found["frontier"]
     assert row.pop("actors_of_pools") == {"0": 1}
-    assert row == pytest.approx({
-        "time_s": time_s, "cost": 2 * time_s, "actors": 1, "largest_group": 3, "smallest_group": 3, "time_over_bound": 1,
-        "cost_over_bound": 1,
-    }, rel=1e-6)
+    assert row == pytest.approx(
+        {
+            "time_s": time_s,
+            "cost": 2 * time_s,
+            "actors": 1,
+            "largest_group": 3,
+            "smallest_group": 3,
+            "time_over_bound": 1,
+            "cost_over_bound": 1,
+        },
+        rel=1e-6,
+    )
 
 
 def test_by_roofline(grouped: Path, capsys) -> None:
@@ -123,7 +131,7 @@ def test_a_device_of_ones_own_is_a_yaml_file(grouped: Path, capsys, tmp_path: Pa
         said(capsys, grouped, "--actors", 4, "--device", device, "--model", "qwen2.5-3b")["pools"][0] for device in (mine, "H100")
     )
     assert fast["speed"]["base_s"] == pytest.approx(known["speed"]["base_s"] / 2)
-    mistakes = {"like: [": "not valid YAML", "- 1": "the fields of a device are needed", "like: H101": "did you mean `H100`"}
+    mistakes = {"like: [": "not valid YAML", "- 1": "expected the fields of a device", "like: H101": "did you mean `H100`"}
     for text, sentence in mistakes.items():
         mine.write_text(text)
         with pytest.raises(UserError, match=sentence):
@@ -170,7 +178,7 @@ def test_ticks_span_what_is_drawn(low: float, high: float) -> None:
         (("--devices", 2, "--device", "L40S", "--model", "llama-2-70b"), "does not fit 2 x L40S"),
         (("--actors", 4, "--device", "H100", "--model", "qwen2.5-3b", "--tensor-parallel", 3), "3 devices cannot share the 16 heads"),
         ((*SPEED, "--preempt", "nan"), "--preempt must be finite"),
-        ((*SPEED, "--preempt", 10**5, "--start", 5), "it never works"),
+        ((*SPEED, "--preempt", 10**5, "--start", 5), "it would never decode"),
         ((*SPEED, "--pool", "actrs=3"), "unknown `actrs`; did you mean `actors`?"),
         ((*SPEED, "--pool", "price=much"), "`price` cannot be 'much'"),
         (("--actors", 2), "say how fast an actor decodes"),
@@ -188,7 +196,7 @@ def test_ticks_span_what_is_drawn(low: float, high: float) -> None:
         ((*SPEED, "--max-tokens", 10**6), "--max-tokens: known lengths are as long as they are"),
         ((*SPEED, "--scenarios", 4, "--max-tokens", 1), "--max-tokens 1: the longest of these responses has"),
         ((*SPEED, "--plot", "a.png"), "written as .svg"),
-        ((*SPEED, "--column", "nothing"), "there are no columns here, so `nothing` names none"),
+        ((*SPEED, "--column", "nothing"), "column `nothing` was asked for, but this entry has no columns"),
         ((*SPEED, "--capacity", 10), "hold"),
         ((*SPEED, "--price", -1), "must be finite and above 0"),
     ],

@@ -8,17 +8,11 @@ import yaml
 
 from tests.conftest import command
 
+pytestmark = pytest.mark.slow  # twenty processes that simulate
+
 
 def spec(tmp_path, **changes) -> str:
-    tree = {
-        "like": "qwen3b-gsm8k-grpo",
-        "prompts": 8,
-        "samples": 4,
-        "nodes": 1,
-        "steps_per_epoch": 1,
-        "epochs": 1,
-        **changes,
-    }
+    tree = {"like": "qwen3b-gsm8k-grpo", "prompts": 8, "samples": 4, "nodes": 1, "steps_per_epoch": 1, "epochs": 1, **changes}
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(tree))
     return str(path)

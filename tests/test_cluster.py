@@ -53,7 +53,7 @@ def test_a_run_on_another_node_survives_a_killed_engine_and_leaves_nothing(clust
     seen_nodes = set()
     with run:
         for step in run:
-            seen_nodes |= {instance.slot.node for instance in [*run.rollout.parked, *run.gang.pool.parked]}
+            seen_nodes |= {instance.slot.node for instance in [*run.rollout.parked, *run.worker_group.pool.parked]}
             if step.number == 2:
                 victim = run.rollout.parked[0]
                 os.kill(ray.get(victim.actor.__ray_call__.remote(lambda self: os.getpid())), 9)
@@ -77,7 +77,7 @@ def test_a_run_on_another_node_survives_a_killed_engine_and_leaves_nothing(clust
 
 
 def test_more_slots_than_the_cluster_has_are_refused_before_anything_starts(cluster, tmp_path):
-    from rlhfless_ray.errors import UserError
+    from rlhfless_ray.common.errors import UserError
 
     run = Runtime(Recipe.parse(small_recipe(tmp_path, learner__ranks=5)))
     with pytest.raises(UserError, match=r"learner.ranks: 5 slots at once, but the cluster has 2 \(CPU cores\)"):

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import ray
 
-from benchmarks.replay import ReplayedLearner, ReplayedRuntime
-from benchmarks.replay_world import World, build, recipe_for, synthetic_lengths
-from benchmarks.strikes import kill, pid_of
-from rlhfless_ray.crew import Actors
-from rlhfless_ray.errors import RunError
+from benchmarks.common.fault_injection import kill, pid_of
+from benchmarks.common.replay import ReplayedLearner, ReplayedRuntime
+from benchmarks.common.replay_setup import ReplaySetup, build, recipe_for, synthetic_lengths
+from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.runtime.worker_pools import ActorClasses
 from rlhfless_ray.types import Step
 from tests.conftest import samples, two_nodes
 
@@ -38,20 +38,28 @@ def nodes(no_ray: None) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(tmp_path_factory: pytest.TempPathFactory) -> ReplaySetup:
     return built(tmp_path_factory.mktemp("world"), base_s=0.02)
 
 
-def built(folder: Path, base_s: float) -> World:
+def built(folder: Path, base_s: float) -> ReplaySetup:
     lengths = synthetic_lengths(4 * PROMPTS, SAMPLES, TOKENS, seed=0)
     return build(folder, lengths, base_s=base_s, per_seq_s=1e-4, start_s=0.1, learn_s=0.2, clock=1.0)
 
 
-def recipe_of(world: World, folder: Path, actors: int = 3, steps: int = STEPS, **sections: Any) -> Recipe:
+def recipe_of(world: ReplaySetup, folder: Path, actors: int = 3, steps: int = STEPS, **sections: Any) -> Recipe:
     functions = {"slot": "cpu", "lease_deadline_s": 120, **sections.pop("functions", {})}
     watch = {"samples_per_step": 0}
     return recipe_for(
-        world, folder, steps=steps, prompts=PROMPTS, samples=SAMPLES, actors=actors, max_tokens=TOKENS, functions=functions, watch=watch,
+        world,
+        folder,
+        steps=steps,
+        prompts=PROMPTS,
+        samples=SAMPLES,
+        actors=actors,
+        max_tokens=TOKENS,
+        functions=functions,
+        watch=watch,
         **sections,
     )
 
@@ -84,12 +92,12 @@ class Hit(ReplayedRuntime):
         self.now("score")
         return super().score(some)
 
-    def update(self, batch: Any) -> Any:
+    def start_update(self, batch: Any) -> Any:
         self.now("before update")
-        return super().update(batch)
+        return super().start_update(batch)
 
-    def _look_ahead(self) -> None:
-        super()._look_ahead()
+    def observe_samples(self, step: Step) -> None:
+        super().observe_samples(step)
         self.now("update")
 
     def publish(self, version: int) -> Any:
@@ -116,7 +124,7 @@ def go(run: Hit) -> Hit:
 
 
 @pytest.fixture(scope="module")
-def clean(nodes: Any, world: World, tmp_path_factory: pytest.TempPathFactory) -> Hit:
+def clean(nodes: Any, world: ReplaySetup, tmp_path_factory: pytest.TempPathFactory) -> Hit:
     return go(Hit(recipe_of(world, tmp_path_factory.mktemp("clean"))))
 
 
@@ -132,7 +140,7 @@ def same(run: Hit, clean: Hit, steps: int = STEPS) -> None:
 
 
 def kill_learner(run: Hit) -> None:
-    pid = pid_of(run.gang.by_rank[0])
+    pid = pid_of(run.worker_group.by_rank[0])
     assert pid is not None, "killed before, and not started anew since"
     os.kill(pid, signal.SIGKILL)
 
@@ -142,7 +150,7 @@ MOMENTS = {(2, "parked"): 0, (3, "before update"): 0, (4, "update"): 0, (5, "pub
 
 @pytest.mark.parametrize("every", [1, 0])
 def test_a_learner_killed_at_any_moment_goes_on_where_it_was(
-    nodes: Any, world: World, clean: Hit, tmp_path: Path, every: int
+    nodes: Any, world: ReplaySetup, clean: Hit, tmp_path: Path, every: int
 ) -> None:
     """`every`: steps between two states in memory; 0: the checkpoints of every third step have to do."""
     recipe = recipe_of(world, tmp_path, checkpoint={"memory_every_steps": every, "every_steps": 3}, functions={"max_replacements": 5})
@@ -154,7 +162,7 @@ def test_a_learner_killed_at_any_moment_goes_on_where_it_was(
     assert run.total("faults/updates_redone") in (redone, redone + 1), "a busy machine may end step 4's update before the blow"
 
 
-def test_a_loop_that_is_left_is_a_stop_and_goes_on_later(nodes: Any, world: World, clean: Hit, tmp_path: Path) -> None:
+def test_a_loop_that_is_left_is_a_stop_and_goes_on_later(nodes: Any, world: ReplaySetup, clean: Hit, tmp_path: Path) -> None:
     with Hit(recipe_of(world, tmp_path)) as left:
         for step in left:
             if step.number == 2:
@@ -168,29 +176,29 @@ def test_a_loop_that_is_left_is_a_stop_and_goes_on_later(nodes: Any, world: Worl
     same(later, clean)
 
 
-def test_faults_that_outrun_progress_end_the_run_and_say_so(nodes: Any, world: World, tmp_path: Path) -> None:
+def test_faults_that_outrun_progress_end_the_run_and_say_so(nodes: Any, world: ReplaySetup, tmp_path: Path) -> None:
     recipe = recipe_of(world, tmp_path, functions={"max_replacements": 1})
     run = Hit(recipe, dict.fromkeys([(2, "update"), (3, "update")], kill_learner))
-    with pytest.raises(RunError, match=r"a learner process died and functions.max_replacements = 1 are used up: .*; faults outran"):
+    with pytest.raises(
+        RunError, match=r"a learner process died and functions.max_replacements = 1 are used up: .*; each step without a failure"
+    ):
         go(run)
     assert not run.leases.held and [row["step"] for row in run.rows()] == [1, 2]
 
 
 def test_what_hangs_is_ended_and_its_step_has_exactly_its_samples(
-    nodes: Any, world: World, clean: Hit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: Any, world: ReplaySetup, clean: Hit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine at work, and a reward process that has the whole step to score, stop where no signal reaches."""
-    monkeypatch.setattr("rlhfless_ray.reward.score.SLACK_S", 2.0)
-    monkeypatch.setattr("rlhfless_ray.functions.pool.KNOWN_S", 1.0)
+    monkeypatch.setattr("rlhfless_ray.reward.scoring.SLACK_S", 2.0)
+    monkeypatch.setattr("rlhfless_ray.functions.worker_pool.KNOWN_S", 1.0)
     rng, stopped = np.random.default_rng(0), []
     started: Callable[[Hit], bool] = lambda run: any(i.started for i in run.rollout.working)  # noqa: E731
     engine = when(started, lambda run: stopped.append(kill(run.rollout.working, rng, signal.SIGSTOP)))
     script: Script = {
         (1, "parked"): engine, (2, "score"): lambda run: stopped.append(kill(run.reward.working, rng, signal.SIGSTOP)),
     }  # fmt: skip
-    recipe = recipe_of(
-        world, tmp_path, steps=3, functions={"max_replacements": 50}, rollout={"silence_s": 3.0}, reward={"timeout_s": 1.0}
-    )
+    recipe = recipe_of(world, tmp_path, steps=3, functions={"max_replacements": 50}, rollout={"silence_s": 3.0}, reward={"timeout_s": 1.0})
     run = go(Hit(recipe, script))
     same(run, clean, steps=3)
     assert stopped == [True, True] and run.total("faults/hung") >= 2  # a machine that is busy enough may add to them
@@ -206,7 +214,7 @@ class Heavy(ReplayedLearner):
 
 
 class HeavyHit(Hit):
-    def actor_classes(self) -> Actors:
+    def actor_classes(self) -> ActorClasses:
         return replace(super().actor_classes(), learner=Heavy)
 
 
@@ -267,15 +275,20 @@ def engine_on(node_id: str) -> Callable[[Hit], bool]:
 
 def on(run: Hit, node_id: str) -> list[Any]:
     """Instances of the run on a node."""
-    pools = (run.rollout, run.reward, run.gang.pool)
+    pools = (run.rollout, run.reward, run.worker_group.pool)
     return [i for pool in pools for i in (*pool.working, *pool.parked) if i.slot.node == node_id]
 
 
 def test_a_drained_node_is_left_before_it_goes(nodes: Any, clean: Hit, tmp_path: Path, passing: Any) -> None:
     """What its engines have goes on elsewhere, so nothing is generated again; its learner moves between two steps."""
     recipe = recipe_of(
-        built(tmp_path / "slow", base_s=0.12), tmp_path, steps=5,  # Ray's word of the notice must come while engines work
-        actors=5, objective={"prefer": 1.0}, functions={"max_replacements": 0}, rollout={"stream_interval_s": 0.05}
+        built(tmp_path / "slow", base_s=0.12),
+        tmp_path,
+        steps=5,  # Ray's word of the notice must come while engines work
+        actors=5,
+        objective={"prefer": 1.0},
+        functions={"max_replacements": 0},
+        rollout={"stream_interval_s": 0.05},
     )
     here: list[bool] = []
     script = {
@@ -291,10 +304,15 @@ def test_a_drained_node_is_left_before_it_goes(nodes: Any, clean: Hit, tmp_path:
 
 
 def test_a_lost_node_takes_engines_and_parked_processes_with_it(
-    nodes: Any, world: World, clean: Hit, tmp_path: Path, passing: Any
+    nodes: Any, world: ReplaySetup, clean: Hit, tmp_path: Path, passing: Any
 ) -> None:
     recipe = recipe_of(
-        world, tmp_path, actors=5, steps=5, objective={"prefer": 1.0}, functions={"max_replacements": 0},
+        world,
+        tmp_path,
+        actors=5,
+        steps=5,
+        objective={"prefer": 1.0},
+        functions={"max_replacements": 0},
         rollout={"stream_interval_s": 0.05},
     )
     lose = when(engine_on(passing.node_id), lambda run: nodes.remove_node(passing, allow_graceful=False))
@@ -305,25 +323,30 @@ def test_a_lost_node_takes_engines_and_parked_processes_with_it(
 
 @pytest.mark.parametrize("moment", ["published", "loading", "loading, no copy, two ranks", "begun, no copy, one slot left"])
 def test_weights_whose_node_is_lost_are_had_from_elsewhere(
-    nodes: Any, world: World, clean: Hit, tmp_path: Path, passing: Any, taken: list[Any], moment: str, monkeypatch: pytest.MonkeyPatch
+    nodes: Any, world: ReplaySetup, clean: Hit, tmp_path: Path, passing: Any, taken: list[Any], moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learner's node goes with the weights that it has just published, before or after it was seen that they are there for the
     engines to load; and with what was to be their copy; and where engines that wait for them, or for their phase, hold all that the
     learner needs."""
-    import rlhfless_ray.learn.gang as gang
+    import rlhfless_ray.learn.worker_group as gang
 
     if "no copy" in moment:
-        monkeypatch.setattr(gang, "kept_here", lambda ref, node: (ref, [ref] if node == passing.node_id else []))
+        monkeypatch.setattr(gang, "copy_to_driver_node", lambda ref, node: (ref, [ref] if node == passing.node_id else []))
 
     ranks = 2 if "two ranks" in moment else 1
     lent: list[int] = []
 
     def lose(run: Hit) -> None:
-        assert run.gang.by_rank[0].slot.node == passing.node_id
+        assert run.worker_group.by_rank[0].slot.node == passing.node_id
         nodes.remove_node(passing, allow_graceful=False)
 
     recipe = recipe_of(
-        world, tmp_path, actors=5 if ranks == 2 else 3, steps=3, objective={"prefer": 1.0}, functions={"max_replacements": 0},
+        world,
+        tmp_path,
+        actors=5 if ranks == 2 else 3,
+        steps=3,
+        objective={"prefer": 1.0},
+        functions={"max_replacements": 0},
         learner={"ranks": ranks},
     )
     run = HeavyHit(recipe)
@@ -334,8 +357,8 @@ def test_weights_whose_node_is_lost_are_had_from_elsewhere(
         held = 3 if "one slot" in moment else 2 if ranks == 2 else 0
         for group in taken[held:]:
             ray.util.remove_placement_group(group)
-        lend = run.gang.leases.lend
-        run.gang.leases.lend = lambda: lent.append(len(given := lend())) or given
+        reclaim = run.broker.reclaim
+        run.broker.reclaim = lambda: lent.append(len(given := reclaim())) or given  # type: ignore[method-assign]
         begin = run.rollout_stage.begin
 
         def begun(step: Step, weights: Any) -> None:

@@ -51,8 +51,15 @@ def policy(problems, tmp_path_factory):
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=2, max_position_embeddings=512, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=True,
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            eos_token_id=tokenizer.eos_token_id,
+            tie_word_embeddings=True,
         )
     )
     folder = tmp_path_factory.mktemp("policy")
@@ -63,8 +70,17 @@ def policy(problems, tmp_path_factory):
 
 def test_it_trains_on_any_local_causal_lm(problems, policy, tmp_path):
     done = command(
-        "train", "recipes/gsm8k.yaml", f"prompts.path={problems}", f"policy.path={policy}", f"run.root={tmp_path}", "run.steps=1",
-        "prompts.batch_prompts=4", "evaluate.prompts=4", "rollout.max_tokens=16", "rollout.samples_per_prompt=2", "rollout.max_actors=1",
+        "train",
+        "recipes/gsm8k.yaml",
+        f"prompts.path={problems}",
+        f"policy.path={policy}",
+        f"run.root={tmp_path}",
+        "run.steps=1",
+        "prompts.batch_prompts=4",
+        "evaluate.prompts=4",
+        "rollout.max_tokens=16",
+        "rollout.samples_per_prompt=2",
+        "rollout.max_actors=1",
         "watch.wandb=off",
     )
     assert done.returncode == 0, done.stderr[-2000:]
@@ -87,7 +103,12 @@ def test_a_model_without_chat_template_is_refused(problems, policy, tmp_path):
     settings.pop("chat_template", None)
     (bare / "tokenizer_config.json").write_text(json.dumps(settings))
     done = command(
-        "train", "recipes/gsm8k.yaml", f"prompts.path={problems}", f"policy.path={bare}", f"run.root={tmp_path}",
-        "prompts.batch_prompts=4", "evaluate.prompts=4",
+        "train",
+        "recipes/gsm8k.yaml",
+        f"prompts.path={problems}",
+        f"policy.path={bare}",
+        f"run.root={tmp_path}",
+        "prompts.batch_prompts=4",
+        "evaluate.prompts=4",
     )
     assert done.returncode == 2 and "chat template" in done.stderr and "Traceback" not in done.stderr

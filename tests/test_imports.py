@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfless_ray.imports import lean_imports
+from rlhfless_ray.local.fast_imports import fast_imports
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_seems_absent_can_be_imported_later(modules: None) -> None:
-    with lean_imports(("wanted_module",)):
+    with fast_imports(("wanted_module",)):
         import careful_module  # type: ignore[import-not-found]
     assert careful_module.wanted_module is None and careful_module.collects is False
     assert "wanted_module" not in sys.modules and gc.isenabled()
@@ -38,13 +38,13 @@ def test_what_seems_absent_can_be_imported_later(modules: None) -> None:
 def test_what_is_loaded_already_stays_visible(modules: None) -> None:
     import wanted_module  # type: ignore[import-not-found]
 
-    with lean_imports(("wanted_module",)):
+    with fast_imports(("wanted_module",)):
         import careful_module  # type: ignore[import-not-found]
     assert careful_module.wanted_module is wanted_module is sys.modules["wanted_module"]
 
 
 def test_a_failure_inside_leaves_nothing_hidden(modules: None) -> None:
-    with pytest.raises(ImportError, match="wanted_module"), lean_imports(("wanted_module",)):
+    with pytest.raises(ImportError, match="wanted_module"), fast_imports(("wanted_module",)):
         import reckless_module  # type: ignore[import-not-found]
     import reckless_module  # type: ignore[import-not-found]
 
@@ -54,7 +54,7 @@ def test_a_failure_inside_leaves_nothing_hidden(modules: None) -> None:
 def test_a_collector_that_was_off_stays_off() -> None:
     gc.disable()
     try:
-        with lean_imports():
+        with fast_imports():
             pass
         assert not gc.isenabled()
     finally:

@@ -41,11 +41,23 @@ def cluster() -> Iterator[tuple[str, str]]:
     port, dashboard, folder = free_port(), free_port(), tempfile.mkdtemp(prefix="jobs")  # short: sockets lie in it
     head = subprocess.Popen(
         [
-            str(BIN / "ray"), "start", "--head", "--block", f"--port={port}", f"--dashboard-port={dashboard}", "--num-cpus=2",
-            "--object-store-memory=300000000", "--dashboard-agent-listen-port", str(free_port()),
-            "--temp-dir", folder,
+            str(BIN / "ray"),
+            "start",
+            "--head",
+            "--block",
+            f"--port={port}",
+            f"--dashboard-port={dashboard}",
+            "--num-cpus=2",
+            "--object-store-memory=300000000",
+            "--dashboard-agent-listen-port",
+            str(free_port()),
+            "--temp-dir",
+            folder,
         ],
-        env=job_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        env=job_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     address = f"http://127.0.0.1:{dashboard}"
     from ray.job_submission import JobSubmissionClient
@@ -62,10 +74,9 @@ def cluster() -> Iterator[tuple[str, str]]:
     import psutil
 
     family = [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]
-    for process in family:
-        process.terminate()
-    for process in psutil.wait_procs(family, timeout=10)[1]:
+    for process in family:  # nothing of it is kept: some of Ray's processes would take 10 s to end in order
         process.kill()
+    psutil.wait_procs(family, timeout=60)
     head.wait(timeout=60)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -85,10 +96,25 @@ def working_dir(tmp_path_factory) -> Path:
 def submit(dashboard: str, working_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
-            str(BIN / "ray"), "job", "submit", "--address", dashboard, "--working-dir", str(working_dir), "--",
-            "python", "-m", "rlhfless_ray", "train", "small.yaml", *overrides,
+            str(BIN / "ray"),
+            "job",
+            "submit",
+            "--address",
+            dashboard,
+            "--working-dir",
+            str(working_dir),
+            "--",
+            "python",
+            "-m",
+            "rlhfless_ray",
+            "train",
+            "small.yaml",
+            *overrides,
         ],
-        env=job_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=job_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 

@@ -22,9 +22,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a run of two steps and its recipe."""
     folder = tmp_path_factory.mktemp("lora")
     recipe = write_recipe(
-        folder, run__steps=2, lora__rank=4, lora__dropout=0.1, algorithm__filter_range=[-100.0, BOUND], algorithm__filter_draw=1.9,
-        algorithm__kl={"coefficient": 0.01}, learner__learning_rate=0.01, learner__ranks=2, checkpoint__every_steps=1,
-        save__path=str(folder / "out"), evaluate__prompts=0,
+        folder,
+        run__steps=2,
+        lora__rank=4,
+        lora__dropout=0.1,
+        algorithm__filter_range=[-100.0, BOUND],
+        algorithm__filter_draw=1.9,
+        algorithm__kl={"coefficient": 0.01},
+        learner__learning_rate=0.01,
+        learner__ranks=2,
+        checkpoint__every_steps=1,
+        save__path=str(folder / "out"),
+        evaluate__prompts=0,
     )
     done = command("train", recipe)
     assert done.returncode == 0, done.stderr

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import ray
 
-from benchmarks.strikes import pid_of
+from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.crew import prices
 from rlhfless_ray.functions.instance import start_actor
-from rlhfless_ray.functions.lease import Leases, node_slots
+from rlhfless_ray.functions.lease import LeaseManager, node_slots
 from rlhfless_ray.functions.ledger import Ledger
-from rlhfless_ray.functions.pool import Pool
+from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.runtime.worker_pools import prices
 from tests.conftest import samples, small_recipe, two_nodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -30,8 +30,8 @@ def nodes(no_ray: None) -> Iterator[Any]:
         yield cluster
 
 
-def leases_of(deadline_s: float = 60.0) -> Leases:
-    return Leases("cpu", Ledger("cpu", 1.0), deadline_s, f"nodes{time.time_ns()}")
+def leases_of(deadline_s: float = 60.0) -> LeaseManager:
+    return LeaseManager("cpu", Ledger("cpu", 1.0), deadline_s, f"nodes{time.time_ns()}")
 
 
 def test_a_preferred_node_that_others_hold_is_waited_for_shortly_and_then_any_node_will_do(nodes):
@@ -71,9 +71,9 @@ def test_a_run_uses_both_nodes_and_makes_the_same_samples(nodes, tmp_path, unint
         seen = Seen(run)
         for term in (run.autoscaler.terms.transfer, run.autoscaler.terms.transfer_away):  # as they are on a machine with nothing else to do
             term.observe = lambda *_: None  # type: ignore[method-assign]
-        [home] = {instance.slot.node for instance in run.gang.by_rank}
+        [home] = {instance.slot.node for instance in run.worker_group.by_rank}
         for step in run:
-            assert {instance.slot.node for instance in run.gang.by_rank} == {home}
+            assert {instance.slot.node for instance in run.worker_group.by_rank} == {home}
             assert step.plan.actors == 2
             assert step.metrics["rollout/longest_at_home"] == 1, "the longest share is where the weights and the learner's slots are"
     assert seen.engines.count(both) >= 2, seen.engines  # each step; evaluations take what they get at once
@@ -84,9 +84,7 @@ def test_a_node_that_is_lost_with_an_engine_at_work_costs_no_sample(nodes, tmp_p
     """The engine is stopped as the rollout begins, so that it has work however late the driver looks; then its node goes. The pool is
     fixed, so that every engine has a share."""
     both, stopped = tuple(sorted(node_slots("cpu"))), []
-    tree = small_recipe(
-        tmp_path, rollout__max_actors=2, functions__elastic=False, rollout__silence_s=300, functions__lease_deadline_s=300
-    )
+    tree = small_recipe(tmp_path, rollout__max_actors=2, functions__elastic=False, rollout__silence_s=300, functions__lease_deadline_s=300)
     with Runtime(Recipe.parse(tree)) as run:
         resize, tell = run.rollout.resize, run.rollout_stage._meanwhile
         assert tuple(sorted(i.slot.node for i in run.rollout.parked)) == both  # as many as there are cores
@@ -134,10 +132,10 @@ def test_what_was_on_a_lost_node_is_replaced_elsewhere_or_dropped(nodes):
     passing = nodes.add_node(num_cpus=2, object_store_memory=128 * 2**20)
     nodes.wait_for_nodes(timeout=120)
     leases = leases_of()
-    pool = Pool("work", lambda slot: start_actor(worker_class(), slot, "cpu", {}), leases, leases.ledger, 1e9)
+    pool = WorkerPool("work", lambda slot: start_actor(worker_class(), slot, "cpu", {}), leases, leases.ledger, 1e9)
     try:
         for lease in leases.collect(leases.ask(2, [passing.node_id] * 2), "work", 60.0, need=2):
-            pool.staff([lease])
+            pool.assign_leases([lease])
         assert ray.get([i.actor.ping.remote() for i in pool.working], timeout=60) == ["here", "here"]
         leases.release(pool.park(pool.working[0]))
         nodes.remove_node(passing)
@@ -161,12 +159,14 @@ def test_engines_of_cheap_nodes_work_there_only_at_their_price(nodes):
     leases, labels = leases_of(), {"market": "spot"}
     assert leases.matching(labels) == {spot.node_id: 1} and spot.node_id in leases.matching({})
     tree = {
-        "prompts": {"task": "chain"}, "reward": {"function": "task"}, "rollout": {"nodes": labels},
+        "prompts": {"task": "chain"},
+        "reward": {"function": "task"},
+        "rollout": {"nodes": labels},
         "price": {"cpu_slot_per_hour": 10.0, "rollout_slot_per_hour": 2.0},
     }
     leases.ledger.price_of = prices(Recipe.parse(tree), "cpu", leases)
     start = lambda slot: start_actor(worker_class(), slot, "cpu", {})  # noqa: E731
-    pool = Pool("rollout", start, leases, leases.ledger, 1e9, labels=labels)
+    pool = WorkerPool("rollout", start, leases, leases.ledger, 1e9, labels=labels)
     other = next(node for node in node_slots("cpu") if node != spot.node_id)
     try:
         [elsewhere] = leases.collect(leases.ask(1, [other]), "learn", 60.0, need=1)

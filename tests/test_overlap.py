@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.strikes import pid_of
+from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.autoscale import RolloutPlan
+from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.functions.ledger import read_rows
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.passes import Passes
-from rlhfless_ray.rollout import rollout
-from rlhfless_ray.tail import Tail
+from rlhfless_ray.learn.logprob_passes import Passes
+from rlhfless_ray.rollout import driver as rollout
+from rlhfless_ray.rollout.overlap import OverlapScheduler
 from rlhfless_ray.types import Sample, Step
 from tests.conftest import samples, small_recipe
 
@@ -34,11 +34,11 @@ def uneven(plan: RolloutPlan, engines: int, expected: np.ndarray, groups: np.nda
     return [np.flatnonzero(groups < GROUPS), np.flatnonzero(groups >= GROUPS)] if engines == 2 else [np.arange(len(groups))]
 
 
-class Held(Runtime):
+class HeldPage(Runtime):
     """One engine is stopped as the second step's rollout begins, until `enough` has been done on the slot that the other one leaves: a
     tail that no other load on the machine makes too short."""
 
-    def __init__(self, recipe: Recipe, enough: Callable[[Tail], bool]) -> None:
+    def __init__(self, recipe: Recipe, enough: Callable[[OverlapScheduler], bool]) -> None:
         super().__init__(recipe)
         self.enough = enough
 
@@ -47,33 +47,42 @@ class Held(Runtime):
             return super().generate(step)
         pid = pid_of(self.rollout.working[1])
         assert pid is not None
-        poll = Tail.poll
+        poll = OverlapScheduler.poll
 
-        def until_enough(tail: Tail, seconds: float) -> None:
+        def until_enough(tail: OverlapScheduler, seconds: float) -> None:
             poll(tail, seconds)
             if self.enough(tail):
                 os.kill(pid, signal.SIGCONT)
 
         os.kill(pid, signal.SIGSTOP)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(Tail, "poll", until_enough)
+            patched.setattr(OverlapScheduler, "poll", until_enough)
             return super().generate(step)
 
 
-def trained(folder: Path, enough: Callable[[Tail], bool] | None, **more: Any) -> Path:
+def trained(folder: Path, enough: Callable[[OverlapScheduler], bool] | None, **more: Any) -> Path:
     """Without `enough` nothing is done ahead, one engine answers everything, and the reference's process is killed after the first
     step."""
     folder.mkdir()
     tree: dict[str, Any] = small_recipe(
-        folder, run__steps=2, rollout__min_actors=2 if enough else 1, rollout__max_tokens=160, rollout__migrate="off",
+        folder,
+        run__steps=2,
+        rollout__min_actors=2 if enough else 1,
+        rollout__max_tokens=160,
+        rollout__migrate="off",
         rollout__stream_interval_s=0.02,
-        rollout__max_running=16, evaluate__prompts=0, learner__overlap="auto" if enough else "off", learner__micro_batch_tokens=64,
-        reward__function=f"{folder / 'reward_file.py'}:shorter", cluster__cpus=2, **more,
+        rollout__max_running=16,
+        evaluate__prompts=0,
+        learner__overlap="auto" if enough else "off",
+        learner__micro_batch_tokens=64,
+        reward__function=f"{folder / 'reward_file.py'}:shorter",
+        cluster__cpus=2,
+        **more,
     )
-    with Held(Recipe.parse(tree), enough) if enough else Runtime(Recipe.parse(tree)) as run:
+    with HeldPage(Recipe.parse(tree), enough) if enough else Runtime(Recipe.parse(tree)) as run:
         for step in run:
             if not enough and step.number == 1:
-                pid = pid_of(run.learn_stage.gangs.reference.by_rank[0])
+                pid = pid_of(run.learn_stage.worker_groups.reference.by_rank[0])
                 assert pid is not None
                 os.kill(pid, signal.SIGKILL)
         return run.folder.path
@@ -81,7 +90,7 @@ def trained(folder: Path, enough: Callable[[Tail], bool] | None, **more: Any) ->
 
 def test_what_is_done_in_the_tail_changes_nothing_but_the_time(no_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
-    monkeypatch.setattr(rollout.Rollout, "tail_s", lambda self: 1000.0)  # always worth beginning
+    monkeypatch.setattr(rollout.RolloutDriver, "tail_s", lambda self: 1000.0)  # always worth beginning
     after = trained(tmp_path / "after", None, algorithm__kl=IN_LOSS)
     ahead = trained(tmp_path / "ahead", lambda tail: tail.learned > 0, algorithm__kl=IN_LOSS)
     ledger = read_rows(ahead / "ledger.csv")
@@ -119,14 +128,14 @@ def test_passes_of_reference_learner_and_critic_go_ahead_and_say_what_they_would
     no_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
-    monkeypatch.setattr(rollout.Rollout, "tail_s", lambda self: 1000.0)
+    monkeypatch.setattr(rollout.RolloutDriver, "tail_s", lambda self: 1000.0)
     of, ahead = Passes.of, dict.fromkeys(("reference", "logprobs", "values"), 0)
 
     def compared(self: Passes, samples: list[Sample], batch: Batch, turn: Any) -> dict[str, np.ndarray]:
         found = of(self, samples, batch, turn)
         ahead[self.what] += len(self.known)
-        turn(self.gang)
-        whole = self.gang.passed(self.what, batch, *self.more)
+        turn(self.worker_group)
+        whole = self.worker_group.passed(self.what, batch, *self.more)
         for name in self.names:
             np.testing.assert_allclose(found[name], whole[name], rtol=1e-4, atol=2e-5, err_msg=name)
         return found
@@ -134,8 +143,11 @@ def test_passes_of_reference_learner_and_critic_go_ahead_and_say_what_they_would
     monkeypatch.setattr(Passes, "of", compared)
     kl = {"coefficient": 0.1, "estimator": "k2", "place": "reward"}
     run = trained(
-        tmp_path / "ahead", lambda tail: all(one.known for one in tail.learning.passes.each), algorithm__kl=kl,
-        algorithm__advantage={"estimator": "gae"}, critic__learning_rate=1e-3,
+        tmp_path / "ahead",
+        lambda tail: all(one.known for one in tail.learning.passes.each),
+        algorithm__kl=kl,
+        algorithm__advantage={"estimator": "gae"},
+        critic__learning_rate=1e-3,
     )
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert {what: sum(row[f"overlap/{what}"] for row in rows) for what in ahead} == ahead

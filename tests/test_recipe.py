@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from rlhfless_ray import recipe as package
-from rlhfless_ray.errors import UserError
+from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.kl_controller import AdaptiveKL
 from rlhfless_ray.recipe import Recipe, known_keys
 
@@ -96,10 +96,13 @@ def test_any_value_survives_yaml(text: str, seed: int, rate: float) -> None:
 @pytest.mark.parametrize(
     ("key", "nearest"),
     [
-        ("rollout.temprature", "rollout.temperature"), ("rollout.max_token", "rollout.max_tokens"), ("lerner.ranks", "learner"),
+        ("rollout.temprature", "rollout.temperature"),
+        ("rollout.max_token", "rollout.max_tokens"),
+        ("lerner.ranks", "learner"),
         ("algorithm.kl.coeficient", "algorithm.kl.coefficient"),
         ("learner.kv_cache_mb", "rollout.kv_cache_mb"),
-        ("run.learning_rate", "learning_rate"), ("policy.hidden", "policy.hidden_size"),
+        ("run.learning_rate", "learning_rate"),
+        ("policy.hidden", "policy.hidden_size"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
@@ -118,19 +121,33 @@ def test_an_unknown_key_without_a_neighbour_names_none() -> None:
         ("run.steps", "many", "`run.steps`: input should be a valid integer"),
         ("run.steps", -1, "greater than or equal to 0 (got -1)"),
         ("run.root", "", "`run.root`: string should have at least 1 character"),
-        ("run.steps", 1.5, "`run.steps`"), ("run.name", "a/b", "`run.name`"), ("run.name", "..", "`run.name`"),
+        ("run.steps", 1.5, "`run.steps`"),
+        ("run.name", "a/b", "`run.name`"),
+        ("run.name", "..", "`run.name`"),
         ("policy.hidden_size", 40, "multiple of 32 (got 40)"),
         ("policy.dtype", "float16", "`policy.dtype`: input should be 'float32' or"),
-        ("rollout.temperature", 0, "greater than 0 (got 0)"), ("rollout.temperature", float("nan"), "`rollout.temperature`"),
-        ("learner.learning_rate", float("inf"), "`learner.learning_rate`"), ("learner.zero_stage", 4, "`learner.zero_stage`"),
-        ("learner.betas", [0.9], "`learner.betas"), ("learner.betas", [0.9, 1.0], "`learner.betas"),
+        ("rollout.temperature", 0, "greater than 0 (got 0)"),
+        ("rollout.temperature", float("nan"), "`rollout.temperature`"),
+        ("learner.learning_rate", float("inf"), "`learner.learning_rate`"),
+        ("learner.zero_stage", 4, "`learner.zero_stage`"),
+        ("learner.betas", [0.9], "`learner.betas"),
+        ("learner.betas", [0.9, 1.0], "`learner.betas"),
         ("learner.betas", [-0.1, 0.9], "`learner.betas"),
-        ("objective.prefer", 1.01, "less than or equal to 1"), ("algorithm.kl.estimator", "k4", "`algorithm.kl.estimator`"),
-        ("rollout.samples_per_prompt", 1, "at least 2"), ("rollout.min_actors", 3, "must not exceed rollout.max_actors"),
-        ("algorithm.updates_per_step", 33, "must not exceed prompts.batch_prompts"), ("reward.function", "", "name one"),
-        ("prompts.path", "x.jsonl", "exactly one of `task` (built in) and `path`"), ("prompts.task", "", "exactly one of"),
+        ("objective.prefer", 1.01, "less than or equal to 1"),
+        ("algorithm.kl.estimator", "k4", "`algorithm.kl.estimator`"),
+        ("rollout.samples_per_prompt", 1, "at least 2"),
+        ("rollout.min_actors", 3, "must not exceed rollout.max_actors"),
+        ("rollout.min_tokens", 257, "rollout.min_tokens: must not exceed rollout.max_tokens"),
+        ("reward.overlong_limit_tokens", 9, "reward.overlong_buffer_tokens: its limit and what counts are set, but it is not"),
+        ("reward.overlong_buffer_tokens", 257, "reward.overlong_buffer_tokens: must not exceed rollout.max_tokens"),
+        ("critic.normalize", True, "critic: algorithm.advantage.estimator group_norm has no critic"),
+        ("algorithm.updates_per_step", 33, "must not exceed prompts.batch_prompts"),
+        ("reward.function", "", "name one"),
+        ("prompts.path", "x.jsonl", "exactly one of `task` (built in) and `path`"),
+        ("prompts.task", "", "exactly one of"),
         ("policy.dtype", "bfloat16", "learner.zero_stage: with policy.dtype bfloat16"),
-        ("reward.max_failed_share", 2, "`reward.max_failed_share`"), ("algorithm.clip_low", 0, "`algorithm.clip_low`"),
+        ("reward.max_failed_share", 2, "`reward.max_failed_share`"),
+        ("algorithm.clip_low", 0, "`algorithm.clip_low`"),
         ("functions.keep_alive_s", float("nan"), "`functions.keep_alive_s`"),
         ("evaluate.prompts", 10**12, "`evaluate.prompts`: input should be less than or equal to 1000000"),
         ("prompts.rows", 10**12, "`prompts.rows`: input should be less than or equal to 1000000"),
@@ -161,6 +178,11 @@ def test_wrong_types_ranges_and_combinations(key: str, value: Any, said: str) ->
         ({"batch_samples": 8, "updates_per_step": 2}, "algorithm.batch_samples: set either this or algorithm.updates_per_step"),
         ({"advantage.lambd": 0.9}, "algorithm.advantage.lambd: is about gae, group_norm has none"),
         ({"batch_samples": 257}, "algorithm.batch_samples: must not exceed prompts.batch_prompts"),
+        ({"remainder": "carry"}, "algorithm.remainder: is about algorithm.batch_samples; set it, or leave this out"),
+        (
+            {"advantage.estimator": "gae", "advantage.whiten": False, "advantage.normalize_std": False},
+            "algorithm.advantage.normalize_std: is about whitening, which algorithm.advantage.whiten turns off",
+        ),
     ],
 )
 def test_combinations_of_an_algorithm(changes: dict[str, Any], said: str) -> None:
@@ -178,9 +200,11 @@ def test_the_shortest_horizon_keeps_the_sign_of_an_adapted_coefficient() -> None
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("clip_range", [1, -1], "reward.clip_range: the lower end must not exceed"), ("clip_range", [1], "`reward.clip_range"),
+        ("clip_range", [1, -1], "reward.clip_range: the lower end must not exceed"),
+        ("clip_range", [1], "`reward.clip_range"),
         ("overlong_buffer_tokens", 257, "reward.overlong_buffer_tokens: must not exceed rollout.max_tokens"),
-        ("stop_properly_penalty", 1.5, "less than or equal to 1"), ("overlong_penalty", -1, "greater than or equal to 0"),
+        ("stop_properly_penalty", 1.5, "less than or equal to 1"),
+        ("overlong_penalty", -1, "greater than or equal to 0"),
     ],
 )
 def test_reward_shaping_in_range(key: str, value: Any, said: str) -> None:
@@ -191,9 +215,9 @@ def test_critic_and_schedules() -> None:
     assert "critic: algorithm.advantage.estimator group_norm has no critic" in refused(("critic.learning_rate", 1e-4))
     gae = ("algorithm.advantage.estimator", "gae")
     recipe = Recipe.parse(merged(gae, ("critic.ranks", 2), ("rollout.samples_per_prompt", 1), ("learner.zero_stage", 2)))
-    section = recipe.critic_section()
-    assert (section["ranks"], section["zero_stage"], section["schedule"]) == (2, 2, "cosine_with_min_lr")
-    assert set(recipe.learner_section()) <= set(section)
+    section = recipe.critic_learner
+    assert (section.ranks, section.zero_stage, section.schedule) == (2, 2, "cosine_with_min_lr")
+    assert (section.decay_all, section.learning_rate, recipe.learner.learning_rate) == (False, 9e-6, 1e-6)
     assert "learner.warmup_steps: is for the schedule `constant`" in refused(("learner.warmup_steps", 3), ("learner.schedule", "linear"))
     assert "learner.warmup_share: `constant` has none" in refused(("learner.warmup_share", 0.1))
     assert "`learner.schedule`: input should be" in refused(("learner.schedule", "cosin"))
@@ -251,8 +275,15 @@ def test_any_file_name_makes_a_folder_name(tmp_path: Path, file: str, name: str)
 
 def test_overrides_are_yaml(tmp_path: Path) -> None:
     overrides = [
-        "rollout.temperature=0.7", "algorithm.kl.coefficient=1e-2", "learner.betas=[0.8, 0.95]", "watch.tensorboard=false",
-        "prompts.system=Answer, shortly", "cluster.address=", "evaluate={prompts: 8}", "run.seed=7", "run.seed=8",
+        "rollout.temperature=0.7",
+        "algorithm.kl.coefficient=1e-2",
+        "learner.betas=[0.8, 0.95]",
+        "watch.tensorboard=false",
+        "prompts.system=Answer, shortly",
+        "cluster.address=",
+        "evaluate={prompts: 8}",
+        "run.seed=7",
+        "run.seed=8",
     ]
     path = write(tmp_path, YAML + "evaluate: {greedy: false}\ncluster: {address: auto}\nrollout:\n")
     recipe = Recipe.load(path, overrides)
@@ -281,11 +312,18 @@ def test_the_system_prompt_of_gsm8k_is_whole() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("rollout.temperature", "expected section.key=value"), ("=3", "expected section.key=value"),
-        ("rollout.temperature.x=1", "`temperature` is a value"), ("rollout.temperature=[", "not valid YAML"),
-        ("rollout.temprature=1", "did you mean `rollout.temperature`"), ("rollout.temperature=hot", "`rollout.temperature`"),
-        ("temperature=1", "did you mean"), ("rollout=3", "`rollout`"), ("rollout..temperature=1", "unknown key"),
-        ("run=3", "`run`"), ("run.steps=true", "`run.steps`: a number is wanted"), ("learner.grad_clip=yes", "a number is wanted"),
+        ("rollout.temperature", "expected section.key=value"),
+        ("=3", "expected section.key=value"),
+        ("rollout.temperature.x=1", "`temperature` is a value"),
+        ("rollout.temperature=[", "not valid YAML"),
+        ("rollout.temprature=1", "did you mean `rollout.temperature`"),
+        ("rollout.temperature=hot", "`rollout.temperature`"),
+        ("temperature=1", "did you mean"),
+        ("rollout=3", "`rollout`"),
+        ("rollout..temperature=1", "unknown key"),
+        ("run=3", "`run`"),
+        ("run.steps=true", "`run.steps`: a number is wanted"),
+        ("learner.grad_clip=yes", "a number is wanted"),
     ],
 )
 def test_wrong_overrides(tmp_path: Path, override: str, said: str) -> None:
@@ -297,7 +335,9 @@ def test_wrong_overrides(tmp_path: Path, override: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("- a\n", "expected sections"), ("a: [\n", "not valid YAML"), ("just words", "expected sections"),
+        ("- a\n", "expected sections"),
+        ("a: [\n", "not valid YAML"),
+        ("just words", "expected sections"),
         ("1: 2\n" + YAML, "keys should be strings (got 1)"),
         (YAML + "run: {steps: 3, seed: 1, steps: 4}\n", "the key `steps` is there twice"),
     ],

@@ -54,7 +54,15 @@ def assert_nothing_left(marker: str, temporary: str) -> None:
 def test_the_run_folder_holds_what_was_promised(uninterrupted):
     names = {path.name for path in uninterrupted.iterdir()}
     assert names >= {
-        "recipe.yaml", "metrics.jsonl", "ledger.csv", "timeline.json", "samples", "checkpoints", "model", "report.html", "status.json",
+        "recipe.yaml",
+        "metrics.jsonl",
+        "ledger.csv",
+        "timeline.json",
+        "samples",
+        "checkpoints",
+        "model",
+        "report.html",
+        "status.json",
     }
     rows = metrics(uninterrupted)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
@@ -104,7 +112,7 @@ def test_the_final_model_loads_in_transformers_and_is_the_last_checkpoint(uninte
 STOPPED_LATE = '''
 import json, os, signal, sys
 from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.errors import Stopped
+from rlhfless_ray.common.errors import Stopped
 
 recipe = Recipe.load(sys.argv[1])
 
@@ -133,8 +141,13 @@ def stopped_and_resumed(tmp_path_factory) -> Path:
     recipe, marker = write_recipe(folder, run__sigterm_s=90.0), f"RLHFLESS_TEST={folder}"  # the machine of a test may be busy
     temporary = tempfile.mkdtemp(dir="/tmp")  # a short path: sockets lie in it
     process = subprocess.Popen(
-        [sys.executable, "-m", "rlhfless_ray", "train", recipe], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        cwd=ROOT, env={**environment(), "RLHFLESS_TEST": str(folder), "TMPDIR": temporary}, start_new_session=True,
+        [sys.executable, "-m", "rlhfless_ray", "train", recipe],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**environment(), "RLHFLESS_TEST": str(folder), "TMPDIR": temporary},
+        start_new_session=True,
     )
     for line in process.stdout:
         if line.startswith("step 3/"):
@@ -162,8 +175,12 @@ def stopped_and_resumed(tmp_path_factory) -> Path:
 
     own["TMPDIR"] = tempfile.mkdtemp(dir="/tmp")
     resumed = subprocess.run(
-        [sys.executable, "-m", "rlhfless_ray", "train", recipe, "--resume"], cwd=ROOT, env={**environment(), **own},
-        capture_output=True, text=True, timeout=480,
+        [sys.executable, "-m", "rlhfless_ray", "train", recipe, "--resume"],
+        cwd=ROOT,
+        env={**environment(), **own},
+        capture_output=True,
+        text=True,
+        timeout=480,
     )
     assert resumed.returncode == 0, resumed.stderr
     assert_nothing_left(marker, own["TMPDIR"])
@@ -195,8 +212,13 @@ def test_a_stop_while_it_starts_leaves_nothing_behind_and_promises_nothing(tmp_p
     recipe, marker = write_recipe(tmp_path, warm_start__steps=5000, run__seed=time.time_ns() % 2**31), f"RLHFLESS_TEST={tmp_path}"
     temporary = tempfile.mkdtemp(dir="/tmp")
     process = subprocess.Popen(
-        [sys.executable, "-m", "rlhfless_ray", "train", recipe], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        cwd=ROOT, env={**environment(), "RLHFLESS_TEST": str(tmp_path), "TMPDIR": temporary}, start_new_session=True,
+        [sys.executable, "-m", "rlhfless_ray", "train", recipe],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**environment(), "RLHFLESS_TEST": str(tmp_path), "TMPDIR": temporary},
+        start_new_session=True,
     )
     run = tmp_path / "runs" / "small"
     while process.poll() is None and not (run / moment).exists() and not any(moment in line for line in ours_alive(marker)):
@@ -234,8 +256,13 @@ def test_a_driver_that_is_killed_leaves_nothing_behind(tmp_path):
     recipe = write_recipe(tmp_path, run__steps=1000, rollout__prefix_kv="on", evaluate__prompts=0)
     temporary = tempfile.mkdtemp(dir="/tmp")
     process = subprocess.Popen(
-        [sys.executable, "-m", "rlhfless_ray", "train", recipe], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        cwd=ROOT, env={**environment(), "TMPDIR": temporary}, start_new_session=True,
+        [sys.executable, "-m", "rlhfless_ray", "train", recipe],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
+        env={**environment(), "TMPDIR": temporary},
+        start_new_session=True,
     )
     for line in process.stdout:
         if line.split()[:1] == ["step"]:
@@ -244,7 +271,9 @@ def test_a_driver_that_is_killed_leaves_nothing_behind(tmp_path):
     sessions, segments = {os.getsid(pid) for pid in pids}, shared_memory(pids)
     running = living(sessions)
     assert {name for name in ("ServeReplica", "PageActor", "LearnerActor") if any(name in line for line in running)} == {
-        "ServeReplica", "PageActor", "LearnerActor"
+        "ServeReplica",
+        "PageActor",
+        "LearnerActor",
     }, running
     process.kill()
     process.communicate(timeout=60)

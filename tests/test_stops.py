@@ -12,28 +12,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhfless_ray import waits
-from rlhfless_ray.checkpoints import Best
 from rlhfless_ray.cli import main as cli
-from rlhfless_ray.errors import RunError, Stopped, UserError
-from rlhfless_ray.functions.faults import Faults
+from rlhfless_ray.common import deadlines as waits
+from rlhfless_ray.common.deadlines import StopSignal
+from rlhfless_ray.common.errors import RunError, Stopped, UserError
+from rlhfless_ray.functions.broker import SlotBroker
+from rlhfless_ray.functions.failure_budget import FailureBudget
+from rlhfless_ray.learn.learn_stage import LearnStage
+from rlhfless_ray.learn.pending import Pending
 from rlhfless_ray.learn.recovery import Recovery
-from rlhfless_ray.learn.stage import LearnStage
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.refill import Refill
-from rlhfless_ray.reward.stage import ScoreStage
+from rlhfless_ray.report.metrics import Metrics
+from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.rollout.requests import request, step_requests
-from rlhfless_ray.run_folder import RunFolder
-from rlhfless_ray.run_state import restore
-from rlhfless_ray.runtime import Runtime
-from rlhfless_ray.site import Site
-from rlhfless_ray.stages import Stages
+from rlhfless_ray.run.checkpoints import Best
+from rlhfless_ray.run.context import RunContext
+from rlhfless_ray.run.folder import RunFolder
+from rlhfless_ray.runtime.driver_state import restore
+from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
+from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.types import Step
-from rlhfless_ray.waits import StopSignal
-from rlhfless_ray.watch.metrics import Metrics
 from tests.conftest import small_recipe
-from tests.test_run_folder import store
+from tests.run.test_run_folder import store
 
 # ---- the signal ---------------------------------------------------------------------------------------------------
 
@@ -84,11 +86,11 @@ def test_sigterm_shortens_the_wait_of_a_ctrl_c_and_a_second_ctrl_c_waits_for_not
             signal.raise_signal(signal.SIGINT)
 
 
-def test_an_obeyed_signal_does_not_stop_the_saving_but_a_new_one_does() -> None:
+def test_an_acknowledged_signal_does_not_stop_the_saving_but_a_new_one_does() -> None:
     stop = StopSignal()
     with stop.listening():
         signal.raise_signal(signal.SIGINT)
-        assert stop.obeyed() == signal.SIGINT
+        assert stop.acknowledge() == signal.SIGINT
         stop.check()
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(Stopped):
@@ -106,10 +108,10 @@ def test_a_wait_that_was_in_vain_tells_its_whole_deadline(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(waits, "ray", SimpleNamespace(wait=wait, get=lambda ref, timeout: ref))
-    with pytest.raises(RunError, match="waited 60 s for two answers in vain"):
+    with pytest.raises(RunError, match="timed out after 60 s waiting for two answers"):
         waits.get(["early", "never"], 60.0, "two answers")
     assert 60 <= now[0] < 61
-    with pytest.raises(RunError, match="waited 1800 s for the rest"):
+    with pytest.raises(RunError, match="timed out after 1800 s waiting for the rest"):
         waits.wait_any(["never"], 0.3, "the rest", within_s=1.0, of_s=1800.0)
 
 
@@ -127,9 +129,9 @@ class Ended:
         run.folder.begin(run.recipe, "machine", 3)
         run.checkpoints, run.best = store(run.folder), Best("none")
         run.steps_done, run.cursor_done, run.cursor_after, run.saved = 3, [3], [4], 2
-        run.refill = Refill(run.recipe, Cursor(64, 8, True, 3))
+        run.dynamic_sampling = DynamicSampling(run.recipe, Cursor(64, 8, True, 3))
         run.weights, run.in_update, run.step = SimpleNamespace(version=3), False, Step(4)
-        run.first_row, run.quality = 0, {}
+        run.first_row, run.quality, run.agreement = 0, {}, None
         run.ledger = SimpleNamespace(cut=lambda step: None, totals_since=lambda row: {})
         run.autoscaler = SimpleNamespace(
             state=lambda: {}, observe_update=lambda *_: None, observe_step=lambda *_: None, settle=lambda: None
@@ -137,20 +139,25 @@ class Ended:
         run.phases = SimpleNamespace(take=lambda: ({}, 1.0), phase=lambda *_: nullcontext())
         pool = SimpleNamespace(close=lambda: self.did.append(f"close as {self.status()}"), replacements=0)
         run.rollout = run.reward = pool
-        run.gang = SimpleNamespace(snapshot=self.snapshot, ask_snapshot=list, skipped_in_a_row=0, pool=pool, ranks=1)
-        run.gang.by_rank = [SimpleNamespace(leases=[None])]
-        run.gang.recovery, run.gang.forget, run.gang.keep = Recovery(1), lambda: None, lambda: None
+        run.worker_group = SimpleNamespace(snapshot=self.snapshot, ask_snapshot=list, skipped_in_a_row=0, pool=pool, ranks=1)
+        run.worker_group.by_rank = [SimpleNamespace(leases=[None])]
+        run.worker_group.recovery, run.worker_group.forget, run.worker_group.keep = Recovery(1), lambda: None, lambda: None
         run.leases = SimpleNamespace(release_all=lambda: None)
         self.messages: list[str] = []
         run.record = SimpleNamespace(
             progress=SimpleNamespace(message=self.messages.append),
-            step=lambda step, *_: self.did.append(f"record {step.number}"), costs=lambda *_, **__: {}, close=lambda *_: None,
-            checkpointed=lambda: None, put_off=lambda _: None, catch_up=lambda: None,
+            step=lambda step, *_: self.did.append(f"record {step.number}"),
+            costs=lambda *_, **__: {},
+            close=lambda *_: None,
+            checkpointed=lambda: None,
+            put_off=lambda _: None,
+            catch_up=lambda: None,
+            later=[],
         )
-        run.site = Site(run.recipe, None, run.leases, run.phases, run.record, run.autoscaler, 1)  # type: ignore[arg-type]
-        run.learn_stage = LearnStage(run.site, run.gang)
+        run.context = RunContext(run.recipe, None, SlotBroker(run.leases), run.phases, run.record, run.autoscaler, 1)  # type: ignore[arg-type]
+        run.learn_stage = LearnStage(run.context, run.worker_group)
         run.rollout_stage = rollout = SimpleNamespace(pool=pool, state=dict, restore=lambda state: None)
-        run.stages = Stages(Faults(3), None, rollout, rollout, run.learn_stage, None)  # type: ignore[arg-type]
+        run.stages = Stages(FailureBudget(3), None, rollout, rollout, run.learn_stage, None)  # type: ignore[arg-type]
         run.learn_stage.plan = SimpleNamespace(reason="")  # type: ignore[assignment]
 
     def snapshot(self, deadline_s: float | None = None, refs: Any = None) -> dict[str, bytes]:
@@ -219,12 +226,14 @@ def test_a_planner_of_another_version_is_named(tmp_path: Path, error: Exception)
 
 def test_an_update_clears_its_mark_when_it_ends_so_that_a_later_stop_saves_it(tmp_path: Path) -> None:
     ended = Ended(tmp_path)
-    ended.run.gang.update = lambda batch, meanwhile, publishes: SimpleNamespace(skipped=0, applied=0)
-    ended.run.update(None)
+    ended.run.worker_group.start_update = lambda batch, publishes: Pending(lambda: SimpleNamespace(skipped=0, applied=0))
+    update = ended.run.start_update(None)
+    assert ended.run.in_update and not ended.run.unrecorded
+    update.result()
     assert not ended.run.in_update and ended.run.unrecorded
-    ended.run.gang.update = lambda batch, meanwhile, publishes: exec("raise KeyError")
+    ended.run.worker_group.start_update = lambda batch, publishes: Pending(lambda: exec("raise KeyError"))
     with pytest.raises(KeyError):
-        ended.run.update(None)
+        ended.run.start_update(None).result()
     assert ended.run.in_update
 
 
@@ -233,15 +242,15 @@ def test_a_failure_saves_the_last_step_where_its_state_lies_outside_of_the_learn
     assert ended.by(RunError("no")) == [], "nothing is asked of a learner that may be what failed"
     for whole, did in (("state", ["snapshot within 30.0"]), (None, [])):
         ended = Ended(tmp_path)
-        ended.run.gang.recovery.whole = whole
+        ended.run.worker_group.recovery.whole = whole
         assert ended.by(RunError("no")) == did
     ended = Ended(tmp_path)
-    ended.run.gang.recovery.whole = "state"
+    ended.run.worker_group.recovery.whole = "state"
     ended.by(RunError("no"))
     assert ended.driver()["step"] == 3 and ended.messages == ["step 3 is saved: --resume goes on from there"]
     ended = Ended(tmp_path)
-    ended.run.gang.recovery.whole = "state"
-    ended.run.gang.recovery.did("update", None)
+    ended.run.worker_group.recovery.whole = "state"
+    ended.run.worker_group.recovery.did("update", None)
     assert ended.by(RunError("no")) == [], "the learner has gone on since"
 
 
@@ -325,7 +334,8 @@ def test_a_late_evaluation_joins_the_row_of_its_step(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows == [
         {"step": 3, "time_s": 30.0, "reward/mean": 0.5},
-        {"step": 4, "time_s": 40.0, "eval/accuracy_greedy": 0.7, "reward/mean": 0.5}, {"step": 5, "time_s": 100.0},
+        {"step": 4, "time_s": 40.0, "eval/accuracy_greedy": 0.7, "reward/mean": 0.5},
+        {"step": 5, "time_s": 100.0},
     ]
 
 
@@ -348,7 +358,7 @@ def test_a_row_twice_in_a_batch_gets_other_samples_and_all_others_keep_theirs(tm
 
 
 def test_an_evaluation_without_any_reward_has_no_accuracy_and_no_warning(recwarn) -> None:
-    from rlhfless_ray.evaluation import accuracies
+    from rlhfless_ray.runtime.evaluation import accuracies
     from rlhfless_ray.types import Completion, Prompt, Sample
 
     done = Completion(0, np.zeros(3, np.int32), np.zeros(3, np.float32), "stop", 0)
@@ -365,21 +375,21 @@ def test_an_evaluation_without_any_reward_has_no_accuracy_and_no_warning(recwarn
 
 @pytest.mark.parametrize("name", ["step", "evaluation"])
 def test_samples_are_on_disk_when_scoring_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    from rlhfless_ray.errors import RunError
-    from rlhfless_ray.record import Record
-    from rlhfless_ray.reward import score
+    from rlhfless_ray.common.errors import RunError
+    from rlhfless_ray.reward import scoring as score
+    from rlhfless_ray.run.recorder import RunRecorder
     from rlhfless_ray.types import Completion, Prompt, Sample
 
     run = Ended(tmp_path, watch__samples_per_step=1).run
     run.record.progress.phase = None
     run.record.recipe, run.record.folder = run.recipe, run.folder
     run.record._answer_column = lambda: "answer"
-    run.record.samples = lambda *a: Record.samples(run.record, *a)
+    run.record.samples = lambda *a: RunRecorder.samples(run.record, *a)
     done = Completion(0, np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0)
     samples = [Sample(Prompt(i, "p", (1,)), 0, done, "r", reward=None if i else 1.0, error="boom" if i else None) for i in range(3)]
     monkeypatch.setattr(score.Scoring, "finish", lambda self, announce: setattr(self, "failed", 2))
     with pytest.raises(RunError, match="2 of 3 samples could not be scored"):
-        ScoreStage(run.site, SimpleNamespace(working=[])).score(samples, 4, name)  # type: ignore[arg-type]
+        ScoreStage(run.context, SimpleNamespace(working=[])).score(samples, 4, name)  # type: ignore[arg-type]
     lines = (run.folder.path / "samples" / f"{name}_4.jsonl").read_text().splitlines()
     assert [json.loads(line)["error"] for line in lines] == [None, "boom", "boom"]
 

@@ -1,25 +1,28 @@
 """The cluster simulator: the planner's code in virtual time, on clusters and models given as data.
 
-from placement.simulate import named, simulate
-run = simulate(named("qwen3b-gsm8k-grpo"), ["fixed", "ours"])
-run.policies["ours"].step_s, run.policies["ours"].full
+Examples
+--------
+>>> from placement.simulate import named, simulate
+>>> run = simulate(named("qwen3b-gsm8k-grpo").but(epochs=1, prompts=8), ["fixed", "random"])
+>>> sorted(run.policies), run.policies["random"].full < run.policies["fixed"].full
+(['fixed', 'random'], True)
 """
 
-from placement.simulate.policies import POLICIES
-from placement.simulate.run import PolicyRun, Run, simulate
+from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.setting import Setting, load, named, names, parse
-from placement.simulate.step import Hold, Knobs, StepRun
-from placement.simulate.terms import Terms
+from placement.simulate.simulate_run import PolicyRun, SimulatedRun, simulate
+from placement.simulate.simulate_step import DeviceHold, StepPlanSettings, StepRun
+from placement.simulate.step_policies import POLICIES
 
 __all__ = [
     "POLICIES",
-    "Hold",
-    "Knobs",
+    "DeviceHold",
+    "PhaseTimes",
     "PolicyRun",
-    "Run",
     "Setting",
+    "SimulatedRun",
+    "StepPlanSettings",
     "StepRun",
-    "Terms",
     "load",
     "named",
     "names",

@@ -1,4 +1,4 @@
-"""A setting: cluster, models, algorithm and workload of one simulated run; from a name, a mapping or a YAML file."""
+"""A setting: cluster, models, algorithm and workload of one simulated run, from a name, a mapping or a YAML file."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from placement.roofline import Device, Model, check_width
-from placement.simulate import catalog
+from placement.catalog import catalog
+from placement.speed.roofline import Device, Model, check_width
 
 ALGORITHMS = ("grpo", "ppo")
-MOST = 10_000_000  # devices, responses of a run: memory and hours, not insight, lie beyond
+MAX_COUNT = 10_000_000  # of devices, responses or updates: more only cost memory and hours
 
 
 @dataclass(frozen=True)
 class Setting:
-    """All that a run needs. `lengths` names a distribution of placement/data/lengths.yaml (or is a mapping:
-    `like` one, with some fields changed); `trace` (a file or a run's folder) replaces it, `trace_column` names its lengths.
+    """Everything that a run needs.
 
-    tensor_parallel: devices of one engine. updates: optimizer updates per rollout. critic: PPO's second model, as large as
-    the policy. whiten: advantages are normalised over the whole batch (PPO as in VERL), so that the policy's gradients need
-    all responses. reward_model: scores on devices; none: rewards are computed on CPUs and take no device time.
-    dedup_prefill: a prompt shared by a group is computed once. prefer: 0 cheapest … 1 fastest. start_scale, migrate_scale
-    multiply the start-up and migration times; learn_scale the learning FLOPs: for sensitivity. cold: released devices lose
-    their processes, so every lease of an elastic policy is a cold start.
+    lengths: names a distribution of placement/catalog/data/lengths.yaml, or a mapping (`like` one, with some fields
+    changed). trace: a file or a run folder that replaces it; trace_column names its lengths. tensor_parallel: devices
+    of one engine. updates: optimizer updates per rollout. whiten: advantages are normalised over the whole batch (PPO
+    as in VERL), so that the policy's gradients need all responses. reward_model: scores on devices; None: rewards are
+    computed on CPUs and take no device time. dedup_prefill: a prompt shared by a group is computed once. prefer: 0
+    cheapest … 1 fastest.
+
+    For sensitivity analyses: start_scale and migrate_scale multiply start-up and migration times, learn_scale the
+    learning FLOPs. cold: released devices lose their processes, so every lease of an elastic policy is a cold start.
     """
 
     name: str
@@ -59,28 +61,30 @@ class Setting:
         return self.nodes * self.devices_per_node
 
     def but(self, **changes: Any) -> Setting:
-        """The same setting with some fields changed, checked anew. Raises ValueError as `parse` does."""
+        """Return the setting with some fields changed. Raises ValueError as `parse` does."""
         changed = replace(self, **changes)
         check(changed)
         return changed
 
 
 def names() -> list[str]:
-    """Settings that ship."""
+    """Return the names of the shipped settings."""
     return list(catalog.read("settings")["settings"])
 
 
 def named(name: str) -> Setting:
-    """A shipped setting. Raises ValueError naming the nearest for an unknown name."""
+    """Return a shipped setting. Raises ValueError naming the nearest for an unknown name."""
     tree = catalog.read("settings")["settings"]
-    known = catalog.choose("setting", name, list(tree))
+    known = catalog.match_name("setting", name, list(tree))
     return parse({"name": known, **tree[known]})
 
 
 def load(path: Path) -> Setting:
-    """A setting from a YAML file of the same keys as placement/data/settings.yaml, plus `trace` (relative to the file),
-    `like` (a shipped setting to start from), and `device`, `model` as names or mappings. Raises ValueError with one sentence
-    for any mistake."""
+    """Load a setting from a YAML file. Raises ValueError with one sentence for any mistake.
+
+    The keys are those of placement/catalog/data/settings.yaml, plus `trace` (relative to the file), `like` (a shipped
+    setting to start from), and `device` and `model` as names or mappings.
+    """
     import yaml
 
     if not path.is_file():
@@ -99,12 +103,12 @@ def load(path: Path) -> Setting:
 
 
 def parse(tree: dict[str, Any], folder: Path = Path()) -> Setting:
-    """Raises ValueError naming the key that is unknown (with the nearest), missing or out of range."""
+    """Build a setting from a mapping. Raises ValueError naming a key that is unknown (with the nearest), missing or out of range."""
     shipped = catalog.read("settings")
     merged = dict(shipped["defaults"])
     tree = dict(tree)
     if "like" in tree:
-        like = catalog.choose("setting", tree.pop("like"), list(shipped["settings"]))
+        like = catalog.match_name("setting", tree.pop("like"), list(shipped["settings"]))
         merged.update(shipped["settings"][like])
     merged.update(tree)
     fields = list(Setting.__dataclass_fields__)
@@ -112,7 +116,7 @@ def parse(tree: dict[str, Any], folder: Path = Path()) -> Setting:
         if key in ("objective", "deadline_s", "budget"):
             raise ValueError(f"`{key}`: steps are simulated at a `prefer` from 0 to 1; for a deadline or a budget use `rlhfless plan`")
         if key not in fields:
-            catalog.choose("key", key, fields)
+            catalog.match_name("key", key, fields)
     for key in ("device", "model", "nodes", "devices_per_node", "prompts", "samples", "algorithm"):
         if key not in merged:
             raise ValueError(f"setting {merged.get('name', '')}: `{key}` is missing")
@@ -132,33 +136,26 @@ def _phases(given: dict[str, Any]) -> dict[str, float]:
     if not isinstance(given, dict):
         raise ValueError(f"`phases` must be a mapping such as {{warm_start_s: 3.0}}, not {given!r}")
     known = list(catalog.read("phases"))
-    return {catalog.choose("phase parameter", key, known): catalog.number(value) for key, value in catalog.values(given).items()}
+    return {catalog.match_name("phase parameter", key, known): catalog.number(value) for key, value in catalog.values(given).items()}
 
 
 def check(s: Setting) -> None:
-    """Raises ValueError with one sentence for a number out of range or a combination that cannot run."""
+    """Raise ValueError with one sentence for a number out of range or a combination that cannot run."""
     for key in ("nodes", "devices_per_node"):
         value = getattr(s, key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"`{key}` must be at least 1, not {value!r}: a cluster without devices runs nothing")
-    for key in (
-        "prompts",
-        "samples",
-        "tensor_parallel",
-        "updates",
-        "steps_per_epoch",
-        "epochs",
-        "prompt_limit",
-        "response_limit",
-    ):
+    for key in ("prompts", "samples", "tensor_parallel", "updates", "steps_per_epoch", "epochs", "prompt_limit", "response_limit"):
         value = getattr(s, key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"`{key}` must be a whole number of at least 1, not {value!r}")
     for what, count in (
-        ("devices", s.devices), ("responses", s.prompts * s.samples * s.steps_per_epoch * s.epochs), ("updates", s.updates)
+        ("devices", s.devices),
+        ("responses", s.prompts * s.samples * s.steps_per_epoch * s.epochs),
+        ("updates", s.updates),
     ):
-        if count > MOST:
-            raise ValueError(f"{count:,} {what}: more than {MOST:,} are not simulated")
+        if count > MAX_COUNT:
+            raise ValueError(f"{count:,} {what}: more than {MAX_COUNT:,} are not simulated")
     for key in ("start_scale", "migrate_scale", "learn_scale"):
         value = getattr(s, key)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
@@ -175,7 +172,7 @@ def check(s: Setting) -> None:
             raise ValueError(f"`phases.{key}` must be a positive, finite number, not {value!r}")
     if not isinstance(s.prefer, (int, float)) or isinstance(s.prefer, bool) or not 0 <= s.prefer <= 1:
         raise ValueError(f"`prefer` must lie in 0 … 1 (0 cheapest, 1 fastest), not {s.prefer!r}")
-    catalog.choose("algorithm", s.algorithm, list(ALGORITHMS))
+    catalog.match_name("algorithm", s.algorithm, list(ALGORITHMS))
     if s.devices_per_node % s.tensor_parallel:
         raise ValueError(f"`tensor_parallel`: {s.tensor_parallel} does not divide the {s.devices_per_node} devices of a node")
     check_width(s.model, s.tensor_parallel)

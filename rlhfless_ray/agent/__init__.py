@@ -1,1 +1,1 @@
-"""Rollouts of several turns: a user's agent answers the policy, and what it says is not trained on."""
+"""Multi-turn rollouts: a user's agent answers the policy, and its text is not trained on."""

@@ -1,4 +1,4 @@
-"""What came of one prompt: every token, which of them the policy wrote, and what it was worth."""
+"""A finished episode: its tokens, which of them the policy wrote, and its reward."""
 
 from __future__ import annotations
 
@@ -8,42 +8,45 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.reward.values import finite, real
+from rlhfless_ray.reward.values import to_finite_float, to_float
 from rlhfless_ray.types import Completion, Prompt, Sample
 
-MOST_ID = np.iinfo(np.int32).max
+MAX_TOKEN_ID = np.iinfo(np.int32).max
 
 
 class BadEpisode(Exception):
-    """The agent's result is not of the contract; the sentence says how."""
+    """The agent's result violates the contract. The message says how."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """`token_ids` (n,) int32: the first observation, then actions and feedback in turn; it ends with an action, since nothing is
-    learned from feedback that nobody answered. The others are of the tokens after the first observation."""
+    """Tokens (n,) int32: the first observation, then actions and feedback in turn, ending with an action.
+
+    Feedback after the last action is dropped, because nothing is learned from it. The arrays `action` and `logprobs` cover
+    the tokens after the first observation.
+    """
 
     token_ids: np.ndarray
-    prompt_tokens: int  # of the first observation
-    action: np.ndarray  # (n - prompt_tokens,) bool: written by the policy, to be trained on
-    logprobs: np.ndarray | None  # (n - prompt_tokens,) float32, of the sampling distribution; 0 on feedback; None: not known
+    prompt_tokens: int  # length of the first observation
+    action: np.ndarray  # (n - prompt_tokens,) bool: True: written by the policy and trained on
+    logprobs: np.ndarray | None  # (n - prompt_tokens,) float32, under the sampling distribution; 0 on feedback; None: unknown
     turns: int
-    truncated: bool  # the last action was cut at the limit
+    truncated: bool  # the last action reached a token limit
     reward: float
     score: float | None = None
     extra_logs: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, result: Any) -> Episode:
-        """From what an executor's `execute` returns, in the form of OpenRLHF. Raises BadEpisode naming what is wrong."""
+        """Convert the dict that an executor's `execute` returns, in OpenRLHF's form. Raises BadEpisode naming what is wrong."""
         if not isinstance(result, Mapping):
             raise BadEpisode(f"`execute` returned {type(result).__name__}, not a dict")
         for key in ("observation_tokens", "action_ranges", "reward"):
             if result.get(key) is None:
                 raise BadEpisode(f"`execute` returned a dict without `{key}` (its keys: {', '.join(f'`{k}`' for k in result)})")
         tokens = np.asarray(result["observation_tokens"], np.int64)
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() <= MOST_ID:  # they travel as int32: another one would be another token
-            raise BadEpisode(f"`observation_tokens` has {tokens[(tokens < 0) | (tokens > MOST_ID)][0]}, which is no token id")
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() <= MAX_TOKEN_ID:  # token ids are stored as int32
+            raise BadEpisode(f"`observation_tokens` has {tokens[(tokens < 0) | (tokens > MAX_TOKEN_ID)][0]}, which is not a token id")
         ranges = [(int(start), int(end)) for start, end in result["action_ranges"]]
         _check(ranges, len(tokens))
         first, last = ranges[0][0], ranges[-1][1]
@@ -55,13 +58,13 @@ class Episode:
             if len(logprobs) != len(tokens):
                 raise BadEpisode(f"`rollout_log_probs` has {len(logprobs)} values for {len(tokens)} observation tokens")
             logprobs = np.where(action, np.asarray(logprobs, np.float32)[first:last], np.float32(0))
-            if not np.isfinite(logprobs).all():  # one of them would make the whole step's loss no number
+            if not np.isfinite(logprobs).all():  # one NaN would make the loss of the whole step NaN
                 at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
                 raise BadEpisode(f"`rollout_log_probs` has {logprobs[at]:g} for action token {first + at}")
         try:
-            reward = finite(plain(result["reward"]))
-            score = None if result.get("scores") is None else finite(plain(result["scores"]))
-            logs = {str(name): real(plain(value)) for name, value in (result.get("extra_logs") or {}).items()}
+            reward = to_finite_float(unwrap(result["reward"]))
+            score = None if result.get("scores") is None else to_finite_float(unwrap(result["scores"]))
+            logs = {str(name): to_float(unwrap(value)) for name, value in (result.get("extra_logs") or {}).items()}
         except ValueError as error:
             raise BadEpisode(f"`reward`, `scores` or `extra_logs` is {error}") from None
         return cls(
@@ -69,7 +72,7 @@ class Episode:
         )
 
     def sample(self, prompt: Prompt, number: int, key: int, version: int, text: str) -> Sample:
-        """As the learner takes it, scored. The agent's first observation takes the prompt's place."""
+        """Convert to a scored sample for the learner. The agent's first observation replaces the prompt."""
         seen = tuple(self.token_ids[: self.prompt_tokens].tolist())
         if seen != prompt.token_ids:
             prompt = replace(prompt, token_ids=seen)
@@ -77,7 +80,13 @@ class Episode:
         logprobs = np.full(len(rest), np.nan, np.float32) if self.logprobs is None else self.logprobs
         completion = Completion(key, rest, logprobs, "length" if self.truncated else "stop", version)
         return Sample(
-            prompt, number, completion, text, self.reward, score=self.score, extra_logs=self.extra_logs,
+            prompt,
+            number,
+            completion,
+            text,
+            self.reward,
+            score=self.score,
+            extra_logs=self.extra_logs,
             action_mask=None if self.action.all() else self.action,
         )
 
@@ -94,8 +103,8 @@ def _check(ranges: list[tuple[int, int]], tokens: int) -> None:
         raise BadEpisode("the first action begins at token 0: there is no observation before it")
 
 
-def plain(value: Any) -> Any:
-    """A number out of a tensor, array or list that holds one."""
+def unwrap(value: Any) -> Any:
+    """Unwrap a number from a tensor, array or list with one element."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     while isinstance(value, (list, tuple)) and len(value) == 1:

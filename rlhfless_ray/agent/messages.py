@@ -1,29 +1,30 @@
-"""What the driver and a process of agents tell each other. An episode is known by its sample's key."""
+"""Messages between the driver and agent processes. An episode is identified by its sample's key."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhfless_ray.agent.engine import Reply
+from rlhfless_ray.agent.engine_api import Reply
 from rlhfless_ray.agent.episode import Episode
 
 
 @dataclass(frozen=True)
-class Opening:
-    """An episode to be played. `said`: contexts and replies of an earlier attempt, whose process died: they stand."""
+class EpisodeStart:
+    """Start an episode. `earlier_replies`: (context, reply) pairs of an attempt whose process died; they are reused."""
 
     key: int
     prompt: str
     label: Any
     temperature: float
     top_p: float = 1.0
-    said: tuple[tuple[tuple[int, ...], Reply], ...] = ()
+    min_tokens: int = 0  # of a policy turn, unless the agent requests another number
+    earlier_replies: tuple[tuple[tuple[int, ...], Reply], ...] = ()
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The agent wants the policy's next turn, its number `turn` counted from 0. `max_tokens`: the longest it may be."""
+class TurnRequest:
+    """The agent requests policy turn number `turn`, counted from 0, of at most `max_tokens` tokens."""
 
     key: int
     turn: int
@@ -31,38 +32,41 @@ class Asked:
     max_tokens: int
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0  # the turn does not stop before this many tokens
 
 
 @dataclass(frozen=True)
-class Played:
-    """An episode is over: the episode, or what went wrong. texts: of its pieces, in turn the policy's and the agent's; observation:
-    the first one's."""
+class EpisodeEnd:
+    """A finished episode: the result or an error message.
+
+    `texts`: ("policy" or "agent", text) of its parts after the first observation, whose text is `observation`.
+    """
 
     key: int
     result: Episode | str
     observation: str = ""
     texts: tuple[tuple[str, str], ...] = ()
-    agent_s: float = 0.0  # that the agent took, and not the policy
+    agent_s: float = 0.0  # time of the agent, without the policy's turns
 
 
 @dataclass(frozen=True)
-class Stuck:
-    """The process can go on with nothing: an agent holds it. `key`: the episode it was at, where that is known."""
+class AgentHung:
+    """An agent blocks the process for `seconds`. `key`: its episode, if known."""
 
     key: int | None
     seconds: float
 
 
 @dataclass(frozen=True)
-class Worked:
-    """For how long the process has been at work on a processor since it began, what it started and waited for with it."""
+class CpuTime:
+    """CPU time of the process and of its finished children since it started."""
 
-    core_s: float
+    cpu_s: float
 
 
 @dataclass(frozen=True)
-class Answered:
-    """The policy's turn, to who asked for it."""
+class TurnReply:
+    """A policy turn for the agent that requested it."""
 
     key: int
     turn: int
@@ -70,13 +74,13 @@ class Answered:
 
 
 @dataclass
-class Hand:
-    """An episode in a process: how often it asked, and since when the agent has it (None: the policy has)."""
+class EpisodePort:
+    """An episode's state in the agent process. `agent_since_s`: start of the agent's turn, or None in the policy's."""
 
-    opening: Opening
+    start: EpisodeStart
     turns: int = 0
-    since_s: float | None = None
+    agent_since_s: float | None = None
     agent_s: float = 0.0
-    over: bool = False  # it may be asked for in its name all the same, by a server that an agent started
+    is_over: bool = False  # a server that an agent started may still send requests
     waiting: dict[int, Any] = field(default_factory=dict)  # turn → future of the reply
     replies: list[tuple[tuple[int, ...], Reply]] = field(default_factory=list)

@@ -44,13 +44,10 @@ def frontier_svg(plans: Sequence[Plan], bounds: Bounds, chosen: int, *, cost: st
         f'<path d="M{x(bounds.time_s):.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="#777" stroke-dasharray="4 4"/>',
         f'<path d="M{LEFT} {y(bounds.cost):.1f}H{WIDTH - RIGHT}" stroke="#777" stroke-dasharray="4 4"/>',
         f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 14}" text-anchor="middle">rollout time (s)</text>',
-        f'<text transform="translate(18 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">'
-        f"{escape(cost)}</text>",
+        f'<text transform="translate(18 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">{escape(cost)}</text>',
     ]
     # between two points no plan is faster than the right one and cheaper than the left one: stairs, not slopes
-    stairs = f"M{x(times[0]):.1f} {y(costs[0]):.1f}" + "".join(
-        f"H{x(t):.1f}V{y(c):.1f}" for t, c in zip(times[1:], costs[1:], strict=True)
-    )
+    stairs = f"M{x(times[0]):.1f} {y(costs[0]):.1f}" + "".join(f"H{x(t):.1f}V{y(c):.1f}" for t, c in zip(times[1:], costs[1:], strict=True))
     parts.append(f'<path d="{stairs}" fill="none" stroke="#bbb"/>')
     most = max(p.actors for p in plans)
     for plan in plans:
@@ -62,8 +59,7 @@ def frontier_svg(plans: Sequence[Plan], bounds: Bounds, chosen: int, *, cost: st
         )
     best = plans[chosen]
     parts.append(
-        f'<circle cx="{x(best.time_s):.1f}" cy="{y(best.cost):.1f}" r="8" fill="none" stroke="{CHOSEN}" stroke-width="2" '
-        'data-chosen="1"/>'
+        f'<circle cx="{x(best.time_s):.1f}" cy="{y(best.cost):.1f}" r="8" fill="none" stroke="{CHOSEN}" stroke-width="2" data-chosen="1"/>'
     )
     legend = [(FEW, "1 actor"), (MANY, f"{most} actors")] if most > 1 else [(FEW, "1 actor")]
     at = LEFT

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhfless_ray.cli.serve_rm import DTYPES
-from rlhfless_ray.errors import UserError
+from rlhfless_ray.common.errors import UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -31,16 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def combine(base: Path, adapter: Path, output: Path, is_reward_model: bool, dtype: str) -> None:
-    from rlhfless_ray.reward.model import told_as
+    from rlhfless_ray.reward.reward_model import name_setting_in_errors
     from rlhfless_ray.weights.adapter import Adapter, merge_folder
-    from rlhfless_ray.weights.folder import read_folder, without_weights, write_folder
+    from rlhfless_ray.weights.model_folder import read_folder, without_weights, write_folder
 
     if output.resolve() in (base.resolve(), adapter.resolve()):
         raise UserError(f"--output_path {output}: is the folder of the model or the adapter; name another")
-    with told_as("--model_path"):
+    with name_setting_in_errors("--model_path"):
         files = read_folder(base)
     print(f"merging {adapter} into {base}")
-    with told_as("--lora_path"):
+    with name_setting_in_errors("--lora_path"):
         found = Adapter.read(adapter)
         merge_folder(base, found, output, dtype, "score" if is_reward_model else "")
     rest = without_weights(files)

@@ -11,16 +11,15 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from rlhfless_ray.cli.explain import explain
-from rlhfless_ray.cli.plan import plan
-from rlhfless_ray.cli.run import run, submit
-from rlhfless_ray.cli.simulate import simulate
-from rlhfless_ray.cli.verbatim import Verbatim
-from rlhfless_ray.errors import RunError, Stopped, UserError
+from rlhfless_ray.cli.explain_command import explain
+from rlhfless_ray.cli.passthrough import PassthroughCommand
+from rlhfless_ray.cli.plan_command import plan
+from rlhfless_ray.cli.run_command import run, submit
+from rlhfless_ray.cli.simulate_command import simulate
+from rlhfless_ray.common.errors import RunError, Stopped, UserError
 
 app = typer.Typer(
-    help="Elastic RLHF on Ray.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    help="Elastic RLHF on Ray.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 
 
@@ -39,14 +38,14 @@ app.command()(plan)
 @app.command()
 def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe in YAML.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value", show_default=False)] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Recipe keys to set, as section.key=value.", show_default=False)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the latest run of this name from its checkpoint.")] = False,
 ) -> None:
     """Train a policy. Exit code 0 after the final save, 2 for a mistake in the input, 1 for a failed run."""
     from rlhfless_ray.recipe import Recipe
 
     parsed = Recipe.load(recipe, overrides or [])
-    from rlhfless_ray.runtime import Runtime
+    from rlhfless_ray.runtime.runtime import Runtime
 
     with Runtime(parsed, resume=resume) as run:
         for _ in run:
@@ -62,8 +61,8 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder, finished, sto
         raise UserError(f"{run}: no such run folder")
     if not any((run / name).is_file() for name in ("status.json", "recipe.yaml", "metrics.jsonl", "ledger.csv")):
         raise UserError(f"{run}: not a run folder, it has neither status.json nor recipe.yaml, metrics.jsonl or ledger.csv")
-    from rlhfless_ray.watch.report import write_report
-    from rlhfless_ray.watch.timeline import write_timeline
+    from rlhfless_ray.report.report import write_report
+    from rlhfless_ray.report.timeline import write_timeline
 
     if (run / "ledger.csv").exists():
         write_timeline(run)
@@ -72,7 +71,7 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder, finished, sto
 
 app.command()(simulate)
 for command in (explain, run, submit):
-    app.command(cls=Verbatim)(command)
+    app.command(cls=PassthroughCommand)(command)
 
 
 def main() -> None:

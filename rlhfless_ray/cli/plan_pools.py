@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rlhfless_ray.errors import UserError
+from rlhfless_ray.common.errors import UserError
 
 if TYPE_CHECKING:
     from placement import Pool
@@ -19,7 +19,7 @@ WIDEST = 8  # devices of a node: between nodes an engine's all-reduces take othe
 
 
 @dataclass(frozen=True)
-class Wish:
+class PoolOptions:
     """One kind of actor as a user describes it; names are those of the options."""
 
     actors: int | None = None
@@ -32,11 +32,18 @@ class Wish:
     preempt: float = 0.0
     capacity: int | None = None
 
-    def other(self, text: str) -> Wish:
+    def other(self, text: str) -> PoolOptions:
         """The same with what `key=value,key=value` changes. Raises UserError for an unknown key or a value of another kind."""
         kinds: dict[str, type] = {
-            "actors": int, "speed": str, "device": str, "model": str, "tensor_parallel": int, "price": float, "start": float,
-            "preempt": float, "capacity": int,
+            "actors": int,
+            "speed": str,
+            "device": str,
+            "model": str,
+            "tensor_parallel": int,
+            "price": float,
+            "start": float,
+            "preempt": float,
+            "capacity": int,
         }
         changes: dict[str, Any] = {}
         for part in text.split(","):
@@ -93,8 +100,8 @@ class Wish:
             return Pool(Speed(*numbers), self.price, most, self.start, self.preempt, self.capacity, width)
         if self.device is None or self.model is None:
             raise UserError(f"{name}--device and --model belong together: the speed follows from both")
-        from placement.roofline import check_width, decode_speed, kv_capacity
-        from placement.simulate import catalog
+        from placement.catalog import catalog
+        from placement.speed.roofline import check_width, decode_speed, kv_capacity
 
         try:
             the_model, the_device = catalog.model(self.model), catalog.device(self.device)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhfless_ray.errors import UserError
+from rlhfless_ray.common.errors import UserError
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="serve_rm", description="POST {\"query\": [text, …]} to /get_reward.")
+    parser = argparse.ArgumentParser(prog="serve_rm", description='POST {"query": [text, …]} to /get_reward.')
     add = parser.add_argument
     add("--reward.model_name_or_path", "--reward_pretrain", dest="model", required=True, help="a local Hugging Face folder")
     add("--reward.normalize_enable", "--normalize_reward", dest="normalize", action="store_true", help="mean and std of config.json")
@@ -56,13 +56,19 @@ def _serve(asked: argparse.Namespace) -> None:
         raise UserError(f"--port {asked.port}: a port is from 0 to 65535")
     import torch
 
-    from rlhfless_ray.reward.served import PATH, TextScorer, server
+    from rlhfless_ray.reward.reward_server import PATH, TextScorer, create_server
 
     scorer = TextScorer(
-        Path(asked.model), asked.head, DTYPES[asked.dtype], "cuda" if torch.cuda.is_available() else "cpu",
-        normalize=asked.normalize, max_tokens=asked.max_len, batch_size=asked.batch_size, trust_remote_code=asked.trust_remote_code,
+        Path(asked.model),
+        asked.head,
+        DTYPES[asked.dtype],
+        "cuda" if torch.cuda.is_available() else "cpu",
+        normalize=asked.normalize,
+        max_tokens=asked.max_len,
+        batch_size=asked.batch_size,
+        trust_remote_code=asked.trust_remote_code,
     )
-    made = server(scorer, asked.host, asked.port)
+    made = create_server(scorer, asked.host, asked.port)
     print(f"serving {asked.model} at http://{asked.host}:{made.server_port}{PATH}", flush=True)
     try:
         made.serve_forever()

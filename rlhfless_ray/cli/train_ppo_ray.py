@@ -7,10 +7,11 @@ import re
 import sys
 from collections.abc import Sequence
 
-from rlhfless_ray.errors import Stopped, UserError
-from rlhfless_ray.openrlhf.dialect import Unreadable
-from rlhfless_ray.openrlhf.flags import newest
-from rlhfless_ray.openrlhf.parsers import PROGRAM, usage
+from rlhfless_ray.common.disk_space import DiskFull
+from rlhfless_ray.common.errors import Stopped, UserError
+from rlhfless_ray.compat.openrlhf.dialect import Unreadable
+from rlhfless_ray.compat.openrlhf.flags import newest
+from rlhfless_ray.compat.openrlhf.parsers import PROGRAM, usage
 
 HELP = """
 Every flag of OpenRLHF 0.8.0 to {newest} is accepted; the usage above is that of {newest}. Our own settings are
@@ -31,9 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _train(tokens: Sequence[str]) -> None:
-    from rlhfless_ray.openrlhf.page import summary
-    from rlhfless_ray.openrlhf.resources import fit
-    from rlhfless_ray.openrlhf.translate import by_flag, recipe_of, refusals, translate
+    from rlhfless_ray.compat.openrlhf.explain_report import summary
+    from rlhfless_ray.compat.openrlhf.resources import fit
+    from rlhfless_ray.compat.openrlhf.translate import by_flag, recipe_of, refusals, translate
 
     found = translate(tokens)
     fewer = fit(found)
@@ -44,7 +45,7 @@ def _train(tokens: Sequence[str]) -> None:
         print(f"[rlhfless] {line}", flush=True)
     for name, value in found.secrets.items():
         os.environ.setdefault(name, value)
-    from rlhfless_ray.runtime import Runtime
+    from rlhfless_ray.runtime.runtime import Runtime
 
     try:
         run = Runtime(recipe)
@@ -53,7 +54,7 @@ def _train(tokens: Sequence[str]) -> None:
                 pass
     except UserError as error:
         raise by_flag(found, error) from None
-    except Stopped as stop:
+    except (Stopped, DiskFull) as stop:
         if recipe.checkpoint.path:
             stop.continue_with = found.values.named("ckpt.load_enable")
         elif stop.resumable:
@@ -65,8 +66,8 @@ def _train(tokens: Sequence[str]) -> None:
 
 def _dialect(tokens: Sequence[str]) -> str:
     """Whose usage to show."""
-    from rlhfless_ray.openrlhf.dialect import read
-    from rlhfless_ray.openrlhf.own import separate
+    from rlhfless_ray.compat.openrlhf.dialect import read
+    from rlhfless_ray.compat.openrlhf.elastic_flags import separate
 
     try:
         theirs, _, version = separate(tokens)

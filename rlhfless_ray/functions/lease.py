@@ -1,7 +1,7 @@
-"""Leases: the right to use a slot, each backed by a placement group of one bundle.
+"""Leases: the right to use a slot, each backed by a placement group with one bundle.
 
-Measured (Ray 2.60): an independent group takes 4 ms; one that needs resources freed in the same instant waits 0.5-0.8 s
-for Ray's retry tick. So a lease is handed from one function to the next where it can be, and only surplus is removed.
+Measured with Ray 2.60: an independent group takes 4 ms, but one that needs resources freed at the same instant waits 0.5-0.8 s
+for Ray's retry interval. So a lease is handed from one function to the next if possible, and only surplus leases are removed.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlhfless_ray.errors import RunError
+from rlhfless_ray.common.deadlines import STOP
+from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.ledger import Ledger
-from rlhfless_ray.waits import STOP
 
-NODES_S = 1.0  # for how long a list of nodes serves to choose one: Ray takes milliseconds to make it
-NOTICES_S = 0.25  # the same for notices of drained nodes: a notice gives little time, and asking takes a millisecond
-ANSWER_S = 2.0  # for a node to take a connection
-PREFERRED_S = 1.0  # longest wait for a slot of a certain node, where any would do: Ray's retry tick and a little more
-LOOKING_SHARE = 0.01  # of the time, at most, goes into looking for others who wait: Ray's table has every group that there ever was
+NODES_S = 1.0  # how long a list of nodes is reused: Ray takes milliseconds to make it
+NOTICES_S = 0.25  # the same for notices of drained nodes, which leave little time and take a millisecond to query
+ANSWER_S = 2.0  # timeout of a connection to a node
+PREFERRED_S = 1.0  # longest wait for a preferred node: a little more than Ray's retry interval
+LOOKING_SHARE = 0.01  # largest share of time for checks whether others wait: Ray's table lists every group ever created
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A place to work: a node and, on GPU, one device as CUDA_VISIBLE_DEVICES names it: by index, or where the node was told of
-    its devices by UUID (MIG), by that; on CPU the number tells a node's slots apart."""
+    """A node and a device on it.
+
+    On GPU `device` is the name in CUDA_VISIBLE_DEVICES: an index, or a UUID if the node uses those (MIG). On CPU it numbers the
+    node's slots.
+    """
 
     node: str
     device: int | str
@@ -43,20 +46,20 @@ class Lease:
     id: str
     slot: Slot
     group: Any
-    holder: str = ""  # id of the instance that has it
+    holder: str = ""  # id of the instance that holds it
 
 
 @dataclass(eq=False)
-class Request:
-    """A group that Ray has been asked for and may not have granted yet."""
+class LeaseRequest:
+    """A placement group that was requested and may not be granted yet."""
 
     id: str
     group: Any
-    from_s: float  # wall clock: not granted before
+    from_s: float  # wall-clock time before which it was not granted
 
 
-class Leases:
-    """Takes slots from Ray and gives them back; every change is in the ledger."""
+class LeaseManager:
+    """Request and release slots of Ray, and record every change in the ledger."""
 
     def __init__(self, resource: str, ledger: Ledger, deadline_s: float, run_id: str) -> None:
         """`resource`: "cpu" (a slot is a core) or "gpu" (a slot is a device)."""
@@ -66,44 +69,44 @@ class Leases:
         self.deadline_s = deadline_s
         self.run_id = run_id
         self.held: dict[str, Lease] = {}
-        self.asked: dict[str, Request] = {}
+        self.asked: dict[str, LeaseRequest] = {}
         self.counter = 0
-        self.waited_s = 0.0  # on the critical path, for the step's anatomy
-        self.nodes: list[dict[str, Any]] = []  # what Ray told of them at `nodes_s`, see `seen_nodes`
+        self.waited_s = 0.0  # time on the critical path, for the step's metrics
+        self.nodes: list[dict[str, Any]] = []  # Ray's list at `nodes_s`, see `seen_nodes`
         self.nodes_s = -float("inf")
-        self.notices: Callable[[], set[str]] = draining_nodes  # ids of the nodes that will soon be gone
-        self.lost: set[str] = set()  # ids of nodes that do not answer, though Ray may still count them
-        self.drained: tuple[set[str], float] = set(), -float("inf")  # as they were then
+        self.notices: Callable[[], set[str]] = draining_nodes  # returns ids of the nodes that will be removed soon
+        self.lost: set[str] = set()  # ids of nodes that do not respond, though Ray may still list them
+        self.drained: tuple[set[str], float] = set(), -float("inf")  # result and time of the last `notices` call
         self.slot_mbs: dict[str, float] = {}
-        self.look_again_s = -float("inf")  # for others who wait
+        self.look_again_s = -float("inf")  # time of the next check whether others wait
         self.asked_leases = 0
         self.handed_over = 0
 
     # ---- asking -----------------------------------------------------------------------------------------------
 
-    def ask(self, count: int, nodes: list[str] | None = None, labels: dict[str, str] | None = None) -> list[Request]:
-        """Ask Ray for slots without waiting. `nodes`: ids of the nodes they must be on, one per slot as far as they go; `labels`:
-        that all their nodes must have."""
+    def ask(self, count: int, nodes: list[str] | None = None, labels: dict[str, str] | None = None) -> list[LeaseRequest]:
+        """Request slots without waiting.
+
+        `nodes`: ids of required nodes, one per slot for the first slots. `labels`: required of all nodes.
+        """
         requests = []
         for i in range(count):
             self.counter += 1
             id = f"{self.run_id}-{self.counter}"
             selector = dict(labels or {}) | ({"ray.io/node-id": nodes[i]} if nodes and i < len(nodes) else {})
-            group = placement_group(
-                [dict(self.bundle)], name=f"rlhfless-{id}", bundle_label_selector=[selector] if selector else None
-            )
-            request = Request(id, group, time.time())
+            group = placement_group([dict(self.bundle)], name=f"rlhfless-{id}", bundle_label_selector=[selector] if selector else None)
+            request = LeaseRequest(id, group, time.time())
             self.asked[id] = request
             requests.append(request)
         return requests
 
     def collect(
-        self, requests: list[Request], kind: str, wait_s: float, need: int = 0, have: list[Lease] | None = None
+        self, requests: list[LeaseRequest], kind: str, wait_s: float, need: int = 0, have: list[Lease] | None = None
     ) -> list[Lease]:
-        """The granted ones of `requests`, after those in `have`; what is not granted in time is withdrawn.
+        """Return `have` and the granted ones of `requests`; those not granted in time are withdrawn.
 
-        The first `need` of them all have until the lease deadline, the others `wait_s`. Raises RunError, naming what is
-        missing, when there are fewer than `need`; nothing is kept then.
+        The first `need` leases have until the lease deadline, the others `wait_s`. If there are fewer than `need`, all are
+        released and RunError names what is missing.
         """
         start = time.monotonic()
         leases = list(have or [])
@@ -124,15 +127,22 @@ class Leases:
         return leases
 
     def take(
-        self, count: int, kind: str, prefer: list[str] | None = None, need: int | None = None, wait_s: float = 0.0,
-        labels: dict[str, str] | None = None, asked: list[Request] | None = None,
+        self,
+        count: int,
+        kind: str,
+        prefer: list[str] | None = None,
+        need: int | None = None,
+        wait_s: float = 0.0,
+        labels: dict[str, str] | None = None,
+        asked: list[LeaseRequest] | None = None,
     ) -> list[Lease]:
-        """Ask and collect: `count` slots, of which `need` (default all) must come within the lease deadline.
+        """Request and collect `count` slots, of which `need` (default: all) must be granted within the lease deadline.
 
-        `prefer`: ids of nodes where a slot is worth more, one per slot: a parked instance waits there. They are waited for
-        shortly (half of `wait_s` where none must come); what they do not give is then asked of any node, for a cold start
-        elsewhere is better than none. `labels`: that every slot's node must have. `asked`: of such nodes before, in place of
-        `prefer`; more than `count` of them are withdrawn.
+        Args:
+            prefer: ids of preferred nodes, one per slot, because a parked instance waits there. They are waited for briefly
+                (half of `wait_s` if `need` is 0). Other slots are then requested of any node, for a cold start.
+            labels: required of every slot's node.
+            asked: earlier requests for preferred nodes, used instead of `prefer`; more than `count` are withdrawn.
         """
         need = count if need is None else need
         first, surplus = (asked or [])[:count], (asked or [])[count:]
@@ -145,7 +155,7 @@ class Leases:
         return leases
 
     def with_room(self, nodes: list[str]) -> list[str]:
-        """Those of `nodes` that are alive and have a slot more than are held here, each as often as it has one."""
+        """Return those of `nodes` that are alive and have free slots beyond the leases held, each once per free slot."""
         room = Counter(self.matching({})) if nodes else Counter()
         room.subtract(lease.slot.node for lease in self.held.values())
         found = []
@@ -156,7 +166,7 @@ class Leases:
         return found
 
     def seen_nodes(self) -> list[dict[str, Any]]:
-        """What Ray told a second ago at most of its nodes, without those that are drained or lost."""
+        """Return Ray's nodes, at most a second old, without drained and lost ones."""
         if time.monotonic() - self.nodes_s > NODES_S:
             self._look()
         going = self.draining() | self.lost
@@ -166,41 +176,41 @@ class Leases:
         self.nodes, self.nodes_s = ray.nodes(), time.monotonic()
 
     def draining(self) -> set[str]:
-        """Ids of the nodes that Ray was told will be gone soon, as of a moment ago: nothing should begin or stay there."""
+        """Return ids of the nodes that Ray will remove soon: nothing should start or stay there."""
         if time.monotonic() - self.drained[1] > NOTICES_S:
             self.drained = self.notices(), time.monotonic()
         return self.drained[0]
 
     def matching(self, labels: dict[str, str]) -> dict[str, int]:
-        """{node id: slots} of the nodes that have all these labels."""
+        """Return {node id: slots} of the nodes that have all these labels."""
         return node_slots(self.resource, labels, self.seen_nodes())
 
     def memory_mb(self, node: str) -> float:
-        """What Ray counts as the node's memory; without end where it does not know the node."""
-        told = next((one["Resources"].get("memory") for one in self.seen_nodes() if one["NodeID"] == node), None)
-        return float("inf") if told is None else told / 2**20
+        """Return the node's memory in MB according to Ray; infinite if Ray does not know the node."""
+        memory = next((one["Resources"].get("memory") for one in self.seen_nodes() if one["NodeID"] == node), None)
+        return float("inf") if memory is None else memory / 2**20
 
     def slot_mb(self, node: str) -> float:
-        """The same for each of the node's slots, as it was when it was asked for first."""
+        """Return the memory in MB per slot of the node, as at the first call."""
         if node not in self.slot_mbs:
             self.slot_mbs[node] = (self.memory_mb(node) or float("inf")) / max(1, self.matching({}).get(node, 1))
         return self.slot_mbs[node]
 
     def gone(self, nodes: list[str]) -> list[str]:
-        """Those of `nodes` that are not there any more, as of now."""
+        """Return those of `nodes` that no longer exist, checked now."""
         if nodes:
             self._look()
         alive = {node["NodeID"] for node in self.nodes if node["Alive"]} - self.lost
         return [node for node in nodes if node not in alive]
 
     def lose(self, node: str) -> bool:
-        """Whether a node is gone whose processes do not answer: Ray itself takes up to half a minute to say so."""
+        """Check a node whose processes do not respond, and return whether it is lost. Ray takes up to half a minute to notice."""
         if not node_answers(node):
             self.lost.add(node)
         return node in self.lost
 
-    def _wait_granted(self, request: Request, until: float) -> str | None:
-        """The node of the granted slot, None past the deadline. Ray's own wait rounds a timeout down to whole seconds."""
+    def _wait_granted(self, request: LeaseRequest, until: float) -> str | None:
+        """Return the node of the granted slot, or None past the deadline. Ray's own wait rounds timeouts down to whole seconds."""
         pause = 0.001
         while True:
             table = placement_group_table(request.group)
@@ -213,8 +223,8 @@ class Leases:
             time.sleep(pause)
             pause = min(0.05, 1.5 * pause)
 
-    def _granted(self, request: Request, node: str, kind: str) -> Lease | None:
-        """None: its node was lost before it could say which device it is."""
+    def _granted(self, request: LeaseRequest, node: str, kind: str) -> Lease | None:
+        """Register a granted lease. Returns None if its node was lost before it could name the device."""
         try:
             device = self._device(request.group) if self.resource == "gpu" else self._number(node)
         except RayTaskError:
@@ -240,7 +250,7 @@ class Leases:
     # ---- giving back ------------------------------------------------------------------------------------------
 
     def hand_over(self, lease: Lease, kind: str, instance: str) -> None:
-        """The lease changes hands without going back to Ray."""
+        """Hand a lease to another instance without releasing it to Ray."""
         if lease.holder and lease.holder != instance:
             self.handed_over += 1
         lease.holder = instance
@@ -252,7 +262,7 @@ class Leases:
                 self.ledger.release(lease.id)
                 remove_placement_group(lease.group)
 
-    def withdraw(self, requests: list[Request]) -> None:
+    def withdraw(self, requests: list[LeaseRequest]) -> None:
         for request in requests:
             if self.asked.pop(request.id, None) is not None:
                 remove_placement_group(request.group)
@@ -262,10 +272,12 @@ class Leases:
         self.release(list(self.held.values()))
 
     def living(self, leases: list[Lease]) -> list[Lease]:
-        """Those whose node was there a second ago, and stays. The others are released: Ray moves the group of a lost node, so it is
-        not where it was."""
+        """Return the leases whose nodes exist and stay, and release the others.
+
+        Ray moves the placement group of a lost node, so such a lease would be on another node.
+        """
         there = {node["NodeID"] for node in self.seen_nodes() if node["Alive"]} if leases else set()
-        missing = {lease.slot.node for lease in leases} - there  # or come since
+        missing = {lease.slot.node for lease in leases} - there  # or added since the last query
         gone = set(self.gone(sorted(missing))) | (missing & self.draining())
         self.release([lease for lease in leases if lease.slot.node in gone])
         return [lease for lease in leases if lease.slot.node not in gone]
@@ -279,8 +291,10 @@ class Leases:
         return f"the cluster has {total:g} {name}, {free:g} free"
 
     def others_wait(self) -> bool:
-        """Whether somebody else's placement group is pending that a slot of ours could serve; False where a look would come too soon
-        after the one before, see LOOKING_SHARE."""
+        """Return whether another user's pending placement group could use one of our slots.
+
+        False if the last check was too recent, see LOOKING_SHARE.
+        """
         began_s = time.monotonic()
         if began_s < self.look_again_s:
             return False
@@ -299,14 +313,14 @@ class Leases:
 
 
 def draining_nodes() -> set[str]:
-    """Ids of the nodes whose end Ray has been told of: by a cloud's notice, its autoscaler or `ray drain-node`."""
+    """Return ids of the nodes that will be removed after a cloud's notice, by the autoscaler, or by `ray drain-node`."""
     import ray._private.state as state
 
     return set(state.state.get_draining_nodes())
 
 
 def node_answers(node_id: str) -> bool:
-    """Whether the node's own process of Ray takes connections."""
+    """Return whether the node's raylet accepts connections."""
     node = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
     if node is None or not node["Alive"]:
         return False
@@ -317,11 +331,8 @@ def node_answers(node_id: str) -> bool:
     return True
 
 
-def node_slots(
-    resource: str, labels: dict[str, str] | None = None, nodes: list[dict[str, Any]] | None = None
-) -> dict[str, int]:
-    """{node id: slots} of the nodes that are alive, have any, and have all these labels. `nodes`: as Ray told of them, if it
-    was asked already."""
+def node_slots(resource: str, labels: dict[str, str] | None = None, nodes: list[dict[str, Any]] | None = None) -> dict[str, int]:
+    """Return {node id: slots} of the alive nodes that have slots and all these labels. `nodes`: Ray's list, if known."""
     name, wanted = "GPU" if resource == "gpu" else "CPU", (labels or {}).items()
     found = {
         node["NodeID"]: int(node["Resources"].get(name, 0))
@@ -332,23 +343,23 @@ def node_slots(
 
 
 def cluster_slots(resource: str) -> int:
-    """Slots all alive nodes have together."""
+    """Return the number of slots of all alive nodes."""
     return sum(node_slots(resource).values())
 
 
 def places(slots: dict[str, int], home: str, count: int) -> list[Slot]:
-    """Up to `count` places for processes that wait for a lease: on `home` first, nowhere more than the node has slots."""
+    """Return up to `count` slots for parked processes, on `home` first, at most as many per node as it has slots."""
     nodes = sorted(slots, key=lambda node: node != home)
     return [Slot(node, number) for node in nodes for number in range(slots[node])][:count]
 
 
 def device_named(id: str | int) -> int | str:
-    """A device as Ray names it: what the node's CUDA_VISIBLE_DEVICES says, without it an index."""
+    """Convert Ray's name of a device, which is an index or the name in the node's CUDA_VISIBLE_DEVICES."""
     name = str(id).strip()
     return int(name) if name.isdecimal() else name
 
 
-# max_calls=0: Ray would end a GPU task's process after one call, and the next would pay for a new one
+# max_calls=0: otherwise Ray ends a GPU task's process after each call, and the next call has to start one
 @ray.remote(num_cpus=0, num_gpus=1, max_calls=0)
 def _device_ids() -> list[str]:
     return ray.get_runtime_context().get_accelerator_ids().get("GPU", [])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlhfless_ray.types import Sample
+
+if TYPE_CHECKING:
+    from rlhfless_ray.recipe import AlgorithmConfig
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,8 @@ class Batch:
     these are learned from, the others are context. Per token of the policy, (Σ response length,) float32: logprobs of the
     sampler; advantages; and, None where nobody needs them or they are not known yet, `old`: log-probabilities of the learner
     before the step, `reference`: of the policy that the run began with, `values`: the critic's, `returns`: what it is to learn.
-    `kl_coefficient`: of this step, where it is not the recipe's.
+    `kl_coefficient`: of this step, where it is not the recipe's. `steps`: sequence indices of each optimizer step, where they do not
+    follow from the recipe's section `algorithm` alone (see `carry.py`); an index may come again in another step.
     """
 
     tokens: np.ndarray
@@ -35,6 +39,7 @@ class Batch:
     returns: np.ndarray | None = None
     kl_coefficient: float | None = None
     mask: np.ndarray | None = None
+    steps: tuple[np.ndarray, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -48,7 +53,8 @@ class Batch:
 
     @classmethod
     def of(
-        cls, sequences: list[tuple[tuple[int, ...], np.ndarray, np.ndarray, float | np.ndarray, int]],
+        cls,
+        sequences: list[tuple[tuple[int, ...], np.ndarray, np.ndarray, float | np.ndarray, int]],
         masks: list[np.ndarray | None] | None = None,
     ) -> Batch:
         """From (prompt ids, response ids, response log-probabilities, advantage, group) per sequence. The advantage is one per
@@ -73,6 +79,7 @@ class Batch:
 
     def take(self, indices: np.ndarray) -> Batch:
         """The sequences with these indices, in that order."""
+
         def pieces(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
             ends = np.cumsum(lengths)
             return np.concatenate([values[:0], *(values[ends[i] - lengths[i] : ends[i]] for i in indices)])
@@ -80,8 +87,13 @@ class Batch:
         by_token = {name: getattr(self, name) for name in ("logprobs", "advantages", "old", "reference", "values", "returns")}
         taken: dict[str, Any] = {name: None if x is None else pieces(x, self.response_lengths) for name, x in by_token.items()}
         return replace(
-            self, tokens=pieces(self.tokens, self.lengths), prompt_lengths=self.prompt_lengths[indices],
-            lengths=self.lengths[indices], groups=self.groups[indices], **taken,
+            self,
+            tokens=pieces(self.tokens, self.lengths),
+            prompt_lengths=self.prompt_lengths[indices],
+            lengths=self.lengths[indices],
+            groups=self.groups[indices],
+            steps=None,
+            **taken,
             mask=None if self.mask is None else pieces(self.mask, self.lengths - self.prompt_lengths),
         )
 
@@ -89,10 +101,7 @@ class Batch:
 def batch_of(samples: Sequence[Sample], per_prompt: int) -> Batch:
     """Of a step's samples, `per_prompt` to each prompt; advantages are 0."""
     return Batch.of(
-        [
-            (s.prompt.token_ids, s.completion.token_ids, s.completion.logprobs, 0.0, s.completion.key // per_prompt)
-            for s in samples
-        ],
+        [(s.prompt.token_ids, s.completion.token_ids, s.completion.logprobs, 0.0, s.completion.key // per_prompt) for s in samples],
         [s.action_mask for s in samples],
     )
 
@@ -112,9 +121,13 @@ def counts_of(mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return before[ends] - before[ends - lengths]
 
 
-def mini_batches(
-    batch: Batch, count: int, samples: int | None = None, rng: np.random.Generator | None = None
-) -> list[np.ndarray]:
+def spans_of(mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """(sequences,) int64: tokens of each from the first that the mask keeps to the last, both included; mask (Σ length,)."""
+    kept = (np.flatnonzero(part) for part in np.split(mask, np.cumsum(lengths)[:-1]))
+    return np.array([where[-1] - where[0] + 1 if len(where) else 0 for where in kept], np.int64)
+
+
+def mini_batches(batch: Batch, count: int, samples: int | None = None, rng: np.random.Generator | None = None) -> list[np.ndarray]:
     """Sequence indices of each optimizer step: whole groups, dealt in order to `count` of them; or, with `samples`, so many
     sequences each, in an order drawn from `rng` (the last may have fewer)."""
     if samples is not None:
@@ -125,11 +138,14 @@ def mini_batches(
     return [np.flatnonzero(np.isin(batch.groups, part)) for part in np.array_split(order, count) if len(part)]
 
 
-def optimizer_steps(batch: Batch, algorithm: dict[str, Any], seed: list[int]) -> list[np.ndarray]:
+def optimizer_steps(batch: Batch, algorithm: AlgorithmConfig, seed: list[int]) -> list[np.ndarray]:
     """Sequence indices of each optimizer step of an update, as the recipe's section `algorithm` says. The same on every rank;
-    what is drawn follows from the seed."""
+    what is drawn follows from the seed. There may be none, where the samples fill no step."""
+    if batch.steps is not None:
+        return list(batch.steps)
+    size, drops = algorithm.batch_samples, algorithm.remainder == "drop"
     rng = np.random.default_rng(seed)
     parts: list[np.ndarray] = []
-    for _ in range(algorithm["epochs"]):
-        parts += mini_batches(batch, algorithm["updates_per_step"], algorithm["batch_samples"], rng)
-    return parts
+    for _ in range(algorithm.epochs):
+        parts += mini_batches(batch, algorithm.updates_per_step, size, rng)
+    return [part for part in parts if len(part) == size] if drops else parts

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhfless_ray.learn.sequences import sequence_means, sequence_sums
+from rlhfless_ray.learn.segment_ops import sequence_means, sequence_sums
 
 UNITS = ("token", "sequence", "geometric")
 GATES = ("off", "ratio", "binary_kl", "tv")
@@ -69,7 +69,9 @@ class Correction:
         token/mask/ratio, seq-mask-tis seq/mask/ratio. Raises ValueError for what OpenRLHF refuses.
         """
         for name, value, choices in (
-            ("level", level, ("off", "token", "seq")), ("mode", mode, ("mask", "clip")), ("gating", gating, GATES[1:]),
+            ("level", level, ("off", "token", "seq")),
+            ("mode", mode, ("mask", "clip")),
+            ("gating", gating, GATES[1:]),
         ):
             if value not in choices:
                 raise ValueError(f"unknown importance correction {name} {value!r}: {', '.join(choices)}")

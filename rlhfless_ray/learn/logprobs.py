@@ -13,11 +13,17 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rlhfless_ray.rollout.nucleus import nucleus
+
 CHUNK_BYTES = 1 << 28  # of one chunk's float32 logits; about three times as much is held while it is worked on
 
 
 def chunked_logprobs(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, vocabulary: int, temperature: float = 1.0,
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    vocabulary: int,
+    temperature: float = 1.0,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(head(hidden) / temperature) at the targets, and the entropy of that distribution; both (tokens,) float32
@@ -44,6 +50,20 @@ def chunked_logprobs(
         done = [part(h, t) for h, t in pieces]
     logprobs, entropies = zip(*done, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+def nucleus_logprobs(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, temperature: float, top_p: float, rows: int = 32
+) -> Tensor:
+    """Log-probabilities (tokens,) of the targets in the distribution that top-p sampling draws from; -inf outside of the nucleus.
+    Arguments as above; without gradient. The head is called once, the rest works on `rows` tokens at a time."""
+    found = []
+    for logits, target in zip(head(hidden).split(rows), targets.split(rows), strict=True):
+        logprobs = torch.log_softmax(_scaled(logits, temperature), dim=-1)
+        kept = nucleus(logprobs, torch.full((len(logprobs),), top_p, dtype=torch.float64, device=logprobs.device))
+        cut = logprobs.masked_fill(~kept, -torch.inf)
+        found.append((cut - cut.logsumexp(-1, keepdim=True)).gather(-1, target[:, None]).squeeze(-1))
+    return torch.cat(found)
 
 
 class TargetLogprobs(torch.autograd.Function):

@@ -5,46 +5,53 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlhfless_ray.errors import UserError, one_line
+from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.weights.adapter import CONFIG, PREFIX, WEIGHTS, Adapter
+
+if TYPE_CHECKING:
+    from rlhfless_ray.recipe import LoraConfig
 
 NAME = "default"  # peft's, of a model's only adapter
 BASE = ".base_layer"
 
 
-class Lora:
+class LoraAdapters:
     """The adapters of one model, which is changed in place: its base is frozen, its forward pass includes them."""
 
-    def __init__(self, model: Any, section: dict[str, Any], seed: int, task: str | None = None) -> None:
+    def __init__(self, model: Any, section: LoraConfig, seed: int, task: str | None = None) -> None:
         """`section`: the recipe's `lora`; `seed`: of the first values of A, the same on every rank (B begins at 0); `task`: peft's
         name of what the model does. Raises UserError where the model has no such layers, or layers that cannot be merged."""
-        from peft import LoraConfig, inject_adapter_in_model
+        import peft
         from peft.tuners.lora import Embedding, Linear
         from peft.tuners.lora.layer import LoraLayer
 
-        targets = section["target_modules"]
-        self.config = LoraConfig(
-            r=section["rank"], lora_alpha=section["alpha"], lora_dropout=0.0, bias="none", task_type=task,
+        targets = section.target_modules
+        self.config = peft.LoraConfig(
+            r=section.rank,
+            lora_alpha=section.alpha,
+            lora_dropout=0.0,
+            bias="none",
+            task_type=task,
             target_modules="all-linear" if targets == ["all-linear"] else targets,
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             try:
-                inject_adapter_in_model(self.config, model)
+                peft.inject_adapter_in_model(self.config, model)
             except ValueError as error:
                 raise UserError(f"lora.target_modules: {one_line(error, 300)}") from None
         self.layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-        self.config.lora_dropout = section["dropout"]
+        self.config.lora_dropout = section.dropout
         self.rows: list[tuple[list[int], int, int]] | None = None  # of the forward pass at hand, see `dropping`
-        for number, layer in enumerate(self.layers if section["dropout"] else []):
-            layer.lora_dropout[NAME] = RowDropout(self, section["dropout"], number)
+        for number, layer in enumerate(self.layers if section.dropout else []):
+            layer.lora_dropout[NAME] = RowDropout(self, section.dropout, number)
         tied = getattr(model.config, "tie_word_embeddings", False)
         ends = [getattr(model, f"get_{side}_embeddings")() for side in ("input", "output")]
         for name, module in model.named_modules():
@@ -103,7 +110,7 @@ class Lora:
 class RowDropout(nn.Module):
     """Dropout whose mask is drawn for each sequence by itself."""
 
-    def __init__(self, lora: Lora, share: float, number: int) -> None:
+    def __init__(self, lora: LoraAdapters, share: float, number: int) -> None:
         """`number`: of the layer, whose mask is its own."""
         super().__init__()
         self.lora, self.share, self.number = lora, share, number
@@ -125,7 +132,7 @@ class RowDropout(nn.Module):
 class BaseModel:
     """What a model was before it got adapters, called like the engine around it."""
 
-    def __init__(self, engine: Any, lora: Lora) -> None:
+    def __init__(self, engine: Any, lora: LoraAdapters) -> None:
         self.engine, self.lora = engine, lora
 
     def __call__(self, *arguments: Any) -> Any:

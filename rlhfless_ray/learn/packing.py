@@ -31,9 +31,7 @@ def packed(lengths: np.ndarray, max_tokens: int, ranks: int = 1) -> list[list[np
     return _deal([np.sort(np.array(part, np.int64)) for part in bins], [int(lengths[part].sum()) for part in bins], ranks)
 
 
-def padded(
-    lengths: np.ndarray, max_tokens: int, ranks: int = 1, overhead_tokens: int = OVERHEAD_TOKENS
-) -> list[list[np.ndarray]]:
+def padded(lengths: np.ndarray, max_tokens: int, ranks: int = 1, overhead_tokens: int = OVERHEAD_TOKENS) -> list[list[np.ndarray]]:
     """Micro-batches of at most `max_tokens` padded tokens (rows × longest) with the least padding: of all cuts of the
     sequences sorted by length, the one with the smallest Σ rows·longest + overhead_tokens · micro-batches, exactly.
 

@@ -12,29 +12,29 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rlhfless_ray.errors import RunError
-from rlhfless_ray.functions.faults import Cause
-from rlhfless_ray.functions.keep import kept_here
+from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.functions.failure_budget import FailureCause
+from rlhfless_ray.functions.replicate import copy_to_driver_node
 from rlhfless_ray.learn.batch import Batch
 
 
 class LearnerLost(RunError):
     """A rank's process is gone, and with it the state that the ranks hold together. `cause`: where it is known already."""
 
-    def __init__(self, what: str, cause: Cause | None = None) -> None:
+    def __init__(self, what: str, cause: FailureCause | None = None) -> None:
         super().__init__(what)
         self.cause = cause
 
 
 class Recovery:
-    def __init__(self, every_steps: int) -> None:
-        """`every_steps`: updates between two states kept in memory; 0: the checkpoints on disk have to do."""
-        self.every_steps = every_steps
+    def __init__(self, every_steps: int, say: Callable[[str], None] = lambda _: None) -> None:
+        """`every_steps`: updates between two states kept in memory; 0: the checkpoints on disk have to do. `say`: shows a message
+        to the user."""
+        self.every_steps, self.say = every_steps, say
         self.whole: Any = None  # reference to the newest whole state; None: as the policy's files are
         self.load: Callable[[], Any] | None = None  # reads it, where it is on disk
         self.since: list[tuple[str, Batch]] = []  # "accumulate" and "update" calls after it
         self.coming: tuple[int, list[Any], Any] | None = None  # calls before it, what tells that it is whole, the state
-        self.say: Callable[[str], None] = lambda _: None
         self.restarts = self.redone = 0
         self.seconds = 0.0  # in which lost learners came back to where they had been
         self.told: tuple[float, ...] = 0, 0, 0.0  # of these three, in metrics so far
@@ -61,7 +61,7 @@ class Recovery:
     def take(self, replies: list[list[Any]], node: str) -> None:
         """The ranks were asked for their state: (state, what it took) of each, the state from the first one, on `node`."""
         self.settle(5.0)
-        state, there = kept_here(replies[0][0], node)
+        state, there = copy_to_driver_node(replies[0][0], node)
         self.coming = len(self.since), [told for _, told in replies] + there, state
 
     def settle(self, seconds: float = 0.0) -> None:
@@ -100,6 +100,9 @@ class Recovery:
         restarts, redone, seconds = (new - old for new, old in zip(now, self.told, strict=True))
         self.told = now
         return {
-            "faults/learner_restarts": restarts, "faults/updates_redone": redone, "faults/learner_recovery_s": seconds,
-            "checkpoint/memory_s": self.snapshot_s, "checkpoint/memory_mb": self.snapshot_bytes / 2**20,
+            "faults/learner_restarts": restarts,
+            "faults/updates_redone": redone,
+            "faults/learner_recovery_s": seconds,
+            "checkpoint/memory_s": self.snapshot_s,
+            "checkpoint/memory_mb": self.snapshot_bytes / 2**20,
         }

@@ -41,8 +41,7 @@ def clipped(rewards: np.ndarray, low: float, high: float) -> np.ndarray:
 
 
 def token_rewards(
-    rewards: np.ndarray, lengths: np.ndarray, kl: np.ndarray | None = None, coefficient: float = 0.0,
-    mask: np.ndarray | None = None,
+    rewards: np.ndarray, lengths: np.ndarray, kl: np.ndarray | None = None, coefficient: float = 0.0, mask: np.ndarray | None = None
 ) -> np.ndarray:
     """Each sequence's reward on its last action token, minus coefficient · KL on every action token (Ziegler et al. 2019,
     equation 2, arXiv 1909.08593; placed per token as in Ouyang et al. 2022, arXiv 2203.02155).
@@ -71,11 +70,11 @@ def token_rewards(
     return out
 
 
-def token_kl(logprobs: np.ndarray, reference: np.ndarray, estimator: str, limit: float = 10.0) -> np.ndarray:
+def token_kl(logprobs: np.ndarray, reference: np.ndarray, estimator: str, limit: float | None = 10.0) -> np.ndarray:
     """The penalty per token where the KL is taken off the reward: `kl.bounded_kl` in numpy, which needs no gradient.
 
     logprobs, reference (tokens,) of the policy and of the one that the run began with, float32. k1, k2 or k3 (Schulman 2020,
-    "Approximating KL"), cut to [-limit, limit]. Raises ValueError for another estimator.
+    "Approximating KL"), cut to [-limit, limit]; None: not cut. Raises ValueError for another estimator.
     """
     difference = logprobs - reference
     if estimator == "k1":
@@ -83,8 +82,8 @@ def token_kl(logprobs: np.ndarray, reference: np.ndarray, estimator: str, limit:
     elif estimator == "k2":
         found = np.square(difference) / 2
     elif estimator == "k3":  # beyond the limit exp would overflow, and its value is cut anyway
-        difference = np.maximum(difference, -max(limit, 1.0))
+        difference = difference if limit is None else np.maximum(difference, -max(limit, 1.0))
         found = np.expm1(-difference) + difference
     else:
         raise ValueError(f"unknown KL estimator {estimator!r}: k1, k2 or k3")
-    return np.clip(found, -limit, limit)
+    return found if limit is None else np.clip(found, -limit, limit)

@@ -6,7 +6,14 @@ from __future__ import annotations
 import math
 
 SCHEDULES = (
-    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "inverse_sqrt",
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
 )
 POLYNOMIAL_END = 1e-7  # the rate that `polynomial` ends at
 

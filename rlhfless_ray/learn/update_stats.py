@@ -18,14 +18,14 @@ def nothing(kind: type[Stats], reason: str) -> Stats:
     return kind(**{**numbers, **counts})
 
 
-def untouched() -> UpdateStats:
-    """Of a step in which the policy was not to be trained."""
-    numbers: dict[str, Any] = dict.fromkeys(UpdateStats.__dataclass_fields__, 0.0)
-    return UpdateStats(**{**numbers, "trained_tokens": 0, "skipped": 0, "applied": 0, "skipped_last": 0, "reason": ""})
+def untouched(kind: type[Stats]) -> Stats:
+    """Of a step without an optimizer step: the policy was not to be trained, or its samples fill none."""
+    numbers: dict[str, Any] = dict.fromkeys(kind.__dataclass_fields__, 0.0)
+    return kind(**{**numbers, "trained_tokens": 0, "skipped": 0, "applied": 0, "skipped_last": 0, "reason": ""})
 
 
 def merged(stats: list[Stats]) -> Stats:
-    """Means weighted by nothing, maxima and counts as such."""
+    """Unweighted means of all fields but maxima, counts and last values."""
     if len(stats) == 1:
         return stats[0]
     found: dict[str, Any] = {}
@@ -33,6 +33,8 @@ def merged(stats: list[Stats]) -> Stats:
         values = [getattr(s, name) for s in stats]
         if name == "reason":
             found[name] = "; ".join(v for v in values if v)
+        elif name in ("next_learning_rate", "last_grad_norm"):
+            found[name] = values[-1]
         elif name == "mismatch_max":
             found[name] = max(values)
         elif name in ("trained_tokens", "skipped", "applied"):

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from rlhfless_ray.errors import RunError
-from rlhfless_ray.learn.scratch import folder_files
+from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.learn.tiny_model import folder_files
 
 if TYPE_CHECKING:
-    from rlhfless_ray.prompts.task import Task
+    from rlhfless_ray.prompts.builtin_task import Task
     from rlhfless_ray.recipe import Recipe
 
 BUCKET_BATCHES = 32  # batches drawn together and sorted by length, so that a batch holds little padding
@@ -26,10 +26,7 @@ IGNORE = -100
 
 
 def warm_start(
-    files: dict[str, bytes],
-    recipe: Recipe,
-    threads: int,
-    progress: Callable[[int, int, float], None] | None = None,
+    files: dict[str, bytes], recipe: Recipe, threads: int, progress: Callable[[int, int, float], None] | None = None
 ) -> dict[str, bytes]:
     """Train a model folder on the task's generated responses and return it as a folder again.
 
@@ -39,7 +36,7 @@ def warm_start(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from rlhfless_ray.prompts.tasks import task
+    from rlhfless_ray.prompts.builtin_tasks import task
 
     section = recipe.warm_start
     if section.steps == 0:
@@ -53,9 +50,7 @@ def warm_start(
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=section.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
-        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=section.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
         model.train()
         batches = _batches(task(recipe.prompts.task), tokenizer, section.batch_size, recipe.run.seed)
         for step in range(section.steps):
@@ -67,9 +62,7 @@ def warm_start(
             loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
             value = loss.item()
             if not math.isfinite(value):
-                raise RunError(
-                    f"warm start: the loss is {value} at step {step + 1} of {section.steps}; lower warm_start.learning_rate"
-                )
+                raise RunError(f"warm start: the loss is {value} at step {step + 1} of {section.steps}; lower warm_start.learning_rate")
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

@@ -1,8 +1,7 @@
-"""Pages: the KV of one block over all layers as opaque bytes, and where an engine keeps those it may load.
+"""Pages: the KV of one block over all layers as opaque bytes, and an engine's store of pages.
 
-Nobody but the engine that wrote a page and the one that reads it knows what its bytes mean; that they mean the same to both is
-part of the page's address. So a page is judged by two things only: whether its address is one that was asked for, and whether
-its checksum, which covers the address too, is that of its bytes.
+Only the engines that write and read a page know the meaning of its bytes. The address guarantees that they agree. A page is
+therefore accepted if its address was requested, and if its checksum, which covers the address too, matches its bytes.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from rlhfless_ray.prefix.address import distinct_prefixes, root
+from rlhfless_ray.prefix.block_hash import distinct_prefixes, root
 
 
 def checksum(address: bytes, page: np.ndarray) -> int:
-    """xxh3 over address and bytes: another address's page, although whole, does not fit."""
+    """Return the xxh3 hash over address and bytes, so that an intact page of another address does not match."""
     digest = xxhash.xxh3_64(address)
     digest.update(np.ascontiguousarray(page).data)
     return digest.intdigest()
@@ -26,7 +25,7 @@ def checksum(address: bytes, page: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Pages that travel together, so that there are few objects. `start`: the root of their addresses."""
+    """Pages that are sent together, to keep the number of objects small. `start`: the root of their addresses."""
 
     start: bytes
     addresses: tuple[bytes, ...]
@@ -40,64 +39,66 @@ class Bundle:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What the pages of an engine are."""
+class PageLayout:
+    """Layout of an engine's pages."""
 
     fingerprint: bytes
     block_size: int
     page_bytes: int
 
     def start(self, version: str) -> bytes:
-        """The root of their addresses under a policy version (the requests' cache salt)."""
+        """Return the root of addresses under a policy version (the requests' cache salt)."""
         return root(self.fingerprint + f" {self.block_size} {self.page_bytes}".encode(), version)
 
 
 class PageStore:
-    """The pages an engine can load in its next steps, and those it was asked to save. It lies in the engine's process and is
-    filled before generation; the connector reads it.
+    """Pages that an engine can load in its next steps, and those that it should save.
 
-    `counts`: pages put, loaded, saved and refused by reason; tokens loaded, and computed (of prompts and responses).
+    The store is in the engine's process. It is filled before generation and read by the connector. `counts`: pages put, loaded,
+    saved, and refused by reason; tokens loaded and computed (of prompts and responses).
     """
 
     def __init__(self) -> None:
-        self.kind: Kind | None = None  # known once the engine has its KV cache
-        self.refused = ""  # why this engine cannot take part; empty when it can
+        self.kind: PageLayout | None = None  # known once the engine has its KV cache
+        self.refused = ""  # why this engine cannot use pages; "" if it can
         self.rows: dict[bytes, np.ndarray] = {}  # address → (page_bytes,) uint8
-        self.asked: set[str] = set()  # names of requests whose pages are saved when they end
-        self.known: set[bytes] = set()  # pages that are not worth saving: whoever asked has them
+        self.to_save: set[str] = set()  # names of requests whose pages are saved when they end
+        self.known: set[bytes] = set()  # pages that the requester has already
         self.saved: dict[str, tuple[list[bytes], np.ndarray]] = {}
         self.copy_out: Callable[[Sequence[int]], np.ndarray] | None = None  # block numbers → (blocks, page_bytes)
-        self.computed: dict[str, int] = {}  # by name: tokens of a continued request's context that were computed here
+        self.computed: dict[str, int] = {}  # request name → context tokens of a continued request that were computed here
         self.counts: Counter[str] = Counter()
         self.seconds = {"load": 0.0, "save": 0.0}  # spent copying
 
     def __deepcopy__(self, memo: object) -> PageStore:
-        return self  # it is handed through a configuration, which may be copied; the store is one
+        return self  # vLLM copies its configuration, but there is one store
 
     # ---- in --------------------------------------------------------------------------------------------------
 
     @property
-    def made(self) -> Kind:
-        """The kind, once there is an engine. Raises RuntimeError before, and where it cannot take part."""
+    def layout(self) -> PageLayout:
+        """The pages' layout. Raises RuntimeError before the engine is built and if it cannot use pages."""
         if self.kind is None:
             raise RuntimeError(f"this engine has no pages: {self.refused or 'it is not built yet'}")
         return self.kind
 
     def wanted(self, version: str, prompts: Iterable[Sequence[int]]) -> set[bytes]:
-        """Addresses of every page that the prompts could use."""
-        return {node.address for node in distinct_prefixes(prompts, self.made.block_size, self.made.start(version)).nodes}
+        """Return the addresses of all pages that the prompts can use."""
+        return {node.address for node in distinct_prefixes(prompts, self.layout.block_size, self.layout.start(version)).nodes}
 
     def put(self, bundle: Bundle, version: str, wanted: set[bytes]) -> int:
-        """Take the pages that are wanted and sound; returns how many. Damaged ones are counted as `damaged`, and those of
-        another model, dtype, block size or version, whose addresses begin elsewhere, as `foreign`. A bundle also has pages of
-        other prompts, which nobody here wants: they are left where they are."""
-        taken, mine = 0, bundle.start == self.made.start(version)
+        """Add the wanted, intact pages, and return their number.
+
+        Damaged pages are counted as `damaged`. Pages of another model, dtype, block size or version have another root, and are
+        counted as `foreign`. Pages of other prompts in the bundle are ignored.
+        """
+        taken, mine = 0, bundle.start == self.layout.start(version)
         for address, page, told in zip(bundle.addresses, bundle.pages, bundle.checksums, strict=True):
             if not mine:
                 self.counts["foreign"] += 1
             elif address not in wanted:
                 continue
-            elif page.nbytes != self.made.page_bytes or checksum(address, page) != told:
+            elif page.nbytes != self.layout.page_bytes or checksum(address, page) != told:
                 self.counts["damaged"] += 1
             else:
                 self.rows[address] = page
@@ -106,11 +107,11 @@ class PageStore:
         return taken
 
     def clear(self) -> None:
-        """Forget every page; what the engine's own cache has of them stays there."""
+        """Drop every page from the store. The engine's own cache is not affected."""
         self.rows.clear()
 
     def match(self, addresses: Sequence[bytes], first: int) -> list[np.ndarray]:
-        """The pages from block `first` on, up to the first that is not here."""
+        """Return the pages from block `first` on, up to the first missing one."""
         found = []
         for address in addresses[first:]:
             page = self.rows.get(address)
@@ -121,13 +122,13 @@ class PageStore:
 
     # ---- out -------------------------------------------------------------------------------------------------
 
-    def ask(self, names: Iterable[str], known: Iterable[bytes] = ()) -> None:
-        """Save the pages of these requests when they end, finished or cut, but for those with `known` addresses."""
-        self.asked |= set(names)
+    def request_save(self, names: Iterable[str], known: Iterable[bytes] = ()) -> None:
+        """Save the pages of these requests when they finish or are cut, except those with `known` addresses."""
+        self.to_save |= set(names)
         self.known |= set(known)
 
     def save(self, name: str, addresses: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Copy a request's pages out of the engine's cache; each address once. The connector calls this when it ends."""
+        """Copy a request's pages out of the engine's cache, each address once. The connector calls this when the request ends."""
         assert self.copy_out is not None
         new = [i for i, address in enumerate(addresses) if address not in self.known]
         if not new:
@@ -136,13 +137,13 @@ class PageStore:
         self.saved[name] = [addresses[i] for i in new], self.copy_out([blocks[i] for i in new])
         self.counts["saved"] += len(new)
 
-    def take(self, names: Iterable[str]) -> dict[bytes, np.ndarray]:
-        """{address: page} of what was saved for these requests; they are no longer asked for."""
+    def take_saved(self, names: Iterable[str]) -> dict[bytes, np.ndarray]:
+        """Return {address: page} saved for these requests, and stop saving for them."""
         found: dict[bytes, np.ndarray] = {}
         for name in names:
-            self.asked.discard(name)
+            self.to_save.discard(name)
             addresses, pages = self.saved.pop(name, ([], np.empty((0, 0), np.uint8)))
             found.update(zip(addresses, pages, strict=True))
-        if not self.asked:
+        if not self.to_save:
             self.known.clear()
         return found

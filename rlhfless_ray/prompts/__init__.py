@@ -1,1 +1,1 @@
-"""Rows of a data set or of a built-in task → Prompt."""
+"""Convert rows of data sets and built-in tasks to prompts."""

@@ -1,4 +1,4 @@
-"""Data sets of a recipe → rows: files, folders, builders and names on the hub; several of them, one after the other or mixed."""
+"""Read the recipe's data sets: files, folders, builder scripts and hub names, concatenated or mixed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhfless_ray.errors import UserError
-from rlhfless_ray.prompts.read import FILE_TYPES, Named, first_line, read_file
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.prompts.read_rows import FILE_TYPES, NamedRow, first_line, read_file
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -21,11 +21,11 @@ HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 def read_sources(
     sources: list[str], split: str, setting: str, *, probabilities: list[float] | None = None, max_rows: int | None = None, seed: int = 0
-) -> list[Named]:
-    """The rows of every data set, at most `max_rows` of each and of all. `setting`: the recipe's section, for messages.
+) -> list[NamedRow]:
+    """Return the rows of all data sets, at most `max_rows` of each and in total.
 
-    With probabilities rows are drawn by `datasets.interleave_datasets` until each data set was used up once; a row that comes
-    twice is there twice. Raises UserError for what cannot be read, a split that is not there, and a data set without rows.
+    With `probabilities`, `datasets.interleave_datasets` draws rows until every data set was used up once, so rows can repeat.
+    `setting`: the recipe's section, for error messages. Raises UserError for unreadable or empty data and for missing splits.
     """
     found = [read_source(source, split, setting)[:max_rows] for source in sources]
     if len(found) > 1:
@@ -41,10 +41,10 @@ def read_sources(
     return rows[:max_rows]
 
 
-def read_source(source: str, split: str, setting: str) -> list[Named]:
-    """Every row of one data set; `source` may end in `@subdir`."""
-    if not source.strip():  # as a path that would be the working folder
-        raise UserError(f"{setting}.path: the name of a data set is empty; is there a comma too many?")
+def read_source(source: str, split: str, setting: str) -> list[NamedRow]:
+    """Return every row of one data set. `source` may end in `@subdir`."""
+    if not source.strip():  # an empty path would be the working folder
+        raise UserError(f"{setting}.path: the name of a data set is empty; remove the surplus comma")
     path, where = Path(source), f"{setting}.path {source}"
     name, at, subdir = source.rpartition("@")
     if at and not path.exists():
@@ -54,19 +54,19 @@ def read_source(source: str, split: str, setting: str) -> list[Named]:
     if path.is_file() and subdir:
         raise UserError(f"{where}: {path} is a file, which has no folder `{subdir}`")
     if path.is_file() and path.suffix.lower() == ".py":
-        return _rows(_built(path, where), split, setting, where)
+        return _name_rows(_build_from_script(path, where), split, setting, where)
     if path.is_file() or path.suffix.lower() in FILE_TYPES:
         if split != "train":
             raise UserError(f"{setting}.split: {source} is one file, it has no split `{split}`; leave the setting out")
         return read_file(path, where)
     if path.is_dir():
-        return _rows(_of_folder(path, subdir, where), split, setting, where)
+        return _name_rows(_load_folder(path, subdir, where), split, setting, where)
     if path.is_absolute() or not HUB_NAME.fullmatch(name):
         raise UserError(f"{where}: no such file; give the path of a JSONL, JSON, CSV, parquet or Arrow file, or of a folder")
-    return _rows(_of_hub(name, subdir, where), split, setting, where)
+    return _name_rows(_load_from_hub(name, subdir, where), split, setting, where)
 
 
-def _rows(data: Dataset | DatasetDict, split: str, setting: str, where: str) -> list[Named]:
+def _name_rows(data: Dataset | DatasetDict, split: str, setting: str, where: str) -> list[NamedRow]:
     import datasets
 
     if isinstance(data, datasets.DatasetDict):
@@ -80,19 +80,19 @@ def _rows(data: Dataset | DatasetDict, split: str, setting: str, where: str) -> 
     return [(f"row {number}", dict(row)) for number, row in enumerate(data, 1)]
 
 
-def _of_folder(folder: Path, subdir: str, where: str) -> Any:
-    """Written by `save_to_disk`, else whatever `load_dataset` makes of the files in it."""
+def _load_folder(folder: Path, subdir: str, where: str) -> Any:
+    """Load a folder written by `save_to_disk`, or else with `load_dataset`."""
     import datasets
 
     if subdir and not (folder / subdir).is_dir():
         raise UserError(f"{where}: {folder} has no folder `{subdir}`")
     try:
         return datasets.load_from_disk(str(folder / subdir))
-    except Exception:  # of many types, all of which mean that this is no such folder
+    except Exception:  # exceptions of many types mean that the folder was not saved by `save_to_disk`
         pass
     try:
         with tempfile.TemporaryDirectory(prefix="rlhfless-data-") as cache:
-            return _in_memory(datasets.load_dataset(str(folder), data_dir=subdir or None, cache_dir=cache))
+            return _copy_to_memory(datasets.load_dataset(str(folder), data_dir=subdir or None, cache_dir=cache))
     except Exception as error:
         raise UserError(
             f"{where}: a folder that `datasets` cannot load ({first_line(error)}); give a file, a folder of files, or one written by "
@@ -100,7 +100,7 @@ def _of_folder(folder: Path, subdir: str, where: str) -> Any:
         ) from None
 
 
-def _of_hub(name: str, subdir: str, where: str) -> Any:
+def _load_from_hub(name: str, subdir: str, where: str) -> Any:
     import datasets
 
     try:
@@ -112,8 +112,8 @@ def _of_hub(name: str, subdir: str, where: str) -> Any:
         ) from None
 
 
-def _built(file: Path, where: str) -> Any:
-    """What the `datasets` builder in a Python file makes. Runs the file."""
+def _build_from_script(file: Path, where: str) -> Any:
+    """Run a Python file and build the data set of its `datasets` builder class."""
     import datasets
 
     module_name = f"rlhfless_data_{file.stem}"
@@ -126,7 +126,8 @@ def _built(file: Path, where: str) -> Any:
     except (Exception, SystemExit) as error:
         raise UserError(f"{where}: running the file failed: {type(error).__name__}: {first_line(error)}") from None
     builders: list[Any] = [
-        kind for kind in vars(module).values()
+        kind
+        for kind in vars(module).values()
         if inspect.isclass(kind) and issubclass(kind, datasets.DatasetBuilder) and kind.__module__ == module_name
     ]
     if len(builders) != 1:
@@ -135,15 +136,15 @@ def _built(file: Path, where: str) -> Any:
         with tempfile.TemporaryDirectory(prefix="rlhfless-data-") as cache:
             builder = builders[0](cache_dir=cache, base_path=str(file.resolve().parent), hash="built")
             builder.download_and_prepare()
-            return _in_memory(builder.as_dataset())
+            return _copy_to_memory(builder.as_dataset())
     except Exception as error:
         raise UserError(f"{where}: its data set cannot be built: {type(error).__name__}: {first_line(error)}") from None
 
 
-def _in_memory(data: Any) -> Any:
-    """A copy that outlives the files it was read from."""
+def _copy_to_memory(data: Any) -> Any:
+    """Copy a data set, so that it outlives its files."""
     import datasets
 
     if isinstance(data, datasets.DatasetDict):
-        return datasets.DatasetDict({name: _in_memory(part) for name, part in data.items()})
+        return datasets.DatasetDict({name: _copy_to_memory(part) for name, part in data.items()})
     return datasets.Dataset.from_list(data.to_list(), features=data.features, split=data.split)

@@ -9,44 +9,83 @@ from typing import Any
 import yaml
 from pydantic import ValidationError, model_validator
 
-from rlhfless_ray.errors import UserError, one_line
-from rlhfless_ray.recipe.data import Evaluate, Prompts
+from rlhfless_ray.common.errors import UserError, one_line
+from rlhfless_ray.common.estimators import ESTIMATORS
+from rlhfless_ray.recipe.data_sections import EvaluateConfig, PromptsConfig
+from rlhfless_ray.recipe.learn_sections import AlgorithmConfig, CriticConfig, EmaConfig, LearnerConfig, LoraConfig, ReferenceConfig
 from rlhfless_ray.recipe.reading import apply, known_keys, read_yaml, sentence
-from rlhfless_ray.recipe.running import Checkpoint, Cluster, Functions, Objective, Price, Run, Save, Watch
-from rlhfless_ray.recipe.sampling import Agent, Policy, Reward, Rollout, WarmStart
+from rlhfless_ray.recipe.rollout_sections import AgentConfig, PolicyConfig, RewardConfig, RolloutConfig, WarmStartConfig
+from rlhfless_ray.recipe.run_sections import (
+    CheckpointConfig,
+    ClusterConfig,
+    FunctionsConfig,
+    ObjectiveConfig,
+    PriceConfig,
+    RunConfig,
+    SaveConfig,
+    WatchConfig,
+)
 from rlhfless_ray.recipe.section import Section
-from rlhfless_ray.recipe.training import COMPARES, Algorithm, Critic, Ema, Learner, Lora, Reference
 
 __all__ = [
-    "Agent", "Algorithm", "Checkpoint", "Cluster", "Critic", "Ema", "Evaluate", "Functions", "Learner", "Lora", "Objective",
-    "Policy", "Price", "Prompts", "Recipe", "Reference", "Reward", "Rollout", "Run", "Save", "WarmStart", "Watch", "known_keys",
+    "AgentConfig",
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "CriticConfig",
+    "EmaConfig",
+    "EvaluateConfig",
+    "FunctionsConfig",
+    "LearnerConfig",
+    "LoraConfig",
+    "ObjectiveConfig",
+    "PolicyConfig",
+    "PriceConfig",
+    "PromptsConfig",
+    "Recipe",
+    "ReferenceConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SaveConfig",
+    "WarmStartConfig",
+    "WatchConfig",
+    "known_keys",
 ]
 
 
 class Recipe(Section):
-    """Everything a run needs to be repeated."""
+    """Everything a run needs to be repeated: one typed section per part of a run.
 
-    run: Run = Run()
-    policy: Policy = Policy()
-    warm_start: WarmStart = WarmStart()
-    prompts: Prompts = Prompts()
-    evaluate: Evaluate = Evaluate()
-    rollout: Rollout = Rollout()
-    reward: Reward = Reward()
-    agent: Agent = Agent()
-    algorithm: Algorithm = Algorithm()
-    learner: Learner = Learner()
-    critic: Critic = Critic()
-    reference: Reference = Reference()
-    lora: Lora = Lora()
-    ema: Ema = Ema()
-    functions: Functions = Functions()
-    objective: Objective = Objective()
-    price: Price = Price()
-    cluster: Cluster = Cluster()
-    checkpoint: Checkpoint = Checkpoint()
-    save: Save = Save()
-    watch: Watch = Watch()
+    docs/recipes.md explains the sections. The reference of all keys is generated from these types.
+
+    Examples:
+        >>> recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}})
+        >>> recipe.rollout.samples_per_prompt, recipe.objective.prefer
+        (8, 0.5)
+    """
+
+    run: RunConfig = RunConfig()
+    policy: PolicyConfig = PolicyConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+    prompts: PromptsConfig = PromptsConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    agent: AgentConfig = AgentConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    learner: LearnerConfig = LearnerConfig()
+    critic: CriticConfig = CriticConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    lora: LoraConfig = LoraConfig()
+    ema: EmaConfig = EmaConfig()
+    functions: FunctionsConfig = FunctionsConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    price: PriceConfig = PriceConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    save: SaveConfig = SaveConfig()
+    watch: WatchConfig = WatchConfig()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
@@ -57,26 +96,34 @@ class Recipe(Section):
         if self.prompts.sources and not self.policy.path:
             raise ValueError("policy.path: name a local Hugging Face model folder; only built-in tasks make their own policy")
         estimator, samples = self.algorithm.advantage.estimator, self.rollout.samples_per_prompt
-        if samples < 2 and estimator in COMPARES:
-            raise ValueError(
-                f"rollout.samples_per_prompt: {estimator} compares the responses to one prompt, so it must be at least 2"
-            )
+        if samples < ESTIMATORS[estimator].least_samples:
+            raise ValueError(f"rollout.samples_per_prompt: {estimator} compares the responses to one prompt, so it must be at least 2")
         if samples < 2 and self.algorithm.filter_range is not None:
             raise ValueError("rollout.samples_per_prompt: algorithm.filter_range is about groups, so it must be at least 2")
-        if self.critic != Critic() and not self.algorithm.has_critic:
+        frozen = CriticConfig(freeze_policy_steps=self.critic.freeze_policy_steps)  # holds for the policy, with and without a critic
+        if self.critic != frozen and not self.algorithm.has_critic:
             raise ValueError(f"critic: algorithm.advantage.estimator {estimator} has no critic, so leave its settings out")
-        if self.reference != Reference() and not self.has_reference:
+        if self.reference != ReferenceConfig() and not self.has_reference:
             why = "lora.rank makes it the policy without its adapters" if self.lora.rank else "algorithm.kl.coefficient is 0"
             raise ValueError(f"reference: {why}, so leave its settings out")
         if self.lora.rank and self.ema.beta is not None:
             raise ValueError("ema.beta: an average of adapters is not that of the weights they make; leave it out with lora.rank")
-        if self.lora != Lora() and not self.lora.rank:
+        if self.lora != LoraConfig() and not self.lora.rank:
             raise ValueError("lora: its settings are about adapters, which there are with a lora.rank above 0")
-        buffer = self.reward.overlong_buffer_tokens
-        if buffer is not None and buffer > self.rollout.max_tokens:
-            raise ValueError("reward.overlong_buffer_tokens: must not exceed rollout.max_tokens")
-        if (self.algorithm.batch_samples or 1) > self.prompts.batch_prompts * samples:
-            raise ValueError("algorithm.batch_samples: must not exceed prompts.batch_prompts × rollout.samples_per_prompt")
+        if self.rollout.min_tokens > self.rollout.max_tokens:
+            raise ValueError("rollout.min_tokens: must not exceed rollout.max_tokens")
+        buffer, limit = self.reward.overlong_buffer_tokens, self.reward.overlong_limit_tokens
+        if buffer is not None and buffer > (limit or self.rollout.max_tokens):
+            raise ValueError(
+                f"reward.overlong_buffer_tokens: must not exceed {'reward.overlong_limit_tokens' if limit else 'rollout.max_tokens'}"
+            )
+        if buffer is None and (limit is not None or self.reward.overlong_feedback):
+            raise ValueError("reward.overlong_buffer_tokens: its limit and what counts are set, but it is not; set it, or leave them out")
+        if (self.algorithm.batch_samples or 1) > self.prompts.batch_prompts * samples and self.algorithm.remainder != "carry":
+            raise ValueError(
+                "algorithm.batch_samples: must not exceed prompts.batch_prompts × rollout.samples_per_prompt, unless algorithm.remainder "
+                "is carry"
+            )
         kl, step_samples = self.algorithm.kl, self.prompts.batch_prompts * samples
         if kl.target is not None and 5 * kl.horizon <= step_samples:  # a step takes off a fifth of samples / horizon at most
             raise ValueError(
@@ -101,7 +148,7 @@ class Recipe(Section):
             raise ValueError(f"reward.{sources[0]}: the agent of agent.path gives the rewards; leave it out")
         if self.agent.path and self.rollout.migrate == "tau":
             raise ValueError("rollout.migrate: turns of an agent are not moved between engines; leave it at `auto`, or set `off`")
-        if not self.agent.path and self.agent != Agent():
+        if not self.agent.path and self.agent != AgentConfig():
             raise ValueError("agent.path: name the agent's file, or leave the section out")
         if not sources and not self.agent.path:
             raise ValueError("reward.function: name one: `task`, `math` or `path/to/file.py:name`; or set reward.url or model_path")
@@ -111,46 +158,54 @@ class Recipe(Section):
 
     @property
     def answer_column(self) -> str:
-        """Of the rows: what reward functions and agents know as the label."""
+        """Column of the rows that reward functions and agents get as the label."""
         return "answer" if self.prompts.task else self.prompts.answer_column
 
     def longest_tokens(self, longest_prompt_tokens: int) -> int:
-        """The longest sequence that there may be."""
+        """Return the length of the longest possible sequence, prompt included."""
         return self.agent.max_tokens or self.rollout.longest_tokens(longest_prompt_tokens)
 
     @property
     def has_reference(self) -> bool:
-        """Whether the reference is a function of its own. Where adapters alone are trained it is the policy without them."""
+        """Whether the reference is a function of its own. With adapters it is the policy without them."""
         return self.algorithm.keeps_reference and not self.lora.rank
 
     @property
     def keeps_start(self) -> bool:
-        """Whether a run keeps the policy that it began with: as the reference, or because adapters alone are trained."""
+        """Whether a run keeps its initial policy: as the reference, or because only adapters are trained."""
         return self.algorithm.keeps_reference or self.lora.rank > 0
 
     @property
     def optimizer_steps(self) -> int:
-        """Of the whole run, where no sample is missing."""
+        """Optimizer steps of the whole run if no sample is missing."""
         per_step, size = self.algorithm.updates_per_step, self.algorithm.batch_samples
+        samples, epochs = self.prompts.batch_prompts * self.rollout.samples_per_prompt, self.algorithm.epochs
+        if size is not None and self.algorithm.remainder == "carry":
+            # OpenRLHF rounds down once an episode; at least one, or a schedule would have no length
+            episodes = self.run.episodes or 1
+            return max(1, self.run.steps // episodes * samples // size * episodes * epochs)
         if size is not None:
-            per_step = -(-self.prompts.batch_prompts * self.rollout.samples_per_prompt // size)
-        return self.run.steps * self.algorithm.epochs * per_step
+            per_step = samples // size if self.algorithm.remainder == "drop" else -(-samples // size)
+        return self.run.steps * epochs * per_step
 
-    def learner_section(self) -> dict[str, Any]:
-        """What a rank of the learner needs of `learner`."""
-        own = {"optimizer_steps": self.optimizer_steps, "ema_beta": self.ema.beta, "lora": self.lora.model_dump()}
-        return {**self.learner.model_dump(), **own}
-
-    def critic_section(self) -> dict[str, Any]:
-        """The same for the critic, with what it shares with the learner."""
-        own = self.critic.model_dump()
-        return {**self.learner_section(), "warmup_steps": 0, "decay_all": False, "ema_beta": None, **own}
+    @property
+    def critic_learner(self) -> LearnerConfig:
+        """Section `learner` as it holds for the critic: the settings that both sections have are those of `critic`."""
+        both = LearnerConfig.model_fields.keys() & CriticConfig.model_fields.keys()
+        own = {name: getattr(self.critic, name) for name in both}
+        return self.learner.model_copy(update={**own, "warmup_steps": 0, "decay_all": False})
 
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
-        """Read a YAML file and apply `section.key=value` overrides (values are YAML).
+        """Read a YAML file and apply overrides of the form `section.key=value`, whose values are YAML.
 
-        Raises UserError for a missing file, an unknown key (naming the nearest one), a wrong type or range.
+        Raises:
+            UserError: For a missing file, an unknown key (naming the nearest one), a wrong type or a value out of range.
+
+        Examples:
+            >>> recipe = Recipe.load("recipes/quickstart.yaml", ["rollout.temperature=0.7"])
+            >>> recipe.run.name, recipe.rollout.temperature
+            ('quickstart', 0.7)
         """
         path = Path(path)
         if not path.is_file():
@@ -170,11 +225,23 @@ class Recipe(Section):
 
     @classmethod
     def parse(cls, tree: dict[str, Any], where: str = "recipe") -> Recipe:
-        """Validate a nested dict. Raises UserError with one sentence on the first mistake."""
+        """Validate a nested dict.
+
+        Raises:
+            UserError: With one sentence on the first mistake; `where` says in the message what was read.
+
+        Examples:
+            >>> Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "rolout": {}})
+            Traceback (most recent call last):
+            ...
+            rlhfless_ray.common.errors.UserError: recipe: unknown key `rolout`; did you mean `rollout`?
+        """
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
             raise UserError(f"{where}: {sentence(cls, error)}") from None
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        """Return the whole recipe as YAML, defaults included."""
+        text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        return text

@@ -8,10 +8,10 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from rlhfless_ray.errors import UserError
+from rlhfless_ray.common.errors import UserError
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
     """A key that is there twice is a mistake; YAML readers keep the last one."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -20,7 +20,8 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"the key `{key.value}` is there twice", key.start_mark)
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
-        return super().construct_mapping(node, deep)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 def read_yaml(text: str) -> Any:
@@ -70,13 +71,13 @@ def sentence(model: type[BaseModel], error: ValidationError) -> str:
 
 def _section(model: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
     """The section at a dotted path, None where there is none."""
-    found: Any = model
     for part in path:
-        info = found.model_fields.get(part)
+        info = model.model_fields.get(part)
         found = info.annotation if info is not None else None
         if not (isinstance(found, type) and issubclass(found, BaseModel)):
             return None
-    return found
+        model = found
+    return model
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:

@@ -1,11 +1,11 @@
-"""The `math` reward: is the response's final answer equal to the reference?
+"""The `math` reward: 1 if the response's final answer equals the reference, else 0.
 
-The reference is what follows the last `####` of the row's answer, or the whole answer. The response's answer is the first
-of these that it has: what follows its last `####` on that line; the content of its last `\\boxed{…}`; its last number.
+The reference is the text after the last `####` of the row's answer, or the whole answer. The response's answer is the first
+of these that exists: the rest of the line after its last `####`, the content of its last `\\boxed{…}`, its last number.
 
-Two plain numbers are compared exactly. A number is plain when words (`18 apples`), a currency sign, a per cent sign,
-thousands separators, `x =` or a final full stop are all that stands around it: `$1,250.00` equals `1250 dollars`, `50%`
-equals `50`, `1/2` equals `0.5`. Everything else is left to math-verify.
+Two plain numbers are compared exactly. A plain number may be surrounded only by words (`18 apples`), a currency or per cent
+sign, thousands separators, `x =` or a final full stop: `$1,250.00` equals `1250 dollars`, `50%` equals `50`, `1/2` equals
+`0.5`. All other answers are compared by math-verify.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 _DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 _MONEY = r"[$€£]?\s?"
-# A minus directly after a digit, letter or bracket subtracts; it is no sign.
+# A minus directly after a digit, letter or bracket is a subtraction, not a sign.
 _NUMBER = re.compile(rf"(?:(?<![\w)\].])[-+−]\s?)?{_MONEY}{_DIGITS}(?:\s?/\s?{_DIGITS})?")
 _WORDS = r"[^\W\d_]+(?:[\s'’-]+[^\W\d_]+)*"
 _PLAIN = re.compile(rf"(?:{_WORDS}:?\s+)?([-+−]?\s?{_MONEY}{_DIGITS})(?:\s?/\s?({_DIGITS}))?\s?%?(?:\s*{_WORDS})?")
-# Words that are no units: they change the value. So may single letters: `18x` is not 18.
+# Words that change the value, so they are not units. Single letters do as well: `18x` is not 18.
 _CHANGES = re.compile(
     r"(?<![^\W\d_])(?:[^\W\d_]|pi|sqrt|log|ln|sin|cos|tan|minus|negative|half|percent of|dozen|hundred|thousand|million|"
     r"billion|trillion)s?(?![^\W\d_])",
@@ -31,7 +31,7 @@ _CHANGES = re.compile(
 
 
 def math_reward(prompt: str, response: str, row: dict[str, Any], answer_column: str = "answer") -> float:
-    """1.0 when the answers are equal, else 0.0. Raises ValueError when the reference itself cannot be read."""
+    """Return 1.0 if the answers are equal, else 0.0. Raises ValueError if the reference cannot be read."""
     reference = row[answer_column]
     if isinstance(reference, bool) or not isinstance(reference, (str, int, float)):
         raise ValueError(f"the reference answer in column `{answer_column}` is of type {type(reference).__name__}")
@@ -52,12 +52,12 @@ def math_reward(prompt: str, response: str, row: dict[str, Any], answer_column: 
 
 
 def prepare() -> None:
-    """What the first answer that is no plain number would import and build: seconds that are no sample's."""
+    """Import and warm up math-verify, so that this does not count towards the first sample's time limit."""
     verified("\\frac{1}{2}", "0.5")
 
 
 def final_answer(response: str) -> str | None:
-    """The part of a response that is compared; None or empty when it gives no answer."""
+    """Return the part of a response that is compared, or None or "" if it has no answer."""
     marked = _after_mark(response)
     if marked is not None:
         return _last_box(marked) or marked
@@ -82,11 +82,11 @@ def _last_box(text: str) -> str | None:
         depth += (text[i] == "{") - (text[i] == "}")
         if depth == 0:
             return text[start + len("\\boxed{") : i].strip()
-    return None  # the response was cut inside the box
+    return None  # the response was truncated inside the box
 
 
 def _plain(text: str) -> Fraction | None:
-    """The text's value, if it is a plain number."""
+    """Return the text's value, or None if it is not a plain number."""
     bare = text.replace("{,}", ",").replace("\\$", "$").replace("\\%", "%").replace("\\!", "").strip(" \t*`")
     if len(bare) > 2 and bare[0] == bare[-1] == "$":
         bare = bare[1:-1]
@@ -106,16 +106,16 @@ def _fraction(text: str) -> Fraction:
 
 
 def equal_numbers(gold: str, answer: str) -> bool | None:
-    """Whether two plain numbers are equal; None where one of them is not plain."""
+    """Return whether two plain numbers are equal, or None if one of them is not plain."""
     gold_number, number = _plain(gold), _plain(answer)
     return None if gold_number is None or number is None else gold_number == number
 
 
 def verified(gold: str, answer: str) -> bool | None:
-    """What math-verify says; None where it cannot read the first of them."""
+    """Return math-verify's verdict, or None if it cannot read the reference."""
     import math_verify
 
-    # Its own time limits use SIGALRM, which is ours here (limit.py): None switches them off, and a warning on.
+    # Its time limits use SIGALRM, which time_limit.py uses too: None switches them off and prints a warning.
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
     configs = [math_verify.LatexExtractionConfig(), math_verify.ExprExtractionConfig()]

@@ -1,4 +1,4 @@
-"""What every kind of reward is: a source that pickles, a worker that it makes where scoring runs, and scores."""
+"""Interface of all rewards: a picklable source, the worker that it creates in scoring processes, and scores."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ Decode = Callable[[list[int]], str]  # token ids → text, special tokens kept
 
 @dataclass(frozen=True)
 class Score:
-    """Exactly one of `reward` and `error` is set."""
+    """Result for one sample: exactly one of `reward` and `error` is set."""
 
     key: int
     reward: float | None
     error: str | None = None
-    score: float | None = None  # for dynamic filtering, where it is told apart from the reward
+    score: float | None = None  # for dynamic filtering, if it differs from the reward
     extra_logs: Mapping[str, float] = field(default_factory=dict)
 
 
 class Worker:
-    """What a scoring process holds."""
+    """The part of a source that runs in a scoring process."""
 
     def score(self, items: list[Any], budget_s: float) -> list[Score]:
-        """Of as many items as were done in that time; of none where something is waited for."""
+        """Return scores of the items that were finished within `budget_s`; none if a server does not answer."""
         raise NotImplementedError
 
     def open(self, threads: int) -> None:
-        """Its slots have so many cores."""
+        """Use `threads` CPU cores from now on."""
 
     def park(self) -> None:
-        """Leave the device: the slot goes to others."""
+        """Move everything off the device, because the slot goes to another function."""
 
 
 class Source:
-    """Everything that scoring processes, on other machines too, need. It pickles."""
+    """Everything that a scoring process needs, on any machine. It pickles."""
 
-    pool_kind: ClassVar[str] = "score"  # the function whose processes score
-    on_device: ClassVar[bool] = False  # whether they hold a device's memory
+    pool_kind: ClassVar[str] = "score"  # pool of the processes that score
+    on_device: ClassVar[bool] = False  # whether they use a device's memory
 
     def item(self, key: int, sample: Sample, decode: Decode) -> tuple[Any, ...]:
-        """What a worker is given of a sample; `key` comes first."""
+        """Convert a sample to a worker's input, which begins with `key`."""
         raise NotImplementedError
 
     def worker(self, timeout_s: float, device: str = "cpu") -> Worker:
         raise NotImplementedError
 
     def call_s(self, timeout_s: float) -> float:
-        """The longest that a worker may take beyond the time it was asked to answer in."""
+        """Return the longest time in seconds that a worker may take beyond the time in which it was asked to reply."""
         return timeout_s

@@ -1,4 +1,4 @@
-"""A user's Python file as a value: read and checked on the driver, shipped as text, run where it is needed."""
+"""A user's Python file as a value: read and checked on the driver, shipped as text and run where it is needed."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhfless_ray.errors import UserError, typed_line
+from rlhfless_ray.common.errors import UserError, one_line_with_type
 
 
 @dataclass(frozen=True)
 class UserFile:
-    """Plain strings, so it pickles."""
+    """Path and text of a Python file. It pickles."""
 
-    path: str  # as the user wrote it: for messages only, it is never opened again
+    path: str  # the user's path, for messages only: workers use `text`
     text: str
 
     @classmethod
     def read(cls, path: str, where: str) -> UserFile:
-        """Raises UserError, which begins with `where`, for a missing file and one that is no text."""
+        """Read the file. Raises UserError, which begins with `where`, if it is missing or not UTF-8 text."""
         if not Path(path).is_file():
             raise UserError(f"{where}: no such file `{path}`")
         try:
@@ -33,45 +33,47 @@ class UserFile:
             raise UserError(f"{where}: `{path}` is not UTF-8 text; give a Python file") from None
 
     def module(self) -> types.ModuleType:
-        """Runs the file's top-level code. Names of OpenRLHF that it imports are offered where OpenRLHF is absent."""
-        from rlhfless_ray.reward.offered import offer
+        """Run the file's top-level code. Imports of OpenRLHF and vLLM get replacements where those are missing."""
+        from rlhfless_ray.reward.openrlhf_compat import install_modules
 
         if "openrlhf" in self.text or "vllm" in self.text:
-            offer()
+            install_modules()
         code = compile(self.text, self.path, "exec")
         module = types.ModuleType(f"rlhfless_reward_{hashlib.sha256(self.text.encode()).hexdigest()[:12]}")
         module.__file__ = self.path
-        # Dataclasses and pickle look a module up by name; tracebacks look its lines up by file name.
+        # Dataclasses and pickle look up modules by name, and tracebacks look up lines by file name.
         sys.modules[module.__name__] = module
         linecache.cache[self.path] = (len(self.text), None, self.text.splitlines(keepends=True), self.path)
         exec(code, module.__dict__)
         return module
 
     def checked_module(self, where: str) -> types.ModuleType:
-        """`module()`; raises UserError, which begins with `where`, with the line of a syntax, import or other error."""
+        """Call `module`. Raises UserError, which begins with `where`, with the line of a syntax, import or other error."""
         try:
             return self.module()
         except SyntaxError as error:
             raise UserError(f"{where}: syntax error in line {error.lineno}: {error.msg}") from None
         except ModuleNotFoundError as error:
             raise UserError(
-                f"{where}: line {self.line_of(error)} imports `{error.name}`, which is not installed; the file is shipped "
-                "alone, so it may import installed packages only"
+                f"{where}: line {self.line_of(error)} imports `{error.name}`, which is not installed; only this file is shipped, "
+                "so it may import installed packages only"
             ) from None
         except (Exception, SystemExit) as error:
             line = self.line_of(error)
             at = f"line {line}" if line is not None else "the file"
-            raise UserError(f"{where}: {at} failed when it was loaded: {typed_line(error)}") from None
+            raise UserError(f"{where}: {at} failed when it was loaded: {one_line_with_type(error)}") from None
 
     def line_of(self, error: BaseException) -> int | None:
-        """The innermost line of the file in the error's traceback."""
+        """Return the innermost line of the file in the error's traceback, or None."""
         lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == self.path]
         return lines[-1] if lines else None
 
 
 def function_of(module: types.ModuleType, name: str, contract: str, arguments: tuple[Any, ...], where: str) -> Any:
-    """The module's function of that name. Raises UserError, which begins with `where`, where there is none, it is not callable
-    or cannot be called with the arguments."""
+    """Return the module's function `name`.
+
+    Raises UserError, which begins with `where`, if it is missing, not callable, or cannot be called with `arguments`.
+    """
     if not hasattr(module, name):
         own = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
         found = f"it defines {', '.join(f'`{n}`' for n in own)}" if own else "it defines no function"
@@ -83,7 +85,7 @@ def function_of(module: types.ModuleType, name: str, contract: str, arguments: t
         raise UserError(f"{where}: `{name}` is async; write `{contract}`")
     try:
         signature = inspect.signature(value)
-    except ValueError:  # some built-in callables have none: the first call will tell
+    except ValueError:  # some built-in callables have no signature: the first call checks it
         return value
     try:
         signature.bind(*arguments)

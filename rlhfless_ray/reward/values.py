@@ -1,4 +1,4 @@
-"""What users' functions return and raise, as numbers and in words."""
+"""Convert values and exceptions of users' functions to numbers and messages."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import math
 import numbers
 from typing import TYPE_CHECKING
 
-from rlhfless_ray.errors import typed_line
+from rlhfless_ray.common.errors import one_line_with_type
 
 if TYPE_CHECKING:
     from rlhfless_ray.reward.user_file import UserFile
 
-MESSAGE_CHARACTERS = 300
+MAX_MESSAGE_CHARS = 300
 
 
-def finite(value: object) -> float:
-    """Any kind of real number as a float. Raises ValueError that says what it is instead, to follow "… returned "."""
-    number = real(value)
+def to_finite_float(value: object) -> float:
+    """Convert any real number to a finite float. The message of its ValueError continues "… returned "."""
+    number = to_float(value)
     if not math.isfinite(number):
         raise ValueError(f"{number}, not a finite number")
     return number
 
 
-def real(value: object) -> float:
-    """As `finite`, but NaN and infinities are numbers too."""
+def to_float(value: object) -> float:
+    """Convert any real number to a float, which may be NaN or infinite."""
     if not isinstance(value, (numbers.Real, bool)) and type(value).__name__ not in ("bool", "bool_"):
         raise ValueError(f"{type(value).__name__} {value!r:.100}, not a number")
     try:
@@ -32,12 +32,12 @@ def real(value: object) -> float:
         raise ValueError("a number too large for a float") from None
 
 
-def late(timeout_s: float) -> str:
+def timeout_message(timeout_s: float) -> str:
     return f"took longer than reward.timeout_s = {timeout_s:g} s"
 
 
-def named(error: BaseException, file: UserFile | None) -> str:
-    """What was raised, and where in the user's file."""
+def describe_exception(error: BaseException, file: UserFile | None) -> str:
+    """Describe an exception and the line of the user's file that raised it."""
     line = file.line_of(error) if file is not None else None
     where = f" ({file.path}, line {line})" if file is not None and line is not None else ""
-    return f"{typed_line(error, MESSAGE_CHARACTERS)}{where}"
+    return f"{one_line_with_type(error, MAX_MESSAGE_CHARS)}{where}"

@@ -37,4 +37,5 @@ def request(recipe: Recipe, key: int, prompt: Prompt, temperature: float, step: 
     name = struct.pack("<Qqqq", recipe.run.seed % 2**64, step, prompt.index, sample)
     seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
     most = recipe.rollout.response_tokens(len(prompt.token_ids))
-    return Request(key, prompt.token_ids, seed, most, temperature, top_p=recipe.rollout.top_p)
+    least = min(recipe.rollout.min_tokens, most)
+    return Request(key, prompt.token_ids, seed, most, temperature, top_p=recipe.rollout.top_p, min_tokens=least)

@@ -8,7 +8,7 @@ from typing import Any
 from rlhfless_ray.types import Completion, Prompt, Sample
 
 
-class Samples:
+class ResponseSamples:
     """The samples of a rollout by request key: key k answers prompt k // `count`, as its sample k % `count`."""
 
     def __init__(self, prompts: list[Prompt], count: int, tokenizer: Any) -> None:

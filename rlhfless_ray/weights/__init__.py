@@ -1,1 +1,1 @@
-"""Weights as values: folders as bytes, versions pulled by whoever needs them."""
+"""Policies and weight versions as values: folders as bytes, versions pulled by their users."""

@@ -1,4 +1,4 @@
-"""LoRA adapters folded into the weights they belong to: W + scale · B A (Hu et al. 2021, section 4.1, arXiv 2106.09685)."""
+"""Merge LoRA adapters into their base weights: W + scale · B A (Hu et al. 2021, section 4.1, arXiv 2106.09685)."""
 
 from __future__ import annotations
 
@@ -10,42 +10,47 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhfless_ray.errors import UserError
+from rlhfless_ray.common.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# what an adapter_config.json may switch on that is more than W + scale · B A
-REFUSED = (
-    "use_dora", "use_qalora", "lora_bias", "trainable_token_indices", "layer_replication", "megatron_config",
+# options of adapter_config.json that are more than W + scale · B A
+UNSUPPORTED = (
+    "use_dora",
+    "use_qalora",
+    "lora_bias",
+    "trainable_token_indices",
+    "layer_replication",
+    "megatron_config",
     "alora_invocation_tokens",
 )
 
 
 @dataclass
 class Adapter:
-    """`pairs`: weight's name → (A (rank, in), B (out, rank)); `whole`: weights that replace the base model's."""
+    """`pairs`: weight name → (A (rank, in), B (out, rank)). `whole`: weights that replace those of the base model."""
 
     scale: dict[str, float]
     pairs: dict[str, tuple[Tensor, Tensor]]
     whole: dict[str, Tensor]
-    transposed: frozenset[str] = frozenset()  # weights that lie as (in, out)
+    transposed: frozenset[str] = frozenset()  # names of weights stored as (in, out)
     used: set[str] = field(default_factory=set)
 
     @classmethod
     def read(cls, folder: Path) -> Adapter:
-        """From a folder that peft has saved. Raises UserError for another kind of adapter, and one that is not whole."""
+        """Read a folder saved by peft. Raises UserError for other kinds of adapters and for incomplete ones."""
         from safetensors.torch import load_file
 
         try:
             config = json.loads((folder / CONFIG).read_text())
         except (OSError, ValueError):
-            raise UserError(f"{folder}: no adapter_config.json that can be read; give a folder saved by peft") from None
+            raise UserError(f"{folder}: adapter_config.json is missing or not readable; give a folder saved by peft") from None
         if config.get("peft_type") != "LORA":
             raise UserError(f"{folder}: the adapter is {config.get('peft_type')}, not LORA")
-        if on := [name for name in REFUSED if config.get(name)]:
+        if on := [name for name in UNSUPPORTED if config.get(name)]:
             raise UserError(f"{folder}: the adapter uses {on[0]}, which is not merged here; merge it with peft")
         if config.get("bias", "none") != "none":
             raise UserError(f"{folder}: the adapter trains biases (bias = {config['bias']}), which is not merged here; merge it with peft")
@@ -55,7 +60,7 @@ class Adapter:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str = "") -> Adapter:
-        """From peft's config and tensors by peft's names, those of a file or of a model. Raises UserError where one is missing."""
+        """Convert peft's config and its tensors by name. Raises UserError if one of a pair is missing."""
         pairs: dict[str, dict[str, Tensor]] = {}
         embeddings: set[str] = set()
         whole: dict[str, Tensor] = {}
@@ -67,14 +72,14 @@ class Adapter:
             else:
                 pairs.setdefault(f"{match[1]}.weight", {})[match[2]] = tensor
                 embeddings |= {f"{match[1]}.weight"} if "lora_embedding" in name else set()
-        if lacking := [name for name, parts in pairs.items() if len(parts) != 2]:
-            raise UserError(f"{where}{lacking[0]} has only one of its two adapter matrices")
+        if unpaired := [name for name, parts in pairs.items() if len(parts) != 2]:
+            raise UserError(f"{where}{unpaired[0]} has only one of its two adapter matrices")
         both = {name: (parts["A"], parts["B"]) for name, parts in pairs.items()}
         scale = {name: _scale(config, name.removesuffix(".weight")) for name in both}
         return cls(scale, both, whole, frozenset(both if config.get("fan_in_fan_out") else embeddings))
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """The weight with its adapter, in its own dtype; computed in float32. Others come back as they are."""
+        """Return the weight merged with its adapter, computed in float32, in its own dtype. Other weights are unchanged."""
         if name in self.whole:
             self.used.add(name)
             weight = self.whole[name].to(weight.dtype)
@@ -85,7 +90,7 @@ class Adapter:
         update = self.scale[name] * (b.float() @ a.float())
         update = update.T if name in self.transposed else update
         if update.shape != weight.shape:
-            raise UserError(f"{name}: the adapter is for a weight of {tuple(update.shape)}, the base model's is {tuple(weight.shape)}")
+            raise UserError(f"{name}: the adapter has shape {tuple(update.shape)}, but the base model's weight has {tuple(weight.shape)}")
         return (weight.float() + update).to(weight.dtype)
 
     def unused(self) -> list[str]:
@@ -93,13 +98,13 @@ class Adapter:
 
 
 def adapter_files(files: Mapping[str, bytes], base: str) -> dict[str, bytes]:
-    """Those of an adapter's folder, among a checkpoint's, with the name of the model that it is for."""
+    """Return the adapter's files among a checkpoint's, with the base model's name in the config."""
     config = {**json.loads(files[CONFIG]), "base_model_name_or_path": base}
     return {CONFIG: json.dumps(config, indent=2, sort_keys=True).encode(), WEIGHTS: files[WEIGHTS]}
 
 
 def _scale(config: Mapping[str, Any], module: str) -> float:
-    """alpha / rank, or alpha / sqrt(rank) for rsLoRA; both may be set for some modules by a pattern on the end of their names."""
+    """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA. Patterns on the ends of module names may override both."""
     rank = _by_pattern(config.get("rank_pattern"), module, config["r"])
     alpha = _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -113,15 +118,15 @@ def _by_pattern(patterns: Mapping[str, Any] | None, module: str, otherwise: floa
 
 
 def merge_folder(base: Path, adapter: Adapter, output: Path, dtype: str, head: str = "") -> None:
-    """Write the base model's folder with the adapter merged, every floating weight in `dtype`, file by file.
+    """Write the base model's folder with the adapter merged, file by file, with floating-point weights in `dtype`.
 
-    `head`: a scalar head that the adapter may bring along where the base model has none. Raises UserError when a part of the
-    adapter fits no weight of the base model, or there is no such head.
+    `head`: name of a scalar head that the adapter may add to the base model. Raises UserError if a part of the adapter fits
+    no weight of the base model, or if the head is missing.
     """
     import torch
     from safetensors.torch import load_file, save_file
 
-    kind = getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
     output.mkdir(parents=True, exist_ok=True)
     files = sorted(base.glob("*.safetensors"))
     seen: set[str] = set()
@@ -131,10 +136,10 @@ def merge_folder(base: Path, adapter: Adapter, output: Path, dtype: str, head: s
         if file == files[-1] and f"{head}.weight" in adapter.unused():
             tensors |= {name: adapter.whole[name] for name in adapter.unused() if name.startswith(f"{head}.")}
             adapter.used |= tensors.keys()
-        cast = {name: (t.to(kind) if t.is_floating_point() else t).contiguous() for name, t in tensors.items()}
+        cast = {name: (t.to(torch_dtype) if t.is_floating_point() else t).contiguous() for name, t in tensors.items()}
         seen |= cast.keys()
         save_file(cast, output / file.name, {"format": "pt"})
     if left := adapter.unused():
-        raise UserError(f"the base model has no weight `{left[0]}`, for which the adapter is made ({len(left)} such)")
+        raise UserError(f"the base model has no weight `{left[0]}`, which the adapter changes ({len(left)} such)")
     if head and f"{head}.weight" not in seen:
-        raise UserError(f"neither the base model nor the adapter has a scalar head `{head}`: it is no reward model")
+        raise UserError(f"neither the base model nor the adapter has a scalar head `{head}`: this is not a reward model")

@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
-from rlhfless_ray.agent.actor import AgentActor
-from rlhfless_ray.agent.dry import dry_play
-from rlhfless_ray.agent.engine import Reply
-from rlhfless_ray.agent.load import AgentSource
-from rlhfless_ray.agent.messages import Answered, Asked, Opening, Played, Stuck, Worked
-from rlhfless_ray.agent.params import SamplingParams
-from rlhfless_ray.errors import UserError
-from rlhfless_ray.learn.scratch import scratch_policy
-from rlhfless_ray.prompts.tasks import task
+from rlhfless_ray.agent.agent_actor import AgentActor
+from rlhfless_ray.agent.engine_api import Reply
+from rlhfless_ray.agent.load_agent import AgentSource
+from rlhfless_ray.agent.messages import AgentHung, CpuTime, EpisodeEnd, EpisodeStart, TurnReply, TurnRequest
+from rlhfless_ray.agent.multi_turn_loop import AgentError, min_tokens_of
+from rlhfless_ray.agent.preflight_agent import dry_play
+from rlhfless_ray.agent.sampling_params import SamplingParams
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.learn.tiny_model import scratch_policy
+from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.words import StopWords
+from rlhfless_ray.rollout.stop_strings import StopStrings
 from rlhfless_ray.types import Prompt
 
 AGENT = """
@@ -82,31 +83,31 @@ def made(tmp_path: Path, files: dict[str, bytes]) -> Iterator[Callable[..., Agen
         actor.loop.call_soon_threadsafe(actor.loop.stop)
 
 
-def play(actor: AgentActor, openings: list[Opening]) -> tuple[dict[int, Played], list[Asked], list[Stuck]]:
+def play(actor: AgentActor, openings: list[EpisodeStart]) -> tuple[dict[int, EpisodeEnd], list[TurnRequest], list[AgentHung]]:
     """The policy writes the number of tokens it sees, in two digits, and then ends."""
-    over: dict[int, Played] = {}
+    over: dict[int, EpisodeEnd] = {}
     asked, stuck = [], []
     worked = 0.0
     for first, *events in actor.play(1, openings):
-        assert isinstance(first, Worked) and first.core_s >= worked
-        worked = first.core_s
+        assert isinstance(first, CpuTime) and first.cpu_s >= worked
+        worked = first.cpu_s
         for event in events:
-            if isinstance(event, Played):
+            if isinstance(event, EpisodeEnd):
                 over[event.key] = event
-            elif isinstance(event, Stuck):
+            elif isinstance(event, AgentHung):
                 stuck.append(event)
-            elif isinstance(event, Asked):
+            elif isinstance(event, TurnRequest):
                 asked.append(event)
                 tokens = [*actor.tokenizer(f"{len(event.token_ids):02}", add_special_tokens=False)["input_ids"], 1][: event.max_tokens]
                 reply = Reply(tokens, "", [-0.5] * len(tokens), "stop" if len(tokens) == 3 else "length")
-                threading.Thread(target=actor.answer, args=(1, [Answered(event.key, event.turn, reply)])).start()  # as in Ray
+                threading.Thread(target=actor.answer, args=(1, [TurnReply(event.key, event.turn, reply)])).start()  # as in Ray
         if stuck:
             break
     return over, asked, stuck
 
 
 def test_episodes_are_played_side_by_side(made: Callable[..., AgentActor]) -> None:
-    over, asked, _ = play(made(), [Opening(7, "12=", "a", 1.0), Opening(9, "345=", "b", 1.0)])
+    over, asked, _ = play(made(), [EpisodeStart(7, "12=", "a", 1.0), EpisodeStart(9, "345=", "b", 1.0)])
     turns = {(one.key, one.turn, len(one.token_ids), one.max_tokens) for one in asked}
     assert turns == {(7, 0, 3, 37), (7, 1, 8, 32), (9, 0, 4, 36), (9, 1, 9, 31)}
     assert over[7].texts == (("policy", "03<eos>"), ("agent", "1;"), ("policy", "08<eos>")) and over[7].observation == "12="
@@ -116,62 +117,74 @@ def test_episodes_are_played_side_by_side(made: Callable[..., AgentActor]) -> No
 
 
 def test_turns_have_their_own_limit(made: Callable[..., AgentActor]) -> None:
-    over, asked, _ = play(made(turn_tokens=2), [Opening(0, "12=", "a", 1.0)])
+    over, asked, _ = play(made(turn_tokens=2), [EpisodeStart(0, "12=", "a", 1.0)])
     assert [one.max_tokens for one in asked] == [2, 2] and over[0].texts[0] == ("policy", "03")
     assert not isinstance(over[0].result, str) and over[0].result.truncated
 
 
 def test_what_an_agent_does_wrong_is_its_samples_error(made: Callable[..., AgentActor]) -> None:
     labels = ["raise", "stop", "fine"]
-    over, _, _ = play(made(), [Opening(k, "12=", label, 1.0) for k, label in enumerate(labels)])
+    over, _, _ = play(made(), [EpisodeStart(k, "12=", label, 1.0) for k, label in enumerate(labels)])
     assert str(over[0].result).startswith("KeyError: 'no such move' (") and "agent.py, line 18)" in str(over[0].result)
-    assert "with bad_words=['#'], which engines do not take here" in str(over[1].result)
+    assert "with bad_words=['#'], which is not supported here" in str(over[1].result)
     assert not isinstance(over[2].result, str)
 
 
 def test_one_that_sleeps_is_late_and_the_others_go_on(made: Callable[..., AgentActor]) -> None:
-    over, _, stuck = play(made(timeout_s=2.0), [Opening(0, "12=", "sleep", 1.0), Opening(1, "12=", "a", 1.0)])
+    over, _, stuck = play(made(timeout_s=2.0), [EpisodeStart(0, "12=", "sleep", 1.0), EpisodeStart(1, "12=", "a", 1.0)])
     assert over[0].result == "the agent took longer than agent.timeout_s = 2 s" and not isinstance(over[1].result, str) and not stuck
 
 
 def test_one_that_holds_the_loop_is_named(made: Callable[..., AgentActor]) -> None:
-    _, _, stuck = play(made(timeout_s=1.0), [Opening(5, "12=", "a", 1.0), Opening(6, "12=", "hold", 1.0)])
+    _, _, stuck = play(made(timeout_s=1.0), [EpisodeStart(5, "12=", "a", 1.0), EpisodeStart(6, "12=", "hold", 1.0)])
     assert [one.key for one in stuck] == [6] and stuck[0].seconds > 1
 
 
 def test_what_the_policy_said_stands(made: Callable[..., AgentActor]) -> None:
-    first, asked, _ = play(made(), [Opening(0, "12=", "a", 1.0)])
+    first, asked, _ = play(made(), [EpisodeStart(0, "12=", "a", 1.0)])
     said = tuple((one.token_ids, Reply([5, 1], "", [-1.0, -2.0], "stop")) for one in asked[:1])
-    again, asked, _ = play(made(), [Opening(0, "12=", "a", 1.0, said=said)])
+    again, asked, _ = play(made(), [EpisodeStart(0, "12=", "a", 1.0, earlier_replies=said)])
     assert [one.turn for one in asked] == [1] and again[0].texts[0] != first[0].texts[0] and len(asked[0].token_ids) == 7
 
 
 def test_stop_words_are_asked_for_and_cut_from_the_text(made: Callable[..., AgentActor]) -> None:
     actor = made()
-    _, asked, _ = play(actor, [Opening(0, "12=", "words", 1.0)])
+    _, asked, _ = play(actor, [EpisodeStart(0, "12=", "words", 1.0)])
     assert [one.stop for one in asked] == [(), ("3",)]
     reply, plain = Reply(actor.tokenizer("173", add_special_tokens=False)["input_ids"], "", [], "stop"), SamplingParams(stop=["7"])
-    assert actor._said(reply, plain, ("7",)) == "1"
-    assert actor._said(reply, SamplingParams(stop=["7"], include_stop_str_in_output=True), ("7",)) == "17"
-    assert actor._said(Reply([*reply.token_ids, 1], "", [], "stop"), SamplingParams(), ()) == "173"
+    assert actor._reply_text(reply, plain, ("7",)) == "1"
+    assert actor._reply_text(reply, SamplingParams(stop=["7"], include_stop_str_in_output=True), ("7",)) == "17"
+    assert actor._reply_text(Reply([*reply.token_ids, 1], "", [], "stop"), SamplingParams(), ()) == "173"
     shown = SamplingParams(include_stop_str_in_output=True, skip_special_tokens=False)
-    assert actor._said(Reply([*reply.token_ids, 1], "", [], "stop"), shown, ()) == "173<eos>"
-    assert actor._said(Reply(reply.token_ids, "", [], "length"), plain, ("7",)) == "173", "it was not what ended it"
+    assert actor._reply_text(Reply([*reply.token_ids, 1], "", [], "stop"), shown, ()) == "173<eos>"
+    assert actor._reply_text(Reply(reply.token_ids, "", [], "length"), plain, ("7",)) == "173", "it was not what ended it"
+    again = Reply(actor.tokenizer("1717", add_special_tokens=False)["input_ids"], "", [], "stop")
+    assert [actor._reply_text(again, SamplingParams(stop=["7"], min_tokens=n), ("7",)) for n in (0, 1, 2, 3)] == ["1", "1", "171", "171"]
+
+
+def test_the_least_of_a_turn_is_the_recipes_or_what_the_agent_asks_for(made: Callable[..., AgentActor]) -> None:
+    _, asked, _ = play(made(), [EpisodeStart(0, "12=", "a", 1.0, min_tokens=1)])
+    assert [one.min_tokens for one in asked] == [1, 1]
+    assert min_tokens_of(SamplingParams(min_tokens=3)) == 3 and min_tokens_of(SamplingParams()) == 0
+    for wrong in (-1, 1.5, "2", True):
+        with pytest.raises(AgentError, match="min_tokens"):
+            min_tokens_of(SamplingParams(min_tokens=wrong))
 
 
 @pytest.mark.parametrize(("text", "word", "found"), [("12=", "=", True), ("12=", "2=", True), ("12=", "1", True), ("12=", "3", False)])
 def test_words_in_what_was_generated(made: Callable[..., AgentActor], text: str, word: str, found: bool) -> None:
     actor = made()
     ids = actor.tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert StopWords(lambda: actor.tokenizer).found(ids, (word,)) == found
+    assert StopStrings(lambda: actor.tokenizer).found(ids, (word,)) == found
 
 
 def test_log_probabilities_that_are_not_told_are_known(made: Callable[..., AgentActor]) -> None:
-    over, _, _ = play(made(QUIET), [Opening(0, "12=", "as it is", 1.0), Opening(1, "12=", "another", 1.0)])
+    over, _, _ = play(made(QUIET), [EpisodeStart(0, "12=", "as it is", 1.0), EpisodeStart(1, "12=", "another", 1.0)])
     assert not isinstance(over[0].result, str) and over[0].result.logprobs is not None and over[0].result.logprobs.tolist() == [-0.5] * 3
     assert "action token 3 is not what the policy generated there" in str(over[1].result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
@@ -188,6 +201,7 @@ def test_a_dry_play_finds_what_would_fail_later(tmp_path: Path, files: dict[str,
     assert error in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_dry_play_lets_a_good_one_pass(tmp_path: Path, files: dict[str, bytes]) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     recipe = Recipe.parse({"prompts": {"task": "chain"}, "agent": {"path": str(tmp_path / "agent.py")}})

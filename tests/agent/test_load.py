@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhfless_ray.agent.engine import Reply
+from rlhfless_ray.agent.engine_api import Reply
 from rlhfless_ray.agent.episode import BadEpisode, Episode
-from rlhfless_ray.agent.load import AgentSource, Player
-from rlhfless_ray.agent.params import SamplingParams
-from rlhfless_ray.agent.turns import FIXED, NOT_DONE, AgentError, check_sampling
-from rlhfless_ray.errors import UserError
+from rlhfless_ray.agent.load_agent import AgentSource, Player
+from rlhfless_ray.agent.multi_turn_loop import SAMPLING_DEFAULTS, UNSUPPORTED, AgentError, check_sampling
+from rlhfless_ray.agent.sampling_params import SamplingParams
+from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.types import Prompt
 
 # The game: after each action `[+n]` is said, n the number of the turn; it ends after two turns; a turn's reward is n.
@@ -60,20 +60,27 @@ class AgentExecutor(AgentExecutorBase):
         return await super().execute(prompt, label, sampling_params)
 """,
 }
-GAMES["0.9.1"] = GAMES["0.8.7"].replace("AgentExecutorBase", "MultiTurnAgentExecutor").split("class AgentExecutor(")[0].replace(
-    "async def __init__", "def __init__"
-) + """
+GAMES["0.9.1"] = (
+    GAMES["0.8.7"]
+    .replace("AgentExecutorBase", "MultiTurnAgentExecutor")
+    .split("class AgentExecutor(")[0]
+    .replace("async def __init__", "def __init__")
+    + """
 class AgentExecutor(MultiTurnAgentExecutor):
     def __init__(self):
         super().__init__(AgentInstance)
 """
-GAMES["0.8.7, own generate"] = GAMES["0.8.7"] + """
+)
+GAMES["0.8.7, own generate"] = (
+    GAMES["0.8.7"]
+    + """
     async def generate(self, prompt_ids, sampling_params):
         final = None
         async for output in self.llm_engine.generate({"prompt_token_ids": prompt_ids}, sampling_params, "request"):
             final = output
         return final
 """
+)
 GAMES["own executor"] = """
 from openrlhf.utils.agent import AgentExecutorBase
 class AgentExecutor(AgentExecutorBase):
@@ -166,7 +173,7 @@ def test_tokens_that_are_used_up_end_it(tmp_path: Path, version: str) -> None:
     episode = one(tmp_path, GAMES[version], max_length=9)  # the feedback does not fit: no second turn
     assert "".join(map(chr, episode.token_ids)) == "ask<3>" and not episode.truncated and episode.action.all() and episode.reward == 1.0
     (error,) = played(tmp_path, GAMES[version], max_length=3)
-    assert error == "the first observation has 3 tokens, which leaves nothing of 3 for an action"
+    assert error == "the first observation has 3 tokens, which leaves no room for an action within 3"
 
 
 def test_as_the_learner_takes_it(tmp_path: Path) -> None:
@@ -194,7 +201,8 @@ def test_as_the_learner_takes_it(tmp_path: Path) -> None:
         ('"extra_logs"', '"environment_images": [1], "extra_logs"', "turn 1: `step` returned images"),
         ("self.turn += 1", "self.turn += 1; states['sampling_params'].temperature = 0.5", "`sampling_params` with another temperature"),
         (
-            'states.get("sampling_params", None)', "type(states['sampling_params'])(temperature=0.5, logprobs=1)",
+            'states.get("sampling_params", None)',
+            "type(states['sampling_params'])(temperature=0.5, logprobs=1)",
             "turn 1: `sampling_params` with another temperature (0.5 instead of 1.0): the policy is trained at the recipe's",
         ),
     ],
@@ -236,21 +244,27 @@ def test_agents_may_make_their_own_sampling_parameters(tmp_path: Path) -> None:
     given = params()
     check_sampling(given, vllm.SamplingParams(temperature=1.0, top_k=-1, max_tokens=5, stop=["x"], seed=3))
     refused = {
-        "min_p": 0.1, "top_p": 0.9, "logit_bias": {1: 2.0}, "bad_words": ["x"], "min_tokens": 3, "repetition_penalty": 1.1,
-        "presence_penalty": 0.5, "frequency_penalty": 0.5, "thinking_token_budget": 9,
+        "min_p": 0.1,
+        "top_p": 0.9,
+        "logit_bias": {1: 2.0},
+        "bad_words": ["x"],
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "thinking_token_budget": 9,
     }
     for name, value in refused.items():
         with pytest.raises(AgentError, match=name):
             check_sampling(given, vllm.SamplingParams(temperature=1.0, **{name: value}))
     # of each that vLLM has it is known whether a request carries it, it is refused, or it says how the answer is told
-    carried = {"max_tokens", "stop", "stop_token_ids"}
+    carried = {"max_tokens", "min_tokens", "stop", "stop_token_ids"}
     told = {
         "seed", "logprobs", "flat_logprobs", "prompt_logprob_start", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
         "include_stop_str_in_output", "output_kind", "stream_interval", "skip_clone", "output_text_buffer_length", "extra_args",
         "skip_reading_prefix_cache", "routed_experts_prompt_start",
     }  # fmt: skip
     theirs = {name for name in vllm.SamplingParams.__struct_fields__ if not name.startswith("_")}
-    assert theirs - {*FIXED, *NOT_DONE, *carried, *told} == set()
+    assert theirs - {*SAMPLING_DEFAULTS, *UNSUPPORTED, *carried, *told} == set()
 
 
 def test_an_agent_that_takes_too_long(tmp_path: Path) -> None:
@@ -273,7 +287,7 @@ def test_text_that_is_rewritten_cannot_be_trained_on(tmp_path: Path) -> None:
         ("class AgentExecutor: ...", "`AgentExecutor` must inherit from AgentExecutorBase"),
         (
             "from openrlhf.utils.agent import AgentExecutorBase\nclass AgentExecutor(AgentExecutorBase):\n    def __init__(self, a): 0",
-            r"`AgentExecutor\(a\)` needs arguments that nobody gives it",
+            r"`AgentExecutor\(a\)` needs arguments that are not passed",
         ),
         ("from openrlhf.utils.agent import Agent", "line 1 failed when it was loaded: ImportError: cannot import name 'Agent'"),
         ("import nowhere", "line 1 imports `nowhere`"),
@@ -294,8 +308,8 @@ def test_files_of_no_contract_are_refused(tmp_path: Path, text: str, words: str)
         ({"action_ranges": [(1, 3), (2, 4)]}, "must ascend without overlap within the 5 observation tokens"),
         ({"action_ranges": [(1, 6)]}, "must ascend"),
         ({"action_ranges": [(2, 2)]}, "must ascend"),
-        ({"observation_tokens": [1, 2, -100, 4, 5]}, "`observation_tokens` has -100, which is no token id"),
-        ({"observation_tokens": [1, 2**40, 3, 4, 5]}, "`observation_tokens` has 1099511627776, which is no token id"),
+        ({"observation_tokens": [1, 2, -100, 4, 5]}, "`observation_tokens` has -100, which is not a token id"),
+        ({"observation_tokens": [1, 2**40, 3, 4, 5]}, "`observation_tokens` has 1099511627776, which is not a token id"),
         ({"rollout_log_probs": [0.0]}, "`rollout_log_probs` has 1 values for 5 observation tokens"),
         ({"rollout_log_probs": [np.nan, -1.0, np.nan, 0.0, -1.0]}, "`rollout_log_probs` has nan for action token 2"),
         ({"reward": None}, "a dict without `reward`"),

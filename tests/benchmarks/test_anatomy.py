@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.anatomy import anatomy, complement, gaps, length, union, warm_starts, without
+from benchmarks.common.ledger_anatomy import anatomy, complement, gaps, length, union, warm_starts, without
 from rlhfless_ray.functions.ledger import Row
 
 
@@ -51,7 +51,10 @@ def test_parts_and_overhead_make_up_the_step_when_nothing_runs_side_by_side() ->
 def test_gaps_are_named_by_what_lies_on_either_side() -> None:
     found = gaps(STEP, [1])
     assert found == {
-        "step begins → load": [0.5], "generate → score": [0.5], "score → learn": [0.25], "learn → publish": [0.25],
+        "step begins → load": [0.5],
+        "generate → score": [0.5],
+        "score → learn": [0.25],
+        "learn → publish": [0.25],
         "publish → next step": [0.5],
     }
     assert sum(map(sum, found.values())) == pytest.approx(anatomy(STEP)[1].overhead_s)
@@ -72,9 +75,7 @@ def test_warm_start_is_the_idle_time_just_before_the_first_span() -> None:
     assert warm_starts(STEP, first_step=2) == {}
 
 
-intervals = st.lists(
-    st.tuples(st.integers(0, 40), st.integers(0, 40)).map(lambda pair: (float(min(pair)), float(max(pair)))), max_size=8
-)
+intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(lambda pair: (float(min(pair)), float(max(pair)))), max_size=8)
 
 
 def covered(found: list[tuple[float, float]], point: float) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import benchmarks.chaos as chaos
-from benchmarks.strikes import KINDS, PAGE_KINDS
+from benchmarks.common.fault_injection import KINDS, PAGE_KINDS
 
 
 def nothing_wrong(faults: dict[str, int], **more: Any) -> dict[str, Any]:
@@ -26,7 +26,8 @@ def test_every_kind_comes_often_enough() -> None:
     options = Namespace(quick=False, faults=105, drivers=5, real=24)
     steps = chaos.real_steps(24)
     found = {
-        "replayed": nothing_wrong(dict(volume)), "drivers": nothing_wrong({"driver killed": 5}),
+        "replayed": nothing_wrong(dict(volume)),
+        "drivers": nothing_wrong({"driver killed": 5}),
         "real": nothing_wrong(dict(real), compared={"versions": steps}),
     }
     assert all(target.met for target in chaos.reached(options, found))

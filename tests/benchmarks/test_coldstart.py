@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.coldstart import Mark, Part, import_shares, parts, spreads, targets_of
-from benchmarks.results import Spread
+from benchmarks.common.results import Spread
 
 
 def test_parts_lie_between_marks() -> None:

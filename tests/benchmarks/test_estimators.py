@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.estimator_speed import LOOP_SAMPLES, Inputs, timings
+from benchmarks.common.peak_rss import added_peak_bytes
 from benchmarks.estimators import gsm8k_lengths, padding
-from benchmarks.logprob_memory import Heads, logprob_peaks, naive
-from benchmarks.peak import added_peak_bytes
+from benchmarks.learning.estimator_speed import LOOP_SAMPLES, Inputs, timings
+from benchmarks.learning.logprob_memory import Heads, logprob_peaks, naive
 from rlhfless_ray.learn.logprobs import chunked_logprobs
 
 
@@ -32,12 +32,14 @@ def test_padding_shares_are_shares() -> None:
     assert 0 < found.best_cut < found.by_length < 1 and 0 < found.packed_fill <= 1 and found.packed_rank_excess < 0.1
 
 
+@pytest.mark.slow
 def test_every_timing_runs() -> None:
     rows = timings(Inputs(LOOP_SAMPLES, 8), None, None, repeats=1)
     assert len({row.what for row in rows}) == len(rows) == 10
     assert all(row.ours_ms.median > 0 and row.verl_ms is None for row in rows)
 
 
+@pytest.mark.slow
 def test_the_naive_form_is_ours_in_value() -> None:
     heads = Heads(tokens=8, width=4, vocabulary=50)
     head = torch.nn.Linear(heads.width, heads.vocabulary, bias=False)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.learning.train_reward_model import Response, RewardModelTraining, in_order, labelled, response
 from benchmarks.learns import ESTIMATORS, LEAST, PPO, Curve, settings, targets
-from benchmarks.verdicts import Response, Verdicts, in_order, labelled, response
-from rlhfless_ray.learn.estimators import ESTIMATORS as THERE_ARE
-from rlhfless_ray.prompts.chain import Chain
-from rlhfless_ray.prompts.tokenizer import build_tokenizer
+from rlhfless_ray.common.estimators import ESTIMATORS as THERE_ARE
+from rlhfless_ray.prompts.chain_task import Chain
+from rlhfless_ray.prompts.task_tokenizer import build_tokenizer
 
 
 def test_every_estimator_is_run() -> None:
@@ -19,7 +19,7 @@ def test_every_estimator_is_run() -> None:
 def test_a_run_has_to_rise_and_a_reward_model_to_tell_right_from_wrong(tmp_path) -> None:
     before = {"sampled": 0.4, "greedy": 0.5}
     curves = [Curve(name, before, {"sampled": after, "greedy": 0.9}, [0.4]) for name, after in (("rloo", 0.49), (PPO, 0.6))]
-    model = Verdicts(tmp_path, 3, supervised=0.9, spoilt=0.5, own=0.5)
+    model = RewardModelTraining(tmp_path, 3, supervised=0.9, spoilt=0.5, own=0.5)
     found = targets(curves, model)
     assert [target.met for target in found] == [False, True, True] and found[0].value == pytest.approx(9) and found[0].least == LEAST
     assert "reward.function=" in settings(PPO, model) and f"reward.model_path={tmp_path}" in settings(PPO, model)
@@ -37,9 +37,7 @@ def test_every_sum_is_labelled_and_the_end_is_what_the_verifier_says() -> None:
     texts = ["a8b9c1#1", "a8b0c2#2", "a8c0#0", "#1", "a8b9c1;a8b9c1#1", "a8b"]
     tokenizer = build_tokenizer(Chain())
     found = labelled([row] * len(texts), [Response(list(text)) for text in texts], tokenizer)
-    assert [one.right for one in found] == [
-        [1, 1, 1, 1, 1], [0, 1, 0, 0, 0], [0, 1, 0, 0], [1, 1], [1] * 8, [0, 1],
-    ]
+    assert [one.right for one in found] == [[1, 1, 1, 1, 1], [0, 1, 0, 0, 0], [0, 1, 0, 0], [1, 1], [1] * 8, [0, 1]]
     for one, text in zip(found, texts, strict=True):
         written = [tokenizer.convert_ids_to_tokens(one.tokens[place]) for place in one.places]
         assert written[0] == tokenizer.eos_token and one.places[0] == len(one.tokens) - 1

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from benchmarks.memory import PeakMemory, processes, pss_bytes
+from benchmarks.common.peak_memory import PeakMemory, processes, pss_bytes
 
 HOLD = "import time; {}; time.sleep(600)"
 WAIT = "sys.stdin.readline()"

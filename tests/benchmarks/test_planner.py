@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.common.results import Spread
 from benchmarks.planner import SPEEDS, lengths_of, measure, per_n_log_n
-from benchmarks.results import Spread
 
 
 def test_the_workload_has_the_published_share_of_variance_between_prompts() -> None:
@@ -17,6 +17,7 @@ def test_the_workload_has_the_published_share_of_variance_between_prompts() -> N
     assert np.median(lengths_of(80_000, 1)) == pytest.approx(200, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_decision_is_measured_as_it_was_asked_for() -> None:
     name = next(iter(SPEEDS))
     known, drawn = measure(64, 8, 1, name, repeats=2), measure(64, 8, 4, name, repeats=2)

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks.replay import ReplayedEngine, Script, finish_times, prompt_key
-from benchmarks.replay_world import synthetic_lengths
-from placement.speed import Speed
-from rlhfless_ray.rollout.inbox import Order
-from rlhfless_ray.rollout.transcript import Transcript
+from benchmarks.common.replay import ReplayedEngine, Script, finish_times, prompt_key
+from benchmarks.common.replay_setup import synthetic_lengths
+from placement.speed.decode_speed import Speed
+from rlhfless_ray.rollout.control_queue import EngineCommand
+from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import Request
 from tests.conftest import ROOT, environment
 
@@ -52,16 +52,16 @@ def test_an_engine_answers_every_request_with_its_recorded_length_and_a_record_f
 
 
 def written(requests: list[Request], parts: list) -> dict:
-    transcript = Transcript(requests)
-    transcript.give(np.arange(len(requests)), 0)
+    token_log = TokenLog(requests)
+    token_log.give(np.arange(len(requests)), 0)
     for progress, _, _ in parts:
-        transcript.accept(0, "replayed", progress)
-    return transcript.completions
+        token_log.accept(0, "replayed", progress)
+    return token_log.completions
 
 
 def test_an_engine_cuts_and_goes_on_as_told(monkeypatch):
     clock = iter(range(10**9))
-    monkeypatch.setattr("benchmarks.replay.time", SimpleNamespace(time=lambda: 0.004 * next(clock)))  # a few tokens a look
+    monkeypatch.setattr("benchmarks.common.replay.time", SimpleNamespace(time=lambda: 0.004 * next(clock)))  # a few tokens a look
     script = Script({prompt_key((1, 2)): [50, 80]}, 1e-3, 1e-4, 0.0, 0.0)
     engine = ReplayedEngine({"replay.json": json.dumps(vars(script)).encode()}, {})
     with pytest.raises(RuntimeError, match="no weights yet"):
@@ -70,18 +70,18 @@ def test_an_engine_cuts_and_goes_on_as_told(monkeypatch):
     first, second = Request(0, (1, 2), 0, 64, 1.0), Request(1, (1, 2), 1, 64, 1.0)
     call = engine.rollout(7, [first], 0.01, 1)
     parts = [next(call)]
-    assert not engine.tell(6, Order(cut=(0,))) and engine.tell(7, Order((0,), (second,), "move"))
+    assert not engine.tell(6, EngineCommand(cut=(0,))) and engine.tell(7, EngineCommand((0,), (second,), "move"))
     parts += list(call)
-    transcript = Transcript([first, second])
-    transcript.owner[:] = 0
-    ends = [transcript.accept(0, "replayed", progress) for progress, _, _ in parts]
-    assert [i for _, cut in ends for i in cut] == [0] and not transcript.finished[0] and 0 < transcript.length[0] < 50
-    assert transcript.completions[1].finish_reason == "length" and len(transcript.completions[1].token_ids) == 64
+    token_log = TokenLog([first, second])
+    token_log.owner[:] = 0
+    ends = [token_log.accept(0, "replayed", progress) for progress, _, _ in parts]
+    assert [i for _, cut in ends for i in cut] == [0] and not token_log.finished[0] and 0 < token_log.length[0] < 50
+    assert token_log.completions[1].finish_reason == "length" and len(token_log.completions[1].token_ids) == 64
     assert [span.activity for _, _, spans in parts for span in spans].count("transfer") == 1
-    transcript.give(np.array([0]), 0)
-    for progress, _, _ in engine.rollout(8, [transcript.request(0)], 0.01, 1):
-        transcript.accept(0, "replayed", progress)
-    assert len(transcript.completions[0].token_ids) == 50 and transcript.completions[0].finish_reason == "stop"
+    token_log.give(np.array([0]), 0)
+    for progress, _, _ in engine.rollout(8, [token_log.request(0)], 0.01, 1):
+        token_log.accept(0, "replayed", progress)
+    assert len(token_log.completions[0].token_ids) == 50 and token_log.completions[0].finish_reason == "stop"
 
 
 def test_synthetic_lengths_share_their_variance_as_said():
@@ -94,7 +94,11 @@ def test_synthetic_lengths_share_their_variance_as_said():
 @pytest.mark.parametrize("benchmark", ["control", "driver"])
 def test_the_real_loop_runs_on_logical_gpus(benchmark):
     ended = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{benchmark}", "--quick"], cwd=ROOT, env=environment(), capture_output=True, text=True,
+        [sys.executable, "-m", f"benchmarks.{benchmark}", "--quick"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
         timeout=580,
     )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]

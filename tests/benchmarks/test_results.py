@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks import results
-from benchmarks.results import Spread, Target
-from benchmarks.svg import Line, line_chart, sparkline, ticks
+from benchmarks.common import results
+from benchmarks.common.results import Spread, Target
+from benchmarks.common.svg import Line, line_chart, sparkline, ticks
 
 
 def test_spread_is_median_and_quartiles() -> None:
@@ -22,8 +22,14 @@ def test_spread_is_median_and_quartiles() -> None:
 
 @pytest.mark.parametrize(
     ("value", "least", "most", "met"),
-    [(5.0, 5.0, None, True), (4.9, 5.0, None, False), (0.03, None, 0.03, True), (0.031, None, 0.03, False),
-     (float("nan"), 1.0, None, False), (float("nan"), None, 1.0, False)],
+    [
+        (5.0, 5.0, None, True),
+        (4.9, 5.0, None, False),
+        (0.03, None, 0.03, True),
+        (0.031, None, 0.03, False),
+        (float("nan"), 1.0, None, False),
+        (float("nan"), None, 1.0, False),
+    ],
 )
 def test_a_target_is_met_or_missed(value: float, least: float | None, most: float | None, met: bool) -> None:
     target = Target("x", value, least=least, most=most)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks import cluster, results
-from benchmarks.cluster_targets import targets
-from benchmarks.results import FOLDER
+from benchmarks import cluster
+from benchmarks.common import results
+from benchmarks.common.results import FOLDER
+from benchmarks.simulated.cluster_targets import targets
 from benchmarks.simulator_page import PAGE, TABLES, filled, tables
 
 KEYS = ("step_s", "rollout_s", "full", "busy", "speedup", "full_saving", "busy_saving", "time_over_bound", "cost_over_bound")

@@ -7,21 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ceiling import Ceiling
-from benchmarks.our_side import recipe
-from benchmarks.system import Measured
-from benchmarks.their_side import settings
+from benchmarks.common.run_process import MeasuredProcess
+from benchmarks.peers.ceiling import Ceiling
+from benchmarks.peers.run_ours import recipe
+from benchmarks.peers.run_trl import settings
+from benchmarks.peers.shared_work import LARGE, SMALL
 from benchmarks.vs_trl import Compared, check_same_work, targets
-from benchmarks.workload import LARGE, SMALL
 from rlhfless_ray import Recipe
 
 
-def measured(system: str, times: list[float], tokens: int = SMALL.samples * SMALL.max_tokens) -> Measured:
-    steps = [
-        {"step_s": t, "generate_s": 0.8 * t, "learn_s": 0.2 * t, "score_s": 0.0, "tokens": tokens, "reward_mean": 0.5}
-        for t in times
-    ]
-    return Measured(system, steps, 10.0, 1000.0, 1, 100.0)
+def measured(system: str, times: list[float], tokens: int = SMALL.samples * SMALL.max_tokens) -> MeasuredProcess:
+    steps = [{"step_s": t, "generate_s": 0.8 * t, "learn_s": 0.2 * t, "score_s": 0.0, "tokens": tokens, "reward_mean": 0.5} for t in times]
+    return MeasuredProcess(system, steps, 10.0, 1000.0, 1, 100.0)
 
 
 def test_ratios_come_from_steady_medians_of_all_rounds() -> None:

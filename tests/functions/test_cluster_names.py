@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import ray
 
-from rlhfless_ray.functions.cluster import RayCluster, _brief_errors, store_mb
+from rlhfless_ray.local.cluster import RayCluster, _shorten_ray_errors, store_mb
 from rlhfless_ray.recipe import Recipe
 
 
@@ -34,7 +34,7 @@ def test_of_a_killed_worker_ray_says_one_sentence(monkeypatch: pytest.MonkeyPatc
     shown: list[dict[str, Any]] = []
     monkeypatch.setattr(worker, "print_to_stdstream", lambda data, ignore_prefix: shown.append(data))
     for _ in range(2):
-        _brief_errors()
+        _shorten_ray_errors()
     long = "A worker died or was killed by an unexpected system error. To troubleshoot, check the logs. Lease ID: 01\nNode ID: f7"
     worker.print_to_stdstream({"pid": "raylet", "lines": [long], "is_err": False}, ignore_prefix=False)
     worker.print_to_stdstream({"pid": "autoscaler", "lines": ["a. b. c"], "is_err": False}, ignore_prefix=False)

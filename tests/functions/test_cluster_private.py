@@ -13,15 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhfless_ray.functions.cluster import _locked, _temporary_folder
-from rlhfless_ray.functions.lean_ray import lean_ray
+from rlhfless_ray.local.cluster import _lock, _temporary_folder
+from rlhfless_ray.local.local_ray import local_ray
 from tests.conftest import ROOT, environment
 
 SCRIPT = """
 import json, os, signal, tempfile, time
 import psutil, ray
 from rlhfless_ray import Recipe
-from rlhfless_ray.functions.cluster import RayCluster
+from rlhfless_ray.local.cluster import RayCluster
 
 tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "cluster": {"cpus": 1}}
 cluster = RayCluster(Recipe.parse(tree))
@@ -52,16 +52,16 @@ def test_a_signal_to_the_drivers_group_leaves_ray_alone_and_its_files_go_with_it
     assert said["worker"] == said["own"] != said["driver"]
     assert said["left"] is False and said["TMPDIR"] is None
     names = " ".join(said["processes"])
-    assert "lean_ray.py" in names and not [one for one in ("dashboard.py", "DashboardAgent", "monitor.py") if one in names], names
+    assert "local_ray.py" in names and not [one for one in ("dashboard.py", "DashboardAgent", "monitor.py") if one in names], names
 
 
 AFTER = """
 import ray
 from rlhfless_ray import Recipe
-from rlhfless_ray.functions.cluster import RayCluster
-from rlhfless_ray.functions.lean_ray import lean_ray
+from rlhfless_ray.local.cluster import RayCluster
+from rlhfless_ray.local.local_ray import local_ray
 
-with lean_ray():
+with local_ray():
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 ray.shutdown()
 
@@ -108,7 +108,7 @@ LATE = """
 import ray
 from rlhfless_ray import Recipe
 from rlhfless_ray.cli.main import guarded
-from rlhfless_ray.functions.cluster import RayCluster
+from rlhfless_ray.local.cluster import RayCluster
 
 def init(**options):
     raise Exception("The current node timed out during startup. This could happen because ...")
@@ -127,16 +127,16 @@ def test_a_ray_that_does_not_come_up_in_time_is_a_sentence_and_no_traceback() ->
 
 def test_folders_of_killed_runs_are_removed_and_those_of_living_ones_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("rlhfless_ray.functions.cluster.len", lambda _: 0, raising=False)  # pytest's folders have long names
+    monkeypatch.setattr("rlhfless_ray.local.cluster.len", lambda _: 0, raising=False)  # pytest's folders have long names
     dead, young, living, other = (tmp_path / name for name in ("rlhfless-ray-a", "rlhfless-ray-b", "rlhfless-ray-c", "mine"))
     for folder in (dead, young, living, other):
         (folder / "ray").mkdir(parents=True)
         if folder is not young:
             os.utime(folder, (time.time() - 100,) * 2)
-    handle = _locked(living)
-    assert handle is not None and _locked(living) is None
+    handle = _lock(living)
+    assert handle is not None and _lock(living) is None
     own = _temporary_folder()
-    assert own.parent == tmp_path and _locked(own) is None
+    assert own.parent == tmp_path and _lock(own) is None
     assert not dead.exists() and young.exists() and living.exists() and other.exists()
     os.close(handle)
 
@@ -152,8 +152,8 @@ def test_a_node_that_is_slow_to_start_is_waited_for(monkeypatch: pytest.MonkeyPa
         return answer
 
     monkeypatch.setattr(services, "get_node", find)
-    monkeypatch.setattr("rlhfless_ray.functions.lean_ray.time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None))
-    with lean_ray():
+    monkeypatch.setattr("rlhfless_ray.local.local_ray.time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None))
+    with local_ray():
         assert services.get_node("here", "node") == "known"
         with pytest.raises(RuntimeError):
             services.get_node("here", "node")
@@ -164,8 +164,8 @@ def test_a_ray_that_it_was_not_tried_with_starts_whole(monkeypatch: pytest.Monke
     from ray._private.node import Node
 
     whole = Node.start_monitor
-    with lean_ray():
+    with local_ray():
         assert Node.start_monitor is not whole
     monkeypatch.setattr("ray.__version__", "9.9.0")
-    with lean_ray():
+    with local_ray():
         assert Node.start_monitor is whole

@@ -8,23 +8,22 @@ import ray
 from ray.exceptions import GetTimeoutError, NodeDiedError
 from ray.util.placement_group import placement_group_table
 
-from rlhfless_ray.errors import RunError
+from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions import lease as module
-from rlhfless_ray.functions.instance import seeing_only
-from rlhfless_ray.functions.lease import Lease, Leases, Slot, cluster_slots, device_named, node_slots, places
+from rlhfless_ray.functions.instance import device_environment
+from rlhfless_ray.functions.lease import Lease, LeaseManager, Slot, cluster_slots, device_named, node_slots, places
 from rlhfless_ray.functions.ledger import Ledger
 
 pytestmark = pytest.mark.ray
 
 
-def leases_of(resource: str, deadline_s: float = 60.0) -> Leases:
-    return Leases(resource, Ledger(resource, 1.0), deadline_s, f"test{time.time_ns()}")
+def leases_of(resource: str, deadline_s: float = 60.0) -> LeaseManager:
+    return LeaseManager(resource, Ledger(resource, 1.0), deadline_s, f"test{time.time_ns()}")
 
 
-def groups_alive(leases: Leases) -> int:
+def groups_alive(leases: LeaseManager) -> int:
     return sum(
-        info["state"] != "REMOVED" and info["name"].startswith(f"rlhfless-{leases.run_id}")
-        for info in placement_group_table().values()
+        info["state"] != "REMOVED" and info["name"].startswith(f"rlhfless-{leases.run_id}") for info in placement_group_table().values()
     )
 
 
@@ -70,14 +69,14 @@ def test_fewer_than_asked_for_are_taken_where_that_is_enough(ray_cluster):
 
 
 def test_a_node_that_is_lost_as_it_grants_a_device_has_granted_none(ray_cluster, monkeypatch):
-    leases, device, lost = leases_of("gpu"), Leases._device, [NodeDiedError("gone"), GetTimeoutError("no answer")]
+    leases, device, lost = leases_of("gpu"), LeaseManager._device, [NodeDiedError("gone"), GetTimeoutError("no answer")]
 
     def ask(self, group):
         if lost:
             raise lost.pop()
         return device(self, group)
 
-    monkeypatch.setattr(Leases, "_device", ask)
+    monkeypatch.setattr(LeaseManager, "_device", ask)
     assert len(leases.take(4, "rollout", need=1)) == 2 == len(leases.held) == groups_alive(leases) and not leases.asked
     leases.release_all()
 
@@ -161,10 +160,10 @@ def test_slots_are_counted_over_nodes(ray_cluster):
 def test_a_device_is_an_index_or_what_its_node_calls_it(told, device):
     """A node that was started with CUDA_VISIBLE_DEVICES of UUIDs, as MIG needs them, has leases too."""
     assert device_named(told) == device
-    assert seeing_only(Slot("node", device_named(told)), "gpu")["CUDA_VISIBLE_DEVICES"] == str(told).strip()
+    assert device_environment(Slot("node", device_named(told)), "gpu")["CUDA_VISIBLE_DEVICES"] == str(told).strip()
 
 
 def test_a_process_without_a_gpu_of_rays_sees_its_device_whatever_ray_was_told():
     """Into 2.55 Ray hid all of them from such a process, and a cluster may still ask for that."""
-    assert seeing_only(Slot("node", 2), "gpu") == {"CUDA_VISIBLE_DEVICES": "2", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    assert seeing_only(Slot("node", 2), "cpu") == {}
+    assert device_environment(Slot("node", 2), "gpu") == {"CUDA_VISIBLE_DEVICES": "2", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    assert device_environment(Slot("node", 2), "cpu") == {}

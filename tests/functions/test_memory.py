@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
-from rlhfless_ray.functions.memory import give_back, give_back_unused, own_memory_mb, unwritten
+from rlhfless_ray.local.process_memory import clean_file_mappings, own_memory_mb, release_pages, release_unused_memory
 
 MB = 2**20
 
@@ -22,7 +22,7 @@ def test_pages_go_and_come_back_as_zeros() -> None:
     held = np.frombuffer(mmap.mmap(-1, 64 * MB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
     held[:] = 7
     before = private_mb()
-    give_back(held.ctypes.data, held.nbytes)
+    release_pages(held.ctypes.data, held.nbytes)
     assert before - private_mb() > 60
     assert not held.any()
     held[5 * MB] = 9
@@ -34,15 +34,15 @@ def test_only_whole_pages_go() -> None:
     page = mmap.PAGESIZE
     held = np.frombuffer(mmap.mmap(-1, 8 * page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
     held[:] = 7
-    give_back(held.ctypes.data + 100, 3 * page)  # from within page 0 to within page 3
+    release_pages(held.ctypes.data + 100, 3 * page)  # from within page 0 to within page 3
     assert (held[:page] == 7).all() and (held[3 * page :] == 7).all() and not held[page : 3 * page].any()
-    give_back(held.ctypes.data + 4 * page + 1, page)  # no whole page in it
+    release_pages(held.ctypes.data + 4 * page + 1, page)  # no whole page in it
     assert (held[4 * page :] == 7).all()
 
 
 def test_what_is_not_mapped_is_an_error() -> None:
-    with pytest.raises(OSError, match="could not be given back"):
-        give_back(2**46, 8 * mmap.PAGESIZE)
+    with pytest.raises(OSError, match="could not be released"):
+        release_pages(2**46, 8 * mmap.PAGESIZE)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux 4.14")
@@ -68,7 +68,7 @@ def test_pages_of_files_go_and_what_was_written_stays(tmp_path: Path) -> None:
         shared = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
     total = read.sum() + shared.sum()
     written[5] = 77
-    give_back_unused()
+    release_unused_memory()
     assert resident_kb(read.ctypes.data) == 0 and resident_kb(shared.ctypes.data) == 4096
     assert read.sum() + shared.sum() == total and written[5] == 77 and written[6] == 6
 
@@ -100,4 +100,4 @@ VmFlags: rd mr mw me
 
 def test_only_what_is_in_a_file_as_it_is_can_be_mapped_again() -> None:
     """Where an address was relocated in it, a library would crash without its pages."""
-    assert list(unwritten(SMAPS.splitlines())) == [(0x7F00, 2), (0x7F07, 2)]
+    assert list(clean_file_mappings(SMAPS.splitlines())) == [(0x7F00, 2), (0x7F07, 2)]

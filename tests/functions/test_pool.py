@@ -11,16 +11,17 @@ import ray
 from ray.exceptions import ActorUnschedulableError
 from ray.util.placement_group import placement_group_table
 
-from placement.policy import Release
-from rlhfless_ray.functions.faults import Cause
+from placement.scaling.resize_policy import Release
+from rlhfless_ray.functions.broker import SlotBroker
+from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.instance import State, start_actor
-from rlhfless_ray.functions.lease import Leases, Slot
+from rlhfless_ray.functions.lease import LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger
-from rlhfless_ray.functions.pool import Pool
-from rlhfless_ray.recipe import Functions, Rollout
-from rlhfless_ray.rollout.progress import STOP, Progress
-from rlhfless_ray.rollout.stage import RolloutStage
-from rlhfless_ray.site import Site
+from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.recipe import FunctionsConfig, RolloutConfig
+from rlhfless_ray.rollout.rollout_stage import RolloutStage
+from rlhfless_ray.rollout.token_deltas import STOP, TokenDeltas
+from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Request, Span, WeightVersion
 from tests.conftest import lives
 
@@ -46,14 +47,14 @@ def worker_class() -> type:
 @pytest.fixture(params=["cpu", "gpu"])
 def pool(request, ray_cluster):
     ledger = Ledger(request.param, 1.0)
-    leases = Leases(request.param, ledger, 60.0, f"pool{time.time_ns()}")
-    pool = Pool("work", lambda slot: start_actor(worker_class(), slot, request.param, {}), leases, ledger, keep_alive_s=600.0)
+    leases = LeaseManager(request.param, ledger, 60.0, f"pool{time.time_ns()}")
+    pool = WorkerPool("work", lambda slot: start_actor(worker_class(), slot, request.param, {}), leases, ledger, keep_alive_s=600.0)
     yield pool
     pool.close()
     leases.release_all()
 
 
-def pids(pool: Pool) -> set[int]:
+def pids(pool: WorkerPool) -> set[int]:
     return set(ray.get([instance.actor.pid.remote() for instance in pool.working], timeout=120))
 
 
@@ -162,9 +163,9 @@ def test_a_node_that_is_lost_while_a_process_starts_on_it_is_no_error_of_the_run
     instance = pool.working[0]
     instance.actor, instance.slot = pool.start(nowhere), nowhere
     instance.opened = instance.actor.open.remote(1)
-    site = Site(SimpleNamespace(functions=Functions()), pool.ledger, pool.leases, None, None, None, 2)
-    assert not site.survived_start(pool, instance, site.told_start)
-    assert not pool.working and not pool.leases.held and pool.faults.counts == {Cause.NODE_LOST: 1} and pool.faults.used == 0
+    context = RunContext(SimpleNamespace(functions=FunctionsConfig()), pool.ledger, SlotBroker(pool.leases), None, None, None, 2)
+    assert not context.record_start_or_replace(pool, instance, context.record_start)
+    assert not pool.working and not pool.leases.held and pool.faults.counts == {FailureCause.NODE_LOST: 1} and pool.faults.used == 0
 
 
 def test_an_instance_sees_its_own_device_only(pool):
@@ -194,7 +195,11 @@ def engine_class() -> type:
         def rollout(self, epoch: int, requests: list, interval_s: float, threads: int):
             assert self.weights is not None, "generated without weights"
             self.calls.append(f"rollout {len(requests)}")
-            yield Progress.of(self.weights, [(r.key, 0, 1, STOP) for r in requests], [0] * len(requests), np.zeros(len(requests))), [], []
+            yield (
+                TokenDeltas.of(self.weights, [(r.key, 0, 1, STOP) for r in requests], [0] * len(requests), np.zeros(len(requests))),
+                [],
+                [],
+            )
 
         def park(self) -> dict:
             self.calls.append("park")
@@ -211,21 +216,31 @@ def engine_class() -> type:
 def engines(ray_cluster):
     """A pool of engines on devices; what they are asked and what is released is in `order`."""
     ledger = Ledger("gpu", 1.0)
-    leases = Leases("gpu", ledger, 60.0, f"pool{time.time_ns()}")
-    pool = Pool("rollout", lambda slot: start_actor(engine_class(), slot, "gpu", {}), leases, ledger, 600.0, on_device=True)
+    leases = LeaseManager("gpu", ledger, 60.0, f"pool{time.time_ns()}")
+    pool = WorkerPool("rollout", lambda slot: start_actor(engine_class(), slot, "gpu", {}), leases, ledger, 600.0, on_device=True)
     yield pool
     pool.close()
     leases.release_all()
 
 
-def roll_out(pool: Pool, version: int, give_back=lambda *_: None, shares: int = 1) -> None:
-    from rlhfless_ray.rollout.rollout import run_rollout
+def roll_out(pool: WorkerPool, version: int, give_back=lambda *_: None, shares: int = 1) -> None:
+    from rlhfless_ray.rollout.driver import run_rollout
 
     requests = [Request(key, (1,), 0, 4, 1.0) for key in range(4)]
     dealt = np.array_split(np.arange(4), shares)
     run_rollout(
-        pool, requests, dealt, np.ones(4), WeightVersion(version, None), interval_s=0.1, deadline_s=120.0, silence_s=60.0,
-        needed_next=0, drained=lambda tail_s, needed: Release(0, "not needed"), give_back=give_back, on_progress=lambda *_: None,
+        pool,
+        requests,
+        dealt,
+        np.ones(4),
+        WeightVersion(version, None),
+        interval_s=0.1,
+        deadline_s=120.0,
+        silence_s=60.0,
+        needed_next=0,
+        drained=lambda tail_s, needed: Release(0, "not needed"),
+        give_back=give_back,
+        on_progress=lambda *_: None,
     )
 
 
@@ -252,10 +267,10 @@ def test_a_drained_engine_leaves_its_device_before_its_lease_goes(engines):
         engines.leases.release(leases)
 
     autoscaler = SimpleNamespace(terms=SimpleNamespace(cold_start=SimpleNamespace(observe=lambda *_: None)))
-    recipe: Any = SimpleNamespace(functions=Functions(), rollout=Rollout())
+    recipe: Any = SimpleNamespace(functions=FunctionsConfig(), rollout=RolloutConfig())
     leases: Any = SimpleNamespace(release=release)
-    site = Site(recipe, engines.ledger, leases, None, None, autoscaler, 2)  # type: ignore[arg-type]
-    stage = RolloutStage(site, engines, None, None, None, 0)  # type: ignore[arg-type]
+    context = RunContext(recipe, engines.ledger, SlotBroker(leases), None, None, autoscaler, 2)  # type: ignore[arg-type]
+    stage = RolloutStage(context, engines, None, None, 0)  # type: ignore[arg-type]
     ray.get(drained.opened, timeout=120)
     roll_out(engines, 3, shares=1, give_back=stage.drained)
     assert order == ["load 3", "park", "release"] and drained.version is None and drained in engines.parked

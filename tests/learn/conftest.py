@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +18,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from rlhfless_ray.learn import rank_settings
 from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.carry import carried
+from rlhfless_ray.learn.rank_settings import CriticSettings, RankSettings
 from rlhfless_ray.recipe import Recipe
 from tests.conftest import made_once
 
@@ -23,36 +29,44 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 
-def learner_settings(ranks: int = 1, stage: int = 0, temperature: float = 1.0, **changes: Any) -> dict[str, Any]:
+def learner_settings(ranks: int = 1, stage: int = 0, temperature: float = 1.0, **changes: Any) -> RankSettings:
     """Every part of the update is at work: warm-up, weight decay, clipping of gradients and ratios, importance weights."""
     learner = {
-        "ranks": ranks, "zero_stage": stage, "learning_rate": 1e-3, "warmup_steps": 2, "weight_decay": 0.1,
-        "betas": [0.9, 0.95], "grad_clip": 0.1, "micro_batch_tokens": 100,
+        "ranks": ranks,
+        "zero_stage": stage,
+        "learning_rate": 1e-3,
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "betas": [0.9, 0.95],
+        "grad_clip": 0.1,
+        "micro_batch_tokens": 100,
     }
     tree: dict[str, Any] = {
-        "prompts": {"task": "chain"}, "reward": {"function": "task"},
+        "prompts": {"task": "chain"},
+        "reward": {"function": "task"},
         "learner": {**learner, **changes.get("learner", {})},
         "algorithm": {"clip_low": 0.01, "clip_high": 0.015, "importance_cap": 1.5, **changes.get("algorithm", {})},
-        "policy": {"dtype": changes.get("dtype", "float32")}, "ema": changes.get("ema", {}),
+        "policy": {"dtype": changes.get("dtype", "float32")},
+        "ema": changes.get("ema", {}),
         "lora": changes.get("lora", {}),
+        "rollout": {"temperature": temperature},
+        "run": {"seed": 3},
     }
-    recipe = Recipe.parse(tree)
-    dump = {**recipe.model_dump(), "learner": recipe.learner_section()}
-    return {**{name: dump[name] for name in ("learner", "algorithm", "policy")}, "temperature": temperature, "seed": 3}
+    return rank_settings.learner_settings(Recipe.parse(tree))
 
 
-def critic_settings(ranks: int = 1, stage: int = 0, dtype: str = "float32", **lora: Any) -> dict[str, Any]:
+def critic_settings(ranks: int = 1, stage: int = 0, dtype: str = "float32", normalize: bool = False, **lora: Any) -> CriticSettings:
     """Warm-up, decay of the rate, weight decay on some weights, clipping of gradients and values, two steps an update."""
     recipe = Recipe.parse({
-        "prompts": {"task": "chain"}, "reward": {"function": "task"}, "run": {"steps": 6}, "policy": {"dtype": dtype},
+        "prompts": {"task": "chain"}, "reward": {"function": "task"}, "run": {"steps": 6, "seed": 3}, "policy": {"dtype": dtype},
         "algorithm": {"advantage": {"estimator": "gae"}, "updates_per_step": 2}, "lora": lora,
         "learner": {"zero_stage": stage, "micro_batch_tokens": 100},
         "critic": {
             "ranks": ranks, "learning_rate": 3e-3, "warmup_share": 0.2, "weight_decay": 0.2, "value_clip": 0.01, "grad_clip": 0.3,
+            "normalize": normalize,
         },
     })  # fmt: skip
-    dump = recipe.model_dump()
-    return {"critic": recipe.critic_section(), "algorithm": dump["algorithm"], "policy": dump["policy"], "seed": 3}
+    return rank_settings.critic_settings(recipe)
 
 
 def run_gangs(folder: Path, jobs: dict[int, dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
@@ -61,28 +75,28 @@ def run_gangs(folder: Path, jobs: dict[int, dict[str, Any]]) -> dict[int, list[d
         return {ranks: [pickle.loads((folder / f"results{ranks}-{k}").read_bytes()) for k in range(ranks)] for ranks in jobs}
     folder.mkdir(parents=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    running = []
+    worker_groups = []
     for ranks, cases in jobs.items():
         (folder / f"cases{ranks}").write_bytes(pickle.dumps(cases))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        for rank in range(ranks):
-            out, log = folder / f"results{ranks}-{rank}", folder / f"log{ranks}-{rank}"
-            command = [sys.executable, HERE / "learner_process.py", rank, ranks, port, folder / f"cases{ranks}", out]
-            with log.open("wb") as sink:
-                process = subprocess.Popen([str(c) for c in command], env=environment, stdout=sink, stderr=sink)
-            running.append((ranks, process, out, log))
-    results: dict[int, list[dict[str, Any]]] = {ranks: [] for ranks in jobs}
+            worker_groups.append(f"{ranks}:{probe.getsockname()[1]}")
+    with (folder / "log").open("wb") as log:  # a session of its own: the ranks are ended with their parent
+        process = subprocess.Popen(
+            [sys.executable, HERE / "learner_process.py", folder, *worker_groups],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
     try:
-        for ranks, process, out, log in running:
-            code = process.wait(timeout=500)
-            assert code == 0, f"a learner process ended with {code}:\n{log.read_text()[-4000:]}"
-            results[ranks].append(pickle.loads(out.read_bytes()))
+        code = process.wait(timeout=500)
     finally:
-        for _, process, _, _ in running:
-            process.kill()
-    return results
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    said = "".join(f"{path.name}:\n{path.read_text(errors='replace')[-4000:]}\n" for path in sorted(folder.glob("log*")))
+    assert code == 0, f"a learner process ended with an error:\n{said}"
+    return run_gangs(folder, jobs)
 
 
 class Cases:
@@ -103,9 +117,14 @@ class Cases:
         self.with_nan = [self.batches[0], replace(self.batches[1], advantages=spoilt), self.batches[2]]
         drawn = self.batches[1].logprobs.copy()
         drawn[2] = np.nan
-        self.returned = [
-            replace(batch, returns=rng.normal(size=len(batch.logprobs)).astype(np.float32)) for batch in self.batches
-        ]
+        self.returned = [replace(batch, returns=rng.normal(size=len(batch.logprobs)).astype(np.float32)) for batch in self.batches]
+        config = {**json.loads(self.files["config.json"]), "mean": 0.2, "std": 0.5}
+        self.scaled = {**self.files, "config.json": json.dumps(config).encode()}
+        left, self.carried = None, []
+        for batch in self.batches:
+            old = (batch.logprobs + 0.02 * rng.normal(size=len(batch.logprobs))).astype(np.float32)
+            cut, left = carried(left, replace(batch, old=old), 5, 2, rng)
+            self.carried.append(cut)
         self.with_nan_sampler = [replace(self.batches[1], logprobs=drawn), Batch.of([])]
 
     def first(self, ranks: int) -> dict[str, Any]:
@@ -140,22 +159,43 @@ class Cases:
         add("nan sampler", self.files, self.with_nan_sampler, 0)
         gspo = {"kind": "gspo", "dual_clip": 1.002, "entropy_coefficient": 0.05, "correction_level": "seq", "correction_high": 1.1}
         add(
-            "gspo", self.files, self.batches, 0, 2, 3, temperature=0.8,
+            "gspo",
+            self.files,
+            self.batches,
+            0,
+            2,
+            3,
+            temperature=0.8,
             algorithm={"updates_per_step": 2, "epochs": 2, "loss_mean": "sequence", "importance_cap": 0, "loss": gspo},
         )
         add(
-            "gspo sampler", self.files, self.batches, 0,
+            "gspo sampler",
+            self.files,
+            self.batches,
+            0,
             algorithm={
-                "updates_per_step": 2, "loss_mean": "sequence", "importance_cap": 0, "clip_low": 0.8, "clip_high": 4.0,
+                "updates_per_step": 2,
+                "loss_mean": "sequence",
+                "importance_cap": 0,
+                "clip_low": 0.8,
+                "clip_high": 4.0,
                 "loss": {"kind": "gspo", "ratio_to": "sampler", "entropy_coefficient": 0.05},
             },
         )
         band = {"correction_level": "token", "correction_mode": "clip", "correction_low": 0.8, "correction_high": 1.2}
         unbiased = {"coefficient": 0.3, "estimator": "k1", "unbiased_gradient": True}
         add(
-            "shuffled", self.files, self.batches, 0, 1,
+            "shuffled",
+            self.files,
+            self.batches,
+            0,
+            1,
             algorithm={"batch_samples": 5, "epochs": 2, "importance_cap": 0, "loss": band, "kl": unbiased},
         )
+        own = {"loss_mean": "sequence", "regularization_mean": "token", "kl": {"coefficient": 0.3, "estimator": "k3"}}
+        add("own means", self.files, self.batches, 0, 2, algorithm={**own, "updates_per_step": 2, "loss": {"entropy_coefficient": 0.05}})
+        carry = {"batch_samples": 5, "epochs": 2, "remainder": "carry", "clip_low": 0.9, "clip_high": 4.0}  # `old` is made up
+        add("carried", self.files, self.carried, 0, 2, algorithm=carry)
         masks = {"correction_level": "token", "correction_low": 0.5, "correction_high": 2, "entropy_coefficient": 0.1}
         add("masked", self.files, self.batches, 0, 2, algorithm={"importance_cap": 0, "loss": masks})
         in_reward = {"kl": {"coefficient": 0.3, "estimator": "k2", "place": "reward"}}
@@ -184,28 +224,49 @@ class Cases:
             cases[of.replace("/", " passed/")] = {**cases[of], "passes": names, "snapshots": ()}
         for stage in (0, 1, 3):
             cases[f"critic/{stage}"] = {
-                "settings": critic_settings(ranks, stage), "files": self.files, "batches": self.returned, "snapshots": (1,),
+                "settings": critic_settings(ranks, stage),
+                "files": self.files,
+                "batches": self.returned,
+                "snapshots": (1,),
             }
+        cases["critic scaled/0"] = {**cases["critic/0"], "settings": critic_settings(ranks, normalize=True), "files": self.scaled}
         for stage in (0, 3):
             cases[f"critic lora/{stage}"] = {**cases[f"critic/{stage}"], "settings": critic_settings(ranks, stage, rank=2, alpha=8)}
         add("bf16 nan", self.bf16, self.with_nan, 1, 2, 3, dtype="bfloat16")
         return cases
 
     PASSED: ClassVar = ("full/3", "shuffled/1", "lora/1", "kl in reward/0")
-    PARKED: ClassVar = (
-        "plain/0", "plain/2", "plain/3", "bf16/1", "lora/0", "lora/2", "lora/3", "hosted/1", "hosted/3", "lora hosted/2",
-    )
+    PARKED: ClassVar = ("plain/0", "plain/2", "plain/3", "bf16/1", "lora/0", "lora/2", "lora/3", "hosted/1", "hosted/3", "lora hosted/2")
 
     # (a run, its number of ranks, the ZeRO stage at which another gang goes on from its snapshot), by that gang's ranks
     CONTINUED: ClassVar = {
         1: [
-            ("plain/0", 1, 0), ("plain/2", 2, 0), ("plain/3", 2, 1), ("plain/0", 1, 3), ("full/0", 1, 0), ("tied/3", 2, 2),
-            ("bf16/2", 1, 2), ("bf16/3", 2, 1), ("critic/1", 2, 0), ("averaged/3", 2, 0),
-            ("lora/0", 1, 0), ("lora/3", 2, 0), ("bf16 lora/2", 2, 2), ("critic lora/3", 2, 0), ("hosted/3", 2, 0), ("hosted/2", 2, 1),
+            ("plain/0", 1, 0),
+            ("plain/2", 2, 0),
+            ("plain/3", 2, 1),
+            ("plain/0", 1, 3),
+            ("full/0", 1, 0),
+            ("tied/3", 2, 2),
+            ("bf16/2", 1, 2),
+            ("bf16/3", 2, 1),
+            ("critic/1", 2, 0),
+            ("averaged/3", 2, 0),
+            ("lora/0", 1, 0),
+            ("lora/3", 2, 0),
+            ("bf16 lora/2", 2, 2),
+            ("critic lora/3", 2, 0),
+            ("hosted/3", 2, 0),
+            ("hosted/2", 2, 1),
         ],
         2: [
-            ("plain/0", 1, 2), ("plain/2", 1, 3), ("plain/0", 2, 0), ("tied/0", 1, 3), ("bf16/1", 1, 3), ("critic/0", 1, 3),
-            ("lora/0", 1, 3), ("hosted/1", 1, 3),
+            ("plain/0", 1, 2),
+            ("plain/2", 1, 3),
+            ("plain/0", 2, 0),
+            ("tied/0", 1, 3),
+            ("bf16/1", 1, 3),
+            ("critic/0", 1, 3),
+            ("lora/0", 1, 3),
+            ("hosted/1", 1, 3),
         ],
     }
 
@@ -215,13 +276,15 @@ class Cases:
         starts = [(*row, 1) for row in self.CONTINUED[ranks]] + [("plain/2", 2, ranks, 0), ("bf16/2", 1, 2, 0)]
         for name, from_ranks, stage, done in starts:
             before = self.first(from_ranks)[name]
-            section = "critic" if name.startswith("critic") else "learner"
-            offloads = before["settings"][section]["optimizer_offload"] and stage > 0
-            changed = {**before["settings"][section], "zero_stage": stage, "ranks": ranks, "optimizer_offload": offloads}
+            section = before["settings"].learner
+            offloads = section.optimizer_offload and stage > 0
+            changed = section.model_copy(update={"zero_stage": stage, "ranks": ranks, "optimizer_offload": offloads})
             cases[f"{name} of {from_ranks} at {stage} after {done}"] = {
-                "settings": {**before["settings"], section: changed}, "files": before["files"],
+                "settings": replace(before["settings"], learner=changed),
+                "files": before["files"],
                 "batches": before["batches"][done:],
-                "state": self.result(name, from_ranks)["snapshots"][done], "snapshots": (2,) if name.startswith("averaged") else (),
+                "state": self.result(name, from_ranks)["snapshots"][done],
+                "snapshots": (2,) if name.startswith("averaged") else (),
             }
         return cases
 

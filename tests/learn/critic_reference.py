@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from learner_reference import sequences
+from learner_reference import plain, sequences
 from transformers import AutoModel, get_scheduler
 
 from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.rank_settings import CriticSettings
 
 
 class CriticReference:
-    def __init__(self, files: dict[str, bytes], settings: dict[str, Any], score: np.ndarray) -> None:
-        """`score` (1, width): the head's first weights."""
-        self.settings = settings
+    def __init__(self, files: dict[str, bytes], settings: CriticSettings, score: np.ndarray, mean: float = 0.0, std: float = 1.0) -> None:
+        """`score` (1, width): the head's first weights; mean and std: of the values, which are normalized."""
+        self.settings, self.mean, self.std = plain(settings), mean, std
         with tempfile.TemporaryDirectory() as folder:
             for name, content in files.items():
                 (Path(folder) / name).write_bytes(content)
@@ -25,7 +26,8 @@ class CriticReference:
         self.score = torch.from_numpy(score.copy()).requires_grad_()
         self.take_over(
             {f"model.{name}": p for name, p in self.body.named_parameters()} | {"score.weight": self.score},
-            lambda ids: self.body(ids).last_hidden_state[0], lambda hidden: (hidden * self.score[0]).sum(),
+            lambda ids: self.body(ids).last_hidden_state[0],
+            lambda hidden: (hidden * self.score[0]).sum(),
         )
 
     def take_over(self, named: dict[str, Any], body: Any, head: Any) -> None:
@@ -36,16 +38,22 @@ class CriticReference:
         decayed = [p for name, p in self.named.items() if not (name.endswith("bias") or "norm" in name)]
         self.optimizer = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": section["weight_decay"]}, {"params": plain, "weight_decay": 0.0}],
-            lr=section["learning_rate"], betas=tuple(section["betas"]), eps=section["adam_eps"],
+            lr=section["learning_rate"],
+            betas=tuple(section["betas"]),
+            eps=section["adam_eps"],
         )
         self.schedule = get_scheduler(
-            "cosine_with_min_lr", self.optimizer, num_warmup_steps=3, num_training_steps=12,  # 6 steps of 2; ceil(0.2 * 12)
+            "cosine_with_min_lr",
+            self.optimizer,
+            num_warmup_steps=3,
+            num_training_steps=12,  # 6 steps of 2; ceil(0.2 * 12)
             scheduler_specific_kwargs={"min_lr": 0.1 * section["learning_rate"]},
         )
 
     def values(self, sequence: dict[str, Any]) -> torch.Tensor:
         hidden = self.hidden(sequence["ids"][None])
-        return torch.stack([self.head(hidden[t - 1]).squeeze() for t in range(sequence["prompt"], len(sequence["ids"]))])
+        values = torch.stack([self.head(hidden[t - 1]).squeeze() for t in range(sequence["prompt"], len(sequence["ids"]))])
+        return (values - self.mean) / self.std
 
     def update(self, batch: Batch) -> tuple[np.ndarray, list[dict[str, float]]]:
         """The values before, and what each optimizer step did."""

@@ -1,6 +1,9 @@
-"""One rank of a learner gang, as a process of its own: many cases in turn, because starting one takes seconds.
+"""Ranks of learner gangs, each a process of its own that works on many cases in turn, because starting one takes seconds.
 
-    python learner_process.py RANK RANKS PORT CASES.pickle RESULTS.pickle
+    python learner_process.py FOLDER RANKS:PORT [RANKS:PORT …]
+
+The imports, 4 s of a core, are made once; then each rank is forked. A gang of RANKS reads FOLDER/cases<ranks>, and its ranks write
+FOLDER/results<ranks>-<rank> and FOLDER/log<ranks>-<rank>. It ends with 1 as soon as a rank fails.
 
 A case is a dict: `settings` and `files` of the learner, `batches` to update with, `state` (files of a snapshot) to
 start from, `looks`: names of what to ask of `logprobs` before each update, `passes`: the same, in three parts that the update is
@@ -14,33 +17,39 @@ bytes away) per update.
 from __future__ import annotations
 
 import gc
+import os
 import pickle
+import signal
 import sys
 import traceback
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.imports import lean_imports
+from rlhfless_ray.learn.rank_settings import CriticSettings, RankSettings, ReferenceSettings
+from rlhfless_ray.local.fast_imports import fast_imports
 
 
 def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any]:
     import torch
 
-    from rlhfless_ray.learn.learner import Learner
-    from rlhfless_ray.learn.reference import Reference
-    from rlhfless_ray.learn.trainer import state_from_bytes
+    from rlhfless_ray.learn.learner_rank import LearnerRank
+    from rlhfless_ray.learn.reference_rank import ReferenceRank
+    from rlhfless_ray.learn.trainer_rank import state_from_bytes
 
-    settings = {**case["settings"], "rank": rank, "device": case.get("device", "cpu")}
-    assert settings["learner"]["ranks"] == ranks
+    settings: RankSettings = replace(case["settings"], rank=rank, device=case.get("device", "cpu"))
+    assert settings.learner.ranks == ranks
     state = case.get("state")
-    learner = Learner(settings)
-    kl, reference = settings["algorithm"]["kl"], None
-    if kl["coefficient"] and not settings["learner"]["lora"]["rank"]:
-        own = {"micro_batch_tokens": settings["learner"]["micro_batch_tokens"], "ranks": ranks, "rank": rank}
-        own |= {name: settings[name] for name in ("policy", "temperature", "device")}
-        reference = Reference(own)
+    learner = LearnerRank(settings)
+    reference = None
+    if settings.algorithm.kl.coefficient and not settings.lora.rank:
+        own = ReferenceSettings(
+            dtype=settings.policy.dtype, trust_remote_code=False, micro_batch_tokens=settings.learner.micro_batch_tokens,
+            temperature=settings.temperature, ranks=ranks, rank=rank, device=settings.device,
+        )  # fmt: skip
+        reference = ReferenceRank(own)
         reference.open(case["files"], ("", 0), 1)
 
     def together(shares: dict[str, np.ndarray]) -> dict[str, np.ndarray]:  # what a gang does with the answers of its ranks
@@ -48,8 +57,14 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
 
     learner.open(case["files"], ("127.0.0.1", port), 1, None if state is None else state_from_bytes(state))
     found: dict[str, Any] = {
-        "stats": [], "weights": [], "snapshots": {}, "memory": [], "logprobs": [], "reference": [],
-        "rng": torch.get_rng_state().numpy(), "hosted": learner.trainer.engine.zero_cpu_offload(),
+        "stats": [],
+        "weights": [],
+        "snapshots": {},
+        "memory": [],
+        "logprobs": [],
+        "reference": [],
+        "rng": torch.get_rng_state().numpy(),
+        "hosted": learner.trainer.engine.zero_cpu_offload(),
         "adds_in": getattr(learner.trainer.engine.optimizer, "gradient_accumulation_dtype", None),
     }
     if 0 in case.get("snapshots", ()):
@@ -67,7 +82,7 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
         if names := case.get("passes"):
             parts = [together(learner.logprobs(batch.take(part), names, 1)[0]) for part in np.array_split(np.arange(len(batch)), 3)]
             batch = replace(batch, **{name: np.concatenate([part[name] for part in parts]) for name in names})
-        stats, _ = learner.update(batch.take(np.flatnonzero(~np.isin(batch.groups, ahead))), 1)
+        stats, _ = learner.update(batch.take(np.flatnonzero(~np.isin(batch.groups, ahead))) if len(ahead) else batch, 1)
         found["stats"].append(stats)
         weights, _ = learner.weights()  # arrays of the live parameters: Ray would copy them
         found["weights"].append(None if weights is None else {k: v.copy() for k, v in weights.items()})
@@ -88,10 +103,10 @@ def run_critic(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[s
     """`settings` of a critic; the batches hold the returns. The result holds `values` before each update too."""
     import torch
 
-    from rlhfless_ray.learn.critic import Critic
-    from rlhfless_ray.learn.trainer import state_from_bytes
+    from rlhfless_ray.learn.critic_rank import CriticRank
+    from rlhfless_ray.learn.trainer_rank import state_from_bytes
 
-    critic = Critic({**case["settings"], "rank": rank, "device": "cpu"})
+    critic = CriticRank(replace(case["settings"], rank=rank))
     assert critic.ranks == ranks
     state = case.get("state")
     critic.open(case["files"], ("127.0.0.1", port), 1, None if state is None else state_from_bytes(state))
@@ -112,23 +127,58 @@ def run_critic(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[s
     return found
 
 
-def main() -> None:
-    rank, ranks, port = (int(a) for a in sys.argv[1:4])
-    with lean_imports():  # as in a rank's actor: what is imported is frozen, or each collection on leaving a device looks through it
-        import rlhfless_ray.learn.critic
-        import rlhfless_ray.learn.learner  # noqa: F401
-    with open(sys.argv[4], "rb") as file:
-        cases = pickle.load(file)
+def work(rank: int, ranks: int, port: int, folder: Path) -> None:
+    """Run every case of a gang as one of its ranks."""
+    cases = pickle.loads((folder / f"cases{ranks}").read_bytes())
     results = {}
     for name, case in cases.items():
         try:
-            results[name] = (run_critic if "critic" in case["settings"] else run)(case, rank, ranks, port)
+            results[name] = (run_critic if isinstance(case["settings"], CriticSettings) else run)(case, rank, ranks, port)
         except Exception:  # the test that asks for this case fails with it; with two ranks both stop here
             results[name] = {"error": traceback.format_exc()}
         gc.collect()
         gc.freeze()  # or what is left of a case is looked through in each collection after it
-    with open(sys.argv[5], "wb") as file:
-        pickle.dump(results, file)
+    (folder / f"results{ranks}-{rank}").write_bytes(pickle.dumps(results))
+
+
+def fork(rank: int, ranks: int, port: int, folder: Path) -> int:
+    """Start a rank and return its process id."""
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        log = os.open(folder / f"log{ranks}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        work(rank, ranks, port, folder)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the parent's clean-up is not this process's
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    with fast_imports():  # as in a rank's actor: what is imported is frozen, or each collection on leaving a device looks through it
+        import rlhfless_ray.learn.critic_rank
+        import rlhfless_ray.learn.learner_rank  # noqa: F401
+    wanted = [
+        (rank, ranks, port) for ranks, port in (map(int, worker_group.split(":")) for worker_group in sys.argv[2:]) for rank in range(ranks)
+    ]
+    if len(wanted) == 1:  # also because a GPU may be out of reach after a fork
+        return work(*wanted[0], folder)
+    left = {fork(*one, folder) for one in wanted}
+    failed = False
+    while left and not failed:
+        process, status = os.wait()
+        left.discard(process)
+        failed = status != 0
+    for process in left:
+        os.kill(process, signal.SIGKILL)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.rank_settings import CriticSettings, RankSettings
 
 
 def load(files: dict[str, bytes], dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -29,7 +30,9 @@ def sequences(batch: Batch) -> list[dict[str, Any]]:
         length, prompt = int(batch.lengths[i]), int(batch.prompt_lengths[i])
         out.append(
             {
-                "ids": torch.from_numpy(batch.tokens[at : at + length]), "prompt": prompt, "group": int(batch.groups[i]),
+                "ids": torch.from_numpy(batch.tokens[at : at + length]),
+                "prompt": prompt,
+                "group": int(batch.groups[i]),
                 "sampler": torch.from_numpy(batch.logprobs[answer_at : answer_at + length - prompt]),
                 "advantages": batch.advantages[answer_at : answer_at + length - prompt].tolist(),
             }
@@ -49,11 +52,24 @@ def logprobs(model: torch.nn.Module, sequence: dict[str, Any], temperature: floa
     return torch.stack([every[k, token] for k, token in enumerate(sequence["ids"][sequence["prompt"] :])])
 
 
+def plain(settings: RankSettings) -> dict[str, Any]:
+    """The settings as dicts, a copy of the reference's own."""
+    own = {"optimizer_steps": settings.optimizer_steps, "ema_beta": settings.ema_beta, "lora": settings.lora.model_dump()}
+    return {
+        "learner": {**settings.learner.model_dump(), **own},
+        "critic": settings.critic.model_dump() if isinstance(settings, CriticSettings) else None,
+        "algorithm": settings.algorithm.model_dump(),
+        "policy": settings.policy.model_dump(),
+        "temperature": settings.temperature,
+        "seed": settings.seed,
+    }
+
+
 class Reference:
     """`master` holds float32 weights and is stepped; `model` computes, in the policy's dtype."""
 
-    def __init__(self, files: dict[str, bytes], settings: dict[str, Any]) -> None:
-        self.settings = settings
+    def __init__(self, files: dict[str, bytes], given: RankSettings) -> None:
+        self.settings = settings = plain(given)
         self.dtype = getattr(torch, settings["policy"]["dtype"])
         self.model = load(files, self.dtype)
         self.start = copy.deepcopy(self.model)
@@ -70,8 +86,8 @@ class Reference:
         every = sequences(batch)
         algorithm = self.settings["algorithm"]
         rng = np.random.default_rng([self.settings["seed"], self.steps])
-        parts: list[list[dict[str, Any]]] = []
-        for _ in range(algorithm["epochs"]):
+        parts: list[list[dict[str, Any]]] = [[every[i] for i in part] for part in batch.steps or ()]
+        for _ in range(algorithm["epochs"] if batch.steps is None else 0):
             if size := algorithm["batch_samples"]:
                 order = rng.permutation(len(every))
                 parts += [[every[i] for i in order[start : start + size]] for start in range(0, len(order), size)]
@@ -81,6 +97,11 @@ class Reference:
         with torch.no_grad():
             for s in every:
                 s["old"] = logprobs(self.model, s, self.settings["temperature"])
+        if batch.steps is not None:  # carried samples: what their own rollout said
+            assert batch.old is not None
+            ends = np.cumsum(batch.response_lengths)
+            for s, end, length in zip(every, ends, batch.response_lengths, strict=True):
+                s["old"] = torch.from_numpy(batch.old[end - length : end])
         return [self._step(part) for part in parts]
 
     def _weights(self, s: dict[str, Any]) -> list[float]:
@@ -142,7 +163,7 @@ class Reference:
                 if loss_section["dual_clip"] and advantage < 0 and so_far < loss_section["dual_clip"] * advantage:
                     gain = loss_section["dual_clip"] * advantage
                 each.append(-weight * gain * torch.ones(()))
-            tokens = torch.stack(each)
+            tokens, more = torch.stack(each), torch.zeros(len(each))
             if kl_section["coefficient"] and kl_section["place"] == "loss":
                 with torch.no_grad():
                     reference = logprobs(self.start, s, self.settings["temperature"])
@@ -150,11 +171,14 @@ class Reference:
                 kl = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[kl_section["estimator"]]
                 if kl_section["unbiased_gradient"]:
                     kl = kl.detach() + (torch.exp(new - s["old"]) * d).detach() * (new - new.detach())
-                tokens = tokens + kl_section["coefficient"] * kl
+                more = more + kl_section["coefficient"] * kl
             if loss_section["entropy_coefficient"]:
-                tokens = tokens + loss_section["entropy_coefficient"] * (whole.exp() * whole).sum(-1)
-            loss = tokens.sum() / (all_tokens if algorithm["loss_mean"] == "token" else len(new) * len(part))
-            loss.backward()
+                more = more + loss_section["entropy_coefficient"] * (whole.exp() * whole).sum(-1)
+            by_mean = {"token": all_tokens, "sequence": len(new) * len(part)}
+            loss = tokens.sum() / by_mean[algorithm["loss_mean"]]
+            loss = loss + more.sum() / by_mean[algorithm["regularization_mean"] or algorithm["loss_mean"]]
+            if loss.requires_grad:  # a short response may be clipped whole
+                loss.backward()
             total += float(loss.detach())
         for name, parameter in trained(self.model):
             self.master[name].grad = parameter.grad.float()
@@ -170,9 +194,17 @@ class Reference:
                 parameter.copy_(self.master[name])
         apart = torch.cat([(s["old"] - s["sampler"]).abs() for s in part])
         return {
-            "loss": total, "grad_norm": float(norm), "clip_share": clipped / all_tokens, "learning_rate": rate,
-            "tokens": all_tokens, "importance": float(np.mean(weights)), "mismatch": float(apart.mean()),
-            "mismatch_max": float(apart.max()), "capped": float(np.mean(np.concatenate(capped))), "ppo_kl": float(np.mean(moved)),
+            "loss": total,
+            "grad_norm": float(norm),
+            "clip_share": clipped / all_tokens,
+            "learning_rate": rate,
+            "next_rate": section["learning_rate"] * min(1.0, (self.steps + 1) / max(1, section["warmup_steps"])),
+            "tokens": all_tokens,
+            "importance": float(np.mean(weights)),
+            "mismatch": float(apart.mean()),
+            "mismatch_max": float(apart.max()),
+            "capped": float(np.mean(np.concatenate(capped))),
+            "ppo_kl": float(np.mean(moved)),
             "reference_gap": float(np.mean(gaps or [0.0])),
             "sampler_kl": float(torch.cat([s["sampler"] - s["old"] for s in part]).mean()),
         }
@@ -194,7 +226,9 @@ def with_adapters(model: torch.nn.Module, section: dict[str, Any], seed: int, ta
 
     targets = section["target_modules"]
     config = LoraConfig(
-        r=section["rank"], lora_alpha=section["alpha"], task_type=task,
+        r=section["rank"],
+        lora_alpha=section["alpha"],
+        task_type=task,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
     )
     with torch.random.fork_rng(devices=[]):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfless_ray.learn.batch import Batch, mini_batches, optimizer_steps
+from rlhfless_ray.recipe import AlgorithmConfig
 
 
 def batch_of(sizes: list[tuple[int, int, int]]) -> Batch:
@@ -71,7 +72,7 @@ def test_a_part_of_a_batch_holds_its_sequences_whole() -> None:
 @settings(deadline=None)
 def test_shuffled_optimizer_steps_hold_every_sample_once_an_epoch(n: int, size: int, epochs: int, seed: int) -> None:
     batch = batch_of([(1, 1, i // 3) for i in range(n)])
-    algorithm = {"epochs": epochs, "updates_per_step": 1, "batch_samples": size}
+    algorithm = AlgorithmConfig(epochs=epochs, batch_samples=size)
     parts = optimizer_steps(batch, algorithm, [seed, 7])
     per_epoch = -(-n // size)
     assert len(parts) == epochs * per_epoch and max(map(len, parts)) <= size

@@ -15,18 +15,20 @@ from test_learner import distance
 from tiny_policy import tiny_policy
 from transformers import AutoModelForSequenceClassification
 
-from rlhfless_ray.errors import UserError
-from rlhfless_ray.learn.model import load_critic
-from rlhfless_ray.weights.folder import write_folder
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.learn.output_scale import output_scale
+from rlhfless_ray.learn.policy_model import load_critic
+from rlhfless_ray.weights.model_folder import write_folder
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_updates_equal_the_reference(cases: Any, stage: int, ranks: int, tmp_path: Path) -> None:
-    case, found = cases.first(1)["critic/0"], cases.result(f"critic/{stage}", ranks)
+@pytest.mark.parametrize("name", ["critic/0", "critic/1", "critic/3", "critic scaled/0"])
+def test_updates_equal_the_reference(cases: Any, name: str, ranks: int, tmp_path: Path) -> None:
+    case, found = cases.first(1)["critic/0"], cases.result(name, ranks)
     first = load_critic(write_folder(tmp_path, case["files"]), "float32", False, "score", 3)
     start = {name: tensor.numpy().copy() for name, tensor in first.state_dict().items()}
-    reference = CriticReference(case["files"], case["settings"], start["score.weight"])
+    scale = (0.2, 0.5) if "scaled" in name else (0.0, 1.0)
+    reference = CriticReference(case["files"], case["settings"], start["score.weight"], *scale)
     for batch, values, got, weights in zip(case["batches"], found["values"], found["stats"], found["weights"], strict=True):
         before, steps = reference.update(batch)
         np.testing.assert_allclose(values, before, atol=2e-5)
@@ -59,12 +61,34 @@ def test_its_folder_is_a_model_that_transformers_loads(cases: Any, tmp_path: Pat
     np.testing.assert_array_equal(model.score.weight.detach(), found["weights"][0]["score.weight"])
 
 
+def test_a_normalized_critic_is_saved_with_its_head_as_it_is_and_its_scale(cases: Any, tmp_path: Path) -> None:
+    """Loaded with the same setting it gives the same values, here and in OpenRLHF."""
+    found = cases.result("critic scaled/0", 1)
+    config = json.loads(found["config"])
+    assert (config["mean"], config["std"], config["value_head_prefix"]) == (0.2, 0.5, "score")
+    np.testing.assert_array_equal(load(found["snapshots"][1]["model.safetensors"])["score.weight"], found["weights"][0]["score.weight"])
+    files = {**cases.scaled, "config.json": found["config"], "model.safetensors": found["snapshots"][1]["model.safetensors"]}
+    model = load_critic(write_folder(tmp_path, files), "float32", False, "score", 1)
+    assert output_scale(model.config.to_dict(), "critic.path", "critic.normalize") == (0.2, 0.5)
+
+
+def test_a_scale_that_cannot_divide_is_refused() -> None:
+    assert output_scale({}, "critic.path", "critic.normalize") == (0.0, 1.0)
+    with pytest.raises(UserError, match=r"critic\.path: critic\.normalize divides by the std in its config\.json, which is 0"):
+        output_scale({"mean": 1.0, "std": 0}, "critic.path", "critic.normalize")
+    for mean, std in ((None, 1.0), ([0.5], 1.0), (float("nan"), 1.0), (0.0, float("inf"))):
+        with pytest.raises(UserError, match="finite numbers as mean and std"):
+            output_scale({"mean": mean, "std": std}, "critic.path", "critic.normalize")
+
+
 def test_the_head_is_taken_by_its_name_or_drawn(tmp_path: Path) -> None:
     files = tiny_policy(width=64)
     head = torch.arange(64.0)[None]
     with_head = {**files, "model.safetensors": save({**load(files["model.safetensors"]), "value_head.weight": head}, {"format": "pt"})}
     folder = write_folder(tmp_path / "a", with_head)
     assert torch.equal(load_critic(folder, "float32", False, "value_head", 1).score.weight, head)
+    named = {**with_head, "config.json": json.dumps({**json.loads(files["config.json"]), "value_head_prefix": "value_head"}).encode()}
+    assert torch.equal(load_critic(write_folder(tmp_path / "c", named), "float32", False, "score", 1).score.weight, head)
     drawn = [load_critic(folder, "float32", False, "score", seed).score.weight.detach() for seed in (1, 1, 2)]
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
     assert drawn[0].std() == pytest.approx(1 / 65, rel=0.4)

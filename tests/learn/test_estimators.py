@@ -8,7 +8,8 @@ import statistics
 import numpy as np
 import pytest
 
-from rlhfless_ray.learn.estimators import ESTIMATORS, estimate, estimator_of, normalise
+from rlhfless_ray.common.estimators import ESTIMATORS
+from rlhfless_ray.learn.estimators import estimate, estimator_of, normalise
 from rlhfless_ray.learn.whiten import Moments
 
 PROMPTS, SAMPLES = 5, 4

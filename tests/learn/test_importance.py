@@ -86,10 +86,14 @@ def test_flags_of_the_launcher() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("seq", "clip", "ratio", [0.5, 5]), "only a token's ratio"), (("token", "clip", "tv", [5]), "only a token's ratio"),
-        (("token", "mask", "kl", [5]), "gating 'kl'"), (("geo", "mask", "ratio", [5]), "level 'geo'"),
-        (("token", "cut", "ratio", [5]), "mode 'cut'"), (("seq", "mask", "tv", [0.5, 5]), "bounded from above only"),
-        (("token", "mask", "ratio", [5, 0.5]), "above the upper"), (("token", "mask", "ratio", []), "one threshold or two"),
+        (("seq", "clip", "ratio", [0.5, 5]), "only a token's ratio"),
+        (("token", "clip", "tv", [5]), "only a token's ratio"),
+        (("token", "mask", "kl", [5]), "gating 'kl'"),
+        (("geo", "mask", "ratio", [5]), "level 'geo'"),
+        (("token", "cut", "ratio", [5]), "mode 'cut'"),
+        (("seq", "mask", "tv", [0.5, 5]), "bounded from above only"),
+        (("token", "mask", "ratio", [5, 0.5]), "above the upper"),
+        (("token", "mask", "ratio", []), "one threshold or two"),
     ],
 )
 def test_flags_that_are_refused(flags: tuple, message: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from benchmarks.strikes import Strikes, pid_of, step_rows
+from benchmarks.common.fault_injection import FaultInjector, pid_of, step_rows
 from rlhfless_ray.recipe import Recipe
 from tests.conftest import samples, small_recipe
 
@@ -22,15 +22,15 @@ def test_a_killed_learner_ends_where_an_unbroken_one_does(no_ray: None, tmp_path
     """In the middle of an update, and after one whose state is on its way out of the process."""
     moments = {(2, "update"), (3, "published")}
 
-    def strike(run: Strikes, moment: str) -> None:
+    def strike(run: FaultInjector, moment: str) -> None:
         if (run.step.number, moment) in moments:
             moments.remove((run.step.number, moment))
-            pid = pid_of(run.gang.by_rank[0])
+            pid = pid_of(run.worker_group.by_rank[0])
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
 
     tree: dict[str, Any] = small_recipe(tmp_path, run__steps=4, learner__overlap="off")
-    with Strikes(Recipe.parse(tree), strike) as run:
+    with FaultInjector(Recipe.parse(tree), strike) as run:
         for _ in run:
             pass
     rows = step_rows(run.folder.path)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhfless_ray.learn.kl import bounded_kl, kl_estimate, unbiased_kl
+from rlhfless_ray.learn.kl_estimators import bounded_kl, kl_estimate, unbiased_kl
 
 ESTIMATORS = ["k1", "k2", "k3"]
 

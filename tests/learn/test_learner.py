@@ -19,13 +19,35 @@ from safetensors.torch import load as load_tensors
 from tiny_policy import EARLY
 
 from rlhfless_ray.learn.reward_shaping import token_kl
-from rlhfless_ray.learn.trainer import state_from_bytes
+from rlhfless_ray.learn.trainer_rank import state_from_bytes
 
 Weights = dict[str, np.ndarray]
-FLOAT32 = ("plain", "full", "few", "tied", "uncorrected", "gspo", "gspo sampler", "shuffled", "masked", "kl in reward")
+FLOAT32 = (
+    "plain",
+    "full",
+    "few",
+    "tied",
+    "uncorrected",
+    "gspo",
+    "gspo sampler",
+    "shuffled",
+    "masked",
+    "kl in reward",
+    "own means",
+    "carried",
+)
 STAGES = {
-    "plain": range(4), "full": range(4), "few": (0, 2, 3), "tied": (0, 2, 3), "gspo": (0, 2, 3), "shuffled": (0, 1), "masked": (0, 2),
-    "kl in reward": (0, 3), "hosted": (1, 2, 3),
+    "plain": range(4),
+    "full": range(4),
+    "few": (0, 2, 3),
+    "tied": (0, 2, 3),
+    "gspo": (0, 2, 3),
+    "shuffled": (0, 1),
+    "masked": (0, 2),
+    "kl in reward": (0, 3),
+    "own means": (0, 2),
+    "carried": (0, 2),
+    "hosted": (1, 2, 3),
 }
 SAME_AS_PLAIN = ("wide", "narrow", "recompute", "hosted")
 
@@ -79,6 +101,8 @@ def test_updates_equal_the_reference(cases: Any, expected: Any, name: str, ranks
             assert got.loss == pytest.approx(np.mean([w["loss"] for w in wanted]), abs=1e-5)
             assert got.grad_norm == pytest.approx(np.mean([w["grad_norm"] for w in wanted]), rel=1e-5)
             assert got.learning_rate == pytest.approx(np.mean([w["learning_rate"] for w in wanted]), rel=1e-9)
+            assert got.next_learning_rate == pytest.approx(wanted[-1]["next_rate"], rel=1e-9)
+            assert got.last_grad_norm == pytest.approx(wanted[-1]["grad_norm"], rel=1e-5)
             assert got.clip_share == pytest.approx(np.mean([w["clip_share"] for w in wanted]), abs=0.01)
             assert got.importance_mean == pytest.approx(np.mean([w["importance"] for w in wanted]), rel=1e-4)
             assert got.mismatch_mean == pytest.approx(np.mean([w["mismatch"] for w in wanted]), rel=1e-4)

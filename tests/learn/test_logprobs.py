@@ -40,9 +40,7 @@ def test_values_and_gradients_are_those_of_the_whole_matrix(chunk: int | None, t
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y)
     for left, right in ((a, b), (a, 0 * b), (0 * a, b)):
-        slopes, exact = (
-            torch.autograd.grad((left * x).sum() + (right * y).sum(), inputs, retain_graph=True) for x, y in (found, expected)
-        )
+        slopes, exact = (torch.autograd.grad((left * x).sum() + (right * y).sum(), inputs, retain_graph=True) for x, y in (found, expected))
         for x, y in zip(slopes, exact, strict=True):
             torch.testing.assert_close(x, y)
 

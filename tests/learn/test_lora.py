@@ -17,13 +17,14 @@ from test_learner import distance, same
 from tiny_policy import tiny_policy
 
 from rlhfless_ray.cli import lora_combiner
-from rlhfless_ray.errors import UserError
-from rlhfless_ray.learn.lora import Lora, live_name, saved_name
-from rlhfless_ray.learn.model import load_critic
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name
+from rlhfless_ray.learn.policy_model import load_critic
+from rlhfless_ray.recipe import LoraConfig
 from rlhfless_ray.weights.adapter import adapter_files
-from rlhfless_ray.weights.folder import write_folder
+from rlhfless_ray.weights.model_folder import write_folder
 
-SECTION = {"rank": 3, "alpha": 7, "target_modules": ["all-linear"], "dropout": 0.0}
+SECTION = LoraConfig(rank=3, alpha=7)
 
 
 @pytest.mark.parametrize("name", ["lora", "bf16 lora"])
@@ -49,7 +50,7 @@ def test_published_weights_equal_peft_merged(cases: Any, name: str) -> None:
 def test_the_critic_has_adapters_too(cases: Any, stage: int, tmp_path: Path) -> None:
     """Its head is one of the linear layers, as in OpenRLHF. The reference steps what peft made of the same model."""
     case = cases.first(1)[f"critic lora/{stage}"]
-    section = case["settings"]["critic"]["lora"]
+    section = case["settings"].lora.model_dump()
     made = load_critic(write_folder(tmp_path, case["files"]), "float32", False, "score", 3).eval()
     start = {name: x.detach().numpy().copy() for name, x in made.named_parameters()}
     adapted = with_adapters(made, section, 3, None)
@@ -125,7 +126,7 @@ def test_adapters_off_is_the_base_and_the_seed_decides_where_they_begin() -> Non
     first = []
     for seed in (1, 1, 2):
         model = load(tiny_policy())
-        lora = Lora(model, SECTION, seed)
+        lora = LoraAdapters(model, SECTION, seed)
         first.append(dict(model.named_parameters())["model.layers.1.mlp.up_proj.lora_A.default.weight"].detach())
         assert {name for name, p in model.named_parameters() if p.requires_grad} == {
             name for name, _ in model.named_parameters() if lora.is_trained(name)
@@ -143,10 +144,12 @@ def test_adapters_off_is_the_base_and_the_seed_decides_where_they_begin() -> Non
 @pytest.mark.parametrize(
     ("targets", "tied", "said"),
     [
-        (["q_prj"], False, "q_prj"), (["embed_tokens"], True, "other end"), (["q_proj", "lm_head"], True, "other end"),
+        (["q_prj"], False, "q_prj"),
+        (["embed_tokens"], True, "other end"),
+        (["q_proj", "lm_head"], True, "other end"),
         (["self_attn"], False, ""),
     ],
 )
 def test_layers_that_are_not_there_or_cannot_be_merged(targets: list[str], tied: bool, said: str) -> None:
     with pytest.raises(UserError, match=rf"^lora\.target_modules: .*{said}"):
-        Lora(load(tiny_policy(tied=tied)), {**SECTION, "target_modules": targets}, 0)
+        LoraAdapters(load(tiny_policy(tied=tied)), SECTION.model_copy(update={"target_modules": targets}), 0)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.learn.loss import clipped_loss, importance_weights, kl_estimate, token_ratios, token_weights
+from rlhfless_ray.learn.losses import clipped_loss, importance_weights, kl_estimate, token_ratios, token_weights
 
 TOKEN = st.tuples(st.floats(-8, 0), st.floats(-8, 0), st.floats(-3, 3, allow_subnormal=False))
 
@@ -116,8 +116,7 @@ def test_token_weights_make_the_wanted_mean(lengths: list[int]) -> None:
     values = [torch.randn(n, dtype=torch.float64) for n in lengths]
     whole = torch.tensor(lengths)
     weighted = {
-        mean: float(sum(w * v.sum() for w, v in zip(token_weights(whole, mean), values, strict=True)))
-        for mean in ("token", "sequence")
+        mean: float(sum(w * v.sum() for w, v in zip(token_weights(whole, mean), values, strict=True))) for mean in ("token", "sequence")
     }
     assert weighted["token"] == pytest.approx(float(torch.cat(values).mean()), abs=1e-12)
     assert weighted["sequence"] == pytest.approx(float(torch.stack([v.mean() for v in values]).mean()), abs=1e-12)

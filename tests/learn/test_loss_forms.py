@@ -9,13 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.learn.loss import (
-    clipped_loss,
-    sequence_ratios,
-    token_ratios,
-    token_weights,
-    value_loss,
-)
+from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios, token_ratios, token_weights, value_loss
 
 RATIO_ADVANTAGE = st.tuples(st.floats(0.01, 20), st.floats(-3, 3))
 

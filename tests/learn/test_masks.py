@@ -12,11 +12,10 @@ from learner_reference import load
 from tiny_policy import VOCABULARY, tiny_policy
 
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.credit import credit
-from rlhfless_ray.learn.learner import Learner
-from rlhfless_ray.learn.loss import token_weights
-from rlhfless_ray.learn.model import TokenLogprobs, padded
-from rlhfless_ray.learn.stage import LearnStage
+from rlhfless_ray.learn.compute_advantages import compute_advantages
+from rlhfless_ray.learn.learn_stage import LearnStage
+from rlhfless_ray.learn.learner_rank import LearnerRank
+from rlhfless_ray.learn.policy_model import TokenLogprobs, padded
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Completion, Prompt, Sample
 
@@ -84,8 +83,8 @@ def test_credit_against_loops(estimator: str) -> None:
         "prompts": {"task": "chain"}, "reward": {"function": "task", "overlong_buffer_tokens": 4}, "rollout": {"samples_per_prompt": 2},
         "algorithm": {"advantage": {"estimator": estimator, "gamma": 0.9, **({"lambd": 0.8} if values is not None else {})}},
     })  # fmt: skip
-    advantages, _, earned = credit(
-        recipe.algorithm.model_dump(), recipe.reward.model_dump(), rewards.reshape(2, 2), np.array(list(map(len, masks))),
+    advantages, _, earned = compute_advantages(
+        recipe.algorithm, recipe.reward, rewards.reshape(2, 2), np.array(list(map(len, masks))),
         np.zeros(4, bool), 6, kl=kl, kl_coefficient=0.3, values=values, mask=mask,
     )  # fmt: skip
     shaped = [r - max(0, m.count("#") - 2) / 4 for r, m in zip(rewards, masks, strict=True)]  # overlong: only what it wrote counts
@@ -120,10 +119,10 @@ def test_the_stage_leaves_the_agents_tokens_out() -> None:
 def test_the_agents_tokens_have_no_gradient(mean: str) -> None:
     files, batch = tiny_policy(), batch_of(MASKS)
     settings = learner_settings(algorithm={"loss_mean": mean, "importance_cap": 0.0, "clip_low": 0.2, "clip_high": 0.2})
-    learner = Learner({**settings, "rank": 0, "device": "cpu"})
+    learner = LearnerRank(settings)
     model = load(files)
     learner.trainer.engine, learner.trainer.backward = TokenLogprobs(model), lambda loss: loss.backward()  # type: ignore[method-assign]
-    weights = token_weights(torch.from_numpy(batch.response_lengths), mean).numpy()
+    weights = learner._weights(torch.from_numpy(batch.response_lengths))
     found = learner._backward(batch, np.arange(len(batch)), None, weights, 1.0)
     assert found.tokens == 14
 

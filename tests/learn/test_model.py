@@ -10,9 +10,9 @@ import torch
 from learner_reference import load, logprobs, sequences
 from tiny_policy import VOCABULARY, random_batch, tiny_policy
 
-from rlhfless_ray.errors import UserError
-from rlhfless_ray.learn.model import TokenLogprobs, check_head, load_model, padded
-from rlhfless_ray.weights.folder import write_folder
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_model, padded
+from rlhfless_ray.weights.model_folder import write_folder
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -69,8 +69,14 @@ def test_other_architectures() -> None:
         whole = torch.log_softmax(gpt2(ids).logits[0], -1)
     torch.testing.assert_close(found, whole[columns, ids[0, columns + 1]])
     gemma = Gemma2Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
-        num_key_value_heads=1, head_dim=32, final_logit_softcapping=0.1,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=32,
+        final_logit_softcapping=30.0,  # its usual one, which small logits hardly feel
     )
     with pytest.raises(UserError, match="Gemma2ForCausalLM changes its logits"):
         check_head(Gemma2ForCausalLM(gemma))

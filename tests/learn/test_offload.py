@@ -20,12 +20,8 @@ def test_a_parked_learner_gives_its_device_back_and_goes_on(tmp_path: Path, stag
     from tiny_policy import random_batch, tiny_policy
 
     rng = np.random.default_rng(7)
-    settings = learner_settings(
-        1, stage, algorithm={"kl": {"coefficient": 0.3, "estimator": "k3"}}, learner={"optimizer_offload": hosted}
-    )
-    case = {
-        "settings": settings, "files": tiny_policy(width=512), "batches": [random_batch(rng) for _ in range(3)], "device": "gpu",
-    }
+    settings = learner_settings(1, stage, algorithm={"kl": {"coefficient": 0.3, "estimator": "k3"}}, learner={"optimizer_offload": hosted})
+    case = {"settings": settings, "files": tiny_policy(width=512), "batches": [random_batch(rng) for _ in range(3)], "device": "gpu"}
     [results] = run_gangs(tmp_path / "gang", {1: {"stays": case, "parks": {**case, "parks": True, "snapshots": (2,)}}})[1]
     stays, parks = results["stays"], results["parks"]
     assert "error" not in stays and "error" not in parks, (stays.get("error"), parks.get("error"))

@@ -16,7 +16,7 @@ LENGTHS = st.lists(st.integers(1, 60), max_size=40).map(lambda x: np.array(x, np
 
 
 def gsm8k_lengths(samples: int, seed: int) -> np.ndarray:
-    """Prompt and response, 8 responses a prompt: log-normal, the figures of `placement/data/lengths.yaml`."""
+    """Prompt and response, 8 responses a prompt: log-normal, the figures of `placement/catalog/data/lengths.yaml`."""
     rng = np.random.default_rng(seed)
     prompt = np.repeat(np.round(102 * np.exp(0.3 * rng.normal(size=samples // 8))), 8)
     return (prompt + np.clip(np.round(290 * np.exp(0.48 * rng.normal(size=samples))), 1, 1024)).astype(np.int64)

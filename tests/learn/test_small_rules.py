@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfless_ray.learn.ema import ema_update
-from rlhfless_ray.learn.filtering import kept_groups
+from rlhfless_ray.learn.group_filter import kept_groups
 from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
 
 

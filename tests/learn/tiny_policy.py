@@ -21,10 +21,21 @@ def tiny_policy(
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=width, head_dim=32, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=context, use_sliding_window=False,
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        head_dim=32,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=context,
+        use_sliding_window=False,
         tie_word_embeddings=tied,
-        initializer_range=spread, bos_token_id=None, eos_token_id=EOS, pad_token_id=0, attention_dropout=0.1,
+        initializer_range=spread,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        attention_dropout=0.1,
     )
     with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(seed)
@@ -34,8 +45,17 @@ def tiny_policy(
 
 # cases in which so many groups of each batch are accumulated before the others are there
 EARLY = {
-    "plain/0": 1, "plain/1": 2, "plain/2": 3, "sequence/0": 2, "sequence/2": 1, "nan/0": 2, "nan/2": 2, "bf16/2": 2, "masked/2": 2,
-    "hosted/1": 2, "hosted/2": 1,
+    "plain/0": 1,
+    "plain/1": 2,
+    "plain/2": 3,
+    "sequence/0": 2,
+    "sequence/2": 1,
+    "nan/0": 2,
+    "nan/2": 2,
+    "bf16/2": 2,
+    "masked/2": 2,
+    "hosted/1": 2,
+    "hosted/2": 1,
 }
 
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement import Pool, Speed, cost_bound, frontier, rollout_bounds
+from placement import Pool, Speed, frontier, rollout_bounds
+from placement.planning.bounds import cost_bound
 
 LENGTHS = st.lists(st.integers(1, 1500), min_size=1, max_size=60).map(lambda values: np.array(values, float))
 SPEED = st.builds(Speed, st.floats(1e-4, 0.1), st.floats(1e-6, 1e-2), st.sampled_from([0.0, 1e-6]))
@@ -15,9 +16,7 @@ SPEED = st.builds(Speed, st.floats(1e-4, 0.1), st.floats(1e-6, 1e-2), st.sampled
 
 @given(LENGTHS, SPEED, st.integers(1, 12), st.sampled_from([0.0, 0.4]), st.one_of(st.none(), st.floats(1, 4)))
 @settings(deadline=None, max_examples=60)
-def test_no_plan_beats_the_bounds(
-    lengths: np.ndarray, speed: Speed, actors: int, transfer_s: float, room: float | None
-) -> None:
+def test_no_plan_beats_the_bounds(lengths: np.ndarray, speed: Speed, actors: int, transfer_s: float, room: float | None) -> None:
     capacity = None if room is None else math.ceil(room * (lengths.max() + 7))
     given_arguments = {"capacity": capacity, "prompts": 7.0, "transfer_s": transfer_s, "price": 2.0}
     plans = frontier(lengths, speed, max_actors=actors, **given_arguments)
@@ -32,7 +31,7 @@ def test_no_plan_beats_the_bounds(
 @settings(deadline=None, max_examples=40)
 def test_filling_is_the_sharpest_and_the_simple_ones_are_met(lengths: np.ndarray, speed: Speed, actors: int) -> None:
     bounds = rollout_bounds(lengths, speed, actors)
-    alone = max(speed.rollout_s(lengths[i: i + 1]) for i in range(len(lengths)))
+    alone = max(speed.rollout_s(lengths[i : i + 1]) for i in range(len(lengths)))
     everything = speed.rollout_s(lengths)
     assert bounds.time_s >= max(alone, everything / actors) * (1 - 1e-9)
     assert bounds.cost == pytest.approx(everything)

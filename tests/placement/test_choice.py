@@ -13,12 +13,20 @@ POINTS = [Plan(1.0, 9.0, ()), Plan(1.2, 5.0, ()), Plan(2.0, 3.0, ()), Plan(6.0, 
 @pytest.mark.parametrize(
     ("objective", "index"),
     [
-        ({"prefer": 0}, 3), ({"prefer": 1}, 0), ({"prefer": 0.5}, 2), ({"deadline_s": 2.5}, 2), ({"deadline_s": 1.0}, 0),
-        ({"budget": 5.0}, 1), ({"budget": 2.0}, 3), ("knee", 2), (0.0, 3), ({"knee": True}, 2),
+        ({"prefer": 0}, 3),
+        ({"prefer": 1}, 0),
+        ({"prefer": 0.5}, 2),
+        ({"deadline_s": 2.5}, 2),
+        ({"deadline_s": 1.0}, 0),
+        ({"budget": 5.0}, 1),
+        ({"budget": 2.0}, 3),
+        ("knee", 2),
+        (0.0, 3),
+        ({"knee": True}, 2),
     ],
 )
 def test_the_choice_is_the_one_worked_out_by_hand(objective: object, index: int) -> None:
-    choice = choose(POINTS, Objective.of(objective))
+    choice = choose(POINTS, Objective.parse(objective))
     assert (choice.index, choice.plan, choice.met) == (index, POINTS[index], True)
     assert f"{choice.plan.time_s:g} s" in choice.reason and f"{choice.plan.cost:g}" in choice.reason
 
@@ -26,12 +34,12 @@ def test_the_choice_is_the_one_worked_out_by_hand(objective: object, index: int)
 @pytest.mark.parametrize(("objective", "nearest"), [({"deadline_s": 0.5}, 0), ({"budget": 1.5}, 3)])
 def test_what_cannot_be_met_names_and_offers_the_nearest(objective: dict, nearest: int) -> None:
     with pytest.raises(NotFeasible, match="nearest") as raised:
-        choose(POINTS, Objective.of(objective))
+        choose(POINTS, Objective.parse(objective))
     assert isinstance(raised.value, ValueError)
     assert raised.value.nearest.plan is POINTS[nearest]
     figure = POINTS[0].time_s if "deadline_s" in objective else POINTS[3].cost
     assert f"{figure:.4g}" in str(raised.value) and "\n" not in str(raised.value)
-    offered = choose_nearest(POINTS, Objective.of(objective))
+    offered = choose_nearest(POINTS, Objective.parse(objective))
     assert offered.plan is POINTS[nearest] and not offered.met and offered.reason == str(raised.value)
 
 
@@ -50,13 +58,19 @@ def test_preferring_speed_more_never_takes_a_slower_plan(lengths: list[int], les
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({}, "one of"), ({"prefer": 0.5, "budget": 3}, "prefer, budget"), ({"prefer": 2}, "between 0"), ({"deadline_s": -1}, "above 0"),
-        ({"budget": float("nan")}, "finite"), ({"speed": 1}, "not speed"), ("fast", "knee"), (True, "knee"),
+        ({}, "one of"),
+        ({"prefer": 0.5, "budget": 3}, "prefer, budget"),
+        ({"prefer": 2}, "between 0"),
+        ({"deadline_s": -1}, "above 0"),
+        ({"budget": float("nan")}, "finite"),
+        ({"speed": 1}, "not speed"),
+        ("fast", "knee"),
+        (True, "knee"),
     ],
 )
 def test_objectives_that_say_nothing_or_too_much(value: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Objective.of(value)
+        Objective.parse(value)
 
 
 def test_no_plans_no_choice() -> None:

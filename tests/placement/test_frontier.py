@@ -10,13 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement import Plan, Pool, Speed, frontier
-from placement.frontier import sweep
-from placement.frontier_pools import pool_partitions
-from placement.workload import Workload
+from placement.planning.frontier import sweep
+from placement.planning.frontier_pools import pool_partitions
+from placement.planning.workload import RolloutWorkload
 
-SPEED = st.builds(
-    Speed, st.floats(1e-4, 0.1), st.floats(1e-6, 1e-2), st.one_of(st.just(0.0), st.floats(1e-9, 1e-5)),
-)
+SPEED = st.builds(Speed, st.floats(1e-4, 0.1), st.floats(1e-6, 1e-2), st.one_of(st.just(0.0), st.floats(1e-9, 1e-5)))
 
 
 def lengths_of(least: int, most: int) -> st.SearchStrategy[np.ndarray]:
@@ -39,8 +37,7 @@ def labellings(n: int) -> Iterator[list[int]]:
 
 
 def every_point(
-    lengths: np.ndarray, speed: Speed, actors: int, capacity: float = math.inf, prompts: np.ndarray | None = None,
-    transfer_s: float = 0.0,
+    lengths: np.ndarray, speed: Speed, actors: int, capacity: float = math.inf, prompts: np.ndarray | None = None, transfer_s: float = 0.0
 ) -> list[tuple[float, float]]:
     """(time, cost) of all partitions, from Speed's own formula, the Pareto points among them."""
     prompts = np.zeros(len(lengths)) if prompts is None else prompts
@@ -76,7 +73,7 @@ def gap(plans: list[Plan], points: list[tuple[float, float]]) -> float:
     return max(min(max(p.time_s / t, p.cost / c) for p in plans) for t, c in points) - 1
 
 
-def check(plans: list[Plan], work: Workload) -> None:
+def check(plans: list[Plan], work: RolloutWorkload) -> None:
     """What holds for every frontier: a true partition, figures that are its own, sorted, nothing dominated."""
     assert plans
     for plan in plans:
@@ -95,7 +92,7 @@ def test_few_sequences_reach_the_optimum_over_all_partitions(
 ) -> None:
     prompts = np.arange(len(lengths)) * prompt
     plans = frontier(lengths, speed, max_actors=actors, prompts=prompts, transfer_s=transfer_s)
-    check(plans, Workload.of(lengths, speed, max_actors=actors, prompts=prompts, transfer_s=transfer_s))
+    check(plans, RolloutWorkload.from_arguments(lengths, speed, max_actors=actors, prompts=prompts, transfer_s=transfer_s))
     assert gap(plans, every_point(lengths, speed, actors, prompts=prompts, transfer_s=transfer_s)) < 1e-6
 
 
@@ -112,7 +109,7 @@ def test_nine_sequences_reach_the_optimum_over_all_21147_partitions(seed: int) -
 def test_groups_fit_the_cache_where_any_partition_does(lengths: np.ndarray, speed: Speed, actors: int, room: float) -> None:
     capacity = math.ceil(lengths.max() * room)
     plans = frontier(lengths, speed, max_actors=actors, capacity=capacity)
-    check(plans, Workload.of(lengths, speed, max_actors=actors, capacity=capacity))
+    check(plans, RolloutWorkload.from_arguments(lengths, speed, max_actors=actors, capacity=capacity))
     points = every_point(lengths, speed, actors, capacity)
     if points:
         assert all(lengths[group].sum() <= capacity for plan in plans for group in plan.groups)
@@ -125,7 +122,7 @@ def test_groups_fit_the_cache_where_any_partition_does(lengths: np.ndarray, spee
 @settings(deadline=None, max_examples=40)
 def test_the_sweep_is_exact_over_contiguous_partitions(lengths: np.ndarray, speed: Speed, actors: int) -> None:
     """Against a shortest path over positions for every time bound that a group can have."""
-    work = Workload.of(lengths, speed, max_actors=actors)
+    work = RolloutWorkload.from_arguments(lengths, speed, max_actors=actors)
     points = sweep(work, work.kinds[0])
     down, n = np.sort(lengths)[::-1], len(lengths)
     seconds = {(i, j): speed.rollout_s(down[i:j]) for i in range(n) for j in range(i + 1, n + 1)}
@@ -147,8 +144,12 @@ def pooled(draw: st.DrawFn, most: int) -> tuple[np.ndarray, list[Pool]]:
     lengths = draw(lengths_of(1, most))
     pools = [
         Pool(
-            draw(SPEED), price=draw(st.floats(0.2, 3)), max_actors=draw(st.integers(1, 3)), start_s=draw(st.sampled_from([0.0, 0.5])),
-            preempt_per_hour=draw(st.sampled_from([0.0, 30.0])), devices=draw(st.integers(1, 2)),
+            draw(SPEED),
+            price=draw(st.floats(0.2, 3)),
+            max_actors=draw(st.integers(1, 3)),
+            start_s=draw(st.sampled_from([0.0, 0.5])),
+            preempt_per_hour=draw(st.sampled_from([0.0, 30.0])),
+            devices=draw(st.integers(1, 2)),
             capacity=draw(st.one_of(st.none(), st.integers(int(lengths.max()), int(3 * lengths.max())))),
         )
         for _ in range(draw(st.integers(2, 3)))
@@ -178,7 +179,7 @@ def test_few_sequences_on_several_pools_reach_the_optimum(case: tuple[np.ndarray
             else:
                 points.append((max(times), cost))
     plans = frontier(lengths, pools=pools, transfer_s=0.1)
-    check(plans, Workload.of(lengths, pools=pools, transfer_s=0.1))
+    check(plans, RolloutWorkload.from_arguments(lengths, pools=pools, transfer_s=0.1))
     if points:
         assert gap(plans, undominated(points)) < 1e-6
 
@@ -188,7 +189,7 @@ def test_few_sequences_on_several_pools_reach_the_optimum(case: tuple[np.ndarray
 def test_ranges_of_pools_are_the_best_of_their_family(case: tuple[np.ndarray, list[Pool]]) -> None:
     """Against all contiguous partitions whose groups use each pool in one stretch."""
     lengths, pools = case
-    work = Workload.of(lengths, pools=pools)
+    work = RolloutWorkload.from_arguments(lengths, pools=pools)
     order, n = np.argsort(-lengths, kind="stable"), len(lengths)
     points = []
     for count in range(1, n + 1):
@@ -300,7 +301,7 @@ def test_three_sequences_in_closed_form() -> None:
         ({"max_actors": None}, "max_actors"),
         ({"pools": [Pool(Speed(1, 1))]}, "not both"),
         ({"speed": None, "max_actors": None, "pools": []}, "no pools"),
-        ({"speed": None, "max_actors": None, "pools": [Pool(Speed(1, 1), start_s=100, preempt_per_hour=36)]}, "never works"),
+        ({"speed": None, "max_actors": None, "pools": [Pool(Speed(1, 1), start_s=100, preempt_per_hour=36)]}, "never decode"),
         ({"speed": Speed(0.0, 0.0)}, "decode step"),
     ],
 )

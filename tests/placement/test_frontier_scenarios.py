@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement import Plan, Pool, Speed, frontier, rollout_bounds
-from placement import frontier_scenarios as scenarios
-from placement.partition import Partition
-from placement.workload import Workload
+from placement.planning import frontier_scenarios as scenarios
+from placement.planning.partition import Partition
+from placement.planning.workload import RolloutWorkload
 
 
 def draws(seed: int, n: int, columns: int, spread: float = 0.4, noise: int = 0) -> np.ndarray:
@@ -33,8 +33,7 @@ def contiguous(lengths: np.ndarray, order: np.ndarray, speed: Speed, actors: int
     n, points = len(lengths), []
     sorted_lengths = lengths[order]
     range_s = {
-        (i, j): np.array([speed.rollout_s(column) for column in sorted_lengths[i:j].T])
-        for i in range(n) for j in range(i + 1, n + 1)
+        (i, j): np.array([speed.rollout_s(column) for column in sorted_lengths[i:j].T]) for i in range(n) for j in range(i + 1, n + 1)
     }
     for count in range(1, min(actors, n) + 1):
         for cuts in itertools.combinations(range(1, n), count - 1):
@@ -61,7 +60,7 @@ def check(plans: list[Plan], lengths: np.ndarray, speed: Speed, actors: int) -> 
 
 
 @given(
-    st.integers(0, 10**6), st.integers(1, 8), st.sampled_from([1, 2, 8]), st.floats(1e-3, 0.05), st.floats(1e-5, 1e-2), st.integers(1, 8),
+    st.integers(0, 10**6), st.integers(1, 8), st.sampled_from([1, 2, 8]), st.floats(1e-3, 0.05), st.floats(1e-5, 1e-2), st.integers(1, 8)
 )
 @settings(deadline=None, max_examples=25)
 def test_few_sequences_match_every_contiguous_partition(
@@ -80,7 +79,7 @@ def test_the_search_for_many_finds_what_all_512_partitions_of_ten_hold(seed: int
     rng = np.random.default_rng(seed)
     lengths = draws(seed, 10, 16, spread=float(rng.choice([0.1, 0.4, 0.8])))
     speed, actors = Speed(10 ** rng.uniform(-3, -1.5), 10 ** rng.uniform(-5, -2)), int(rng.integers(2, 11))
-    work = Workload.of(lengths, speed, max_actors=actors)
+    work = RolloutWorkload.from_arguments(lengths, speed, max_actors=actors)
     key = lengths.mean(1)
     order = np.argsort(-key, kind="stable")
     found, looked = scenarios.search(work, order, key[order], 0.0)
@@ -120,7 +119,7 @@ def test_scenarios_beat_a_plan_on_their_means() -> None:
     """Planned on means, evaluated under uncertainty: the plan on scenarios is faster at its cost and cheaper at its time."""
     lengths, speed = draws(2, 400, 48), Speed(0.004, 0.0001)
     fresh = draws(2, 400, 48, noise=1)
-    work = Workload.of(fresh, speed, max_actors=24)
+    work = RolloutWorkload.from_arguments(fresh, speed, max_actors=24)
     blind = [work.evaluate(p.groups, p.pools) for p in frontier(lengths.mean(1), speed, max_actors=24, thin=0.02)]
     plans = frontier(lengths, speed, max_actors=24, thin=0.02)
     aware = [work.evaluate(p.groups, p.pools) for p in plans]
@@ -158,7 +157,7 @@ def test_caches_hold_every_group_in_every_scenario(n: int) -> None:
     plans = frontier(lengths, speed, max_actors=8, capacity=capacity, prompts=20.0)
     assert all((lengths[group] + 20).sum(0).max() <= capacity for plan in plans for group in plan.groups)
     assert min(plan.actors for plan in plans) >= 2
-    work = Workload.of(lengths, speed, max_actors=8, capacity=capacity, prompts=20.0)
+    work = RolloutWorkload.from_arguments(lengths, speed, max_actors=8, capacity=capacity, prompts=20.0)
     for plan in plans:
         assert (plan.time_s, plan.cost) == pytest.approx(work.evaluate(plan.groups, plan.pools))
 
@@ -167,7 +166,7 @@ def test_waves_when_the_caches_of_all_actors_are_too_small() -> None:
     lengths, speed = draws(6, 20, 6), Speed(0.01, 0.001)
     capacity = math.ceil(lengths.max())
     plans = frontier(lengths, speed, max_actors=2, capacity=capacity)
-    work = Workload.of(lengths, speed, max_actors=2, capacity=capacity)
+    work = RolloutWorkload.from_arguments(lengths, speed, max_actors=2, capacity=capacity)
     for plan in plans:
         assert sorted(np.concatenate(plan.groups).tolist()) == list(range(20)) and plan.actors <= 2
         assert (plan.time_s, plan.cost) == pytest.approx(work.evaluate(plan.groups, plan.pools))
@@ -178,9 +177,12 @@ def test_waves_when_the_caches_of_all_actors_are_too_small() -> None:
 def test_pools_under_scenarios_match_all_contiguous_mixtures(seed: int) -> None:
     rng = np.random.default_rng(seed)
     pools = [
-        Pool(Speed(10 ** rng.uniform(-2.5, -1.7), 10 ** rng.uniform(-4, -2)), price=rng.uniform(0.4, 2.5),
-             max_actors=int(rng.integers(1, 4)),
-             start_s=float(rng.choice([0.0, 0.5])))
+        Pool(
+            Speed(10 ** rng.uniform(-2.5, -1.7), 10 ** rng.uniform(-4, -2)),
+            price=rng.uniform(0.4, 2.5),
+            max_actors=int(rng.integers(1, 4)),
+            start_s=float(rng.choice([0.0, 0.5])),
+        )
         for _ in range(2)
     ]
     assert_best_mixtures(draws(seed, 6, 8), pools)
@@ -196,7 +198,7 @@ def test_two_pools_far_apart_in_speed_and_price_miss_no_mixture(seed: int) -> No
 
 def assert_best_mixtures(lengths: np.ndarray, pools: list[Pool]) -> None:
     """Plans of the frontier that are as they say, and of all contiguous ones in the order of the means none that they miss."""
-    work = Workload.of(lengths, pools=pools)
+    work = RolloutWorkload.from_arguments(lengths, pools=pools)
     plans = frontier(lengths, pools=pools)
     points, n, held = [], len(lengths), work.held_tokens()
     order = np.argsort(-lengths.mean(1), kind="stable")

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.length_history import LengthHistory
-from placement.length_regression import FeatureLine
-from placement.lengths import LengthForecaster, forecast_quality
+from placement.forecast.forecaster import LengthForecaster, forecast_quality
+from placement.forecast.history import LengthHistory
+from placement.forecast.regression import FeatureLine
 
 
 def visit(forecaster: LengthForecaster, prompt: int, size: int, lengths: list[float]) -> None:
@@ -37,7 +37,7 @@ class World:
 
 
 def trained(
-    world: World, steps: int, *, batch: int = 48, samples: int = 8, cap: float | None = None, skip: int = 4, fresh: bool = False,
+    world: World, steps: int, *, batch: int = 48, samples: int = 8, cap: float | None = None, skip: int = 4, fresh: bool = False
 ) -> tuple[LengthForecaster, np.ndarray, np.ndarray]:
     """A forecaster after so many steps, and the scenarios and lengths of the steps after the first few."""
     forecaster = LengthForecaster(300, max_tokens=cap)
@@ -285,7 +285,7 @@ def test_one_step_is_enough_to_know_how_far_siblings_differ() -> None:
 
 def test_a_run_with_one_response_to_each_prompt_may_last_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """What siblings would tell does not fade to 0 / 0 where there are none; a strong fade makes 15,000 steps of twenty."""
-    monkeypatch.setattr("placement.lengths.FADE", 1e-20)
+    monkeypatch.setattr("placement.forecast.forecaster.FADE", 1e-20)
     forecaster = LengthForecaster(100.0)
     for step in range(20):
         rows = np.arange(8) + 8 * step

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from placement.length_quality import auc_longest
-from placement.lengths import forecast_quality
+from placement.forecast.forecaster import forecast_quality
+from placement.forecast.quality import auc_longest
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=3, max_size=30))
@@ -44,8 +44,7 @@ def test_the_true_distribution_is_calibrated_and_a_narrow_or_shifted_one_is_not(
     center = rng.normal(5, 0.5, 4000)
     lengths = np.exp(center + rng.normal(0, 0.4, 4000))
     good, narrow, shifted = (
-        forecast_quality(np.exp(center[:, None] + m + rng.normal(0, sd, (4000, 64))), lengths)
-        for m, sd in ((0, 0.4), (0, 0.2), (0.3, 0.4))
+        forecast_quality(np.exp(center[:, None] + m + rng.normal(0, sd, (4000, 64))), lengths) for m, sd in ((0, 0.4), (0, 0.2), (0.3, 0.4))
     )
     assert good.coverage_50 == pytest.approx(0.5, abs=0.02) and good.coverage_90 == pytest.approx(0.9, abs=0.015)
     assert good.pit_error < 0.03 and max(good.pit_deciles) < 0.12

@@ -6,10 +6,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import ks_2samp, norm
 
-from placement.length_scenarios import LengthForecast, Scenarios, revise
-from placement.residuals import Shape
+from placement.forecast.residuals import Shape
+from placement.forecast.scenarios import LengthForecast, Scenarios
 
 NORMAL = Shape(norm.ppf((np.arange(4000) + 0.5) / 4000))
+
+
+def revise(
+    scenarios: np.ndarray,
+    groups: np.ndarray | None,
+    generated: np.ndarray,
+    finished_lengths: np.ndarray | None = None,
+    max_tokens: float = np.inf,
+) -> np.ndarray:
+    return Scenarios.from_matrix(scenarios, groups, max_tokens).revise(generated, finished_lengths)
 
 
 def forecast(
@@ -18,8 +28,14 @@ def forecast(
     center = np.random.default_rng(seed).normal(5, 0.4, prompts)
     n = prompts * samples
     return LengthForecast(
-        np.repeat(center, samples), np.full(n, spread), np.repeat(np.arange(prompts), samples), np.full(prompts, sd), drift,
-        NORMAL, more.pop("shape", NORMAL), **more,
+        np.repeat(center, samples),
+        np.full(n, spread),
+        np.repeat(np.arange(prompts), samples),
+        np.full(prompts, sd),
+        drift,
+        NORMAL,
+        more.pop("shape", NORMAL),
+        **more,
     )
 
 
@@ -112,9 +128,7 @@ def by_rejection(predicted: LengthForecast, generated: np.ndarray, ended: np.nda
 )
 def test_conditioning_against_rejection_sampling(generated: list[float], ended: list[float]) -> None:
     """One prompt of two responses, and a drift: survival and a sibling's length, as importance weights say it."""
-    predicted = LengthForecast(
-        np.full(2, 5.0), np.full(2, 0.45), np.zeros(2, int), np.array([0.7]), 0.2, NORMAL, NORMAL
-    )
+    predicted = LengthForecast(np.full(2, 5.0), np.full(2, 0.45), np.zeros(2, int), np.array([0.7]), 0.2, NORMAL, NORMAL)
     so_far, done = np.array(generated, float), np.array(ended, float)
     found = predicted.draw(4000, 0).revise(so_far, done)
     lengths, weight = by_rejection(predicted, so_far, done, 400_000)
@@ -182,12 +196,12 @@ def test_tokens_do_not_jump_while_little_happens(seed: int) -> None:
 
 def test_the_parts_of_a_matrix_are_found_again() -> None:
     predicted = forecast(80, 8)
-    parts = Scenarios.of_matrix(predicted.draw(256, 0).lengths, predicted.group).forecast
+    parts = Scenarios.from_matrix(predicted.draw(256, 0).lengths, predicted.group).forecast
     assert np.mean(parts.prompt_sd) == pytest.approx(0.7, rel=0.05)
     assert np.mean(parts.spread) == pytest.approx(0.45, rel=0.05)
     assert parts.drift_sd == pytest.approx(0.2, rel=0.1)
     no_drift = forecast(80, 8, drift=0.0)
-    assert Scenarios.of_matrix(no_drift.draw(256, 0).lengths, no_drift.group).forecast.drift_sd < 0.1
+    assert Scenarios.from_matrix(no_drift.draw(256, 0).lengths, no_drift.group).forecast.drift_sd < 0.1
 
 
 def test_a_matrix_is_revised_as_the_draw_it_came_from() -> None:

@@ -10,10 +10,18 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from placement import simulate_rollout
-from placement.migrate import LiveState, Settings, cut_at_share, decide_moves, look, relabel
-from placement.speed import Speed
-from placement.spread import best_split, judge, judge_each
-from placement.survival import BELIEFS, SHARES, Forecast, Outlook, calibrate, outlook, surprise_shown
+from placement.forecast.remaining_length import (
+    SHARE_PRIOR,
+    SHARES,
+    Forecast,
+    RemainingLengths,
+    calibrate,
+    observed_uninformative_share,
+    predict_remaining,
+)
+from placement.migration.decide_moves import LiveState, Settings, cut_at_share, decide_moves, relabel, remaining_lengths
+from placement.migration.load_split import best_split, estimate_split, estimate_splits
+from placement.speed.decode_speed import Speed
 
 SPEED = Speed(8.5e-3, 3e-5)
 
@@ -36,7 +44,7 @@ def test_calibration_recovers_a_biased_forecast_from_a_censored_half() -> None:
     said = rng.normal(5.0, 0.5, 4000)
     truth = 0.3 + 5.0 + 0.6 * (said - 5.0) + 1.5 * 0.3 * rng.normal(size=4000)  # log lengths
     tokens = np.exp(np.minimum(truth, 5.2))
-    known = calibrate(Forecast(said, np.full(4000, 0.3)), tokens, truth <= 5.2, surprise=0.0)
+    known = calibrate(Forecast(said, np.full(4000, 0.3)), tokens, truth <= 5.2, uninformative_share=0.0)
     slope, shift = np.polyfit(said, known.mean_log, 1)
     assert slope == pytest.approx(0.6, abs=0.05)
     assert shift + 5.0 * slope == pytest.approx(5.3, abs=0.03)
@@ -49,7 +57,7 @@ def test_calibration_is_not_bent_by_a_few_freaks() -> None:
     truth = said + 0.3 * rng.normal(size=2000)
     truth[:60] = said[:60] - 2.5  # answers that broke off
     plain, robust = (
-        calibrate(Forecast(said, np.full(2000, 0.3)), np.exp(truth), np.ones(2000, bool), surprise=share) for share in (0.0, 0.1)
+        calibrate(Forecast(said, np.full(2000, 0.3)), np.exp(truth), np.ones(2000, bool), uninformative_share=share) for share in (0.0, 0.1)
     )
     assert plain.sd_log.mean() > 0.4 and robust.sd_log.mean() == pytest.approx(0.3, abs=0.03)
 
@@ -61,10 +69,10 @@ def test_nothing_seen_leaves_the_forecast_as_it_is() -> None:
 
 def test_scenarios_of_one_spread_are_not_told_apart_by_noise() -> None:
     rng = np.random.default_rng(3)
-    alike = Forecast.of(np.exp(rng.normal(5, 0.35, (500, 16))))
+    alike = Forecast.from_scenarios(np.exp(rng.normal(5, 0.35, (500, 16))))
     assert alike.sd_log.mean() == pytest.approx(0.35, abs=0.02) and alike.sd_log.std() < 0.02
     sharp = np.repeat([0.1, 0.8], 250)
-    apart = Forecast.of(np.exp(rng.normal(5, sharp[:, None], (500, 64))))
+    apart = Forecast.from_scenarios(np.exp(rng.normal(5, sharp[:, None], (500, 64))))
     assert apart.sd_log[:250].mean() == pytest.approx(0.1, abs=0.05) and apart.sd_log[250:].mean() == pytest.approx(0.8, abs=0.05)
 
 
@@ -73,7 +81,7 @@ def test_survival_and_criticality_are_those_of_drawn_lengths() -> None:
     rng = np.random.default_rng(4)
     forecast = Forecast(np.log([40.0, 60, 100, 150, 200, 300]), np.full(6, 0.3))
     generated = np.array([100.0, 50, 80, 90, 100, 110])
-    view = outlook(forecast, forecast, generated, 0.2)
+    view = predict_remaining(forecast, forecast, generated, 0.2)
     mean, sd = forecast.mean_log.mean(), np.sqrt(0.09 + forecast.mean_log.var())
     draws = np.empty((6, 200_000))
     for i in range(6):
@@ -98,7 +106,7 @@ def test_nobody_outlives_the_length_at_which_responses_are_cut() -> None:
     """Before it nothing changes; at it all end, so that who began later is the last."""
     forecast = Forecast(np.log([90.0, 120, 150]), np.full(3, 0.4))
     generated = np.array([60.0, 60, 20])
-    free, cut = (outlook(forecast, forecast, generated, 0.1, limit) for limit in (np.inf, 128.0))
+    free, cut = (predict_remaining(forecast, forecast, generated, 0.1, limit) for limit in (np.inf, 128.0))
     assert float(cut.tokens.max()) == 108  # until the one that is farthest from it gets there
     for i in range(3):
         until = cut.tokens < 128 - generated[i]
@@ -112,7 +120,7 @@ def test_one_that_was_cut_says_that_lengths_are_beyond() -> None:
     forecast, actor = Forecast(np.full(40, np.log(200.0)), np.full(40, 0.3)), np.arange(40) % 2
     finished = actor == 0
     live = LiveState(forecast, np.where(finished, 128.0, 100.0), finished, actor, (0, 1))
-    told, known = (look(replace(live, limit=limit), Settings(0.1, 2, surprise=0.0)) for limit in (np.inf, 128.0))
+    told, known = (remaining_lengths(replace(live, limit=limit), Settings(0.1, 2, uninformative_share=0.0)) for limit in (np.inf, 128.0))
     assert known.alive[0, known.tokens < 27].min() > told.alive[0, told.tokens < 27].min()
 
 
@@ -121,9 +129,9 @@ def test_expected_time_is_that_of_the_static_formula_when_lengths_are_known(coun
     lengths = np.full(count, 120.0)
     tokens = np.linspace(0, 130, 1301)[1:]
     alive = np.concatenate([[[float(count)]], (lengths[:, None] > tokens).sum(0)[None].astype(float)], 1)
-    judged = judge(alive, tokens, SPEED.base_s, SPEED.per_seq_s, 0.1)
-    assert judged.time_s == pytest.approx(SPEED.rollout_s(lengths), rel=0.05)  # the clock has 40 ticks
-    assert judged.cost == pytest.approx(SPEED.base_s * 120, rel=0.01)  # above the work, which no split changes
+    estimate = estimate_split(alive, tokens, SPEED.base_s, SPEED.per_seq_s, 0.1)
+    assert estimate.time_s == pytest.approx(SPEED.rollout_s(lengths), rel=0.05)  # the clock has 40 ticks
+    assert estimate.cost == pytest.approx(SPEED.base_s * 120, rel=0.01)  # above the work, which no split changes
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(0, 1000))
@@ -134,9 +142,9 @@ def test_splits_judged_side_by_side_are_judged_as_each_by_itself(groups: list[in
     count = rng.integers(1, 30, sum(groups)).astype(float)
     alive = np.concatenate([count[:, None], count[:, None] * np.sort(rng.random((len(count), 12)), axis=1)[:, ::-1]], 1)
     first = np.cumsum(groups) - groups
-    time_s, cost = judge_each(alive, first, tokens, SPEED.base_s, SPEED.per_seq_s)
+    time_s, cost = estimate_splits(alive, first, tokens, SPEED.base_s, SPEED.per_seq_s)
     for k, rows in enumerate(np.split(alive, first[1:])):
-        alone = judge(rows, tokens, SPEED.base_s, SPEED.per_seq_s, 0.1)
+        alone = estimate_split(rows, tokens, SPEED.base_s, SPEED.per_seq_s, 0.1)
         assert (time_s[k], cost[k]) == pytest.approx((alone.time_s, alone.cost), rel=1e-9)
 
 
@@ -152,32 +160,32 @@ def test_in_the_dark_it_consolidates_and_nothing_else() -> None:
         assert (ours.time_s, ours.cost) == pytest.approx((plain.time_s, plain.cost), rel=1e-6)
 
 
-def known_outlook(remaining: np.ndarray) -> Outlook:
+def known_outlook(remaining: np.ndarray) -> RemainingLengths:
     forecast = Forecast(np.log(remaining), np.full(len(remaining), 0.02))
-    return outlook(forecast, forecast, np.ones(len(remaining)), 0.0)
+    return predict_remaining(forecast, forecast, np.ones(len(remaining)), 0.0)
 
 
 @given(st.integers(0, 10_000), st.floats(0.02, 2.0))
 @settings(deadline=None, max_examples=15)
-def test_the_split_found_is_near_the_best_of_all_contiguous_ones(seed: int, mu: float) -> None:
+def test_the_split_found_is_near_the_best_of_all_contiguous_ones(seed: int, cost_weight: float) -> None:
     rng = np.random.default_rng(seed)
     view = known_outlook(np.sort(rng.lognormal(5, 0.6, 9))[::-1])
     base, per_seq = 1.0, 0.3
-    found = best_split(view, base, per_seq, mu, 5)
+    found = best_split(view, base, per_seq, cost_weight, 5)
     order = np.argsort(-view.critical, kind="stable")
     best = np.inf
     for m in range(1, 6):
         for inner in itertools.combinations(range(1, 9), m - 1):
             parts = np.split(order, inner)
             alive = np.stack([np.r_[float(len(part)), view.alive[part].sum(0)] for part in parts])
-            best = min(best, judge(alive, view.tokens, base, per_seq, mu).score)
-    assert best <= found.judged.score * (1 + 1e-9) and found.judged.score <= 1.1 * best
+            best = min(best, estimate_split(alive, view.tokens, base, per_seq, cost_weight).score)
+    assert best <= found.estimate.score * (1 + 1e-9) and found.estimate.score <= 1.1 * best
 
 
 def halfway(said: np.ndarray, truth: np.ndarray, tokens: float) -> float:
-    """`surprise_shown` for log lengths `truth` forecast as `said`, after `tokens`."""
+    """`observed_uninformative_share` for log lengths `truth` forecast as `said`, after `tokens`."""
     finished = truth <= np.log(tokens)
-    return surprise_shown(Forecast(said, np.full(len(said), 0.35)), np.exp(np.minimum(truth, np.log(tokens))), finished)
+    return observed_uninformative_share(Forecast(said, np.full(len(said), 0.35)), np.exp(np.minimum(truth, np.log(tokens))), finished)
 
 
 def test_forecasts_that_order_the_long_are_believed_and_others_are_not() -> None:
@@ -185,7 +193,7 @@ def test_forecasts_that_order_the_long_are_believed_and_others_are_not() -> None
     said = rng.normal(5.0, 0.5, 600)
     truth = said + 0.35 * rng.normal(size=600)
     doubt = halfway(said, truth, 1.0)
-    assert doubt == pytest.approx(SHARES @ BELIEFS)
+    assert doubt == pytest.approx(SHARES @ SHARE_PRIOR)
     assert halfway(said, truth, 250.0) < 0.15 < doubt
     assert halfway(rng.permutation(said), truth, 250.0) > 0.9
     freak = truth.copy()
@@ -195,10 +203,10 @@ def test_forecasts_that_order_the_long_are_believed_and_others_are_not() -> None
 
 
 def test_without_information_the_law_decides_and_loads_are_even() -> None:
-    n, mu = 400, 0.1
+    n, cost_weight = 400, 0.1
     forecast = Forecast(np.full(n, 5.0), np.full(n, 0.4))
-    split = best_split(outlook(forecast, forecast, np.full(n, 20.0), 0.1), SPEED.base_s, SPEED.per_seq_s, mu, 64)
-    law = np.sqrt(SPEED.per_seq_s * n / (mu * SPEED.base_s))
+    split = best_split(predict_remaining(forecast, forecast, np.full(n, 20.0), 0.1), SPEED.base_s, SPEED.per_seq_s, cost_weight, 64)
+    law = np.sqrt(SPEED.per_seq_s * n / (cost_weight * SPEED.base_s))
     assert 0.4 * law <= split.groups <= 1.6 * law
     counts = np.bincount(split.group)
     assert counts.max() <= 2.5 * counts.min()
@@ -210,8 +218,8 @@ def test_where_the_law_asks_for_one_lease_no_second_is_opened() -> None:
     mean = np.log(200) + np.random.default_rng(0).normal(0, 0.48, n)
     live = LiveState(Forecast(mean, np.full(n, 0.36)), np.zeros(n), np.zeros(n, bool), np.full(n, -1))
     for law in (1, 2):
-        mu = SPEED.per_seq_s * n / (SPEED.base_s * law**2)
-        assert len(decide_moves(live, SPEED, Settings(mu, 16, 0.1, 0.3)).open) == law
+        cost_weight = SPEED.per_seq_s * n / (SPEED.base_s * law**2)
+        assert len(decide_moves(live, SPEED, Settings(cost_weight, 16, 0.1, 0.3)).open) == law
 
 
 def test_the_likely_long_sit_on_lightly_loaded_actors() -> None:
@@ -240,9 +248,9 @@ def test_a_sequence_that_outlives_its_forecast_leaves_the_crowd() -> None:
 
 @given(st.integers(0, 1000), st.sampled_from([0.0, 0.05, 0.5]), st.sampled_from([0.0, 0.3]), st.floats(0.003, 3.0))
 @settings(deadline=None, max_examples=20)
-def test_moves_say_exactly_what_changes(seed: int, migrate_s: float, start_s: float, mu: float) -> None:
+def test_moves_say_exactly_what_changes(seed: int, migrate_s: float, start_s: float, cost_weight: float) -> None:
     live, _ = state(80, seed, actors=4)
-    moves = decide_moves(live, SPEED, Settings(mu, 8, migrate_s, start_s))
+    moves = decide_moves(live, SPEED, Settings(cost_weight, 8, migrate_s, start_s))
     index = live.live
     changed = live.actor.copy()
     for move in moves.moves:
@@ -272,7 +280,11 @@ def test_who_all_end_at_the_limit_stay_where_they_are() -> None:
     """One of two engines is ahead. Whoever moves from the other pauses, and is the last: for less than it saves where a move is quick."""
     actor = np.repeat([0, 1], 32)
     live = LiveState(
-        Forecast(np.full(64, np.log(128.0)), np.full(64, 0.05)), np.where(actor == 0, 40.0, 52.0), np.zeros(64, bool), actor, (0, 1),
+        Forecast(np.full(64, np.log(128.0)), np.full(64, 0.05)),
+        np.where(actor == 0, 40.0, 52.0),
+        np.zeros(64, bool),
+        actor,
+        (0, 1),
         limit=128.0,
     )
     quick, slow = (decide_moves(live, Speed(2e-3, 1e-4), Settings(0.05, 2, migrate_s)) for migrate_s in (0.001, 0.03))
@@ -307,7 +319,7 @@ def test_look_uses_what_the_rollout_showed() -> None:
     short = LiveState(Forecast(live.forecast.mean_log - 0.7, live.forecast.sd_log), live.generated, live.finished, live.actor)
     left = truth[live.live] - live.generated[live.live]
     k = 12
-    learned, told = (look(short, Settings(0.1, 8, surprise=0.0, learn=learn)) for learn in (True, False))
+    learned, told = (remaining_lengths(short, Settings(0.1, 8, uninformative_share=0.0, learn=learn)) for learn in (True, False))
     errors = [abs(v.alive[:, k].mean() - (left > v.tokens[k]).mean()) for v in (learned, told)]
     assert errors[0] < 0.06 and errors[0] < 0.6 * errors[1]
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.policy import deal, slots_to_yield
+from placement.scaling.resize_policy import assign_groups, slots_to_yield
 
 LENGTHS = st.lists(st.floats(1, 500), min_size=1, max_size=40).map(np.array)
 
@@ -29,7 +29,7 @@ def dealt_by_hand(lengths: np.ndarray, groups: np.ndarray, actors: int) -> list[
 @settings(max_examples=200, deadline=None)
 def test_deal_is_a_partition_into_whole_groups_longest_first(case: tuple[np.ndarray, np.ndarray], actors: int) -> None:
     lengths, groups = case
-    parts = deal(lengths, groups, actors)
+    parts = assign_groups(lengths, groups, actors)
     assert len(parts) == actors
     np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(len(lengths)))
     assert all(part.dtype.kind == "i" for part in parts), "they are used as indices"
@@ -40,7 +40,7 @@ def test_deal_is_a_partition_into_whole_groups_longest_first(case: tuple[np.ndar
 
 
 def test_deal_of_nothing() -> None:
-    assert [len(part) for part in deal(np.empty(0), np.empty(0, int), 3)] == [0, 0, 0]
+    assert [len(part) for part in assign_groups(np.empty(0), np.empty(0, int), 3)] == [0, 0, 0]
 
 
 @given(st.integers(0, 20), st.integers(1, 3), st.booleans())

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.keep_warm import hold_slot, keep_alive, prewarm, start_cost
-from placement.policy import Park, Release
+from placement.scaling.keep_warm import hold_slot, keep_alive, prewarm, start_cost
+from placement.scaling.resize_policy import Park, Release
 
 GAPS = st.lists(st.one_of(st.floats(0, 100), st.just(math.inf)), min_size=3, max_size=12)
 
@@ -47,23 +47,23 @@ def test_ends_of_the_price() -> None:
 
 def test_a_start_on_the_critical_path_is_worth_more_warmth() -> None:
     """The same slot-seconds, but nothing hides the start: it is held longer."""
-    hidden, open_ = start_cost(10, 1.0, 4.0, hidden_s=10), start_cost(10, 1.0, 4.0)
+    hidden, open_ = start_cost(10, 1.0, 4.0, overlapped_s=10), start_cost(10, 1.0, 4.0)
     assert (hidden, open_) == (10, 50)
     assert keep_alive([], 1.0, open_).keep_s > keep_alive([], 1.0, hidden).keep_s
     assert hold_slot(30, 1.0, hidden).action == "Release" and hold_slot(30, 1.0, open_).action == "Hold"
 
 
-@pytest.mark.parametrize(("hold", "second"), [(1.0, 1.0), (1.0, 20.0), (5.0, 1.0)])
-def test_prewarm_starts_when_the_expected_loss_is_least(hold: float, second: float) -> None:
+@pytest.mark.parametrize(("hold", "value_per_s"), [(1.0, 1.0), (1.0, 20.0), (5.0, 1.0)])
+def test_prewarm_starts_when_the_expected_loss_is_least(hold: float, value_per_s: float) -> None:
     """Against a search over lead times on sampled phases and starts."""
     rng = np.random.default_rng(0)
     ends, starts = rng.normal(100, 6, 200_000), rng.normal(15, 2, 200_000)
 
     def loss(at: float) -> float:
         early = ends - (at + starts)
-        return float(np.mean(np.where(early > 0, hold * early, -second * early)))
+        return float(np.mean(np.where(early > 0, hold * early, -value_per_s * early)))
 
-    found = prewarm(100, 6, 15, 2, hold, second)
+    found = prewarm(100, 6, 15, 2, hold, value_per_s)
     best = min((loss(at), at) for at in np.arange(60, 110, 0.25))
     assert loss(found.at_s) <= best[0] * 1.01
     assert found.at_s == pytest.approx(best[1], abs=0.6)

@@ -7,23 +7,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.choice import Objective, choose
-from placement.frontier import frontier
-from placement.plan import Plan
-from placement.policy import (
+from placement.planning.frontier import frontier
+from placement.planning.objective import Objective, choose
+from placement.planning.plan import Plan
+from placement.scaling.resize_policy import (
     Decision,
     Grow,
     Hold,
     ResizeHistory,
     Shrink,
     Transition,
+    best_held_plan,
     decide,
     failed,
-    plan_of_current,
     safe_decide,
     time_value,
 )
-from placement.speed import Speed
+from placement.speed.decode_speed import Speed
 
 
 def plan(actors: int, time_s: float, cost: float) -> Plan:
@@ -31,27 +31,35 @@ def plan(actors: int, time_s: float, cost: float) -> Plan:
 
 
 def go(current: int, chosen: Plan, stay: Plan | None, **more) -> Decision:
-    named = {"transition": Transition(10.0, return_s=1.0), "history": ResizeHistory(), "step": 1, "second": 1.0, **more}
+    named = {"transition": Transition(10.0, restart_s=1.0), "history": ResizeHistory(), "step": 1, "value_per_s": 1.0, **more}
     return decide(current, chosen, stay, **named)
 
 
 @given(
-    st.integers(1, 8), st.integers(1, 8), st.floats(0.1, 50), st.floats(0.1, 50), st.floats(0.1, 50), st.floats(0.1, 50),
-    st.floats(0, 5), st.floats(0, 60), st.integers(1, 100), st.floats(0, 2),
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.floats(0.1, 50),
+    st.floats(0.1, 50),
+    st.floats(0.1, 50),
+    st.floats(0.1, 50),
+    st.floats(0, 5),
+    st.floats(0, 60),
+    st.integers(1, 100),
+    st.floats(0, 2),
 )
 @settings(max_examples=300, deadline=None)
 def test_a_change_is_made_exactly_where_it_pays_back(
-    current: int, wanted: int, t0: float, c0: float, t1: float, c1: float, second: float, start: float, since: int, hidden: float
+    current: int, wanted: int, t0: float, c0: float, t1: float, c1: float, value_per_s: float, start: float, since: int, hidden: float
 ) -> None:
     """The rule by hand: one-time cost ≤ ½ · saving · horizon, and more than 2 % of a step's worth."""
     move = Transition(start, hidden, 0.3 * start, price=2.0)
-    found = go(current, plan(wanted, t1, c1), plan(min(current, 3), t0, c0), transition=move, step=since, second=second)
+    found = go(current, plan(wanted, t1, c1), plan(min(current, 3), t0, c0), transition=move, step=since, value_per_s=value_per_s)
     if wanted == current:
         assert isinstance(found, Hold) and found.time_s == t1
         return
-    before, after = c0 + second * t0, c1 + second * t1
+    before, after = c0 + value_per_s * t0, c1 + value_per_s * t1
     if wanted > current:
-        once = (wanted - current) * 2.0 * start + second * max(0.0, start - hidden)
+        once = (wanted - current) * 2.0 * start + value_per_s * max(0.0, start - hidden)
     else:
         once = (current - wanted) * 2.0 * 0.3 * start
     pays = before - after > 0.02 * before and once <= 0.5 * (before - after) * since
@@ -82,9 +90,9 @@ def test_forecasts_that_go_to_and_fro_do_not_make_the_pool_do_so() -> None:
     for step in range(1, 41):
         here = (a, b)[step % 2]
         chosen = min(here.values(), key=lambda p: p.cost + p.time_s)
-        history = history.saw(step, chosen.actors)
+        history = history.record(step, chosen.actors)
         found = decide(
-            current, chosen, here[current], transition=Transition(3.0, return_s=3.0), history=history, step=step, second=1.0
+            current, chosen, here[current], transition=Transition(3.0, restart_s=3.0), history=history, step=step, value_per_s=1.0
         )
         if found.actors != current:
             current, changes = found.actors, changes + 1
@@ -96,18 +104,18 @@ def test_a_wish_that_lasts_is_followed() -> None:
     history, made = ResizeHistory(), []
     for step in range(1, 12):
         chosen = plan(4 if step >= 4 else 2, 6.0, 12.0)
-        history = history.saw(step, chosen.actors)
-        found = decide(2, chosen, plan(2, 8.0, 13.0), transition=Transition(3.0), history=history, step=step, second=1.0)
+        history = history.record(step, chosen.actors)
+        found = decide(2, chosen, plan(2, 8.0, 13.0), transition=Transition(3.0), history=history, step=step, value_per_s=1.0)
         made.append(found.action)
     # 6 + 3 once against 3 a step: six steps of horizon; the wish began at step 4, three steps after the first
     assert made == ["Hold"] * 9 + ["Grow"] * 2
 
 
 def test_the_horizon_is_how_long_wishes_last() -> None:
-    history = ResizeHistory().saw(1, 4)
+    history = ResizeHistory().record(1, 4)
     assert history.horizon(1) == 1 and history.horizon(8) == 7
-    assert history.saw(5, 5) == history, "25 % more is the same wish"
-    history = history.saw(11, 8).saw(15, 2)  # they lasted 10 and 4 steps
+    assert history.record(5, 5) == history, "25 % more is the same wish"
+    history = history.record(11, 8).record(15, 2)  # they lasted 10 and 4 steps
     assert history.horizon(16) == pytest.approx(7) and history.horizon(40) == 25
 
 
@@ -125,12 +133,14 @@ def test_the_worth_of_a_second_agrees_with_the_choice(seed: int, prefer: float, 
     lengths = np.random.default_rng(seed).lognormal(5, 0.6, 40)
     plans = frontier(lengths, Speed(0.0085, 3e-5), max_actors=6)
     objective = Objective(prefer=prefer)
-    chosen, second = choose(plans, objective).plan, time_value(objective, plans)
-    stay = plan_of_current(plans, current, objective)
+    chosen, value_per_s = choose(plans, objective).plan, time_value(objective, plans)
+    stay = best_held_plan(plans, current, objective)
     assert stay is None or stay.actors <= current
     if stay is not None and prefer < 0.99:
-        assert chosen.cost + second * chosen.time_s <= stay.cost + second * stay.time_s + 1e-9
-    found = decide(current, chosen, stay, transition=Transition(0.0), history=ResizeHistory(), step=1, second=second, band=0.0)
+        assert chosen.cost + value_per_s * chosen.time_s <= stay.cost + value_per_s * stay.time_s + 1e-9
+    found = decide(
+        current, chosen, stay, transition=Transition(0.0), history=ResizeHistory(), step=1, value_per_s=value_per_s, min_saving=0.0
+    )
     if stay is not None and prefer < 0.99 and chosen.actors < current:
         assert found.actors in (chosen.actors, current)
     assert found.plan is not None and found.plan.actors <= max(found.actors, chosen.actors)
@@ -138,10 +148,10 @@ def test_the_worth_of_a_second_agrees_with_the_choice(seed: int, prefer: float, 
 
 def test_staying_keeps_to_the_deadline_and_the_budget_where_it_can() -> None:
     plans = [plan(4, 1.0, 9.0), plan(3, 2.0, 6.0), plan(2, 3.0, 5.0), plan(1, 5.0, 4.0)]
-    assert plan_of_current(plans, 3, Objective(deadline_s=3.5)).actors == 2
-    assert plan_of_current(plans, 2, Objective(deadline_s=2.5)).actors == 2  # the nearest it can
-    assert plan_of_current(plans, 4, Objective(budget=5.5)).actors == 2
-    assert plan_of_current(plans[:1], 3, Objective(knee=True)) is None
+    assert best_held_plan(plans, 3, Objective(deadline_s=3.5)).actors == 2
+    assert best_held_plan(plans, 2, Objective(deadline_s=2.5)).actors == 2  # the nearest it can
+    assert best_held_plan(plans, 4, Objective(budget=5.5)).actors == 2
+    assert best_held_plan(plans[:1], 3, Objective(knee=True)) is None
     assert time_value(Objective(deadline_s=2.0), plans) == 0
     assert time_value(Objective(knee=True), plans) == pytest.approx(5 / 4)
     assert time_value(Objective(prefer=0.5), plans) == pytest.approx(4.0)

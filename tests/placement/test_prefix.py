@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.prefix import MARGIN, PrefixCosts, PrefixDemand, PrefixSpeed, choose_prefix
+from placement.scaling.prefix_benefit import MARGIN, PrefixCosts, PrefixDemand, PrefixSpeed, choose_prefix
 
 BLOCK = 32
 COSTS = PrefixCosts(1e-4, 2e-4, 1e-4, 1e-4, 2e-3, 5e-3, 1e-2)

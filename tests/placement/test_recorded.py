@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from placement.recorded import read_lengths
+from placement.forecast.recorded_lengths import read_lengths
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_row_without_the_column_of_the_others_is_named(tmp_path: Path) -> None
         ("a.jsonl", "3\n" + "[" * 100_000, "line 2: lists in lists too deep"),
         ("a.json", f"[{'9' * 5000}]", "too many digits"),
         ("a.json", f"[3, {'9' * 500}]", "entry 2: an integer beyond 1e\\+09 is no number of tokens"),
-        ("a.json", "[{}]", "entry 1: there is nothing in it"),
+        ("a.json", "[{}]", "entry 1: the object is empty"),
         ("a.csv", 'tokens\n"3\n4\n', "line 3: not CSV .unexpected end of data"),
         ("a.csv", 'tokens,prompt\n3,"two\nlines"\nx,c\n', "line 4, column `tokens`: `x` is not a number"),
         ("a.csv", f"tokens\n{'9' * 200_000}\n", "line 2: not CSV .field larger than"),

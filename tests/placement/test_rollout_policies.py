@@ -6,12 +6,12 @@ import itertools
 import numpy as np
 import pytest
 
-from placement.rollout_policies import Job, make_policy, prefer_of, weight
-from placement.rollout_policies.consolidate import Consolidate, CrudeMix, rebalance
-from placement.rollout_policies.global_cut import plan_cut
-from placement.rollout_run import Result, run
-from placement.rollout_sim import simulate_rollout
-from placement.speed import Speed
+from placement.simulate.rollout import RolloutJob, cost_weight_of, make_policy
+from placement.simulate.rollout.consolidate import Consolidate, CrudeMix, rebalance
+from placement.simulate.rollout.global_cut import plan_cut
+from placement.simulate.rollout.run_policy import Result, run
+from placement.simulate.rollout.simulate_rollout import simulate_rollout
+from placement.speed.decode_speed import Speed
 
 BASE, PER_SEQ = 8.5e-3, 3e-5
 SPEED = Speed(BASE, PER_SEQ)
@@ -26,13 +26,13 @@ def lengths_of(seed: int, n: int = 320, group: int = 8, median: float = 150.0, s
     return truth, np.maximum(1, median * np.exp(prompt[:, None] + rng.normal(0, spread, (n, 32))))
 
 
-def reference(truth: np.ndarray, scenarios: np.ndarray, mu: float, cap: int, mix: bool) -> tuple[float, float]:
+def reference(truth: np.ndarray, scenarios: np.ndarray, cost_weight: float, cap: int, mix: bool) -> tuple[float, float]:
     """Both consolidations written down again, token phase by token phase, with plain lists: (time, actor-seconds)."""
     made = {i: 0.0 for i in range(len(truth))}
     clock = paid = 0.0
     while made:
         count = len(made)
-        cap = m = max(1, min(cap, count, int(np.ceil((PER_SEQ * count / (mu * BASE)) ** 0.5))))
+        cap = m = max(1, min(cap, count, int(np.ceil((PER_SEQ * count / (cost_weight * BASE)) ** 0.5))))
         queue = list(made)
         if mix:
             expected = {}
@@ -60,20 +60,13 @@ def reference(truth: np.ndarray, scenarios: np.ndarray, mu: float, cap: int, mix
     return clock, paid
 
 
-@pytest.mark.parametrize("mu", [0.02, 0.1, 0.5])
+@pytest.mark.parametrize("cost_weight", [0.02, 0.1, 0.5])
 @pytest.mark.parametrize(("kind", "mix"), [(Consolidate, False), (CrudeMix, True)])
-def test_consolidation_is_the_reference(kind: type[Consolidate], mix: bool, mu: float) -> None:
+def test_consolidation_is_the_reference(kind: type[Consolidate], mix: bool, cost_weight: float) -> None:
     truth, scenarios = lengths_of(1, n=160)
-    job = Job(scenarios, SPEED, 12, prompts=np.zeros(160))
-    result = run(truth, job, kind(job, mu))
-    assert (result.time_s, result.cost) == pytest.approx(reference(truth, scenarios, mu, 12, mix), rel=1e-6)
-
-
-def test_prefer_and_mu_are_each_others_inverse() -> None:
-    _, scenarios = lengths_of(2)
-    for prefer in (0.0, 0.3, 1.0):
-        job = Job(scenarios, SPEED, 16, prefer, prompts=np.zeros(320))
-        assert prefer_of(weight(job), job) == pytest.approx(prefer)
+    job = RolloutJob(scenarios, SPEED, 12, prompts=np.zeros(160))
+    result = run(truth, job, kind(job, cost_weight))
+    assert (result.time_s, result.cost) == pytest.approx(reference(truth, scenarios, cost_weight, 12, mix), rel=1e-6)
 
 
 def swept(policy: str, truth: np.ndarray, scenarios: np.ndarray, **more: float) -> list[Result]:
@@ -106,9 +99,9 @@ def test_the_global_cut_is_the_best_of_those_tried() -> None:
     """The predicted plan against running every threshold and destination for real, on lengths the forecast knows."""
     truth, _ = lengths_of(5)
     for prefer in (0.4, 0.6):
-        job = Job(truth[:, None], SPEED, 12, prefer, prompts=np.zeros(len(truth)))
-        mu = weight(job)
-        chosen = plan_cut(job, mu)
+        job = RolloutJob(truth[:, None], SPEED, 12, prefer, prompts=np.zeros(len(truth)))
+        cost_weight = cost_weight_of(job)
+        chosen = plan_cut(job, cost_weight)
         made = run(truth, job, make_policy("global-cut", job))
         assert made.time_s == pytest.approx(chosen.time_s, rel=0.05) and made.cost == pytest.approx(chosen.cost, rel=0.08)
         for remaining in (0, 16, 64, 160):
@@ -116,7 +109,7 @@ def test_the_global_cut_is_the_best_of_those_tried() -> None:
                 policy = make_policy("global-cut", job)
                 policy.cut = type(chosen)(remaining, actors, 0.0, 0.0)  # type: ignore[attr-defined]
                 other = run(truth, job, policy)
-                assert made.time_s + mu * made.cost <= (other.time_s + mu * other.cost) * 1.03
+                assert made.time_s + cost_weight * made.cost <= (other.time_s + cost_weight * other.cost) * 1.03
 
 
 def test_the_paper_cuts_at_its_share() -> None:
@@ -161,11 +154,11 @@ def sweep(policy: str, seed: int, known: bool, charge: float) -> list[Result]:
     if not known:
         scenarios = scenarios[np.random.default_rng(seed).permutation(96)]
     return [
-        simulate_rollout(truth, scenarios, SPEED, policy=policy, max_actors=6, prefer=p, migrate_s=charge, start_s=charge)
-        for p in KNOBS
+        simulate_rollout(truth, scenarios, SPEED, policy=policy, max_actors=6, prefer=p, migrate_s=charge, start_s=charge) for p in KNOBS
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rival", ["consolidate", "crude-mix", "rlhfless-paper"])
 @pytest.mark.parametrize(("known", "charge"), [(True, 0.0), (False, 0.0), (True, 0.1)])
 def test_ours_is_not_behind_on_the_mean_frontier(rival: str, known: bool, charge: float) -> None:
@@ -179,10 +172,10 @@ def test_ours_is_not_behind_on_the_mean_frontier(rival: str, known: bool, charge
 def test_the_oracle_is_ahead_and_at_its_best_near_the_bound() -> None:
     truth, scenarios = lengths_of(30, n=96, median=60.0)
     for prefer in (0.2, 0.5):
-        job = Job(scenarios, SPEED, 12, prefer, prompts=np.zeros(96))
-        mu = weight(job)
+        job = RolloutJob(scenarios, SPEED, 12, prefer, prompts=np.zeros(96))
+        cost_weight = cost_weight_of(job)
         score = {
-            policy: (lambda r: r.time_s + mu * r.cost)(
+            policy: (lambda r: r.time_s + cost_weight * r.cost)(
                 simulate_rollout(truth, scenarios, SPEED, policy=policy, max_actors=12, prefer=prefer)
             )
             for policy in ("oracle", "ours", "consolidate", "crude-mix", "rlhfless-paper", "global-cut")

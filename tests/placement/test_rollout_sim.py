@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.rollout_policies import NAMES, Action, Job, View, make_policy
-from placement.rollout_run import run
-from placement.rollout_sim import simulate_rollout
-from placement.speed import Speed
+from placement.simulate.rollout import NAMES, Action, RolloutJob, View, make_policy
+from placement.simulate.rollout.run_policy import run
+from placement.simulate.rollout.simulate_rollout import simulate_rollout
+from placement.speed.decode_speed import Speed
 
 SPEED = Speed(8.5e-3, 3e-5)
 
@@ -28,14 +28,17 @@ class Static:
         return None
 
 
-def job(lengths: np.ndarray, speed: Speed = SPEED, actors: int = 64, **more: float) -> Job:
+def job(lengths: np.ndarray, speed: Speed = SPEED, actors: int = 64, **more: float) -> RolloutJob:
     prompts = more.pop("prompts", np.zeros(len(lengths)))
-    return Job(np.asarray(lengths, float)[:, None], speed, actors, prompts=prompts, **more)  # type: ignore[arg-type]
+    return RolloutJob(np.asarray(lengths, float)[:, None], speed, actors, prompts=prompts, **more)  # type: ignore[arg-type]
 
 
 @given(
     st.lists(st.tuples(st.integers(1, 200), st.integers(0, 4), st.integers(0, 50)), min_size=1, max_size=40),
-    st.floats(0, 0.05), st.floats(1e-6, 1e-3), st.sampled_from([0.0, 1e-7, 1e-5]), st.floats(0.01, 3.0),
+    st.floats(0, 0.05),
+    st.floats(1e-6, 1e-3),
+    st.sampled_from([0.0, 1e-7, 1e-5]),
+    st.floats(0.01, 3.0),
 )
 @settings(deadline=None, max_examples=60)
 def test_a_static_partition_takes_the_time_of_the_formula(
@@ -82,8 +85,9 @@ def test_a_cache_that_overflows_still_ends_and_slows(policy: str) -> None:
     rng = np.random.default_rng(4)
     lengths = rng.integers(50, 400, 60).astype(float)
     times = [
-        simulate_rollout(lengths, lengths[:, None], SPEED, policy=policy, max_actors=2, prefer=0.9, capacity=room,
-                         prompts=np.full(60, 10.0)).time_s
+        simulate_rollout(
+            lengths, lengths[:, None], SPEED, policy=policy, max_actors=2, prefer=0.9, capacity=room, prompts=np.full(60, 10.0)
+        ).time_s
         for room in (500, 2000, None)
     ]
     assert times[0] > times[1] > times[2] * 0.999
@@ -149,7 +153,7 @@ def test_no_policy_sees_what_has_not_been_generated(policy: str, until: float) -
     """Two truths that agree on everything generated before `until` give the same decisions before `until`."""
     rng = np.random.default_rng(6)
     truth = np.round(rng.lognormal(5, 0.7, 300)) + 1
-    work = Job(truth[:, None] * rng.lognormal(0, 0.4, (300, 8)), SPEED, 8, 0.6, prompts=np.zeros(300))
+    work = RolloutJob(truth[:, None] * rng.lognormal(0, 0.4, (300, 8)), SPEED, 8, 0.6, prompts=np.zeros(300))
     one = Recorder(make_policy(policy, work))
     run(truth, work, one)
     seen = max((at, k) for k, (at, *_) in enumerate(one.log) if at <= until + 1e-9)[1]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.seats import seats
+from placement.scaling.engine_assignment import assign_engines
 
 TIMES = st.floats(0, 100, allow_nan=False)
 
@@ -15,7 +15,7 @@ TIMES = st.floats(0, 100, allow_nan=False)
 @given(st.lists(TIMES, max_size=5), st.lists(TIMES, min_size=5, max_size=6))
 @settings(deadline=None, max_examples=150)
 def test_no_other_seats_are_done_sooner(work: list[float], around: list[float]) -> None:
-    found = seats(np.array(work), np.array(around))
+    found = assign_engines(np.array(work), np.array(around))
     assert len(set(found)) == len(work)
     best = min(
         max((w + around[e] for w, e in zip(work, engines, strict=True)), default=0.0)
@@ -25,14 +25,14 @@ def test_no_other_seats_are_done_sooner(work: list[float], around: list[float]) 
 
 
 def test_engines_that_are_alike_keep_the_order_of_the_groups() -> None:
-    assert seats(np.array([1.0, 3.0, 2.0]), np.array([0.5, 0.5, 0.5, 0.5])) == [0, 1, 2]
-    assert seats(np.array([1.0, 3.0, 2.0]), np.array([9.0, 0.5, 0.5, 0.5])) == [1, 2, 3]
-    assert seats(np.array([1.0, 3.0]), np.array([0.5, 0.1])) == [0, 1]
-    assert seats(np.array([3.0, 1.0]), np.array([0.5, 0.1])) == [1, 0]
+    assert assign_engines(np.array([1.0, 3.0, 2.0]), np.array([0.5, 0.5, 0.5, 0.5])) == [0, 1, 2]
+    assert assign_engines(np.array([1.0, 3.0, 2.0]), np.array([9.0, 0.5, 0.5, 0.5])) == [1, 2, 3]
+    assert assign_engines(np.array([1.0, 3.0]), np.array([0.5, 0.1])) == [0, 1]
+    assert assign_engines(np.array([3.0, 1.0]), np.array([0.5, 0.1])) == [1, 0]
 
 
 def test_too_few_engines_and_times_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match="2 groups need as many engines"):
-        seats(np.ones(2), np.ones(1))
+        assign_engines(np.ones(2), np.ones(1))
     with pytest.raises(ValueError, match="finite times"):
-        seats(np.array([np.nan]), np.ones(1))
+        assign_engines(np.array([np.nan]), np.ones(1))

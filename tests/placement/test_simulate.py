@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import yaml
 
-from placement.simulate import POLICIES, Terms, load, named, names, parse, simulate
-from placement.simulate.elastic import elastic
-from placement.simulate.planning import Planner
-from placement.simulate.plans import candidates
-from placement.simulate.policies import fixed
-from placement.simulate.run import Forecasts, workload_of
+from placement.simulate import POLICIES, PhaseTimes, load, named, names, parse, simulate
+from placement.simulate.elastic_policy import elastic
+from placement.simulate.plan_candidates import candidates
+from placement.simulate.plan_search import Planner
 from placement.simulate.setting import Setting
-from placement.simulate.step import StepInput
-from placement.simulate.workload import replay, synthesise
+from placement.simulate.simulate_run import Forecasts, workload_of
+from placement.simulate.simulate_step import StepInput
+from placement.simulate.step_policies import fixed
+from placement.simulate.synthetic_workload import replay, synthesise
 
 SMALL = {"like": "qwen3b-gsm8k-grpo", "prompts": 8, "samples": 4, "nodes": 1, "steps_per_epoch": 1, "epochs": 2}
 
@@ -42,26 +42,26 @@ def step_input(setting: Setting, seed: int = 0, step: int = 0) -> StepInput:
 def test_one_engine_takes_exactly_the_replica_time() -> None:
     """One device, no start-up, no migration: base·max L + Σ (per_seq·L + per_ctx·(p·L + L²/2)), then the phases in turn."""
     setting = small(devices_per_node=2, device={"like": "H200"}, start_scale=0)
-    terms = Terms.of(setting)
-    terms = replace(terms, reshard_s=0.0)
+    times = PhaseTimes.from_setting(setting)
+    times = replace(times, reshard_s=0.0)
     given = step_input(setting)
     one = replace(given, lengths=given.lengths, group=given.group)
-    run = fixed(replace(terms, devices=terms.width), one, None)  # type: ignore[arg-type]
-    lengths, prompts, speed = given.lengths, given.prompts, terms.speed
+    run = fixed(replace(times, devices=times.width), one, None)  # type: ignore[arg-type]
+    lengths, prompts, speed = given.lengths, given.prompts, times.speed
     replica = speed.base_s * lengths.max() + np.sum(speed.per_seq_s * lengths + speed.per_ctx_s * (prompts * lengths + lengths**2 / 2))
     unique = prompts[:: setting.samples].sum()
     prefill = setting.model.flops_per_token * unique / (989.4e12 * 0.46)
     assert run.rollout_s == pytest.approx(replica + prefill)
     tokens = (lengths + prompts).sum()
-    assert run.time_s == pytest.approx(replica + prefill + terms.prepare_s(tokens, 1) + terms.learn_s(tokens, 1))
+    assert run.time_s == pytest.approx(replica + prefill + times.prepare_s(tokens, 1) + times.learn_s(tokens, 1))
 
 
 def test_phases_are_flops_over_peak_and_efficiency() -> None:
-    terms = Terms.of(small())
-    flops = terms.setting.model.flops_per_token * 1e5
-    assert terms.prepare_s(1e5, 8) == pytest.approx(2 * flops / (8 * 362.05e12 * 0.46))
-    assert terms.gradients_s(1e5, 8, 1) == pytest.approx(3 * flops / (8 * 362.05e12 * 0.33))
-    ppo = Terms.of(small(algorithm="ppo", device="H200"))
+    times = PhaseTimes.from_setting(small())
+    flops = times.setting.model.flops_per_token * 1e5
+    assert times.prepare_s(1e5, 8) == pytest.approx(2 * flops / (8 * 362.05e12 * 0.46))
+    assert times.gradients_s(1e5, 8, 1) == pytest.approx(3 * flops / (8 * 362.05e12 * 0.33))
+    ppo = PhaseTimes.from_setting(small(algorithm="ppo", device="H200"))
     assert ppo.prepare_s(1e5, 8) == pytest.approx(3 * flops / (8 * 989.4e12 * 0.46))
     assert ppo.models == 2
 
@@ -95,7 +95,7 @@ def test_fixed_is_billed_for_every_device_all_the_time(everything) -> None:
 
 def test_a_cluster_without_a_device_beside_the_trainers_cannot_be_disaggregated() -> None:
     tight = small(devices_per_node=2, prompts=2, samples=2, epochs=1)
-    assert Terms.of(tight).least == tight.devices
+    assert PhaseTimes.from_setting(tight).min_learner == tight.devices
     with pytest.raises(ValueError, match=r"`disaggregated`: 2 devices to train and 1 to generate are more than the 2 of the cluster"):
         simulate(tight, ["disaggregated"])
     others = [name for name in POLICIES if name not in ("disaggregated", "oracle")]
@@ -114,30 +114,30 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not() -> None:
 def test_the_plan_never_sees_the_lengths() -> None:
     """The same forecasts with other lengths behind them give the same step plan."""
     setting = small(prompts=4, samples=2)
-    terms, given = Terms.of(setting), step_input(setting)
+    times, given = PhaseTimes.from_setting(setting), step_input(setting)
     plans = []
     for lengths in (given.lengths, given.lengths[::-1] * 1.5):
         planner = Planner(
-            replace(given, lengths=lengths, memo={}),
+            replace(given, lengths=lengths, cache={}),
             setting.prefer,
-            lambda view: fixed(terms, view, None),  # type: ignore[arg-type]
+            lambda view: fixed(times, view, None),  # type: ignore[arg-type]
         )
-        plans.append(planner.knobs("ours", lambda view, k: elastic(terms, view, k), candidates(terms)))
+        plans.append(planner.choose("ours", lambda view, k: elastic(times, view, k), candidates(times)))
     assert plans[0] == plans[1]
 
 
 def test_more_updates_per_rollout_forbid_early_gradients() -> None:
     """With one update the learner can take gradients beside the tail; with four it may only prepare."""
-    once, often = (Terms.of(small(updates=u)) for u in (1, 4))
+    once, often = (PhaseTimes.from_setting(small(updates=u)) for u in (1, 4))
     given = step_input(small())
-    knobs = next(k for k in candidates(once) if k.early == k.late == 3 and k.share == 0.4)
-    one, four = (elastic(terms, replace(given, memo={}), knobs) for terms in (once, often))
+    plan = next(k for k in candidates(once) if k.early == k.late == 3 and k.share == 0.4)
+    one, four = (elastic(times, replace(given, cache={}), plan) for times in (once, often))
     assert one.rollout_s == four.rollout_s
     assert one.time_s < four.time_s
 
 
 def test_cold_starts_cost_what_is_published() -> None:
-    warm, cold = Terms.of(small()), Terms.of(small(cold=True))
+    warm, cold = PhaseTimes.from_setting(small()), PhaseTimes.from_setting(small(cold=True))
     assert cold.wake_s == 59.0 and warm.wake_s == pytest.approx(0.8 + 7.7e-12 * warm.setting.model.parameters)
 
 
@@ -158,15 +158,7 @@ def test_variance_of_log_length_splits_as_published() -> None:
 
 
 def test_a_distribution_may_be_changed_field_by_field() -> None:
-    size = {
-        "prompts": 64,
-        "samples": 8,
-        "steps_per_epoch": 1,
-        "epochs": 1,
-        "response_limit": 2048,
-        "prompt_limit": 1024,
-        "seed": 0,
-    }
+    size = {"prompts": 64, "samples": 8, "steps_per_epoch": 1, "epochs": 1, "response_limit": 2048, "prompt_limit": 1024, "seed": 0}
     assert np.unique(synthesise({"like": "gpqa", "log_deviation": 0.0}, **size).lengths).tolist() == [600]
     with pytest.raises(ValueError, match="unknown field of a length distribution `median`; did you mean `median_tokens`"):
         synthesise({"median": 3}, **size)
@@ -183,12 +175,7 @@ def test_recorded_lengths_are_replayed(tmp_path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("prompt,prompt_tokens,response_tokens\na,10,100\na,10,120\nb,20,5000\nb,20,30\n")
     work = replay(path, prompts=1, epochs=2, response_limit=2048)
-    assert work.lengths.tolist() == [[[100, 120]], [[2048, 30]]] * 2 and work.prompt_tokens.ravel().tolist() == [
-        10,
-        20,
-        10,
-        20,
-    ]
+    assert work.lengths.tolist() == [[[100, 120]], [[2048, 30]]] * 2 and work.prompt_tokens.ravel().tolist() == [10, 20, 10, 20]
     path = tmp_path / "lengths.json"
     path.write_text('[[100, 120], {"prompt_tokens": 20, "lengths": [7, 8]}]')
     assert replay(path, prompts=2, epochs=1, response_limit=2048).lengths.tolist() == [[[100, 120], [7, 8]]]
@@ -227,8 +214,8 @@ def test_a_trace_that_cannot_be_replayed_says_why(tmp_path, file: str, text: str
 
 @pytest.mark.parametrize("name", names())
 def test_every_shipped_setting_fits_its_cluster(name: str) -> None:
-    terms = Terms.of(named(name))
-    assert terms.least <= terms.devices and terms.capacity > named(name).response_limit + named(name).prompt_limit
+    times = PhaseTimes.from_setting(named(name))
+    assert times.min_learner <= times.devices and times.capacity > named(name).response_limit + named(name).prompt_limit
 
 
 @pytest.mark.parametrize(
@@ -263,7 +250,7 @@ def test_every_shipped_setting_fits_its_cluster(name: str) -> None:
         ({"phases": {"warm_start_s": float("inf")}}, "`phases.warm_start_s` must be a positive, finite"),
         ({"lengths": {"median_tokens": float("nan")}}, "`median_tokens` must be a finite number"),
         ({"start_scale": float("nan")}, "`start_scale` must be finite"),
-        ({"model": "/nowhere/config.json"}, "/nowhere/config.json: no configuration of a model can be read there"),
+        ({"model": "/nowhere/config.json"}, "/nowhere/config.json: cannot read a model configuration from it"),
         ({"device": "H200", "devices_per_node": 6, "tensor_parallel": 6}, "6 devices cannot share the 16 heads"),
         ({"prompts": 10**6}, "has 7473"),
     ],

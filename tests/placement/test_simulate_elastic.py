@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement import Speed, simulate_rollout
-from placement.rollout_policies.view import Job
-from placement.rollout_run import run
-from placement.simulate import Terms, parse, simulate
-from placement.simulate.elastic import elastic
-from placement.simulate.narrow import Narrowed, Narrowing
-from placement.simulate.planning import Planner
-from placement.simulate.plans import beside, candidates
-from placement.simulate.run import Forecasts, workload_of
+from placement.simulate import PhaseTimes, parse, simulate
+from placement.simulate.elastic_policy import elastic
+from placement.simulate.learner_queue import LearnerCosts, LearnerDevices, LearnerWork, run_learner
+from placement.simulate.narrowing import Narrowed, Narrowing
+from placement.simulate.plan_candidates import candidates, neighbours
+from placement.simulate.plan_search import Planner
+from placement.simulate.rollout.run_policy import run
+from placement.simulate.rollout.view import RolloutJob
 from placement.simulate.setting import Setting
-from placement.simulate.step import Knobs, StepInput, StepRun, roll_out, work_of
-from placement.simulate.tail import Costs, Gang, Work, serve
+from placement.simulate.simulate_run import Forecasts, workload_of
+from placement.simulate.simulate_step import StepInput, StepPlanSettings, StepRun, roll_out, work_of
 
 SPEED = Speed(0.01, 1e-4)
 
@@ -39,15 +39,16 @@ def step_input(of: Setting, seed: int = 0) -> StepInput:
     return StepInput(work.lengths[0].ravel(), np.repeat(work.prompt_tokens[0], g), group, scenarios, seed)
 
 
-def job(rng: np.random.Generator, n: int, actors: int) -> tuple[np.ndarray, Job]:
+def job(rng: np.random.Generator, n: int, actors: int) -> tuple[np.ndarray, RolloutJob]:
     lengths = np.round(rng.lognormal(5, 0.7, n)) + 1
     scenarios = np.maximum(1, lengths[:, None] * rng.lognormal(0, 0.4, (n, 8)))
-    return lengths, Job(scenarios, SPEED, actors, 0.9, 0.02, 0.3, np.zeros(n), None, 0.05, int(rng.integers(9)))
+    return lengths, RolloutJob(scenarios, SPEED, actors, 0.9, 0.02, 0.3, np.zeros(n), None, 0.05, int(rng.integers(9)))
 
 
 # ---- engines given up -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ours", "random", "consolidate", "oracle"])
 def test_nothing_given_up_is_the_policy_itself(name: str) -> None:
     lengths, made = job(np.random.default_rng(3), 40, 6)
@@ -59,6 +60,7 @@ def test_nothing_given_up_is_the_policy_itself(name: str) -> None:
     assert mine.time_s == same.time_s and mine.cost == same.cost and np.array_equal(mine.finish_s, same.finish_s)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=12)
 @given(st.integers(0, 10**6), st.sampled_from(["ours", "random", "consolidate", "oracle"]), st.floats(0.2, 0.9), st.integers(1, 4))
 def test_after_the_share_at_most_so_many_engines_decode_and_nothing_is_lost(seed: int, name: str, share: float, kept: int) -> None:
@@ -76,9 +78,9 @@ def test_after_the_share_at_most_so_many_engines_decode_and_nothing_is_lost(seed
 def test_engines_given_up_let_the_learner_begin_earlier() -> None:
     """Sixteen engines with long tails each would keep their devices; told to give half up, they leave them at the share."""
     of = setting(nodes=2, prompts=16)
-    terms, view = Terms.of(of), step_input(of)
-    knobs = Knobs(16, 0.9, 8, 16, 0.5)
-    waits, gives = (elastic(terms, replace(view, memo={}), k, rollout="random") for k in (knobs, replace(knobs, narrow=True)))
+    times, view = PhaseTimes.from_setting(of), step_input(of)
+    plan = StepPlanSettings(16, 0.9, 8, 16, 0.5)
+    waits, gives = (elastic(times, replace(view, cache={}), k, rollout="random") for k in (plan, replace(plan, narrow=True)))
 
     def begins(step):
         return min(h.from_s for h in step.holds if h.what == "learn")
@@ -92,11 +94,11 @@ def test_engines_given_up_let_the_learner_begin_earlier() -> None:
 def test_an_engine_stays_awake_in_what_the_learner_leaves() -> None:
     """Qwen2.5-3B learning on 8 L40S: 4 bytes of weights and gradients, 2 of the reference, 12/8 of optimizer per parameter in
     80 % of 48 GB; beside it the engine's weights; the rest is KV at 36,864 bytes per token."""
-    terms = Terms.of(setting())
-    n = terms.setting.model.parameters
+    times = PhaseTimes.from_setting(setting())
+    n = times.setting.model.parameters
     room = 0.8 * 48e9 - n * (4 + 2 + 12 / 8) - 2 * n
-    assert terms.awake_capacity(8) == int(room // 36864) > 3072
-    tight = Terms.of(setting(model="qwen2.5-7b", nodes=2))
+    assert times.awake_capacity(8) == int(room // 36864) > 3072
+    tight = PhaseTimes.from_setting(setting(model="qwen2.5-7b", nodes=2))
     assert tight.awake_capacity(16) == 0, "weights and gradients of 7B leave no room"
     roomy = tight.learner(awake=True)
     assert tight.trainer.sharding(16).name != "all" and roomy.trainer.sharding(16).name == "all", "so it shards more"
@@ -105,18 +107,18 @@ def test_an_engine_stays_awake_in_what_the_learner_leaves() -> None:
 
 def test_awake_engines_only_wait_for_weights() -> None:
     of = setting(prompts=32)  # learns for longer than a wake-up takes
-    terms, view = Terms.of(of), step_input(of)
-    knobs = Knobs(8, 0.9, 0, 8)
-    awake, asleep = (elastic(terms, replace(view, memo={}), knobs, rollout="random", prewarmed=p) for p in (True, False))
-    assert asleep.rollout_s - awake.rollout_s == pytest.approx(terms.wake_s)
+    times, view = PhaseTimes.from_setting(of), step_input(of)
+    plan = StepPlanSettings(8, 0.9, 0, 8)
+    awake, asleep = (elastic(times, replace(view, cache={}), plan, rollout="random", prewarmed=p) for p in (True, False))
+    assert asleep.rollout_s - awake.rollout_s == pytest.approx(times.wake_s)
 
 
 def test_a_start_longer_than_the_learning_delays_the_step() -> None:
     """A cold start of 59 s cannot hide beside a second of learning, whoever's devices it takes."""
     of = setting(cold=True)
-    terms, view = Terms.of(of), step_input(of)
-    for knobs in (Knobs(4, 0.9, 4, 4), Knobs(8, 0.9, 0, 8)):
-        assert elastic(terms, replace(view, memo={}), knobs).time_s >= 59.0
+    times, view = PhaseTimes.from_setting(of), step_input(of)
+    for plan in (StepPlanSettings(4, 0.9, 4, 4), StepPlanSettings(8, 0.9, 0, 8)):
+        assert elastic(times, replace(view, cache={}), plan).time_s >= 59.0
 
 
 # ---- whitened advantages ----------------------------------------------------------------------------------------
@@ -159,39 +161,39 @@ def test_a_whitened_gradient_is_two_sums_that_add_up() -> None:
 
 def test_linear_gradients_cost_two_thirds_more_before_the_end_and_nothing_more_after_it() -> None:
     of = setting(algorithm="ppo", device="H200")
-    terms, view = Terms.of(of), step_input(of)
-    plain, linear = (work_of(terms, view, np.ones(32), gradients=True, linear=flag) for flag in (False, True))
+    times, view = PhaseTimes.from_setting(of), step_input(of)
+    plain, linear = (work_of(times, view, np.ones(32), gradients=True, linear=flag) for flag in (False, True))
     assert plain.gradients == 1.0 and linear.gradients == pytest.approx(1 + 5 / 3) and linear.later == 2.0
-    costs = Costs(lambda t, m: 0.0, lambda t, m: t / m, lambda a, b: 0.0, lambda t, m: 0.0, 10**9, lambda m: 1)
-    work = Work(np.array([0.0, 10.0]), np.array([3.0, 6.0]), np.array([-1, -1]), 8 / 3, 2.0)
-    done = serve(work, Gang(1, 1, 0.0, 10.0), costs)
+    costs = LearnerCosts(lambda t, m: 0.0, lambda t, m: t / m, lambda a, b: 0.0, lambda t, m: 0.0, 10**9, lambda m: 1)
+    work = LearnerWork(np.array([0.0, 10.0]), np.array([3.0, 6.0]), np.array([-1, -1]), 8 / 3, 2.0)
+    done = run_learner(work, LearnerDevices(1, 1, 0.0, 10.0), costs)
     assert done.early_busy == pytest.approx(3 * 8 / 3) and done.end_s == pytest.approx(10 + 6 * 2)
 
 
 def test_no_plan_takes_more_memory_than_there_is() -> None:
-    terms = Terms.of(setting(algorithm="ppo", model="qwen2.5-7b", nodes=2, samples=1, prompts=32))
+    times = PhaseTimes.from_setting(setting(algorithm="ppo", model="qwen2.5-7b", nodes=2, samples=1, prompts=32))
     room = 0.8 * 48e9
-    tried = candidates(terms)
+    tried = candidates(times)
     assert any(k.linear for k in tried)
     assert any(k.hosted for k in tried)
-    for knobs in {*tried, *(near for k in tried[::7] for near in beside(terms, k))}:
-        learner = terms.learner(linear=knobs.linear, awake=knobs.awake, hosted=knobs.hosted)
-        assert all(learner.trainer.held_bytes(m) <= room for m in (knobs.early, knobs.late) if m)
-        assert 1 <= knobs.engines <= 16 and knobs.early <= 15 and knobs.late <= 16 and 0 <= knobs.prefer <= 1
+    for plan in {*tried, *(near for k in tried[::7] for near in neighbours(times, k))}:
+        learner = times.learner(linear=plan.linear, awake=plan.awake, hosted=plan.hosted)
+        assert all(learner.trainer.held_bytes(m) <= room for m in (plan.early, plan.late) if m)
+        assert 1 <= plan.engines <= 16 and plan.early <= 15 and plan.late <= 16 and 0 <= plan.prefer <= 1
 
 
 def test_a_hosted_optimizer_leaves_room_for_whole_weights_and_is_waited_for() -> None:
     """Qwen2.5-7B on 8 L40S: 4 bytes of whole weights (its own, the reference) and 14/8 of the rest per parameter are more than
     80 % of 48 GB, so everything is sharded; without the optimizer's 12/8 only gradients are. Each update fetches those."""
-    terms = Terms.of(setting(model="qwen2.5-7b", nodes=2))
-    n, hosted = terms.setting.model.parameters, terms.learner(hosted=True)
+    times = PhaseTimes.from_setting(setting(model="qwen2.5-7b", nodes=2))
+    n, hosted = times.setting.model.parameters, times.learner(hosted=True)
     assert n * (4 + 14 / 8) > 0.8 * 48e9 > n * (4 + 2 / 8)
-    assert terms.trainer.sharding(8).name == "all" and hosted.trainer.sharding(8).name == "optimizer and gradients"
+    assert times.trainer.sharding(8).name == "all" and hosted.trainer.sharding(8).name == "optimizer and gradients"
     assert hosted.trainer.held_bytes(8) == pytest.approx(n * (4 + 2 / 8))
-    assert hosted.trainer.train_s(1e3, 8) == pytest.approx(terms.trainer.train_s(1e3, 8) / 3)  # one transfer instead of three
-    fetched = 12 * n / 8 / terms.setting.device.host_bytes_per_s
-    assert hosted.update_s(8, 0.0) == pytest.approx(terms.update_s(8, 0.0) + fetched)
-    two = Terms.of(setting(model="qwen2.5-7b", nodes=2, algorithm="ppo", samples=1)).learner(hosted=True)
+    assert hosted.trainer.train_s(1e3, 8) == pytest.approx(times.trainer.train_s(1e3, 8) / 3)  # one transfer instead of three
+    fetched = 12 * n / 8 / times.setting.device.host_bytes_per_s
+    assert hosted.update_s(8, 0.0) == pytest.approx(times.update_s(8, 0.0) + fetched)
+    two = PhaseTimes.from_setting(setting(model="qwen2.5-7b", nodes=2, algorithm="ppo", samples=1)).learner(hosted=True)
     kind = two.trainer.sharding(16)  # policy and critic whole, the reference gathered in one of three forward passes
     assert kind.per_forward == pytest.approx(1 / 3) and kind.per_training == 1
     assert two.trainer.held_bytes(16) == pytest.approx(n * (4 + 6 / 16)) and two.fits(16)
@@ -202,27 +204,27 @@ def test_a_hosted_optimizer_leaves_room_for_whole_weights_and_is_waited_for() ->
 
 def test_the_search_goes_on_from_the_best_candidate_to_better_plans_beside_it() -> None:
     """On a made-up step whose time and cost fall towards 5 engines and 6 devices that learn, neither of which is a candidate."""
-    terms, view = Terms.of(setting(nodes=2)), step_input(setting(nodes=2))
+    times, view = PhaseTimes.from_setting(setting(nodes=2)), step_input(setting(nodes=2))
 
-    def made(_: StepInput, k: Knobs) -> StepRun:
+    def made(_: StepInput, k: StepPlanSettings) -> StepRun:
         off = 1 + abs(k.engines - 5) + abs(k.early - 6) + abs(k.late - 6)
         return StepRun("made", float(off), float(off), 0.0, 0.0, 0, ())
 
-    tried = candidates(terms)
+    tried = candidates(times)
     assert not any((k.engines, k.early, k.late) == (5, 6, 6) for k in tried)
     planner = Planner(view, 0.75, lambda view: StepRun("base", 10.0, 10.0, 0.0, 0.0, 0, ()))
-    found = planner.searched("ours", made, made, tried, partial(beside, terms))
+    found = planner.search("ours", made, made, tried, partial(neighbours, times))
     assert (found.engines, found.early, found.late) == (5, 6, 6) and planner.expected == (1.0, 1.0)
 
 
 def test_responses_to_one_prompt_revise_each_other_in_a_simulated_rollout() -> None:
     """With the same forecasts, who belongs together changes what the rollout does."""
     of, rng = setting(prompts=32), np.random.default_rng(5)
-    terms, view = Terms.of(of), step_input(of)
+    times, view = PhaseTimes.from_setting(of), step_input(of)
     shock, own = 0.35 * rng.normal(size=(32, 16)), 0.15 * rng.normal(size=(len(view.lengths), 16))
     view = replace(view, scenarios=view.lengths[:, None] * np.exp(shock[view.group] + own))
-    shuffled = replace(view, group=np.random.default_rng(0).permutation(view.group), memo={})
-    together, apart = (roll_out(terms, v, "ours", engines=8, prefer=0.5).result for v in (view, shuffled))
+    shuffled = replace(view, group=np.random.default_rng(0).permutation(view.group), cache={})
+    together, apart = (roll_out(times, v, "ours", engines=8, prefer=0.5).result for v in (view, shuffled))
     assert not np.array_equal(together.finish_s, apart.finish_s)
 
 
@@ -230,14 +232,14 @@ def test_responses_to_one_prompt_revise_each_other_in_a_simulated_rollout() -> N
 
 
 def test_devices_are_held_only_where_a_lease_taken_anew_costs_more_than_waking() -> None:
-    assert not any(k.held for k in candidates(Terms.of(setting())))
-    assert {k.held for k in candidates(Terms.of(setting(cold=True)))} == {0, 4, 6, 8}
+    assert not any(k.held for k in candidates(PhaseTimes.from_setting(setting())))
+    assert {k.held for k in candidates(PhaseTimes.from_setting(setting(cold=True)))} == {0, 4, 6, 8}
 
 
 def test_a_held_step_is_that_of_a_smaller_cluster_of_warm_engines_and_bills_every_second() -> None:
-    cold, small = Terms.of(setting(cold=True)), Terms.of(setting(devices_per_node=4))
-    view, knobs = step_input(setting()), Knobs(4, 0.9, 2, 4, 0.7)
-    held, leased = (elastic(t, replace(view, memo={}), k) for t, k in ((cold, replace(knobs, held=4)), (small, knobs)))
+    cold, small = PhaseTimes.from_setting(setting(cold=True)), PhaseTimes.from_setting(setting(devices_per_node=4))
+    view, plan = step_input(setting()), StepPlanSettings(4, 0.9, 2, 4, 0.7)
+    held, leased = (elastic(t, replace(view, cache={}), k) for t, k in ((cold, replace(plan, held=4)), (small, plan)))
     assert held.time_s == pytest.approx(leased.time_s) and held.busy == pytest.approx(leased.busy)
     assert held.full == pytest.approx(4 * held.time_s) and held.most_devices == 4
 

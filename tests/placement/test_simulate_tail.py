@@ -5,16 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.simulate.tail import Costs, Gang, Work, serve
+from placement.simulate.learner_queue import LearnerCosts, LearnerDevices, LearnerWork, run_learner
 
 PREPARE, GRADIENT = 1.0, 3.0  # device-seconds per token
 
 
-def costs(batch: int = 10**9, early: int = 1, regang: float = 0.0, finish: float = 0.0) -> Costs:
-    return Costs(
+def costs(batch: int = 10**9, early: int = 1, resize: float = 0.0, finish: float = 0.0) -> LearnerCosts:
+    return LearnerCosts(
         lambda tokens, m: PREPARE * tokens / m,
         lambda tokens, m: GRADIENT * tokens / m,
-        lambda before, after: regang if before != after else 0.0,
+        lambda before, after: resize if before != after else 0.0,
         lambda tokens, m: finish,
         batch,
         lambda m: early,
@@ -22,8 +22,8 @@ def costs(batch: int = 10**9, early: int = 1, regang: float = 0.0, finish: float
 
 
 def test_a_learner_that_starts_afterwards_works_phase_after_phase() -> None:
-    work = Work(np.array([1.0, 5.0, 3.0]), np.array([10.0, 20.0, 30.0]), np.array([0, 0, 1]), 1.0)
-    done = serve(work, Gang(4, 4, 5.0, 5.0), costs(finish=2.0))
+    work = LearnerWork(np.array([1.0, 5.0, 3.0]), np.array([10.0, 20.0, 30.0]), np.array([0, 0, 1]), 1.0)
+    done = run_learner(work, LearnerDevices(4, 4, 5.0, 5.0), costs(finish=2.0))
     assert done.end_s == pytest.approx(5.0 + 60 * (PREPARE + GRADIENT) / 4 + 2.0)
     assert done.busy == pytest.approx(60 * (PREPARE + GRADIENT) + 2.0 * 4)
 
@@ -32,26 +32,26 @@ def test_a_group_is_learned_from_when_its_last_response_is_prepared() -> None:
     """By hand, one device: a (1 token) ends at 0 and is prepared till 1; b, of the same group, ends at 10, prepared till 11,
     then both give gradients for 6 s. c is alone: ends at 2, prepared till 3, its gradients till 6. The rollout ends at
     10."""
-    work = Work(np.array([0.0, 10.0, 2.0]), np.ones(3), np.array([0, 0, 1]), 1.0)
-    done = serve(work, Gang(1, 1, 0.0, 10.0), costs())
+    work = LearnerWork(np.array([0.0, 10.0, 2.0]), np.ones(3), np.array([0, 0, 1]), 1.0)
+    done = run_learner(work, LearnerDevices(1, 1, 0.0, 10.0), costs())
     assert done.end_s == pytest.approx(17.0)
-    assert serve(work, Gang(1, 1, 0.0, 10.0), costs(finish=0.5)).end_s == pytest.approx(17.5)
+    assert run_learner(work, LearnerDevices(1, 1, 0.0, 10.0), costs(finish=0.5)).end_s == pytest.approx(17.5)
 
 
 def test_without_early_gradients_only_the_preparing_overlaps() -> None:
-    work = Work(np.array([0.0, 10.0]), np.ones(2), np.array([-1, -1]), 0.0)
-    assert serve(work, Gang(1, 1, 0.0, 10.0), costs(finish=7.0)).end_s == pytest.approx(18.0)
+    work = LearnerWork(np.array([0.0, 10.0]), np.ones(2), np.array([-1, -1]), 0.0)
+    assert run_learner(work, LearnerDevices(1, 1, 0.0, 10.0), costs(finish=7.0)).end_s == pytest.approx(18.0)
 
 
 def test_small_batches_wait_for_more_until_the_rollout_is_over() -> None:
-    work = Work(np.array([0.0, 1.0, 2.0]), np.ones(3), np.array([-1, -1, -1]), 0.0)
-    assert serve(work, Gang(1, 1, 0.0, 100.0), costs(early=3)).early_busy == pytest.approx(3.0)
-    assert serve(work, Gang(1, 1, 0.0, 100.0), costs(early=4)).early_busy == 0.0
+    work = LearnerWork(np.array([0.0, 1.0, 2.0]), np.ones(3), np.array([-1, -1, -1]), 0.0)
+    assert run_learner(work, LearnerDevices(1, 1, 0.0, 100.0), costs(early=3)).early_busy == pytest.approx(3.0)
+    assert run_learner(work, LearnerDevices(1, 1, 0.0, 100.0), costs(early=4)).early_busy == 0.0
 
 
 def test_a_gang_grows_when_the_rollout_is_over_and_pays_for_it() -> None:
-    work = Work(np.zeros(4), np.full(4, 10.0), np.full(4, -1), 0.0)
-    done = serve(work, Gang(1, 4, 0.0, 10.0), costs(early=10, regang=1.5))
+    work = LearnerWork(np.zeros(4), np.full(4, 10.0), np.full(4, -1), 0.0)
+    done = run_learner(work, LearnerDevices(1, 4, 0.0, 10.0), costs(early=10, resize=1.5))
     assert done.early_busy == pytest.approx(10.0) and done.grown_s == pytest.approx(11.5)
     assert done.end_s == pytest.approx(11.5 + 30.0 / 4)
 
@@ -63,7 +63,9 @@ def test_all_work_is_done_once_and_never_before_it_is_there(n: int, seed: int, m
     finish, tokens = rng.exponential(5.0, n) * spread, rng.integers(1, 50, n).astype(float)
     group = rng.integers(-1, 4, n)
     over = float(finish.max())
-    done = serve(Work(finish, tokens, group, 1.0), Gang(m, m, 0.0, over), costs(batch=64, early=int(rng.integers(1, 30))))
+    done = run_learner(
+        LearnerWork(finish, tokens, group, 1.0), LearnerDevices(m, m, 0.0, over), costs(batch=64, early=int(rng.integers(1, 30)))
+    )
     total = tokens.sum() * (PREPARE + GRADIENT)
     assert done.busy == pytest.approx(total)
     last = tokens[np.argmax(finish)]
@@ -78,7 +80,9 @@ def test_against_a_walk_through_time_in_small_steps(n: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     finish = np.round(rng.uniform(0, 30, n), 2)
     tokens, group = np.ones(n), np.arange(n) // 2
-    mine = serve(Work(finish, tokens, group, 1.0), Gang(1, 1, 0.0, float(finish.max())), costs(batch=1, early=1)).end_s
+    mine = run_learner(
+        LearnerWork(finish, tokens, group, 1.0), LearnerDevices(1, 1, 0.0, float(finish.max())), costs(batch=1, early=1)
+    ).end_s
     order = np.argsort(finish, kind="stable").tolist()
     left = {int(g): int((group == g).sum()) for g in group}
     clock, free, pending, waiting, running = 0.0, 0.0, [], 0.0, None

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks.validate_simulator import fit, read, validate
-from placement.rollout_policies.fixed import random_split
-from placement.speed import Speed
+from placement.simulate.rollout.fixed import random_split
+from placement.speed.decode_speed import Speed
 
 SPEED, START, LEARN, PER_TOKEN, OTHER = Speed(8e-3, 2e-4), 0.3, 0.1, 5e-5, 0.05
 
@@ -26,11 +26,20 @@ def record(folder: Path, noise: float = 0.0, steps: int = 20, engines: int = 1) 
         rollout = START + max(SPEED.rollout_s(lengths[split == e]) for e in range(engines))
         rollout *= 1 + noise * rng.standard_normal()
         learn = LEARN + PER_TOKEN * lengths.sum()
-        rows.append({
-            "step": step, "step_s": rollout + learn + OTHER + 1.0, "phase/rollout_s": rollout, "phase/learn_s": learn,
-            "phase/eval_s": 1.0, "pool/rollout_actors": engines, "tokens/generated": int(lengths.sum()),
-            "length/max": float(lengths.max()), "length/mean": float(lengths.mean()), "length/p50": float(np.median(lengths)),
-        })
+        rows.append(
+            {
+                "step": step,
+                "step_s": rollout + learn + OTHER + 1.0,
+                "phase/rollout_s": rollout,
+                "phase/learn_s": learn,
+                "phase/eval_s": 1.0,
+                "pool/rollout_actors": engines,
+                "tokens/generated": int(lengths.sum()),
+                "length/max": float(lengths.max()),
+                "length/mean": float(lengths.mean()),
+                "length/p50": float(np.median(lengths)),
+            }
+        )
         (folder / "samples" / f"step_{step}.jsonl").write_text("".join(json.dumps({"tokens": int(n)}) + "\n" for n in lengths))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 21, "torn')
     return folder
@@ -40,9 +49,9 @@ def test_terms_are_recovered_and_steps_predicted(tmp_path: Path) -> None:
     run = record(tmp_path / "run")
     steps = read(run)
     assert [s.number for s in steps] == list(range(2, 21))  # the first is start-up, the torn line is passed over
-    terms = fit(steps[:9])
-    assert terms.speed.base_s == pytest.approx(SPEED.base_s) and terms.speed.per_seq_s == pytest.approx(SPEED.per_seq_s)
-    assert terms.start_s == pytest.approx(START) and terms.per_token_s == pytest.approx(PER_TOKEN)
+    times = fit(steps[:9])
+    assert times.speed.base_s == pytest.approx(SPEED.base_s) and times.speed.per_seq_s == pytest.approx(SPEED.per_seq_s)
+    assert times.start_s == pytest.approx(START) and times.per_token_s == pytest.approx(PER_TOKEN)
     assert validate(run)["error_percent"]["p90"] < 0.01
 
 

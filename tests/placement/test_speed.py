@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.speed import Speed, SpeedFit
+from placement.speed.decode_speed import Speed, SpeedFit
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.floats(0, 0.1), st.floats(0, 0.01))

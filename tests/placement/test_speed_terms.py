@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
-from placement.robust import nonnegative
-from placement.speed import Speed, SpeedFit
-from placement.terms import Term, Terms
+from placement.speed.cost_terms import Term, Terms
+from placement.speed.decode_speed import Speed, SpeedFit
+from placement.speed.robust_fit import nonnegative
 
 
 def records(
@@ -70,9 +70,9 @@ def test_the_seed_decides_what_steps_that_are_alike_leave_open() -> None:
     for _ in range(5):
         fit.observe(np.full(50, 16), np.full(50, 0.02), np.full(50, 8000))
     assert fit.speed.step_s(16, 8000) == pytest.approx(0.02, rel=1e-3)
-    scale = 0.02 / seed.step_s(16, 8000)
+    robust_sd = 0.02 / seed.step_s(16, 8000)
     assert (fit.speed.base_s, fit.speed.per_seq_s, fit.speed.per_ctx_s) == pytest.approx(
-        (seed.base_s * scale, seed.per_seq_s * scale, seed.per_ctx_s * scale), rel=1e-3
+        (seed.base_s * robust_sd, seed.per_seq_s * robust_sd, seed.per_ctx_s * robust_sd), rel=1e-3
     )
 
 
@@ -135,7 +135,9 @@ def test_a_rollout_is_predicted_from_another_loads_records() -> None:
 
 @given(
     st.lists(st.tuples(st.integers(1, 64), st.floats(1e-5, 1.0), st.integers(0, 10**6)), min_size=8, max_size=60),
-    st.floats(0, 1), st.floats(0, 1), st.floats(0, 1e-3),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.floats(0, 1e-3),
 )
 @settings(max_examples=80, deadline=None)
 def test_never_negative_never_nonsense(rows: list, base: float, per_seq: float, per_ctx: float) -> None:

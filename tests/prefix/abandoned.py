@@ -19,7 +19,7 @@ def main(address: str, what: str, *arguments: str) -> None:
         actors = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
         print(json.dumps({"applications": sorted(serve.status().applications), "actors": actors}), flush=True)
         return
-    from rlhfless_ray.prefix.service import PrefixService
+    from rlhfless_ray.prefix.page_service import PrefixService
 
     service = PrefixService(arguments[0], 10**6, heartbeat_s=float(arguments[1]))
     service.start()

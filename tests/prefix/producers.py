@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.prefix.pages import Kind, PageStore
+from rlhfless_ray.prefix.pages import PageLayout, PageStore
 
-KIND = Kind(b"engine", 4, 256)
+KIND = PageLayout(b"engine", 4, 256)
 
 
 def page_of(address: bytes, size: int = KIND.page_bytes) -> np.ndarray:
@@ -22,7 +22,7 @@ def producer_class() -> type:
     """Local, so that Ray ships it by value."""
 
     class FakeProducer:
-        def __init__(self, delay_s: float = 0.0, kind: Kind = KIND) -> None:
+        def __init__(self, delay_s: float = 0.0, kind: PageLayout = KIND) -> None:
             self.delay_s, self.its_kind = delay_s, kind
             self.computed: list[bytes] = []
 
@@ -45,20 +45,25 @@ def producer_class() -> type:
         def drop_pages(self) -> tuple[int, int, float]:
             return self.reader.drop_pages()
 
-        def kind(self) -> Kind:
+        def kind(self) -> PageLayout:
             return self.its_kind
 
         def prefill(
-            self, version: int, prefixes: Sequence[np.ndarray], bundles: Sequence[Sequence[bytes]], needs: Sequence[Any],
-            within_s: float, threads: int,
+            self,
+            version: int,
+            prefixes: Sequence[np.ndarray],
+            bundles: Sequence[Sequence[bytes]],
+            needs: Sequence[Any],
+            within_s: float,
+            threads: int,
         ) -> tuple[Any, ...]:
             import time
 
             import ray
 
-            from rlhfless_ray.prefix.actor import Fetched, Prefilled
-            from rlhfless_ray.prefix.address import chain, salt
+            from rlhfless_ray.prefix.block_hash import chain, salt
             from rlhfless_ray.prefix.pages import Bundle
+            from rlhfless_ray.rollout.prefill_actor import Fetched, Prefilled
             from rlhfless_ray.types import Span
 
             here = {address for ref in needs for address in ray.get(ref).addresses}
@@ -81,9 +86,9 @@ def producer_class() -> type:
     return FakeProducer
 
 
-def taker(kind: Kind = KIND) -> Any:
+def taker(kind: PageLayout = KIND) -> Any:
     """A rollout instance's end without an engine, in this process."""
-    from rlhfless_ray.prefix.actor import PageActor
+    from rlhfless_ray.rollout.prefill_actor import PageActor
 
     made = PageActor.__new__(PageActor)
     store = PageStore()

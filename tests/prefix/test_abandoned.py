@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlhfless_ray.functions.lean_ray import lean_ray
+from rlhfless_ray.local.local_ray import local_ray
 from tests.conftest import environment
 
 pytestmark = pytest.mark.ray
@@ -26,7 +26,7 @@ def shared() -> Iterator[str]:
     """The address of a cluster that outlives its drivers."""
     from ray.cluster_utils import Cluster
 
-    with lean_ray():
+    with local_ray():
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100 * 2**20})
     yield cluster.address
     cluster.shutdown()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.prefix.address import chain, distinct_prefixes, reusable, root
+from rlhfless_ray.prefix.block_hash import chain, distinct_prefixes, reusable, root
 
 prompts_of_few_tokens = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14).map(tuple), max_size=12)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.prefix.demand import prefix_demand
+from rlhfless_ray.prefix.prefix_stats import prefix_demand
 
 prompt = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(tuple)
 

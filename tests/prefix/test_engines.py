@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhfless_ray.rollout.engine_settings import EngineSettings
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "learn"))  # tiny_policy
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -20,43 +22,44 @@ BLOCK, LONGEST, VOCABULARY = 32, 24, 61
 TOLERANCE = 1e-4  # of log-probabilities: other batches add up in another order
 
 
-def settings(**changes: Any) -> dict[str, Any]:
-    return {
-        "device": "cpu", "max_model_len": 320, "dtype": "float32", "trust_remote_code": False, "max_running": 64,
-        "block_size": BLOCK, "kv_cache_mb": 64, "gpu_memory_share": 0.5, "prefix_kv": True, **changes,
-    }  # fmt: skip
+def settings(**changes: Any) -> EngineSettings:
+    made = EngineSettings(
+        device="cpu", max_model_len=320, dtype="float32", trust_remote_code=False, max_running=64,
+        block_size=BLOCK, kv_cache_mb=64, gpu_memory_share=0.5, prefix_kv=True,
+    )  # fmt: skip
+    return replace(made, **changes)
 
 
 def engine_class() -> type:
     """A page actor whose generation comes back whole. Local, so that Ray ships it by value."""
-    from rlhfless_ray.prefix.actor import PageActor
+    from rlhfless_ray.rollout.prefill_actor import PageActor
 
     class Engine(PageActor):
         def answer(self, requests: list[Any], cut_after: int = 0) -> dict[int, tuple[np.ndarray, np.ndarray]]:
             """{key: (tokens, log-probabilities)}. `cut_after` tokens everything is cut, and its pages are kept."""
-            from rlhfless_ray.rollout.inbox import Inbox, Order
+            from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
 
-            inbox = Inbox()
-            inbox.open(0)
+            control_queue = ControlQueue()
+            control_queue.open(0)
             if cut_after and self.engine.pages is not None:
-                self.engine.pages.ask(str(request.key) for request in requests)
+                self.engine.pages.request_save(str(request.key) for request in requests)
             found: dict[int, list[Any]] = {request.key: [[], []] for request in requests}
-            for progress in self.engine.generate(requests, 0.0, inbox):
+            for progress in self.engine.generate(requests, 0.0, control_queue):
                 bounds = progress.bounds
                 for i, key in enumerate(progress.keys.tolist()):
                     found[key][0] += progress.token_ids[bounds[i] : bounds[i + 1]].tolist()
                     found[key][1] += progress.logprobs[bounds[i] : bounds[i + 1]].tolist()
                     if cut_after and len(found[key][0]) == cut_after:
-                        inbox.tell(0, Order(cut=(key,)))
+                        control_queue.tell(0, EngineCommand(cut=(key,)))
             return {key: (np.array(tokens), np.array(logprobs)) for key, (tokens, logprobs) in found.items()}
 
         def kept(self, version: int, keys: list[int]) -> Any:
             """What was saved of cut requests."""
-            pages = self.engine.pages.take(map(str, keys))
+            pages = self.engine.pages.take_saved(map(str, keys))
             return self._seal(version, list(pages), pages)
 
         def put(self, version: int, prompts: list[Any], bundle: Any) -> dict[str, int]:
-            from rlhfless_ray.prefix.address import salt
+            from rlhfless_ray.prefix.block_hash import salt
 
             store = self.engine.pages
             before = store.counts.copy()
@@ -95,7 +98,7 @@ class World:
     def engine(self, name: str, **changes: Any) -> Any:
         import ray
 
-        from rlhfless_ray.weights.folder import without_weights
+        from rlhfless_ray.weights.model_folder import without_weights
 
         if name not in self.engines:
             actor = ray.remote(engine_class()).options(num_cpus=0).remote(without_weights(self.files[0]), settings(**changes))
@@ -107,7 +110,7 @@ class World:
     def load(self, actor: Any, version: int, which: int) -> None:
         import ray
 
-        from rlhfless_ray.weights.version import checksum
+        from rlhfless_ray.weights.checksum import checksum
 
         ray.get(actor.load.remote(version, self.weights[which], checksum(self.weights[which])), timeout=60)
 
@@ -146,7 +149,7 @@ def pages_of(world: World, asked: list[Any], version: int = 1) -> tuple[Any, Any
     """What a prefill instance makes of the requests' prompts: what it did, and one bundle of everything."""
     import ray
 
-    from rlhfless_ray.prefix.address import distinct_prefixes, salt
+    from rlhfless_ray.prefix.block_hash import distinct_prefixes, salt
 
     maker = world.engine("prefill")
     call(maker.forget)
@@ -227,7 +230,7 @@ def test_after_a_weight_update_no_old_page_is_used(world: World, monkeypatch: py
         assert_same(call(user.answer, asked), wanted)
         assert call(user.counts).get("loaded") == before.get("loaded")
 
-        from rlhfless_ray.prefix.address import chain, reusable, salt
+        from rlhfless_ray.prefix.block_hash import chain, reusable, salt
         from rlhfless_ray.prefix.pages import Bundle
 
         start, forged, page_of = call(user.kind).start(salt(2)), {}, dict(zip(old.addresses, old.pages, strict=True))
@@ -249,13 +252,13 @@ def test_vllms_example_connector_uses_old_pages_after_a_weight_update(world: Wor
     example, takes those of version 1 under version 2."""
     import ray
 
-    from rlhfless_ray.weights.folder import without_weights
+    from rlhfless_ray.weights.model_folder import without_weights
 
     class Example(engine_class()):  # type: ignore[misc]
         def open(self, threads: int) -> Any:
             from vllm.config import KVTransferConfig
 
-            import rlhfless_ray.rollout.engine as engine
+            import rlhfless_ray.rollout.vllm_engine as engine
 
             engine._transfer_config = lambda pages: KVTransferConfig(  # type: ignore[assignment]
                 kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config={"shared_storage_path": str(tmp_path)}

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.prefix.address import chain, root
-from rlhfless_ray.prefix.hasher import MOST, BlockHasher
+from rlhfless_ray.prefix.block_hash import chain, root
+from rlhfless_ray.prefix.block_hasher import MAX_PROMPTS, BlockHasher
 
 SALT = "version 3"
 
@@ -57,6 +57,6 @@ def test_what_tokens_do_not_tell_apart_is_left_to_vllm() -> None:
 
 def test_few_prompts_are_remembered() -> None:
     names = hasher(1)
-    for token in range(MOST + 3):
+    for token in range(MAX_PROMPTS + 3):
         names(request([token]))
     assert len(names.known) == 3

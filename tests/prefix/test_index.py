@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.prefix.address import Prefixes, distinct_prefixes, root
-from rlhfless_ray.prefix.index import Job, PageIndex
+from rlhfless_ray.prefix.block_hash import Prefixes, distinct_prefixes, root
+from rlhfless_ray.prefix.page_index import PageIndex, PrefillJob
 
 BLOCK, PAGE = 2, 10
 questions = st.lists(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple), min_size=1, max_size=6), max_size=8)
 
 
-def ask(index: PageIndex, prompts: list[tuple[int, ...]], version: str = "v", producers: int = 1) -> tuple[Prefixes, list[Job]]:
+def ask(index: PageIndex, prompts: list[tuple[int, ...]], version: str = "v", producers: int = 1) -> tuple[Prefixes, list[PrefillJob]]:
     trie = distinct_prefixes(prompts, BLOCK, root(b"", version))
     jobs = index.jobs(trie, index.missing(trie, PAGE), producers)
     for job in jobs:
@@ -37,7 +37,7 @@ def test_under_any_questions(asked: list[list[tuple[int, ...]]], cap: int, size:
             if node.address in index.by_address and node.parent >= 0:
                 assert trie.nodes[node.parent].address in index.by_address, "a prefix went before what follows it"
         needed = {node.address for node in trie.nodes}
-        stuck = {a for held in index.held.values() if held.used == index.now for a in held.addresses} - needed
+        stuck = {a for held in index.held.values() if held.used == index.current_lookup for a in held.addresses} - needed
         assert len(needed & set(index.by_address)) == min(cap - len(stuck), len(needed)), "all the room there is is used"
         bundles, paths = index.bundles_of(trie)
         for path, mine in zip(trie.paths, paths, strict=True):

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlhfless_ray.prefix.address import chain
-from rlhfless_ray.prefix.pages import Bundle, Kind, PageStore
+from rlhfless_ray.prefix.block_hash import chain
+from rlhfless_ray.prefix.pages import Bundle, PageLayout, PageStore
 
 TOKENS = tuple(range(10))
 BYTES = 64
@@ -16,18 +16,18 @@ BYTES = 64
 
 def store_of(fingerprint: bytes = b"engine", block_size: int = 4, page_bytes: int = BYTES) -> PageStore:
     made = PageStore()
-    made.kind = Kind(fingerprint, block_size, page_bytes)
+    made.kind = PageLayout(fingerprint, block_size, page_bytes)
     return made
 
 
 def addresses_of(store: PageStore, tokens: tuple[int, ...], version: str = "version 1") -> list[bytes]:
-    return chain(store.made.start(version), tokens, store.made.block_size)
+    return chain(store.layout.start(version), tokens, store.layout.block_size)
 
 
 def bundle_of(store: PageStore, version: str = "version 1") -> Bundle:
     addresses = addresses_of(store, TOKENS[:-1], version)
     pages = np.random.default_rng(0).integers(0, 256, (len(addresses), BYTES)).astype(np.uint8)
-    return Bundle.seal(store.made.start(version), addresses, pages)
+    return Bundle.seal(store.layout.start(version), addresses, pages)
 
 
 def test_own_pages_are_taken() -> None:
@@ -41,11 +41,7 @@ def test_own_pages_are_taken() -> None:
 
 @pytest.mark.parametrize(
     "maker, version",
-    [
-        (store_of(fingerprint=b"another model or dtype"), "version 1"),
-        (store_of(block_size=5), "version 1"),
-        (store_of(), "version 0"),
-    ],
+    [(store_of(fingerprint=b"another model or dtype"), "version 1"), (store_of(block_size=5), "version 1"), (store_of(), "version 0")],
 )
 def test_foreign_pages_are_refused_by_their_address(maker: PageStore, version: str) -> None:
     store = store_of()
@@ -63,7 +59,7 @@ def test_pages_of_other_prompts_in_a_bundle_are_no_fault() -> None:
 def test_a_page_that_only_claims_to_be_of_this_kind_is_not_found() -> None:
     """The root that a bundle names is a label; what counts are the addresses."""
     store, other = store_of(), store_of(fingerprint=b"another")
-    bundle = replace(bundle_of(other), start=store.made.start("version 1"))
+    bundle = replace(bundle_of(other), start=store.layout.start("version 1"))
     assert store.put(bundle, "version 1", store.wanted("version 1", [TOKENS])) == 0 and not store.rows
 
 
@@ -95,13 +91,13 @@ def test_each_page_is_saved_once_and_known_ones_are_not() -> None:
     store = store_of()
     addresses = addresses_of(store, TOKENS)
     store.copy_out = lambda blocks: np.repeat(np.array(blocks, np.uint8)[:, None], BYTES, 1)
-    store.ask(["a", "b"], known=addresses[:1])
+    store.request_save(["a", "b"], known=addresses[:1])
     store.save("a", addresses, [5, 6, 7])
     store.save("b", addresses, [8, 9, 10])
-    found = store.take(["a", "b"])
+    found = store.take_saved(["a", "b"])
     assert {address: int(page[0]) for address, page in found.items()} == {addresses[1]: 6, addresses[2]: 7}
-    assert store.counts["saved"] == 2 and not store.asked and not store.known
-    assert store.take(["a"]) == {}
+    assert store.counts["saved"] == 2 and not store.to_save and not store.known
+    assert store.take_saved(["a"]) == {}
 
 
 def test_without_an_engine_there_are_no_pages() -> None:

@@ -10,29 +10,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.strikes import Strikes, kill, kill_index, prefill_instances
-from placement.prefix import PrefixSpeed
-from placement.terms import Term
+from benchmarks.common.fault_injection import FaultInjector, kill, kill_index, prefill_instances
+from placement.scaling.prefix_benefit import PrefixSpeed
+from placement.speed.cost_terms import Term
 from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.rollout.migrate import Migration, Wish, Wishes
-from rlhfless_ray.rollout.transcript import Transcript
-from rlhfless_ray.run_state import restore
+from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequest, MigrationRequests
+from rlhfless_ray.rollout.token_log import TokenLog
+from rlhfless_ray.runtime.driver_state import restore
 from rlhfless_ray.types import EngineStep
 from tests.conftest import samples, small_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(900)]
 
 
-class ToAndFro(Migration):
+class ToAndFro(MigrationPolicy):
     """At each look all that decodes goes to the other engine; by its pages, which are told to be quick: contexts are short."""
 
-    def decide(self, transcript: Transcript, engines: list[int], steps: list[EngineStep]) -> Wishes:
+    def decide(self, token_log: TokenLog, engines: list[int], steps: list[EngineStep]) -> MigrationRequests:
         self.pages = Term(1e-6)
-        wishes: list[Wish] = []
+        wishes: list[MigrationRequest] = []
         for source, target in zip(engines, reversed(engines), strict=True):
-            decoding = np.flatnonzero(~transcript.finished & (transcript.owner == source) & (transcript.length > 0))
-            wishes += self.by_way(decoding, transcript, source, target, "to and fro") if source != target else []
-        return Wishes(tuple(wishes), time_saved_s=1.0)
+            decoding = np.flatnonzero(~token_log.finished & (token_log.owner == source) & (token_log.length > 0))
+            wishes += self.by_way(decoding, token_log, source, target, "to and fro") if source != target else []
+        return MigrationRequests(tuple(wishes), time_saved_s=1.0)
 
 
 def longer(folder: Path, name: str, **overrides: Any) -> Recipe:
@@ -46,11 +46,11 @@ def test_a_run_with_the_service_on_makes_the_same_samples_whatever_is_killed(no_
     with Runtime(longer(tmp_path, "plain", rollout__prefix_kv="off", rollout__migrate="off")) as plain:
         assert [step.number for step in plain] == [1, 2, 3, 4]
     recipe = longer(
-        tmp_path, "served", rollout__prefix_kv="on", rollout__min_actors=2, rollout__stream_interval_s=0.02, functions__elastic=False,
+        tmp_path, "served", rollout__prefix_kv="on", rollout__min_actors=2, rollout__stream_interval_s=0.02, functions__elastic=False
     )
     moved: Counter[str] = Counter()
     nobody: Any = lambda run, moment: None  # noqa: E731
-    with Strikes(recipe, nobody) as run:
+    with FaultInjector(recipe, nobody) as run:
         stage = run.rollout_stage
         assert stage.migration is not None and stage.migration.pages is not None
         stage.migration = ToAndFro("auto", 0.7, carries=True)
@@ -68,7 +68,7 @@ def test_a_run_with_the_service_on_makes_the_same_samples_whatever_is_killed(no_
                 assert kill_index(run, None, None)
         assert run.stages.prefix is not None
         told, costs = run.checkpoints.load()[2], run.stages.prefix.speed.costs()
-        run.stages.prefix.speed, stage.migration = PrefixSpeed.first_guess(1.0, 10**9), Migration("auto", 0.7, carries=True)
+        run.stages.prefix.speed, stage.migration = PrefixSpeed.first_guess(1.0, 10**9), MigrationPolicy("auto", 0.7, carries=True)
         restore(run, told)  # as a resumed run does
         assert run.stages.prefix.speed.costs() == costs and told["moves"].keys() == {"prefill", "pages"}
     assert moved["moved"] >= moved["moved_by_pages"] > 0 and moved["move_fallbacks"] < moved["moved_by_pages"], moved

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhfless_ray.errors import RunError
-from rlhfless_ray.prefix.address import chain, distinct_prefixes, salt
-from rlhfless_ray.prefix.pages import Kind
-from rlhfless_ray.prefix.service import PrefixService, Producer
+from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.prefix.block_hash import chain, distinct_prefixes, salt
+from rlhfless_ray.prefix.page_service import PrefixService, Producer
+from rlhfless_ray.prefix.pages import PageLayout
 from tests.prefix.producers import KIND, page_of, producer_class, taker
 
 pytestmark = pytest.mark.ray
@@ -40,7 +40,7 @@ def service(serving: None) -> Iterator[PrefixService]:
 
 
 @pytest.fixture
-def hire() -> Iterator[Callable[..., Producer]]:
+def make_producers() -> Iterator[Callable[..., Producer]]:
     import ray
 
     hired: list[Any] = []
@@ -71,9 +71,9 @@ def assert_readable(refs: list[Any], prompts: list[tuple[int, ...]], version: in
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_each_distinct_page_is_computed_once_in_the_whole_cluster(service: PrefixService, hire: Any, count: int) -> None:
+def test_each_distinct_page_is_computed_once_in_the_whole_cluster(service: PrefixService, make_producers: Any, count: int) -> None:
     """By however many producers, for however many that ask at once."""
-    producers = [hire(0.3) for _ in range(count)]
+    producers = [make_producers(0.3) for _ in range(count)]
     found: dict[int, Any] = {}
 
     def ask(number: int) -> None:
@@ -96,12 +96,12 @@ def test_each_distinct_page_is_computed_once_in_the_whole_cluster(service: Prefi
     assert service.failures == []
 
 
-def test_pages_outlive_their_producer(service: PrefixService, hire: Any) -> None:
+def test_pages_outlive_their_producer(service: PrefixService, make_producers: Any) -> None:
     """Large ones lie in shared memory, small ones with their owner: both kinds."""
     import ray
 
-    for kind in (KIND, Kind(b"engine", 4, 2**14)):
-        producer = hire(0.0, kind)
+    for kind in (KIND, PageLayout(b"engine", 4, 2**14)):
+        producer = make_producers(0.0, kind)
         prompts = [(int(time.time()), *prompt) for prompt in PROMPTS]
         found = service.prepare(1, prompts, [producer], 30.0)
         assert found.no_room == 0
@@ -114,10 +114,10 @@ def test_pages_outlive_their_producer(service: PrefixService, hire: Any) -> None
         service.keep_only(2)
 
 
-def test_a_producer_killed_at_work_costs_a_recomputation(service: PrefixService, hire: Any) -> None:
+def test_a_producer_killed_at_work_costs_a_recomputation(service: PrefixService, make_producers: Any) -> None:
     import ray
 
-    slow, healthy = hire(600.0), hire()
+    slow, healthy = make_producers(600.0), make_producers()
     found: list[Any] = []
     asker = threading.Thread(target=lambda: found.append(service.prepare(1, PROMPTS, [slow], 300.0)))
     asker.start()
@@ -135,18 +135,18 @@ def test_a_producer_killed_at_work_costs_a_recomputation(service: PrefixService,
     assert len(computed_by(healthy)) == len(distinct_prefixes(PROMPTS, 4).nodes)
 
 
-def test_a_producer_that_hangs_is_given_up(service: PrefixService, hire: Any) -> None:
+def test_a_producer_that_hangs_is_given_up(service: PrefixService, make_producers: Any) -> None:
     start = time.monotonic()
-    found = service.prepare(1, PROMPTS, [hire(600.0)], 3.0)
+    found = service.prepare(1, PROMPTS, [make_producers(600.0)], 3.0)
     assert time.monotonic() - start < 300 and found.failed == ["a prefill instance did not answer in time"]
     assert service.stats()["bytes"] == 0
 
 
-def test_a_killed_index_is_done_without_and_comes_back(service: PrefixService, hire: Any) -> None:
+def test_a_killed_index_is_done_without_and_comes_back(service: PrefixService, make_producers: Any) -> None:
     import ray
 
-    kind = Kind(b"engine", 4, 2**14)  # small pages would have come along with their references, and nothing would be lost
-    producer = hire(0.0, kind)
+    kind = PageLayout(b"engine", 4, 2**14)  # small pages would have come along with their references, and nothing would be lost
+    producer = make_producers(0.0, kind)
     found = service.prepare(1, PROMPTS, [producer], 30.0)
     assert found.refs and not found.failed
     [replica] = [one for one in ray.util.list_named_actors(all_namespaces=True) if service.name in one["name"]]
@@ -171,8 +171,8 @@ def test_a_killed_index_is_done_without_and_comes_back(service: PrefixService, h
     assert len(computed_by(producer)) == 2 * len(distinct_prefixes(PROMPTS, 4).nodes)
 
 
-def test_a_weight_update_frees_the_old_pages_and_finds_none_of_them(service: PrefixService, hire: Any) -> None:
-    producer = hire()
+def test_a_weight_update_frees_the_old_pages_and_finds_none_of_them(service: PrefixService, make_producers: Any) -> None:
+    producer = make_producers()
     service.prepare(1, PROMPTS, [producer], 30.0)
     pages = len(distinct_prefixes(PROMPTS, 4).nodes)
     assert service.stats()["bytes"] == pages * KIND.page_bytes
@@ -184,11 +184,11 @@ def test_a_weight_update_frees_the_old_pages_and_finds_none_of_them(service: Pre
     assert stale.fetch_pages(1, PROMPTS, new.refs, 10.0).foreign == pages and not stale.engine.pages.rows
 
 
-def test_over_the_cap_some_pages_are_computed_by_who_needs_them(serving: None, hire: Any) -> None:
+def test_over_the_cap_some_pages_are_computed_by_who_needs_them(serving: None, make_producers: Any) -> None:
     small = PrefixService(f"small{time.time_ns()}", 8 * KIND.page_bytes)
     small.start()
     try:
-        found = small.prepare(1, PROMPTS, [hire()], 30.0)
+        found = small.prepare(1, PROMPTS, [make_producers()], 30.0)
         assert found.no_room == len(distinct_prefixes(PROMPTS, 4).nodes) - 8 and small.stats()["bytes"] == small.cap_bytes
         reader = taker()
         assert reader.fetch_pages(1, PROMPTS, found.refs, 10.0).pages == 8
@@ -199,10 +199,10 @@ def test_over_the_cap_some_pages_are_computed_by_who_needs_them(serving: None, h
         small.stop()
 
 
-def test_producers_of_another_kind_take_no_part(service: PrefixService, hire: Any) -> None:
-    mine, other = hire(), hire(0.0, Kind(b"another engine", 4, 256))
+def test_producers_of_another_kind_take_no_part(service: PrefixService, make_producers: Any) -> None:
+    mine, other = make_producers(), make_producers(0.0, PageLayout(b"another engine", 4, 256))
     found = service.prepare(1, PROMPTS, [mine, other], 30.0)
-    assert found.failed == ["1 of 2 prefill instances make pages of another kind than the first"]
+    assert found.failed == ["1 of 2 prefill instances have another page layout than the first"]
     assert_readable(found.refs, PROMPTS)
     assert computed_by(other) == []
 
@@ -229,6 +229,6 @@ def test_nothing_is_left_on_serve_after_the_end(serving: None) -> None:
 
 def test_a_service_that_cannot_start_says_so(serving: None) -> None:
     late = PrefixService(f"late{time.time_ns()}", 10**6, start_s=0.0)
-    with pytest.raises(RunError, match="waited 0 s for the prefix service"):
+    with pytest.raises(RunError, match="timed out after 0 s waiting for the prefix service"):
         late.start()
     late.stop()

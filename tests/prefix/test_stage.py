@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from placement.prefix import PrefixSpeed
-from placement.terms import Term, Terms
+from placement.scaling.prefix_benefit import PrefixSpeed
+from placement.speed.cost_terms import Term, Terms
+from rlhfless_ray.common.step_timer import StepTimer
+from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.instance import Instance, start_actor
-from rlhfless_ray.functions.lease import Leases, Slot
+from rlhfless_ray.functions.lease import LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger
-from rlhfless_ray.functions.pool import Pool
-from rlhfless_ray.phases import Phases
-from rlhfless_ray.prefix.address import distinct_prefixes
-from rlhfless_ray.prefix.stage import GIVE_UP, GIVE_UP_S, PrefixStage
+from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.prefix.block_hash import distinct_prefixes
+from rlhfless_ray.prefix.prefix_stage import MAX_FAILED_STEPS, MIN_OUTAGE_S, PrefixStage
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.site import Site
+from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import WeightVersion
 from tests.prefix.producers import KIND, producer_class
 
@@ -34,27 +35,36 @@ def slow() -> PrefixSpeed:
     return PrefixSpeed(Term(0.0, 1.0), Term(0.0, 1e-6), Term(0.0, 1e-6), Term(0.0, 1e-6))
 
 
+@pytest.fixture(scope="module")
+def serving(ray_cluster: None) -> Iterator[None]:
+    from ray import serve
+
+    yield
+    serve.shutdown()  # its controller takes 3 s to start
+
+
 @pytest.fixture
-def make(ray_cluster: None, request: pytest.FixtureRequest) -> Iterator[Callable[..., PrefixStage]]:
+def make(serving: None) -> Iterator[Callable[..., PrefixStage]]:
     import ray
     from ray import serve
 
-    made: list[tuple[PrefixStage, Pool]] = []
+    made: list[tuple[PrefixStage, WorkerPool]] = []
 
     def build(mode: str = "auto", delay_s: float = 0.0, **more: Any) -> PrefixStage:
         ledger = Ledger("cpu", 3600.0)
-        leases = Leases("cpu", ledger, 30.0, f"stage{len(made)}")
+        leases = LeaseManager("cpu", ledger, 30.0, f"stage{len(made)}")
         messages: list[str] = []
         recipe = Recipe.parse({"run": {"name": "stage"}, "prompts": {"task": "sort"}, "reward": {"function": "task"}})
         record = SimpleNamespace(progress=SimpleNamespace(message=messages.append))
-        scaler = SimpleNamespace(terms=Terms(), second=0.0, safely=lambda what, make, otherwise: make())
-        site = Site(recipe, ledger, leases, Phases(lambda *_: None), record, scaler, 2)  # type: ignore[arg-type]
+        scaler = SimpleNamespace(terms=Terms(), value_per_s=0.0, safely=lambda what, make, otherwise: make())
+        context = RunContext(recipe, ledger, SlotBroker(leases), StepTimer(lambda *_: None), record, scaler, 2)  # type: ignore[arg-type]
         fake = producer_class()
         pools = [
-            Pool(kind, lambda slot: start_actor(fake, slot, "cpu", {}, delay_s), leases, ledger, 300.0) for kind in ("prefill", "rollout")
+            WorkerPool(kind, lambda slot: start_actor(fake, slot, "cpu", {}, delay_s), leases, ledger, 300.0)
+            for kind in ("prefill", "rollout")
         ]
         options = {"block_size": KIND.block_size, "page_bytes": KIND.page_bytes, "store_bytes": 10**6, **more}
-        stage = PrefixStage(site, pools[0], mode, run_id=f"stage{len(made)}{id(ledger)}", **options)  # type: ignore[arg-type]
+        stage = PrefixStage(context, pools[0], mode, run_id=f"stage{len(made)}{id(ledger)}", **options)  # type: ignore[arg-type]
         stage.speed, stage.messages, stage.engines = slow(), messages, pools[1]  # type: ignore[attr-defined]
         made.append((stage, pools[1]))
         return stage
@@ -62,14 +72,11 @@ def make(ray_cluster: None, request: pytest.FixtureRequest) -> Iterator[Callable
     yield build
     for stage, engines in made:
         stage.close()
-        stage.site.leases.release(engines.close())
-        stage.site.leases.release_all()
-        assert not stage.site.leases.held
+        stage.context.leases.release(engines.close())
+        stage.context.leases.release_all()
+        assert not stage.context.leases.held
     assert serve.status().applications == {}
-    serve.shutdown()
-    assert not ray.util.placement_group_table() or all(
-        info["state"] == "REMOVED" for info in ray.util.placement_group_table().values()
-    )
+    assert not ray.util.placement_group_table() or all(info["state"] == "REMOVED" for info in ray.util.placement_group_table().values())
 
 
 def weights(version: int = 1) -> WeightVersion:
@@ -79,7 +86,8 @@ def weights(version: int = 1) -> WeightVersion:
 
 
 def engines_of(stage: Any, count: int = 2) -> list[Instance]:
-    stage.site.leases.release(stage.engines.resize(count, stage.site.handed(), need=count))
+    stage.context.broker.resize(stage.engines, count, need=count)
+    stage.context.broker.release()
     return list(stage.engines.working)
 
 
@@ -89,11 +97,11 @@ def test_a_step_from_zero_and_back(make: Callable[..., Any]) -> None:
     assert not stage.pool.parked and not stage.pool.working
     step = stage.prefill(stage.weigh(PROMPTS, SHARES, 100), PROMPTS, weights())
     assert step.choice.on and not stage.pool.working and len(stage.pool.parked) == 1, stage.messages
-    assert len(stage.site.spare) == len(stage.site.leases.held) == 1, "the lease waits for the engines"
+    assert len(stage.context.broker.free) == len(stage.context.leases.held) == 1, "the lease waits for the engines"
     assert step.metrics["prefix/computed_tokens"] == step.metrics["prefix/distinct_tokens"] == trie.distinct_tokens
     engines = engines_of(stage)
     stage.send(step, PROMPTS, engines, SHARES, 1)
-    found = stage.over(step)
+    found = stage.finish(step)
     assert found["prefix/fetched"] == 2 * len(trie.nodes)
     assert found["prefix/lost"] == found["prefix/foreign"] == found["prefix/damaged"] == 0
     assert found["prefix/asked_tokens"] == 4 * sum(map(len, PROMPTS)) > found["prefix/off_tokens"] > found["prefix/distinct_tokens"]
@@ -103,8 +111,8 @@ def test_a_step_from_zero_and_back(make: Callable[..., Any]) -> None:
     updated = stage.prefill(stage.weigh(PROMPTS, SHARES, 98), PROMPTS, weights(2))
     assert updated.metrics["prefix/computed_tokens"] == trie.distinct_tokens
     assert stage.pool.cold_starts == 1 and stage.pool.warm_starts == 2 and stage.messages == []
-    stage.site.ledger.close()
-    rows = [row for row in stage.site.ledger.rows if row.kind == "prefill" and row.slots]
+    stage.context.ledger.close()
+    rows = [row for row in stage.context.ledger.rows if row.kind == "prefill" and row.slots]
     billed_s = sum(row.seconds for row in rows)
     assert billed_s > 0 and sum(row.money for row in rows) == pytest.approx(billed_s, abs=1e-4), "at one a second"
     assert any(row.activity == "work" for row in rows)
@@ -117,10 +125,10 @@ def test_auto_is_on_where_it_pays_and_else_starts_nothing(make: Callable[..., An
     stage = make()
     step = stage.prefill(stage.weigh(PROMPTS[:1], [np.zeros(8, int)], 100), PROMPTS[:1], weights())
     assert not step.choice.on and step.metrics["prefix/on"] == 0.0 and "engine-s of prefill" in step.choice.reason
-    assert stage.service.handle is None and not stage.pool.parked and not stage.site.leases.held
+    assert stage.service.handle is None and not stage.pool.parked and not stage.context.leases.held
     engines = engines_of(stage, 1)
     stage.send(step, PROMPTS[:1], engines, SHARES[:1], 1)
-    assert step.sent == [] and "prefix/lost" not in stage.over(step)
+    assert step.sent == [] and "prefix/lost" not in stage.finish(step)
 
 
 @pytest.mark.parametrize("more, said", [({"blocked": "it has a sliding window"}, "sliding window"), ({"store_bytes": 2000}, "need 0 MB")])
@@ -143,7 +151,7 @@ def test_a_killed_instance_costs_its_pages_only(make: Callable[..., Any]) -> Non
     assert not stage.pool.parked and not stage.pool.working and stage.pool.faults.used == 1
     engines = engines_of(stage)
     stage.send(step, PROMPTS, engines, SHARES, 2)
-    stage.over(step)
+    stage.finish(step)
     assert stage.prefill(stage.weigh(PROMPTS, SHARES, 98), PROMPTS, weights(2)).prepared.refs, "the next one starts anew"
 
 
@@ -158,12 +166,12 @@ def test_a_node_lost_while_its_instance_starts_costs_the_pages_only(make: Callab
 
 def test_it_is_off_after_failing_again_and_again(make: Callable[..., Any]) -> None:
     stage = make("on", delay_s="no number")
-    for _ in range(GIVE_UP + 1):
+    for _ in range(MAX_FAILED_STEPS + 1):
         assert stage.prefill(stage.weigh(PROMPTS, SHARES, 100), PROMPTS, weights()).choice.on, "for a while"
-    stage.last_page_s -= GIVE_UP_S
+    stage.last_page_s -= MIN_OUTAGE_S
     assert stage.prefill(stage.weigh(PROMPTS, SHARES, 100), PROMPTS, weights()).choice.on
     off = stage.prefill(stage.weigh(PROMPTS, SHARES, 100), PROMPTS, weights())
-    assert not off.choice.on and f"{GIVE_UP} steps in a row" in off.choice.reason
+    assert not off.choice.on and f"{MAX_FAILED_STEPS} steps in a row" in off.choice.reason
 
 
 def test_an_instance_that_cannot_start_is_no_fault_and_not_tried_again(make: Callable[..., Any]) -> None:

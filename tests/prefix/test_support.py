@@ -16,7 +16,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from rlhfless_ray.prefix.support import page_bytes, unsupported
+from rlhfless_ray.prefix.supported_models import page_bytes, unsupported
 
 
 @pytest.mark.parametrize("config", [LlamaConfig(), Qwen2Config(), Qwen3Config(), MistralConfig(sliding_window=None), GPT2Config()])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.errors import UserError
+from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.prompts.cursor import Cursor
 
 SIZES = {"n_rows": st.integers(1, 40), "batch": st.integers(1, 60), "shuffle": st.booleans(), "seed": st.integers(-5, 2**40)}
@@ -73,11 +73,11 @@ def test_the_batch_size_may_change_on_resume() -> None:
 @given(n_rows=st.integers(1, 12), batch=st.integers(1, 9), epochs=st.integers(1, 3), shuffle=st.booleans())
 @settings(deadline=None, max_examples=60)
 def test_batches_that_end_with_their_epoch_hold_every_row_once(n_rows: int, batch: int, epochs: int, shuffle: bool) -> None:
-    cursor = Cursor(n_rows, batch, shuffle, 0, ends=True)
+    cursor = Cursor(n_rows, batch, shuffle, 0, stops_at_epoch_end=True)
     for epoch in range(epochs):
         batches = [cursor.next() for _ in range(cursor.batches_per_epoch)]
         assert sorted(row for rows in batches for row in rows) == list(range(n_rows))
         assert all(len(rows) == batch for rows in batches[:-1]) and cursor.epoch == epoch + 1
-        other = Cursor(n_rows, batch, shuffle, 0, ends=True)
+        other = Cursor(n_rows, batch, shuffle, 0, stops_at_epoch_end=True)
         other.restore(cursor.state())
-        assert other._taken == cursor._taken
+        assert other._rows_taken == cursor._rows_taken

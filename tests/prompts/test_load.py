@@ -10,15 +10,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rlhfless_ray.errors import UserError
-from rlhfless_ray.prompts.load import PromptSet, load_prompts
-from rlhfless_ray.prompts.tasks import task
-from rlhfless_ray.prompts.tokenizer import TaskTokenizer, build_tokenizer
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.prompts.builtin_tasks import task
+from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
+from rlhfless_ray.prompts.task_tokenizer import TaskTokenizer, build_tokenizer
 from rlhfless_ray.recipe import Recipe
 
-CHAT = (
-    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
+CHAT = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 
 
 def letters(bos: bool = False, eos: bool = False, chat: str | None = None) -> PreTrainedTokenizerFast:

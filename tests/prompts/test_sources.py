@@ -9,8 +9,8 @@ from typing import Any
 import datasets
 import pytest
 
-from rlhfless_ray.errors import UserError
-from rlhfless_ray.prompts.load import PromptSet, load_prompts
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
 from rlhfless_ray.prompts.sources import read_sources
 from rlhfless_ray.recipe import Recipe
 from tests.prompts.test_load import CHAT, letters
@@ -42,8 +42,12 @@ def jsonl(file: Path, content: list[dict[str, Any]]) -> str:
 
 def loaded(prompts: dict[str, Any], tokenizer: Any = None, **sections: dict[str, Any]) -> PromptSet:
     tree = {
-        "policy": {"path": "model"}, "prompts": {"batch_prompts": 2, **prompts}, "evaluate": {"prompts": 0, **sections.pop("evaluate", {})},
-        "rollout": {"max_tokens": 16, **sections.pop("rollout", {})}, "reward": {"function": "math"}, **sections,
+        "policy": {"path": "model"},
+        "prompts": {"batch_prompts": 2, **prompts},
+        "evaluate": {"prompts": 0, **sections.pop("evaluate", {})},
+        "rollout": {"max_tokens": 16, **sections.pop("rollout", {})},
+        "reward": {"function": "math"},
+        **sections,
     }
     return load_prompts(Recipe.parse(tree), tokenizer or letters())
 
@@ -123,8 +127,7 @@ def test_a_mix_is_the_one_of_interleave_datasets(tmp_path: Path) -> None:
     content = {"a": rows("a", 5), "b": rows("b", 9)}
     paths = [jsonl(tmp_path / f"{word}.jsonl", content[word]) for word in "ab"]
     expected = datasets.interleave_datasets(
-        [datasets.Dataset.from_list(part) for part in content.values()], probabilities=[0.7, 0.3], seed=3,
-        stopping_strategy="all_exhausted",
+        [datasets.Dataset.from_list(part) for part in content.values()], probabilities=[0.7, 0.3], seed=3, stopping_strategy="all_exhausted"
     )
     found = [row for _, row in read_sources(paths, "train", "prompts", probabilities=[0.7, 0.3], seed=3)]
     assert found == list(expected)
@@ -186,12 +189,10 @@ def test_long_prompts_end_the_run_or_are_left_out_and_told(tmp_path: Path) -> No
 def test_a_total_length_leaves_what_the_prompt_does_not_take(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", rows("a"))
     rollout = {"max_tokens": 16, "max_total_tokens": 9}
-    recipe = Recipe.parse({
-        "policy": {"path": "m"}, "prompts": {"path": path}, "rollout": rollout, "reward": {"function": "math"},
-    })
+    recipe = Recipe.parse({"policy": {"path": "m"}, "prompts": {"path": path}, "rollout": rollout, "reward": {"function": "math"}})
     assert [recipe.rollout.response_tokens(n) for n in (1, 3, 8)] == [8, 6, 1] and recipe.rollout.longest_tokens(5) == 9
     assert loaded({"path": path}, rollout=rollout).train[0].token_ids
-    with pytest.raises(UserError, match=r"3 prompt tokens leave nothing of rollout.max_total_tokens = 3"):
+    with pytest.raises(UserError, match=r"3 prompt tokens leave no room for a response within rollout.max_total_tokens = 3"):
         loaded({"path": path}, rollout={"max_tokens": 16, "max_total_tokens": 3})
 
 

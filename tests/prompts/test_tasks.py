@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.errors import UserError
-from rlhfless_ray.prompts.sort import SLIP
-from rlhfless_ray.prompts.tasks import task
-from rlhfless_ray.prompts.tokenizer import TaskTokenizer, build_tokenizer
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.prompts.builtin_tasks import task
+from rlhfless_ray.prompts.sort_task import SWAP_CHANCE
+from rlhfless_ray.prompts.task_tokenizer import TaskTokenizer, build_tokenizer
 
 NAMES = ["chain", "sort"]
 
@@ -75,8 +75,22 @@ def test_chain_examples_in_full_are_right_at_every_step_and_hasty_ones_pass_over
 
 @pytest.mark.parametrize(
     ("response", "reward"),
-    [("#3", 1.0), ("a8b9c1d3#3", 1.0), ("a8b9c1d3;a8#3", 1.0), ("zzz#3", 1.0), ("#4", 0.0), ("3", 0.0), ("", 0.0), ("#", 0.0),
-     ("#33", 0.0), ("#3 ", 0.0), ("#4#3", 0.0), ("#3#3", 0.0), ("#3a", 0.0), ("a8b9#", 0.0)],
+    [
+        ("#3", 1.0),
+        ("a8b9c1d3#3", 1.0),
+        ("a8b9c1d3;a8#3", 1.0),
+        ("zzz#3", 1.0),
+        ("#4", 0.0),
+        ("3", 0.0),
+        ("", 0.0),
+        ("#", 0.0),
+        ("#33", 0.0),
+        ("#3 ", 0.0),
+        ("#4#3", 0.0),
+        ("#3#3", 0.0),
+        ("#3a", 0.0),
+        ("a8b9#", 0.0),
+    ],
 )
 def test_chain_verifies_exactly(response: str, reward: float) -> None:
     assert task("chain").verify(response, {"prompt": "5A3B1C2D2=", "answer": "3", "operands": 4}) == reward
@@ -97,7 +111,7 @@ def test_supervised_responses_to_sort_slip_as_often_as_they_say() -> None:
     told = [sort.example(row, rng) for row in rows]
     assert all(sorted(text) == list(row["answer"]) for text, row in zip(told, rows, strict=True))
     apart = [sum(a != b for a, b in zip(text, row["answer"], strict=True)) for text, row in zip(told, rows, strict=True)]
-    assert set(apart) == {0, 2} and np.mean(apart) / 2 == pytest.approx(SLIP, abs=0.04) and len(rows) > 800
+    assert set(apart) == {0, 2} and np.mean(apart) / 2 == pytest.approx(SWAP_CHANCE, abs=0.04) and len(rows) > 800
 
 
 def test_unknown_task_names_the_known_ones() -> None:

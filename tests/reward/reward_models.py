@@ -33,8 +33,16 @@ def reward_model(
     from safetensors.torch import load, save
 
     settings = getattr(transformers, f"{family}Config")(
-        vocab_size=len(WORDS), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=context, initializer_range=0.3, num_labels=labels, pad_token_id=None,
+        vocab_size=len(WORDS),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=context,
+        initializer_range=0.3,
+        num_labels=labels,
+        pad_token_id=None,
     )
     with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as name:
         torch.manual_seed(seed)

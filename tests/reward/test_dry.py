@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from rlhfless_ray import dry as module
-from rlhfless_ray.errors import UserError
-from rlhfless_ray.policy_files import load_tokenizer
-from rlhfless_ray.reward import dry
-from rlhfless_ray.reward.dry import dry_call, find_server
-from rlhfless_ray.reward.functions import RewardSource
-from rlhfless_ray.reward.http import HttpSource
-from rlhfless_ray.reward.queries import QuerySource
+from rlhfless_ray.common import preflight as module
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.reward import preflight_reward as dry
+from rlhfless_ray.reward.http_reward import HttpSource
+from rlhfless_ray.reward.openrlhf_reward import QuerySource
+from rlhfless_ray.reward.preflight_reward import dry_call, find_server
+from rlhfless_ray.reward.reward_functions import RewardSource
 from rlhfless_ray.reward.user_file import UserFile
 from rlhfless_ray.types import Prompt
+from rlhfless_ray.weights.load_policy import load_tokenizer
 from tests.conftest import lives
 from tests.reward.reward_models import tokenizer_files
 
@@ -58,6 +58,7 @@ def test_what_fails_for_every_response_is_named(body: str, words: str) -> None:
         called(f"def reward_func(queries, prompts, labels):\n    {body}\n", timeout_s=0.3)
 
 
+@pytest.mark.slow
 def test_a_process_that_no_signal_reaches_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "START_S", 8.0)
     deaf = "import signal, time\ndef reward_func(q, p, l):\n    signal.signal(signal.SIGALRM, signal.SIG_IGN)\n    time.sleep(99)"
@@ -86,7 +87,7 @@ def test_a_function_may_fail_for_some_responses() -> None:
 
 
 def test_one_server_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dry, "REST_S", 0.01)
+    monkeypatch.setattr(dry, "POLL_S", 0.01)
     with socket.socket() as there, socket.socket() as deaf:
         for one in (there, deaf):
             one.bind(("127.0.0.1", 0))

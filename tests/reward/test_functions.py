@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhfless_ray.errors import UserError
+from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.reward.functions import RewardSource
-from rlhfless_ray.reward.http import HttpSource
-from rlhfless_ray.reward.load import load_reward
-from rlhfless_ray.reward.queries import QuerySource
+from rlhfless_ray.reward.http_reward import HttpSource
+from rlhfless_ray.reward.load_reward import load_reward
+from rlhfless_ray.reward.openrlhf_reward import QuerySource
+from rlhfless_ray.reward.reward_functions import RewardSource
 from rlhfless_ray.reward.source import Source
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from rlhfless_ray.errors import RunError, UserError
-from rlhfless_ray.reward import http as module
-from rlhfless_ray.reward.http import HttpSource, HttpWorker
+from rlhfless_ray.common.errors import RunError, UserError
+from rlhfless_ray.reward import http_reward as module
+from rlhfless_ray.reward.http_reward import HttpSource, HttpWorker
 from tests.conftest import ROOT, environment
 
 Answer = Callable[[dict[str, Any], int], Any]  # body, number of the request → what to answer: JSON, (status, text) or None: hang up
@@ -88,8 +88,8 @@ def items(*queries: str) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_REST_S", 0.05)
-    monkeypatch.setattr(module, "LONGEST_REST_S", 0.2)
+    monkeypatch.setattr(module, "MIN_BACKOFF_S", 0.05)
+    monkeypatch.setattr(module, "MAX_BACKOFF_S", 0.2)
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_a_server_that_comes_back_costs_nothing_but_time(trouble: Any) -> None:
     with standing(lambda body, n: trouble if n < 4 else lengths(body, n)) as (one,):
         made = worker(one.url)
         scores = all_of(made, items("a", "bb"))
-    assert (scores[0].reward, scores[1].reward) == (1.0, 2.0) and len(one.bodies) == 6 and not made.troubled
+    assert (scores[0].reward, scores[1].reward) == (1.0, 2.0) and len(one.bodies) == 6 and not made.retries
 
 
 def test_a_dead_server_among_living_ones_is_left_alone(clock: list[float]) -> None:
@@ -144,7 +144,7 @@ def test_a_dead_server_among_living_ones_is_left_alone(clock: list[float]) -> No
 
 def test_many_requests_that_fail_together_are_one_failure() -> None:
     made = worker(nowhere())
-    made.score(items(*map(str, range(module.AT_ONCE))), 0.02)
+    made.score(items(*map(str, range(module.MAX_CONCURRENT))), 0.02)
     assert made.servers[0].failures == 1, "each would double the rest, and a hiccup cost as much as an outage"
 
 
@@ -152,6 +152,7 @@ def test_many_requests_that_fail_together_are_one_failure() -> None:
 def test_a_redirected_post_stays_one(status: int) -> None:
     """As FastAPI answers for a slash too many, and OpenRLHF's client follows."""
     with standing(lengths) as (one,):
+
         class Elsewhere(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))
@@ -202,7 +203,7 @@ def test_a_slow_answer_is_asked_for_elsewhere() -> None:
     with standing(slow, lengths) as servers:
         made = worker(servers[0].url, servers[1].url, timeout_s=0.3)
         assert all_of(made, items("a"))[0].reward == 1.0
-        made.servers[0].answered(), made.servers[1].answered()
+        made.servers[0].record_answer(), made.servers[1].record_answer()
         assert all_of(made, items("a"))[0].reward == 1.0
 
 
@@ -211,7 +212,7 @@ def test_a_slow_answer_is_asked_for_elsewhere() -> None:
     [
         ((400, "no such prompt"), "HTTP 400 Bad Request: no such prompt"),
         ((500, "cannot read it"), "HTTP 500 Internal Server Error: cannot read it, tried 5 times"),
-        ((200, "<html>"), "answered with what is no JSON: b'<html>'"),
+        ((200, "<html>"), "answered with invalid JSON: b'<html>'"),
         ({"reward": [1.0]}, "answered with a dict with the key `reward`: write `rewards`"),
         ({"rewards": [1.0, 2.0]}, "answered with 2 values in `rewards` for 1 query"),
         ({"rewards": ["x"]}, None),
@@ -235,7 +236,7 @@ def test_the_sample_that_a_server_cannot_score_is_named(given: Any, error: str |
     assert scores[1].error.startswith(one.url)
     if error is not None:
         assert scores[1].error == f"{one.url}: {error}"
-    assert not made.troubled
+    assert not made.retries
 
 
 def test_a_batch_that_is_refused_after_the_calls_time_is_taken_apart_in_the_next() -> None:
@@ -247,7 +248,7 @@ def test_a_batch_that_is_refused_after_the_calls_time_is_taken_apart_in_the_next
         made, scores = worker(one.url, batch_samples=4), {}
         for _ in range(8):
             scores |= all_of(made, [item for item in items("a", "bad", "ccc") if item[0] not in scores], 0.05)
-    assert {key: score.reward for key, score in scores.items()} == {0: 1.0, 1: None, 2: 3.0} and not made.troubled
+    assert {key: score.reward for key, score in scores.items()} == {0: 1.0, 1: None, 2: 3.0} and not made.retries
 
 
 def test_labels_must_fit_into_json() -> None:
@@ -258,23 +259,34 @@ def test_labels_must_fit_into_json() -> None:
 
 def test_the_environments_proxy_is_not_asked() -> None:
     code = """
-from rlhfless_ray.reward.http import HttpSource
+from rlhfless_ray.reward.http_reward import HttpSource
 print(HttpSource.load([URL], "", 5.0, 1).worker(5.0).score([(0, "abc", "", "")], 5.0)[0].reward)
 """
     with standing(lengths) as (one,):
         done = subprocess.run(
-            [sys.executable, "-c", code.replace("URL", repr(one.url))], cwd=ROOT, env={**environment(), "http_proxy": nowhere()},
-            capture_output=True, text=True, timeout=100,
+            [sys.executable, "-c", code.replace("URL", repr(one.url))],
+            cwd=ROOT,
+            env={**environment(), "http_proxy": nowhere()},
+            capture_output=True,
+            text=True,
+            timeout=100,
         )
     assert done.stdout == "3.0\n", done.stderr
 
 
 NO_ADDRESSES = [
-    "127.0.0.1:5000/get_reward", "rewards.txt", "ftp://host/x", "http:///x", "", "http://host/a b", "http://host/ü", "http://a..b/x",
+    "127.0.0.1:5000/get_reward",
+    "rewards.txt",
+    "ftp://host/x",
+    "http:///x",
+    "",
+    "http://host/a b",
+    "http://host/ü",
+    "http://a..b/x",
 ]
 
 
 @pytest.mark.parametrize("url", NO_ADDRESSES)
 def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(UserError, match=r"is no HTTP address; write one such as"):
+    with pytest.raises(UserError, match=r"is not an HTTP address; write one such as"):
         HttpSource.load(["http://127.0.0.1:1/get_reward", url], "", 1.0, 1)

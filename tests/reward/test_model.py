@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhfless_ray.errors import UserError
-from rlhfless_ray.policy_files import load_tokenizer
+from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.reward.load import load_reward
-from rlhfless_ray.reward.model import ModelSource, ModelWorker
+from rlhfless_ray.reward.load_reward import load_reward
+from rlhfless_ray.reward.reward_model import ModelSource, ModelWorker
 from rlhfless_ray.types import Completion, Prompt, Sample
-from rlhfless_ray.weights.folder import write_folder
+from rlhfless_ray.weights.load_policy import load_tokenizer
+from rlhfless_ray.weights.model_folder import write_folder
 from tests.reward.reward_models import WORDS, reward_model, tokenizer_files
 
 
@@ -97,7 +97,7 @@ def test_what_is_too_long_or_not_a_number_is_the_samples_error(tmp_path: Path, m
     worker = loaded(tmp_path, reward_model(context=32)).worker(1.0)
     assert isinstance(worker, ModelWorker)
     scores = {s.key: s for s in worker.score([(0, np.ones(33, np.int32)), (1, np.ones(32, np.int32))])}
-    assert scores[0].error == "33 tokens are more than the reward model takes, 32" and scores[1].reward is not None
+    assert scores[0].error == "33 tokens exceed the reward model's context of 32 tokens" and scores[1].reward is not None
     monkeypatch.setattr(worker.model, "values", lambda batch: np.array([np.nan], np.float32))
     assert worker.score([(0, np.ones(3, np.int32))])[0].error == "the reward model gave nan, not a finite number"
 
@@ -116,11 +116,11 @@ def test_folders_that_are_no_reward_model_are_refused(tmp_path: Path) -> None:
         return str(caught.value)
 
     assert "no scalar head `head`; it has `score`: set reward.value_head" in refused(reward_model(), value_head="head")
-    assert "its head `score` gives 3 values for a response" in refused(reward_model(labels=3))
+    assert "its head `score` gives 3 values per response" in refused(reward_model(labels=3))
     other = load_tokenizer(tokenizer_files(WORDS[::-1]), False)
-    assert "its tokenizer is not the policy's" in refused(reward_model(), other)
+    assert "its tokenizer differs from the policy's" in refused(reward_model(), other)
     assert "std in its config.json, which is 0" in refused(reward_model(config={"mean": 0, "std": 0}), normalize=True)
-    assert "model.safetensors is no safetensors file" in refused({**reward_model(), "model.safetensors": b"12345678{"})
+    assert "model.safetensors is not a safetensors file" in refused({**reward_model(), "model.safetensors": b"12345678{"})
     assert "config.json is not valid JSON" in refused({**reward_model(), "config.json": b"{"})
     with pytest.raises(UserError, match=r"^reward.model_path: .* is not a folder"):
         load_reward(Recipe.parse({"prompts": {"task": "chain"}, "reward": {"model_path": str(tmp_path / "none")}}))

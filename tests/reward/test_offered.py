@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfless_ray.reward.boxed import extract_boxed_answer, grade_answer
+from rlhfless_ray.reward.boxed_answer import extract_boxed_answer, grade_answer
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = """
@@ -21,7 +21,7 @@ def reward_func(queries, prompts, labels, **kwargs):
     return {"rewards": [float(grade_answer(extract_boxed_answer(q), label)) for q, label in zip(queries, labels)]}
 """
 USE = f"""
-from rlhfless_ray.reward.queries import QuerySource
+from rlhfless_ray.reward.openrlhf_reward import QuerySource
 from rlhfless_ray.reward.user_file import UserFile
 for _ in range(2):
     worker = QuerySource(UserFile("r.py", {FILE!r}), "reward_func", "answer").worker(60.0)
@@ -44,7 +44,11 @@ def test_an_installed_package_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "openrlhf" / "utils").mkdir(parents=True)
     (tmp_path / "openrlhf" / "__init__.py").touch()
     (tmp_path / "openrlhf" / "utils" / "__init__.py").write_text("mine = 1")
-    said = run("from rlhfless_ray.reward.offered import offer; offer(); import openrlhf.utils as u; print(u.mine, u.__file__)", tmp_path)
+    said = run(
+        "from rlhfless_ray.reward.openrlhf_compat import install_modules; install_modules()\n"
+        "import openrlhf.utils as u; print(u.mine, u.__file__)",
+        tmp_path,
+    )
     assert said == f"1 {tmp_path / 'openrlhf' / 'utils' / '__init__.py'}"
 
 
@@ -69,7 +73,7 @@ def test_agents_subclass_our_classes_also_in_a_checkout_of_openrlhf(tmp_path: Pa
     )
     theirs = "extract_boxed_answer = 'theirs'\n" if works else "import flash_attention_that_is_not_there\n"
     said = run(
-        f"from rlhfless_ray.agent.load import AgentSource\nsource = AgentSource.load({str(tmp_path / 'agent.py')!r})\n"
+        f"from rlhfless_ray.agent.load_agent import AgentSource\nsource = AgentSource.load({str(tmp_path / 'agent.py')!r})\n"
         "print(source.contract, source.file.module().extract_boxed_answer == 'theirs')",
         checkout(tmp_path / "OpenRLHF", theirs),
     )
@@ -79,8 +83,14 @@ def test_agents_subclass_our_classes_also_in_a_checkout_of_openrlhf(tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        (r"a \boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (r"\fbox{x}", "x"), (r"\boxed{a{b}c}", "a{b}c"), ("none", None),
-        (r"cut \boxed{1", None), (r"\boxed{}", ""), (r"\fbox{1} \boxed{2}", "2"), (r"\boxed{1} \fbox{2}", "2"),
+        (r"a \boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\fbox{x}", "x"),
+        (r"\boxed{a{b}c}", "a{b}c"),
+        ("none", None),
+        (r"cut \boxed{1", None),
+        (r"\boxed{}", ""),
+        (r"\fbox{1} \boxed{2}", "2"),
+        (r"\boxed{1} \fbox{2}", "2"),
     ],
 )
 def test_the_last_box(text: str, answer: str | None) -> None:
@@ -90,11 +100,22 @@ def test_the_last_box(text: str, answer: str | None) -> None:
 @pytest.mark.parametrize(
     ("given", "truth", "same"),
     [
-        ("72", "72", True), ("1,250", "1250", True), (r"\frac{1}{2}", "0.5", True), (r"\dfrac 12", r"\frac12", True),
+        ("72", "72", True),
+        ("1,250", "1250", True),
+        (r"\frac{1}{2}", "0.5", True),
+        (r"\dfrac 12", r"\frac12", True),
         ("x+1", "1+x", True),
-        (r"\left(1, 2\right)", "(1,2)", True), ("72", "73", False), ("", "1", False), (None, "1", False), ("1", None, False),
-        ("11/2", "1 1/2", False), (r"\sqrt{2}", r"\sqrt{3}", False), ("(1,2)", "(2,1)", False),
-        ("1.5", "1 1/2", True), ("blue", "blue", True), ("blue", "red", False),
+        (r"\left(1, 2\right)", "(1,2)", True),
+        ("72", "73", False),
+        ("", "1", False),
+        (None, "1", False),
+        ("1", None, False),
+        ("11/2", "1 1/2", False),
+        (r"\sqrt{2}", r"\sqrt{3}", False),
+        ("(1,2)", "(2,1)", False),
+        ("1.5", "1 1/2", True),
+        ("blue", "blue", True),
+        ("blue", "red", False),
     ],
 )
 def test_the_same_answer(given: str | None, truth: str | None, same: bool) -> None:

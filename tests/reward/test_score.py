@@ -14,19 +14,20 @@ import pytest
 import ray
 from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError
 
-from rlhfless_ray.errors import RunError
-from rlhfless_ray.functions.faults import Cause, Faults
-from rlhfless_ray.functions.lease import Leases
+from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.functions.failure_budget import FailureBudget, FailureCause
+from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
-from rlhfless_ray.functions.pool import Pool
-from rlhfless_ray.reward import score as module
-from rlhfless_ray.reward.functions import RewardSource, RewardWorker
-from rlhfless_ray.reward.score import RewardActor, Scoring, check_failures
+from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.reward import scoring as module
+from rlhfless_ray.reward.reward_functions import RewardSource, RewardWorker
+from rlhfless_ray.reward.scoring import RewardActor, Scoring, check_failures
 from rlhfless_ray.reward.source import Score
 from rlhfless_ray.types import Completion, Prompt, Sample
 
 ENDS = {
-    "die": RayActorError(), "nowhere": ActorUnschedulableError("its node is gone"),
+    "die": RayActorError(),
+    "nowhere": ActorUnschedulableError("its node is gone"),
     "lost": ObjectLostError(ray.ObjectRef.nil().hex(), None, "its node took the answer along"),
 }
 
@@ -59,8 +60,8 @@ class Process:
 class FakePool:
     def __init__(self, workers: int) -> None:
         self.calls: list[int] = []
-        self.faults = Faults(3)
-        self.causes: list[Cause] = []  # of the next deaths, where it is not the process itself
+        self.faults = FailureBudget(3)
+        self.causes: list[FailureCause] = []  # of the next deaths, where it is not the process itself
         self.ledger = SimpleNamespace(spans=lambda leases, spans: None)
         self.leases = SimpleNamespace(deadline_s=300.0)
         self.working = [self.new() for _ in range(workers)]
@@ -68,14 +69,14 @@ class FakePool:
     def new(self) -> Any:
         return SimpleNamespace(actor=Process(self.calls), leases=[], started=True)
 
-    def cause(self, worker: Any) -> Cause:
-        return self.causes.pop(0) if self.causes else Cause.DIED
+    def cause(self, worker: Any) -> FailureCause:
+        return self.causes.pop(0) if self.causes else FailureCause.DIED
 
-    def replace(self, worker: Any, why: str, cause: Cause) -> Any:
+    def replace(self, worker: Any, why: str, cause: FailureCause) -> Any:
         self.faults.count("reward-1", cause, why)
         return self.new()
 
-    def lose(self, worker: Any, why: str, cause: Cause) -> None:
+    def lose(self, worker: Any, why: str, cause: FailureCause) -> None:
         self.faults.count("reward-1", cause, why)
         self.working.remove(worker)
 
@@ -99,7 +100,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
 
     monkeypatch.setitem(globals(), "SimpleNamespace", Ref)
     monkeypatch.setattr(module, "ray", SimpleNamespace(get=get, wait=wait, exceptions=module.ray.exceptions))
-    monkeypatch.setattr(module, "SLACK_S", -module.ANSWER_S)
+    monkeypatch.setattr(module, "SLACK_S", -module.REPLY_AFTER_S)
 
 
 def score_samples(
@@ -136,8 +137,8 @@ def test_a_sample_that_ends_the_process_is_found_and_the_others_are_scored(bad: 
 
 def test_a_lost_node_is_no_samples_fault() -> None:
     pool, samples = FakePool(1), samples_of("lost", "bb")
-    pool.causes = [Cause.NODE_LOST, Cause.DIED, Cause.NODE_LOST, Cause.NODE_LOST]
-    assert scored(pool, samples) == 1 and pool.faults.used == 2 and pool.faults.counts[Cause.NODE_LOST] == 3
+    pool.causes = [FailureCause.NODE_LOST, FailureCause.DIED, FailureCause.NODE_LOST, FailureCause.NODE_LOST]
+    assert scored(pool, samples) == 1 and pool.faults.used == 2 and pool.faults.counts[FailureCause.NODE_LOST] == 3
     assert [s.reward for s in samples] == [None, 2.0] and len(pool.calls) == 6, "by itself only after a death, and again after a loss"
 
 
@@ -147,11 +148,11 @@ def test_a_worker_that_starts_for_long_does_not_hang(monkeypatch: pytest.MonkeyP
     scoring = Scoring(pool, 0.01, 1)
     scoring.add(samples)
     (call,) = scoring.running.values()
-    call.asked_s -= 60.0
-    assert not scoring.hear() and scoring.running
+    call.sent_s -= 60.0
+    assert not scoring.collect() and scoring.running
     call.start_by_s = 0.0
-    call.asked_s -= 60.0
-    assert scoring.hear() and pool.faults.used == 1 and samples[0].error is None
+    call.sent_s -= 60.0
+    assert scoring.collect() and pool.faults.used == 1 and samples[0].error is None
 
 
 @pytest.mark.parametrize("bad", ["die", "hang"])
@@ -166,14 +167,14 @@ def test_too_many_failures_stop_the_scoring() -> None:
     pool, samples = FakePool(1), samples_of("a", *["fail", "slow"] * 50)
     failed = scored(pool, samples, max_failed_share=0.05)
     assert failed == 6 and len(pool.calls) == 6, "5 of 101 may fail"
-    with pytest.raises(RunError, match=r"6 of 101 samples .* 88 were not tried any more\); the first: no; prompt row 71"):
+    with pytest.raises(RunError, match=r"6 of 101 samples .* 88 were not tried\); the first: no; prompt row 71"):
         check_failures(samples, failed, 0.05)
     check_failures(samples, failed, 0.06)
 
 
 def test_a_worker_answers_with_what_it_has_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(0.0, 0.05)  # a sample takes 0.05 s
-    monkeypatch.setattr("rlhfless_ray.reward.functions.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("rlhfless_ray.reward.reward_functions.time", SimpleNamespace(monotonic=lambda: next(clock)))
     text = "def score(prompt, response, row):\n    return 1.0\n"
     worker = RewardWorker(RewardSource("file", "score", file="mine.py", text=text), 5.0)
     items = [(i, "", "", {}) for i in range(9)]
@@ -189,9 +190,9 @@ def test_a_real_process_that_exits_is_replaced_and_the_sample_named(ray_cluster)
     from rlhfless_ray.functions.instance import start_actor
 
     ledger = Ledger("cpu", 1.0)
-    leases = Leases("cpu", ledger, 60.0, f"score{time.time_ns()}")
+    leases = LeaseManager("cpu", ledger, 60.0, f"score{time.time_ns()}")
     source = RewardSource("file", "score", file="mine.py", text=DEADLY)
-    pool = Pool("score", lambda slot: start_actor(RewardActor, slot, "cpu", {}, source, 1.0), leases, ledger, 60.0)
+    pool = WorkerPool("score", lambda slot: start_actor(RewardActor, slot, "cpu", {}, source, 1.0), leases, ledger, 60.0)
     try:
         pool.resize(1, [])
         samples = samples_of("a", "die", "b")
@@ -209,11 +210,11 @@ def test_a_reward_model_and_a_reward_file_score_in_real_pools(ray_cluster, tmp_p
     import ray
 
     from rlhfless_ray.functions.instance import start_actor
-    from rlhfless_ray.reward.model import ModelSource, find_head
-    from rlhfless_ray.reward.queries import QuerySource
-    from rlhfless_ray.reward.score import Scoring, maker
+    from rlhfless_ray.reward.openrlhf_reward import QuerySource
+    from rlhfless_ray.reward.reward_model import ModelSource, find_head
+    from rlhfless_ray.reward.scoring import Scoring, item_factory
     from rlhfless_ray.reward.user_file import UserFile
-    from rlhfless_ray.weights.folder import write_folder
+    from rlhfless_ray.weights.model_folder import write_folder
     from tests.reward.reward_models import reward_model
     from tests.reward.test_model import by_transformers
 
@@ -226,19 +227,23 @@ def test_a_reward_model_and_a_reward_file_score_in_real_pools(ray_cluster, tmp_p
     ]
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(map(str, ids)))
     ledger = Ledger("cpu", 1.0)
-    leases = Leases("cpu", ledger, 60.0, f"score{time.time_ns()}")
+    leases = LeaseManager("cpu", ledger, 60.0, f"score{time.time_ns()}")
     for source in sources:
         shared = ray.put(source)
-        pool = Pool(
-            source.pool_kind, lambda slot, shared=shared: start_actor(RewardActor, slot, "cpu", {}, shared, 2.0, "cpu"), leases, ledger,
-            60.0, on_device=source.on_device,
+        pool = WorkerPool(
+            source.pool_kind,
+            lambda slot, shared=shared: start_actor(RewardActor, slot, "cpu", {}, shared, 2.0, "cpu"),
+            leases,
+            ledger,
+            60.0,
+            on_device=source.on_device,
         )
         try:
             samples = samples_of(*"abcd")
             for i, sample in enumerate(samples):
                 sample.completion = replace(sample.completion, token_ids=np.array([5 + 4 * (i == 1)] * (i + 1), np.int32))
             spare = pool.resize(2, [])
-            scoring = Scoring(pool, 2.0, 4, maker(source, tokenizer), source.call_s(2.0))
+            scoring = Scoring(pool, 2.0, 4, item_factory(source, tokenizer), source.call_s(2.0))
             scoring.add(samples)
             scoring.finish()
             if source is sources[0]:
@@ -254,14 +259,14 @@ def test_a_reward_model_and_a_reward_file_score_in_real_pools(ray_cluster, tmp_p
 
 
 def test_a_worker_whose_node_is_lost_while_engines_work_is_not_waited_for() -> None:
-    """They may hold every slot that is left: its share is scored with what is scored next."""
+    """They may hold every slot that is remaining: its share is scored with what is scored next."""
     pool, samples = FakePool(1), samples_of("lost", "bb", "ccc")
-    pool.causes, pool.leases.living = [Cause.NODE_LOST], lambda leases: []
+    pool.causes, pool.leases.living = [FailureCause.NODE_LOST], lambda leases: []
     scoring = Scoring(pool, 0.01, 1)
     scoring.add(samples[:2])
-    assert scoring.hear(waits=False) and not scoring.running and not pool.working and pool.faults.counts[Cause.NODE_LOST] == 1
+    assert scoring.collect(can_wait=False) and not scoring.running and not pool.working and pool.faults.counts[FailureCause.NODE_LOST] == 1
     samples[0].text = "a"
-    scoring.owed = [([(0, "", "a", {}), *left[1:]], singly) for left, singly in scoring.owed]
+    scoring.unassigned = [([(0, "", "a", {}), *remaining[1:]], one_by_one) for remaining, one_by_one in scoring.unassigned]
     pool.working = [pool.new()]
     scoring.add(samples[2:])
     scoring.finish()
@@ -273,4 +278,4 @@ def test_a_worker_that_dies_while_engines_work_is_replaced_under_its_lease() -> 
     pool.leases.living = lambda leases: ["its own"]
     scoring = Scoring(pool, 0.01, 1)
     scoring.add(samples)
-    assert scoring.hear(waits=False) and scoring.running and pool.faults.used == 1
+    assert scoring.collect(can_wait=False) and scoring.running and pool.faults.used == 1

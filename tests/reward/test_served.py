@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhfless_ray.errors import UserError
-from rlhfless_ray.reward.http import HttpSource
-from rlhfless_ray.reward.served import TextScorer, server
-from rlhfless_ray.weights.folder import write_folder
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.reward.http_reward import HttpSource
+from rlhfless_ray.reward.reward_server import TextScorer, create_server
+from rlhfless_ray.weights.model_folder import write_folder
 from tests.conftest import ROOT, environment
 from tests.reward.reward_models import reward_model
 from tests.reward.test_model import by_transformers
@@ -37,7 +37,7 @@ def expected(folder: Path) -> np.ndarray:
 
 @pytest.fixture
 def url(folder: Path) -> Iterator[str]:
-    made = server(TextScorer(folder, "score", "float32", "cpu", max_tokens=5), "127.0.0.1", 0)
+    made = create_server(TextScorer(folder, "score", "float32", "cpu", max_tokens=5), "127.0.0.1", 0)
     threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     yield f"http://127.0.0.1:{made.server_port}/get_reward"
     made.shutdown()
@@ -73,21 +73,26 @@ def test_bad_requests_are_told_and_the_server_goes_on(url: str) -> None:
     assert refused(url, b"{")[0] == refused(url, b"[]")[0] == 400
     assert refused(url, b'{"queries": ["w3"]}') == (400, 'expected JSON such as {"query": ["prompt and response", …]}')
     assert refused(url, b'{"query": [1]}') == (400, "`query` must be a list of texts")
-    assert refused(url, b'{"query": [""]}') == (400, "an empty text has no reward")
+    assert refused(url, b'{"query": [""]}') == (400, "cannot score an empty text")
     assert refused(url.replace("get_reward", "other"), b"{}")[0] == 404
     with urllib.request.urlopen(urllib.request.Request(url, b'{"query": "w3", "prompts": [""], "labels": [""]}'), timeout=120) as answer:
         assert len(json.loads(answer.read())["rewards"]) == 1
     with pytest.raises(UserError, match=r"--host 127.0.0.1 --port \d+: Address already in use"):
-        server(None, "127.0.0.1", int(url.split(":")[2].split("/")[0]))  # type: ignore[arg-type]
+        create_server(None, "127.0.0.1", int(url.split(":")[2].split("/")[0]))  # type: ignore[arg-type]
 
 
 def command(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "rlhfless_ray.cli.serve_rm", *arguments], cwd=ROOT, env=environment(), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, "-m", "rlhfless_ray.cli.serve_rm", *arguments],
+        cwd=ROOT,
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
+@pytest.mark.slow
 def test_the_command_serves_on_loopback_with_flags_of_any_version(folder: Path, expected: np.ndarray) -> None:
     flags = ["--max_len", "64", "--flash_attn", "--ds.attn_implementation", "eager", "--ds.param_dtype", "fp32", "--port", "0"]
     running = command("--reward_pretrain", str(folder), *flags)
@@ -102,6 +107,7 @@ def test_the_command_serves_on_loopback_with_flags_of_any_version(folder: Path, 
         running.wait(20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhfless_ray.reward.functions import RewardSource, RewardWorker
+from rlhfless_ray.reward.reward_functions import RewardSource, RewardWorker
 from rlhfless_ray.reward.source import Score
 
-CASES = '''
+CASES = """
 import json, sys, time
 import numpy as np
 
@@ -43,7 +43,7 @@ def score(prompt, response, row):
     return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1", "list": [1], "complex": 1j, "true": True,
             "numpy": np.float32(0.5), "numpy bool": np.bool_(True), "int": 3, "huge": 10**400,
             }.get(response, len(row["answer"]) / 4)
-'''
+"""
 
 
 def worker(timeout_s: float = 0.3) -> RewardWorker:
@@ -54,9 +54,7 @@ def one(response: str, timeout_s: float = 0.3) -> Score:
     return worker(timeout_s).score([(5, "p", response, {"answer": "1"})])[0]
 
 
-@pytest.mark.parametrize(
-    ("response", "reward"), [("other", 0.25), ("true", 1.0), ("numpy", 0.5), ("numpy bool", 1.0), ("int", 3.0)]
-)
+@pytest.mark.parametrize(("response", "reward"), [("other", 0.25), ("true", 1.0), ("numpy", 0.5), ("numpy bool", 1.0), ("int", 3.0)])
 def test_numbers_of_any_kind_become_floats(response: str, reward: float) -> None:
     score = one(response)
     assert score == Score(5, reward) and type(score.reward) is float

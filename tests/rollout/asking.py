@@ -9,7 +9,7 @@ import numpy as np
 from safetensors.torch import load as load_tensors
 from tiny_policy import VOCABULARY, tiny_policy
 
-from rlhfless_ray.rollout.transcript import Transcript
+from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import Completion, Request
 
 BLOCK = 32
@@ -46,12 +46,12 @@ def put(engine: Any, weights: dict[str, np.ndarray]) -> int:
 
 
 def answer(engine: Any, asked: list[Request], **options: Any) -> dict[int, Completion]:
-    transcript = Transcript(asked)
-    transcript.give(np.arange(len(asked)), 0)
+    token_log = TokenLog(asked)
+    token_log.give(np.arange(len(asked)), 0)
     for progress in engine.generate(asked, **options):
-        transcript.accept(0, "engine", progress)
-    assert not transcript.missing
-    return transcript.completions
+        token_log.accept(0, "engine", progress)
+    assert not token_log.missing
+    return token_log.completions
 
 
 def assert_same(found: dict[int, Completion], wanted: dict[int, Completion]) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from rlhfless_ray.rollout.engine_settings import EngineSettings
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "learn"))  # tiny_policy, learner_reference
 sys.path.insert(0, str(Path(__file__).parent))  # asking
@@ -19,15 +22,15 @@ BLOCK = 32
 
 @pytest.fixture(scope="session")
 def sampling() -> Iterator[ModuleType]:
-    """`rlhfless_ray.rollout.sampling`; the variables that vLLM wants are taken back afterwards."""
+    """`rlhfless_ray.rollout.keyed_sampler`; the variables that vLLM wants are taken back afterwards."""
     import torch
 
     before, threads = dict(os.environ), torch.get_num_threads()
-    from rlhfless_ray.rollout import engine
+    from rlhfless_ray.rollout import vllm_engine as engine
 
     engine.prepare()
     torch.set_num_threads(1)
-    from rlhfless_ray.rollout import sampling
+    from rlhfless_ray.rollout import keyed_sampler as sampling
 
     yield sampling
     torch.set_num_threads(threads)
@@ -39,16 +42,26 @@ def sampling() -> Iterator[ModuleType]:
 @pytest.fixture(scope="session")
 def new_engine(sampling: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """An engine for a policy's files, without weights."""
-    from rlhfless_ray.rollout.engine import Engine
-    from rlhfless_ray.weights.folder import without_weights, write_folder
+    from rlhfless_ray.rollout.vllm_engine import VllmEngine
+    from rlhfless_ray.weights.model_folder import without_weights, write_folder
 
     def build(files: dict[str, bytes], **changes: Any) -> Any:
-        settings = {
-            "device": "cpu", "max_model_len": 320, "dtype": "float32", "trust_remote_code": False, "max_running": 64,
-            "block_size": BLOCK, "kv_cache_mb": 64, "gpu_memory_share": 0.5, **changes,
-        }
-        kept.append(Engine(write_folder(tmp_path_factory.mktemp("engine"), without_weights(files)), settings))
-        return kept[-1]
+        settings = EngineSettings(
+            device="cpu",
+            max_model_len=320,
+            dtype="float32",
+            trust_remote_code=False,
+            max_running=64,
+            block_size=BLOCK,
+            kv_cache_mb=64,
+            gpu_memory_share=0.5,
+        )
+        folder = write_folder(tmp_path_factory.mktemp("engine"), without_weights(files))
+        made = VllmEngine(folder, replace(settings, **changes))
+        # vLLM's shutdown of one engine takes down what all engines of a process share, and 1 s of garbage collection at the end
+        made.engine.engine_core._finalizer.detach()
+        kept.append(made)
+        return made
 
-    kept: list[Any] = []  # an engine that ends takes down what all engines of a process share
+    kept: list[Any] = []
     return build

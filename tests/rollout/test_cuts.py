@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from asking import BLOCK, FILES, VERSIONS, answer, assert_same, requests, weights_of
 
-from rlhfless_ray.rollout.inbox import Inbox, Order
-from rlhfless_ray.rollout.progress import CUT
-from rlhfless_ray.rollout.transcript import Transcript
-from rlhfless_ray.rollout.words import StopWords
+from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
+from rlhfless_ray.rollout.stop_strings import StopStrings
+from rlhfless_ray.rollout.token_deltas import CUT
+from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import Completion, Request
 
 pytestmark = pytest.mark.engine
@@ -27,7 +27,8 @@ pytestmark = pytest.mark.engine
 def engines(new_engine: Callable[..., Any]) -> list[Any]:
     """Three that have nothing in common but the policy: sequences at once, block size, room in the cache."""
     made = [
-        new_engine(FILES["A"]), new_engine(FILES["A"], max_running=20, block_size=2 * BLOCK, kv_cache_mb=1),
+        new_engine(FILES["A"]),
+        new_engine(FILES["A"], max_running=20, block_size=2 * BLOCK, kv_cache_mb=1),
         new_engine(FILES["A"], max_running=3),
     ]
     version = next(VERSIONS)
@@ -46,8 +47,8 @@ class Relay:
 
     def __init__(self, engines: list[Any], asked: list[Request]) -> None:
         self.engines, self.asked = engines, asked
-        self.transcript = Transcript(asked)
-        self.inbox = [Inbox() for _ in engines]
+        self.token_log = TokenLog(asked)
+        self.control_queue = [ControlQueue() for _ in engines]
         self.calls: list[Iterator[Any] | None] = [None for _ in engines]
         self.epoch = self.cuts = self.steps = 0
         self.aim: dict[int, int] = {}
@@ -56,15 +57,15 @@ class Relay:
     def send(self, indices: list[int], engine: int) -> None:
         if not indices:
             return
-        asked = self.transcript.give(np.array(indices), engine)
-        if self.calls[engine] is not None and self.inbox[engine].tell(self.epoch, Order(add=tuple(asked))):
+        asked = self.token_log.give(np.array(indices), engine)
+        if self.calls[engine] is not None and self.control_queue[engine].tell(self.epoch, EngineCommand(add=tuple(asked))):
             return
-        self.inbox[engine].open(self.epoch)
-        self.calls[engine] = self.engines[engine].generate(asked, 0.0, self.inbox[engine])
+        self.control_queue[engine].open(self.epoch)
+        self.calls[engine] = self.engines[engine].generate(asked, 0.0, self.control_queue[engine])
 
     def cut(self, i: int, target: int) -> None:
-        source = int(self.transcript.owner[i])
-        if self.inbox[source].tell(self.epoch, Order(cut=(self.asked[i].key,))):
+        source = int(self.token_log.owner[i])
+        if self.control_queue[source].tell(self.epoch, EngineCommand(cut=(self.asked[i].key,))):
             self.aim[i] = target
 
     def turn(self) -> None:
@@ -74,21 +75,21 @@ class Relay:
                 self.calls[number] = None
                 continue
             self.steps += 1
-            ended, cut = self.transcript.accept(number, str(number), progress)
+            ended, cut = self.token_log.accept(number, str(number), progress)
             assert set(np.flatnonzero(progress.ends == CUT)) == {int(np.flatnonzero(progress.keys == self.asked[i].key)[0]) for i in cut}
             for i in ended.tolist():
                 self.aim.pop(i, None)
             for i in cut.tolist():
                 self.cuts += 1
-                self.at.add(int(self.transcript.length[i]))
+                self.at.add(int(self.token_log.length[i]))
                 self.send([i], self.aim.pop(i))
 
     def run(self, decide: Callable[[], None]) -> dict[int, Completion]:
-        while self.transcript.missing:
+        while self.token_log.missing:
             decide()
             self.turn()
             assert self.steps < 20_000
-        return self.transcript.completions
+        return self.token_log.completions
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
@@ -104,8 +105,8 @@ def test_cut_at_random_points_any_number_of_times_nothing_changes(
         relay.send(part.tolist(), engine)
 
     def decide() -> None:
-        for i in np.flatnonzero(~relay.transcript.finished & (rng.random(len(asked)) < 0.08)).tolist():
-            if i not in relay.aim and relay.transcript.owner[i] >= 0:
+        for i in np.flatnonzero(~relay.token_log.finished & (rng.random(len(asked)) < 0.08)).tolist():
+            if i not in relay.aim and relay.token_log.owner[i] >= 0:
                 relay.cut(i, int(rng.integers(count)))
 
     assert_same(relay.run(decide), wanted)
@@ -120,8 +121,8 @@ def test_every_position_can_be_cut(engines: list[Any], whole: Callable[..., Any]
     relay.send([0], 0)
 
     def decide() -> None:
-        if not relay.aim and relay.transcript.owner[0] >= 0:
-            relay.cut(0, 1 - int(relay.transcript.owner[0]))
+        if not relay.aim and relay.token_log.owner[0] >= 0:
+            relay.cut(0, 1 - int(relay.token_log.owner[0]))
 
     fresh = relay.run(decide)
     assert_same(fresh, whole([long]))
@@ -144,16 +145,17 @@ def bent(name: str, tokens: list[int]) -> dict[str, Any]:
         "stop_token_ids": {"stop_token_ids": (next(token for token in tokens[15:] if token not in tokens[:15]),)},
         "temperature": {"temperature": 0.7},
         "top_p": {"top_p": 0.8},
+        "min_tokens": {"min_tokens": 15, "stop_token_ids": (tokens[3],), "stop": (f"<{tokens[1]}>",)},
     }[name]
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "stop", "stop_token_ids", "temperature", "top_p"])
+@pytest.mark.parametrize("name", ["max_tokens", "stop", "stop_token_ids", "temperature", "top_p", "min_tokens"])
 def test_what_ends_or_changes_a_response_does_so_across_cuts(
     engines: list[Any], whole: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Cut before each token: a stop word is also cut within, with its first token or its first two told by another engine."""
     for engine in engines[:2]:
-        monkeypatch.setattr(engine, "words", StopWords(Spelled))
+        monkeypatch.setattr(engine, "words", StopStrings(Spelled))
     plain = next(r for r in requests(96, seed=31) if whole([r])[r.key].finish_reason == "length")
     before = whole([plain])[plain.key].token_ids.tolist()
     asked = replace(plain, **bent(name, before))
@@ -163,12 +165,15 @@ def test_what_ends_or_changes_a_response_does_so_across_cuts(
     assert after.finish_reason == ends and after.token_ids.tolist() != before, "the setting does something"
     if name in ("max_tokens", "stop", "stop_token_ids"):
         assert 15 < len(after.token_ids) < len(before)
+    if name == "min_tokens":
+        early = whole([replace(asked, min_tokens=0)])[asked.key]
+        assert len(after.token_ids) >= 15 > len(early.token_ids) and asked.stop_token_ids[0] not in after.token_ids[:15]
     relay = Relay(engines[:2], [asked])
     relay.send([0], 0)
 
     def decide() -> None:
-        if not relay.aim and relay.transcript.owner[0] >= 0:
-            relay.cut(0, 1 - int(relay.transcript.owner[0]))
+        if not relay.aim and relay.token_log.owner[0] >= 0:
+            relay.cut(0, 1 - int(relay.token_log.owner[0]))
 
     assert_same(relay.run(decide), wanted)
     assert set(range(len(after.token_ids))) <= relay.at
@@ -177,7 +182,14 @@ def test_what_ends_or_changes_a_response_does_so_across_cuts(
 def test_every_setting_of_a_request_is_seen_across_a_cut() -> None:
     """A field that is added needs a case above, or must not be one: what counts tokens or looks back at them would begin anew."""
     not_settings = {"key", "token_ids", "seed", "generated", "awaited"}
-    assert {f.name for f in fields(Request)} - not_settings == {"max_tokens", "stop", "stop_token_ids", "temperature", "top_p"}
+    assert {f.name for f in fields(Request)} - not_settings == {
+        "max_tokens",
+        "stop",
+        "stop_token_ids",
+        "temperature",
+        "top_p",
+        "min_tokens",
+    }
 
 
 def test_a_continuation_that_is_thrown_out_of_the_cache_keeps_its_place(
@@ -186,67 +198,65 @@ def test_a_continuation_that_is_thrown_out_of_the_cache_keeps_its_place(
     """vLLM preempts by computing everything again: prompt, the tokens from before the cut, and those since."""
     asked = [replace(r, key=i, max_tokens=120) for i, r in enumerate(r for r in requests(96, seed=40) if len(r.token_ids) > 2 * BLOCK)]
     wanted = whole(asked)
-    going = [
-        replace(r, generated=tuple(wanted[r.key].token_ids[: len(wanted[r.key].token_ids) // 3].tolist())) for r in asked
-    ]
+    going = [replace(r, generated=tuple(wanted[r.key].token_ids[: len(wanted[r.key].token_ids) // 3].tolist())) for r in asked]
     small = engines[1]
     scheduler = small.engine.engine_core.engine_core.scheduler
     thrown_out: list[Any] = []
     preempt = scheduler._preempt_request
     monkeypatch.setattr(scheduler, "_preempt_request", lambda r, *a, **k: (thrown_out.append(r), preempt(r, *a, **k)))
-    transcript = Transcript(asked)
+    token_log = TokenLog(asked)
     for request in going:  # as if an engine before had told the first third
-        transcript.length[request.key] = len(request.generated)
-        transcript._pieces[request.key] = [
+        token_log.length[request.key] = len(request.generated)
+        token_log._pieces[request.key] = [
             (wanted[request.key].token_ids[: len(request.generated)], wanted[request.key].logprobs[: len(request.generated)])
         ]
-    transcript.owner[:] = 0
+    token_log.owner[:] = 0
     for progress in small.generate(going, 0.0):
-        transcript.accept(0, "small", progress)
-    assert_same(transcript.completions, wanted)
+        token_log.accept(0, "small", progress)
+    assert_same(token_log.completions, wanted)
     assert len(thrown_out) >= 3 and any(len(r.output_token_ids) > 0 for r in thrown_out)
 
 
 def test_orders_for_another_call_are_nobodys(engines: list[Any], whole: Callable[..., Any]) -> None:
     asked = requests(6, seed=50)
-    inbox = Inbox()
-    assert not inbox.tell(1, Order(cut=(0,)))
-    inbox.open(2)
-    assert not inbox.tell(1, Order(cut=(0,))) and inbox.tell(2, Order(cut=(99,)))  # a key that is not here: nothing happens
-    transcript = Transcript(asked)
-    transcript.give(np.arange(len(asked)), 0)
-    for progress in engines[0].generate(asked, 0.0, inbox):
-        transcript.accept(0, "engine", progress)
-    assert_same(transcript.completions, whole(asked))
-    assert not inbox.tell(2, Order(cut=(0,)))  # the call is over
-    assert inbox.take() == []
+    control_queue = ControlQueue()
+    assert not control_queue.tell(1, EngineCommand(cut=(0,)))
+    control_queue.open(2)
+    assert not control_queue.tell(1, EngineCommand(cut=(0,))) and control_queue.tell(
+        2, EngineCommand(cut=(99,))
+    )  # a key that is not here: nothing happens
+    token_log = TokenLog(asked)
+    token_log.give(np.arange(len(asked)), 0)
+    for progress in engines[0].generate(asked, 0.0, control_queue):
+        token_log.accept(0, "engine", progress)
+    assert_same(token_log.completions, whole(asked))
+    assert not control_queue.tell(2, EngineCommand(cut=(0,)))  # the call is over
+    assert control_queue.take() == []
 
 
 def test_the_first_token_of_an_added_request_is_told_at_once(engines: list[Any]) -> None:
     """Who moved it waits; nothing else is told before its time."""
     first, second = requests(2, seed=60)
-    inbox = Inbox()
-    inbox.open(1)
-    call = engines[0].generate([replace(first, max_tokens=200)], 3600.0, inbox)
-    inbox.tell(1, Order(cut=(12345,)))
+    control_queue = ControlQueue()
+    control_queue.open(1)
+    call = engines[0].generate([replace(first, max_tokens=200)], 3600.0, control_queue)
+    control_queue.tell(1, EngineCommand(cut=(12345,)))
     assert next(call).keys.tolist() == []  # an order to cut is answered at once, whatever there is
-    inbox.tell(1, Order(add=(second,)))
+    control_queue.tell(1, EngineCommand(add=(second,)))
     told = next(call)
     assert dict(zip(told.keys.tolist(), told.counts.tolist(), strict=True))[second.key] == 1
     with pytest.raises(RuntimeError, match=f"request {second.key} is at work"):
-        inbox.tell(1, Order(add=(second,)))
+        control_queue.tell(1, EngineCommand(add=(second,)))
         next(call)
     assert not engines[0].live and not engines[0].engine.has_unfinished_requests()
 
 
 def test_the_time_an_order_takes_is_told_apart_from_work() -> None:
-    from rlhfless_ray.rollout.actor import around
+    from rlhfless_ray.rollout.engine_actor import around
     from rlhfless_ray.types import Span
 
     move = Span("transfer", "move 3 sequences to rollout-2", 4.0, 4.5)
-    assert around([move], "generate", 3.0, 6.0) == [
-        Span("work", "generate", 3.0, 4.0), move, Span("work", "generate", 4.5, 6.0)
-    ]
+    assert around([move], "generate", 3.0, 6.0) == [Span("work", "generate", 3.0, 4.0), move, Span("work", "generate", 4.5, 6.0)]
 
 
 def test_work_of_keeping_log_probabilities_grows_with_the_tokens_only(sampling: Any) -> None:

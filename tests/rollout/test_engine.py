@@ -17,6 +17,7 @@ from rlhfless_ray.types import Completion, Request
 
 pytestmark = pytest.mark.engine
 
+
 def torch_logprobs(model: torch.nn.Module, request: Request, done: Completion, temperature: float) -> np.ndarray:
     ids = torch.tensor([*request.token_ids, *done.token_ids.tolist()])
     with torch.no_grad():
@@ -214,7 +215,7 @@ def test_a_new_version_never_sees_old_kv(small: Any, with_a: Any) -> None:
 
 def test_without_the_salt_it_would(small: Any, with_a: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test before has teeth: with one salt for all versions the old KV is served, and the samples are others."""
-    monkeypatch.setattr("rlhfless_ray.rollout.engine.salt", lambda version: "always the same")
+    monkeypatch.setattr("rlhfless_ray.rollout.vllm_engine.salt", lambda version: "always the same")
     asked = long_requests(12)
     put(small, weights_of(FILES["B"]))
     fresh = answer(small, asked)
@@ -277,15 +278,31 @@ def test_finish_reasons(engine: Any, answers: dict[int, Completion]) -> None:
     key, done = max(stopped.items(), key=lambda item: len(item[1].token_ids))
     length = len(done.token_ids)
     assert length > 1
-    by_max = {
-        n: answer(engine, [replace(requests()[key], max_tokens=n)])[key] for n in (length - 1, length, length + 1)
-    }
+    by_max = {n: answer(engine, [replace(requests()[key], max_tokens=n)])[key] for n in (length - 1, length, length + 1)}
     assert {n: d.finish_reason for n, d in by_max.items()} == {length - 1: "length", length: "stop", length + 1: "stop"}
     assert [len(d.token_ids) for d in by_max.values()] == [length - 1, length, length]
 
 
+def test_no_response_ends_before_its_least_tokens(engine: Any) -> None:
+    """Those that would have ended there go on; the others are the same to the bit but for the first log-probability, which is of the
+    distribution without the end token."""
+    asked = requests(200, seed=4, longest=6)
+    free, held = answer(engine, asked), answer(engine, [replace(r, min_tokens=1) for r in asked])
+    model, empty = load(FILES["A"]), 0
+    for key, done in held.items():
+        ids = torch.tensor([asked[key].token_ids])
+        with torch.no_grad():
+            p_end = float(torch.softmax(model(ids).logits[0, -1].double(), -1)[EOS])
+        assert done.token_ids[0] != EOS
+        expected = torch_logprobs(model, asked[key], done, 1.0)
+        assert done.logprobs[0] == pytest.approx(expected[0] - np.log1p(-p_end), abs=1e-4)
+        np.testing.assert_allclose(done.logprobs[1:], expected[1:], atol=1e-4)
+        empty += int(free[key].token_ids[0]) == EOS
+    assert empty > 0, "without the setting some are empty"
+
+
 def test_several_stop_tokens(tmp_path: Any) -> None:
-    from rlhfless_ray.rollout.engine import stop_tokens
+    from rlhfless_ray.rollout.vllm_engine import stop_tokens
 
     assert stop_tokens(tmp_path) == []
     (tmp_path / "config.json").write_text('{"eos_token_id": 3}')

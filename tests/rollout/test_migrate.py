@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from placement.speed import Speed
-from placement.terms import Term
-from rlhfless_ray.rollout.migrate import Migration, how_to_move
-from rlhfless_ray.rollout.transcript import Transcript
+from placement.speed.cost_terms import Term
+from placement.speed.decode_speed import Speed
+from rlhfless_ray.rollout.migration_policy import MigrationPolicy, how_to_move
+from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import EngineStep, Request
 
 SPEED = Speed(base_s=0.01, per_seq_s=1e-5)
 
 
-def progressed(owner: list[int], length: list[int], finished: list[int]) -> Transcript:
-    transcript = Transcript([Request(key, (1,) * 10, key, 4096, 1.0) for key in range(len(owner))])
-    transcript.owner[:], transcript.length[:] = owner, length
-    transcript.finished[finished] = True
-    return transcript
+def progressed(owner: list[int], length: list[int], finished: list[int]) -> TokenLog:
+    token_log = TokenLog([Request(key, (1,) * 10, key, 4096, 1.0) for key in range(len(owner))])
+    token_log.owner[:], token_log.length[:] = owner, length
+    token_log.finished[finished] = True
+    return token_log
 
 
 def forecasts(lengths: list[float], draws: int = 64, spread: float = 0.2) -> np.ndarray:
@@ -26,8 +26,8 @@ def forecasts(lengths: list[float], draws: int = 64, spread: float = 0.2) -> np.
     return np.array(lengths)[:, None] * np.exp(spread * noise)
 
 
-def begun(rule: str, lengths: list[float], second: float = 1.0, tau: float = 0.7) -> Migration:
-    migration = Migration(rule, tau)
+def begun(rule: str, lengths: list[float], second: float = 1.0, tau: float = 0.7) -> MigrationPolicy:
+    migration = MigrationPolicy(rule, tau)
     migration.begin(forecasts(lengths), SPEED, second)
     return migration
 
@@ -53,7 +53,7 @@ def test_auto_puts_the_tail_on_one_engine_when_leases_matter_and_leaves_it_when_
 
 def test_auto_takes_a_crowd_apart_when_an_engine_has_nothing_to_do() -> None:
     slow = Speed(base_s=0.01, per_seq_s=0.01)
-    migration = Migration("auto", 0.7)
+    migration = MigrationPolicy("auto", 0.7)
     migration.begin(forecasts([1000.0] * 16), slow, 100.0)
     wishes = migration.decide(progressed([0] * 16, [10] * 16, []), [0, 1], [])
     assert wishes.moves and {(w.source, w.target) for w in wishes.moves} == {(0, 1)} and wishes.time_saved_s > 1
@@ -74,7 +74,7 @@ def test_many_moves_must_be_worth_computing_their_contexts_again() -> None:
     of them costs as much as a decode step."""
     slow = Speed(base_s=0.01, per_seq_s=0.01)
     for token_s, pays in ((1e-5, True), (0.16, False)):
-        migration = Migration("auto", 0.7)
+        migration = MigrationPolicy("auto", 0.7)
         migration.begin(forecasts([1000.0] * 16), slow, 100.0, token_s)
         wishes = migration.decide(progressed([0] * 16, [600] * 16, []), [0, 1], [])
         assert bool(wishes.moves) == pays and wishes.reason
@@ -86,7 +86,7 @@ def test_nothing_is_asked_where_there_is_nowhere_to_go() -> None:
     assert migration.decide(progressed([0, 0, 1, 2], [9] * 4, []), [0, 1], []).moves == ()  # engine 2 is not there yet
     assert migration.decide(progressed([0, 0, 1, 1], [9] * 4, [0, 1, 2, 3]), [0, 1], []).moves == ()
     with pytest.raises(ValueError, match="no rule of migration is called 'best'"):
-        Migration("best", 0.7)
+        MigrationPolicy("best", 0.7)
 
 
 def test_the_speed_is_that_of_the_newest_steps() -> None:
@@ -106,20 +106,20 @@ def test_a_context_goes_the_quicker_way() -> None:
 
 
 def test_each_of_a_crowd_goes_its_own_way_and_what_has_no_token_has_no_pages() -> None:
-    migration = Migration("auto", 0.7, carries=True)
+    migration = MigrationPolicy("auto", 0.7, carries=True)
     migration.prefill, migration.pages = Term(0.01, 1e-4), Term(0.05, 1e-6)
     state = progressed([0] * 4, [0, 100, 1000, 2000], [])
     state.prompt[0] = 5000
     wishes = migration.by_way(np.arange(4), state, 0, 1, "a whim")
     assert [(w.requests.tolist(), w.how) for w in wishes] == [([0, 1], "prefill"), ([2, 3], "pages")]
     assert migration._work_s(np.array([100.0, 1000.0])) == pytest.approx(1e-6 * 1000)  # nothing is known of prefill yet
-    without = Migration("auto", 0.7)
+    without = MigrationPolicy("auto", 0.7)
     assert [w.how for w in without.by_way(np.arange(4), state, 0, 1, "a whim")] == ["prefill"]
 
 
 def test_the_way_is_that_of_what_was_measured() -> None:
     """From seeds that say otherwise: pages, then prefill once pages take long; one that is not tried has to wait as the other has."""
-    migration = Migration("auto", 0.7, carries=True)
+    migration = MigrationPolicy("auto", 0.7, carries=True)
     context = np.array([50.0, 400.0, 3000.0] * 8)
     assert migration._way(200).name == "prefill"
     for tokens in context:
@@ -128,18 +128,18 @@ def test_the_way_is_that_of_what_was_measured() -> None:
     for tokens in context:
         migration.observe(tokens, 4.0, "pages")
     assert migration._way(200).name == "prefill" and migration._way(20_000).name == "pages"
-    again = Migration("auto", 0.7, carries=True)
+    again = MigrationPolicy("auto", 0.7, carries=True)
     again.restore(migration.state())
     assert [again._way(n) for n in (200, 20_000)] == [migration._way(n) for n in (200, 20_000)]
-    Migration("auto", 0.7).restore(migration.state())  # where pages are not carried any more
-    machine = Migration("auto", 0.7, carries=True)
+    MigrationPolicy("auto", 0.7).restore(migration.state())  # where pages are not carried any more
+    machine = MigrationPolicy("auto", 0.7, carries=True)
     for tokens in context:
         machine.observe(tokens, 10 * machine.prefill.seed @ (1, tokens), "prefill")  # a slow machine, nothing more
     assert [machine._way(n).name for n in (100, 3000)] == ["prefill", "pages"]
 
 
 def test_a_decision_that_fails_ends_the_moves_of_its_rollout_and_not_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
-    migration = Migration("auto", 0.7)
+    migration = MigrationPolicy("auto", 0.7)
     slow = Speed(0.001, 0.002)
     migration.begin(forecasts([1000.0] * 16), slow, 100.0)
     crowd = progressed([0] * 16, [10] * 16, [])

@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from placement.policy import Decision, Hold, Release
-from rlhfless_ray.errors import RunError
-from rlhfless_ray.functions.faults import Cause, Faults
+from placement.scaling.resize_policy import Decision, Hold, Release
+from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.functions.failure_budget import FailureBudget, FailureCause
 from rlhfless_ray.functions.instance import start_actor
-from rlhfless_ray.functions.lease import Leases
+from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
-from rlhfless_ray.functions.pool import Pool
-from rlhfless_ray.rollout.migrate import Wish, Wishes
+from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.rollout.migration_policy import MigrationRequest, MigrationRequests
 from rlhfless_ray.types import Request, WeightVersion
 from tests.conftest import lives
 
@@ -39,8 +39,8 @@ def engine_class(hears: bool = True) -> type:
     """Decodes a token of every request each TOKEN_S; a request's seed is also its length. It writes down what it generates,
     where a death does not reach, and waits for a driver that is slow to listen: no more than five tokens for each byte of the
     file `pace`. With `hears` false it loses every order. Local, so that Ray ships it by value."""
-    from rlhfless_ray.rollout.inbox import Inbox, Order
-    from rlhfless_ray.rollout.progress import CUT, GOES_ON, STOP, Progress
+    from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
+    from rlhfless_ray.rollout.token_deltas import CUT, GOES_ON, STOP, TokenDeltas
     from rlhfless_ray.types import EngineStep, Span
 
     token_s, draw = TOKEN_S, token
@@ -49,7 +49,7 @@ def engine_class(hears: bool = True) -> type:
         concurrency_groups: ClassVar = {"control": 1}
 
         def __init__(self, log: str, pace: str) -> None:
-            self.inbox, self.log, self.pace, self.steps = Inbox(), log, pace, 0
+            self.control_queue, self.log, self.pace, self.steps = ControlQueue(), log, pace, 0
 
         def open(self, threads: int) -> dict[str, Any]:
             return {"memory_mb": 1.0, "spans": []}
@@ -61,16 +61,16 @@ def engine_class(hears: bool = True) -> type:
         def pid(self) -> int:
             return os.getpid()
 
-        def tell(self, epoch: int, order: Order) -> bool:
-            return hears and self.inbox.tell(epoch, order)
+        def tell(self, epoch: int, order: EngineCommand) -> bool:
+            return hears and self.control_queue.tell(epoch, order)
 
         def rollout(self, epoch: int, requests: list[Request], interval_s: float, threads: int) -> Iterator[Any]:
-            self.inbox.open(epoch)
+            self.control_queue.open(epoch)
             live = {r.key: [r, len(r.generated), len(r.generated)] for r in requests}  # generated, told
             start = last = time.time()
             log = open(f"{self.log}.{os.getpid()}", "a", buffering=1)  # noqa: SIM115
 
-            def progress(cut: set[int]) -> tuple[Progress, list[EngineStep], list[Span]]:
+            def progress(cut: set[int]) -> tuple[TokenDeltas, list[EngineStep], list[Span]]:
                 nonlocal start
                 news, tokens, logprobs = [], [], []
                 for key, one in list(live.items()):
@@ -84,10 +84,10 @@ def engine_class(hears: bool = True) -> type:
                         del live[key]
                 span = Span("work", "generate", start, time.time())
                 start = span.to_s
-                return Progress.of(self.version, news, tokens, np.array(logprobs)), [EngineStep(1, 1, 1, token_s)], [span]
+                return TokenDeltas.of(self.version, news, tokens, np.array(logprobs)), [EngineStep(1, 1, 1, token_s)], [span]
 
-            while live or not self.inbox.close_if_empty():
-                for order in self.inbox.take():
+            while live or not self.control_queue.close_if_empty():
+                for order in self.control_queue.take():
                     for request in order.add:
                         assert request.key not in live
                         live[request.key] = [request, len(request.generated), len(request.generated)]
@@ -115,27 +115,27 @@ class Whims:
     def __init__(self, decide: Callable[[Any, list[int]], list[tuple[int, int]]]) -> None:
         self.whim, self.took = decide, list[float]()
 
-    def decide(self, transcript: Any, engines: list[int], steps: list[Any]) -> Wishes:
+    def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> MigrationRequests:
         wishes = []
-        for i, target in self.whim(transcript, engines):
-            source = int(transcript.owner[i])
+        for i, target in self.whim(token_log, engines):
+            source = int(token_log.owner[i])
             if source != target and source in engines:
-                wishes.append(Wish(np.array([i]), source, target, "a whim"))
-        return Wishes(tuple(wishes), time_saved_s=1.0, reason="a whim")
+                wishes.append(MigrationRequest(np.array([i]), source, target, "a whim"))
+        return MigrationRequests(tuple(wishes), time_saved_s=1.0, reason="a whim")
 
     def observe(self, context_tokens: float, seconds: float, how: str = "prefill") -> None:
         self.took.append(seconds)
 
 
-class Site:
+class RunContext:
     def __init__(self, folder: Path, hears: bool = True) -> None:
         self.log = folder / "generated"
         self.pace = folder / "pace"
         self.pace.write_bytes(b"." * 10)
         self.ledger = Ledger("cpu", 1.0)
-        self.leases = Leases("cpu", self.ledger, 60.0, f"moves{time.time_ns()}")
+        self.leases = LeaseManager("cpu", self.ledger, 60.0, f"moves{time.time_ns()}")
         kind = engine_class(hears)
-        self.pool = Pool(
+        self.pool = WorkerPool(
             "rollout", lambda slot: start_actor(kind, slot, "cpu", {}, str(self.log), str(self.pace)), self.leases, self.ledger, 60.0
         )
         self.given: list[tuple[str, Decision]] = []
@@ -151,7 +151,7 @@ class Site:
             self.leases.release(self.pool.park(instance))
 
     def run(self, lengths: list[int], shares: list[list[int]], **options: Any) -> Any:
-        from rlhfless_ray.rollout.rollout import run_rollout
+        from rlhfless_ray.rollout.driver import run_rollout
 
         on_progress = options.pop("on_progress", lambda *_: None)
 
@@ -161,12 +161,18 @@ class Site:
             on_progress(done, total)
 
         requests = [Request(key, (1, 2, 3), length, 10**6, 1.0) for key, length in enumerate(lengths)]
-        given = {
-            "silence_s": 30.0, "drained": lambda tail_s, needed: Hold(1, "kept"), "on_progress": paced, **options
-        }
+        given = {"silence_s": 30.0, "drained": lambda tail_s, needed: Hold(1, "kept"), "on_progress": paced, **options}
         stream = run_rollout(
-            self.pool, requests, [np.array(share) for share in shares], np.array(lengths, float), WeightVersion(4, None),
-            interval_s=INTERVAL_S, deadline_s=300.0, needed_next=1, give_back=self.give_back, **given,
+            self.pool,
+            requests,
+            [np.array(share) for share in shares],
+            np.array(lengths, float),
+            WeightVersion(4, None),
+            interval_s=INTERVAL_S,
+            deadline_s=300.0,
+            needed_next=1,
+            give_back=self.give_back,
+            **given,
         )
         for key, length in enumerate(lengths):
             done = stream.completions[key]
@@ -184,23 +190,23 @@ class Site:
 @pytest.fixture(autouse=True)
 def decides_at_every_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a driver on a busy machine, where deciding takes long, would hardly decide while a short rollout lasts."""
-    monkeypatch.setattr("rlhfless_ray.rollout.rollout.DECIDING_SHARE", 1e9)
+    monkeypatch.setattr("rlhfless_ray.rollout.driver.DECIDING_SHARE", 1e9)
 
 
 @pytest.fixture
-def site(ray_cluster: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
-    made = Site(tmp_path, getattr(request, "param", True))
+def context(ray_cluster: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunContext]:
+    made = RunContext(tmp_path, getattr(request, "param", True))
     yield made
     made.pool.close()
     made.leases.release_all()
 
 
-def killer(site: Site, engine: int, at: int, number: signal.Signals = signal.SIGKILL) -> Callable[[int, int], None]:
+def killer(context: RunContext, engine: int, at: int, number: signal.Signals = signal.SIGKILL) -> Callable[[int, int], None]:
     """Kills an engine at the call number `at` of on_progress, as soon as something more was generated; or stops it."""
-    pid, calls = site.pids()[engine], iter(range(10**9))
+    pid, calls = context.pids()[engine], iter(range(10**9))
 
     def on_progress(done: int, total: int) -> None:
-        log = Path(f"{site.log}.{pid}")
+        log = Path(f"{context.log}.{pid}")
         if log.exists() and next(calls) == at:  # on a busy machine the others may have told much before this one begins
             before, end = log.stat().st_size, time.monotonic() + 60
             while log.stat().st_size == before and time.monotonic() < end:
@@ -211,144 +217,140 @@ def killer(site: Site, engine: int, at: int, number: signal.Signals = signal.SIG
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-def test_of_a_killed_engine_at_most_one_interval_is_generated_again(site: Site, engines: int) -> None:
+def test_of_a_killed_engine_at_most_one_interval_is_generated_again(context: RunContext, engines: int) -> None:
     """On the living engine at once, or where there is none on the successor, which knows what was told."""
-    site.pool.resize(engines, [], need=engines)
-    first = site.pool.working[0]
+    context.pool.resize(engines, [], need=engines)
+    first = context.pool.working[0]
     lengths = [150 + 10 * i for i in range(6)]
     shares = [[0, 1, 2], [3, 4, 5]] if engines == 2 else [[0, 1, 2, 3, 4, 5]]
-    stream = site.run(lengths, shares, on_progress=killer(site, 0, at=10))
-    assert set(site.generated().values()) <= {1, 2}
-    most = max(Counter(key for (key, _), times in site.generated().items() if times > 1).values(), default=0)
+    stream = context.run(lengths, shares, on_progress=killer(context, 0, at=10))
+    assert set(context.generated().values()) <= {1, 2}
+    most = max(Counter(key for (key, _), times in context.generated().items() if times > 1).values(), default=0)
     assert most * TOKEN_S <= 2 * INTERVAL_S  # a report may be on its way when the process dies
-    assert stream.replaced == 1 and stream.orphans == len(shares[0]) and first not in site.pool.working
+    assert stream.replaced == 1 and stream.orphans == len(shares[0]) and first not in context.pool.working
     assert 0 < stream.metrics()["rollout/lost_s"] < 200
     if engines == 2:
-        assert len(site.pool.working) == 1 and len(site.leases.held) == 1  # nobody waits for a successor: its lease is back
-        assert [instance.slot.node for instance in site.pool.parked] == [first.slot.node]  # a process for the next rollout
+        assert len(context.pool.working) == 1 and len(context.leases.held) == 1  # nobody waits for a successor: its lease is back
+        assert [instance.slot.node for instance in context.pool.parked] == [first.slot.node]  # a process for the next rollout
     else:
-        assert len(site.pool.working) == 1 and site.pool.working[0] is not first
+        assert len(context.pool.working) == 1 and context.pool.working[0] is not first
 
 
-def test_one_death_too_many_ends_the_run(site: Site) -> None:
-    site.pool.resize(2, [], need=2)
-    site.pool.faults = Faults(0)
+def test_one_death_too_many_ends_the_run(context: RunContext) -> None:
+    context.pool.resize(2, [], need=2)
+    context.pool.faults = FailureBudget(0)
     with pytest.raises(RunError, match=r"died and functions.max_replacements = 0 are used up"):
-        site.run([300, 300], [[0], [1]], on_progress=killer(site, 0, at=4))
+        context.run([300, 300], [[0], [1]], on_progress=killer(context, 0, at=4))
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-def test_an_engine_that_hangs_is_ended_and_its_requests_go_on(site: Site, engines: int) -> None:
+def test_an_engine_that_hangs_is_ended_and_its_requests_go_on(context: RunContext, engines: int) -> None:
     """It lives, and does nothing any more: neither says something nor takes a call."""
-    site.pool.resize(engines, [], need=engines)
-    site.pool.faults = Faults(100)  # on a busy machine a living one may be silent for so long, too
-    first, pid = site.pool.working[0], site.pids()[0]
+    context.pool.resize(engines, [], need=engines)
+    context.pool.faults = FailureBudget(100)  # on a busy machine a living one may be silent for so long, too
+    first, pid = context.pool.working[0], context.pids()[0]
     lengths = [150 + 10 * i for i in range(6)]
     shares = [[0, 1, 2], [3, 4, 5]] if engines == 2 else [[0, 1, 2, 3, 4, 5]]
-    stream = site.run(lengths, shares, on_progress=killer(site, 0, at=10, number=signal.SIGSTOP), silence_s=3.0)
-    assert stream.replaced >= 1 and stream.orphans >= len(shares[0]) and first not in site.pool.working
+    stream = context.run(lengths, shares, on_progress=killer(context, 0, at=10, number=signal.SIGSTOP), silence_s=3.0)
+    assert stream.replaced >= 1 and stream.orphans >= len(shares[0]) and first not in context.pool.working
     assert stream.replaced > 1 or stream.orphans == len(shares[0])
-    assert site.pool.faults.counts == {Cause.HUNG: stream.replaced}
+    assert context.pool.faults.counts == {FailureCause.HUNG: stream.replaced}
     end = time.monotonic() + 90
     while lives(pid) and time.monotonic() < end:
         time.sleep(0.1)
     assert not lives(pid), "it would keep its memory, and its device"
 
 
-def test_an_engine_that_hangs_in_its_start_is_ended_too(site: Site) -> None:
-    site.pool.resize(2, [], need=2)
-    os.kill(site.pids()[0], signal.SIGSTOP)
-    first = site.pool.working[0]
+def test_an_engine_that_hangs_in_its_start_is_ended_too(context: RunContext) -> None:
+    context.pool.resize(2, [], need=2)
+    os.kill(context.pids()[0], signal.SIGSTOP)
+    first = context.pool.working[0]
     first.opened = first.actor.open.remote(1)  # as if it had only been called
-    site.leases.deadline_s = 2.0
-    stream = site.run([100, 110, 120], [[0, 1], [2]], silence_s=30.0)
-    assert stream.replaced == 1 and stream.orphans == 2 and first not in site.pool.working
-    assert site.pool.faults.counts == {Cause.HUNG: 1}
+    context.leases.deadline_s = 2.0
+    stream = context.run([100, 110, 120], [[0, 1], [2]], silence_s=30.0)
+    assert stream.replaced == 1 and stream.orphans == 2 and first not in context.pool.working
+    assert context.pool.faults.counts == {FailureCause.HUNG: 1}
 
 
-def test_moves_without_end_change_nothing(site: Site) -> None:
+def test_moves_without_end_change_nothing(context: RunContext) -> None:
     """Every few tokens something is moved somewhere: to engines that are just ending, out of engines that have just begun."""
-    site.pool.resize(3, [], need=3)
+    context.pool.resize(3, [], need=3)
     rng = np.random.default_rng(1)
 
-    def whim(transcript: Any, engines: list[int]) -> list[tuple[int, int]]:
-        live = np.flatnonzero(~transcript.finished)
+    def whim(token_log: Any, engines: list[int]) -> list[tuple[int, int]]:
+        live = np.flatnonzero(~token_log.finished)
         return [(int(i), int(rng.choice(engines))) for i in live[rng.random(len(live)) < 0.3]]
 
-    site.pids()  # so that all are there when the first thing moves
+    context.pids()  # so that all are there when the first thing moves
     whims = Whims(whim)
     lengths = [int(n) for n in rng.integers(1, 250, 24)]
     moved = runs = 0
     while moved <= 30 and runs < 10:  # on a busy machine few of them fit into one
-        stream = site.run(lengths, [list(range(a, 24, 3)) for a in range(3)], migration=whims)
+        stream = context.run(lengths, [list(range(a, 24, 3)) for a in range(3)], migration=whims)
         moved, runs = moved + len(stream.moved), runs + 1
         assert len(whims.took) == moved and stream.orphans == stream.replaced == 0
-        assert set(site.generated().values()) == {runs}  # a move repeats nothing
+        assert set(context.generated().values()) == {runs}  # a move repeats nothing
     assert moved > 30
 
 
-def test_a_death_among_moves_loses_nothing(site: Site) -> None:
-    site.pool.resize(3, [], need=3)
+def test_a_death_among_moves_loses_nothing(context: RunContext) -> None:
+    context.pool.resize(3, [], need=3)
     rng = np.random.default_rng(2)
 
-    def whim(transcript: Any, engines: list[int]) -> list[tuple[int, int]]:
-        live = np.flatnonzero(~transcript.finished)
+    def whim(token_log: Any, engines: list[int]) -> list[tuple[int, int]]:
+        live = np.flatnonzero(~token_log.finished)
         return [(int(i), int(rng.choice(engines))) for i in live[rng.random(len(live)) < 0.5]]
 
     lengths = [int(n) for n in rng.integers(150, 300, 12)]
-    stream = site.run(
-        lengths, [list(range(a, 12, 3)) for a in range(3)], migration=Whims(whim), on_progress=killer(site, 1, at=15)
-    )
+    stream = context.run(lengths, [list(range(a, 12, 3)) for a in range(3)], migration=Whims(whim), on_progress=killer(context, 1, at=15))
     assert stream.replaced == 1 and len(stream.moved) > 5
 
 
-@pytest.mark.parametrize("site", [False], indirect=True)
-def test_an_order_that_is_lost_is_done_all_the_same(site: Site) -> None:
+@pytest.mark.parametrize("context", [False], indirect=True)
+def test_an_order_that_is_lost_is_done_all_the_same(context: RunContext) -> None:
     """No engine hears: what should be cut stays, and what a dead engine had goes on when the living one's call is over."""
-    site.pool.resize(2, [], need=2)
-    away = Whims(lambda transcript, engines: [(i, 1) for i in np.flatnonzero(~transcript.finished & (transcript.owner == 0))])
-    stream = site.run(
-        [200, 210, 100, 110], [[0, 1], [2, 3]], migration=away, on_progress=killer(site, 0, at=8)
-    )
+    context.pool.resize(2, [], need=2)
+    away = Whims(lambda token_log, engines: [(i, 1) for i in np.flatnonzero(~token_log.finished & (token_log.owner == 0))])
+    stream = context.run([200, 210, 100, 110], [[0, 1], [2, 3]], migration=away, on_progress=killer(context, 0, at=8))
     assert stream.moved == [] and stream.orphans == 2
 
 
-def test_an_engine_left_with_nothing_is_given_back_at_once_and_the_ledger_says_where_its_work_went(site: Site) -> None:
-    site.pool.resize(2, [], need=2)
-    first, second = site.pool.working
+def test_an_engine_left_with_nothing_is_given_back_at_once_and_the_ledger_says_where_its_work_went(context: RunContext) -> None:
+    context.pool.resize(2, [], need=2)
+    first, second = context.pool.working
     moved_at_s = []
 
-    def whim(transcript: Any, engines: list[int]) -> list[tuple[int, int]]:
-        if moved_at_s or transcript.length.min() < 40:
+    def whim(token_log: Any, engines: list[int]) -> list[tuple[int, int]]:
+        if moved_at_s or token_log.length.min() < 40:
             return []
         moved_at_s.append(time.time())
         return [(0, 1), (1, 1), (2, 1)]
 
     class Together(Whims):
-        def decide(self, transcript: Any, engines: list[int], steps: list[Any]) -> Wishes:
-            wishes = super().decide(transcript, engines, steps)
+        def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> MigrationRequests:
+            wishes = super().decide(token_log, engines, steps)
             whole = [np.concatenate([wish.requests for wish in wishes.moves])] if wishes.moves else []
-            return Wishes(tuple(Wish(part, 0, 1, "a whim") for part in whole), 1.0, (0,), "a whim")
+            return MigrationRequests(tuple(MigrationRequest(part, 0, 1, "a whim") for part in whole), 1.0, (0,), "a whim")
 
-    stream = site.run([300] * 4, [[0, 1, 2], [3]], migration=Together(whim), drained=lambda tail_s, needed: Release(0, "not needed"))
-    assert [name for name, _ in site.given] == [first.id] and first in site.pool.parked
+    stream = context.run([300] * 4, [[0, 1, 2], [3]], migration=Together(whim), drained=lambda tail_s, needed: Release(0, "not needed"))
+    assert [name for name, _ in context.given] == [first.id] and first in context.pool.parked
     assert {(one.key, one.source, one.target) for one in stream.moved} == {(k, first.id, second.id) for k in range(3)}
     assert all(43 <= one.context_tokens < 303 and 0 < one.seconds < 200 for one in stream.moved)
-    site.ledger.close()
-    rows = [row for row in site.ledger.rows if row.instance == first.id and row.slots]
+    context.ledger.close()
+    rows = [row for row in context.ledger.rows if row.instance == first.id and row.slots]
     assert [row.what for row in rows if row.activity == "transfer"] == [f"move 3 sequences to {second.id}"]
     assert stream.metrics()["rollout/moved"] == 3 and stream.metrics()["rollout/move_reason"] == "3 moved: a whim"
-    ended = {row.instance: row.to_s for row in site.ledger.rows if row.slots}
+    ended = {row.instance: row.to_s for row in context.ledger.rows if row.slots}
     assert ended[first.id] < ended[second.id] - 0.1
 
 
-def test_a_move_that_only_saves_a_lease_is_not_made_when_the_lease_would_be_held(site: Site) -> None:
-    site.pool.resize(2, [], need=2)
+def test_a_move_that_only_saves_a_lease_is_not_made_when_the_lease_would_be_held(context: RunContext) -> None:
+    context.pool.resize(2, [], need=2)
 
     class Saver(Whims):
-        def decide(self, transcript: Any, engines: list[int], steps: list[Any]) -> Wishes:
-            return Wishes(super().decide(transcript, engines, steps).moves, 0.0, (0,), "saves a lease")
+        def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> MigrationRequests:
+            return MigrationRequests(super().decide(token_log, engines, steps).moves, 0.0, (0,), "saves a lease")
 
-    saver = Saver(lambda transcript, engines: [(0, 1)] if not transcript.finished[0] else [])
-    assert site.run([120, 120], [[0], [1]], migration=saver).moved == []
-    assert len(site.run([120, 120], [[0], [1]], migration=saver, drained=lambda *_: Release(0, "go")).moved) == 1
+    saver = Saver(lambda token_log, engines: [(0, 1)] if not token_log.finished[0] else [])
+    assert context.run([120, 120], [[0], [1]], migration=saver).moved == []
+    assert len(context.run([120, 120], [[0], [1]], migration=saver, drained=lambda *_: Release(0, "go")).moved) == 1

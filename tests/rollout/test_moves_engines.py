@@ -12,26 +12,34 @@ import numpy as np
 import pytest
 from asking import BLOCK, FILES, assert_same, requests, weights_of
 
-from placement.policy import Hold
-from rlhfless_ray.functions.faults import Cause
-from rlhfless_ray.functions.pool import Pool
-from rlhfless_ray.rollout.migrate import Wish, Wishes
+from placement.scaling.resize_policy import Hold
+from rlhfless_ray.functions.failure_budget import FailureCause
+from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.rollout.engine_settings import EngineSettings
+from rlhfless_ray.rollout.migration_policy import MigrationRequest, MigrationRequests
 from rlhfless_ray.types import Request, WeightVersion
-from rlhfless_ray.weights.version import checksum
+from rlhfless_ray.weights.checksum import checksum
 from tests.conftest import two_engines
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(600)]
 
-SETTINGS = {
-    "device": "cpu", "max_model_len": 320, "dtype": "float32", "trust_remote_code": False, "max_running": 64, "block_size": BLOCK,
-    "kv_cache_mb": 64, "gpu_memory_share": 0.5, "prefix_kv": True,
-}
+SETTINGS = EngineSettings(
+    device="cpu",
+    max_model_len=320,
+    dtype="float32",
+    trust_remote_code=False,
+    max_running=64,
+    block_size=BLOCK,
+    kv_cache_mb=64,
+    gpu_memory_share=0.5,
+    prefix_kv=True,
+)
 LONG = [r for r in requests(96, seed=70) if len(r.token_ids) > 2 * BLOCK]
 ASKED = [Request(i, r.token_ids, r.seed, 160, 0.0 if i % 3 == 0 else 1.0) for i, r in enumerate(LONG[:20])]
 
 
 def actor_class() -> type:
-    from rlhfless_ray.rollout.actor import RolloutActor
+    from rlhfless_ray.rollout.engine_actor import RolloutActor
 
     class Counting(RolloutActor):
         def counts(self) -> tuple[int, dict[str, int]]:
@@ -46,16 +54,18 @@ class Whims:
     def __init__(self, how: str) -> None:
         self.how, self.looks = how, 0
 
-    def decide(self, transcript: Any, engines: list[int], steps: list[Any]) -> Wishes:
+    def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> MigrationRequests:
         self.looks += 1
-        live = np.flatnonzero(~transcript.finished & (transcript.length > 0))
+        live = np.flatnonzero(~token_log.finished & (token_log.length > 0))
         chosen = live[(live + self.looks) % 2 == 0]
-        return Wishes(
+        return MigrationRequests(
             tuple(
-                Wish(part, a, b, "a whim", self.how)
-                for a in engines for b in engines
-                if a != b and len(part := chosen[transcript.owner[chosen] == a])
-            ), 1.0,
+                MigrationRequest(part, a, b, "a whim", self.how)
+                for a in engines
+                for b in engines
+                if a != b and len(part := chosen[token_log.owner[chosen] == a])
+            ),
+            1.0,
         )
 
     def observe(self, context_tokens: float, seconds: float, how: str) -> None:
@@ -63,16 +73,16 @@ class Whims:
 
 
 @pytest.fixture(scope="module")
-def pool(ray_cluster: None) -> Iterator[Pool]:
+def pool(ray_cluster: None) -> Iterator[WorkerPool]:
     with two_engines(actor_class(), FILES["A"], SETTINGS) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def roll_out(pool: Pool) -> Any:
+def roll_out(pool: WorkerPool) -> Any:
     import ray
 
-    from rlhfless_ray.rollout.rollout import run_rollout
+    from rlhfless_ray.rollout.driver import run_rollout
 
     weights = weights_of(FILES["A"])
     ref, total = ray.put(weights), checksum(weights)
@@ -81,8 +91,17 @@ def roll_out(pool: Pool) -> Any:
         given = {"migration": None, "on_progress": lambda *_: None, "silence_s": 60.0, **options}
         shares = np.array_split(np.arange(len(ASKED)), len(pool.working))
         return run_rollout(
-            pool, ASKED, shares, np.full(len(ASKED), 100.0), WeightVersion(version, ref, total), interval_s=0.05, deadline_s=400.0,
-            needed_next=2, drained=lambda tail_s, needed: Hold(1, "kept"), give_back=lambda *_: None, **given,
+            pool,
+            ASKED,
+            shares,
+            np.full(len(ASKED), 100.0),
+            WeightVersion(version, ref, total),
+            interval_s=0.05,
+            deadline_s=400.0,
+            needed_next=2,
+            drained=lambda tail_s, needed: Hold(1, "kept"),
+            give_back=lambda *_: None,
+            **given,
         )
 
     return run
@@ -106,7 +125,7 @@ def moved_often(roll_out: Any, whole: Any, how: str, versions: range) -> list[An
 
 
 @pytest.mark.parametrize("how", ["prefill", "pages"])
-def test_moved_while_they_decode_responses_stay_what_they_are(pool: Pool, roll_out: Any, whole: Any, how: str) -> None:
+def test_moved_while_they_decode_responses_stay_what_they_are(pool: WorkerPool, roll_out: Any, whole: Any, how: str) -> None:
     import ray
 
     before = ray.get([instance.actor.counts.remote() for instance in pool.working], timeout=60)
@@ -127,23 +146,23 @@ def test_moved_while_they_decode_responses_stay_what_they_are(pool: Pool, roll_o
 
 
 def test_pages_that_are_lost_on_the_way_are_computed_and_counted(
-    pool: Pool, roll_out: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
+    pool: WorkerPool, roll_out: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has the ticket that they are asked for with."""
-    import rlhfless_ray.rollout.moving as moving
+    import rlhfless_ray.rollout.inflight_migrations as moving
 
-    send = moving.Launches.send
+    send = moving.EngineCalls.send
 
     def elsewhere(self: Any, number: int, indices: Any, what: str = "", pages: tuple[Any, ...] = ()) -> None:
         lost = tuple(pool.working[number].actor.hand_over.options(concurrency_group="pages").remote(-1) for _ in pages)
         send(self, number, indices, what, lost)
 
-    monkeypatch.setattr(moving.Launches, "send", elsewhere)
+    monkeypatch.setattr(moving.EngineCalls, "send", elsewhere)
     moved = [one for stream in moved_often(roll_out, whole, "pages", range(30, 40)) for one in stream.moved]
     assert all(one.fell_back and one.computed_tokens > 1 for one in moved)
 
 
-def test_an_engine_that_hangs_changes_nothing(pool: Pool, roll_out: Any, whole: Any) -> None:
+def test_an_engine_that_hangs_changes_nothing(pool: WorkerPool, roll_out: Any, whole: Any) -> None:
     """In the middle of moves it stops where no signal reaches; what it had, and what was on its way to it, goes on elsewhere."""
     import ray
 
@@ -159,5 +178,7 @@ def test_an_engine_that_hangs_changes_nothing(pool: Pool, roll_out: Any, whole: 
         assert_same(stopped[-1].completions, whole)
         if stopped[-1].replaced:
             break
-    assert stopped[-1].replaced >= 1 and pool.faults.counts[Cause.HUNG] >= 1  # on a busy machine a living one may be silent for so long
+    assert (
+        stopped[-1].replaced >= 1 and pool.faults.counts[FailureCause.HUNG] >= 1
+    )  # on a busy machine a living one may be silent for so long
     assert pid not in [ray.get(i.actor.counts.remote(), timeout=300)[0] for i in pool.working]

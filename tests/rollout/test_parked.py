@@ -14,7 +14,7 @@ import psutil
 import pytest
 from asking import FILES, answer, assert_same, put, requests, weights_of
 
-from rlhfless_ray.weights.folder import without_weights
+from rlhfless_ray.weights.model_folder import without_weights
 
 pytestmark = pytest.mark.engine
 
@@ -63,11 +63,12 @@ def test_an_engine_at_work_keeps_its_cache(engine: Any) -> None:
 PROGRAM = """
 import json, os, sys
 from pathlib import Path
-from rlhfless_ray.rollout.actor import RolloutActor
-from rlhfless_ray.weights.folder import without_weights
+from rlhfless_ray.rollout.engine_actor import RolloutActor
+from rlhfless_ray.rollout.engine_settings import EngineSettings
+from rlhfless_ray.weights.model_folder import without_weights
 files = {file.name: file.read_bytes() for file in Path(sys.argv[1]).iterdir()}
-settings = {"device": "cpu", "max_model_len": 64, "dtype": "float32", "trust_remote_code": False, "max_running": 4, "block_size": 32,
-            "kv_cache_mb": 8}
+settings = EngineSettings(device="cpu", max_model_len=64, dtype="float32", trust_remote_code=False, max_running=4, block_size=32,
+            kv_cache_mb=8, gpu_memory_share=0.5)
 actor = RolloutActor(files, settings)
 prewarmed = set(sys.modules)
 kept = actor.park()

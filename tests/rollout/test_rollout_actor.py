@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -8,16 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhfless_ray.weights.version import checksum
+from rlhfless_ray.rollout.engine_settings import EngineSettings
+from rlhfless_ray.weights.checksum import checksum
 
 pytestmark = pytest.mark.engine
+CPU = EngineSettings(max_model_len=64, max_running=4, block_size=32, kv_cache_mb=8, gpu_memory_share=0.5)
 
 
 @pytest.fixture
 def actor(sampling: ModuleType) -> Any:
-    from rlhfless_ray.rollout.actor import RolloutActor
+    from rlhfless_ray.rollout.engine_actor import RolloutActor
 
-    made = RolloutActor({}, {})
+    made = RolloutActor({}, CPU)
     made.loaded = []
     made.engine = SimpleNamespace(unpark=lambda: None, load=lambda version, weights: made.loaded.append((version, weights)))
     return made
@@ -41,12 +44,12 @@ def test_engines_on_a_device_find_what_was_compiled_for_the_same_files(
     """vLLM's name of it has the folder's path in it."""
     import vllm.envs as envs
 
-    from rlhfless_ray.rollout.engine import model_folder
+    from rlhfless_ray.rollout.vllm_engine import model_folder
 
     # once there is an engine in a process, vLLM reads the environment no more
     monkeypatch.setattr(envs, "__getattr__", getattr(envs.__getattr__, "__wrapped__", envs.__getattr__))
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
-    files, gpu, cpu = {"config.json": b"{}"}, {"device": "gpu"}, {"device": "cpu"}
+    files, gpu, cpu = {"config.json": b"{}"}, replace(CPU, device="gpu"), CPU
     scratch = [tmp_path / "a", tmp_path / "b"]
     first, again = (model_folder(one, files, gpu) for one in scratch)
     assert first == again and first.is_relative_to(tmp_path / "cache") and (first / "config.json").read_bytes() == b"{}"
@@ -63,8 +66,8 @@ def test_what_a_parked_engine_keeps_on_its_device_is_not_what_torch_thinks(
     """Counted as torch counts it, an engine that sleeps would hold more than its node may keep warm, and would be ended each time."""
     import torch
 
-    from rlhfless_ray.functions.memory import own_memory_mb
-    from rlhfless_ray.rollout.engine import Engine, sleeping_pools
+    from rlhfless_ray.local.process_memory import own_memory_mb
+    from rlhfless_ray.rollout.vllm_engine import VllmEngine, sleeping_pools
 
     weights, cache = ((SimpleNamespace(id=(0, number)), None) for number in (1, 2))
     pools = {"weights": [weights], "kv_cache": [cache]} if several else {"weights": weights, "kv_cache": cache}
@@ -78,10 +81,10 @@ def test_what_a_parked_engine_keeps_on_its_device_is_not_what_torch_thinks(
     )
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: sum(sizes.values()) * 2**20)
-    engine = Engine.__new__(Engine)
+    engine = VllmEngine.__new__(VllmEngine)
     engine.on_cpu, slept = False, []
     engine.engine = SimpleNamespace(sleep=lambda level: slept.append(level))
-    actor.engine, actor.settings = engine, {"device": "gpu"}
+    actor.engine, actor.settings = engine, replace(CPU, device="gpu")
     told = actor.park()
     assert slept == [2] and engine.version is None
     assert told["spans"][-1].what == "give memory back, 500 MB stay"

@@ -58,9 +58,7 @@ def test_the_intervals_stay_in_place_over_a_large_vocabulary(sampling: ModuleTyp
 
 @given(st.integers(0, 2**32), st.floats(0.2, 3.0), st.floats(0, 1, exclude_max=True))
 @settings(max_examples=60, deadline=None)
-def test_log_probability_is_that_of_the_drawn_token(
-    sampling: ModuleType, seed: int, temperature: float, uniform: float
-) -> None:
+def test_log_probability_is_that_of_the_drawn_token(sampling: ModuleType, seed: int, temperature: float, uniform: float) -> None:
     logits = 4 * torch.randn(1, 33, generator=torch.Generator().manual_seed(seed))
     tokens, logprobs = sampling.draw(logits, torch.tensor([temperature]), torch.tensor([uniform], dtype=torch.float64))
     expected = np.log(probabilities(logits[0], temperature))[int(tokens)]
@@ -90,9 +88,7 @@ def test_temperature_zero_is_the_argmax_at_temperature_one(sampling: ModuleType)
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 300), st.integers(0, 300))
 @settings(max_examples=50, deadline=None)
-def test_a_stream_does_not_depend_on_how_much_of_it_is_asked_for(
-    sampling: ModuleType, seed: int, some: int, more: int
-) -> None:
+def test_a_stream_does_not_depend_on_how_much_of_it_is_asked_for(sampling: ModuleType, seed: int, some: int, more: int) -> None:
     """A request that is cut after `some` tokens goes on with the noise it would have had."""
     whole = sampling.uniforms(seed, some + more)
     np.testing.assert_array_equal(whole, np.random.Generator(np.random.Philox(key=seed)).random(some + more))
@@ -144,6 +140,37 @@ def test_rows_follow_the_batch_when_it_is_reordered(sampling: ModuleType) -> Non
     assert sampler.running == 3 and sampler.context_tokens == 9 + sum(len(outputs[key]) for key in (17, 13, 10))
 
 
+@pytest.mark.parametrize("offset", [0, 2])
+def test_before_the_least_tokens_what_ends_a_response_is_masked_as_vllm_masks_it(sampling: ModuleType, offset: int) -> None:
+    """Against vLLM's own processor, with rows that are over it, that never had it, and that went on elsewhere (`offset`)."""
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor import BatchUpdate
+    from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
+
+    sampler = sampling.KeyedSampler(SimpleNamespace(), torch.device("cpu"), False)
+    theirs = MinTokensLogitsProcessor(SimpleNamespace(), torch.device("cpu"), False)  # type: ignore[arg-type]
+    ends, outputs, rows, others = [3, 7], [[], [5], [5, 5, 5], []], [], []
+    for i, (output, least) in enumerate(zip(outputs, [1 + offset, 3 + offset, 3 + offset, 0], strict=True)):
+        extra = {"key": i, "seed": i, "temperature": 0.8, "offset": offset, "min_tokens": least, "ends": [*ends, 10**6]}
+        rows.append((i, SamplingParams(temperature=0.0, max_tokens=9, extra_args=extra), [1, 2], output))
+        own = SamplingParams(min_tokens=max(0, least - offset), stop_token_ids=ends, max_tokens=9)
+        own._all_stop_token_ids = set(ends)
+        others.append((i, own, [1, 2], output))
+    sampler.update_state(BatchUpdate(batch_size=4, removed=[], added=rows, moved=[]))
+    theirs.update_state(BatchUpdate(batch_size=4, removed=[], added=others, moved=[]))
+    logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(1))
+    logits[:, 3] += 6  # or the mask would hardly be seen
+    masked = theirs.apply(logits.clone())
+    assert torch.isneginf(masked).sum(-1).tolist() == [2, 2, 0, 0]
+    noise = torch.tensor([sampling.uniforms(i, 9, offset)[len(output)] for i, output in enumerate(outputs)])
+    tokens, logprobs = sampling.draw(masked, torch.full((4,), 0.8), noise)
+    drawn = sampler.apply(logits.clone()).argmax(-1)
+    assert torch.equal(drawn, tokens) and torch.equal(sampler.records[-1][2], logprobs)
+    free = torch.log_softmax(logits[0] / 0.8, -1)
+    gap = -torch.log1p(-free[ends].exp().sum())  # by so much the learner's log-probability is smaller
+    assert float(logprobs[0] - free[tokens[0]]) == pytest.approx(float(gap), abs=1e-5) and gap > 0.5
+
+
 def test_what_was_drawn_is_handed_out_once_in_order(sampling: ModuleType) -> None:
     from types import SimpleNamespace
 
@@ -188,7 +215,9 @@ def test_top_p_draws_from_the_nucleus(sampling: ModuleType, seed: int, temperatu
     q = np.where(mask, p, 0) / p[mask].sum()
     rows = logits.expand(3, -1)
     tokens, logprobs = sampling.draw(
-        rows, torch.tensor([temperature, temperature, 0.0]), torch.full((3,), uniform, dtype=torch.float64),
+        rows,
+        torch.tensor([temperature, temperature, 0.0]),
+        torch.full((3,), uniform, dtype=torch.float64),
         torch.tensor([top_p, 1.0, top_p]),
     )
     wanted = int(np.searchsorted(np.cumsum(q), uniform, side="right"))
@@ -201,9 +230,7 @@ def test_top_p_draws_from_the_nucleus(sampling: ModuleType, seed: int, temperatu
 
 
 @pytest.mark.parametrize("top_p", [None, 0.7])
-def test_rows_are_drawn_from_in_chunks_as_all_at_once(
-    sampling: ModuleType, monkeypatch: pytest.MonkeyPatch, top_p: float | None
-) -> None:
+def test_rows_are_drawn_from_in_chunks_as_all_at_once(sampling: ModuleType, monkeypatch: pytest.MonkeyPatch, top_p: float | None) -> None:
     """What is held while a token is drawn does not grow with the rows."""
     rows, words = 11, 64
     logits = torch.randn(rows, words, generator=torch.Generator().manual_seed(5))
@@ -228,11 +255,9 @@ def test_an_engine_on_a_device_takes_the_model_runner_that_the_sampler_is_made_f
     import vllm.envs as envs
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as OfTheOther
 
-    from rlhfless_ray.rollout import engine
+    from rlhfless_ray.rollout import vllm_engine as engine
 
-    asked = SimpleNamespace(
-        attention_config=SimpleNamespace(hisparse_config=None), _get_v2_model_runner_unsupported_features=lambda: []
-    )
+    asked = SimpleNamespace(attention_config=SimpleNamespace(hisparse_config=None), _get_v2_model_runner_unsupported_features=lambda: [])
 
     def second() -> bool:
         return config.VllmConfig.use_v2_model_runner.fget(asked)
@@ -253,7 +278,7 @@ def test_an_engine_on_a_device_compiles_and_multiplies_in_float32(
 ) -> None:
     import os
 
-    from rlhfless_ray.rollout import engine
+    from rlhfless_ray.rollout import vllm_engine as engine
 
     for name in {**engine.ENVIRONMENT, **engine.EAGER, **engine.EXACT}:
         monkeypatch.delenv(name, raising=False)

@@ -11,35 +11,46 @@ import pytest
 import ray
 from ray.exceptions import OutOfMemoryError
 
-from placement.policy import Hold
-from rlhfless_ray.functions.faults import Cause
+from placement.scaling.resize_policy import Hold
+from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.instance import reason_of
-from rlhfless_ray.rollout.launches import Launch
-from rlhfless_ray.rollout.rollout import Rollout
+from rlhfless_ray.rollout.driver import RolloutDriver
+from rlhfless_ray.rollout.engine_calls import EngineCall
 from rlhfless_ray.types import WeightVersion
 
 
-def rollout_with(leases: Any) -> Rollout:
+def rollout_with(leases: Any) -> RolloutDriver:
     """Without a request, and without engines as yet."""
-    return Rollout(
-        pool=SimpleNamespace(leases=leases, working=[]), requests=[], expected=np.zeros(0), weights=WeightVersion(1, None),
-        interval_s=0.1, silence_s=60.0, needed_next=1, drained=lambda tail_s, needed: Hold(1, ""), give_back=lambda *_: None,
-        on_progress=lambda *_: None, beside=None, migration=None, start_s=1.0, renew=lambda *_: None,
+    return RolloutDriver(
+        pool=SimpleNamespace(leases=leases, working=[]),
+        requests=[],
+        expected=np.zeros(0),
+        weights=WeightVersion(1, None),
+        interval_s=0.1,
+        silence_s=60.0,
+        needed_next=1,
+        drained=lambda tail_s, needed: Hold(1, ""),
+        give_back=lambda *_: None,
+        on_progress=lambda *_: None,
+        listener=None,
+        migration=None,
+        start_s=1.0,
+        renew=lambda *_: None,
     )
 
 
 def test_a_silent_engine_whose_node_does_not_answer_is_gone_and_that_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long before it is silent for too long, and before Ray has seen it; others are left alone."""
-    asked, ended, now = list[str](), list[tuple[str, Cause]](), time.monotonic()
+    asked, ended, now = list[str](), list[tuple[str, FailureCause]](), time.monotonic()
     rollout = rollout_with(SimpleNamespace(deadline_s=60.0, lose=lambda node: asked.append(node) or node == "lost"))
     for number, (node, heard_s) in enumerate({"lost": now - 10, "there": now - 10, "talking": now}.items()):
         engine: Any = SimpleNamespace(slot=SimpleNamespace(node=node), started=True)
-        rollout.launches.running[node] = Launch(engine, number, 1, set(), heard_s, started=True)
+        rollout.launches.running[node] = EngineCall(engine, number, 1, set(), heard_s, started=True)
     rollout.looked_s = now - 10
     monkeypatch.setattr(ray, "wait", lambda refs, **_: ([], refs))
     monkeypatch.setattr(rollout, "gone", lambda launch, cause, why: ended.append((launch.instance.slot.node, cause)))
     rollout.listen()
-    assert ended == [("lost", Cause.NODE_LOST)] and list(rollout.launches.running) == ["there", "talking"]
+    assert ended == [("lost", FailureCause.NODE_LOST)] and list(rollout.launches.running) == ["there", "talking"]
     rollout.listen()
     assert sorted(asked) == ["lost", "there"], "it is not asked again at once"
 
@@ -52,7 +63,7 @@ def test_an_engine_that_ray_ended_for_its_nodes_memory_is_one_that_died(monkeypa
         raise OutOfMemoryError("2 worker(s) were killed due to the node running low on memory.\nTop 10 memory users: …")
 
     answers = iter(["a reference"])
-    rollout.launches.running[answers] = Launch(cast(Any, SimpleNamespace(loading=None)), 0, 1, set(), 0.0, started=True)
+    rollout.launches.running[answers] = EngineCall(cast(Any, SimpleNamespace(loading=None)), 0, 1, set(), 0.0, started=True)
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(rollout, "died", lambda launch, error: died.append(reason_of(error)))
     rollout.hear(answers)

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from placement.policy import Hold
+from placement.scaling.resize_policy import Hold
 from rlhfless_ray.functions import lease
-from rlhfless_ray.functions.faults import Cause
-from rlhfless_ray.functions.lease import Leases
+from rlhfless_ray.functions.failure_budget import FailureCause
+from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
-from rlhfless_ray.rollout.migrate import Wish
-from rlhfless_ray.rollout.rollout import Rollout
+from rlhfless_ray.rollout.driver import RolloutDriver
+from rlhfless_ray.rollout.migration_policy import MigrationRequest
 from rlhfless_ray.types import Request, WeightVersion
 
 
@@ -45,15 +45,22 @@ class Pool:
         call = Call(self.said)
         actor = SimpleNamespace(rollout=call, tell=call, load=call)
         return SimpleNamespace(
-            id=f"engine-{len(self.log)}", actor=actor, slot=SimpleNamespace(node=node), leases=[0], loading=None, version=1, started=True,
-            fetched="", state=None,
+            id=f"engine-{len(self.log)}",
+            actor=actor,
+            slot=SimpleNamespace(node=node),
+            leases=[0],
+            loading=None,
+            version=1,
+            started=True,
+            fetched="",
+            state=None,
         )
 
-    def lose(self, instance: Any, why: str, cause: Cause) -> None:
+    def lose(self, instance: Any, why: str, cause: FailureCause) -> None:
         self.log.append("lost")
         self.working.remove(instance)
 
-    def replace(self, instance: Any, why: str, cause: Cause) -> Any:
+    def replace(self, instance: Any, why: str, cause: FailureCause) -> Any:
         self.log.append("replaced")
         self.working[self.working.index(instance)] = new = self.engine("new")
         return new
@@ -62,12 +69,23 @@ class Pool:
         self.log.append("prewarmed")
 
 
-def rollout_on(pool: Any, requests: int, migration: Any = None) -> Rollout:
+def rollout_on(pool: Any, requests: int, migration: Any = None) -> RolloutDriver:
     expected = np.full(requests, 1000.0)
-    return Rollout(
-        pool=pool, requests=[Request(key, (1, 2), key, 1000, 1.0) for key in range(requests)], expected=expected,
-        weights=WeightVersion(1, None), interval_s=0.1, silence_s=60.0, needed_next=1, drained=lambda tail_s, needed: Hold(1, ""),
-        give_back=lambda *_: None, on_progress=lambda *_: None, beside=None, migration=migration, start_s=-1.0, renew=lambda *_: None,
+    return RolloutDriver(
+        pool=pool,
+        requests=[Request(key, (1, 2), key, 1000, 1.0) for key in range(requests)],
+        expected=expected,
+        weights=WeightVersion(1, None),
+        interval_s=0.1,
+        silence_s=60.0,
+        needed_next=1,
+        drained=lambda tail_s, needed: Hold(1, ""),
+        give_back=lambda *_: None,
+        on_progress=lambda *_: None,
+        listener=None,
+        migration=migration,
+        start_s=-1.0,
+        renew=lambda *_: None,
     )
 
 
@@ -82,8 +100,8 @@ def test_an_engine_that_dies_on_a_drained_node_is_not_replaced_while_others_go_o
     launch = rollout.launches.of(first)
     assert launch is not None
     rollout.launches.running = {ref: one for ref, one in rollout.launches.running.items() if one is not launch}
-    rollout.gone(launch, Cause.DIED, "killed")
-    assert pool.log == log and rollout.transcript.owner.tolist() == [second, second]
+    rollout.gone(launch, FailureCause.DIED, "killed")
+    assert pool.log == log and rollout.token_log.owner.tolist() == [second, second]
 
 
 def test_what_was_to_leave_an_engine_that_died_alone_leaves_no_more() -> None:
@@ -92,26 +110,26 @@ def test_what_was_to_leave_an_engine_that_died_alone_leaves_no_more() -> None:
     rollout = rollout_on(pool, 1)
     first, second = (rollout.launches.number(engine) for engine in list(pool.working))
     rollout.begin(first, np.array([0]))
-    rollout.moving.cut(Wish(np.array([0]), first, second, "test"))
+    rollout.moving.cut(MigrationRequest(np.array([0]), first, second, "test"))
     pool.working.pop()  # where it was to go died too
     launch = rollout.launches.of(first)
     assert launch is not None and 0 in rollout.moving.leaving
     rollout.launches.running.clear()
-    rollout.gone(launch, Cause.DIED, "killed")
+    rollout.gone(launch, FailureCause.DIED, "killed")
     assert pool.log == ["replaced"] and not rollout.moving.leaving
-    assert rollout.transcript.owner.tolist() == [rollout.launches.number(pool.working[0])]
+    assert rollout.token_log.owner.tolist() == [rollout.launches.number(pool.working[0])]
 
 
 def test_what_was_to_leave_an_engine_that_begins_again_leaves_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights were lost on their way: the order to cut was for a call that is over."""
-    monkeypatch.setattr("rlhfless_ray.rollout.rollout.lost_on_the_way", lambda ref: True)
+    monkeypatch.setattr("rlhfless_ray.rollout.driver.lost_on_the_way", lambda ref: True)
     pool = Pool(["a", "b"], set())
     rollout = rollout_on(pool, 1)
     rollout.weights = WeightVersion(1, "ref", 0, "a", "copy")
     first, second = (rollout.launches.number(engine) for engine in pool.working)
     rollout.begin(first, np.array([0]))
     pool.working[0].fetched = "ref"
-    rollout.moving.cut(Wish(np.array([0]), first, second, "test"))
+    rollout.moving.cut(MigrationRequest(np.array([0]), first, second, "test"))
     launch = rollout.launches.of(first)
     assert launch is not None
     rollout.launches.running.clear()
@@ -121,7 +139,7 @@ def test_what_was_to_leave_an_engine_that_begins_again_leaves_no_more(monkeypatc
 
 def test_where_all_engines_are_to_leave_a_slot_elsewhere_is_had_though_ray_takes_some_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray has registered a group when it is asked of it first, and granted it a little later: to look once is never to get it."""
-    monkeypatch.setattr("rlhfless_ray.rollout.rollout.GRANT_S", 10.0)  # this machine may be slow too
+    monkeypatch.setattr("rlhfless_ray.rollout.driver.GRANT_S", 10.0)  # this machine may be slow too
     looks: list[str] = []
 
     def table(group: str) -> dict[str, Any]:
@@ -132,9 +150,9 @@ def test_where_all_engines_are_to_leave_a_slot_elsewhere_is_had_though_ray_takes
     monkeypatch.setattr(lease, "placement_group_table", table)
     monkeypatch.setattr(lease, "remove_placement_group", lambda group: None)
     pool: Any = Pool(["a"], {"a"})
-    pool.labels, pool.leases = {}, Leases("cpu", Ledger("cpu", 1.0), 60.0, "test")
+    pool.labels, pool.leases = {}, LeaseManager("cpu", Ledger("cpu", 1.0), 60.0, "test")
     pool.leases.notices, pool.leases.living = lambda: {"a"}, lambda leases: leases
-    pool.staff = lambda leases: pool.working.append(pool.engine(leases[0].slot.node))
+    pool.assign_leases = lambda leases: pool.working.append(pool.engine(leases[0].slot.node))
     rollout = rollout_on(pool, 1)
     rollout.begin(rollout.launches.number(pool.working[0]), np.array([0]))
     rollout.evacuate()

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rlhfless_ray.cli import lora_combiner
-from rlhfless_ray.errors import UserError
+from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.weights.adapter import Adapter
-from rlhfless_ray.weights.folder import write_folder
+from rlhfless_ray.weights.model_folder import write_folder
 from tests.reward.reward_models import WORDS, tokenizer_files
 
 peft = pytest.importorskip("peft")
@@ -23,8 +23,16 @@ def model(kind: str, shard: str = "5GB", folder: Path | None = None) -> Any:
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=len(WORDS), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.2, num_labels=1, pad_token_id=None,
+        vocab_size=len(WORDS),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        num_labels=1,
+        pad_token_id=None,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
@@ -116,7 +124,7 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     refused("the adapter uses use_dora", use_dora=True)
     refused("the adapter is IA3, not LORA", peft_type="IA3")
     refused(r"trains biases \(bias = all\)", bias="all")
-    with pytest.raises(UserError, match=r"no adapter_config.json that can be read"):
+    with pytest.raises(UserError, match=r"adapter_config.json is missing or not readable"):
         lora_combiner.combine(base, base, out, False, "float32")
     with pytest.raises(UserError, match=r"--output_path .* is the folder of the model"):
         lora_combiner.combine(base, lora, base, False, "float32")
@@ -126,6 +134,7 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
         lora_combiner.combine(base, tmp_path / "headed", out, False, "float32")
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     import subprocess
     import sys
@@ -134,8 +143,12 @@ def test_the_command(tmp_path: Path) -> None:
 
     def combined(*flags: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "rlhfless_ray.cli.lora_combiner", *flags], cwd=ROOT, env=environment(), capture_output=True,
-            text=True, timeout=200,
+            [sys.executable, "-m", "rlhfless_ray.cli.lora_combiner", *flags],
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=200,
         )
 
     adapter(model("LlamaForCausalLM", folder=tmp_path / "base"), tmp_path / "lora")
@@ -145,5 +158,5 @@ def test_the_command(tmp_path: Path) -> None:
     assert f"merged 14 weights; the model is in {tmp_path / 'out'}" in done.stdout
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     done = combined(*flags[:2], *flags[4:], "--lora_path", str(tmp_path / "nowhere"))
-    assert done.returncode == 2 and "error:" in done.stderr and "no adapter_config.json" in done.stderr
+    assert done.returncode == 2 and "error:" in done.stderr and "adapter_config.json is missing" in done.stderr
     assert combined("--model_path", "x").returncode == 2

@@ -1,16 +1,27 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from rlhfless_ray.errors import UserError
-from rlhfless_ray.weights.folder import kept_folder, parameter_count, read_folder, without_weights, write_folder
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.weights.model_folder import (
+    content_addressed_folder,
+    parameter_count,
+    read_folder,
+    with_weights,
+    without_weights,
+    write_folder,
+)
 
 COMPLETE = {
-    "config.json": b"{}", "tokenizer.json": b"{}", "model-00001-of-00002.safetensors": b"\x00\xff",
+    "config.json": b"{}",
+    "tokenizer.json": b"{}",
+    "model-00001-of-00002.safetensors": b"\x00\xff",
     "model-00002-of-00002.safetensors": b"x",
-    "model.safetensors.index.json": b"{}", "chat_template.jinja": b"{{ m }}",
+    "model.safetensors.index.json": b"{}",
+    "chat_template.jinja": b"{{ m }}",
 }
 
 
@@ -43,12 +54,12 @@ def test_no_folder_at_all(tmp_path: Path) -> None:
 
 def test_the_same_files_are_kept_under_the_same_path_once(tmp_path: Path) -> None:
     """A compiled model is found again by it."""
-    folder = kept_folder(tmp_path / "kept", COMPLETE)
+    folder = content_addressed_folder(tmp_path / "kept", COMPLETE)
     assert read_folder(folder) == COMPLETE
     written = (folder / "config.json").stat().st_mtime_ns
-    assert kept_folder(tmp_path / "kept", dict(reversed(COMPLETE.items()))) == folder
+    assert content_addressed_folder(tmp_path / "kept", dict(reversed(COMPLETE.items()))) == folder
     assert (folder / "config.json").stat().st_mtime_ns == written
-    other = kept_folder(tmp_path / "kept", {**COMPLETE, "config.json": b"{ }"})
+    other = content_addressed_folder(tmp_path / "kept", {**COMPLETE, "config.json": b"{ }"})
     assert other != folder and sorted(path.name for path in folder.parent.iterdir()) == sorted([folder.name, other.name])
 
 
@@ -61,14 +72,14 @@ def test_of_several_that_keep_the_same_files_at_once_one_does(tmp_path: Path, mo
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", second)
-    folder = kept_folder(tmp_path, COMPLETE)
+    folder = content_addressed_folder(tmp_path, COMPLETE)
     assert read_folder(folder) == COMPLETE and list(tmp_path.iterdir()) == [folder]
 
 
 def test_where_nothing_can_be_kept_it_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
-        kept_folder(tmp_path / "file", COMPLETE)
+        content_addressed_folder(tmp_path / "file", COMPLETE)
 
 
 def test_parameters_are_counted_as_torch_counts_them() -> None:
@@ -79,3 +90,25 @@ def test_parameters_are_counted_as_torch_counts_them() -> None:
     files = {"config.json": b"{}", "model.safetensors": save(dict(model.state_dict()))}
     assert parameter_count(files) == sum(p.numel() for p in model.parameters()) == 30
     assert parameter_count(COMPLETE) == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "told"),
+    [
+        ({"dtype": "float32", "layers": 2}, "bfloat16", {"dtype": "bfloat16"}),
+        ({"torch_dtype": "bfloat16"}, "float32", {"torch_dtype": "float32"}),
+        ({"dtype": "float32", "torch_dtype": "float32"}, "float16", {"dtype": "float16", "torch_dtype": "float16"}),
+        ({}, "bfloat16", {"dtype": "bfloat16"}),
+    ],
+)
+def test_the_config_of_a_model_tells_the_dtype_of_its_weights(config: dict, dtype: str, told: dict) -> None:
+    import torch
+    from safetensors.torch import save
+
+    weights = save({"a": torch.zeros(8, dtype=getattr(torch, dtype)), "norm": torch.zeros(2), "ids": torch.zeros(99, dtype=torch.int64)})
+    files = {"config.json": json.dumps(config).encode(), "tokenizer.json": b"{}"}
+    found = with_weights(files, weights)
+    assert found["model.safetensors"] == weights and found["tokenizer.json"] == b"{}"
+    assert json.loads(found["config.json"]) == {**config, **told}
+    assert json.loads(files["config.json"]) == config
+    assert with_weights({}, weights) == {"model.safetensors": weights}

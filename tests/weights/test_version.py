@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.weights.version import checksum
+from rlhfless_ray.weights.checksum import checksum
 
 
 def some_weights() -> dict[str, np.ndarray]:
@@ -12,7 +12,8 @@ def some_weights() -> dict[str, np.ndarray]:
     return {
         "layers.0.weight": rng.normal(size=(5, 7)).astype(np.float32),
         "layers.0.bias": rng.normal(size=7).astype(np.float32),
-        "scale": np.array(1.5, np.float32), "empty": np.zeros((0, 4), np.float32),
+        "scale": np.array(1.5, np.float32),
+        "empty": np.zeros((0, 4), np.float32),
     }
 
 

@@ -1,0 +1,125 @@
+"""The engines of the prefix benchmark: each in a process of its own with one thread, timed by wall clock and by processor time."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhfless_ray.rollout.engine_actor import set_threads
+from rlhfless_ray.rollout.engine_settings import EngineSettings
+from rlhfless_ray.rollout.prefill_actor import PageActor
+from rlhfless_ray.types import Request
+
+POLICIES = {  # layers, hidden size, heads of 32; parameters about 0.6 M and 10.8 M
+    "quickstart": (3, 128, 4), "medium": (8, 320, 10),
+}  # fmt: skip
+VOCABULARY = 128
+
+
+@dataclass(frozen=True)
+class Used:
+    """What one call took: seconds of the wall, of the processor (all threads), prompt tokens computed; of the seconds those
+    spent fetching pages."""
+
+    wall_s: float
+    cpu_s: float
+    tokens: int
+    pages: int = 0
+    loaded: int = 0
+    fetch_s: float = 0.0
+    load_s: float = 0.0
+
+    @property
+    def busy(self) -> float:
+        """Processor seconds a second of the wall."""
+        return self.cpu_s / self.wall_s
+
+
+class TimedActor(PageActor):
+    """A page actor that says what its work took. It plays the rollout engines of a step one after the other, each with an empty
+    cache: engine-seconds add up, and nothing competes for the cores."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.jobs: list[Used] = []
+
+    def answer_first(self, version: int, prompts: list[np.ndarray], keys: list[int], refs: list[Any], within_s: float) -> Used:
+        """The first token of a response to each request (prompt number in `keys`): prefill and nothing else."""
+        set_threads(1)
+        self.engine.engine.reset_prefix_cache()
+        cached: list[int] = []
+        step = self.engine.engine.step
+        self.engine.engine.step = lambda: _noted(step(), cached)
+        tokens = [tuple(prompt.tolist()) for prompt in prompts]  # as a step's prompts are
+        wall, cpu, fetched = time.perf_counter(), time.process_time(), None
+        if refs:
+            fetched = self.fetch_pages(version, [tokens[k] for k in sorted(set(keys))], refs, within_s)
+        before = 0 if self.engine.pages is None else self.engine.pages.counts["loaded"]
+        load_s = 0.0 if self.engine.pages is None else self.engine.pages.seconds["load"]
+        for _ in self.engine.generate([Request(i, tokens[k], i, 1, 1.0) for i, k in enumerate(keys)]):
+            pass
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        del self.engine.engine.step
+        self.engine.take_steps()
+        computed = sum(len(tokens[k]) for k in keys) - sum(cached)
+        if self.engine.pages is None:
+            return Used(wall, cpu, computed)
+        loaded, load_s = self.engine.pages.counts["loaded"] - before, self.engine.pages.seconds["load"] - load_s
+        self.engine.pages.clear()
+        return Used(wall, cpu, computed, fetched.pages if fetched else 0, loaded, fetched.seconds if fetched else 0.0, load_s)
+
+    def prefill(self, *arguments: Any) -> tuple[Any, ...]:
+        self.engine.engine.reset_prefix_cache()
+        wall, cpu = time.perf_counter(), time.process_time()
+        told = super().prefill(*arguments)
+        self.jobs.append(Used(time.perf_counter() - wall, time.process_time() - cpu, told[0].tokens, told[0].pages))
+        return told
+
+    def take_jobs(self) -> list[Used]:
+        jobs, self.jobs = self.jobs, []
+        return jobs
+
+
+def _noted(outputs: list[Any], cached: list[int]) -> list[Any]:
+    cached += [output.num_cached_tokens for output in outputs if output.finished]
+    return outputs
+
+
+def policy(name: str, longest: int) -> tuple[dict[str, bytes], dict[str, np.ndarray]]:
+    """Config files and random weights of a Qwen2 policy."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    layers, hidden, heads = POLICIES[name]
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=heads, max_position_embeddings=longest, use_sliding_window=False, tie_word_embeddings=False,
+        initializer_range=0.05, bos_token_id=None, eos_token_id=1, pad_token_id=0, **{"head_dim": 32},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config)
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        files = {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+    return files, {key: tensor.detach().numpy() for key, tensor in model.state_dict().items()}
+
+
+def open_engine(files: dict[str, bytes], weights: dict[str, np.ndarray], longest: int, block_size: int, prefix_kv: bool) -> Any:
+    """An actor with version 1 of the weights."""
+    import ray
+
+    from rlhfless_ray.weights.checksum import checksum
+
+    settings = EngineSettings(
+        device="cpu", max_model_len=longest, dtype="float32", trust_remote_code=False, max_running=256,
+        block_size=block_size, kv_cache_mb=1024, gpu_memory_share=0.5, prefix_kv=prefix_kv,
+    )  # fmt: skip
+    actor: Any = ray.remote(TimedActor).options(num_cpus=0).remote(files, settings)
+    ray.get(actor.open.remote(1), timeout=400)
+    ray.get(actor.load.remote(1, weights, checksum(weights)), timeout=60)
+    return actor

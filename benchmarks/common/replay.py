@@ -1,0 +1,254 @@
+"""Replayed functions: recorded lengths and modelled speed in place of vLLM and DeepSpeed, in real processes under real leases.
+
+What is real: the driver, pools, placement groups, streams, reward processes, the ledger. What is not: tokens, weights and
+learning. Good for one thing only, to measure what control costs at a size this machine has no devices for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from placement.speed.decode_speed import Speed
+from rlhfless_ray.learn.rank_settings import RankSettings
+from rlhfless_ray.reward.scoring import RewardActor
+from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
+from rlhfless_ray.rollout.engine_actor import around
+from rlhfless_ray.rollout.engine_settings import EngineSettings
+from rlhfless_ray.rollout.token_deltas import CUT, GOES_ON, LENGTH, STOP, TokenDeltas
+from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.runtime.worker_pools import ActorClasses
+from rlhfless_ray.types import EngineStep, Request, Span, UpdateStats
+
+SCRIPT = "replay.json"  # lies in the policy's folder, so it reaches every instance the way the policy's files do
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is replayed. lengths: {prompt's tokens joined by spaces: recorded response lengths, tokens}.
+
+    clock: seconds of the script per second of the wall; 1 is real time.
+    """
+
+    lengths: dict[str, list[int]]
+    base_s: float
+    per_seq_s: float
+    start_s: float
+    learn_s: float
+    clock: float = 1.0
+
+    @classmethod
+    def read(cls, files: dict[str, bytes]) -> Script:
+        return cls(**json.loads(files[SCRIPT]))
+
+    def write(self, folder: Path) -> None:
+        (folder / SCRIPT).write_text(json.dumps(asdict(self)))
+
+    def length(self, request: Request) -> int:
+        """By the request's seed, so that a sample has the same length wherever it runs."""
+        recorded = self.lengths[prompt_key(request.token_ids)]
+        return min(request.max_tokens, recorded[request.seed % len(recorded)])
+
+
+def prompt_key(token_ids: tuple[int, ...]) -> str:
+    return " ".join(map(str, token_ids))
+
+
+def finish_times(lengths: np.ndarray, speed: Speed) -> np.ndarray:
+    """Seconds (n,) after which each of `lengths` (n,) ends when all are decoded together from the start."""
+    order = np.argsort(lengths, kind="stable")
+    ordered = np.asarray(lengths, float)[order]
+    running = np.arange(len(ordered), 0, -1)
+    steps = np.diff(ordered, prepend=0.0)
+    times = np.empty(len(ordered))
+    times[order] = np.cumsum(steps * (speed.base_s + speed.per_seq_s * running))
+    return times
+
+
+class Decoding:
+    """Sequences decoded together in modelled time: each knows how long it becomes, how far it is and how far it was told."""
+
+    def __init__(self, speed: Speed, clock: float) -> None:
+        self.speed, self.clock = speed, clock
+        self.keys, self.tokens, self.ends = np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int64)
+        self.lengths, self.done, self.told = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self.steps: list[EngineStep] = []
+        self.at_s = 0.0  # wall clock at which the last step ended, had it been on time
+
+    def add(self, requests: Sequence[Request], script: Script) -> None:
+        lengths = np.array([script.length(request) for request in requests], np.int64)
+        before = np.array([len(request.generated) for request in requests], np.int64)
+        longest = np.array([request.max_tokens for request in requests], np.int64)
+        self.keys = np.r_[self.keys, [request.key for request in requests]].astype(np.int64)
+        self.tokens = np.r_[self.tokens, [request.token_ids[0] for request in requests]].astype(np.int32)
+        self.lengths, self.done, self.told = np.r_[self.lengths, lengths], np.r_[self.done, before], np.r_[self.told, before]
+        self.ends = np.r_[self.ends, np.where(lengths == longest, LENGTH, STOP)]
+
+    def step_s(self) -> float:
+        return self.speed.step_s(self.running) / self.clock
+
+    @property
+    def running(self) -> int:
+        return int((self.done < self.lengths).sum())
+
+    def all_done_s(self) -> float:
+        """When the last sequence ends if nothing comes in between."""
+        left = (self.lengths - self.done)[self.done < self.lengths]
+        return self.at_s + float(finish_times(left, self.speed).max(initial=0.0)) / self.clock
+
+    def advance(self, now_s: float) -> None:
+        """Every step that ends before `now_s`, with a record of each, as a real engine gives."""
+        while running := self.running:
+            live = self.done < self.lengths
+            step_s = self.step_s()  # before any of them ends
+            steps = min(int((now_s - self.at_s) / step_s + 1e-9), int((self.lengths - self.done)[live].min()))
+            if steps <= 0:
+                return
+            context, record_s = int(self.done[live].sum()), self.speed.step_s(running)
+            self.steps += [EngineStep(running, running, context + i * running, record_s) for i in range(steps)]
+            self.done[live] += steps
+            self.at_s += steps * step_s
+
+    def progress(self, version: int, cut: Sequence[int] = ()) -> TokenDeltas:
+        """What is new. Sequences that have ended, and those with a key in `cut`, leave."""
+        ends = np.where(self.done == self.lengths, self.ends, np.where(np.isin(self.keys, cut), CUT, GOES_ON))
+        counts = self.done - self.told
+        some = np.flatnonzero((counts > 0) | (ends != GOES_ON))
+        news = np.stack([self.keys[some], self.told[some], counts[some], ends[some]], 1)
+        tokens = np.repeat(self.tokens[some], counts[some])
+        self.told = self.done.copy()
+        stay = ends == GOES_ON
+        for name in ("keys", "tokens", "ends", "lengths", "done", "told"):
+            setattr(self, name, getattr(self, name)[stay])
+        return TokenDeltas.of(version, news, tokens, np.full(len(tokens), -1.0, np.float32))
+
+
+class ReplayedEngine:
+    """Stands where RolloutActor does; it waits as long as the model says that decoding takes. A moved sequence starts at once:
+    what its prefill would take is not in the script."""
+
+    concurrency_groups: ClassVar = {"control": 1}
+
+    def __init__(self, files: dict[str, bytes], settings: EngineSettings) -> None:
+        self.script = Script.read(files)
+        self.speed = Speed(self.script.base_s, self.script.per_seq_s)
+        self.version: int | None = None
+        self.control_queue = ControlQueue()
+
+    def open(self, threads: int) -> dict[str, Any]:
+        start = time.time()
+        time.sleep(self.script.start_s / self.script.clock)
+        return {"memory_mb": 1.0, "spans": [Span("start", "build engine (replayed)", start, time.time())]}
+
+    def load(self, version: int, weights: Any, expected: int) -> list[Span]:
+        if int.from_bytes(weights["weight"].tobytes()) != expected:
+            raise ValueError(f"weight version {version} is not what was published")
+        self.version = version
+        return [Span("transfer", f"load version {version} (replayed)", time.time(), time.time())]
+
+    def rollout(
+        self, epoch: int, requests: list[Request], interval_s: float, threads: int
+    ) -> Iterator[tuple[TokenDeltas, list[EngineStep], list[Span]]]:
+        if self.version is None:
+            raise RuntimeError("this engine has no weights yet")
+        self.control_queue.open(epoch)
+        decoding = Decoding(self.speed, self.script.clock)
+        decoding.add(requests, self.script)
+        decoding.at_s = reported = last = time.time()
+        while True:
+            self.control_queue.wait(min(last + interval_s, decoding.all_done_s()) - time.time())
+            now, spans, cut = time.time(), [], []
+            decoding.advance(now)
+            for order in self.control_queue.take():
+                decoding.add(order.add, self.script)
+                cut += order.cut
+                spans.append(Span("transfer", order.what, now, now))
+            over = not decoding.running
+            if cut or spans or over or now >= last + interval_s:
+                # The span ends where the model says: a process that woke up late is this machine's cost of control.
+                until = decoding.at_s if over else now
+                progress, steps = decoding.progress(self.version, cut), decoding.steps
+                decoding.steps, last = [], now
+                yield progress, steps, around(spans, "generate (replayed)", reported, until)
+                reported = until
+            if not len(decoding.keys):
+                if self.control_queue.close_if_empty():
+                    return
+                decoding.at_s = time.time()
+
+    def tell(self, epoch: int, order: EngineCommand) -> bool:
+        return self.control_queue.tell(epoch, order)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def park(self) -> dict[str, Any]:
+        return {"memory_mb": 1.0, "spans": []}
+
+
+class ReplayedLearner:
+    """Stands where LearnerActor does: an update takes `learn_s`. What it has learned is a digest of every batch in order, so a
+    batch that is lost, learned twice or in another order shows in its weights."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        self.learn_s = 0.0
+        self.digest, self.updates, self.early = bytes(8), 0, b""
+
+    def open(self, threads: int) -> dict[str, Any]:
+        return {"memory_mb": 1.0, "spans": []}
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def rendezvous(self, loopback: bool) -> tuple[str, int]:
+        return "", 0
+
+    def build(self, files: dict[str, bytes], place: Any, threads: int, state: dict[str, bytes] | None) -> dict[str, Any]:
+        script = Script.read(files)
+        self.learn_s = script.learn_s / script.clock
+        if state is not None:
+            self.digest, self.updates = state["model.safetensors"], int(state["updates"])
+        return {"memory_mb": 1.0, "spans": []}
+
+    def accumulate(self, batch: Any, threads: int) -> list[Span]:
+        self.early += batch.tokens.tobytes()
+        return []
+
+    def update(self, batch: Any, threads: int) -> tuple[UpdateStats, list[Span]]:
+        start = time.time()
+        time.sleep(self.learn_s)
+        learned = self.early + batch.tokens.tobytes()
+        self.digest, self.early = hashlib.blake2b(self.digest + learned, digest_size=8).digest(), b""
+        self.updates += 1
+        nothing = UpdateStats(0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, int(batch.lengths.sum()), 0)
+        return nothing, [Span("work", "update (replayed)", start, start + self.learn_s)]
+
+    def weights(self) -> tuple[dict[str, np.ndarray], tuple[int, list[Span]]]:
+        return {"weight": np.frombuffer(self.digest, np.uint8)}, (int.from_bytes(self.digest), [])
+
+    def snapshot(self) -> dict[str, bytes]:
+        return {"model.safetensors": self.digest, "updates": str(self.updates).encode()}
+
+    def keep(self) -> tuple[dict[str, bytes], tuple[float, int]]:
+        return self.snapshot(), (0.0, len(self.digest))
+
+    def park(self) -> dict[str, Any]:
+        return {"memory_mb": 1.0, "spans": []}
+
+    def unpark(self) -> list[Span]:
+        return []
+
+
+class ReplayedRuntime(Runtime):
+    """The runtime itself, with replayed engines and learner."""
+
+    def actor_classes(self) -> ActorClasses:
+        return ActorClasses(ReplayedEngine, RewardActor, ReplayedLearner, computes=False)

@@ -1,0 +1,81 @@
+"""What a replayed run needs on disk: a policy folder with a script in it, prompts, and a reward that costs next to nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common.replay import Script, prompt_key
+from rlhfless_ray.learn.tiny_model import scratch_policy
+from rlhfless_ray.prompts.builtin_tasks import task
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.weights.model_folder import write_folder
+
+REWARD = '''def reward(prompt, response, row):
+    """Varies, so that groups have advantages; what it is does not matter here."""
+    return float(len(response) % 2)
+'''
+
+
+@dataclass(frozen=True)
+class ReplaySetup:
+    policy: Path
+    prompts: Path
+    reward: Path
+
+
+def synthetic_lengths(prompts: int, samples: int, max_tokens: int, seed: int) -> np.ndarray:
+    """(prompts, samples) response tokens: log-normal with median 300, 65 % of the variance of the log between prompts."""
+    rng = np.random.default_rng(seed)
+    log = np.log(300) + 0.7 * (np.sqrt(0.65) * rng.standard_normal((prompts, 1)) + np.sqrt(0.35) * rng.standard_normal((prompts, samples)))
+    return np.clip(np.round(np.exp(log)), 8, max_tokens).astype(int)
+
+
+def build(
+    folder: Path, lengths: np.ndarray, *, base_s: float, per_seq_s: float, start_s: float, learn_s: float, clock: float
+) -> ReplaySetup:
+    """Write the world of a replayed run. lengths (prompts, samples): what the responses to each prompt measure."""
+    recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "policy": {"hidden_size": 32, "layers": 1}})
+    chain = task("chain")
+    files = scratch_policy(recipe, chain)
+    config = json.loads(files["config.json"])
+    config["max_position_embeddings"] = 2**16
+    files["config.json"] = json.dumps(config).encode()
+    policy = write_folder(folder / "policy", files)
+    from rlhfless_ray.weights.load_policy import load_tokenizer
+
+    tokenizer = load_tokenizer(files, False)
+    rows = chain.rows(3 * len(lengths), 0, "train")  # short ones repeat
+    texts = list(dict.fromkeys(row["prompt"] for row in rows))[: len(lengths)]
+    ids = tokenizer(texts)["input_ids"]
+    table = {prompt_key(tuple(one)): row.tolist() for one, row in zip(ids, lengths, strict=True)}
+    Script(table, base_s, per_seq_s, start_s, learn_s, clock).write(policy)
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    reward = folder / "reward.py"
+    reward.write_text(REWARD)
+    return ReplaySetup(policy, prompts, reward)
+
+
+def recipe_for(
+    world: ReplaySetup, folder: Path, *, steps: int, prompts: int, samples: int, actors: int, max_tokens: int, **sections: Any
+) -> Recipe:
+    tree: dict[str, Any] = {
+        "run": {"name": "replayed", "root": str(folder / "runs"), "steps": steps},
+        "policy": {"path": str(world.policy)},
+        "prompts": {"path": str(world.prompts), "prompt_column": "prompt", "answer_column": "", "batch_prompts": prompts},
+        "evaluate": {"prompts": 0},
+        "rollout": {"samples_per_prompt": samples, "max_tokens": max_tokens, "max_actors": actors},
+        # what the replayed learner takes is one number for all of an update: nothing of it can be done before
+        "learner": {"overlap": "off"},
+        "reward": {"function": f"{world.reward}:reward"},
+        "checkpoint": {"every_steps": 10**6},
+        "watch": {"progress": "off", "tensorboard": False, "wandb": "off"},
+    }
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    return Recipe.parse(tree)

@@ -1,0 +1,1 @@
+"""Other systems, run beside this one."""

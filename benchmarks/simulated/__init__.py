@@ -1,0 +1,1 @@
+"""Parts of the benchmarks that run in the simulator."""

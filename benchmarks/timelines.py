@@ -1,0 +1,183 @@
+"""The README's pictures, from real runs of this checkout: `python -m benchmarks.timelines [--quick] [--draw] [--report]`.
+
+Runs one recipe twice with the same seed, so that both runs generate the same tokens:
+
+fixed    both cores are leased from the first step to the last (`functions.elastic=false`)
+elastic  the plan of each step decides how many cores each phase leases
+
+Draws who held which core during the same steps of both runs (docs/images/timelines.svg) and writes results/timelines.json.
+`--draw` draws the picture again from that file. `--report` also takes a picture of the elastic run's report
+(docs/images/report.png), for which chromium must be on PATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.results import BUSY, FOLDER, Spread, make_console, result_folder, save
+from benchmarks.common.run_metadata import ROOT
+from benchmarks.common.run_process import run_process
+
+IMAGES = ROOT / "docs" / "images"
+COLOURS = {"rollout": "#2f6fd0", "learn": "#dc7f14", "score": "#23946a"}
+MIN_VISIBLE_S = 0.012  # scoring takes 2 ms: drawn this wide so that it can be seen
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+
+
+def modes(cores: int, prefer: float) -> dict[str, list[str]]:
+    fixed = [f"rollout.min_actors={cores}", f"rollout.max_actors={cores}", f"learner.max_slots_per_rank={cores}"]
+    most = [f"rollout.max_actors={cores}", f"learner.max_slots_per_rank={cores}"]
+    return {"fixed": ["functions.elastic=false", *fixed], "elastic": [f"objective.prefer={prefer:g}", *most]}
+
+
+def run(overrides: list[str], recipe: Path, root: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Train, and return the medians of the steady steps and the leases of the steps to draw."""
+    root.mkdir(parents=True)
+    command = [
+        sys.executable, "-m", "rlhfless_ray", "train", recipe, f"run.root={root}", "run.name=quickstart", f"run.steps={options.steps}",
+        "watch.progress='plain'", "watch.wandb='off'", *overrides,
+    ]  # fmt: skip
+    run_process(command, root / "log", timeout_s=options.timeout_s)
+    folder = root / "quickstart"
+    rows_of_steps = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    steps = [row for row in rows_of_steps if row["step"] > 0]  # row 0 is the first evaluation
+    steady = [row for row in steps if options.drop < row["step"]]
+    with (folder / "ledger.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return {
+        "step_s": Spread.of(row["step_s"] for row in steady),
+        "full_slot_s": Spread.of(row["cost/full_slot_s"] for row in steady),
+        "tokens": [row["tokens/generated"] for row in steps],
+        "leases": leases(rows, options.first, options.first + options.shown),
+    }
+
+
+def leases(rows: list[dict[str, str]], first: int, end: int) -> list[dict[str, Any]]:
+    """What each slot was leased for in steps first … end - 1, in seconds since the first of them began."""
+    chosen = [row for row in rows if first <= int(row["step"]) < end and row["activity"] not in ("parked", "unleased")]
+    begin = min(float(row["from_s"]) for row in chosen)
+    return [
+        {
+            "slot": row["device"],
+            "kind": row["kind"],
+            "activity": row["activity"],
+            "from_s": float(row["from_s"]) - begin,
+            "to_s": float(row["to_s"]) - begin,
+        }
+        for row in chosen
+    ]
+
+
+def draw(content: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"font.size": 10, "svg.hashsalt": "rlhfless-ray", "hatch.linewidth": 0.6})
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    is_busy = content["load_before"] > BUSY * content["cores"]
+    figure, axes = pyplot.subplots(2, 1, figsize=(9.2, 3.4), sharex=True, layout="constrained")
+    for axis, (name, mode) in zip(axes, content["modes"].items(), strict=True):
+        slots = sorted({row["slot"] for row in mode["leases"]})
+        for row in mode["leases"]:
+            lane, seconds = slots.index(row["slot"]), row["to_s"] - row["from_s"]
+            axis.barh(lane, seconds, left=row["from_s"], height=0.7, color="#e3e6ea", edgecolor="#b4bac2", hatch="////", linewidth=0)
+            if row["activity"] in ("work", "transfer"):
+                shown = max(seconds, MIN_VISIBLE_S)
+                axis.barh(lane, shown, left=row["from_s"], height=0.7, color=COLOURS.get(row["kind"], "#8459c9"), linewidth=0)
+        axis.set_yticks(range(len(slots)), [f"core {number}" for number in range(len(slots))])
+        axis.set_ylim(len(slots) - 0.4, -0.6)
+        axis.spines[["top", "right", "left"]].set_visible(False)
+        axis.tick_params(left=False)
+        figures = f": {mode['step_s']['median']:.2f} s a step, {mode['full_slot_s']['median']:.2f} core-seconds leased"
+        axis.set_title(f"{name} pools{'' if is_busy else figures}", loc="left", fontsize=10, fontweight="bold")
+    label = f"seconds since step {content['first']} began ({content['shown']} steps)"
+    if is_busy:
+        label += "; other programs ran beside it: compare the leases, not the times"
+    axes[-1].set_xlabel(label)
+    names = {"generating": COLOURS["rollout"], "learning": COLOURS["learn"], "scoring": COLOURS["score"]}
+    handles = [Patch(color=colour, label=label) for label, colour in names.items()]
+    handles.append(Patch(facecolor="#e3e6ea", edgecolor="#b4bac2", hatch="////", label="leased, no work"))
+    handles.append(Patch(facecolor="white", edgecolor="#b4bac2", label="not leased"))
+    figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, facecolor="white", metadata={"Date": None})
+
+
+def picture_of(report: Path, path: Path) -> None:
+    """Take a picture of a report. Raises RuntimeError without a browser."""
+    browser = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    if browser is None:
+        raise RuntimeError(f"--report: none of {', '.join(CHROMIUM)} is on PATH; install one, or leave --report out")
+    with tempfile.TemporaryDirectory() as profile:
+        subprocess.run(
+            [
+                browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}",
+                "--virtual-time-budget=5000", "--window-size=1280,1180", f"--screenshot={path}", report.resolve().as_uri(),
+            ],
+            check=True, capture_output=True, timeout=120,
+        )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
+    parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument("--prefer", type=float, default=0.5)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--drop", type=int, default=4, help="first steps of a run that are not steady state")
+    parser.add_argument("--first", type=int, default=24, help="first step to draw")
+    parser.add_argument("--shown", type=int, default=4, help="number of steps to draw")
+    parser.add_argument("--timeout-s", type=float, default=1200.0, help="longest time for one run")
+    parser.add_argument("--draw", action="store_true", help="run nothing; draw results/timelines.json again")
+    parser.add_argument("--report", action="store_true", help="also take a picture of the elastic run's report")
+    parser.add_argument("--quick", action="store_true", help="a few steps: shows that it runs; the picture goes to results/quick/")
+    options = parser.parse_args()
+    if options.draw:
+        draw(json.loads((FOLDER / "timelines.json").read_text()), IMAGES / "timelines.svg")
+        return
+    if options.quick:
+        options.steps, options.drop, options.first, options.shown = 4, 1, 2, 2
+    console = make_console()
+    images = result_folder(True) if options.quick else IMAGES
+    images.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="rlhfless-timelines-"))
+    content: dict[str, Any] = {
+        "recipe": options.recipe.name,
+        "cores": options.cores,
+        "steps": options.steps,
+        "drop": options.drop,
+        "first": options.first,
+        "shown": options.shown,
+        "prefer": options.prefer,
+        "load_before": os.getloadavg()[0],
+    }
+    found: dict[str, Any] = {}
+    try:
+        for name, overrides in modes(options.cores, options.prefer).items():
+            console.print(f"{name}: {options.steps} steps", highlight=False)
+            found[name] = run(overrides, options.recipe, scratch / name, options)
+        tokens = {name: mode.pop("tokens") for name, mode in found.items()}
+        if tokens["fixed"] != tokens["elastic"]:
+            raise RuntimeError("the two runs generated different numbers of tokens, so they cannot be compared")
+        path = save("timelines", {**content, "modes": found}, console=console, quick=options.quick)  # before any picture changes
+        if options.report:
+            picture_of(scratch / "elastic" / "quickstart" / "report.html", images / "report.png")
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    draw(json.loads(path.read_text()), images / "timelines.svg")
+    console.print(f"drawn: {(images / 'timelines.svg').relative_to(ROOT)}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

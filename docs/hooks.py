@@ -1,0 +1,121 @@
+"""Generate the reference pages from the code while mkdocs builds the site.
+
+A line `<!-- generate: NAME -->` in a page is replaced by the Markdown that the function NAME of `GENERATORS` returns.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+MARKER = re.compile(r"^<!-- generate: ([\w-]+) -->$", re.MULTILINE)
+MEMBERS = {"Recipe": "[load, parse, to_yaml]", "Runtime": "false"}  # the others are for the loop and the stages
+LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called by mkdocs for each page. Raises KeyError for a marker without a generator."""
+    return MARKER.sub(lambda match: GENERATORS[match[1]](), markdown)
+
+
+def recipe_keys() -> str:
+    """Return one table for each section of the recipe: key, type, default, meaning."""
+    from rlhfless_ray.recipe import Recipe
+
+    parts: list[str] = []
+    for name, info in Recipe.model_fields.items():
+        parts += _section(name, info.annotation, level=2)
+    return "\n".join(parts)
+
+
+def _section(path: str, model: Any, level: int) -> list[str]:
+    lines = ["", f"{'#' * level} {path} {{ #{path} }}", ""]
+    nested: list[str] = []
+    rows: list[str] = []
+    for name, info in model.model_fields.items():
+        key = f"{path}.{name}"
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            rows.append(f"| [`{name}`](#{key}) | section | | {_cell(info.description or '')} |")
+            nested += _section(key, info.annotation, level + 1)
+            continue
+        default = "" if info.is_required() else f"`{_yaml(info.get_default(call_default_factory=True))}`"
+        anchor = f'<span id="{key}"></span>'
+        rows.append(f"| {anchor}`{name}` | {_cell(_type(info))} | {default} | {_cell(info.description or '')} |")
+    return [*lines, "| key | type | default | meaning |", "|---|---|---|---|", *rows, *nested]
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _yaml(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return value or '""'
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _type(info: FieldInfo) -> str:
+    limits = [
+        f"{sign} {getattr(part, key)}" for part in info.metadata for key, sign in LIMITS.items() if getattr(part, key, None) is not None
+    ]
+    return ", ".join([_name(info.annotation), *limits])
+
+
+def _name(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _name(arguments[0])
+    if origin is typing.Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("null" if part is type(None) else _name(part) for part in arguments)
+    if origin in (list, tuple):
+        return f"{origin.__name__} of {', '.join(_name(part) for part in dict.fromkeys(arguments))}"
+    if origin is dict:
+        return f"map of {_name(arguments[0])} to {_name(arguments[1])}"
+    return {"str": "text", "bool": "true or false", "int": "integer", "float": "number"}.get(annotation.__name__, annotation.__name__)
+
+
+def commands() -> str:
+    """Return the help of every command, as `rlhfless COMMAND --help` prints it."""
+    from rlhfless_ray.cli.main import app
+
+    group: Any = typer.main.get_command(app)
+    parts: list[str] = []
+    for name, command in group.commands.items():
+        help_text = command.get_help(command.context_class(command, info_name=f"rlhfless {name}"))
+        parts += ["", f"## rlhfless {name}", "", "```text", help_text.rstrip(), "```"]
+    return "\n".join(parts)
+
+
+def api(module: str) -> str:
+    """Return mkdocstrings directives for every public name of a package."""
+    import importlib
+
+    package = importlib.import_module(module)
+    lines: list[str] = []
+    for name in package.__all__:
+        target = getattr(package, name)
+        style = "numpy" if module == "placement" else "google"
+        lines += ["", f"::: {target.__module__}.{target.__qualname__}", "    options:", f"      docstring_style: {style}"]
+        lines += [f"      members: {MEMBERS[name]}"] if name in MEMBERS else []
+    return "\n".join(lines)
+
+
+GENERATORS: dict[str, Callable[[], str]] = {
+    "recipe-keys": recipe_keys,
+    "commands": commands,
+    "api-rlhfless_ray": lambda: api("rlhfless_ray"),
+    "api-placement": lambda: api("placement"),
+}

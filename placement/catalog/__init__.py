@@ -1,0 +1,1 @@
+"""Devices, models and settings that ship as data files."""

@@ -1,0 +1,121 @@
+"""Look up devices, models, phase times, length distributions and settings, shipped or the user's own."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from dataclasses import MISSING, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from placement.speed.roofline import Device, Model
+
+DATA = Path(__file__).resolve().parent / "data"
+
+
+@cache
+def read(name: str) -> dict[str, Any]:
+    """Read a shipped data file. PyYAML is imported here, so that importing the planner does not load it."""
+    import yaml
+
+    return yaml.safe_load((DATA / f"{name}.yaml").read_text())
+
+
+def values(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return {name: value} from {name: [value, source]}."""
+    return {name: entry[0] if isinstance(entry, list) and entry else entry for name, entry in tree.items()}
+
+
+def number(value: Any) -> Any:
+    """Convert text that is a number to float: YAML 1.1 reads 2e12 as text. Other values pass unchanged."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def match_name(kind: str, name: str, known: list[str]) -> str:
+    """Return the spelling of `name` in `known`, ignoring case. Raises ValueError naming the nearest one."""
+    spelt = {k.lower(): k for k in known}
+    if str(name).lower() in spelt:
+        return spelt[str(name).lower()]
+    near = difflib.get_close_matches(str(name).lower(), list(spelt), n=1, cutoff=0.4)
+    hint = f"did you mean `{spelt[near[0]]}`?" if near else f"known are {', '.join(known)}"
+    raise ValueError(f"unknown {kind} `{name}`; {hint}")
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot read a device from it ({type(error).__name__})") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path}: expected the fields of a device (`memory_bytes_per_s: …`, or `like: H100`)")
+    return tree
+
+
+def device(entry: str | dict[str, Any]) -> Device:
+    """Return a device by name, by a mapping of its fields, or by the path of a YAML file with these fields.
+
+    `like: H100` in the mapping takes the other fields from there. Raises ValueError for an unknown name or field, an
+    unreadable file, or a figure that is not a positive number.
+    """
+    tables = read("devices")
+    if isinstance(entry, str) and entry.endswith((".yaml", ".yml")):
+        entry = _mapping(Path(entry))
+    if not isinstance(entry, dict):
+        name = match_name("device", entry, list(tables))
+        return Device(name, **values(tables[name]))
+    known = [f.name for f in fields(Device)]
+    base: dict[str, Any] = {}
+    given = values(entry)
+    if "like" in given:
+        like = match_name("device", given.pop("like"), list(tables))
+        base = {"name": like, **values(tables[like])}
+    for key, value in given.items():
+        match_name("field of a device", key, known)
+        value = given[key] = number(value) if key != "name" else value
+        if key != "name" and (not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf):
+            raise ValueError(f"device: `{key}` must be a positive, finite number, not {value!r}")
+    if not isinstance(given.get("name", ""), str):
+        raise ValueError(f"device: `name` must be a word, not {given['name']!r}")
+    if given.get("decode_efficiency", 1) > 1:
+        raise ValueError(f"device: `decode_efficiency` is a share of the bandwidth, at most 1, not {given['decode_efficiency']!r}")
+    whole = {"name": "custom", **base, **given}
+    missing = [f.name for f in fields(Device) if f.name not in whole and f.default is MISSING]
+    if missing:
+        raise ValueError(f"device {whole['name']}: `{missing[0]}` is missing; give it, or `like: <a known device>`")
+    return Device(**whole)
+
+
+def model(entry: str | dict[str, Any]) -> Model:
+    """Return a model by shipped name, by the path of a Hugging Face config.json (or its folder), or by its fields.
+
+    Raises ValueError for an unknown name, an unreadable file, or a missing field.
+    """
+    if isinstance(entry, dict):
+        return Model.from_config(str(entry.get("name", "custom")), entry)
+    path = Path(str(entry))
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json" or "/" in str(entry):
+        try:
+            tree = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: not valid JSON (line {error.lineno})") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: cannot read a model configuration from it ({type(error).__name__})") from None
+        if not isinstance(tree, dict):
+            raise ValueError(f"{path}: not a Hugging Face model configuration (a JSON object with `hidden_size` and others)")
+        return Model.from_config(path.parent.name or path.stem, tree)
+    known = sorted(p.stem for p in (DATA / "models").glob("*.json"))
+    name = match_name("model", entry, known)
+    return Model.from_config(name, json.loads((DATA / "models" / f"{name}.json").read_text()))

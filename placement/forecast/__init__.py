@@ -1,0 +1,1 @@
+"""Forecasts of response lengths, before and during a rollout."""

@@ -1,0 +1,234 @@
+"""Bytes that a model takes: weights, KV cache and the state of training, from a Hugging Face configuration and a few numbers.
+
+Every figure is a lower bound. What does not fit by them cannot fit, so a run may be refused for it. What fits by them may still
+run out of memory: imports, allocator slack, buffers of collectives and activations of long sequences come on top.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+VALUE_BYTES = {"float32": 4, "bfloat16": 2}
+GRADIENT_BYTES = 4  # gradients are accumulated in float32 whatever the weights' dtype is
+MOMENT_BYTES = 8  # Adam's two moments in float32
+MASTER_BYTES = 4  # DeepSpeed's ZeRO optimizers keep a copy of the weights in float32, also of float32 weights
+AVERAGE_BYTES = 4  # an exponential moving average of the weights, in float32 on the host
+MOST_LAYERS = 10_000  # no model has more; a configuration that says so is not counted
+
+# Decoder families whose parameters are counted exactly, and what is particular to each:
+#   biases       keys that its attention and feed-forward layers obey
+#   qkv_bias     query, key and value have a bias unless a key of this name says no
+#   qk_norm      norms of queries and keys, over each head or over all of them
+#   norms        norms of a layer besides these, where there are not two
+#   experts      key with an expert's width
+#   dense_too    keys may say that some layers have no experts
+#   shared       key with the width of an expert that sees every token
+#   other names: what a configuration means that leaves this key out
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"biases": ("attention_bias", "mlp_bias")},
+    "mistral": {},
+    "granite": {"biases": ("attention_bias", "mlp_bias")},
+    "smollm3": {"biases": ("attention_bias", "mlp_bias"), "tie_word_embeddings": True},
+    "phi3": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"biases": ("attention_bias",), "qk_norm": "head", "head_dim": 128},
+    "gemma": {"biases": ("attention_bias",), "tie_word_embeddings": True, "head_dim": 256},
+    "gemma2": {"biases": ("attention_bias",), "tie_word_embeddings": True, "head_dim": 256, "norms": 4},
+    "mixtral": {"experts": "intermediate_size"},
+    "olmoe": {"biases": ("attention_bias",), "experts": "intermediate_size", "qk_norm": "all"},
+    "qwen2_moe": {"qkv_bias": True, "experts": "moe_intermediate_size", "dense_too": True, "shared": "shared_expert_intermediate_size"},
+    "qwen3_moe": {"biases": ("attention_bias",), "qk_norm": "head", "experts": "moe_intermediate_size", "dense_too": True},
+}
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a multimodal configuration, or the configuration itself."""
+    part = config.get("text_config")
+    return part if isinstance(part, Mapping) else config
+
+
+def parameter_count(config: Mapping[str, Any], head: bool = True) -> int | None:
+    """Parameters of the causal LM that a Hugging Face configuration describes.
+
+    Args:
+        config: the tree of config.json.
+        head: count the output head. Critics and reward models have none.
+
+    Returns:
+        The exact count, or None for a family that is not in `FAMILIES` or a configuration that lacks a size.
+    """
+    config = text_part(config)
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        return None
+    try:
+        layers, hidden, vocabulary = (_size(config, key) for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
+        if layers > MOST_LAYERS:
+            return None
+        total = sum(_layer(config, family, number) for number in range(layers)) + hidden + vocabulary * hidden
+        if head and not config.get("tie_word_embeddings", family.get("tie_word_embeddings", False)):
+            total += vocabulary * hidden
+    except (TypeError, ValueError):  # a value of another kind: whoever loads the model says so
+        return None
+    return total
+
+
+def _layer(config: Mapping[str, Any], family: dict[str, Any], number: int) -> int:
+    hidden, heads, kv_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads"), _kv_heads(config)
+    width = _head_width(config, family)
+    queries, keys = heads * width, kv_heads * width
+    total = hidden * (2 * queries + 2 * keys) + family.get("norms", 2) * hidden
+    if _has(config, family, "attention_bias"):
+        total += queries + 2 * keys + hidden
+    if "qkv_bias" in family and config.get("qkv_bias", True):
+        total += queries + 2 * keys
+    if "qk_norm" in family:
+        total += 2 * width if family["qk_norm"] == "head" else hidden + hidden // heads * kv_heads
+    return total + _feed_forward(config, family, number)
+
+
+def _feed_forward(config: Mapping[str, Any], family: dict[str, Any], number: int) -> int:
+    hidden = _size(config, "hidden_size")
+    dense = "experts" not in family
+    if family.get("dense_too"):
+        dense = number in (config.get("mlp_only_layers") or ()) or (number + 1) % int(config.get("decoder_sparse_step") or 1) != 0
+    if dense:
+        inner = _size(config, "intermediate_size")
+        return 3 * hidden * inner + (2 * inner + hidden if _has(config, family, "mlp_bias") else 0)
+    experts = _size(config, "num_experts" if "num_experts" in config else "num_local_experts")
+    total = hidden * experts + experts * 3 * hidden * _size(config, family["experts"])
+    if "shared" in family:  # and the gate that weighs it
+        total += 3 * hidden * _size(config, family["shared"]) + hidden
+    return total
+
+
+def _has(config: Mapping[str, Any], family: dict[str, Any], bias: str) -> bool:
+    return bias in family.get("biases", ()) and bool(config.get(bias))
+
+
+def _size(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(key)
+    return value
+
+
+def _kv_heads(config: Mapping[str, Any]) -> int:
+    return _size(config, "num_key_value_heads" if config.get("num_key_value_heads") is not None else "num_attention_heads")
+
+
+def _head_width(config: Mapping[str, Any], family: dict[str, Any]) -> int:
+    if config.get("head_dim") is not None:
+        return _size(config, "head_dim")
+    return family.get("head_dim") or _size(config, "hidden_size") // _size(config, "num_attention_heads")
+
+
+def header_parameters(tensors: Iterable[tuple[str, list[int], str]], head: bool = True) -> int:
+    """Parameters that safetensors headers tell of. `tensors`: (name, shape, dtype) of each.
+
+    Left out are tensors that a causal LM does not train: integers, masks that old files hold as buffers, rotary tables, and the
+    vision and multi-token-prediction parts of larger models.
+    """
+    total = 0
+    for name, shape, dtype in tensors:
+        buffer = not dtype.startswith(("F", "BF")) or shape[:2] == [1, 1] or "rotary_emb" in name
+        elsewhere = "vision" in name or "visual" in name or name.startswith("mtp.")
+        if not (buffer or elsewhere or (not head and name.endswith("lm_head.weight"))):
+            total += math.prod(shape)
+    return total
+
+
+def kv_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int) -> int:
+    """KV cache of one sequence of `tokens` tokens, in bytes. 0 for a family whose attention is not known here.
+
+    Where a configuration has a sliding window every layer counts with it, also in families that alternate.
+    """
+    config = text_part(config)
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        return 0
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    held = min(tokens, window) if isinstance(window, int) and window > 0 else tokens
+    try:
+        return 2 * _size(config, "num_hidden_layers") * _kv_heads(config) * _head_width(config, family) * value_bytes * held
+    except ValueError:
+        return 0
+
+
+def activation_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int) -> int:
+    """What training keeps of a micro-batch of `tokens` tokens even with gradient checkpointing: each layer's input, in bytes."""
+    config = text_part(config)
+    layers, hidden = config.get("num_hidden_layers"), config.get("hidden_size")
+    return layers * hidden * tokens * value_bytes if isinstance(layers, int) and isinstance(hidden, int) else 0
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a gang trains a model: its ranks, ZeRO stage, bytes of a weight, and what is kept off the device or not trained."""
+
+    ranks: int = 1
+    zero_stage: int = 0
+    value_bytes: int = 4
+    offload: bool = False
+    """Gradients, moments and float32 weights stay in host memory."""
+    adapters: bool = False
+    """Adapters alone are trained. Their own few weights are left out."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank.
+
+    opening: while it loads the model. loaded: until the first update, which makes the moments. offload: optimizer state and gradients
+    are in host memory.
+    """
+
+    weights: int
+    optimizer: int
+    gradients: int
+    activations: int
+    opening: int
+    loaded: int
+    offload: bool = False
+
+    @property
+    def idle(self) -> int:
+        """Between updates, host and device together."""
+        return self.weights + self.optimizer
+
+    @property
+    def training(self) -> tuple[tuple[str, int], ...]:
+        """What there is in an update, host and device together: (what, bytes)."""
+        return (
+            ("weights", self.weights),
+            ("optimizer state", self.optimizer),
+            ("gradients", self.gradients),
+            ("activations", self.activations),
+        )
+
+    @property
+    def on_device(self) -> tuple[tuple[str, int], ...]:
+        """The most that its device holds at once: (what, bytes)."""
+        kept = ("weights", "activations") if self.offload else ("weights", "optimizer state", "gradients", "activations")
+        parts = tuple(part for part in self.training if part[0] in kept)
+        return parts if sum(size for _, size in parts) >= self.opening else (("weights while loading", self.opening),)
+
+
+def rank_memory(parameters: int, training: Training, activations: int = 0) -> RankMemory:
+    """What a rank of a gang holds (ZeRO, arXiv 1910.02054, section 5).
+
+    Stage 1 shards the optimizer's state, stage 2 the gradients too, stage 3 the weights too. Each rank still loads the whole
+    model onto its device before stage 3 shards it (`opening`). Gradients at stage 1 count as sharded: DeepSpeed's stage 1 may
+    reduce them early, and bfloat16 is trained by its stage 2.
+    """
+    n, width = training.ranks, training.value_bytes
+    whole = parameters * width
+    weights = whole // n if training.zero_stage == 3 else whole
+    trained = 0 if training.adapters else parameters
+    shards = n if training.zero_stage else 1
+    master = trained * MASTER_BYTES // shards if training.zero_stage else 0
+    optimizer, gradients = master + trained * MOMENT_BYTES // shards, trained * GRADIENT_BYTES // shards
+    return RankMemory(weights, optimizer, gradients, activations, whole, weights + master, training.offload)

@@ -1,0 +1,1 @@
+"""Migration: moving the sequences of a running rollout between actors."""

@@ -1,0 +1,1 @@
+"""Rollout plans: which actor decodes which sequences, and what that takes and costs."""

@@ -1,0 +1,249 @@
+"""Resizing decisions as values, each with its reason. The pools carry them out."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from placement.planning.objective import Objective
+from placement.planning.plan import Plan
+
+MAX_COST_SHARE = 0.5  # share of the predicted saving that a change may cost (Nereus)
+MIN_SAVING = 0.02  # share of a step's cost that a change must save: predictions fluctuate by as much
+NEW_TARGET_CHANGE = 0.3  # relative change of the plan's number of actors that counts as a new target (Nereus)
+INTERVAL_WEIGHT = 0.5  # weight of the newest interval
+MAX_PREFER = 0.999  # at prefer = 1 a second would be worth any cost
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A decision about a pool: hold `actors` actors from now on.
+
+    `plan` assigns sequences to them, where a plan was made. time_s: predicted time of the rollout. cost: predicted
+    cost, each actor billed until its own last response.
+    """
+
+    actors: int
+    reason: str
+    time_s: float = 0.0
+    cost: float = 0.0
+    plan: Plan | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def action(self) -> str:
+        """Return "Hold", "Grow", "Shrink", "Release" or "Park"."""
+        return type(self).__name__
+
+    @property
+    def cost_slot_s(self) -> float:
+        """The cost at the neutral price of one per slot-second."""
+        return self.cost
+
+
+class Grow(Decision):
+    """Take more actors."""
+
+
+class Shrink(Decision):
+    """Give up actors."""
+
+
+class Hold(Decision):
+    """Keep the number of actors."""
+
+
+class Release(Decision):
+    """Give leases back. Processes stay warm only as long as that costs nothing."""
+
+
+@dataclass(frozen=True)
+class Park(Decision):
+    """Give leases back and keep processes warm for `keep_s` seconds."""
+
+    keep_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One-time costs of changing the number of actors, in seconds per actor. Actors of one change start in parallel.
+
+    start_s: from lease to ready (cold, or warm where one is parked). overlapped_s: part of it during which other work
+    goes on. restart_s: start of an actor that is given up now and needed again later. price: of one actor-second.
+    """
+
+    start_s: float
+    overlapped_s: float = 0.0
+    restart_s: float = 0.0
+    price: float = 1.0
+
+
+@dataclass(frozen=True)
+class ResizeHistory:
+    """The history of target numbers of actors: how many steps they last.
+
+    A new target begins when the plan's number differs from the old one by more than 30 % (Nereus' threshold).
+    """
+
+    wanted: int | None = None
+    since: int = 0
+    mean_interval: float | None = None
+
+    def record(self, step: int, wanted: int) -> ResizeHistory:
+        """Return the history after this step's plan. Call it before `decide`."""
+        if self.wanted is None:
+            return ResizeHistory(wanted, step)
+        if abs(wanted - self.wanted) <= NEW_TARGET_CHANGE * self.wanted:
+            return self
+        lasted = max(1.0, float(step - self.since))
+        mean = lasted if self.mean_interval is None else (1 - INTERVAL_WEIGHT) * self.mean_interval + INTERVAL_WEIGHT * lasted
+        return ResizeHistory(wanted, step, mean)
+
+    def horizon(self, step: int) -> float:
+        """Return the steps that this target will probably last.
+
+        That is the exponential mean of past targets (1 before the first has ended), or its own age if that is more.
+        """
+        return max(1.0, self.mean_interval or 1.0, float(step - self.since))
+
+
+def time_value(objective: Objective, plans: Sequence[Plan]) -> float:
+    """Return the worth of a second of rollout time, in cost, for an objective on a frontier of plans.
+
+    `prefer` p scores p·T/T* + (1-p)·C/C*, so a second is worth p/(1-p)·C*/T*. For `knee`, and `budget` if it is met,
+    cost and time count alike over the frontier's width. For `deadline_s`, if it is met, a second is worth nothing.
+    """
+    if not plans or objective.deadline_s is not None:
+        return 0.0
+    times, costs = [p.time_s for p in plans], [p.cost for p in plans]
+    if objective.prefer is not None:
+        share = min(objective.prefer, MAX_PREFER)
+        return share / (1 - share) * min(costs) / max(min(times), 1e-12)
+    return (max(costs) - min(costs)) / max(max(times) - min(times), 1e-12) if len(plans) > 1 else 1.0
+
+
+def best_held_plan(plans: Sequence[Plan], current: int, objective: Objective) -> Plan | None:
+    """Return the best plan that needs no more actors than `current`, or None if every plan needs more."""
+    worth = time_value(objective, plans)
+    can = [plan for plan in plans if plan.actors <= current]
+    if objective.deadline_s is not None:
+        can = [plan for plan in can if plan.time_s <= objective.deadline_s] or can[:1]
+    elif objective.budget is not None:
+        can = [plan for plan in can if plan.cost <= objective.budget] or can[-1:]
+    return min(can, key=lambda plan: plan.cost + worth * plan.time_s, default=None)
+
+
+def decide(
+    current: int,
+    chosen: Plan,
+    stay: Plan | None,
+    *,
+    transition: Transition,
+    history: ResizeHistory,
+    step: int,
+    value_per_s: float,
+    steps_left: float = math.inf,
+    gamma: float = MAX_COST_SHARE,
+    min_saving: float = MIN_SAVING,
+    urgent: str = "",
+) -> Decision:
+    """Decide whether to go from `current` actors to those of the `chosen` plan.
+
+    stay: the best plan for the actors held (`best_held_plan`), or None. Both plans exclude one-time starts.
+    value_per_s: worth of a second of the step (`time_value`). urgent: why the change must not wait, if so.
+
+    A change is made if its one-time cost is at most gamma · saving per step · steps it will last (Nereus, 2026: gamma
+    0.5, horizon the mean of past intervals between targets). So short-lived targets are not followed. It must save at
+    least `min_saving` of a step's cost, in either direction. Giving an actor up is charged with the start for getting
+    it back. If no plan works with the actors held, the change is urgent and made.
+    """
+    if chosen.actors == current:
+        return _to(chosen, current, f"the plan needs the {current} actors held")
+    if stay is None:
+        urgent = urgent or ("no actor is held yet" if current == 0 else f"no plan works with {current} actors")
+    if urgent:
+        return _to(chosen, current, f"{urgent}: {chosen.actors} actors at once")
+    assert stay is not None
+    before, after = stay.cost + value_per_s * stay.time_s, chosen.cost + value_per_s * chosen.time_s
+    saving, more = before - after, chosen.actors - current
+    figures = (
+        f"{chosen.actors} actors: {chosen.time_s:.3g} s for {chosen.cost:.3g} (now {current}: {stay.time_s:.3g} s for {stay.cost:.3g})"
+    )
+    if saving <= min_saving * before:
+        return _stay(stay, current, f"{figures} saves {saving / max(before, 1e-12):.1%} a step, less than {min_saving:.0%}")
+    if more > 0:
+        once = more * transition.price * transition.start_s + value_per_s * max(0.0, transition.start_s - transition.overlapped_s)
+    else:
+        once = -more * transition.price * transition.restart_s
+    lasts = min(history.horizon(step), steps_left)
+    balance = f"{figures} saves {saving:.3g} a step for {once:.3g} once"
+    if once <= gamma * saving * lasts:
+        return _to(chosen, current, f"{balance}, expected to last {lasts:.3g} steps")
+    return _stay(stay, current, f"{balance}: pays back in {once / saving:.3g} steps, but must within {gamma * lasts:.3g}")
+
+
+def _to(plan: Plan, current: int, reason: str) -> Decision:
+    kind = Hold if plan.actors == current else Grow if plan.actors > current else Shrink
+    return kind(plan.actors, reason, plan.time_s, plan.cost, plan)
+
+
+def _stay(plan: Plan, current: int, reason: str) -> Decision:
+    return Hold(current, reason, plan.time_s, plan.cost, plan)
+
+
+def safe_decide(last: Decision | None, make: Callable[..., Decision], *arguments: Any, fallback: int = 1, **named: Any) -> Decision:
+    """Return `make(*arguments, **named)`, or hold the last good decision if it raises.
+
+    The reason then says what went wrong. Without a last decision, hold `fallback` actors. The plan's groups are
+    dropped, because they belong to another step's sequences. `failed(decision)` tells the caller to log the failure.
+    """
+    try:
+        return make(*arguments, **named)
+    except Exception as error:
+        wrong = f"{FAILED} ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"
+        if last is None:
+            return Hold(fallback, f"{wrong}; no plan before it, {fallback} actors")
+        reason = last.reason.split(KEPT)[-1]
+        return Hold(last.actors, f"{wrong}{KEPT}{reason}", last.time_s, last.cost)
+
+
+FAILED, KEPT = "the planner failed", "; the last good plan is kept: "
+
+
+def failed(decision: Decision) -> bool:
+    """Return whether `safe_decide` made this decision because planning had failed."""
+    return decision.reason.startswith(FAILED)
+
+
+def assign_groups(lengths: np.ndarray, groups: np.ndarray, actors: int) -> list[np.ndarray]:
+    """Assign whole groups (sequences of one prompt), longest first, each to the least loaded actor.
+
+    lengths (n,): forecast tokens. groups (n,): the prompt of each sequence. Returns `actors` index arrays, some
+    possibly empty. The load of an actor is its sum of forecast tokens.
+    """
+    by_group = np.argsort(groups, kind="stable")
+    starts = np.flatnonzero(np.diff(groups[by_group], prepend=-1)) if len(groups) else np.empty(0, int)
+    members = np.split(by_group, starts[1:]) if len(groups) else []
+    loads = [(0.0, actor) for actor in range(actors)]
+    dealt: list[list[np.ndarray]] = [[] for _ in range(actors)]
+    for group in sorted(members, key=lambda m: -float(lengths[m].sum())):
+        load, actor = heapq.heappop(loads)
+        dealt[actor].append(group)
+        heapq.heappush(loads, (load + float(lengths[group].sum()), actor))
+    return [np.concatenate(d) if d else np.empty(0, int) for d in dealt]
+
+
+def slots_to_yield(held: int, least: int, others_wait: bool) -> Decision:
+    """Decide what to give up at the end of a step if others wait: half, or everything if only the minimum is held.
+
+    On a shared cluster leases pass from phase to phase and never through Ray's queue, so another job's request would
+    wait forever.
+    """
+    if not others_wait or held == 0:
+        return Hold(held, "no other job waits for slots")
+    keep = max(least, math.ceil(held / 2)) if held > least else 0
+    return Release(keep, f"another job waits: {held - keep} of {held} slots go back to Ray")

@@ -1,0 +1,188 @@
+"""Step policies by name, with the baselines as their authors describe them. Each turns a step into device holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from placement.simulate.elastic_policy import elastic, oracle, ours, then_learn
+from placement.simulate.learner_queue import LearnerDevices, run_learner
+from placement.simulate.phase_times import PhaseTimes
+from placement.simulate.plan_candidates import fits, resized
+from placement.simulate.plan_search import Planner
+from placement.simulate.simulate_step import (
+    DeviceHold,
+    StepInput,
+    StepPlanSettings,
+    StepRun,
+    costs_of,
+    decode_busy,
+    learn_beside,
+    roll_out,
+    work_of,
+)
+
+__all__ = ["POLICIES", "Policy", "disaggregated", "elastic", "fixed", "fixed_plus", "global_cut", "oracle", "ours", "phased"]
+
+Policy = Callable[[PhaseTimes, StepInput, Planner], StepRun]
+
+
+def fixed(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
+    """Hold all devices for all phases, colocated, phase after phase: VERL (HybridFlow, arXiv 2409.19256).
+
+    As its authors run it: engines on every device, the batch split evenly, prompts prefilled once (vLLM's automatic
+    prefix caching), weights resharded in place at the in-process rate, log-probabilities recomputed before learning
+    (`compute_log_prob` in its trainer), learning sharded over every device with packed micro-batches.
+    """
+    run = roll_out(times, given, "fixed", engines=times.engines, prefer=1.0, wake_s=times.warm_s)
+    tokens, d = float(given.tokens.sum()), times.devices
+    after = times.prepare_s(tokens, d) + times.learn_s(tokens, d)
+    end = run.end_s + after
+    busy = decode_busy(times, given, len(run.leases)) + run.prefill_s * d + after * d
+    return StepRun("fixed", end, end * d, busy, run.end_s, 0, (DeviceHold("all phases", d, 0.0, end),), f"{d} devices for everything")
+
+
+def fixed_plus(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
+    """Run `fixed` with our overlap. Every device is still held throughout, and no response moves.
+
+    Devices whose engines are done first form a learner that prepares and takes gradients while the others decode.
+    Engines stay awake beside the learner's state where memory holds both. Which of this it does, and the early
+    learner's size, are planned like ours.
+    """
+    tried = [
+        StepPlanSettings(times.engines, 1.0, m, times.devices, awake=awake, hosted=hosted)
+        for m in (0, *times.sizes(times.devices - times.width))
+        for hosted in (False, True)[: 1 + bool(m)]
+        for awake in (False, True)
+    ]
+    run = partial(_fixed_plus, times)
+    tried = [plan for plan in tried if fits(times, plan)]
+    plan = planner.search("fixed+", run, run, tried, lambda k: [near for near in resized(times, k) if fits(times, near)])
+    return _fixed_plus(times, given, plan, planner.expected)
+
+
+def _fixed_plus(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, expected: tuple[float, float] | None = None) -> StepRun:
+    d, times = times.devices, times.learner(awake=plan.awake, hosted=plan.hosted)
+    room = times.awake_capacity(d)
+    awake = plan.awake and times.holds_one(room)
+    wake_s, capacity = (0.0, room) if awake else (times.warm_s, None)
+    run = roll_out(times, given, "random", engines=times.engines, prefer=1.0, wake_s=wake_s, capacity=capacity)
+    free = run.free_from((d - plan.early) // times.width)
+    done = learn_beside(times, given, run, plan.early or d, d, min(free, run.end_s) if plan.early else run.end_s)
+    end = done.end_s
+    return StepRun(
+        "fixed+",
+        end,
+        end * d,
+        run.busy(times.width) + done.busy,
+        run.end_s,
+        0,
+        (DeviceHold("all phases", d, 0.0, end),),
+        plan.reason,
+        expected,
+    )
+
+
+def disaggregated(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
+    """Hold separate devices for engines and trainers throughout: OpenRLHF (arXiv 2405.11143) without its hybrid engine.
+
+    Engines never sleep and have the whole memory for KV. New weights are broadcast to them between processes. The
+    trainers prepare and learn when the rollout is over. The split is the static one that the planner finds fastest for
+    this setting.
+
+    Raises ValueError if the training state leaves no device for an engine.
+    """
+    d, w = times.devices, times.width
+    if times.min_learner > d - w:
+        raise ValueError(
+            f"policy `disaggregated`: {times.min_learner} devices to train and {w} to generate are more than the {d} of the "
+            "cluster; add nodes, or name the other policies (`--policy fixed --policy ours`)"
+        )
+    tried = [StepPlanSettings((d - m) // w, 1.0, 0, m) for m in times.sizes(d - w)]
+    split = planner.choose("disaggregated", lambda view, k: _disaggregated(times, view, k), tried, prefer=1.0)
+    return _disaggregated(times, given, split)
+
+
+def _disaggregated(times: PhaseTimes, given: StepInput, plan: StepPlanSettings) -> StepRun:
+    d, m = times.devices, plan.late
+    run = roll_out(
+        times, given, "fixed", engines=plan.engines, prefer=1.0, capacity=times.static_capacity, transfer_s=times.broadcast_s, wake_s=0.0
+    )
+    tokens = float(given.tokens.sum())
+    after = times.prepare_s(tokens, m) + times.learn_s(tokens, m)
+    end = run.end_s + after
+    busy = decode_busy(times, given, len(run.leases)) + run.prefill_s * plan.engines * times.width + after * m
+    holds = (DeviceHold("engines", d - m, 0.0, end), DeviceHold("trainers", m, 0.0, end))
+    return StepRun("disaggregated", end, end * d, busy, run.end_s, 0, holds, f"{plan.engines} engines, {m} trainers")
+
+
+def phased(rollout: str) -> Policy:
+    """Return a serverless launcher with this rollout policy, without overlap.
+
+    Engines are released when they are done. Then every device prepares and learns, and is released afterwards.
+    """
+
+    def step(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
+        run = roll_out(times, given, rollout, engines=times.engines, prefer=times.setting.prefer)
+        return then_learn(rollout, times, given, run, times.devices)
+
+    step.__doc__ = phased.__doc__
+    return step
+
+
+def rlhfless_paper(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
+    """Run RLHFless (arXiv 2602.22718), then learn on every device, as in the VERL it builds on.
+
+    Length groups of equal counts, a number of actors scaled by weighted time and cost, local cut. Finished actors are
+    released. Actors are prewarmed where memory holds them beside the learner's state. Not modelled: its longest group
+    lies with the learner, which spares it a transfer.
+    """
+    plan = StepPlanSettings(times.engines, times.setting.prefer, 0, times.devices)
+    done = elastic(times, given, plan, rollout="rlhfless-paper", name="rlhfless-paper")
+    return replace(done, reason=f"then {times.devices} devices learn")
+
+
+def global_cut(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
+    """Run RLHFuse's inter-stage fusion (arXiv 2409.13221).
+
+    Past a threshold the remaining responses are gathered on a few engines, and the freed devices run the forward passes
+    of preparing at once. Learning follows on every device. Its authors hold the cluster throughout. Here it may also
+    give back idle devices (RLHFless compares with it so), which only lowers its cost.
+    """
+    d = times.devices
+    run = roll_out(times, given, "global-cut", engines=times.engines, prefer=times.setting.prefer)
+    tail = max((lease.to_s for lease in run.leases), default=0.0)
+    freed = sorted({lease.to_s for lease in run.leases if lease.to_s < tail})
+    cut = max(freed, key=lambda at: sum(lease.to_s == at for lease in run.leases)) if freed else run.end_s
+    kept = sum(lease.to_s > cut for lease in run.leases)
+    m = d - kept * times.width
+    if cut >= run.end_s or m < times.learner_step:
+        return then_learn("global-cut", times, given, run, d)
+    load = times.state_s(d)
+    work = work_of(times, given, run.finish_s, gradients=False)
+    costs = replace(costs_of(times, work), resize_s=lambda before, after: load)
+    done = run_learner(work, LearnerDevices(m, d, cut, run.end_s), costs)
+    spent = done.early_busy / m  # idle devices are given back between micro-batches
+    holds = (
+        *run.holds(times.width),
+        DeviceHold("prepare", m, done.grown_s - load - spent, done.grown_s - load),
+        DeviceHold("learn", d, done.grown_s - load, done.end_s + load),
+    )
+    reason = f"cut at {cut:.1f} s, {m} devices prepare"
+    busy = run.busy(times.width) + done.busy
+    return StepRun("global-cut", done.end_s, sum(h.cost for h in holds), busy, run.end_s, run.result.moves, holds, reason)
+
+
+POLICIES: dict[str, Policy] = {
+    "fixed": fixed,
+    "fixed+": fixed_plus,
+    "random": phased("random"),
+    "consolidate": phased("consolidate"),
+    "crude-mix": phased("crude-mix"),
+    "disaggregated": disaggregated,
+    "global-cut": global_cut,
+    "rlhfless-paper": rlhfless_paper,
+    "ours": ours,
+    "oracle": oracle,
+}

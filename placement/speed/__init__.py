@@ -1,0 +1,1 @@
+"""Speed models: rooflines, and fits to measured times."""

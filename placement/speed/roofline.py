@@ -1,0 +1,289 @@
+"""Seconds from a model's configuration and a device's data sheet: decoding, training, memory, transfers.
+
+The roofline: an operation takes max(bytes / bandwidth, FLOPs / peak), divided by the efficiency that such operations
+reach. Every function is pure. Devices and efficiencies come in as data.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from placement.speed.decode_speed import Speed
+
+BYTES = 2  # bf16
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, in bytes, bytes/s and FLOP/s (dense bf16). Efficiencies are shares of the peak.
+
+    `placement/catalog/data/devices.yaml` describes the fields.
+    """
+
+    name: str
+    memory_bytes: float
+    memory_bytes_per_s: float
+    bf16_flops_per_s: float
+    decode_efficiency: float
+    link_bytes_per_s: float
+    reduce_latency_s: float
+    net_bytes_per_s: float
+    host_bytes_per_s: float
+    reshard_bytes_per_s: float
+    broadcast_bytes_per_s: float
+    price_per_hour: float | None = None
+    step_s: float = 0.0  # overhead of a decode step, on top of the roofline
+    seq_s: float = 0.0  # overhead of each sequence in it
+
+
+@dataclass(frozen=True)
+class Model:
+    """A dense decoder, described by the fields of its Hugging Face configuration."""
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab_size: int
+    tied_embeddings: bool
+    head_size: int
+
+    @classmethod
+    def from_config(cls, name: str, config: dict[str, Any]) -> Model:
+        """Build from a Hugging Face configuration (Llama and Qwen2 types). Raises ValueError naming a missing or wrong field."""
+        needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        optional = [field for field in ("num_key_value_heads", "head_dim") if config.get(field) is not None]
+        for field in (*needed, *optional):
+            value = config.get(field)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+                raise ValueError(f"model {name}: `{field}` must be a positive integer in its configuration, not {str(value)[:60]}")
+        heads = config["num_attention_heads"]
+        if "head_dim" not in optional and config["hidden_size"] < heads:
+            raise ValueError(f"model {name}: `hidden_size` {config['hidden_size']} is smaller than its {heads} `num_attention_heads`")
+        return cls(
+            name,
+            config["hidden_size"],
+            config["intermediate_size"],
+            config["num_hidden_layers"],
+            heads,
+            config.get("num_key_value_heads") or heads,
+            config["vocab_size"],
+            bool(config.get("tie_word_embeddings", False)),
+            config.get("head_dim") or config["hidden_size"] // heads,
+        )
+
+    @cached_property
+    def layer_parameters(self) -> int:
+        """Return the parameters of all layers: attention, gated feed-forward and norms (biases of a few thousand left out)."""
+        attention = self.hidden_size * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size)
+
+    @cached_property
+    def parameters(self) -> int:
+        return self.layer_parameters + self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+
+    @property
+    def weight_bytes(self) -> int:
+        return BYTES * self.parameters
+
+    @property
+    def read_bytes(self) -> int:
+        """Return the weight bytes that one decode step reads: all but the input embedding, of which it reads a row per sequence."""
+        return BYTES * (self.layer_parameters + self.vocab_size * self.hidden_size)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Return the forward FLOPs of one token without attention over the context: 2 per multiplying parameter (arXiv 2001.08361)."""
+        return 2.0 * (self.layer_parameters + self.vocab_size * self.hidden_size)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * BYTES * self.layers * self.kv_heads * self.head_size
+
+    @property
+    def activation_bytes_per_token(self) -> float:
+        """Return the bytes that one token moves besides weights and KV.
+
+        Each matrix product's input and output count once. The logits count three times in float32: written, read for
+        the maximum, read for the probabilities.
+        """
+        layer = 2 * BYTES * (2 * self.hidden_size + (self.heads + 2 * self.kv_heads) * self.head_size + 2 * self.intermediate_size)
+        return self.layers * layer + 12.0 * self.vocab_size
+
+
+def all_reduce_s(device: Device, width: int, size_bytes: float) -> float:
+    """Return the seconds of an all-reduce of `size_bytes` over `width` devices of a node: latency and a ring's 2(w-1)/w passes."""
+    if width == 1:
+        return 0.0
+    return device.reduce_latency_s + 2 * (width - 1) / width * size_bytes / device.link_bytes_per_s
+
+
+def decode_step_s(model: Model, device: Device, width: int, running: float, context_tokens: float) -> float:
+    """Return the seconds of one decode step on `width` devices.
+
+    The step has `running` sequences that hold `context_tokens` tokens together. Tensor parallelism adds two all-reduces
+    of the hidden state per layer (Megatron-LM, arXiv 1909.08053).
+    """
+    moved = model.read_bytes + running * model.activation_bytes_per_token + context_tokens * model.kv_bytes_per_token
+    attention = 4.0 * context_tokens * model.layers * model.heads * model.head_size
+    flops = running * model.flops_per_token + attention
+    slower = max(moved / device.memory_bytes_per_s, flops / device.bf16_flops_per_s)
+    reduced = 2 * model.layers * all_reduce_s(device, width, BYTES * running * model.hidden_size)
+    return device.step_s + running * device.seq_s + slower / width / device.decode_efficiency + reduced
+
+
+def decode_speed(model: Model, device: Device, width: int = 1, batch: int = 64, context: float = 512.0) -> Speed:
+    """Return the affine speed of an engine of `width` devices.
+
+    It is exact at one sequence, at `batch` sequences, and in the context there: `context` tokens for each of them.
+    Below the ridge (some 300-400 sequences) the roofline is affine itself.
+    """
+    one, empty = decode_step_s(model, device, width, 1, 0.0), decode_step_s(model, device, width, batch, 0.0)
+    full = decode_step_s(model, device, width, batch, batch * context)
+    per_seq = (empty - one) / (batch - 1) if batch > 1 else 0.0
+    return Speed(one - per_seq, per_seq, max(0.0, full - empty) / (batch * context))
+
+
+def check_width(model: Model, width: int) -> None:
+    """Raise ValueError if an engine of `width` devices cannot share out the attention heads (vLLM refuses it too)."""
+    if width < 1 or model.heads % width:
+        fit = ", ".join(str(w) for w in range(1, model.heads + 1) if model.heads % w == 0)
+        raise ValueError(f"`tensor_parallel`: {width} devices cannot share the {model.heads} heads of {model.name}; {fit} can")
+
+
+def kv_capacity(model: Model, device: Device, width: int, memory_share: float) -> int:
+    """Return the KV tokens that an engine of `width` devices holds if it may use `memory_share` of their memory.
+
+    Raises ValueError if the weights do not fit.
+    """
+    room = width * memory_share * device.memory_bytes - model.weight_bytes
+    tokens = int(room // model.kv_bytes_per_token)
+    if tokens < 1:
+        raise ValueError(
+            f"{model.name} ({model.weight_bytes / 1e9:.0f} GB) does not fit {width} x {device.name} with {memory_share:.0%} of "
+            f"{device.memory_bytes / 1e9:.0f} GB each: set a larger `tensor_parallel`"
+        )
+    return tokens
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How often weights or gradients cross the links: per forward and training micro-batch, and per optimizer update.
+
+    A fractional `per_forward` means that only one of several models is gathered.
+    """
+
+    name: str
+    per_forward: float
+    per_training: int
+    per_update: int
+
+
+@dataclass(frozen=True)
+class TrainerModel:
+    """Seconds of forward passes and training on devices that share the state of the trained models.
+
+    The state is sharded as little as memory allows (ZeRO, arXiv 1910.02054):
+
+    1. Weights and gradients whole on every device: a micro-batch needs no transfer.
+    2. Weights whole, gradients reduced once per micro-batch.
+    3. Everything sharded (ZeRO 3, FSDP): a forward pass gathers the weights. Training gathers them twice and reduces
+    once.
+
+    Transfers and computing overlap, so a micro-batch takes the longer of the two.
+
+    models: number of models trained side by side; one frozen reference is held as well. more_gradients: further sets of
+    one model's gradients. hosted: the optimizer's state stays in host memory except during the update (VERL's
+    `optimizer_offload`). That leaves room for whole weights, with the reference sharded where that is still too much.
+    Each update then waits for the state, and weights are sharded meanwhile. Efficiencies are shares of the dense bf16
+    peak.
+    """
+
+    model: Model
+    device: Device
+    devices_per_node: int
+    models: int
+    usable_memory: float
+    training_efficiency: float
+    forward_efficiency: float
+    micro_batch_tokens: int
+    least_batch_tokens: int
+    optimizer_bytes_per_parameter: float
+    more_gradients: int = 0
+    hosted: bool = False
+
+    def sharding(self, devices: int) -> Sharding:
+        return self._least_sharded(devices)[0]
+
+    def held_bytes(self, devices: int) -> float:
+        """Return the bytes of state that each of `devices` devices holds."""
+        return self._least_sharded(devices)[1]
+
+    def _least_sharded(self, devices: int) -> tuple[Sharding, float]:
+        n, k, room = self.model.parameters, self.models, self.usable_memory * self.device.memory_bytes
+        more, optimizer = 2 * self.more_gradients, 0 if self.hosted else 12 * k
+        everything = n * (16 * k + more + 2) / devices
+        least = everything if self.hosted else 0.0  # at the update
+        whole = n * (4 * k + more + 2 + optimizer / devices)
+        if whole <= room:
+            return Sharding("optimizer", 0, 0, 1), max(whole, least)
+        weights = n * (2 * k + 2 + (2 * k + optimizer + more) / devices)
+        if weights <= room:
+            return Sharding("optimizer and gradients", 0, 1, 0), max(weights, least)
+        trained = n * (2 * k + (2 * k + 2 + optimizer + more) / devices)
+        if self.hosted and trained <= room:  # of the k + 1 models in a forward pass only the reference is gathered
+            return Sharding("optimizer, gradients and reference", 1 / (k + 1), 1, 0), max(trained, least)
+        return Sharding("all", 1, 3, 0), everything
+
+    def forward_s(self, tokens: float, devices: int) -> float:
+        """Return the seconds of one forward pass over `tokens` tokens (log-probabilities, values, rewards)."""
+        return self._pass_s(tokens, devices, 1.0, self.sharding(devices).per_forward, self.forward_efficiency)
+
+    def train_s(self, tokens: float, devices: int) -> float:
+        """Return the seconds of forward and backward of one model over `tokens` tokens: 3 x the FLOPs of a forward pass."""
+        return self._pass_s(tokens, devices, 3.0, self.sharding(devices).per_training, self.training_efficiency)
+
+    def update_s(self, devices: int, last_tokens: float) -> float:
+        """Return the seconds of one optimizer update of one model.
+
+        The state is read and written once. Gradients not reduced yet are reduced beside the backward pass (2/3 of the
+        time) of the last micro-batch of up to `last_tokens` tokens. Gathering the new weights is charged to the
+        engines.
+        """
+        moved = self.optimizer_bytes_per_parameter * self.model.parameters / devices / self.device.memory_bytes_per_s
+        if self.hosted:
+            moved += 12 * self.model.parameters / devices / self.device.host_bytes_per_s
+        behind = 2 / 3 * self.train_s(min(last_tokens, devices * self.micro_batch_tokens), devices)
+        return moved + max(0.0, self.sharding(devices).per_update * self.gather_s(devices) - behind)
+
+    def gather_s(self, devices: int) -> float:
+        """Return the seconds to gather sharded weights (or reduce gradients) once, over the slower of links and network."""
+        if devices == 1:
+            return 0.0
+        rate = self.device.link_bytes_per_s
+        if devices > self.devices_per_node:
+            rate = min(rate, self.device.net_bytes_per_s)
+        return (devices - 1) / devices * self.model.weight_bytes / rate
+
+    def balanced_tokens(self, devices: int) -> int:
+        """Return the tokens per device from which a micro-batch computes at least as long as it moves weights.
+
+        Smaller micro-batches waste devices. The result lies between `least_batch_tokens` and `micro_batch_tokens`.
+        """
+        kind = self.sharding(devices)
+        per_second = self.device.bf16_flops_per_s / self.model.flops_per_token
+        forward = kind.per_forward * self.gather_s(devices) * per_second * self.forward_efficiency
+        train = kind.per_training * self.gather_s(devices) * per_second * self.training_efficiency / 3
+        return int(min(self.micro_batch_tokens, max(self.least_batch_tokens, forward, train)))
+
+    def _pass_s(self, tokens: float, devices: int, work: float, gathers: float, efficiency: float) -> float:
+        if tokens <= 0:
+            return 0.0
+        batches = math.ceil(tokens / (devices * self.micro_batch_tokens))
+        rate = devices * self.device.bf16_flops_per_s * efficiency
+        return max(work * self.model.flops_per_token * tokens / rate, batches * gathers * self.gather_s(devices))

@@ -1,0 +1,57 @@
+"""Convert finished episodes to samples, and compute the step's agent metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rlhfless_ray.agent.messages import EpisodeEnd
+from rlhfless_ray.types import Completion, Prompt, Sample
+
+
+class EpisodeSamples:
+    """Samples of a rollout by key. Key k is sample k % `count` of prompt k // `count`."""
+
+    def __init__(self, prompts: list[Prompt], count: int, version: int) -> None:
+        """`version`: weight version, the same for all turns of a rollout."""
+        self.prompts, self.count, self.version = prompts, count, version
+        self.made: dict[int, Sample] = {}
+        self.agent_s: list[float] = []
+
+    def add(self, played: Iterable[EpisodeEnd]) -> list[Sample]:
+        """Return the new samples, with rewards. A failed episode has an error and no tokens."""
+        found = []
+        for one in played:
+            if one.key in self.made:
+                continue
+            prompt, number = self.prompts[one.key // self.count], one.key % self.count
+            if isinstance(one.result, str):
+                nothing = Completion(one.key, np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", self.version)
+                sample = Sample(prompt, number, nothing, error=one.result)
+            else:
+                text = "".join(text for _, text in one.texts)
+                sample = one.result.sample(prompt, number, one.key, self.version, text)
+                if sample.prompt is not prompt:
+                    sample.prompt = replace(sample.prompt, text=one.observation)
+                sample.turns = one.texts
+            self.made[one.key] = sample
+            self.agent_s.append(one.agent_s)
+            found.append(sample)
+        return found
+
+    def all(self) -> list[Sample]:
+        """Return all samples in the order of their keys."""
+        return [self.made[key] for key in sorted(self.made)]
+
+    def metrics(self) -> dict[str, Any]:
+        samples = self.all()
+        turns = [sum(who == "policy" for who, _ in s.turns) for s in samples if s.turns]
+        return {
+            "agent/turns_mean": float(np.mean(turns)) if turns else 0.0,
+            "agent/turns_max": max(turns, default=0),
+            "agent/feedback_tokens": int(sum(len(s.completion.token_ids) - s.written_tokens for s in samples)),
+            "agent/mean_s": float(np.mean(self.agent_s)) if self.agent_s else 0.0,
+        }

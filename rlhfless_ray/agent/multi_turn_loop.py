@@ -1,0 +1,195 @@
+"""The multi-turn loop, over any `generate`: observation → action → feedback → action …"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from rlhfless_ray.agent.episode import unwrap
+
+# parameters that define the sampling distribution, with the values that leave it unchanged
+SAMPLING_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "temperature": (),
+    "top_p": (None, 1),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "repetition_penalty": (None, 1),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+}
+# parameters that engines do not support here, with the values that have no effect
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "bad_words": (None, []),
+    "allowed_token_ids": (None, []),
+    "n": (None, 1),
+    "ignore_eos": (None, False),
+    "logits_processors": (None, []),
+    "structured_outputs": (None,),
+    "guided_decoding": (None,),
+    "thinking_token_budget": (None,),
+    "repetition_detection": (None,),
+    "trace_decode_token_ids": (None,),
+    "prompt_logprobs": (None,),
+    "logprob_token_ids": (None,),
+    "prompt_logprob_token_ids": (None,),
+    "watermarking": (None, False),
+}
+
+
+class AgentError(Exception):
+    """An agent's violation of the contract. Its message becomes the sample's error."""
+
+
+async def play(
+    agent: Any,
+    prompt: str,
+    label: Any,
+    sampling_params: Any,
+    max_length: int,
+    tokenizer: Any,
+    llm_engine: Any,
+    *,
+    max_turns: int | None = None,
+    step_timeout_s: float | None = None,
+) -> dict[str, Any]:
+    """Play one episode of an agent with `reset` and `step`. Returns the dict of OpenRLHF's executors.
+
+    Each turn may use the rest of `max_length` tokens. The episode ends when the agent is done or tokens or turns are used up.
+    Rewards of the turns are added; of scores and extra_logs the last ones are kept. Feedback is tokenized separately and
+    appended.
+
+    Raises AgentError for a first observation that leaves no room (it is never truncated), an invalid result, and sampling
+    parameters that change the distribution that is trained.
+    """
+    reset = await _await_with_limit(agent.reset({"observation": prompt, "label": label}), step_timeout_s, "reset")
+    if not isinstance(reset, Mapping) or not isinstance(reset.get("observation"), str):
+        raise AgentError("`reset` must return a dict with the text `observation`")
+    text: str = reset["observation"]
+    tokens: list[int] = _tokens(tokenizer, text)
+    if not 0 < len(tokens) < max_length:
+        raise AgentError(f"the first observation has {len(tokens)} tokens, which leaves no room for an action within {max_length}")
+    given, sampling_params = sampling_params, deepcopy(sampling_params)
+    ranges: list[tuple[int, int]] = []
+    logprobs: list[float] | None = None if sampling_params.logprobs is None else [0.0] * len(tokens)
+    logs: Any = {}
+    reward, score, truncated = 0.0, None, False
+    while len(tokens) < max_length and (max_turns is None or len(ranges) < max_turns):
+        sampling_params.max_tokens = max_length - len(tokens)
+        answer = await llm_engine.generate(tokens, deepcopy(sampling_params))
+        action = answer.outputs[0]
+        written = [int(token) for token in action.token_ids]
+        truncated = action.finish_reason == "length"
+        ranges.append((len(tokens), len(tokens) + len(written)))
+        turn = f"turn {len(ranges)}"
+        state = {"observation_text": text, "action_text": action.text, "label": label, "sampling_params": sampling_params}
+        result = await _await_with_limit(agent.step(state), step_timeout_s, turn)
+        feedback, done = _check_result(result, turn)
+        reward += _number(result["rewards"], "rewards", turn)
+        score = reward if result.get("scores") is None else _number(result["scores"], "scores", turn)
+        logs = result.get("extra_logs") or {}
+        feedback_ids = _tokens(tokenizer, feedback) if feedback else []
+        text = text + action.text + feedback
+        tokens = [*tokens, *written, *feedback_ids]
+        if logprobs is not None:
+            logprobs += [at[token].logprob for token, at in zip(written, action.logprobs, strict=True)]
+            logprobs += [0.0] * len(feedback_ids)
+        if result.get("sampling_params") is not None:
+            sampling_params = deepcopy(result["sampling_params"])
+        _check_distribution(given, sampling_params, turn)
+        sampling_params.logprobs = given.logprobs
+        if done:
+            break
+    return {
+        "prompt": prompt,
+        "label": label,
+        "observation_tokens": tokens,
+        "action_ranges": ranges,
+        "rollout_log_probs": logprobs,
+        "truncated": truncated,
+        "reward": reward,
+        "scores": score,
+        "extra_logs": logs,
+    }
+
+
+async def _await_with_limit(result: Any, seconds: float | None, what: str) -> Any:
+    """Await a coroutine with a time limit, and return plain values as they are."""
+    if not inspect.isawaitable(result):
+        return result
+    try:
+        return await asyncio.wait_for(result, seconds)
+    except TimeoutError:
+        if seconds is None:
+            raise
+        raise AgentError(f"{what}: the agent took longer than {seconds:g} s") from None
+
+
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def _check_result(result: Any, turn: str) -> tuple[str, bool]:
+    if not isinstance(result, Mapping):
+        raise AgentError(f"{turn}: `step` returned {type(result).__name__}, not a dict")
+    for key in ("rewards", "environment_feedback", "done"):
+        if key not in result:
+            raise AgentError(f"{turn}: `step` returned a dict without `{key}` (its keys: {', '.join(f'`{k}`' for k in result)})")
+    if result.get("environment_images"):
+        raise AgentError(f"{turn}: `step` returned images, which this runtime does not support")
+    feedback = result["environment_feedback"] or ""
+    if not isinstance(feedback, str):
+        raise AgentError(f"{turn}: `environment_feedback` is {type(feedback).__name__}, not text")
+    return feedback, bool(unwrap(result["done"]))
+
+
+def _number(value: Any, name: str, turn: str) -> float:
+    value = unwrap(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise AgentError(f"{turn}: `{name}` is {type(value).__name__} {value!r:.100}, not a number")
+    return float(value)
+
+
+def _check_distribution(given: Any, changed: Any, turn: str) -> None:
+    """Raise AgentError if the sampling distribution changed. Limits and stop strings may change between turns."""
+    for name, defaults in SAMPLING_DEFAULTS.items():
+        before, after = (None if (k := getattr(one, name, None)) in defaults else k for one in (given, changed))
+        if before != after:
+            raise AgentError(
+                f"{turn}: `sampling_params` with another {name} ({after} instead of {before}): the policy is trained at the recipe's"
+            )
+
+
+def check_sampling(given: Any, asked: Any) -> None:
+    """Check an agent's sampling parameters.
+
+    Raises AgentError for another distribution than the recipe's, and for parameters that engines do not support: nothing is
+    ignored.
+    """
+    _check_distribution(given, asked, "generate")
+    for name, defaults in UNSUPPORTED.items():
+        if (value := getattr(asked, name, None)) not in defaults:
+            raise AgentError(f"generate: `sampling_params` with {name}={value!r:.100}, which is not supported here; leave it out")
+
+
+def stop_conditions(asked: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return stop strings and stop token ids. Raises AgentError if they are invalid."""
+    words, tokens = getattr(asked, "stop", None) or (), getattr(asked, "stop_token_ids", None) or ()
+    words = (words,) if isinstance(words, str) else tuple(words)
+    if not all(isinstance(word, str) and word for word in words):
+        raise AgentError(f"generate: `sampling_params` with stop={words!r:.100}, which must be strings")
+    try:
+        return words, tuple(int(token) for token in tokens)
+    except (TypeError, ValueError):
+        raise AgentError(f"generate: `sampling_params` with stop_token_ids={tokens!r:.100}, which must be token ids") from None
+
+
+def min_tokens_of(asked: Any) -> int:
+    """Return the minimum length of a turn in tokens. Raises AgentError if it is not a count."""
+    value = getattr(asked, "min_tokens", None) or 0
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise AgentError(f"generate: `sampling_params` with min_tokens={value!r:.100}, which must be a number of tokens")
+    return value

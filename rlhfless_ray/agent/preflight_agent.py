@@ -1,0 +1,67 @@
+"""Play two episodes with a made-up policy before the first step, in a process of its own.
+
+A file that violates the contract is found before the first rollout.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from rlhfless_ray.agent.engine_api import Reply
+from rlhfless_ray.agent.load_agent import KEY, AgentSource
+from rlhfless_ray.agent.messages import AgentHung, EpisodeEnd, EpisodeStart, TurnReply, TurnRequest
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.preflight import isolated_main, run_isolated
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.types import Prompt
+from rlhfless_ray.weights.model_folder import without_weights
+
+TURNS = 3  # turns of the policy per episode: an agent that gets this far fulfils the contract
+
+
+def dry_play(recipe: Recipe, source: AgentSource, prompts: list[Prompt], files: dict[str, bytes]) -> None:
+    """Play the first prompts, answered by nothing and by the label itself.
+
+    Raises UserError if the executor cannot be created, or if both episodes fail, hang or end the process. An agent may be
+    right to fail for one of them.
+    """
+    where, section, column = f"{KEY} {source.file.path}", recipe.agent, recipe.answer_column
+    longest = recipe.longest_tokens(max(len(prompt.token_ids) for prompt in prompts))
+    asked = [(prompts[k % len(prompts)].text, prompts[k % len(prompts)].row.get(column, "") if column else "") for k in range(2)]
+    made = source, without_weights(files), recipe.policy.trust_remote_code, longest, section.timeout_s
+    errors = run_isolated(__name__, (made, asked), 2 * (TURNS + 1) * section.timeout_s, where, "a dry play", "end")
+    if all(errors):
+        raise UserError(f"{where}: it fails in a dry play with made-up turns of the policy: {errors[0]}")
+
+
+def errors_of(made: tuple[Any, ...], asked: list[tuple[str, Any]]) -> list[str | None]:
+    """Return each episode's error message, or None."""
+    from rlhfless_ray.agent.agent_actor import AgentActor
+
+    actor = AgentActor(*made)
+    end = [actor.tokenizer.eos_token_id] if actor.tokenizer.eos_token_id is not None else []
+    return [_error(actor, number, prompt, label, end) for number, (prompt, label) in enumerate(asked)]
+
+
+def _error(actor: Any, number: int, prompt: str, label: Any, end: list[int]) -> str | None:
+    words = [int(t) for t in actor.tokenizer(str(label), add_special_tokens=False)["input_ids"]] if number else []
+    for events in actor.play(number + 1, [EpisodeStart(number, prompt, label, 1.0)]):
+        for event in events:
+            if isinstance(event, EpisodeEnd):
+                return event.result if isinstance(event.result, str) else None
+            if isinstance(event, AgentHung):
+                return f"the agent held its process for {event.seconds:.0f} s"
+            if not isinstance(event, TurnRequest):
+                continue
+            if event.turn == TURNS:
+                return None
+            tokens = ([*words, *end] or [event.token_ids[-1]])[: event.max_tokens]
+            reply = Reply(tokens, "", [-1.0] * len(tokens), "stop")
+            actor.answer(number + 1, [TurnReply(number, event.turn, reply)])
+    return None
+
+
+if __name__ == "__main__":
+    isolated_main(errors_of)
+    os._exit(0)  # do not wait for threads that the agent left running

@@ -1,0 +1,380 @@
+"""The planner's knowledge of a run, and the plan of each step: forecast → frontier → choice → decision.
+
+Every decision is a value, on which the runtime acts. Planning never raises in a running loop: after a failure the last good
+plan's size is kept, and the reason says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from placement.forecast.forecaster import LengthForecaster, Scenarios, forecast_quality
+from placement.planning.bounds import rollout_bounds
+from placement.planning.frontier import frontier
+from placement.planning.objective import Objective, choose_nearest
+from placement.planning.plan import Plan
+from placement.scaling.keep_warm import hold_slot, keep_alive, prewarm, start_cost
+from placement.scaling.learner_size import LearnerSize
+from placement.scaling.resize_policy import (
+    Decision,
+    Hold,
+    Park,
+    Release,
+    ResizeHistory,
+    Transition,
+    best_held_plan,
+    decide,
+    failed,
+    safe_decide,
+    time_value,
+)
+from placement.speed.cost_terms import Term, Terms
+from placement.speed.decode_speed import Speed, SpeedFit
+from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
+from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
+from rlhfless_ray.common.errors import describe_failure
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.types import EngineStep, Prompt, Sample
+
+T = TypeVar("T")
+MIN_FRONTIER_GAP = 0.005  # relative distance between points of the frontier
+OVERHEAD_S = 0.03  # initial guess of a rollout's time besides decoding (weights, calls, results)
+OUTSIDE_S = 0.03  # initial guess of a step's time outside rollout, scoring and update
+REGRANT_S = 0.8  # time to get a released slot back, at worst (Ray's retry interval)
+MIN_SECOND_VALUE = 1e-3  # slot-seconds per second of the step, for objectives that count cost only
+KEEP_WARM_FACTOR = 3.0  # processes are kept this many times the planned time, so that a single slow step does not end them
+
+
+class Autoscaler:
+    """Forecast, plan, and fit the models to measurements. Its state survives a resume."""
+
+    def __init__(self, recipe: Recipe, first_speed: Speed) -> None:
+        self.recipe = recipe
+        self.samples = recipe.rollout.samples_per_prompt
+        limit = recipe.rollout.max_tokens if not recipe.agent.path else None  # multi-turn responses have no limit
+        self.forecaster = LengthForecaster(recipe.rollout.max_tokens / 2, max_tokens=limit)
+        self.speed, self.capacity = SpeedFit(first_speed), math.inf
+        self.objective = _objective(recipe)
+        self.terms, self.around, self.outside = Terms(), Term(OVERHEAD_S), Term(OUTSIDE_S)
+        self.learner = LearnerSize(recipe.learner.max_slots_per_rank)
+        self.learner_slots = recipe.learner.max_slots_per_rank  # slots per rank in the next update, as far as known
+        self.history = ResizeHistory()
+        self.value_per_s = 1.0  # value of a second of the step, in slot-seconds
+        self.actors = 0  # engines of the last step
+        self.last: Decision | None = None
+        self.update_s = 0.0  # duration of the last update
+        self.passes_s = 0.0  # duration of the passes before it
+        self.pending_steps: list[list[EngineStep]] = []  # step records that the speed is not fitted to yet
+        self.troubles: list[str] = []  # failures since the last report
+
+    def expect(self, engine: ExpectedEngine) -> None:
+        """Set the speed and capacity expected of an engine before one has run."""
+        self.speed = SpeedFit(engine.speed)
+        self.capacity = engine.capacity or math.inf
+
+    def forecast(self, prompts: list[Prompt], step: int) -> Scenarios:
+        """Draw joint lengths of all responses to `prompts`; those of one prompt are adjacent."""
+        rows, tokens = _prompt_features(prompts)
+        draws = self.recipe.objective.scenarios
+        return self.safely(
+            "the forecast",
+            lambda: self.forecaster.predict(rows, tokens, self.samples).draw(draws, step),
+            lambda: Scenarios.from_matrix(np.full((len(prompts) * self.samples, draws), self.forecaster.default_tokens)),
+        )
+
+    def expected(self, prompts: list[Prompt]) -> np.ndarray:
+        """Return (prompts,) expected tokens of one response to each prompt."""
+        rows, tokens = _prompt_features(prompts)
+        return self.safely(
+            "the forecast", lambda: self.forecaster.forecast(rows, tokens), lambda: np.full(len(prompts), self.forecaster.default_tokens)
+        )
+
+    def safely(self, what: str, make: Callable[[], T], fallback: Callable[[], T]) -> T:
+        """Return `make()`, or `fallback()` after an exception, which is added to `troubles`: planning must not end a run."""
+        try:
+            return make()
+        except Exception as error:
+            message = describe_failure(what, error)
+            if message not in self.troubles:  # some calls are repeated many times per step
+                self.troubles.append(message)
+            return fallback()
+
+    def plan(self, scenarios: Scenarios, prompts: list[Prompt], max_actors: int, *, step: int, warm: int) -> RolloutPlan:
+        """Plan the number of engines and each engine's sequences. `warm`: number of processes without a cold start."""
+        if not self.recipe.functions.elastic:
+            return RolloutPlan(Hold(max_actors, "functions.elastic is off: all engines, always"), max_actors)
+        self.learn()
+        min_actors = self.recipe.rollout.min_actors
+        plans: list[Plan] = []
+
+        def make() -> Decision:
+            plans.extend(self._frontier(scenarios.lengths, prompts, max_actors))
+            return self._decide(plans, step, warm)
+
+        decision = safe_decide(self.last, make, fallback=min(max(self.actors, min_actors), max_actors))
+        if not failed(decision):
+            self.last = decision
+        predicted = self.safely(
+            "predicting the step", lambda: self._predict_step(decision, scenarios.lengths, prompts, warm), lambda: (0.0, 0.0, 0.0)
+        )
+        return RolloutPlan(decision, max(min_actors, decision.actors), tuple(plans), *predicted)
+
+    def _predict_step(self, decision: Decision, lengths: np.ndarray, prompts: list[Prompt], warm: int) -> tuple[float, float, float]:
+        """Return seconds of the rollout phase, slot-seconds of its leases, and seconds of the whole step."""
+        start_s = self.terms.cold_start.predict() if decision.actors > warm else 0.0
+        phase_s, slot_s = self._predict(decision, lengths, self._prompt_tokens(prompts), start_s)
+        tokens = float(lengths.mean(1).sum())
+        learn_s = self.learner.predict(self.learner_slots, tokens)
+        if self.terms.passes.records:  # otherwise there are no passes, or none yet
+            learn_s += self.terms.passes.predict(tokens)
+        return phase_s, slot_s, phase_s + self.terms.score.predict(len(lengths)) + learn_s + self.outside.predict()
+
+    def size_learner(self, samples: list[Sample]) -> Decision:
+        """Decide the number of slots per rank for the update on `samples`."""
+        if not self.recipe.functions.elastic:
+            return Hold(self.recipe.learner.max_slots_per_rank, "functions.elastic is off: all slots, always")
+        decision = self.safely(
+            "sizing the learner",
+            lambda: self.learner.decide(self.learner_slots, float(response_tokens(samples).sum()), value_per_s=self.value_per_s),
+            lambda: Hold(self.learner_slots, "as before: sizing the learner failed"),
+        )
+        self.learner_slots = decision.actors
+        return decision
+
+    def observe_update(self, slots: int, samples: list[Sample], seconds: float) -> None:
+        """Record an update's duration. `slots`: per rank."""
+        self.update_s = seconds
+        self.learner.observe(slots, float(response_tokens(samples).sum()), seconds)
+
+    def observe_passes(self, samples: list[Sample], seconds: float) -> None:
+        """Record the duration of the learn phase before the update: passes that were not made ahead, and the critic's update."""
+        self.passes_s = seconds
+        self.terms.passes.observe(float(response_tokens(samples).sum()), seconds)
+
+    def _predict(self, decision: Decision, lengths: np.ndarray, prompt_tokens: np.ndarray, before_s: float) -> tuple[float, float]:
+        """Return seconds of the rollout phase and slot-seconds of its leases, including overhead besides decoding.
+
+        Slots are counted as held for the learner if that is cheaper than releasing and requesting them again.
+        """
+        overhead_s, slowdown = self.around.predict() + before_s, 1 + self.speed.overhead
+        phase_s = decision.time_s * slowdown + overhead_s
+        if decision.plan is None:
+            return phase_s, decision.actors * phase_s
+        speed, slot_s = self.engine_speed, 0.0
+        for group in decision.plan.groups:
+            own_s = speed.rollout_s(lengths[group].astype(float), prompt_tokens[group]) * slowdown + overhead_s
+            tail_s = max(0.0, phase_s - own_s)
+            held = self.drained(tail_s, decision.actors <= self.learner_slots * self.recipe.learner.ranks).action == "Hold"
+            slot_s += phase_s if held else min(own_s, phase_s)
+        return phase_s, slot_s
+
+    def drained(self, tail_s: float, needed_next: bool) -> Decision:
+        """Decide about the lease of an idle engine while others work for `tail_s` more seconds."""
+        if not needed_next:
+            return Release(0, "the next phase does not need the slot")
+        return self.safely(
+            "weighing an idle slot",
+            lambda: hold_slot(tail_s, 1.0, start_cost(REGRANT_S, 1.0, self.value_per_s)),
+            lambda: Release(0, "weighing the idle slot failed"),
+        )
+
+    def keep_warm_s(self, gaps_s: Sequence[float], hold_price: float) -> float:
+        """Return how many seconds to keep a parked process.
+
+        `gaps_s`: durations for which such processes were idle so far. `hold_price`: cost of keeping it, as a share of a slot's
+        price.
+        """
+
+        def weigh() -> float:
+            start = start_cost(self.terms.cold_start.predict(), 1.0, self.value_per_s)
+            decision = keep_alive(gaps_s, hold_price, start)
+            return KEEP_WARM_FACTOR * decision.keep_s if isinstance(decision, Park) else 0.0
+
+        return self.safely("weighing parked processes", weigh, lambda: 0.0)
+
+    def prewarm_now(self, phase_left_s: float, start_s: float, hold_price: float) -> bool:
+        """Return whether to start the process of the next phase now."""
+        spread = self.speed.spread * phase_left_s
+        return self.safely(
+            "timing a start ahead",
+            lambda: prewarm(phase_left_s, spread, start_s, 0.5 * start_s, hold_price, self.value_per_s).at_s <= 0,
+            lambda: False,
+        )
+
+    def _frontier(self, lengths: np.ndarray, prompts: list[Prompt], max_actors: int) -> list[Plan]:
+        """Return the frontier's plans for `lengths`: (n,) known, or (n, S) scenarios."""
+        tokens = self._prompt_tokens(prompts)
+        longest = float((lengths.reshape(len(tokens), -1).max(1) + tokens).max())  # an engine can hold every single sequence
+        capacity = math.ceil(max(self.capacity, longest)) if math.isfinite(self.capacity) else None
+        return frontier(lengths, self.engine_speed, max_actors=max_actors, prompts=tokens, capacity=capacity, thin=MIN_FRONTIER_GAP)
+
+    @property
+    def engine_speed(self) -> Speed:
+        """Speed fitted to decode steps, with the prefill time of a prompt token."""
+        return replace(self.speed.speed, prefill_s=self.terms.prefill.per_unit_s)
+
+    def _prompt_tokens(self, prompts: list[Prompt]) -> np.ndarray:
+        """Return (samples,) prompt tokens of every response."""
+        return np.repeat([len(p.token_ids) for p in prompts], self.samples).astype(float)
+
+    def _decide(self, plans: list[Plan], step: int, warm: int) -> Decision:
+        adjusted = self._with_overhead(plans)
+        choice = choose_nearest(adjusted, self.objective)
+        chosen = plans[choice.index]
+        self.value_per_s = max(time_value(self.objective, plans), MIN_SECOND_VALUE)
+        self.history = self.history.record(step, chosen.actors)
+        best = best_held_plan(adjusted, self.actors, self.objective) if self.actors else None
+        stay = next((plan for plan, adjusted_plan in zip(plans, adjusted, strict=True) if adjusted_plan is best), None)
+        start = self.terms.warm_start if chosen.actors <= warm else self.terms.cold_start
+        decision = decide(
+            self.actors,
+            chosen,
+            stay,
+            step=step,
+            history=self.history,
+            value_per_s=self.value_per_s,
+            transition=Transition(start.predict(), restart_s=self.terms.warm_start.predict()),
+            steps_left=self.recipe.run.steps - step + 1,
+            gamma=self.recipe.objective.payback,
+        )
+        if decision.plan is chosen:
+            return replace(decision, reason=f"{choice.reason}; {decision.reason}")
+        return decision
+
+    def _with_overhead(self, plans: list[Plan]) -> list[Plan]:
+        """Add the overhead besides decoding to plans, for objectives with a deadline or budget, which cover it too."""
+        if self.objective.deadline_s is None and self.objective.budget is None:
+            return plans
+        overhead_s, slowdown = self.around.predict(), 1 + self.speed.overhead
+        return [
+            replace(plan, time_s=plan.time_s * slowdown + overhead_s, cost=plan.cost * slowdown + overhead_s * plan.actors)
+            for plan in plans
+        ]
+
+    # ---- learning from what happened -----------------------------------------------------------------------------
+
+    def observe_rollout(self, steps: list[EngineStep], overhead_s: float | None) -> None:
+        """Record a rollout's engine steps, and its time besides the longest engine's steps (None after a cold start)."""
+        if overhead_s is not None:
+            self.around.observe(0.0, overhead_s)
+        self.pending_steps.append(steps)
+
+    def learn(self) -> None:
+        """Fit the speed to recorded engine steps. Takes milliseconds, so call it where nothing waits."""
+        while self.pending_steps:
+            self._learn(self.pending_steps.pop(0))
+
+    def settle(self) -> None:
+        """Fit all observed times now, so that later predictions need not wait for it."""
+        for one in (*vars(self.terms).values(), self.around, self.outside, self.learner):
+            self.safely("fitting what was observed", one.settle, lambda: None)
+
+    def _learn(self, steps: list[EngineStep]) -> None:
+        running, new = np.array([s.running for s in steps]), np.array([s.new_tokens for s in steps])
+        seconds = np.array([s.seconds for s in steps])
+        context, prefill = np.array([s.context_tokens for s in steps]), new > running
+        self.safely("fitting the speed", lambda: self.speed.observe(running, seconds, context, new), lambda: None)
+        self.terms.prefill.observe(new[prefill], seconds[prefill])
+
+    def observe_load(self, weight_bytes: int, seconds: float, away: bool = False) -> None:
+        """Record an engine's load of a weight version. `away`: the engine is not on the learner's node."""
+        (self.terms.transfer_away if away else self.terms.transfer).observe(float(weight_bytes), seconds)
+
+    def overhead_s(self, weight_bytes: int, away: bool, lacks_weights: bool) -> float:
+        """Return the seconds of an engine and its slot besides decoding, until the learner has the slot.
+
+        `away`: the engine is not on the learner's node. Weights then come over the network, and the learner has to request
+        another slot on its own node.
+        """
+        transfer = self.terms.transfer_away if away else self.terms.transfer
+        return (transfer.predict(float(weight_bytes)) if lacks_weights else 0.0) + (REGRANT_S if away else 0.0)
+
+    def work_s(self, lengths: np.ndarray, prompt_tokens: np.ndarray) -> float:
+        """Return the seconds in which one engine decodes these. `lengths`: (n, S) draws; `prompt_tokens`: (n,)."""
+        return self.engine_speed.rollout_s(lengths.astype(float), prompt_tokens.astype(float))
+
+    def observe_step(self, phases: dict[str, float], wall_s: float, samples: int) -> None:
+        """Record a finished step's wall time by phase, without evaluation.
+
+        The worker groups' own times come by `observe_update` and `observe_passes`.
+        """
+        self.terms.score.observe(float(samples), phases.get("score", 0.0))
+        known = sum(phases.get(name, 0.0) for name in ("prefill", "rollout", "score", "eval"))
+        self.outside.observe(0.0, wall_s - known - self.update_s - self.passes_s)
+
+    def observe_samples(self, prompts: list[Prompt], samples: list[Sample]) -> None:
+        lengths = response_tokens(samples).reshape(len(prompts), self.samples)
+        rows, tokens = _prompt_features(prompts)
+        self.safely("learning from lengths", lambda: self.forecaster.observe(rows, tokens, list(lengths)), lambda: None)
+
+    def quality(self, scenarios: Scenarios, samples: list[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
+        """Return metrics of the step's forecast, of the plan that true lengths would have allowed, and of the lower bounds."""
+        self.learn()
+        row = {"pool/rollout_actors": self.actors}
+        return row | self.safely("judging the plan", lambda: self._quality(scenarios, samples, prompts, max_actors), lambda: {})
+
+    def _quality(self, scenarios: Scenarios, samples: list[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
+        lengths = response_tokens(samples)
+        found = asdict(forecast_quality(scenarios.lengths, lengths))
+        row = {f"forecast/{name}": value for name, value in found.items() if name not in ("responses", "pit_deciles")}
+        known = self._frontier(lengths, prompts, max_actors)
+        best = choose_nearest(known, self.objective).plan
+        bounds = rollout_bounds(lengths, self.engine_speed, max_actors, prompts=self._prompt_tokens(prompts))
+        return row | {
+            "plan/clairvoyant_s": best.time_s,
+            "plan/clairvoyant_cost_slot_s": best.cost,
+            "plan/bound_s": bounds.time_s,
+            "plan/bound_cost_slot_s": bounds.cost,
+            "plan/speed_spread": self.speed.spread,
+        }
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        self.learn()
+        return {
+            "forecaster": self.forecaster.state(),
+            "speed": self.speed.state(),
+            "actors": self.actors,
+            "terms": self.terms.state(),
+            "history": asdict(self.history),
+            "second": self.value_per_s,
+            "around": self.around.state(),
+            "outside": self.outside.state(),
+            "learner": self.learner.state(),
+            "learner_slots": self.learner_slots,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.forecaster.restore(state["forecaster"])
+        self.speed.restore(state["speed"])
+        self.actors = state["actors"]
+        self.terms.restore(state["terms"])
+        self.history = ResizeHistory(**state["history"])
+        self.value_per_s = state["second"]
+        self.around.restore(state["around"])
+        self.outside.restore(state["outside"])
+        self.learner.restore(state["learner"])
+        self.learner_slots = state["learner_slots"]
+
+
+def _prompt_features(prompts: list[Prompt]) -> tuple[list[int], list[int]]:
+    """Return (prompts,) row indices and token counts, by which the forecaster identifies prompts."""
+    return [p.index for p in prompts], [len(p.token_ids) for p in prompts]
+
+
+def response_tokens(samples: list[Sample]) -> np.ndarray:
+    """Return (samples,) generated tokens of each response; 1 for an agent's sample that failed before its first."""
+    return np.array([max(1, sample.written_tokens) for sample in samples], float)
+
+
+def _objective(recipe: Recipe) -> Objective:
+    goal = recipe.objective
+    if goal.knee or goal.deadline_s or goal.budget:
+        return Objective(deadline_s=goal.deadline_s, budget=goal.budget, knee=goal.knee)
+    return Objective(prefer=goal.prefer)

@@ -1,0 +1,58 @@
+"""Estimate an engine before it has run: its speed by the roofline, and its KV capacity in tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from placement.speed.decode_speed import Speed
+from placement.speed.roofline import BYTES, Device, Model, decode_speed, kv_capacity
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.weights.load_policy import kv_cache_bytes, text_config
+
+ANY_SPEED = Speed(base_s=0.01, per_seq_s=0.0001)  # for configurations without the sizes that the roofline needs
+CORE, ANY_GPU = "CPU-core", "L40S"
+
+
+@dataclass(frozen=True)
+class ExpectedEngine:
+    """`speed`: of decode steps. `capacity`: KV tokens it holds, None if unknown. `note`: message about a guess, for the user."""
+
+    speed: Speed
+    capacity: int | None = None
+    note: str = ""
+
+
+def expected_engine(recipe: Recipe, files: dict[str, bytes], device_name: str | None) -> ExpectedEngine:
+    """Estimate the engine of the policy in `files` on a CPU core (None) or on Ray's `accelerator_type` ("": unknown)."""
+    from placement.catalog import catalog
+
+    try:
+        model = Model.from_config("policy", text_config(files))
+    except ValueError as error:
+        return ExpectedEngine(ANY_SPEED, None, f"the first plan guesses how fast engines are: {error}")
+    value_bytes = 4 if recipe.policy.dtype == "float32" else BYTES
+    if device_name is None:
+        speed = decode_speed(model, _scale_to_width(catalog.device(CORE), value_bytes))
+        block = kv_cache_bytes(files, recipe.rollout.block_size, recipe.rollout.block_size, recipe.policy.dtype)
+        if block is None:
+            return ExpectedEngine(speed)
+        blocks = recipe.rollout.kv_cache_mb * 2**20 // (block // 2) - 1  # `block` counts two blocks, because vLLM reserves one
+        return ExpectedEngine(speed, blocks * recipe.rollout.block_size)
+    note = ""
+    try:
+        device = catalog.device(device_name)
+    except ValueError:
+        device = catalog.device(ANY_GPU)
+        note = f"the first plan assumes {ANY_GPU} for {device_name or 'the GPU'}, which is not in its catalogue"
+    device = _scale_to_width(device, value_bytes)
+    try:
+        capacity = kv_capacity(model, device, 1, recipe.rollout.gpu_memory_share)
+    except ValueError:  # the engine reports that the model does not fit
+        capacity = None
+    return ExpectedEngine(decode_speed(model, device), capacity, note)
+
+
+def _scale_to_width(device: Device, value_bytes: int) -> Device:
+    """Scale memory and bandwidth for wider values than the roofline's two bytes."""
+    share = BYTES / value_bytes
+    return replace(device, memory_bytes=device.memory_bytes * share, memory_bytes_per_s=device.memory_bytes_per_s * share)

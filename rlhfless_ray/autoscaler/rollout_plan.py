@@ -1,0 +1,56 @@
+"""The plan of one step's rollout: how many engines, which responses each decodes, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from placement.planning.plan import Plan
+from placement.scaling.resize_policy import Decision, assign_groups, failed
+
+MAX_SHOWN_POINTS = 24  # points of the frontier in metrics and report
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """A step's decision and the frontier it was chosen from. An empty frontier means that there was no choice; see `reason`."""
+
+    decision: Decision
+    actors: int
+    frontier: tuple[Plan, ...] = ()
+    predicted_s: float = 0.0  # whole rollout phase, with loading weights and calls of engines
+    predicted_slot_s: float = 0.0  # of its leases, including those that wait for the next phase
+    predicted_step_s: float = 0.0  # the whole step, with scoring, learning and everything else
+
+    @property
+    def reason(self) -> str:
+        return self.decision.reason
+
+    def shares(self, engines: int, expected: np.ndarray, groups: np.ndarray) -> list[np.ndarray]:
+        """Return the sequences of each of `engines` engines.
+
+        These are the plan's groups. If fewer engines were granted, they are the groups of the frontier's largest plan that
+        fits. Without one, whole prompts are dealt by expected tokens.
+        """
+        fitting = [plan for plan in (self.decision.plan, *self.frontier) if plan is not None and plan.actors <= engines]
+        if self.decision.plan in fitting[:1]:
+            return list(fitting[0].groups)
+        best = max(fitting, key=lambda plan: plan.actors, default=None)
+        return list(best.groups) if best is not None else assign_groups(expected, groups, engines)
+
+    def metrics(self) -> dict[str, Any]:
+        points = self.frontier[:: -(-len(self.frontier) // MAX_SHOWN_POINTS)] if self.frontier else ()
+        return {
+            "plan/actors": self.actors,
+            "pool/decision": self.decision.action,
+            "pool/reason": self.reason,
+            "plan/rollout_s": self.predicted_s,
+            "plan/cost_slot_s": self.predicted_slot_s,
+            "plan/step_s": self.predicted_step_s,
+            "plan/failed": failed(self.decision),
+            "plan/frontier_time_s": [plan.time_s for plan in points],
+            "plan/frontier_cost_slot_s": [p.cost for p in points],
+            "plan/frontier_actors": [plan.actors for plan in points],
+        }

@@ -1,0 +1,55 @@
+"""`rlhfless explain -- COMMAND`: what becomes of an OpenRLHF command line, before it costs anything."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+from rlhfless_ray.cli.passthrough import options
+from rlhfless_ray.common.errors import UserError
+
+
+def explain(ctx: typer.Context) -> None:
+    """Say what becomes of an OpenRLHF command: rlhfless explain [--json] -- python3 -m openrlhf.cli.train_ppo_ray …
+
+    Prints its dialect, the slots it asks for at most and at least, what is honoured, read as a hint, without effect or
+    refused, and the recipe. The command may be whole, with `ray job submit … --`, `srun` or `bash -c` around it, a launch
+    script, or flags alone. `rlhfless explain --flags` lists every flag of the newest version and what this version of
+    rlhfless still lacks for it. Exit code 0 when the command would run, 2 when not.
+    """
+    chosen, argv = options(ctx.args, "--json", "--flags")
+    from rlhfless_ray.compat.openrlhf.explain_report import as_data, explanation, flags_today
+    from rlhfless_ray.compat.openrlhf.memory import too_large_here, width_note
+    from rlhfless_ray.compat.openrlhf.resources import fit
+
+    if "--flags" in chosen:
+        print(flags_today())
+        return
+    from rlhfless_ray.compat.openrlhf.command import find, is_submission
+    from rlhfless_ray.compat.openrlhf.dialect import Unreadable
+    from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
+    from rlhfless_ray.compat.openrlhf.translate import problem, translate
+
+    launch = find(argv)
+    if launch.launcher != LAUNCHER:
+        raise UserError(f"openrlhf.cli.{launch.launcher}: only {LAUNCHER} is explained; run it with rlhfless run")
+    try:
+        found = translate(launch.flags)
+    except Unreadable as error:
+        raise UserError(f"{error} (read as OpenRLHF {error.version})") from None
+    fewer = "" if is_submission(argv) else fit(found)  # a job runs elsewhere
+    if fewer:
+        found.notes.append(fewer)
+    found.notes += width_note(found)
+    wrong = None if found.refused else problem(found)
+    if not found.refused and wrong is None and not is_submission(argv):
+        wrong = too_large_here(found)
+    if "--json" in chosen:
+        print(json.dumps({**as_data(found), "problem": wrong, "runs": not found.refused and wrong is None}, indent=2))
+    else:
+        print(explanation(found))
+        if wrong:
+            print(f"does not run: {wrong}")
+    if found.refused or wrong:
+        raise typer.Exit(2)

@@ -1,0 +1,294 @@
+"""`rlhfless plan`: what would you do with these lengths on this hardware?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlhfless_ray.common.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from placement import Bounds, Choice, Objective, Plan, Pool
+    from placement.forecast.recorded_lengths import Recorded
+
+SHOWN = 14  # rows of the table
+MOST_SCENARIOS, MOST_DRAWS = 10_000, 50_000_000  # seconds, and 400 MB: nothing is learned from more
+
+
+def plan(
+    lengths: Annotated[Path, typer.Argument(help="Response tokens: .json, .jsonl or .csv, or a run folder.")],
+    actors: Annotated[int | None, typer.Option(help="Maximum number of actors.")] = None,
+    devices: Annotated[
+        int | None, typer.Option(help="Maximum number of devices, instead of --actors; the planner chooses the engines' width.")
+    ] = None,
+    speed: Annotated[str | None, typer.Option(help="Seconds of a decode step, as base,per_seq[,per_ctx].")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="A known device, or a YAML file of its fields. With --model, a roofline gives speed and capacity.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="A known model, or its Hugging Face config.json.")] = None,
+    tensor_parallel: Annotated[int, typer.Option(help="Devices of one actor.")] = 1,
+    prefer: Annotated[float | None, typer.Option(help="From 0 (cheapest) to 1 (fastest); 0.5 if no goal is given.")] = None,
+    deadline: Annotated[float | None, typer.Option(help="Take the cheapest plan that ends within this many seconds.")] = None,
+    budget: Annotated[float | None, typer.Option(help="Take the fastest plan that costs at most this.")] = None,
+    knee: Annotated[bool, typer.Option("--knee", help="Take the plan where going faster begins to cost more than it gains.")] = False,
+    scenarios: Annotated[
+        int, typer.Option(help="0: these lengths are known. S: they are last time's; plan for S draws of the next ones.")
+    ] = 0,
+    max_tokens: Annotated[int | None, typer.Option(help="Length at which responses are cut, with --scenarios.")] = None,
+    column: Annotated[str | None, typer.Option(help="Column or key of the lengths.")] = None,
+    price: Annotated[float, typer.Option(help="Price of one device-second.")] = 1.0,
+    start: Annotated[float, typer.Option(help="Seconds from lease to first token of every actor.")] = 0.0,
+    preempt: Annotated[float, typer.Option(help="Expected preemptions of one actor per hour.")] = 0.0,
+    capacity: Annotated[int | None, typer.Option(help="KV tokens that one actor holds.")] = None,
+    pool: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another kind of actor for the same plan, as key=value,… of actors, device, model, speed (with : for ,), "
+            "tensor_parallel, price, start, preempt, capacity; what it does not name is as above. May be given again.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the scenarios.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the groups of the chosen plan.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the frontier into this .svg.")] = None,
+) -> None:
+    """Show the cost/speed frontier of a rollout of these lengths, and the plan that a goal takes from it."""
+    from placement import NotFeasible, choose
+    from placement.forecast.recorded_lengths import read_lengths
+    from rlhfless_ray.cli.plan_pools import PoolOptions
+
+    if scenarios < 0:
+        raise UserError(f"--scenarios: 0 or more, got {scenarios}")
+    if seed < 0:
+        raise UserError(f"--seed: 0 or more, got {seed}")
+    if plot is not None and plot.suffix.lower() != ".svg":
+        raise UserError(f"--plot {plot}: plots are written as .svg")
+    objective = _objective(prefer, deadline, budget, knee)
+    wish = PoolOptions(actors, speed, device, model, tensor_parallel, price, start, preempt, capacity)
+    if (actors is None) == (devices is None):
+        raise UserError("say how much there may be: either --actors or --devices")
+    if devices is not None and (pool or tensor_parallel != 1):
+        raise UserError("--devices tries every width for one kind of device; give --actors with --pool or --tensor-parallel")
+    if devices is not None:
+        pools = wish.widths(devices)
+        sets = [[i] for i in range(len(pools))]
+    else:
+        pools = [wish.pool(), *(wish.other(text).pool(f"--pool {text}: ") for text in pool or ())]
+        sets = [list(range(len(pools)))]
+    try:
+        recorded = read_lengths(lengths, column)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if scenarios * len(recorded.tokens) > MOST_DRAWS or scenarios > MOST_SCENARIOS:
+        raise UserError(
+            f"--scenarios {scenarios}: with {len(recorded.tokens)} responses at most "
+            f"{min(MOST_SCENARIOS, MOST_DRAWS // len(recorded.tokens))} can be planned on"
+        )
+    if max_tokens is not None and not scenarios:
+        raise UserError("--max-tokens: known lengths are as long as they are; it goes with --scenarios")
+    if max_tokens is not None and recorded.tokens.max() > max_tokens:
+        raise UserError(f"--max-tokens {max_tokens}: the longest of these responses has {recorded.tokens.max():.0f}")
+    drawn = _scenarios(recorded, scenarios, seed, max_tokens) if scenarios else recorded.tokens
+    try:
+        plans, bounds = _frontier(drawn, recorded.prompt_tokens, pools, sets)
+        choice = choose(plans, objective)
+    except NotFeasible as nothing:
+        raise UserError(str(nothing)) from None
+    except ValueError as error:
+        raise UserError(f"{recorded.source}: {error}") from None
+    if plot is not None:
+        _draw(plot, plans, bounds, choice, pools)
+    if as_json:
+        print(json.dumps(_tree(recorded, scenarios, pools, plans, bounds, choice), indent=1))
+    else:
+        _show(recorded, scenarios, pools, plans, bounds, choice)
+        if plot is not None:
+            print(f"plot: {plot.resolve()}")
+
+
+def _frontier(drawn: np.ndarray, prompts: np.ndarray, pools: list[Pool], sets: list[list[int]]) -> tuple[list[Plan], Bounds]:
+    """Plans on any one of these sets of pools (widths of the same devices exclude each other), and the bounds over all."""
+    from dataclasses import replace
+
+    from placement import frontier, rollout_bounds
+    from placement.planning.partition import pareto
+
+    found: list[Plan] = []
+    bounds: list[Bounds] = []
+    for chosen in sets:
+        some = [pools[i] for i in chosen]
+        plans = frontier(drawn, pools=some, prompts=prompts, thin=0.005)
+        found += [replace(plan, pools=tuple(chosen[p] for p in plan.pools)) for plan in plans]
+        bounds.append(rollout_bounds(drawn, pools=some, prompts=prompts))
+    least = min(bounds, key=lambda b: b.time_s)
+    return pareto(found), replace(least, cost=min(b.cost for b in bounds))
+
+
+def _objective(prefer: float | None, deadline: float | None, budget: float | None, knee: bool) -> Objective:
+    from placement import Objective
+
+    given = [
+        name
+        for name, value in (("--prefer", prefer), ("--deadline", deadline), ("--budget", budget), ("--knee", knee or None))
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise UserError(f"{given[0]} and {given[1]}: a plan has one goal, give one of them")
+    try:
+        return Objective(0.5 if not given else prefer, deadline, budget, knee)
+    except ValueError as error:
+        raise UserError(f"{given[0]}: {error}") from None
+
+
+def _scenarios(recorded: Recorded, count: int, seed: int, max_tokens: int | None) -> np.ndarray:
+    """(n, count): what the same prompts will probably do the next time, by what they did; cut at `max_tokens`."""
+    import numpy as np
+
+    from placement.forecast.forecaster import LengthForecaster
+
+    order = np.argsort(recorded.group, kind="stable")
+    sizes = np.bincount(recorded.group)
+    first = order[np.cumsum(sizes) - sizes]
+    prompts, tokens = range(len(sizes)), recorded.prompt_tokens[first]
+    forecaster = LengthForecaster(float(recorded.tokens.mean()), max_tokens=max_tokens)
+    forecaster.observe(prompts, tokens, np.split(recorded.tokens[order], np.cumsum(sizes)[:-1]))
+    drawn = np.empty((len(recorded.tokens), count))
+    most = int(sizes.max())
+    wide = forecaster.scenarios(prompts, tokens, most, count, seed).reshape(len(sizes), most, count)
+    for prompt, members in enumerate(np.split(order, np.cumsum(sizes)[:-1])):
+        drawn[members] = wide[prompt, : len(members)]
+    return drawn
+
+
+def _row(plan: Plan, bounds: Bounds) -> dict[str, Any]:
+    sizes = [len(group) for group in plan.groups]
+    return {
+        "time_s": plan.time_s,
+        "cost": plan.cost,
+        "actors": plan.actors,
+        "largest_group": max(sizes),
+        "smallest_group": min(sizes),
+        "time_over_bound": plan.time_s / bounds.time_s,
+        "cost_over_bound": plan.cost / bounds.cost if bounds.cost else None,
+        "actors_of_pools": {p: plan.pools.count(p) for p in sorted(set(plan.pools))},
+    }
+
+
+def _kind(pool: Pool) -> dict[str, Any]:
+    speed = pool.speed
+    return {
+        "actors": pool.max_actors,
+        "price": pool.price,
+        "start_s": pool.start_s,
+        "preempt_per_hour": pool.preempt_per_hour,
+        "capacity": pool.capacity,
+        "devices_per_actor": pool.devices,
+        "speed": {"base_s": speed.base_s, "per_seq_s": speed.per_seq_s, "per_ctx_s": speed.per_ctx_s},
+    }
+
+
+def _tree(recorded: Recorded, scenarios: int, pools: list[Pool], plans: list[Plan], bounds: Bounds, choice: Choice[Plan]) -> dict[str, Any]:
+    return {
+        "lengths": {
+            "source": recorded.source,
+            "responses": len(recorded.tokens),
+            "prompts": int(recorded.group.max()) + 1,
+            "mean": float(recorded.tokens.mean()),
+            "max": float(recorded.tokens.max()),
+        },
+        "scenarios": scenarios,
+        "pools": [_kind(pool) for pool in pools],
+        "bounds": {"time_s": bounds.time_s, "cost": bounds.cost, "reason": bounds.reason},
+        "frontier": [_row(plan, bounds) for plan in plans],
+        "chosen": {
+            "index": choice.index,
+            "reason": choice.reason,
+            **_row(choice.plan, bounds),
+            "groups": [group.tolist() for group in choice.plan.groups],
+            "pools": list(choice.plan.pools),
+        },
+    }
+
+
+def _shown(count: int, chosen: int) -> list[int]:
+    """Both ends, the chosen point, and others evenly between."""
+    if count <= SHOWN:
+        return list(range(count))
+    evenly = {round(i * (count - 1) / (SHOWN - 1)) for i in range(SHOWN)}
+    return sorted(evenly | {chosen})
+
+
+def _words(pool: Pool) -> str:
+    speed = pool.speed
+    steps = [f"{speed.base_s * 1e3:.3g} ms", f"{speed.per_seq_s * 1e6:.3g} µs per sequence"]
+    steps += [f"{speed.per_ctx_s * 1e9:.3g} ns per context token"] if speed.per_ctx_s else []
+    return (
+        f"at most {pool.max_actors} actors"
+        + (f" of {pool.devices} devices" if pool.devices > 1 else "")
+        + f"; a decode step takes {' + '.join(steps)}"
+        + (f"; an actor holds {pool.capacity:,} KV tokens" if pool.capacity else "")
+        + (f"; {pool.start_s:g} s to start" if pool.start_s else "")
+        + (f"; taken away {pool.preempt_per_hour:g} times an hour" if pool.preempt_per_hour else "")
+    )
+
+
+def _show(recorded: Recorded, scenarios: int, pools: list[Pool], plans: list[Plan], bounds: Bounds, choice: Choice[Plan]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console, several = Console(highlight=False), len(pools) > 1
+    n, prompts = len(recorded.tokens), int(recorded.group.max()) + 1
+    known = f"{scenarios} scenarios of their next visit" if scenarios else "lengths known"
+    console.print(
+        f"{n} responses to {prompts} prompts, mean {recorded.tokens.mean():.0f}, longest {recorded.tokens.max():.0f} tokens; {known}"
+        + ("" if several else f"; {_words(pools[0])}")
+    )
+    for i, pool in enumerate(pools if several else ()):
+        console.print(f"pool {i}: {_words(pool)}; {pool.price:g} per device-second")
+    table = Table()
+    middle = ("count × pool",) if several else ("largest", "smallest")
+    for name in ("", "time (s)", "cost", "actors", *middle, "+ time", "+ cost"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = _shown(len(plans), choice.index)
+    for i in rows:
+        row = _row(plans[i], bounds)
+        over = "" if row["cost_over_bound"] is None else f"{max(0.0, row['cost_over_bound'] - 1):.1%}"
+        sizes = [str(row["largest_group"]), str(row["smallest_group"])]
+        kinds = [" + ".join(f"{count} × {pool}" for pool, count in row["actors_of_pools"].items())]
+        table.add_row(
+            "→" if i == choice.index else "",
+            f"{row['time_s']:.4g}",
+            f"{row['cost']:.4g}",
+            str(row["actors"]),
+            *(kinds if several else sizes),
+            f"{max(0.0, row['time_over_bound'] - 1):.1%}",
+            over,
+            style="bold" if i == choice.index else None,
+        )
+    console.print(table)
+    if len(rows) < len(plans):
+        console.print(f"{len(rows)} of {len(plans)} points; all of them with --json")
+    console.print(
+        f"cost in {_unit(pools)}; + is above the lower bounds: {bounds.time_s:.4g} s ({bounds.reason}) and {bounds.cost:.4g} "
+        "(everything on one actor)"
+    )
+    console.print(f"chosen: {choice.reason}")
+
+
+def _draw(path: Path, plans: list[Plan], bounds: Bounds, choice: Choice[Plan], pools: list[Pool]) -> None:
+    from rlhfless_ray.cli.frontier_svg import frontier_svg
+
+    most = max(plan.actors for plan in plans) if len(pools) > 1 else pools[0].max_actors
+    try:
+        path.write_text(frontier_svg(plans, bounds, choice.index, cost=_unit(pools), title=f"Plans for at most {most} actors"))
+    except OSError as error:
+        raise UserError(f"--plot {path}: cannot be written: {error.strerror}") from None
+
+
+def _unit(pools: list[Pool]) -> str:
+    return "device-seconds" if all(pool.price == 1 for pool in pools) else "cost"

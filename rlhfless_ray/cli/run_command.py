@@ -1,0 +1,76 @@
+"""`rlhfless run -- COMMAND` and `rlhfless submit OPTIONS -- COMMAND`: OpenRLHF's commands, unmodified."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+
+import typer
+
+from rlhfless_ray.cli.passthrough import options
+from rlhfless_ray.common.errors import UserError
+
+
+def run(ctx: typer.Context) -> None:
+    """Run a command with our launcher in OpenRLHF's place: rlhfless run [--dry-run] -- python3 -m openrlhf.cli.train_ppo_ray …
+
+    The launcher is replaced where it can be seen in the command; in scripts that the command starts, an import hook on
+    PYTHONPATH finds it, also where the working folder is an OpenRLHF checkout. `ray job submit` is handled as by
+    `rlhfless submit`. `--dry-run` prints the command.
+    """
+    chosen, argv = options(ctx.args, "--dry-run")
+    from rlhfless_ray.compat.openrlhf.command import is_submission, replaced, submission, with_shim
+
+    if not argv:
+        raise UserError("rlhfless run: name a command, for example rlhfless run -- python3 -m openrlhf.cli.train_ppo_ray …")
+    _start(submission(argv) if is_submission(argv) else replaced(argv), with_shim(dict(os.environ)), dry="--dry-run" in chosen)
+
+
+def submit(ctx: typer.Context) -> None:
+    """Submit a command as a Ray job: rlhfless submit [--no-package] [--dry-run] [OPTIONS of ray job submit] -- COMMAND
+
+    The flags are read here first: a mistake in them costs no job. Our packages travel with the job; `--no-package` where
+    they are installed on the cluster already.
+    """
+    chosen, rest = options(ctx.args, "--dry-run", "--no-package")
+    from rlhfless_ray.compat.openrlhf.command import submission
+
+    if rest[:3] == ["ray", "job", "submit"]:
+        rest = rest[3:]
+    if "--" not in rest:
+        rest = ["--", *rest] if rest and not rest[0].startswith("-") else rest
+    if "--" not in rest or rest[-1] == "--":
+        raise UserError("rlhfless submit: expected [OPTIONS of ray job submit] -- COMMAND")
+    _read_first(rest[rest.index("--") + 1 :])
+    _start(submission(["ray", "job", "submit", *rest], ship="--no-package" not in chosen), dict(os.environ), dry="--dry-run" in chosen)
+
+
+def _read_first(argv: list[str]) -> None:
+    """Raises UserError for a command line that would end the job at once."""
+    from rlhfless_ray.compat.openrlhf.command import INSIDE, find
+    from rlhfless_ray.compat.openrlhf.dialect import Unreadable
+    from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
+    from rlhfless_ray.compat.openrlhf.translate import refusals, translate
+
+    if not any(INSIDE.search(token) for token in argv):
+        return  # the launcher is in a script
+    launch = find(argv)
+    if launch.launcher != LAUNCHER:
+        return
+    try:
+        refused = refusals(translate(launch.flags))
+    except Unreadable as error:
+        raise UserError(f"{error} (read as OpenRLHF {error.version})") from None
+    if refused:
+        raise refused
+
+
+def _start(argv: list[str], environment: dict[str, str], *, dry: bool) -> None:
+    if dry:
+        print(shlex.join(argv))
+        return
+    program = shutil.which(argv[0])
+    if program is None:
+        raise UserError(f"`{argv[0]}`: no such program" + ("; install Ray to submit jobs" if argv[0] == "ray" else ""))
+    os.execve(program, argv, environment)

@@ -1,0 +1,162 @@
+"""`rlhfless simulate`: every policy on a simulated cluster, as a table, JSON or a picture."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlhfless_ray.common.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from placement.simulate import SimulatedRun
+
+
+def simulate(
+    spec: Annotated[
+        Path | None, typer.Argument(help="A setting in YAML: device, nodes, model, lengths or trace, …", show_default=False)
+    ] = None,
+    setting: Annotated[
+        str | None, typer.Option("--setting", help="A setting that ships, by name; `list` shows them.", show_default=False)
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy",
+            help="A policy to run (fixed, fixed+, global-cut, ours, oracle, …); may be given again. All by default.",
+            show_default=False,
+        ),
+    ] = None,
+    prefer: Annotated[
+        float | None, typer.Option("--prefer", help="0 cheapest … 1 fastest, instead of the setting's own.", show_default=False)
+    ] = None,
+    seeds: Annotated[int, typer.Option("--seeds", help="Workloads to average over.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write a picture of time against cost.", show_default=False)] = None,
+) -> None:
+    """Simulate training steps of a setting under fixed, elastic and clairvoyant policies; nothing is run but arithmetic."""
+    if (spec is None) == (setting is None):
+        raise UserError("name either a YAML file or --setting NAME; `rlhfless simulate --setting list` shows those that ship")
+    if seeds < 1:
+        raise UserError(f"--seeds must be at least 1, not {seeds}")
+    from placement import simulate as simulator
+
+    if setting == "list":
+        print("\n".join(simulator.names()))
+        return
+    try:
+        chosen = simulator.load(spec) if spec is not None else simulator.named(str(setting))
+        if prefer is not None:
+            chosen = chosen.but(prefer=prefer)
+        policies = policy or list(simulator.POLICIES)
+        runs = [simulator.simulate(chosen, policies, seed) for seed in range(seeds)]
+    except (ValueError, OSError) as error:
+        raise UserError(one_line(error)) from None
+    if plot is not None:
+        _plot(runs, plot)
+    if as_json:
+        print(json.dumps(summary(runs), indent=1))
+    else:
+        _table(runs)
+
+
+def summary(runs: list[SimulatedRun]) -> dict[str, Any]:
+    """Means and standard deviations over runs (seeds): seconds per step, device-seconds held and worked, and the bounds."""
+    import numpy as np
+
+    setting = runs[0].setting
+    rows: dict[str, Any] = {}
+    for name in runs[0].policies:
+        of = [run.policies[name] for run in runs]
+        figures = {
+            "step_s": [p.step_s for p in of],
+            "full_device_s": [p.full for p in of],
+            "busy_device_s": [p.busy for p in of],
+            "rollout_s": [float(np.mean([s.rollout_s for s in p.steps])) for p in of],
+        }
+        rows[name] = {k: {"mean": float(np.mean(v)), "sd": float(np.std(v, ddof=1)) if len(v) > 1 else 0.0} for k, v in figures.items()}
+        rows[name]["last_plan"] = of[-1].steps[-1].reason
+        price = setting.device.price_per_hour
+        if price is not None:
+            rows[name]["money_per_step"] = rows[name]["full_device_s"]["mean"] * price / 3600
+    return {
+        "setting": setting.name,
+        "device": setting.device.name,
+        "devices": setting.devices,
+        "model": setting.model.name,
+        "algorithm": setting.algorithm,
+        "responses_per_step": setting.prompts * setting.samples,
+        "prefer": setting.prefer,
+        "seeds": len(runs),
+        "steps": len(runs[0].bounds),
+        "bound": {"step_s": float(np.mean([r.bound_s for r in runs])), "device_s": float(np.mean([r.bound_cost for r in runs]))},
+        "policies": rows,
+    }
+
+
+def _table(runs: list[SimulatedRun]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    found = summary(runs)
+    console = Console() if sys.stdout.isatty() else Console(width=140)
+    title = (
+        f"{found['setting']}: {found['model']}, {found['algorithm'].upper()}, {found['responses_per_step']} responses on "
+        f"{found['devices']} × {found['device']}; mean of {found['steps']} steps × {found['seeds']} seeds"
+    )
+    table = Table(title=title, title_justify="left")
+    for head in ("policy", "step, s", "× fixed", "rollout, s", "full, device-s", "vs fixed", "busy, device-s", "vs fixed", "plan"):
+        table.add_column(head, justify="left" if head in ("policy", "plan") else "right", overflow="fold")
+    base = found["policies"].get("fixed")
+
+    def against(row: dict[str, Any], key: str) -> str:
+        return f"{row[key]['mean'] / base[key]['mean'] - 1:+.0%}" if base else ""
+
+    for name, row in found["policies"].items():
+        speed = f"{base['step_s']['mean'] / row['step_s']['mean']:.2f}" if base else ""
+        table.add_row(
+            name,
+            f"{row['step_s']['mean']:.2f} ± {row['step_s']['sd']:.2f}",
+            speed,
+            f"{row['rollout_s']['mean']:.2f}",
+            f"{row['full_device_s']['mean']:.0f}",
+            against(row, "full_device_s"),
+            f"{row['busy_device_s']['mean']:.0f}",
+            against(row, "busy_device_s"),
+            row["last_plan"],
+        )
+    console.print(table)
+    bound = found["bound"]
+    console.print(f"no policy can come below {bound['step_s']:.2f} s, nor below {bound['device_s']:.0f} device-seconds", highlight=False)
+
+
+def _plot(runs: list[SimulatedRun], path: Path) -> None:
+    """Mean time against mean full cost of each policy, and the bounds."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install matplotlib") from None
+
+    found = summary(runs)
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for name, row in found["policies"].items():
+        at = (row["step_s"]["mean"], row["full_device_s"]["mean"])
+        axes.errorbar(*at, xerr=row["step_s"]["sd"], yerr=row["full_device_s"]["sd"], fmt="o", capsize=2)
+        axes.annotate(name, at, textcoords="offset points", xytext=(6, 4), fontsize=8)
+    axes.axvline(found["bound"]["step_s"], color="grey", linestyle=":", label="time bound")
+    axes.axhline(found["bound"]["device_s"], color="grey", linestyle="--", label="cost bound")
+    axes.set(xlabel="seconds per step", ylabel="device-seconds held per step", title=found["setting"], ylim=(0, None))
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot write the picture ({one_line(error)})") from None
+    finally:
+        pyplot.close(figure)

@@ -1,0 +1,1 @@
+"""Errors, deadlines, timing and pre-flight checks that every other folder uses."""

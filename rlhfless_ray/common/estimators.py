@@ -1,0 +1,28 @@
+"""Properties of the advantage estimators: the one table that validation, advantages and OpenRLHF's flags read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+EstimatorName = Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce"]
+
+
+@dataclass(frozen=True)
+class Estimator:
+    whitens: bool = False  # advantages are whitened over the rollout batch, unless the recipe says otherwise
+    discounts: bool = False  # a gamma other than 1 is meant to be used
+    critic: bool = False
+    least_samples: int = 1  # per prompt; 2 where the responses to one prompt are compared with each other
+    whole_batch: bool = False  # the baseline needs every reward of the rollout batch, not only the group's
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "gae": Estimator(whitens=True, discounts=True, critic=True),  # arXiv 1506.02438, with 1707.06347
+    "reinforce": Estimator(whitens=True, discounts=True),  # REINFORCE++, arXiv 2501.03262
+    "rloo": Estimator(least_samples=2),  # arXiv 2402.14740
+    "reinforce_baseline": Estimator(whitens=True, least_samples=2),  # REINFORCE++-baseline, arXiv 2501.03262
+    "group_norm": Estimator(least_samples=2),  # GRPO, arXiv 2402.03300
+    "dr_grpo": Estimator(least_samples=2),  # arXiv 2503.20783; the constant-length division is the loss's
+    "flash_reinforce": Estimator(whole_batch=True),  # OpenRLHF 0.11.2
+}

@@ -1,0 +1,65 @@
+"""Run a user's file once before the first step, in a process of its own.
+
+A file that hangs or crashes ends only that process. Whatever the file started is ended with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlhfless_ray.common.errors import UserError
+
+START_S = 120.0  # limit for starting the process and for the imports of the user's file
+
+
+def run_isolated(module: str, arguments: Any, work_s: float, where: str, what: str, ends: str) -> Any:
+    """Run `module` as a program that calls `isolated_main`, and return its result within START_S + `work_s` seconds.
+
+    Raises UserError, which begins with `where`, if the program hangs or ends without a result. `what` and `ends` are the
+    noun and the verb of that message.
+    """
+    root = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    limit_s = START_S + work_s
+    with tempfile.TemporaryDirectory(prefix="rlhfless-dry-") as folder:
+        result_path, log_path = Path(folder) / "answer", Path(folder) / "said"
+        with log_path.open("wb") as errors:  # not a pipe: processes left by the user's file would keep it open
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, str(result_path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,
+            )
+        try:
+            process.communicate(pickle.dumps(arguments), timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"{where}: {what} did not {ends} within {limit_s:g} s") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if not result_path.is_file():
+            last_line = (log_path.read_text("utf-8", "replace").strip().splitlines() or [""])[-1][:300]
+            raise UserError(
+                f"{where}: its process ended with code {process.returncode} in {what}" + (f": {last_line}" if last_line else "")
+            )
+        return pickle.loads(result_path.read_bytes())
+
+
+def isolated_main(function: Callable[..., Any]) -> None:
+    """Call `function` with the arguments that `run_isolated` passed, and return its result to that process."""
+    result = function(*pickle.loads(sys.stdin.buffer.read()))
+    temporary = Path(sys.argv[1] + ".part")
+    temporary.write_bytes(pickle.dumps(result))
+    temporary.rename(sys.argv[1])

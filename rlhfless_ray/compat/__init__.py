@@ -1,0 +1,1 @@
+"""Command lines and files of other projects, run unchanged."""

@@ -1,0 +1,238 @@
+"""The launcher's own validations, which every dialect shares as far as it has the flags, and what it changes after parsing.
+
+Where OpenRLHF stops with an assertion (or an unrelated exception later), this raises UserError naming the flags.
+"""
+
+from __future__ import annotations
+
+import re
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.compat.openrlhf.flag_table import rule_of
+from rlhfless_ray.compat.openrlhf.normalise import GATING, LEVEL, MODE, PROMPT_LIMIT, SAMPLE_BUFFER_SINCE, THRESHOLD, Values
+
+COUNTS = (
+    "rollout.batch_size",
+    "rollout.n_samples_per_prompt",
+    "rollout.micro_batch_size",
+    "train.batch_size",
+    "train.micro_batch_size",
+    "train.num_episodes",
+    "train.max_epochs",
+    "train.async_queue_size",
+    "ds.ring_attn_size",
+    "ds.tensor_parallel_size",
+    "vllm.tensor_parallel_size",
+    "logger.logging_steps",
+    "ckpt.max_num",
+    "data.max_samples",
+    "eval.n_samples_per_prompt",
+    *(f"{model}.{part}" for model in ("actor", "critic", "ref", "reward") for part in ("num_nodes", "num_gpus_per_node")),
+)
+CHOICES: dict[str, tuple[str, ...]] = {  # of texts that argparse takes as they are and a library refuses later
+    "ds.attn_implementation": ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
+    "ds.grad_accum_dtype": tuple(
+        spelling
+        for names in (("fp32", "float32", "float"), ("fp16", "float16", "half"), ("bf16", "bfloat16", "bfloat"))
+        for spelling in (*names, f"torch.{names[1]}")
+    ),
+    "vllm.sync_backend": ("nccl", "gloo", "mpi", "ucc", "xccl", "hccl"),
+}
+HUB_KERNEL = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?(:\w+)?")  # an attention kernel of the Hugging Face hub
+
+
+def check(v: Values) -> list[str]:
+    """Apply the launcher's rewrites to `v` and return what it warns of. Raises UserError."""
+    notes: list[str] = []
+    _choices(v)
+    _paths(v)
+    _probabilities(v)
+    _sampling(v, notes)
+    _loss(v, notes)
+    _placement(v, notes)
+    return notes
+
+
+def _must(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise UserError(sentence)
+
+
+def _choices(v: Values) -> None:
+    for name, choices in CHOICES.items():
+        text = v[name]
+        is_kernel = name == "ds.attn_implementation" and HUB_KERNEL.fullmatch(text or "")
+        _must(
+            not text or text.removeprefix("paged|") in choices or bool(is_kernel),
+            f"{v.spelled(name)}: there is no {text}; choose from {', '.join(choices)}",
+        )
+
+
+def _paths(v: Values) -> None:
+    _must(bool(v["actor.model_name_or_path"]), f"{v.spelled('actor.model_name_or_path')}: name the model to train")
+    _must(bool(v["data.prompt_dataset"]), f"{v.spelled('data.prompt_dataset')}: name the data set of prompts")
+    agent = v["train.agent_func_path"]
+    _must(not agent or agent.endswith(".py"), f"{v.spelled('train.agent_func_path')}: {agent} is not a Python file")
+    _must(
+        v.external_reward or bool(v["reward.model_name_or_path"]),
+        f"{v.spelled('reward.remote_url')}: there is no reward; give it a .py file or a URL, or name a reward model with "
+        f"{v.named('reward.model_name_or_path')} or an agent with {v.named('train.agent_func_path')}",
+    )
+    if v.has_critic and not v["critic.model_name_or_path"]:
+        reward_model = v["reward.model_name_or_path"] if not v.external_reward else None
+        v.value["critic.model_name_or_path"] = reward_model.split(",")[0] if reward_model else v["actor.model_name_or_path"]
+    _must(
+        not v["eval.dataset"] or v.external_reward,
+        f"{v.spelled('eval.dataset')}: evaluation needs {v.named('reward.remote_url')} or {v.named('train.agent_func_path')}",
+    )
+
+
+def _probabilities(v: Values) -> None:
+    text = v["data.prompt_probs"]
+    if not text:
+        return
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"{v.spelled('data.prompt_probs')}: expected numbers with commas between them, got {text}") from None
+    sets = len(v["data.prompt_dataset"].split(","))
+    _must(len(shares) == sets, f"{v.spelled('data.prompt_probs')}: {len(shares)} probabilities for {sets} data sets")
+    _must(
+        all(share > 0 for share in shares) and abs(sum(shares) - 1) < 1e-6,
+        f"{v.spelled('data.prompt_probs')}: must be positive and add up to 1 (got {text})",
+    )
+
+
+def _sampling(v: Values, notes: list[str]) -> None:
+    samples = v["rollout.n_samples_per_prompt"]
+    for name in COUNTS:  # of a group that is never made scripts say 0
+        _must(v[name] >= 1 or bool(rule_of()[name].idle(v)), f"{v.spelled(name)}: must be at least 1 (got {v[name]})")
+    _must(
+        samples > 1 or v.traits.least_samples == 1,
+        f"{v.spelled('rollout.n_samples_per_prompt')}: {v.estimator} compares responses to one prompt, so it must be above 1",
+    )
+    for name in ("eval.steps", "ckpt.save_steps"):
+        _must(v[name] > 0 or v[name] == -1, f"{v.spelled(name)}: must be at least 1, or -1 for never (got {v[name]})")
+    if v["algo.dynamic_filtering_enable"]:
+        low, high = v["algo.dynamic_filtering_range"]
+        _must(low < high, f"{v.spelled('algo.dynamic_filtering_range')}: the first value must be below the second (got {low} {high})")
+        _must(
+            v.external_reward,
+            f"{v.spelled('algo.dynamic_filtering_enable')}: filtering needs {v.named('reward.remote_url')} or "
+            f"{v.named('train.agent_func_path')}",
+        )
+        _must(samples > 1, f"{v.spelled('rollout.n_samples_per_prompt')}: filtering compares groups, so it must be above 1")
+    generated = v["rollout.vllm_generate_batch_size"]
+    _must(
+        not generated or generated <= v["rollout.batch_size"] or v["train.async_enable"] or not v.since(SAMPLE_BUFFER_SINCE),
+        f"{v.spelled('rollout.vllm_generate_batch_size')}: more than {v.named('rollout.batch_size')} needs {v.named('train.async_enable')}",
+    )
+    _must(not generated or generated > 0, f"{v.spelled('rollout.vllm_generate_batch_size')}: must be at least 1 (got {generated})")
+    response, total = v["rollout.max_new_tokens"], v["data.max_len"]
+    _must(response is None or response > 0, f"{v.spelled('rollout.max_new_tokens')}: must be at least 1 (got {response})")
+    _must(v[PROMPT_LIMIT] is None or v[PROMPT_LIMIT] > 0, f"{v.spelled(PROMPT_LIMIT)}: must be at least 1 (got {v[PROMPT_LIMIT]})")
+    _must(
+        total > (response or 1),
+        f"{v.spelled('data.max_len')}: no token is left for a prompt (the response may take {response or 1} of {total})",
+    )
+    longest = response or total
+    buffer = v["reward.overlong_buffer_len"]
+    _must(
+        buffer is None or buffer <= longest,
+        f"{v.spelled('reward.overlong_buffer_len')}: must not exceed the longest response, {longest} tokens",
+    )
+    _template(v, notes)
+    prompt = min(total - (response or 1), v[PROMPT_LIMIT] or total)
+    notes.append(
+        f"prompts longer than {prompt} tokens end the run before it starts (--elastic.prompts.overlong leave_out leaves them out); "
+        "OpenRLHF cuts tokens off their left"
+    )
+
+
+def _template(v: Values, notes: list[str]) -> None:
+    template = v["data.input_template"]
+    if not template or v["data.apply_chat_template"]:
+        return
+    name = v.spelled("data.input_template")
+    if "{}" not in template:
+        notes.append(f"{name}: it has no {{}}, so it is not used")
+        return
+    _must(_has_one_gap(template), f"{name}: must hold one {{}}, where the prompt goes; other braces are written twice")
+    if "\\n" in template:
+        notes.append(f"{name}: it holds a backslash and an n, no newline; Bash writes that $'\\n'")
+
+
+def _has_one_gap(template: str) -> bool:
+    try:
+        return template.format("\0").count("\0") == 1
+    except (IndexError, KeyError, ValueError, AttributeError):
+        return False
+
+
+def _loss(v: Values, notes: list[str]) -> None:
+    dual = v["actor.dual_clip"]
+    _must(dual is None or dual > 1, f"{v.spelled('actor.dual_clip')}: must be above 1 (got {dual})")
+    threshold = v[THRESHOLD]
+    _must(len(threshold) == 2, f"{v.spelled(THRESHOLD)}: takes HIGH or LOW HIGH (got {len(threshold)} values)")
+    if v[LEVEL] != "off":
+        _must(
+            v[MODE] != "clip" or (v[LEVEL] == "token" and v[GATING] == "ratio"),
+            f"{v.spelled(MODE)}: clip needs {v.named(LEVEL)} token and {v.named(GATING)} ratio",
+        )
+        _must(v[GATING] == "ratio" or threshold[0] <= 0, f"{v.spelled(THRESHOLD)}: {v[GATING]} takes an upper bound only")
+    if v.has_reference:
+        estimator, loss = v["algo.kl.estimator"], v["algo.kl.use_loss"]
+        if loss and estimator == "k1" and not v["algo.kl.unbiased_gradient"]:
+            notes.append(f"{v.spelled('algo.kl.estimator')}: as a loss k2 or k3 is recommended")
+        if not loss and estimator != "k1":
+            notes.append(f"{v.spelled('algo.kl.estimator')}: in the reward k1 is recommended")
+        if v["algo.kl.target"]:
+            notes.append(f"{v.spelled('algo.kl.target')}: OpenRLHF calls its adaptive controller unsupported")
+
+
+def _placement(v: Values, notes: list[str]) -> None:
+    _must(v.engines >= 0, f"{v.spelled('vllm.num_engines')}: must not be negative (got {v.engines})")
+    width = v["vllm.tensor_parallel_size"]
+    _must(
+        not v["train.async_enable"] or not (v["vllm.enable_sleep"] and v["train.colocate_all"]),
+        f"{v.spelled('vllm.enable_sleep')}: not with {v.named('train.async_enable')}",
+    )
+    _must(
+        not v["train.partial_rollout_enable"] or v["train.async_enable"],
+        f"{v.spelled('train.partial_rollout_enable')}: needs {v.named('train.async_enable')}",
+    )
+    if v["train.async_enable"] and v["train.colocate_all"]:
+        notes.append(f"{v.spelled('train.colocate_all')}: with asynchronous training OpenRLHF colocates the trained models only")
+    if v.has_reference and (v["train.colocate_actor_ref"] or v["train.colocate_all"]):
+        _same_size(v, "actor", "ref", "train.colocate_all" if v["train.colocate_all"] else "train.colocate_actor_ref")
+    if v["train.colocate_all"] and not v["train.async_enable"] and v.engines:
+        _must(
+            v.world("actor") == v.engines * width,
+            f"{v.spelled('train.colocate_all')}: the actor's GPUs ({v.world('actor')}) must be {v.named('vllm.num_engines')} times "
+            f"{v.named('vllm.tensor_parallel_size')} ({v.engines * width})",
+        )
+    if v.has_critic and v["train.colocate_critic_reward"]:
+        _same_size(v, "critic", "reward", "train.colocate_critic_reward")
+    packs = v["ds.packing_samples"] or v["train.dynamic_batch_enable"] or v["ds.ring_attn_size"] > 1
+    if not v.engines:
+        _must(not packs, f"{v.spelled('vllm.num_engines')}: packed samples need at least one engine")
+    batches = v["rollout.n_samples_per_prompt"] * v["rollout.batch_size"] // v["rollout.micro_batch_size"]
+    workers = v.world("actor") // v["ds.ring_attn_size"] // v["ds.tensor_parallel_size"]
+    _must(
+        batches >= workers,
+        f"{v.spelled('rollout.batch_size')}: {batches} batches of {v.named('rollout.micro_batch_size')} samples are fewer than the "
+        f"actor's {workers} processes ({v.named('actor.num_gpus_per_node')})",
+    )
+    if v["train.async_enable"] and v["train.async_queue_size"] > 1:
+        notes.append(f"{v.spelled('train.async_queue_size')}: samples may be that many steps older than the weights they train")
+
+
+def _same_size(v: Values, one: str, other: str, why: str) -> None:
+    parts = ("num_nodes", "num_gpus_per_node")
+    differing = next((part for part in parts if v[f"{one}.{part}"] != v[f"{other}.{part}"]), None)
+    if differing is not None:
+        name = f"{other}.{differing}"
+        raise UserError(
+            f"{v.spelled(why)}: {v.spelled(f'{one}.{differing}')} and {v.spelled(name)} must be equal "
+            f"({v[f'{one}.{differing}']} and {v[name]})"
+        )

@@ -1,0 +1,182 @@
+"""Whole commands: where OpenRLHF's launcher is in one, and what to run in its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.compat.openrlhf.flags import LAUNCHER, launchers
+from rlhfless_ray.compat.openrlhf.shell import simple_commands
+
+OURS = (LAUNCHER, "serve_rm", "lora_combiner")
+"""Launchers that have a module of the same name in rlhfless_ray.cli."""
+MODULE = re.compile(r"(?:openrlhf|rlhfless_ray)\.cli\.(\w+)")
+FILE = re.compile(r"(?:\S*/)?(?:openrlhf|rlhfless_ray)/cli/(\w+)\.py")
+INSIDE = re.compile(rf"{MODULE.pattern}|{FILE.pattern}")
+MODULE_FLAGS = ("-m", "--module")
+PRINTS = ("echo", "printf", "[", "[[", "test")
+PACKAGES = ("rlhfless_ray", "placement")
+
+
+@dataclass
+class LaunchCommand:
+    launcher: str
+    flags: list[str]
+    """What follows the launcher: its own command line."""
+
+
+def find(argv: Sequence[str]) -> LaunchCommand:
+    """The launcher in a command: bare, behind `ray job submit … --`, `srun`, `bash -c '…'`, or in a script named there. Flags
+    alone are the PPO launcher's. Raises UserError where there is none, or one that is not covered."""
+    if argv and argv[0].startswith("--"):
+        return LaunchCommand(LAUNCHER, list(argv))
+    found = _locate(list(argv))
+    if found is None:
+        raise UserError(
+            f"`{' '.join(argv)[:80]}`: no launcher of OpenRLHF in it; expected a command such as python3 -m openrlhf.cli.{LAUNCHER} …"
+        )
+    covered(found.launcher)
+    return found
+
+
+def covered(launcher: str) -> None:
+    """Raises UserError for a launcher that only OpenRLHF itself runs."""
+    if launcher in OURS:
+        return
+    if launcher == "train_ppo":
+        raise UserError(f"openrlhf.cli.train_ppo: OpenRLHF had it until 0.6.1; start openrlhf.cli.{LAUNCHER} instead")
+    if launcher in launchers():
+        raise UserError(f"openrlhf.cli.{launcher} is not covered: it is no Ray program; run it with OpenRLHF itself")
+    raise UserError(f"openrlhf.cli.{launcher}: OpenRLHF has no such launcher")
+
+
+def _locate(argv: list[str], environment: Mapping[str, str] = os.environ) -> LaunchCommand | None:
+    for index, token in enumerate(argv):
+        before = argv[index - 1] if index else ""
+        module = MODULE.fullmatch(token.removeprefix("-m")) if before in MODULE_FLAGS or token.startswith("-m") else None
+        here = module or FILE.fullmatch(token)
+        if here:
+            return LaunchCommand(here[1], argv[index + 1 :])
+        if " " in token or "\n" in token:
+            if INSIDE.search(token) and token[0] not in "$`":  # the commands of a substitution come by themselves
+                return _in_shell(token, environment, argv[index + 2 :] if before.startswith("-") and before.endswith("c") else None)
+        elif token.endswith((".sh", ".bash", ".slurm", ".sbatch")) and Path(token).is_file():
+            return _in_shell(Path(token).read_text(encoding="utf-8", errors="replace"), environment, argv[index + 1 :])
+    return None
+
+
+def _in_shell(text: str, environment: Mapping[str, str], arguments: list[str] | None) -> LaunchCommand | None:
+    commands = simple_commands(text, environment, arguments)
+    commands.sort(key=lambda command: command.words[0] in PRINTS)  # where a script shows its command before it starts it
+    found = [launch for words, handed in commands if (launch := _locate(words, handed))]
+    ours = [launch for launch in found if launch.launcher == LAUNCHER and launch.flags[:1] not in (["--help"], ["-h"])]
+    return next(iter(ours or found), None)
+
+
+# ---------------------------------------------------------------- running it
+
+
+def replaced(argv: Sequence[str]) -> list[str]:
+    """The same command with our launchers in place of OpenRLHF's wherever they can be seen; a bare `python` that starts one
+    directly becomes this interpreter."""
+    done: list[str] = []
+    for index, token in enumerate(argv):
+        before = argv[index - 1] if index else ""
+        module = before in MODULE_FLAGS and MODULE.fullmatch(token)
+        if module or re.fullmatch(rf"-m{MODULE.pattern}", token):
+            done.append(_ours(token))
+        elif FILE.fullmatch(token) and FILE.fullmatch(token)[1] in OURS:  # type: ignore[index]
+            done += ["-m", f"rlhfless_ray.cli.{FILE.fullmatch(token)[1]}"]  # type: ignore[index]
+        elif (" " in token or "\n" in token) and INSIDE.search(token):
+            done.append(_ours(token))
+            continue
+        else:
+            done.append(token)
+            continue
+        if re.fullmatch(r"python[\d.]*", done[0]):
+            done[0] = sys.executable
+        return [*done, *argv[index + 1 :]]  # what follows are flags and their values
+    return done
+
+
+def _ours(text: str) -> str:
+    text = re.sub(rf"\bopenrlhf\.cli\.({'|'.join(OURS)})\b", r"rlhfless_ray.cli.\1", text)
+    return re.sub(rf"(?<![\w./-])(?:[\w.-]*/)*openrlhf/cli/({'|'.join(OURS)})\.py", r"-m rlhfless_ray.cli.\1", text)
+
+
+def shim_folder() -> Path:
+    """A folder for PYTHONPATH: Python started with it runs `-m openrlhf.cli.train_ppo_ray` as ours."""
+    return Path(__file__).resolve().parent / "shim"
+
+
+def package_root() -> Path:
+    return Path(__file__).resolve().parents[3]
+
+
+def with_shim(environment: dict[str, str]) -> dict[str, str]:
+    old = environment.get("PYTHONPATH")
+    return {**environment, "PYTHONPATH": ":".join([str(shim_folder()), *([old] if old else [])])}
+
+
+def is_submission(argv: Sequence[str]) -> bool:
+    return len(argv) > 2 and Path(argv[0]).name == "ray" and list(argv[1:3]) == ["job", "submit"] and "--" in argv
+
+
+def submission(argv: Sequence[str], *, ship: bool = True) -> list[str]:
+    """A `ray job submit … -- …` command with our launcher. `ship`: our packages travel with the job (runtime_env `py_modules`);
+    without, they must be installed on the cluster. What the runtime_env says already stays.
+
+    Raises UserError where the command is none, or its runtime_env cannot be read."""
+    if not is_submission(argv):
+        raise UserError("expected `ray job submit OPTIONS -- COMMAND`")
+    cut = list(argv).index("--")
+    options, entry = list(argv[:cut]), list(argv[cut + 1 :])
+    program = entry[0] if entry else ""
+    entry = replaced(entry)
+    if program and entry[0] == sys.executable:
+        entry[0] = program  # the cluster's python, not this machine's
+    options, runtime_env = _take_runtime_env(options)
+    if ship:
+        modules = runtime_env.get("py_modules") or []
+        if not isinstance(modules, list):
+            raise UserError(f"--runtime-env-json: py_modules must be a list, got `{modules}`")
+        runtime_env["py_modules"] = [*modules, *(str(package_root() / name) for name in PACKAGES)]
+    if not any("rlhfless_ray" in token for token in entry):  # hidden in a script: the shim finds it, from where it is on the cluster
+        entry = ["python3", "-m", "rlhfless_ray", "run", "--", *entry]
+    if runtime_env:
+        options += ["--runtime-env-json", json.dumps(runtime_env)]
+    return [*options, "--", *entry]
+
+
+def _take_runtime_env(options: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """The options without --runtime-env-json and --runtime-env, and what these hold."""
+    kept: list[str] = []
+    runtime_env: dict[str, Any] = {}
+    index = 0
+    while index < len(options):
+        name, equals, value = options[index].partition("=")
+        if name not in ("--runtime-env-json", "--runtime-env"):
+            kept.append(options[index])
+            index += 1
+            continue
+        if not equals:
+            value = options[index + 1] if index + 1 < len(options) else ""
+            index += 1
+        index += 1
+        try:
+            read = json.loads(value) if name.endswith("json") else yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise UserError(f"{name}: cannot be read: {error}") from None
+        if not isinstance(read, dict):
+            raise UserError(f"{name}: expected a mapping, got `{value[:80]}`")
+        runtime_env |= read
+    return kept, runtime_env

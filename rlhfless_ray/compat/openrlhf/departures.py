@@ -1,0 +1,64 @@
+"""What is told before a run: where it learns differently here on purpose, and where another version would."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rlhfless_ray.compat.openrlhf import flag_semantics as m
+from rlhfless_ray.compat.openrlhf.dialect import CommandLine
+from rlhfless_ray.compat.openrlhf.flag_table import RULES
+from rlhfless_ray.compat.openrlhf.flags import span_text
+from rlhfless_ray.compat.openrlhf.normalise import Values
+
+
+def departures(v: Values) -> list[str]:
+    """One sentence each."""
+    return [*_frozen(v), *_remainder(v)]
+
+
+def other_meanings(line: CommandLine, v: Values) -> list[str]:
+    """Flags that say the same in other versions which accept the line, and are learned from differently there."""
+    differing: dict[tuple[str, str], list[str]] = {}
+    for version in line.accepted_by:
+        there = replace(v, version=version)
+        for rule in RULES:
+            if rule.kind in ("exact", "cond") and not rule.idle(v) and (changed := _changed(rule.settings(v), rule.settings(there))):
+                differing.setdefault((v.spelled(rule.name), changed), []).append(version)
+    return [
+        f"{flag}: OpenRLHF {span_text(where[0], where[-1])} accepts this command too and means {changed}; --elastic.dialect VERSION "
+        "takes that"
+        for (flag, changed), where in differing.items()
+    ]
+
+
+def _changed(here: dict[str, Any], there: dict[str, Any]) -> str:
+    keys = [key for key in {**here, **there} if (key in here, here.get(key)) != (key in there, there.get(key))]
+    return ", ".join(f"{key} {there[key]}" if key in there else f"no {key}" for key in keys)
+
+
+def _frozen(v: Values) -> list[str]:
+    steps = m.frozen_steps(v["critic.freezing_steps"], v).get("critic.freeze_policy_steps", 0)
+    if not steps:
+        return []
+    without = "" if v.has_critic else f" and, as there is no critic with {v.estimator}, nothing else is"
+    carries = m.optimizer_steps(v["train.batch_size"], v).get("algorithm.remainder") == "carry"
+    but = ", but for what the last of these steps carries over" if carries and v.has_critic else ""
+    return [
+        f"{v.spelled('critic.freezing_steps')}: the policy is not trained in the first {steps} step{'s' * (steps > 1)}{without}; it never "
+        f"learns from their samples{but}, where OpenRLHF leaves them in the actor's buffer for its first update"
+    ]
+
+
+def _remainder(v: Values) -> list[str]:
+    found, samples = m.optimizer_steps(v["train.batch_size"], v), v["rollout.batch_size"] * v["rollout.n_samples_per_prompt"]
+    if "algorithm.remainder" not in found:
+        return []
+    said = f"{v.spelled('train.batch_size')}: it does not divide the {samples} samples of a rollout; "
+    if found["algorithm.remainder"] == "drop":
+        return [f"{said}with {v.named('train.dynamic_batch_enable')} nobody learns from the other {samples % v['train.batch_size']}"]
+    return [
+        f"{said}what is left is learned from in the first optimizer step of the next rollout, and is kept in checkpoints; the step's "
+        "mean is over all of its samples (OpenRLHF keeps the gradients, and loses them at a stop; from 0.11 on it weighs the left "
+        "samples as if they were a whole step)"
+    ]

@@ -1,0 +1,107 @@
+"""Our own settings on an OpenRLHF command line: --elastic.* and --prefix.*. No flag of theirs begins so, in any version.
+
+`--elastic.FIELD` is a field of the recipe's `functions` or `objective`; `--elastic.SECTION.FIELD` one of the sections in
+SECTIONS; `--prefix.kv` is `rollout.prefix_kv`, as `--prefix.FIELD` is any `rollout.prefix_FIELD`. Values are YAML. A switch needs
+no value. What a flag of OpenRLHF decides stays its own: such a field is refused with the flag's name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import yaml
+
+from rlhfless_ray.common.errors import UserError
+
+SHORT = ("functions", "objective")
+SECTIONS = (
+    *SHORT,
+    "algorithm",
+    "rollout",
+    "learner",
+    "price",
+    "cluster",
+    "run",
+    "prompts",
+    "checkpoint",
+    "watch",
+    "evaluate",
+    "reward",
+    "agent",
+    "policy",
+    "critic",
+    "reference",
+)
+DIALECT = "--elastic.dialect"
+
+
+def separate(tokens: Sequence[str]) -> tuple[list[str], list[tuple[str, str | None]], str | None]:
+    """OpenRLHF's own tokens; ours as (flag, text or None for a switch); the dialect that is asked for, or None."""
+    theirs: list[str] = []
+    ours: list[tuple[str, str | None]] = []
+    version = None
+    index = 0
+    while index < len(tokens):
+        token = tokens[index]
+        if token == "--":
+            theirs += tokens[index:]
+            break
+        if not token.startswith(("--elastic.", "--prefix.")):
+            theirs.append(token)
+            index += 1
+            continue
+        flag, equals, text = token.partition("=")
+        value: str | None = text if equals else None
+        index += 1
+        if not equals and index < len(tokens) and not tokens[index].startswith("--"):
+            value = tokens[index]
+            index += 1
+        if flag == DIALECT:
+            if value is None:
+                raise UserError(f"{DIALECT}: name a version, for example {DIALECT} 0.9.10")
+            version = value
+        else:
+            ours.append((flag, value))
+    return theirs, ours, version
+
+
+def own_settings(
+    ours: list[tuple[str, str | None]], known: Callable[[str], bool], keys: list[str], owned: dict[str, str]
+) -> dict[str, Any]:
+    """Recipe key → value. `known` tells whether the recipe has a key, `keys` are all of them (for the nearest name), and
+    `owned` are keys that a flag of OpenRLHF decides. Raises UserError for an unknown or owned one."""
+    settings: dict[str, Any] = {}
+    for flag, text in ours:
+        key = _key(flag, known)
+        if key is None:
+            raise UserError(_unknown(flag, keys))
+        if key in owned:
+            raise UserError(f"{flag}: {owned[key]} decides that; write {owned[key]}")
+        try:
+            settings[key] = True if text is None else yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise UserError(f"{flag}: `{text}` is not valid YAML") from None
+    return settings
+
+
+def _key(flag: str, known: Callable[[str], bool]) -> str | None:
+    prefix, _, name = flag[2:].partition(".")
+    if prefix == "prefix":
+        candidates = [f"rollout.prefix_{name}"]
+    elif name.partition(".")[0] in SECTIONS and "." in name:
+        candidates = [name]
+    else:
+        candidates = [f"{section}.{name}" for section in SHORT]
+    return next((key for key in candidates if known(key)), None)
+
+
+def _unknown(flag: str, keys: list[str]) -> str:
+    if flag.startswith("--prefix."):
+        offered = [key.replace("rollout.prefix_", "--prefix.") for key in keys if key.startswith("rollout.prefix_")]
+    else:
+        offered = [f"--elastic.{key.partition('.')[2]}" for key in keys if key.startswith(tuple(f"{s}." for s in SHORT))]
+        offered += [f"--elastic.{key}" for key in keys if key.startswith(tuple(f"{s}." for s in SECTIONS))]
+    nearest = difflib.get_close_matches(flag, offered, n=1, cutoff=0.5)
+    return f"{flag}: no such setting" + (f"; did you mean {nearest[0]}?" if nearest else "")

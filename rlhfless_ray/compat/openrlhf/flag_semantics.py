@@ -1,0 +1,302 @@
+"""What the values of a command line come to: when a flag has no effect, the settings it makes, how a hint is read."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlhfless_ray.compat.openrlhf.flags import place
+from rlhfless_ray.compat.openrlhf.normalise import GATING, LEVEL, MODE, PROMPT_LIMIT, SAMPLE_BUFFER_SINCE, THRESHOLD, Values
+
+RLOO_NOT_WHITENED_SINCE, KL_CUT_SINCE, STEPS_FROM_ZERO_SINCE = "0.8.5", "0.8.6", "0.9.1"
+
+# ---------------------------------------------------------------- when a flag has no effect
+
+
+def before(v: Values, version: str) -> bool:
+    return place(v.version) < place(version)
+
+
+def no_critic(v: Values) -> str:
+    return "" if v.has_critic else f"there is no critic with {v.estimator}"
+
+
+def no_reference(v: Values) -> str:
+    return "" if v.has_reference else "the KL coefficient is 0, there is no reference model"
+
+
+def no_reward_model(v: Values) -> str:
+    return "rewards come from a file, URL or agent, there is no reward model" if v.external_reward else ""
+
+
+def no_evaluation(v: Values) -> str:
+    if not v["eval.dataset"]:
+        return "there is no evaluation data set"
+    return "" if v["eval.steps"] > 0 else "evaluation is off"
+
+
+def no_lora(v: Values) -> str:
+    return "" if v["ds.lora.rank"] else "the LoRA rank is 0"
+
+
+def no_correction(v: Values) -> str:
+    if v[LEVEL] == "off":
+        return "the importance correction is off"
+    return "gspo's correction is a ratio to the sampler, without a band" if v["actor.policy_loss_type"] == "gspo" else ""
+
+
+def no_checkpoints(v: Values) -> str:
+    writes = v["ckpt.save_steps"] > 0 or v["ckpt.load_enable"] or best_metric(v) != "none"
+    return "" if writes else "no checkpoints are asked for"
+
+
+def no_generate_batch(v: Values) -> str:
+    return f"nothing reads it in OpenRLHF {v.version}" if v.since("0.9.1") and not v.since(SAMPLE_BUFFER_SINCE) else ""
+
+
+def no_muon(model: str) -> Callable[[Values], str]:
+    return lambda v: unused(model, v) or ("" if v[f"{model}.optim"] == "muon" else f"the {model}'s optimizer is adam")
+
+
+def unused(model: str, v: Values) -> str:
+    return no_critic(v) if model == "critic" else ""
+
+
+def best_metric(v: Values) -> str:
+    return v["ckpt.best_metric_key"] if v["eval.dataset"] and v["eval.steps"] > 0 else "none"
+
+
+# ---------------------------------------------------------------- values → settings
+
+
+def lengths(x: Any, v: Values) -> dict[str, Any]:
+    total, response, prompt = v["data.max_len"], v["rollout.max_new_tokens"], v[PROMPT_LIMIT]
+    longest = total - (1 if response is None else response)
+    found: dict[str, Any] = {"prompts.max_prompt_tokens": min(longest, prompt) if prompt is not None else longest}
+    if response is None:
+        found["rollout.max_total_tokens"], found["rollout.max_tokens"] = total, total - 1
+    else:
+        found["rollout.max_tokens"] = response
+    return found
+
+
+def dataset(x: str | None, v: Values) -> dict[str, Any]:
+    if x is not None and ("," in x or "@" in x):
+        return {"prompts.paths": [part.strip() for part in x.split(",")]}
+    return {"prompts.path": x}
+
+
+def probabilities(v: Values) -> list[float] | None:
+    """Of one data set the whole of it is drawn, in its order."""
+    shares = [float(part) for part in (v["data.prompt_probs"] or "").split(",") if part]
+    return shares if len(shares) > 1 else None
+
+
+def optimizer_steps(x: int, v: Values) -> dict[str, Any]:
+    """Where it does not divide the rollout, gradients of the rest stay for the next one; with dynamic batches nobody learns from it."""
+    samples = v["rollout.batch_size"] * v["rollout.n_samples_per_prompt"]
+    if samples == x:
+        return {"algorithm.updates_per_step": 1}
+    if samples % x == 0:
+        return {"algorithm.batch_samples": x}
+    return {"algorithm.batch_samples": x, "algorithm.remainder": "drop" if v["train.dynamic_batch_enable"] else "carry"}
+
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def param_dtype(x: str, v: Values) -> dict[str, Any]:
+    """`checkpoint`, what no --bf16 meant before 0.9.2, is read from the model's folder."""
+    dtype = stored_dtype(Path(v["actor.model_name_or_path"])) if x == "checkpoint" else x
+    return {"policy.dtype": DTYPES.get(dtype or x, dtype or x)}
+
+
+def unknown_dtype(v: Values) -> str:
+    """Why a dtype is refused that is nobody's choice."""
+    if param_dtype(v["ds.param_dtype"], v)["policy.dtype"] != "checkpoint":
+        return ""
+    return f"{v['actor.model_name_or_path']} is no folder that tells the dtype its weights are stored in; give --bf16"
+
+
+def stored_dtype(folder: Path) -> str | None:
+    """As transformers' `auto`: what config.json says, else the first floating-point weight's; None: neither tells."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if said := config.get("dtype") or config.get("torch_dtype"):
+            return str(said).removeprefix("torch.")
+        with min(folder.glob("*.safetensors")).open("rb") as file:
+            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+    except (OSError, ValueError, struct.error):
+        return None
+    return next((entry["dtype"] for entry in header.values() if entry.get("dtype") in DTYPES), None)
+
+
+def zero_stage(x: int, v: Values) -> dict[str, Any]:
+    """Without a stage DeepSpeed keeps float32 weights beside bfloat16 ones too; here stage 1 does. Offload needs a stage too."""
+    needs_one = v["ds.adam_offload"] or param_dtype(v["ds.param_dtype"], v)["policy.dtype"] == "bfloat16"
+    return {"learner.zero_stage": max(x, 1) if needs_one and x == 0 else x}
+
+
+def micro_batch(x: int, v: Values) -> dict[str, Any]:
+    return {"learner.micro_batch_tokens": x * v["data.max_len"]}
+
+
+def clip(x: Any, v: Values) -> dict[str, Any]:
+    low, high = v["actor.eps_clip_low_high"] or (v["actor.eps_clip"],) * 2
+    return {"algorithm.clip_low": low, "algorithm.clip_high": high}
+
+
+def correction(x: Any, v: Values) -> dict[str, Any]:
+    low, high = v[THRESHOLD][0], v[THRESHOLD][-1]
+    if v[LEVEL] == "off":
+        return {"algorithm.importance_cap": 0.0}
+    if v["actor.policy_loss_type"] == "gspo":  # the switch changes its ratio there; bands are for the other loss
+        return {"algorithm.importance_cap": 0.0, "algorithm.loss.ratio_to": "sampler"}
+    if (v[LEVEL], v[MODE], v[GATING], low) == ("token", "clip", "ratio", 0):
+        return {"algorithm.importance_cap": high}
+    name = "algorithm.loss.correction_{}".format
+    return {
+        "algorithm.importance_cap": 0.0,
+        name("level"): v[LEVEL],
+        name("mode"): v[MODE],
+        name("gating"): v[GATING],
+        name("low"): low,
+        name("high"): high,
+    }
+
+
+def loss_mean(x: str, v: Values) -> dict[str, Any]:
+    """KL loss and entropy bonus are means over tokens in every version, whatever the policy loss is a mean over."""
+    sequence = x == "seq-mean-token-mean" or v["actor.policy_loss_type"] == "gspo"  # gspo is a loss of sequences
+    return {"algorithm.loss_mean": "sequence", "algorithm.regularization_mean": "token"} if sequence else {"algorithm.loss_mean": "token"}
+
+
+def frozen_steps(x: int, v: Values) -> dict[str, Any]:
+    """The policy is trained where the step's number is above the flag's: counted from 1 up to 0.9.0, from 0 since."""
+    frozen = max(x if before(v, STEPS_FROM_ZERO_SINCE) else x + 1, 0)
+    return {"critic.freeze_policy_steps": frozen} if frozen or v.has_critic else {}
+
+
+def whitened(v: Values) -> bool:
+    return v.traits.whitens or (v.estimator == "rloo" and before(v, RLOO_NOT_WHITENED_SINCE))
+
+
+def estimator(x: str, v: Values) -> dict[str, Any]:
+    """Up to 0.8.4 rloo was whitened over the batch too."""
+    return {"algorithm.advantage.estimator": x} | ({"algorithm.advantage.whiten": True} if x == "rloo" and whitened(v) else {})
+
+
+def kl_estimator(x: str, v: Values) -> dict[str, Any]:
+    """Up to 0.8.5 the estimates of a token were not cut."""
+    return {"algorithm.kl.estimator": x} | ({"algorithm.kl.limit": None} if before(v, KL_CUT_SINCE) else {})
+
+
+def overlong(x: int | None, v: Values) -> dict[str, Any]:
+    """The penalty is full at the longest response, and without a limit of its own at the longest sequence."""
+    found: dict[str, Any] = {"reward.overlong_buffer_tokens": x}
+    if x is not None and v["rollout.max_new_tokens"] is None:
+        found["reward.overlong_limit_tokens"] = v["data.max_len"]
+    if x is not None and v["train.agent_func_path"]:
+        found["reward.overlong_feedback"] = True
+    return found
+
+
+def normalized(x: bool, v: Values) -> dict[str, Any]:
+    """Of reward model and critic, each with the numbers in its own config."""
+    return ({} if v.external_reward else {"reward.normalize": x}) | ({"critic.normalize": x} if v.has_critic else {})
+
+
+def reward_source(x: str | None, v: Values) -> dict[str, Any]:
+    if not x or v["train.agent_func_path"]:
+        return {}
+    if x.endswith(".py"):
+        return {"reward.function": f"{x}:reward_func", "reward.contract": "openrlhf"}
+    return {"reward.url": x.split(",")}
+
+
+def agent(x: str | None, v: Values) -> dict[str, Any]:
+    """Each turn may take what is left of the whole length; no other limit holds there."""
+    return {"agent.path": x, "agent.max_tokens": v["data.max_len"]} if x else {"agent.path": ""}
+
+
+def template(x: Any, v: Values) -> dict[str, Any]:
+    return {"prompts.template": "chat" if v["data.apply_chat_template"] else "none"}
+
+
+def input_template(x: str | None, v: Values) -> dict[str, Any]:
+    return {"prompts.input_template": x if x and "{}" in x and not v["data.apply_chat_template"] else None}
+
+
+def evaluation_set(x: str | None, v: Values) -> dict[str, Any]:
+    return {"evaluate.prompts": 0} if no_evaluation(v) else {"evaluate.path": x, "evaluate.greedy": False}
+
+
+def decay(section: str) -> Callable[[float, Values], dict[str, Any]]:
+    def make(x: float, v: Values) -> dict[str, Any]:
+        skips = {"learner.decay_all": False} if x and section == "learner" else {}
+        return {f"{section}.weight_decay": x, **skips}
+
+    return make
+
+
+def schedule(model: str, section: str) -> Callable[[Any, Values], dict[str, Any]]:
+    def make(x: Any, v: Values) -> dict[str, Any]:
+        """Without warm-up a constant rate is what the recipe has; everything else is a schedule over all steps."""
+        name, warmup = v[f"{model}.lr_scheduler"], v[f"{model}.lr_warmup_ratio"]
+        if section == "learner" and (name == "constant" or (name == "constant_with_warmup" and not warmup)):
+            return {"learner.warmup_steps": 0}
+        found = {f"{section}.schedule": name, f"{section}.warmup_share": warmup}
+        if name == "cosine_with_min_lr":
+            found[f"{section}.min_rate_share"] = v[f"{model}.min_lr_ratio"]
+        return found
+
+    return make
+
+
+# ---------------------------------------------------------------- how hints are read
+
+
+def trainer(v: Values) -> str:
+    return f"{v.world('actor')} ranks of the learner at most; results do not depend on their number"
+
+
+def size(model: str, section: str) -> Callable[[Any, Values], dict[str, Any]]:
+    return lambda x, v: {} if model == "ref" and v["ds.lora.rank"] else {f"{section}.ranks": v.ranks(model)}
+
+
+def takes(model: str, what: str) -> Callable[[Values], str]:
+    """How the slots of a model are read."""
+
+    def reading(v: Values) -> str:
+        if model == "actor":
+            return trainer(v)
+        if model == "ref" and v["ds.lora.rank"]:
+            return f"with LoRA {what} is the policy without its adapters, in the learner"
+        return f"{what} takes {v.ranks(model)} slots at most"
+
+    return reading
+
+
+def width(v: Values) -> str:
+    asked = v["vllm.tensor_parallel_size"]
+    return (
+        "an engine takes one slot"
+        if asked == 1
+        else (
+            f"an engine takes one slot, not {asked}: engines cannot span devices yet, and a policy that one device cannot hold is refused"
+        )
+    )
+
+
+def engines(v: Values) -> str:
+    if not v.engines:
+        return "OpenRLHF cannot run without a number of engines; here the plan of each step decides"
+    return f"{v.engines} engines at most; the plan of each step decides how many there are"
+
+
+SHARED = "functions hand each other their slots here, whoever shares a GPU there"
+PARKED = "who has no work gives its device back anyway"
+BUDGET = "bounds memory; the loss is normalised over the whole optimizer step, so it changes no result"

@@ -1,0 +1,67 @@
+"""Memory that a command's models need on each device, told before any cluster is known, and whether this machine has it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.compat.openrlhf.resources import slots_here
+from rlhfless_ray.compat.openrlhf.translate import Translation, by_flag
+
+if TYPE_CHECKING:
+    from rlhfless_ray.recipe import Recipe
+    from rlhfless_ray.run.memory_check import Model, Need
+
+COMMON_GB = 80  # of an A100 or H100
+COMMON_BYTES = COMMON_GB * 2**30  # what is sold as 80 GB has 79.2 to 80 GiB
+
+
+def memory_lines(found: Translation) -> list[str]:
+    """What each function needs on its device, or nothing where the models' sizes are not known on this machine."""
+    return [f"{need.who} needs {need} on its device" for need in needs_of(found)]
+
+
+def needs_of(found: Translation) -> list[Need]:
+    from rlhfless_ray.run.memory_check import device_needs
+
+    recipe, models = _sized(found)
+    return device_needs(recipe, models) if recipe is not None else []
+
+
+def width_note(found: Translation) -> list[str]:
+    """Whether one common device holds an engine for which the command asks several."""
+    v = found.values
+    need = next((need for need in needs_of(found) if need.is_engine), None)
+    if v["vllm.tensor_parallel_size"] == 1 or need is None:
+        return []
+    holds = need.bytes <= need.share * COMMON_BYTES
+    then = "holds it" if holds else "does not hold it: there the run is refused before it starts"
+    return [f"{v.spelled('vllm.tensor_parallel_size')}: an engine needs {need}, and one device of {COMMON_GB} GB {then}"]
+
+
+def too_large_here(found: Translation, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Why the command's models cannot fit this machine, or None. Also None for a command that runs on another cluster."""
+    from rlhfless_ray.run.memory_check import check_ahead
+
+    recipe, _ = _sized(found)
+    if recipe is None or slots_here(found.settings, environment) is None:
+        return None
+    try:
+        check_ahead(recipe, fetch=False)
+    except UserError as error:
+        return str(by_flag(found, error))
+    return None
+
+
+def _sized(found: Translation) -> tuple[Recipe | None, dict[str, Model]]:
+    """The recipe, of what can be honoured, and its models' sizes."""
+    from rlhfless_ray.recipe import Recipe
+    from rlhfless_ray.run.memory_check import models_of
+
+    try:
+        recipe = Recipe.parse(found.tree)
+    except UserError:  # `problem` says it
+        return None, {}
+    return recipe, models_of(recipe, fetch=False)

@@ -1,0 +1,331 @@
+"""As much of a shell's grammar as launch scripts use: words, quotes, variables and arrays, functions, commands one after another.
+
+Nothing is executed. A substitution `$(…)` other than of `echo` and `expr` and a variable without a value stay as they are
+written; the commands in a substitution are read too. Of a loop the first round is read; where a test cannot be decided every branch is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from rlhfless_ray.compat.openrlhf.shell_flow import Flow, decided
+from rlhfless_ray.compat.openrlhf.shell_values import NAME, Expansion, Scope, expansion, fields, printed
+
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[(\w+)\])?(\+?)=")
+DECLARES = ("export", "declare", "local", "readonly", "typeset")
+FUNCTION = re.compile(r"(?:function\s+)?([A-Za-z_][\w-]*)\s*\(\s*\)\s*\{|function\s+([A-Za-z_][\w-]*)\s*\{")
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "a": "\a"}
+DEEPEST = 20  # calls of functions within one another
+
+
+class Command(NamedTuple):
+    words: list[str]
+    environment: dict[str, str]
+    """What it is handed: exported variables."""
+
+
+@dataclass
+class Reader:
+    text: str
+    scope: Scope
+    at: int = 0
+    commands: list[Command] = field(default_factory=list)
+    inner: list[Command] = field(default_factory=list)
+    """Commands in substitutions of the command that is being read."""
+    words: list[str] = field(default_factory=list)
+    word: str | None = None
+    """Under construction; None between words."""
+    flow: Flow = field(default_factory=Flow)
+
+
+def simple_commands(text: str, environment: Mapping[str, str] = os.environ, arguments: Sequence[str] | None = None) -> list[Command]:
+    """The commands of a script or of a `bash -c` text in the order they are written, as lists of words, without
+    assignments and redirections. `arguments`: of the script, None where they are not known. Functions that nothing calls come last."""
+    scope = Scope({name: [value] for name, value in environment.items()}, set(environment), None if arguments is None else list(arguments))
+    commands = _read(text, scope, [])
+    for name in [name for name in scope.functions if name not in scope.called]:
+        scope.arguments = None
+        _read(scope.functions[name], scope, commands)
+    return commands
+
+
+def _read(text: str, scope: Scope, commands: list[Command]) -> list[Command]:
+    reader = Reader(text, scope, commands=commands)
+    while reader.at < len(reader.text):
+        _step(reader)
+    _end_command(reader)
+    return commands
+
+
+def words_of(text: str, scope: Scope) -> list[str]:
+    """Of a text that is one command's words."""
+    reader = Reader(text, scope)
+    while reader.at < len(reader.text):
+        _step(reader)
+    _end_word(reader)
+    return reader.words
+
+
+def _step(r: Reader) -> None:
+    char, rest = r.text[r.at], r.text[r.at :]
+    if r.word is None and not r.words and (function := FUNCTION.match(rest)):
+        _function(r, function[1] or function[2], r.at + function.end())
+    elif rest.startswith("\\\n"):
+        r.at += 2
+    elif char in " \t":
+        _end_word(r)
+        r.at += 1
+    elif char in "\n;&|()":
+        _operator(r)
+    elif char == "#" and r.word is None:
+        r.at += len(rest.partition("\n")[0])
+    elif char in "<>":
+        _redirection(r)
+    elif char == "\\":
+        _add(r, rest[1:2])
+        r.at += 2
+    elif rest.startswith("$'"):
+        _ansi(r)
+    elif char == "'":
+        literal = rest[1:].partition("'")[0]
+        _add(r, literal)
+        r.at += len(literal) + 2
+    elif char == '"':
+        _double_quoted(r)
+    elif char == "$":
+        found = _expansion(r)
+        r.at = found.end
+        if found.is_whole:
+            _add_words(r, found.values)
+        else:
+            _add_split(r, " ".join(found.values))
+    elif char == "`":
+        inner = rest[1:].partition("`")[0]
+        r.inner += _apart(r.scope, inner)
+        _add(r, f"`{inner}`")
+        r.at += len(inner) + 2
+    else:
+        _add(r, char)
+        r.at += 1
+
+
+def _expansion(r: Reader) -> Expansion:
+    found = expansion(r.text, r.at, r.scope, words_of)
+    text = r.text[r.at : found.end]
+    if not text.startswith("$(") or text.startswith("$(("):
+        return found
+    inner = _apart(r.scope, text[2:-1])
+    r.inner += inner
+    lines = [printed(command.words) for command in inner]
+    if not lines or None in lines:
+        return found
+    return Expansion(["\n".join(filter(None, lines))], found.end)
+
+
+def _apart(scope: Scope, text: str) -> list[Command]:
+    """The commands of a substitution; what it assigns does not last."""
+    return _read(text, replace(scope, variables={**scope.variables}, exported={*scope.exported}), [])
+
+
+def _add(r: Reader, text: str) -> None:
+    r.word = (r.word or "") + text
+
+
+def _add_words(r: Reader, values: Sequence[str]) -> None:
+    for index, value in enumerate(values):
+        if index:
+            _end_word(r)
+        _add(r, value)
+
+
+def _add_split(r: Reader, text: str) -> None:
+    """An expansion without quotes is split into words."""
+    if r.word is not None and text[:1].isspace():
+        _end_word(r)
+    _add_words(r, fields(text))
+
+
+def _end_word(r: Reader) -> None:
+    if r.word is not None:
+        r.words.append(r.word)
+    r.word = None
+
+
+def _end_command(r: Reader, ends: str = "\n") -> None:
+    """`ends`: the operator behind it."""
+    _end_word(r)
+    words, r.words = r.flow.keywords(r.words, ends, r.scope), []
+    inner, r.inner = r.inner, []
+    if r.flow.runs:
+        r.commands += inner
+    if not words or not r.flow.runs:
+        return
+    negated = words[0] == "!"
+    words, environment, result = _assigned(r, words[negated:])
+    if words:
+        result = decided(words)
+        _command(r, words, environment)
+    r.flow.finished(result if result is None else result != negated)
+
+
+def _assigned(r: Reader, words: list[str]) -> tuple[list[str], dict[str, str], bool | None]:
+    """The words behind assignments; what these put into the environment of the command; their status."""
+    scope, environment = r.scope, r.scope.environment()
+    if words and words[0] in DECLARES:
+        options = {word for word in words[1:] if word.startswith("-")}
+        names = [_assign(r, word) or word for word in words[1:] if word not in options]
+        if words[0] == "export" or "-x" in options:
+            scope.exported.update(names)
+        return [], environment, True
+    while words and ASSIGNMENT.match(words[0]):
+        name = _assign(r, words[0])
+        environment[name] = scope.variables[name][0]
+        words = words[1:]
+    return words, environment, True
+
+
+def _assign(r: Reader, word: str) -> str:
+    """Its variable's name; empty where it is no assignment."""
+    match = ASSIGNMENT.match(word)
+    if match is None:
+        return ""
+    name, subscript, plus = match.groups()
+    old, new = r.scope.variables.get(name, []), word[match.end() :]
+    if subscript is not None:
+        place = int(subscript) if subscript.isdigit() else 0
+        r.scope.variables[name] = [*old[:place], new, *old[place + 1 :]]
+    else:
+        r.scope.variables[name] = [("".join(old[:1]) if plus else "") + new, *(old[1:] if plus else [])]
+    return name
+
+
+def _command(r: Reader, words: list[str], environment: dict[str, str]) -> None:
+    scope = r.scope
+    if words[0] == "shift" and scope.arguments is not None:
+        scope.arguments = scope.arguments[int(words[1]) if words[1:2] and words[1].isdigit() else 1 :]
+    elif words[0] == "eval":
+        _read(" ".join(words[1:]), scope, r.commands)
+    elif words[0] in scope.functions and scope.depth < DEEPEST:
+        scope.called.add(words[0])
+        before, scope.arguments = scope.arguments, words[1:]
+        scope.depth += 1
+        _read(scope.functions[words[0]], scope, r.commands)
+        scope.depth -= 1
+        scope.arguments = before
+    else:
+        if words[:2] == ["set", "--"]:
+            scope.arguments = words[2:]
+        r.commands.append(Command(words, environment))
+
+
+def _operator(r: Reader) -> None:
+    match = ASSIGNMENT.fullmatch(r.word) if r.word else None
+    if r.text[r.at] == "(" and match:
+        _array(r, match[1], append=bool(match[3]))
+        return
+    name = next((two for two in ("&&", "||", ";;") if r.text.startswith(two, r.at)), r.text[r.at])
+    _end_command(r, name)
+    r.flow.operator(name)
+    r.at += len(name)
+
+
+def _array(r: Reader, name: str, *, append: bool) -> None:
+    inner = Reader(r.text, r.scope, r.at + 1)
+    while inner.at < len(r.text) and r.text[inner.at] != ")":
+        if r.text[inner.at] == "\n":
+            _end_word(inner)
+            inner.at += 1
+        else:
+            _step(inner)
+    _end_word(inner)
+    r.words = r.flow.keywords(r.words, "", r.scope)  # of an `if` the `then` before it
+    if r.flow.runs:
+        r.scope.variables[name] = [*(r.scope.variables.get(name, []) if append else []), *inner.words]
+        r.flow.finished(True)
+    r.at, r.word = inner.at + 1, None
+
+
+def _function(r: Reader, name: str, at: int) -> None:
+    """Its text is read where it is called."""
+    copy = Scope({**r.scope.variables}, set(), None)
+    body, depth = Reader(r.text, copy, at), 0
+    while body.at < len(body.text):
+        at_start = body.word is None and not body.words
+        brace = re.match(r"([{}])(?=[\s;&|)]|$)", body.text[body.at :]) if at_start else None
+        depth += 0 if brace is None else (1 if brace[1] == "{" else -1)
+        if depth < 0:
+            break
+        _step(body)
+    end = len(r.text) - (len(body.text) - body.at)  # a here-document took what was before it away
+    r.scope.functions[name] = r.text[at:end]
+    r.at = end + 1
+
+
+def _redirection(r: Reader) -> None:
+    if r.word is not None and r.word.isdigit():
+        r.word = None
+    heredoc = re.match(r"<<-?\s*(['\"]?)(\w+)\1", r.text[r.at :])
+    if heredoc:
+        _heredoc(r, heredoc[2], r.at + heredoc.end(), literal=bool(heredoc[1]))
+        return
+    target = re.match(r"(<<<|>>|[<>])&?\s*(\"[^\"]*\"|'[^']*'|[^\s;&|()]*)", r.text[r.at :])
+    assert target is not None
+    r.at += target.end()
+
+
+def _heredoc(r: Reader, mark: str, at: int, *, literal: bool) -> None:
+    """What `read … NAME` reads is that variable's value, and what a shell reads are commands; else it is somebody's data."""
+    _end_word(r)
+    line = r.text.find("\n", at)
+    begin = len(r.text) if line < 0 else line + 1
+    found = re.compile(rf"^\t*{mark}$", re.MULTILINE).search(r.text, begin)
+    body = r.text[begin : found.start() if found else len(r.text)]
+    if not literal:
+        inner = Reader('"' + body.replace('"', '\\"') + '"', r.scope)
+        _double_quoted(inner)
+        body = inner.word or ""
+    if r.words[:1] == ["read"] and NAME.fullmatch(r.words[-1]):
+        r.scope.variables[r.words[-1]] = [body.strip()]
+    elif any(word.rpartition("/")[2] in ("bash", "sh") for word in r.words):
+        r.words.append(body)  # as if it stood behind -c
+    r.text, r.at = r.text[at:begin] + r.text[found.end() if found else len(r.text) :], 0
+
+
+def _ansi(r: Reader) -> None:
+    _add(r, "")
+    r.at += 2
+    while r.at < len(r.text) and r.text[r.at] != "'":
+        if r.text[r.at] == "\\" and r.at + 1 < len(r.text):
+            r.at += 1
+            _add(r, ESCAPES.get(r.text[r.at], "\\" + r.text[r.at]))
+        else:
+            _add(r, r.text[r.at])
+        r.at += 1
+    r.at += 1
+
+
+def _double_quoted(r: Reader) -> None:
+    was = r.word
+    _add(r, "")
+    r.at += 1
+    begin = r.at
+    while r.at < len(r.text) and r.text[r.at] != '"':
+        char = r.text[r.at]
+        if char == "\\" and r.text[r.at + 1 : r.at + 2] in ('"', "\\", "$", "`", "\n"):
+            _add(r, r.text[r.at + 1].replace("\n", ""))
+            r.at += 2
+        elif char == "$":
+            alone = r.at == begin
+            found = _expansion(r)
+            r.at = found.end
+            _add_words(r, found.values if found.is_list else [" ".join(found.values)])
+            if alone and found.is_list and not found.values and r.text[r.at : r.at + 1] == '"':
+                r.word = was  # an empty array is no word at all
+        else:
+            _add(r, char)
+            r.at += 1
+    r.at += 1

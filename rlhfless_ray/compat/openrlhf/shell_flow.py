@@ -1,0 +1,151 @@
+"""Which commands of a script run: `if`, `case`, loops, `&&` and `||`, as far as their tests are about texts and numbers."""
+
+from __future__ import annotations
+
+import fnmatch
+import operator
+import re
+from dataclasses import dataclass, field
+
+from rlhfless_ray.compat.openrlhf.shell_values import Scope
+
+CLOSES = {"]": "[", "]]": "[["}
+NUMBERS = {"-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-ge": operator.ge, "-lt": operator.lt, "-le": operator.le}
+UNSET = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
+
+
+@dataclass
+class _Frame:
+    """An `if`, `case` or loop that is open."""
+
+    kind: str
+    active: bool = True
+    taken: bool = False
+    """One of its branches ran for certain."""
+    subject: str | None = None
+    """Of a `case`; None: not known."""
+    wants_pattern: bool = False
+    hit: bool = False
+    ends_on: bool | None = None
+    """Of a loop with a test: the status that ends it."""
+
+
+@dataclass
+class Flow:
+    frames: list[_Frame] = field(default_factory=list)
+    status: bool | None = None
+    """Of the last command that ran; None: not known."""
+    guarded: bool = False
+    """What comes next does not run: it stands behind `&&` or `||`."""
+    joined: str = ""
+
+    @property
+    def runs(self) -> bool:
+        return not self.guarded and all(frame.active for frame in self.frames)
+
+    def operator(self, name: str) -> None:
+        """Behind a command."""
+        self.joined = name if name in ("&&", "||") else ""
+        self.guarded = (name == "&&" and self.status is False) or (name == "||" and self.status is True)
+        if name == ";;" and self.frames and self.frames[-1].kind == "case":
+            self.frames[-1].wants_pattern, self.frames[-1].active = True, False
+
+    def finished(self, status: bool | None) -> None:
+        """A command ran."""
+        if self.joined and self.status is None and status is (self.joined == "&&"):
+            status = None
+        self.status = status
+
+    def keywords(self, words: list[str], ends: str, scope: Scope) -> list[str]:
+        """A command's words without the keywords before it; none where it is a pattern or the head of a loop."""
+        while words:
+            top = self.frames[-1] if self.frames else None
+            if top is not None and top.wants_pattern and words[0] != "esac":
+                self._pattern(top, words, ends)
+                return []
+            word, rest = words[0], words[1:]
+            if word == "if":
+                self.frames.append(_Frame("if"))
+            elif word in ("then", "elif", "else") and top is not None and top.kind == "if":
+                self._branch(top, word)
+            elif word in ("fi", "done", "esac") and top is not None:
+                self.frames.pop()
+            elif word in ("while", "until", "for", "select"):
+                self.frames.append(_Frame("loop", ends_on={"while": False, "until": True}.get(word)))
+                self.status = None
+                if rest[1:2] == ["in"] and self.runs:
+                    scope.variables[rest[0]] = rest[2:3] or [""]
+                if word in ("for", "select"):
+                    return []
+            elif word == "case" and rest[1:2] == ["in"]:
+                self.frames.append(_Frame("case", active=False, subject=_text(rest[0]), wants_pattern=True))
+                rest = rest[2:]
+            elif word == "do" and top is not None and top.kind == "loop":
+                top.active = top.ends_on is None or self.status is not top.ends_on
+                self.guarded, self.status = False, None
+            elif word not in ("do", "{", "}"):
+                return words
+            words = rest
+        return words
+
+    def _branch(self, frame: _Frame, word: str) -> None:
+        if word == "then":
+            frame.active = not frame.taken and self.status is not False
+            frame.taken |= frame.active and self.status is True
+        else:
+            frame.active = not frame.taken
+        self.guarded, self.status = False, None
+
+    def _pattern(self, frame: _Frame, words: list[str], ends: str) -> None:
+        if ends in (")", "|"):
+            frame.hit |= frame.subject is None or any(fnmatch.fnmatchcase(frame.subject, word) for word in words)
+        if ends == ")":
+            frame.active = frame.hit and not frame.taken
+            frame.taken |= frame.active and frame.subject is not None
+            frame.wants_pattern = frame.hit = False
+
+
+def decided(words: list[str]) -> bool | None:
+    """Whether a command succeeds, None where that cannot be said: `true`, `false` and tests of texts and numbers."""
+    if words[0] in ("true", ":"):
+        return True
+    if words[0] == "false":
+        return False
+    opens = words[0]
+    if opens not in ("[", "[[", "test"):
+        return None
+    if opens != "test":
+        if CLOSES.get(words[-1]) != opens:
+            return None
+        words = words[:-1]
+    return _test(words[1:], globs=opens == "[[")
+
+
+def _test(words: list[str], *, globs: bool) -> bool | None:
+    if words[:1] == ["!"]:
+        inner = _test(words[1:], globs=globs)
+        return None if inner is None else not inner
+    texts = [_text(word) for word in words]
+    if any(text is None for text in texts):
+        return None
+    known = [text for text in texts if text is not None]
+    if len(known) == 1:
+        return bool(known[0])
+    if len(known) == 2 and known[0] in ("-n", "-z"):
+        return bool(known[1]) == (known[0] == "-n")
+    if len(known) != 3:
+        return None
+    left, how, right = known
+    if how in ("=", "==", "!="):
+        same = fnmatch.fnmatchcase(left, right) if globs else left == right
+        return same == (how != "!=")
+    if how in NUMBERS and all(re.fullmatch(r"-?\d+", x) for x in (left, right)):
+        return bool(NUMBERS[how](int(left), int(right)))
+    return None
+
+
+def _text(word: str) -> str | None:
+    """A word as a test sees it: a variable without a value is empty there; None: a substitution is in it."""
+    if UNSET.fullmatch(word):
+        return ""
+    return None if "$" in word or "`" in word else word

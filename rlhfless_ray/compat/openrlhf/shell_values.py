@@ -1,0 +1,191 @@
+"""Values of a shell's `$…`: variables and arrays, positional ones, what may stand in braces, and sums."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+NAME = re.compile(r"[A-Za-z_]\w*")
+BRACED = re.compile(r"(#?)([A-Za-z_]\w*|\d+|[@*#])(?:\[([@*]|\w+)\])?(?:(:?[-=+?]|%%?|##?|//?|:(?=[\s\w$(]))(.*))?", re.DOTALL)
+
+
+@dataclass
+class Scope:
+    """What a script knows while it is read."""
+
+    variables: dict[str, list[str]]
+    exported: set[str]
+    arguments: list[str] | None
+    """$1 and so on; None: not known."""
+    functions: dict[str, str] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
+    depth: int = 0
+
+    def environment(self) -> dict[str, str]:
+        return {name: "".join(self.variables[name][:1]) for name in self.exported if name in self.variables}
+
+    def values(self, name: str) -> list[str] | None:
+        if name in ("@", "*"):
+            return self.arguments
+        if name == "#":
+            return None if self.arguments is None else [str(len(self.arguments))]
+        if name.isdigit() and name != "0":
+            return None if self.arguments is None else self.arguments[int(name) - 1 : int(name)]
+        return self.variables.get(name)
+
+
+@dataclass
+class Expansion:
+    values: list[str]
+    end: int
+    """Where it ends in the text."""
+    is_list: bool = False
+    """Each value is a word of its own within quotes too: an array's elements, all arguments."""
+    is_whole: bool = False
+    """The values are words already, whatever spaces they hold."""
+
+
+def expansion(text: str, at: int, scope: Scope, words_of: Callable[[str, Scope], list[str]]) -> Expansion:
+    """The values of the `$…` there. `words_of`: reads words, where some stand in braces."""
+    rest = text[at:]
+    if sum_ := re.match(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)", rest):
+        return Expansion([_arithmetic(scope, sum_[1]) or sum_[0]], at + sum_.end(), is_whole=True)
+    if rest.startswith("$("):
+        end = _closing(rest, "(", ")")
+        return Expansion([rest[:end]], at + end, is_whole=True)
+    if rest.startswith("${"):
+        end = _closing(rest, "{", "}")
+        return _braced(rest[:end], at + end, scope, words_of)
+    plain = re.match(r"\$([A-Za-z_]\w*|\d|[@*#])", rest)
+    if plain is None:
+        return Expansion([rest[:1]], at + 1)
+    return _braced(f"${{{plain[1]}}}", at + plain.end(), scope, words_of, unknown=plain[0])
+
+
+def _closing(text: str, opens: str, closes: str) -> int:
+    """Behind the mark that closes what the second character opens."""
+    depth = 0
+    for index, char in enumerate(text):
+        depth += (char == opens) - (char == closes)
+        if char == closes and not depth:
+            return index + 1
+    return len(text)
+
+
+def _braced(whole: str, end: int, scope: Scope, words_of: Callable[[str, Scope], list[str]], unknown: str = "") -> Expansion:
+    """`whole`: with dollar and braces, which stays where its variable has no value, or `unknown` does."""
+    parts = BRACED.fullmatch(whole[2:-1])
+    if parts is None:
+        return Expansion([whole], end, is_whole=True)
+    measured, name, subscript, how, argument = parts.groups()
+    known = scope.values(name)
+    is_list = name == "@" or subscript == "@"
+    every = is_list or name == "*" or subscript == "*"
+    values = known
+    if known is not None and not every:
+        place = int(subscript) if subscript and subscript.isdigit() else 0
+        values = known[place : place + 1]
+    if measured:
+        lengths = None if values is None else [str(len(values) if every else len("".join(values)))]
+        return Expansion(lengths or [whole], end)
+    kind = (how or "").removeprefix(":")
+    if kind in ("-", "=", "+", "?") and how:
+        there = bool(values) and (any(values) if how.startswith(":") else True)  # type: ignore[arg-type]
+        if there if kind == "+" else (not there and kind in ("-", "=")):
+            words = words_of(argument, scope)
+            if kind == "=":
+                scope.variables[name] = [" ".join(words)]
+            return Expansion(words, end, is_whole=True)
+        if kind == "+":
+            return Expansion([], end)
+    if values is None:
+        return Expansion([unknown or whole], end)
+    if how == ":":
+        bounds = [_arithmetic(scope, text) for text in argument.split(":", 1)]
+        if not all(bounds):
+            return Expansion([whole], end, is_whole=True)
+        return Expansion(_slice(values, [int(bound) for bound in bounds], every, name), end, is_list)
+    if kind and kind[0] in "%#/":
+        texts = argument.partition("/")[::2] if kind[0] == "/" else (argument, "")
+        pattern, by = (" ".join(words_of(text, scope)) for text in texts)
+        values = [_changed(value, kind, pattern, by) for value in values]
+    return Expansion(values, end, is_list)
+
+
+def _slice(values: list[str], bounds: list[int], every: bool, name: str) -> list[str]:
+    """`:OFFSET` or `:OFFSET:LENGTH` of a list's elements (arguments count from 1) or of a text."""
+    begin = bounds[0] - (name in ("@", "*") and bounds[0] > 0)
+
+    def part(whole: list[str] | str) -> list[str] | str:
+        rest = whole[begin:] if begin >= -len(whole) else whole[:0]
+        return rest if len(bounds) == 1 else rest[: bounds[1]]
+
+    return list(part(values)) if every else [str(part("".join(values)))]
+
+
+def fields(text: str) -> list[str]:
+    """The words an expansion without quotes is split into; what a substitution says is not known and taken for one."""
+    words, at = [""], 0
+    while at < len(text):
+        end = at + 1
+        if text.startswith("$(", at):
+            end = at + _closing(text[at:], "(", ")")
+        elif text[at] == "`":
+            end = text.find("`", at + 1) + 1 or len(text)
+        if text[at].isspace():
+            words.append("")
+        else:
+            words[-1] += text[at:end]
+        at = end
+    return [word for word in words if word]
+
+
+def printed(words: list[str]) -> str | None:
+    """What a command prints, as far as that is said here: `echo`, and `expr` of two numbers. None: not known."""
+    if words[0] == "echo" and not any(word.startswith("-") and word[1:].strip("neE") == "" for word in words[1:2]):
+        return " ".join(words[1:])
+    if words[:2] == ["echo", "-n"]:
+        return " ".join(words[2:])
+    if words[0] == "expr" and len(words) == 4:
+        return _arithmetic(Scope({}, set(), None), " ".join(words[1:])) or None
+    return None
+
+
+def _changed(value: str, kind: str, pattern: str, by: str) -> str:
+    """What `%`, `#` and `/` make of it: a part that the pattern matches taken off its end or its beginning, or replaced."""
+    places = range(len(value) + 1)
+    if kind[0] == "%":
+        cuts = [i for i in places if fnmatch.fnmatchcase(value[i:], pattern)]
+        return value[: (min if kind == "%%" else max)(cuts)] if cuts else value
+    if kind[0] == "#":
+        cuts = [i for i in places if fnmatch.fnmatchcase(value[:i], pattern)]
+        return value[(max if kind == "##" else min)(cuts) :] if cuts else value
+    expression = fnmatch.translate(pattern).removeprefix("(?s:").removesuffix(r")\Z")
+    return re.sub(expression, lambda _: by, value, count=0 if kind == "//" else 1, flags=re.DOTALL)
+
+
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}
+
+
+def _arithmetic(scope: Scope, text: str) -> str:
+    """The value of whole numbers and variables that hold some, under + - * / %; empty: anything else."""
+    known = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", lambda name: "".join(scope.variables.get(name[1], ["?"])[:1]), text)
+    known = re.sub(r"\$\{?(\d)\}?", lambda name: "".join(scope.values(name[1]) or ["?"]), known)
+    try:
+        return str(_number(ast.parse(known.strip().replace("/", "//"), mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return ""
+
+
+def _number(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_number(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_number(node.left), _number(node.right))
+    raise ValueError

@@ -1,0 +1,234 @@
+"""A command line → settings of a recipe, and what became of every flag. Nothing is lost: each flag given is in one list."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.compat.openrlhf.checks import check
+from rlhfless_ray.compat.openrlhf.departures import departures, other_meanings
+from rlhfless_ray.compat.openrlhf.dialect import CommandLine, instead_of, read
+from rlhfless_ray.compat.openrlhf.elastic_flags import own_settings, separate
+from rlhfless_ray.compat.openrlhf.flag_table import ALWAYS, RULES, Rule, owned_keys, rule_of
+from rlhfless_ray.compat.openrlhf.flags import LAUNCHER, newest, span_text
+from rlhfless_ray.compat.openrlhf.normalise import LOGIN, STAMPED, Values, canonical, defaults, shown
+from rlhfless_ray.compat.openrlhf.recipe_keys import Installed, names, nested
+
+HONOURED, HINT, NO_EFFECT, REFUSED = "honoured", "hint", "no effect", "refused"
+RANK = (NO_EFFECT, HINT, HONOURED, REFUSED)  # of a flag that decides several things the last of these
+
+
+@dataclass
+class Outcome:
+    """What became of one flag, as it was spelled or, for a default, as the dialect spells it."""
+
+    flag: str
+    status: str
+    why: str = ""
+
+
+@dataclass
+class Translation:
+    line: CommandLine
+    values: Values
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Dotted recipe key → value; only keys that the installed recipe accepts."""
+    wanted: dict[str, Any] = field(default_factory=dict)
+    """The same with the keys it would need."""
+    flags: list[Outcome] = field(default_factory=list)
+    """One for every flag of the command line, in its order."""
+    missing: list[Outcome] = field(default_factory=list)
+    """Refusals because of a default that the installed recipe cannot follow."""
+    notes: list[str] = field(default_factory=list)
+    own: dict[str, Any] = field(default_factory=dict)
+    """Settings of ours, --elastic.* and --prefix.*; part of `settings`."""
+    secrets: dict[str, str] = field(default_factory=dict)
+    """Environment of the run: what must not be written into a recipe."""
+
+    def with_status(self, status: str) -> list[Outcome]:
+        return [outcome for outcome in self.flags if outcome.status == status]
+
+    @property
+    def refused(self) -> list[Outcome]:
+        return [*self.with_status(REFUSED), *self.missing]
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """Nested, as Recipe.parse takes it."""
+        return nested(self.settings)
+
+
+def translate(tokens: Sequence[str], environment: Mapping[str, str] = os.environ) -> Translation:
+    """Raises dialect.Unreadable for a line no version reads, UserError for one that OpenRLHF's own checks stop."""
+    theirs, ours, version = separate(tokens)
+    line = read(theirs, version)
+    values = canonical(line, environment)
+    notes = check(values)
+    installed = Installed()
+    about = [*_about_dialect(line), *_other_defaults(line, values), *other_meanings(line, values)]
+    found = Translation(line, values, notes=[*about, *notes, *departures(values)])
+    found.own = own_settings(ours, installed.knows, installed.keys, owned_keys())
+    told = {rule.name: _tell(rule, values, installed, found) for rule in RULES}
+    for flag, decided in values.given.items():
+        found.flags.append(_combined(flag, [told.get(name) or Outcome(flag, HONOURED) for name in decided]))
+    found.missing = [
+        Outcome(values.spelled(name), REFUSED, _section_missing(name, values, installed) or outcome.why)
+        for name, outcome in told.items()
+        if outcome.status == REFUSED and name not in values.said
+    ]
+    found.settings |= installed.accepted(ALWAYS)
+    found.wanted |= ALWAYS | found.own
+    found.settings |= found.own
+    found.settings.setdefault("run.name", _run_name(found.values))
+    _keep_secrets(found)
+    return found
+
+
+def _tell(rule: Rule, v: Values, installed: Installed, found: Translation) -> Outcome:
+    """What becomes of one newest name; its settings go into `found`."""
+    said = rule.reading(v) if rule.reading else ""
+    idle = rule.idle(v)
+    if idle:
+        return Outcome(rule.name, NO_EFFECT, f"without effect in OpenRLHF too: {idle}")
+    if rule.kind == "error":
+        if v[rule.name] == defaults(v.version, {})[rule.name]:
+            return Outcome(rule.name, NO_EFFECT, "the default")
+        return Outcome(rule.name, REFUSED, said)
+    if rule.kind == "noop":
+        return Outcome(rule.name, NO_EFFECT, said)
+    settings = rule.settings(v)
+    found.wanted |= settings
+    accepted = installed.accepted(settings)
+    if rule.kind == "hint":
+        wrong = [key for key in settings if installed.knows(key) and key not in accepted]
+        if wrong:
+            return Outcome(rule.name, REFUSED, f"{names(wrong)} does not take {shown(settings[wrong[0]])}")
+        found.settings |= accepted
+        return Outcome(rule.name, HINT, said)
+    lacking = installed.lacks(settings)
+    if lacking:
+        wants = f"the recipe {_wants(lacking, settings, installed)}"  # of a key that is there, the value is what nobody can take
+        return Outcome(rule.name, REFUSED, said or (wants if all(map(installed.knows, lacking)) else f"not supported yet; {wants}"))
+    found.settings |= accepted
+    return Outcome(rule.name, HONOURED, names(settings))
+
+
+def _section_missing(name: str, v: Values, installed: Installed) -> str:
+    """One reason for all defaults that are about something the recipe does not have at all, such as a critic."""
+    lacking = installed.lacks(rule_of()[name].settings(v))
+    sections = {key.partition(".")[0] for key in lacking if installed.lacks_section(key)}
+    if len(sections) != 1 or not all(map(installed.lacks_section, lacking)):
+        return ""
+    return f"not supported yet; the recipe has no section `{sections.pop()}`"
+
+
+def _wants(lacking: list[str], settings: dict[str, Any], installed: Installed) -> str:
+    new = [f"`{key}` = {shown(settings[key])}" for key in lacking if not installed.knows(key)]
+    other = [f"`{key}` does not take {shown(settings[key])}" for key in lacking if installed.knows(key)]
+    return " and ".join([*([f"would need {', '.join(new)}"] if new else []), *([f"key {', '.join(other)}"] if other else [])])
+
+
+def _combined(flag: str, outcomes: list[Outcome]) -> Outcome:
+    """One flag may decide several newest names (--max_norm: the actor's and the critic's)."""
+    if not outcomes:
+        return Outcome(flag, NO_EFFECT, "without effect in OpenRLHF too: nothing reads it")
+    status = max((outcome.status for outcome in outcomes), key=RANK.index)
+    whys = dict.fromkeys(outcome.why for outcome in outcomes if outcome.status == status and outcome.why)
+    return Outcome(flag, status, "; ".join(whys))
+
+
+def _about_dialect(line: CommandLine) -> list[str]:
+    notes = []
+    for spec in line.foreign:
+        instead = instead_of(spec.flag)
+        notes.append(
+            f"{spec.flag}: read as OpenRLHF {span_text(spec.since, spec.until)} has it"
+            + (f"; in {newest()} that is {instead}" if instead and instead != spec.flag else "")
+        )
+    return notes
+
+
+def _other_defaults(line: CommandLine, v: Values) -> list[str]:
+    """A command that several versions accept has the newest one's defaults: those of the others that would matter are said."""
+    differing: dict[tuple[str, str], list[str]] = {}
+    own = defaults(line.version, {})  # a value may be another: the launcher fills some in
+    for version in line.accepted_by:
+        for name, value in defaults(version, {}).items():
+            rule = rule_of().get(name)
+            if name in v.said or rule is None or rule.kind not in ("exact", "cond") or rule.idle(v) or value in (own[name], STAMPED):
+                continue
+            if rule.settings(v) != rule.settings(replace(v, value={**v.value, name: value})):
+                differing.setdefault((name, shown(value)), []).append(version)
+    if not differing:
+        return []
+    told = [f"{v.named(name)} {text or 'empty'} ({span_text(where[0], where[-1])})" for (name, text), where in differing.items()]
+    return [f"other versions accept this command too, with other defaults: {', '.join(told)}; --elastic.dialect VERSION takes them"]
+
+
+def _run_name(v: Values) -> str:
+    """Of the run's folder: what Weights & Biases calls the run where that was said, else the launcher's name."""
+    if "logger.wandb.run_name" not in v.said:
+        return LAUNCHER
+    return re.sub(r"[^\w.-]+", "-", v["logger.wandb.run_name"]).strip("-.") or LAUNCHER
+
+
+def _keep_secrets(found: Translation) -> None:
+    key = found.values[LOGIN]
+    if key and re.fullmatch(r"[\w-]{32,}", key):  # anything else just turns logging on, as scripts write `True`
+        found.secrets["WANDB_API_KEY"] = key
+
+
+def supported_today() -> dict[str, str]:
+    """Newest name → the recipe keys that the installed recipe lacks for it; empty text: none."""
+    installed = Installed()
+    return {rule.name: ", ".join(key for key in rule.keys if not installed.knows(key)) for rule in RULES}
+
+
+def refusals(found: Translation) -> UserError | None:
+    """One sentence that names every flag that keeps the command from running; None: it runs."""
+    if not found.refused:
+        return None
+    return UserError("; ".join(f"{outcome.flag}: {outcome.why}" for outcome in found.refused))
+
+
+def recipe_of(found: Translation) -> Any:
+    """The recipe of a translation without refusals. Raises UserError with the flag that set what the recipe does not take."""
+    from rlhfless_ray.recipe import Recipe
+
+    try:
+        return Recipe.parse(found.tree)
+    except UserError as error:
+        raise by_flag(found, error) from None
+
+
+def by_flag(found: Translation, error: UserError) -> UserError:
+    """The same mistake with the flags that set the recipe keys it names, or with the one that would."""
+    from rlhfless_ray.run.memory_check import DoesNotFit
+
+    text = str(error).replace("prompts.path ", "prompts.paths ") if "prompts.paths" in found.settings else str(error)
+    keys = [key for key in found.settings if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", text)]
+    if re.search(r"--resume\b", text):  # our own flag for going on from a checkpoint
+        keys.append("checkpoint.resume")
+    flags = [f"--elastic.{key}" for key in keys if key in found.own]
+    for rule in RULES:
+        if not rule.idle(found.values) and (set(keys) - set(found.own)) & set(rule.settings(found.values)):
+            flags += found.values.spelled(rule.name).split(" and ")
+    if isinstance(error, DoesNotFit) and error.need.is_engine and found.values["vllm.tensor_parallel_size"] > 1:
+        flags = [*found.values.spelled("vllm.tensor_parallel_size").split(" and "), *flags]
+    subject = re.match(r"[a-z]+\.[a-z_.]+[a-z]", text)
+    if not flags and subject and Installed().knows(subject[0]):
+        flags = [owned_keys().get(subject[0], f"--elastic.{subject[0]}")]
+    return UserError((f"{', '.join(dict.fromkeys(flags))}: " if flags else "") + str(error))
+
+
+def problem(found: Translation) -> str | None:
+    """Why the recipe that comes out is none; None: it is one."""
+    try:
+        recipe_of(found)
+    except UserError as error:
+        return str(error)
+    return None

@@ -1,0 +1,323 @@
+"""The instances of one function: resize, park, keep alive and replace them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayTaskError
+
+from rlhfless_ray.common.deadlines import get
+from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.functions.failure_budget import FailureBudget, FailureCause
+from rlhfless_ray.functions.instance import GONE, Instance, State, actor_state, reason_of
+from rlhfless_ray.functions.lease import Lease, LeaseManager, LeaseRequest, Slot
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
+
+FAULTS = 3  # failure budget of a pool outside of a run
+KNOWN_S = 5.0  # time until Ray knows that a process or node is gone
+
+
+class WorkerPool:
+    """Every instance works under leases it was handed; without one it is parked until its keep-alive ends."""
+
+    def __init__(
+        self,
+        kind: str,
+        start: Callable[[Slot], Any],
+        leases: LeaseManager,
+        ledger: Ledger,
+        keep_alive_s: float,
+        *,
+        on_device: bool = False,
+        leave_s: float = 60.0,
+        labels: dict[str, str] | None = None,
+        give_back_after_s: float = float("inf"),
+        faults: FailureBudget | None = None,
+        parked_memory: WarmMemoryBudget | None = None,
+    ) -> None:
+        """`start(slot)` makes the actor; its `open(threads)` must return {"memory_mb": …, "spans": […]}.
+
+        `on_device`: on GPU its instances hold device memory, which their `park()` gives back within `leave_s` before a lease
+        is taken from them. It returns the same as `open`, with what stays on the device counted in. `labels`: that the nodes
+        it works on must have. `give_back_after_s`: who is parked for longer than that gives memory back where there is no device
+        to leave, by the same `park()`, which then needs no lease and for which nobody waits; at once where the gaps so far say so.
+        `faults`: the run's budget (default: one of its own); `parked_memory`: what the pools of a run may hold without work.
+        """
+        self.kind = kind
+        self.start = start
+        self.leases = leases
+        self.ledger = ledger
+        self.keep_alive_s = keep_alive_s
+        self.on_device = on_device
+        self.leave_s = leave_s
+        self.labels = labels or {}
+        self.give_back_after_s = float("inf") if on_device and leases.resource == "gpu" else give_back_after_s
+        self.faults = FailureBudget(FAULTS) if faults is None else faults
+        self.parked_memory = parked_memory
+        self.working: list[Instance] = []
+        self.parked: list[Instance] = []
+        self.expected: list[LeaseRequest] = []  # for the next resize
+        self.replacements = 0  # instances that died, and what they had to do goes on elsewhere
+        self.gaps_s: deque[float] = deque(maxlen=64)  # for how long instances lay parked before they were needed again
+        self.warm_starts = 0
+        self.cold_starts = 0
+        self.looked_s = 0.0  # for nodes that are gone
+        if parked_memory is not None:
+            parked_memory.watch(self)
+
+    # ---- size -------------------------------------------------------------------------------------------------
+
+    def expect(self, count: int) -> None:
+        """Prepare a resize to `count`: request missing leases now, on nodes where parked instances wait.
+
+        Leases that are held now are assumed to be handed over by then.
+        """
+        missing = count - sum(self.may_use(lease) for lease in self.leases.held.values())
+        nodes = self.leases.with_room([instance.slot.node for instance in self.parked])[: max(0, missing)]
+        self.expected = self.leases.ask(len(nodes), nodes, self.labels)
+
+    def resize(
+        self, count: int, spare: list[Lease], *, need: int = 1, wait_s: float = 0.0, begin: Callable[[Instance], None] = lambda _: None
+    ) -> list[Lease]:
+        """Work with `count` instances, one lease each, and return the leases of `spare` that were not used.
+
+        Spare leases are used first, preferably those of slots with a parked instance. The rest is requested of Ray: `need`
+        instances must be staffed within the lease deadline, and for more it waits `wait_s`. `begin`: called with each instance
+        as soon as it has its lease.
+        """
+        spare = self.leases.living(spare)
+        while len(self.working) > count:
+            spare = [*spare, *self.park(self.working[-1])]
+        spare = self.begin(count, spare, begin)
+        missing, urgent = max(0, count - len(self.working)), max(0, need - len(self.working))
+        expected, self.expected = [one for one in self.expected if one.id in self.leases.asked], []
+        prefer = [instance.slot.node for instance in self.parked]
+        got = self.leases.take(missing, self.kind, prefer, urgent, wait_s, self.labels, expected)
+        for lease in got:
+            begin(self.assign_leases([lease]))
+        return spare
+
+    def begin(self, count: int, spare: list[Lease], begin: Callable[[Instance], None]) -> list[Lease]:
+        """Work with up to `count` instances under valid spare leases, and return the leases left. `resize` does the rest."""
+        usable = sorted((lease for lease in spare if self.may_use(lease)), key=lambda lease: self._find(lease.slot) is None)
+        for lease in usable[: max(0, count - len(self.working))]:
+            begin(self.assign_leases([lease]))
+            spare = [other for other in spare if other is not lease]
+        return spare
+
+    def resume(self, instance: Instance, spare: list[Lease]) -> list[Lease]:
+        """Resume a parked instance under a spare lease or a new one of its node, and return the leases left.
+
+        Raises RunError past the lease deadline.
+        """
+        own = [lease for lease in spare if self.fits(instance, lease.slot)][:1]
+        asked = [] if own else self.leases.ask(1, [instance.slot.node])
+        self.assign_leases(own or self.leases.collect(asked, self.kind, self.leases.deadline_s, need=1), instance)
+        return [lease for lease in spare if lease not in own]
+
+    def assign_leases(self, leases: list[Lease], instance: Instance | None = None) -> Instance:
+        """Assign leases of one node to the given or a fitting parked instance (warm start), or to a new one."""
+        slot = leases[0].slot
+        instance = instance or self._find(slot)
+        if instance is None:
+            instance = Instance(self.kind, slot, self.start(slot))
+            self.cold_starts += 1
+        else:
+            self.parked.remove(instance)
+            self._gave_back(instance)
+            instance.kept_mb = instance.giving_back = None
+            self.gaps_s.append(time.monotonic() - instance.parked_since_s)
+            self.ledger.unpark(instance.id)
+            self.warm_starts += instance.opened is not None
+            instance.slot = slot
+            instance.state = State.STALE
+        instance.leases = leases
+        for lease in leases:
+            self.leases.hand_over(lease, self.kind, instance.id)
+        if instance.opened is None:
+            instance.state = State.STARTING
+            instance.opened = instance.actor.open.remote(len(leases))
+        self.working.append(instance)
+        return instance
+
+    def may_use(self, lease: Lease) -> bool:
+        return not self.labels or lease.slot.node in self.leases.matching(self.labels)
+
+    def fits(self, instance: Instance, slot: Slot) -> bool:
+        """Return whether the instance can use the slot: on CPU any slot of its node, on GPU only its own device."""
+        return instance.slot == slot or (self.leases.resource == "cpu" and instance.slot.node == slot.node)
+
+    def _find(self, slot: Slot) -> Instance | None:
+        return next((instance for instance in self.parked if self.fits(instance, slot)), None)
+
+    def prewarm(self, slot: Slot) -> Instance | None:
+        """Start a process ahead of its lease: imports only, no device memory. It is parked.
+
+        Returns None if the node's memory budget does not allow it.
+        """
+        if self.parked_memory is not None and not self.parked_memory.admits(self, slot.node):
+            return None
+        instance = Instance(self.kind, slot, self.start(slot), state=State.PARKED, parked_since_s=time.monotonic())
+        self._book(instance)
+        self.parked.append(instance)
+        if self.give_back_after_s < float("inf"):
+            self._give_back(instance)  # nothing to release yet, but the reply contains its memory
+        return instance
+
+    # ---- parking and ending -----------------------------------------------------------------------------------
+
+    def park(self, instance: Instance) -> list[Lease]:
+        """Park an instance and return its leases, which the caller hands on or releases."""
+        return self._park([instance])
+
+    def park_all(self) -> list[Lease]:
+        return self._park(list(self.working))
+
+    def _park(self, instances: list[Instance]) -> list[Lease]:
+        if self.on_device and self.leases.resource == "gpu":
+            self._leave_devices(instances)
+        taken: list[Lease] = []
+        long = bool(self.gaps_s) and statistics.median(self.gaps_s) > self.give_back_after_s
+        for instance in instances:
+            self.working.remove(instance)
+            taken += instance.leases
+            instance.leases = []
+            instance.state = State.PARKED
+            instance.parked_since_s = time.monotonic()
+            self.parked.append(instance)
+            self._book(instance)
+            if long:
+                self._give_back(instance)
+        if self.parked_memory is not None:
+            self.parked_memory.enforce()
+        return taken
+
+    def _book(self, instance: Instance) -> None:
+        self.ledger.park(instance.id, instance.slot.node, str(instance.slot.device), self.kind, *instance.parked_memory)
+
+    @property
+    def hold_price(self) -> float:
+        """Average price of its parked processes, as a share of a slot's price."""
+        return self.ledger.hold_price(instance.id for instance in self.parked)
+
+    def _give_back(self, instance: Instance) -> None:
+        instance.giving_back = instance.actor.park.remote()
+
+    def _gave_back(self, instance: Instance) -> None:
+        """Record the memory that a parked instance has kept, if it has replied."""
+        if instance.giving_back is None or not ray.wait([instance.giving_back], timeout=0)[0]:
+            return
+        try:
+            instance.kept_mb = ray.get(instance.giving_back)["memory_mb"]
+        except GONE:  # a dead process holds nothing; its next use reports the failure
+            return
+        except RayTaskError as error:
+            raise RunError(f"{instance.id} could not release memory: {reason_of(error)}") from error
+        self.ledger.kept(instance.id, *instance.parked_memory)
+
+    def _leave_devices(self, instances: list[Instance]) -> None:
+        """Make all instances leave their devices at once, because they may need one another for it.
+
+        Engines lose their weights with the device memory, so their version becomes None. Dead processes hold nothing; their next
+        use reports the failure.
+        """
+        leaving = [(instance, instance.actor.park.remote()) for instance in instances]
+        for instance, ref in leaving:
+            instance.version = None
+            try:
+                told = get(ref, self.leave_s, f"{instance.id} to leave its device")
+            except GONE:
+                continue
+            except RayTaskError as error:
+                raise RunError(f"{instance.failure() or f'{instance.id} could not leave its device: {reason_of(error)}'}") from error
+            instance.kept_mb = told["memory_mb"]
+            self.ledger.spans([lease.id for lease in instance.leases], told["spans"])
+
+    def reap(self, worth_s: float = float("inf"), look_every_s: float = 0.0) -> int:
+        """End parked instances whose keep-alive is over, that are not worth keeping, or whose node is gone; return their number.
+
+        Ray is queried at most every `look_every_s`, because that takes milliseconds. Other instances release memory when it is
+        time.
+        """
+        now, keep_s = time.monotonic(), min(self.keep_alive_s, worth_s)
+        lost: set[str] = set()
+        if self.parked and now - self.looked_s >= look_every_s:
+            self.looked_s = now
+            lost = set(self.leases.gone([i.slot.node for i in self.parked])) | self.leases.draining()
+        over = [i for i in self.parked if now - i.parked_since_s > keep_s or i.slot.node in lost]
+        for instance in over:
+            self.end(instance)
+        for instance in self.parked:
+            if instance.giving_back is None and now - instance.parked_since_s > self.give_back_after_s:
+                self.ledger.unpark(instance.id)  # a new row for the new amount
+                self._book(instance)
+                self._give_back(instance)
+            elif instance.kept_mb is None:
+                self._gave_back(instance)
+        return len(over)
+
+    def end(self, instance: Instance) -> None:
+        """End an instance. The caller decides about its leases."""
+        instance.state = State.GONE
+        ray.kill(instance.actor, no_restart=True)
+        self.ledger.unpark(instance.id)
+        self.parked = [i for i in self.parked if i is not instance]
+        self.working = [i for i in self.working if i is not instance]
+
+    def cause(self, *instances: Instance) -> FailureCause:
+        """Determine why one of these does not respond.
+
+        A connection may break before Ray knows why. A process that seems alive after KNOWN_S hangs.
+        """
+        end = time.monotonic() + KNOWN_S
+        while True:
+            if any(self.leases.lose(node) for node in {instance.slot.node for instance in instances}):
+                return FailureCause.NODE_LOST
+            ended = [for_memory for alive, for_memory in (actor_state(i.actor) for i in instances) if not alive]
+            if ended:
+                return FailureCause.MEMORY if any(ended) else FailureCause.DIED
+            if time.monotonic() > end:
+                return FailureCause.HUNG
+            time.sleep(0.05)
+
+    def replace(self, instance: Instance, why: str = "", cause: FailureCause | None = None) -> Instance:
+        """Replace a failed instance under the same leases. Its process is killed first, because it may only seem dead.
+
+        Raises RunError, with `why`, when the failure budget is used up. `cause`: if it is known already.
+        """
+        leases = self.leases.living(self._handle_loss(instance, why, cause))
+        if not leases:
+            leases = self.leases.take(1, self.kind, [other.slot.node for other in self.parked], labels=self.labels)
+        return self.assign_leases(leases)
+
+    def lose(self, instance: Instance, why: str = "", cause: FailureCause | None = None) -> None:
+        """Remove a failed instance without replacement, and release its leases. Raises as `replace` does."""
+        self.leases.release(self._handle_loss(instance, why, cause))
+
+    def _handle_loss(self, instance: Instance, why: str, cause: FailureCause | None) -> list[Lease]:
+        leases, cause = instance.leases, cause or self.cause(instance)
+        self.end(instance)
+        self.replacements += 1
+        self.faults.count(instance.id, cause, why)
+        return leases
+
+    def leave(self, instance: Instance) -> None:
+        """End an idle instance on a node that is drained, and release its lease."""
+        leases = instance.leases
+        self.end(instance)
+        self.leases.release(leases)
+        self.faults.count(instance.id, FailureCause.NODE_DRAINED)
+
+    def close(self) -> list[Lease]:
+        """End every instance, and return their leases."""
+        leases = [lease for instance in self.working for lease in instance.leases]
+        for instance in [*self.working, *self.parked]:
+            self.end(instance)
+        del self.start  # it refers to objects (config, files) that would keep their node busy
+        return leases

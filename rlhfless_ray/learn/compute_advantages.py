@@ -1,0 +1,74 @@
+"""Which token gets how much credit: a step's rewards → advantages and returns per token, as the recipe says. Pure numpy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlhfless_ray.learn.batch import counts_of, spans_of
+from rlhfless_ray.learn.estimators import advantages_of, estimator_of, normalise, shaped_rewards
+from rlhfless_ray.learn.reward_shaping import overlong_penalty, stop_properly
+
+if TYPE_CHECKING:
+    from rlhfless_ray.recipe import AlgorithmConfig, RewardConfig
+
+
+def compute_advantages(
+    algorithm: AlgorithmConfig,
+    reward: RewardConfig,
+    rewards: np.ndarray,
+    lengths: np.ndarray,
+    truncated: np.ndarray,
+    max_tokens: int,
+    *,
+    kl: np.ndarray | None = None,
+    kl_coefficient: float = 0.0,
+    values: np.ndarray | None = None,
+    mask: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Advantages and returns of the whole rollout batch, both (Σ length,) float64; and what each response earned in all, (prompts ·
+    samples,): its reward with all that is said below, the KL summed over its tokens.
+
+    algorithm, reward: sections of the recipe. rewards (prompts, samples), NaN where a sample has none: its tokens are NaN, and
+    it takes part in nothing. lengths and truncated (prompts · samples,): tokens of each response, and whether it was cut at
+    `max_tokens`. kl, values: per token of all samples, in the same order. mask, likewise: the policy's tokens, None for all;
+    the others have neither reward nor value and get nothing, but time passes over them, as in OpenRLHF. In this order:
+    penalties, baseline, clip, KL per token, discount, whitening over all tokens of the batch.
+    """
+    shaped = penalized(reward, rewards, lengths, truncated, max_tokens, mask)
+    section = algorithm.advantage
+    name = section.estimator
+    earned = shaped_rewards(name, shaped, lengths, kl=kl, kl_coefficient=kl_coefficient, clip_range=reward.clip_range, mask=mask)
+    advantages, returns = advantages_of(name, earned, lengths, values=values, gamma=section.gamma, lambd=section.lambd, mask=mask)
+    sums = np.bincount(np.repeat(np.arange(len(lengths)), lengths), earned, len(lengths))
+    return normalise(name, advantages, mask, divide=section.normalize_std, whitens=section.whitens), returns, sums
+
+
+def penalized(
+    reward: RewardConfig, rewards: np.ndarray, lengths: np.ndarray, truncated: np.ndarray, max_tokens: int, mask: np.ndarray | None = None
+) -> np.ndarray:
+    """Rewards after the length penalties of the recipe's section `reward`, float64 in the shape of `rewards`. Arguments as of
+    `compute_advantages`."""
+    shaped = np.asarray(rewards, np.float64)
+    if reward.overlong_buffer_tokens is not None:
+        measured = lengths if mask is None else (spans_of if reward.overlong_feedback else counts_of)(mask, lengths)
+        limit = reward.overlong_limit_tokens or max_tokens
+        penalty = overlong_penalty(measured, limit, reward.overlong_buffer_tokens, reward.overlong_penalty)
+        shaped = shaped + penalty.reshape(shaped.shape)
+    if reward.stop_properly_penalty is not None:
+        shaped = stop_properly(shaped, truncated.reshape(shaped.shape), reward.stop_properly_penalty)
+    return shaped
+
+
+def obstacle(algorithm: AlgorithmConfig) -> str | None:
+    """Why advantages of a part of the groups are not those they have in the whole batch, or None where they are."""
+    name = algorithm.advantage.estimator
+    estimator = estimator_of(name)
+    if estimator.critic:
+        return f"algorithm.advantage.estimator {name}: the critic values the whole batch first"
+    if algorithm.advantage.whitens or estimator.whole_batch:
+        return f"algorithm.advantage.estimator {name}: an advantage depends on all rewards of the batch"
+    if algorithm.kl.coefficient and algorithm.kl.place == "reward":
+        return "algorithm.kl.place reward: rewards need the KL of the whole batch first"
+    return None

@@ -1,0 +1,124 @@
+"""The critic: one rank of the gang that learns what the policy's responses are going to return."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhfless_ray.learn import packing
+from rlhfless_ray.learn.batch import Batch, optimizer_steps
+from rlhfless_ray.learn.lora import LoraAdapters
+from rlhfless_ray.learn.losses import token_weights, value_loss
+from rlhfless_ray.learn.output_scale import output_scale
+from rlhfless_ray.learn.policy_model import TokenValues, load_critic, padded, passed
+from rlhfless_ray.learn.rank_settings import CriticSettings
+from rlhfless_ray.learn.trainer_rank import TrainerRank
+from rlhfless_ray.learn.update_stats import merged, nothing, untouched
+from rlhfless_ray.types import CriticStats, Span
+from rlhfless_ray.weights.model_folder import write_folder
+
+SUMS = ("loss", "values", "returns", "clipped")
+
+
+class CriticRank:
+    """A plain class, like the learner: `open` → `values` → `update` → `snapshot_bytes`."""
+
+    def __init__(self, settings: CriticSettings) -> None:
+        self.settings, self.critic, self.seed = settings, settings.critic, settings.seed % 2**63
+        self.rank, self.ranks = settings.rank, settings.learner.ranks
+        self.trainer = TrainerRank(settings)
+        self.device = self.trainer.device
+
+    def open(self, files: dict[str, bytes], rendezvous: tuple[str, int], threads: int, state: dict[str, Any] | None = None) -> list[Span]:
+        """Build the engine from a model folder's files, as `Learner.open`."""
+        start = time.time()
+        torch.set_num_threads(threads)
+        self.trainer.join_gang(rendezvous)
+        with tempfile.TemporaryDirectory(prefix="rlhfless-critic-") as name:
+            folder, policy = write_folder(Path(name), files), self.settings.policy
+            model = load_critic(folder, policy.dtype, policy.trust_remote_code, self.critic.value_head, self.seed)
+        scale = output_scale(model.config.to_dict(), "critic.path", "critic.normalize") if self.critic.normalize else (0.0, 1.0)
+        section = self.settings.lora
+        lora = LoraAdapters(model, section, self.seed) if section.rank else None
+        self.trainer.open(TokenValues(model, *scale), state, lora)
+        return [Span("start", "open critic", start, time.time())]
+
+    def values(self, batch: Batch, threads: int) -> tuple[np.ndarray, list[Span]]:
+        """The value before every response token of this rank's share, 0 elsewhere: (Σ response length,) float32."""
+        start = time.time()
+        torch.set_num_threads(threads)
+        values = passed(self._forward, batch, self._share(batch, np.arange(len(batch))), self.device)
+        return values.cpu().numpy(), [Span("work", "values", start, time.time())]
+
+    def update(self, batch: Batch, threads: int) -> tuple[CriticStats, list[Span]]:
+        """Learn `batch.returns`; `batch.values` are those that the advantages were made with. The optimizer steps are cut as the
+        policy's are."""
+        start = time.time()
+        torch.set_num_threads(threads)
+        if len(batch) == 0:
+            stats = [nothing(CriticStats, "no sample of the step has a reward")]
+        else:
+            parts = optimizer_steps(batch, self.settings.algorithm, [self.seed, self.trainer.optimizer_steps])
+            stats = [self._step(batch, part) for part in parts] or [untouched(CriticStats)]
+        return merged(stats), [Span("work", "update", start, time.time())]
+
+    def _share(self, batch: Batch, indices: np.ndarray) -> list[np.ndarray]:
+        cuts = packing.padded(batch.lengths[indices], self.settings.learner.micro_batch_tokens, self.ranks)[self.rank]
+        return [indices[cut] for cut in cuts]
+
+    def _forward(self, tensors: dict[str, Tensor]) -> Tensor:
+        return self.trainer.engine(tensors["ids"], tensors["rows"], tensors["columns"])
+
+    def _step(self, batch: Batch, indices: np.ndarray) -> CriticStats:
+        assert batch.values is not None and batch.returns is not None
+        old, returns = (torch.from_numpy(x).to(self.device) for x in (batch.values, batch.returns))
+        lengths = torch.from_numpy(batch.response_lengths[indices])
+        weight = float(token_weights(lengths, "token")[0])
+        sums = torch.zeros(len(SUMS), dtype=torch.float64)
+        for cut in self._share(batch, indices):
+            # A rank without work still joins the collectives: one sequence at weight 0.
+            tensors = padded(batch, cut if len(cut) else indices[:1], self.device)
+            before, wanted = old[tensors["flat"]], returns[tensors["flat"]]
+            with self.trainer.dropping(batch, cut if len(cut) else indices[:1], self.seed):
+                values = self._forward(tensors)
+                token_loss, clipped = value_loss(values, before, wanted, self.critic.value_clip)
+                loss = token_loss.sum() * (weight if len(cut) else 0.0)
+                self.trainer.backward(loss)
+            if len(cut):
+                sums += torch.stack([x.detach().double().cpu() for x in (loss, values.sum(), wanted.sum(), clipped.sum())])
+        sums = self.trainer.over_ranks(sums)
+        rate, tokens = self.trainer.rate(), int(lengths.sum())
+        norm, applied, reason = self.trainer.step(bool(torch.isfinite(sums[0])))
+        loss, valued, returned, clips = sums.tolist()
+        return CriticStats(
+            loss=loss,
+            value_mean=valued / tokens,
+            return_mean=returned / tokens,
+            clip_share=clips / tokens,
+            grad_norm=norm,
+            learning_rate=rate,
+            trained_tokens=tokens if applied else 0,
+            skipped=int(not applied),
+            reason=reason,
+            applied=int(applied),
+            skipped_last=int(not applied),
+        )
+
+    def leave_device(self) -> list[Span]:
+        return self.trainer.leave_device()
+
+    def return_to_device(self) -> list[Span]:
+        return self.trainer.return_to_device()
+
+    def config(self) -> bytes:
+        """config.json of the model that `snapshot_bytes` has the weights of."""
+        model = self.trainer.engine.module.model
+        told = {"architectures": [type(model).__name__], "value_head_prefix": "score"}  # whatever the head was called before
+        return json.dumps({**model.config.to_dict(), **told}, indent=1, default=str).encode()

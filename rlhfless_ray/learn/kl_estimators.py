@@ -1,0 +1,69 @@
+"""Estimates of KL(policy ‖ reference) from the tokens that were drawn. Pure torch functions on per-token tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LIMIT = 10.0  # a single token's estimate is cut here, as OpenRLHF does
+WEIGHT_LIMIT = 10.0  # of the importance weight in the unbiased gradient
+
+
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:
+    """Per-token estimates of KL(policy ‖ reference) from samples of the policy (Schulman 2020, "Approximating KL").
+
+    With d = logprobs - reference_logprobs: k1 = d (unbiased, may be negative), k2 = d²/2, k3 = exp(-d) - 1 + d
+    (unbiased and never negative).
+    """
+    difference = logprobs - reference_logprobs
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference.square() / 2
+    if estimator == "k3":
+        return torch.expm1(-difference) + difference  # near 0 exp(…) - 1 would have lost what k3 consists of
+    raise ValueError(f"unknown KL estimator {estimator!r}: k1, k2 or k3")
+
+
+def bounded_kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: str, limit: float | None = LIMIT) -> Tensor:
+    """`kl_estimate` in at least float32, cut to [-limit, limit]; for the reward, and for the loss with its own gradient.
+
+    All tensors (tokens,). Where an estimate is cut no gradient flows. k3 is finite, and so is its gradient, however far below
+    the reference the policy is. `limit` None: nothing is cut, and k3 overflows where the policy is far below the reference.
+    """
+    logprobs, reference_logprobs = _wide(logprobs), _wide(reference_logprobs)
+    if limit is None:
+        return kl_estimate(logprobs, reference_logprobs, estimator)
+    if estimator == "k3":
+        # exp overflows from d = -88 on; at d = -limit k3 has long passed the limit, so cutting d first changes no value
+        difference = (logprobs - reference_logprobs).clamp(min=-max(limit, 1.0))
+        return (torch.expm1(-difference) + difference).clamp(max=limit)
+    return kl_estimate(logprobs, reference_logprobs, estimator).clamp(-limit, limit)
+
+
+def unbiased_kl(
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    estimator: str,
+    limit: float | None = LIMIT,
+    weight_limit: float = WEIGHT_LIMIT,
+) -> Tensor:
+    """The value of `bounded_kl` with the gradient of the KL itself: w·d·∇log π, d = log π - log π_ref.
+
+    An unbiased value does not make an unbiased gradient: on-policy, E[∇k1] = 0 and E[∇k3] = ∇KL(π_ref ‖ π); only k2 has the
+    right one, and none of them off-policy. With w = π/π_old, cut at `weight_limit` and without gradient, the mean of w·d·∇log π
+    over π_old is ∇KL(π ‖ π_ref) (Liu et al. 2025, "Rethinking KL Regularization in RLHF", arXiv 2510.01555; OpenRLHF 0.11.1).
+    `old_logprobs` None: on-policy, w = 1.
+    All tensors (tokens,); result at least float32.
+    """
+    value = bounded_kl(logprobs.detach(), reference_logprobs, estimator, limit)
+    wide = _wide(logprobs)
+    slope = (wide - _wide(reference_logprobs)).detach()
+    if old_logprobs is not None:
+        slope = slope * (wide.detach() - _wide(old_logprobs)).exp().clamp(max=weight_limit)
+    return value + slope * (wide - wide.detach())  # the second term is 0 and carries the gradient
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,286 @@
+"""The learning of a step: advantages, the update by the gang, and the weights it publishes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from placement.scaling.resize_policy import Decision
+from rlhfless_ray.common.deadlines import STOP
+from rlhfless_ray.functions.lease import Lease
+from rlhfless_ray.learn.advantage import spans
+from rlhfless_ray.learn.batch import Batch, batch_of, counts_of, mask_of
+from rlhfless_ray.learn.carry import FILE, as_bytes, carried, of_bytes
+from rlhfless_ray.learn.colocation import ColocatedGroups
+from rlhfless_ray.learn.compute_advantages import compute_advantages, penalized
+from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
+from rlhfless_ray.learn.logprob_passes import StepPasses
+from rlhfless_ray.learn.overlap_rules import obstacle
+from rlhfless_ray.learn.pending import Pending
+from rlhfless_ray.learn.reward_shaping import token_kl
+from rlhfless_ray.learn.update_stats import untouched
+from rlhfless_ray.learn.worker_group import WorkerGroup
+from rlhfless_ray.run.context import RunContext
+from rlhfless_ray.types import Sample, UpdateStats, WeightVersion
+
+
+class LearnStage:
+    def __init__(
+        self, context: RunContext, worker_group: WorkerGroup, critic: WorkerGroup | None = None, reference: WorkerGroup | None = None
+    ) -> None:
+        self.context, self.worker_group, self.critic = context, worker_group, critic
+        self.worker_groups = ColocatedGroups(context, worker_group, critic, reference)
+        self.number = 0  # of the step whose phase it is
+        self.passes_s = 0.0  # in its phase, before the policy's update
+        self.plan: Decision | None = None
+        self.obstacle = obstacle(context.recipe)
+        self.learned: set[int] = set()  # keys of the step's samples whose gradients have been asked for
+        self.refs: list[Any] = []  # of the gradients under way
+        self._stop_waits = ExitStack()  # holds the deferral of stop signals while an update is under way
+        section = context.recipe.algorithm.kl
+        self.controller: FixedKL | AdaptiveKL = FixedKL(section.coefficient)
+        if section.target is not None:
+            self.controller = AdaptiveKL(section.coefficient, section.target, section.horizon)
+        self.kl_in_reward = section.coefficient > 0 and section.place == "reward"
+        self.carries = context.recipe.algorithm.remainder == "carry"
+        self.left: Batch | None = None  # samples of finished steps that filled no optimizer step
+        self.kl = 0.0  # mean over the step's samples, where it is in the reward
+        self.passes = StepPasses(context, worker_group, critic, reference, with_gradients=self.obstacle is None)
+
+    # ---- ahead, while engines work ----------------------------------------------------------------------------
+
+    def begin(self, samples: int = 0) -> None:
+        """A step of so many samples begins: of the first ones there may be passes and gradients before its learn phase."""
+        self.learned, self.worker_groups.keeps_gradients = set(), False
+        self.passes.begin(samples)
+
+    @property
+    def wants_slot(self) -> bool:
+        """Whether there may be work for a slot before the learn phase."""
+        return self.obstacle is None or self.passes.waiting
+
+    def fits(self, leases: list[Lease]) -> bool:
+        """Whether gradients could be accumulated under these leases, without asking for more."""
+        return self.obstacle is None and not self.refs and self.worker_group.fits(leases)
+
+    def some(self, groups: list[list[Sample]], seconds: float) -> list[Sample]:
+        """Of complete groups, about a micro-batch for each rank, if there are enough and they would be done in `seconds`."""
+        most = self.context.recipe.learner.micro_batch_tokens * self.worker_group.ranks
+        found: list[Sample] = []
+        tokens, full = 0, False
+        for group in filter(self.passes.let_learn, groups):
+            size = sum(len(s.prompt.token_ids) + len(s.completion.token_ids) for s in group)
+            if full := bool(found) and tokens + size > most:
+                break
+            found += group
+            tokens += size
+        enough = (full or tokens >= most / 2) and self.context.autoscaler.learner.predict(1, tokens) <= seconds
+        return found if enough else []
+
+    def accumulate(self, samples: list[Sample], leases: list[Lease]) -> list[Lease]:
+        """Accumulate gradients of complete groups under some of the leases; returns the others."""
+        self.worker_group.slots = self.worker_group.ranks
+        left = self.worker_group.assign_leases(leases) if not self.worker_group.working else leases
+        self.refs = self.worker_group.accumulate(self.advantages(samples))
+        self.worker_groups.keeps_gradients = True
+        self.learned |= {sample.completion.key for sample in samples}
+        return left
+
+    def pending(self) -> list[Any]:
+        return [*self.worker_group.pending(self.refs), *self.passes.pending()]
+
+    def done_ahead(self, wait: bool = False) -> list[Lease]:
+        """The leases back, once what was asked for is there. On GPU the gang keeps them: gradients stay on its devices."""
+        leases = self.passes.done(wait)
+        if not self.refs or (self.worker_group.pending(self.refs) and not wait):
+            return leases
+        self.worker_group.accumulated(self.refs)
+        self.refs = []
+        return [*leases, *(self.worker_group.park() if self.context.leases.resource == "cpu" else [])]
+
+    # ---- the phase --------------------------------------------------------------------------------------------
+
+    def group_of(self, sample: Sample) -> int:
+        """The position of its prompt in the step."""
+        return sample.completion.key // self.context.recipe.rollout.samples_per_prompt
+
+    def advantages(self, samples: list[Sample]) -> Batch:
+        """The learner's batch, of whole groups; samples without a reward and those learned ahead are not in it.
+
+        Inside the phase: whoever has to say something of the batch before the learner learns it looks at it first.
+        """
+        recipe = self.context.recipe
+        samples = [sample for sample in samples if sample.completion.key not in self.learned]
+        rewards = np.array([np.nan if s.reward is None else s.reward for s in samples])
+        known = np.isfinite(rewards)
+        learned = [sample for sample, scored in zip(samples, known, strict=True) if scored]
+        batch = batch_of(learned, recipe.rollout.samples_per_prompt)
+        lengths = np.array([len(s.completion.token_ids) for s in samples], np.int64)
+        mask = mask_of([s.action_mask for s in samples], lengths.tolist())
+        scored_tokens = np.repeat(known, lengths) if mask is None else np.repeat(known, lengths) & mask
+        extra: dict[str, Any] = {}
+        reference, logprobs, values_of = self.passes.reference, self.passes.logprobs, self.passes.values
+        told: dict[str, np.ndarray] = {}
+        began_s = time.monotonic()
+        if reference is not None and len(batch):
+            told |= reference.of(learned, batch, self.worker_groups.turn)
+        if logprobs is not None and len(batch) and (self.kl_in_reward or logprobs.known or self.carries):
+            told |= logprobs.of(learned, batch, self.worker_groups.turn)
+        if self.kl_in_reward and len(batch):
+            kl = token_kl(told["old"], told["reference"], recipe.algorithm.kl.estimator, recipe.algorithm.kl.limit)
+            self.kl = float(np.mean([kl[span].mean() for span in spans(batch.response_lengths)]))
+            extra |= {"kl": _spread(kl, scored_tokens), "kl_coefficient": self.controller.coefficient}
+        batch = replace(batch, **told)  # type: ignore[arg-type]
+        if values_of is not None:
+            values = values_of.of(learned, batch, self.worker_groups.turn)["values"]
+            batch = replace(batch, values=values)
+            extra["values"] = _spread(values, scored_tokens)
+        self.passes_s += time.monotonic() - began_s
+        truncated = np.array([s.completion.finish_reason == "length" for s in samples], bool)
+        advantages, returns, earned = compute_advantages(
+            recipe.algorithm,
+            recipe.reward,
+            rewards.reshape(-1, recipe.rollout.samples_per_prompt),
+            lengths,
+            truncated,
+            recipe.rollout.max_tokens,
+            mask=mask,
+            **extra,
+        )
+        after = penalized(recipe.reward, rewards, lengths, truncated, recipe.rollout.max_tokens, mask)
+        written = lengths if mask is None else counts_of(mask, lengths)
+        sums = np.concatenate([[0.0], np.cumsum(np.where(scored_tokens, advantages, 0.0))])[np.cumsum(lengths)]
+        means = np.diff(sums, prepend=0.0) / np.maximum(written, 1)
+        for sample, scored, mean, sum_of, reward in zip(samples, known, means, earned, after, strict=True):
+            if scored:
+                sample.advantage, sample.earned, sample.penalized = float(mean), float(sum_of), float(reward)
+        by_token = {"advantages": advantages} | ({} if self.critic is None else {"returns": returns})
+        return replace(
+            batch,
+            kl_coefficient=self.controller.coefficient,
+            **{name: x[scored_tokens].astype(np.float32) for name, x in by_token.items()},  # type: ignore[arg-type]
+        )
+
+    @contextmanager
+    def phase(self, samples: list[Sample], number: int) -> Iterator[None]:
+        """Of step `number`. Rollout engines hold no lease here."""
+        context, self.number, self.passes_s = self.context, number, 0.0
+        with context.phases.phase("learn"):
+            self.plan = context.autoscaler.size_learner(samples)
+            context.broker.put(self.done_ahead(wait=True))
+            if context.leases.resource == "cpu":  # a slot more is a thread more; on GPU a rank has one device
+                for worker_group in self.worker_groups.all:
+                    worker_group.slots = worker_group.ranks * self.plan.actors
+            if self.worker_groups.alone:
+                self.worker_groups.turn(self.worker_group)
+            with self._stop_waits:  # whose update was started and fails before its result is waited for
+                yield
+            for worker_group in self.worker_groups.all:
+                if worker_group.working:
+                    context.broker.put(worker_group.park())
+
+    def start_update(self, batch: Batch, samples: list[Sample]) -> Pending[tuple[UpdateStats, dict[str, Any]]]:
+        """Update the critic, if there is one, and start the learner's update. Its result: statistics, and metrics of the gangs.
+
+        A stop signal waits from here until the result is there: an update that is half done cannot be saved.
+        """
+        progress = self.context.record.progress
+        self._stop_waits.enter_context(STOP.deferred(self.context.recipe.run.sigterm_s / 2, progress.message))
+        frozen = 1 <= self.number <= self.context.recipe.critic.freeze_policy_steps
+        batch, left = self._cut(batch) if self.carries and not (frozen and self.critic is None) else (batch, None)
+        told: dict[str, Any] = {}
+        began_s = time.monotonic()
+        if self.critic is not None:
+            self.worker_groups.turn(self.critic)
+            of_critic = self.critic.update(batch)
+            if of_critic.skipped:
+                progress.message(f"optimizer step of the critic skipped: {of_critic.reason}")
+            told |= {f"critic/{name}": value for name, value in asdict(of_critic).items() if name not in ("reason", "skipped_last")}
+        if not self.worker_groups.alone:
+            self.worker_groups.turn(self.worker_group)
+        if self.passes.each:
+            self.context.autoscaler.observe_passes(samples, self.passes_s + time.monotonic() - began_s)
+        stats = Pending(lambda: untouched(UpdateStats)) if frozen else self._started(batch, samples)
+        return Pending(lambda: self._updated(stats, samples, told, left))
+
+    def _started(self, batch: Batch, samples: list[Sample]) -> Pending[UpdateStats]:
+        """The learner's update. The autoscaler sees how long it takes, unless ranks were lost in it."""
+        began_s, restarts = time.monotonic(), self.worker_group.recovery.restarts
+        update = self.worker_group.start_update(batch, publishes=True)
+
+        def result() -> UpdateStats:
+            stats: UpdateStats = update.result()
+            if restarts == self.worker_group.recovery.restarts:
+                self.context.autoscaler.observe_update(self._slots(), samples, time.monotonic() - began_s)
+            return stats
+
+        return Pending(result)
+
+    def _updated(
+        self, update: Pending[UpdateStats], samples: list[Sample], told: dict[str, Any], left: Batch | None
+    ) -> tuple[UpdateStats, dict[str, Any]]:
+        assert self.plan is not None
+        coefficient = self.controller.coefficient
+        with self._stop_waits:
+            stats = update.result()
+            if self.kl_in_reward:
+                stats = replace(stats, kl=self.kl)
+            if stats.applied:
+                self.controller = self.controller.after(stats.kl, len(samples))
+            self.left = left
+        if stats.skipped:
+            self.context.record.progress.message(f"optimizer step skipped: {stats.reason}")
+        told |= {"pool/learn_slots": self._slots() * self.worker_group.ranks, "pool/learn_reason": self.plan.reason}
+        if self.context.recipe.algorithm.keeps_reference:
+            told["learn/kl_coefficient"] = coefficient
+        return stats, told
+
+    def _cut(self, batch: Batch) -> tuple[Batch, Batch | None]:
+        """The step's batch with what the steps before left, and what it leaves in turn."""
+        section = self.context.recipe.algorithm
+        assert section.batch_samples is not None
+        rng = np.random.default_rng([self.context.recipe.run.seed % 2**63, self.number])
+        return carried(self.left, batch, section.batch_samples, section.epochs, rng)
+
+    def _slots(self) -> int:
+        """Of each rank of the learner."""
+        return min(len(instance.leases) for instance in self.worker_group.by_rank)
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs, as JSON."""
+        return {"kl_coefficient": self.controller.coefficient}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """An adapted coefficient goes on where it was; a fixed one is the recipe's."""
+        if isinstance(self.controller, AdaptiveKL) and "kl_coefficient" in state:
+            self.controller = replace(self.controller, coefficient=state["kl_coefficient"])
+
+    def files(self) -> dict[str, bytes]:
+        """The same, of what is too large for JSON."""
+        return {} if self.left is None else {FILE: as_bytes(self.left)}
+
+    def restore_files(self, files: dict[str, bytes]) -> None:
+        if FILE not in files:
+            return
+        if self.carries:
+            self.left = of_bytes(files[FILE])
+        else:
+            self.context.record.progress.message(
+                "samples that the checkpoint carries over are not learned from: algorithm.remainder changed"
+            )
+
+    def publish(self, version: int) -> WeightVersion:
+        with self.context.phases.phase("publish"):
+            return self.worker_group.publish(version)
+
+
+def _spread(values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Values of the chosen tokens among all tokens, 0 at the others."""
+    out = np.zeros(len(chosen))
+    out[chosen] = values
+    return out

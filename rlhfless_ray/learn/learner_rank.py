@@ -1,0 +1,324 @@
+"""The learner: one rank of the gang that turns batches into updates of the policy."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhfless_ray.learn import packing
+from rlhfless_ray.learn.batch import Batch, optimizer_steps
+from rlhfless_ray.learn.importance import Correction, correction_weights
+from rlhfless_ray.learn.kl_estimators import bounded_kl, unbiased_kl
+from rlhfless_ray.learn.lora import BaseModel, LoraAdapters
+from rlhfless_ray.learn.losses import clipped_loss, importance_weights, sequence_ratios, token_ratios, token_weights
+from rlhfless_ray.learn.overlap_rules import inexact
+from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_model, padded, passed, rounding_noise
+from rlhfless_ray.learn.rank_settings import RankSettings
+from rlhfless_ray.learn.trainer_rank import TrainerRank
+from rlhfless_ray.learn.update_stats import merged, nothing, untouched
+from rlhfless_ray.types import Span, UpdateStats
+from rlhfless_ray.weights.model_folder import write_folder
+
+SUMS = ("loss", "policy_loss", "kl", "entropy", "clipped", "importance", "capped", "mismatch", "ppo_kl", "sampler_kl", "reference_gap")
+WEIGHTED = 3  # of SUMS, the first ones: weighted as the loss is; the others count every token the same
+
+
+class LearnerRank:
+    """A plain class: the gang wraps it in a Ray actor, a test or a debugger calls it as it is."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        self.settings = settings
+        self.learner, self.algorithm, self.seed = settings.learner, settings.algorithm, settings.seed % 2**63
+        self.rank, self.ranks = settings.rank, settings.learner.ranks
+        self.trainer = TrainerRank(settings)
+        self.device = self.trainer.device
+        loss = self.algorithm.loss
+        self.correction = Correction.of_flags(
+            loss.correction_level, loss.correction_mode, loss.correction_gating, (loss.correction_low, loss.correction_high)
+        )
+        self.early: _Sums | None = None  # of groups whose gradients were accumulated before their step was complete
+        self.base: BaseModel | None = None  # the reference, where adapters alone are trained
+
+    # ---- life -------------------------------------------------------------------------------------------------
+
+    def open(self, files: dict[str, bytes], rendezvous: tuple[str, int], threads: int, state: dict[str, Any] | None = None) -> list[Span]:
+        """Build the engine from a model folder's files; `state` (see `TrainerRank.snapshot`) continues a stopped run.
+
+        rendezvous: address and port of rank 0.
+        """
+        start = time.time()
+        torch.set_num_threads(threads)
+        self.trainer.join_gang(rendezvous)
+        with tempfile.TemporaryDirectory(prefix="rlhfless-policy-") as name:
+            folder = write_folder(Path(name), files)
+            policy = self.settings.policy
+            model = load_model(folder, policy.dtype, policy.trust_remote_code)
+            check_head(model)
+        section = self.settings.lora
+        lora = LoraAdapters(model, section, self.seed, "CAUSAL_LM") if section.rank else None
+        self.trainer.open(TokenLogprobs(model), state, lora)
+        if lora is not None:
+            self.base = BaseModel(self.trainer.engine, lora)
+        return [Span("start", "open learner", start, time.time())]
+
+    # ---- the update -------------------------------------------------------------------------------------------
+
+    def update(self, batch: Batch, threads: int) -> tuple[UpdateStats, list[Span]]:
+        """One rollout batch → its optimizer steps. Every rank gets the whole batch, takes its share."""
+        start = time.time()
+        torch.set_num_threads(threads)
+        if self.early is not None:
+            return self._finish_early(batch), [Span("work", "update", start, time.time())]
+        if len(batch) == 0:
+            return nothing(UpdateStats, "no sample of the step has a reward"), [Span("work", "update", start, time.time())]
+        parts = optimizer_steps(batch, self.algorithm, [self.seed, self.trainer.optimizer_steps])
+        # With one optimizer step the old policy is the current one: its log-probabilities need no pass of their own.
+        # Carried samples have another old policy than the current one.
+        old = self._old(batch) if len(parts) > 1 or self.trainer.drops or batch.steps is not None else None
+        stats = [self._step(batch, part, old) for part in parts] or [untouched(UpdateStats)]
+        return merged(stats), [Span("work", "update", start, time.time())]
+
+    def accumulate(self, batch: Batch, threads: int) -> list[Span]:
+        """Gradients of groups that are complete while others of their step are still being answered. `update` with the others
+        then makes the step, which is that of the whole batch to rounding: gradients add up, and are divided by the step's
+        tokens (or sequences) once these are known.
+
+        Raises ValueError where that does not hold.
+        """
+        if reason := inexact(self.algorithm, self.learner, self.settings.lora):
+            raise ValueError(reason)
+        start = time.time()
+        torch.set_num_threads(threads)
+        if len(batch):
+            found = self._unscaled(batch)
+            self.early = found if self.early is None else self.early.plus(found)
+        return [Span("work", "accumulate", start, time.time())]
+
+    def _finish_early(self, batch: Batch) -> UpdateStats:
+        assert self.early is not None
+        whole, self.early = self.early, None
+        if len(batch):
+            whole = whole.plus(self._unscaled(batch))
+        return self._made(whole, 1 / whole.whole)
+
+    def _unscaled(self, batch: Batch) -> _Sums:
+        """Backward passes with weights that do not depend on what else the step holds."""
+        indices = np.arange(len(batch))
+        lengths = torch.from_numpy(batch.response_lengths)
+        whole = float(lengths.sum() if self.algorithm.loss_mean == "token" else len(lengths))
+        return self._backward(batch, indices, None, self._weights(lengths) * whole, whole)
+
+    def _weights(self, lengths: Tensor) -> np.ndarray:
+        """Weights of each sequence's tokens in the policy loss and in KL loss and entropy bonus: (2, sequences) float64."""
+        means = self.algorithm.loss_mean, self.algorithm.regularization_mean or self.algorithm.loss_mean
+        return np.stack([token_weights(lengths, mean).numpy() for mean in means])
+
+    def _share(self, batch: Batch, indices: np.ndarray) -> list[np.ndarray]:
+        cuts = packing.padded(batch.lengths[indices], self.learner.micro_batch_tokens, self.ranks)[self.rank]
+        return [indices[cut] for cut in cuts]
+
+    def logprobs(self, batch: Batch, names: tuple[str, ...], threads: int) -> tuple[dict[str, np.ndarray], list[Span]]:
+        """Before a step, by name (see `overlap.passes`), of the tokens of this rank's share, 0 elsewhere: each
+        (Σ response length,) float32."""
+        start = time.time()
+        torch.set_num_threads(threads)
+        modules = {"old": self.trainer.engine, "reference": self.base}
+        found = {name: self._passed(modules[name], batch).cpu().numpy() for name in names}
+        return found, [Span("work", "log-probabilities", start, time.time())]
+
+    def agreement(self, batch: Batch, temperature: float, top_p: float, threads: int, noisy: bool = False) -> tuple[np.ndarray, list[Span]]:
+        """Log-probabilities of this rank's tokens in the distribution that an engine with these settings draws from, 0 elsewhere:
+        (Σ response length,) float32. `noisy`: see `rounding_noise`."""
+        start = time.time()
+        torch.set_num_threads(threads)
+        names = ("ids", "rows", "columns", "targets")
+        with rounding_noise(self.trainer.engine.module.model) if noisy else nullcontext():
+            found = passed(
+                lambda tensors: self.trainer.engine(*(tensors[name] for name in names), temperature, top_p)[0],
+                batch,
+                self._share(batch, np.arange(len(batch))),
+                self.device,
+            )
+        return found.cpu().numpy(), [Span("work", "check agreement", start, time.time())]
+
+    def _old(self, batch: Batch) -> Tensor:
+        """Log-probabilities of this rank's tokens under the weights before the first optimizer step."""
+        if batch.old is not None:
+            return torch.from_numpy(batch.old).to(self.device)
+        return self.trainer.over_ranks(self._passed(self.trainer.engine, batch)).to(self.device)
+
+    def _passed(self, module: Any, batch: Batch) -> Tensor:
+        """Log-probabilities of the tokens of this rank's share, 0 elsewhere: (Σ response length,)."""
+        share = self._share(batch, np.arange(len(batch)))
+        return passed(lambda tensors: self._forward(module, tensors)[0], batch, share, self.device)
+
+    def _forward(self, module: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        names = ("ids", "rows", "columns", "targets")
+        return module(*(tensors[name] for name in names), self.settings.temperature)
+
+    def _step(self, batch: Batch, indices: np.ndarray, old: Tensor | None) -> UpdateStats:
+        lengths = torch.from_numpy(batch.response_lengths[indices])
+        weight_of = np.zeros((2, len(batch)))
+        weight_of[:, indices] = self._weights(lengths)
+        return self._made(self._backward(batch, indices, old, weight_of, 1.0), 1.0)
+
+    def _backward(self, batch: Batch, indices: np.ndarray, old: Tensor | None, weight_of: np.ndarray, whole: float) -> _Sums:
+        """Add the gradients of these sequences. `weight_of` (2, sequences of the batch): see `_weights`; `whole`: what the weights
+        are to be divided by in the end."""
+        weights = torch.from_numpy(weight_of).float().to(self.device)
+        tokens = {name: torch.from_numpy(x).to(self.device) for name, x in (("advantages", batch.advantages), ("drawn", batch.logprobs))}
+        if old is not None:
+            tokens["old"] = old
+        if batch.reference is not None:
+            tokens["reference"] = torch.from_numpy(batch.reference).to(self.device)
+        kl_coefficient = self.algorithm.kl.coefficient if batch.kl_coefficient is None else batch.kl_coefficient
+        sums = torch.zeros(len(SUMS), dtype=torch.float64)
+        most = torch.zeros(1, dtype=torch.float64)
+        for cut in self._share(batch, indices):
+            # A rank without work still joins the collectives: one sequence at weight 0.
+            tensors = padded(batch, cut if len(cut) else indices[:1], self.device)
+            weight = weights[:, tensors["sequence"]] if len(cut) else torch.zeros(2, len(tensors["flat"]), device=self.device)
+            mine = {name: x[tensors["flat"]] for name, x in tokens.items()}
+            with self.trainer.dropping(batch, cut if len(cut) else indices[:1], self.seed):
+                loss, values, worst = self._micro_loss(tensors, weight, mine, len(batch), kl_coefficient)
+                self.trainer.backward(loss)
+            sums += values
+            if len(cut):
+                most = torch.maximum(most, worst)
+        return _Sums(sums, most, int(batch.response_lengths[indices].sum()), len(indices), whole)
+
+    def _made(self, found: _Sums, scale: float) -> UpdateStats:
+        """The optimizer step on what was accumulated; `scale`: of gradients and weighted sums."""
+        sums, most = self.trainer.over_ranks(found.sums), self.trainer.over_ranks(found.most, largest=True)
+        rate = self.trainer.rate()
+        norm, applied, reason = self.trainer.step(bool(torch.isfinite(sums[0])), scale)
+        sums[:WEIGHTED] *= scale
+        sums[WEIGHTED:] /= found.tokens  # statistics are means over tokens, whatever the loss averages over
+        named = dict(zip(SUMS, sums.tolist(), strict=True))
+        if self.correction is not None and self.correction.gates_sequences:
+            named["capped"] *= found.tokens / found.sequences
+        return UpdateStats(
+            loss=named["loss"],
+            policy_loss=named["policy_loss"],
+            kl=named["kl"],
+            entropy=named["entropy"],
+            clip_share=named["clipped"],
+            importance_mean=named["importance"],
+            importance_capped_share=named["capped"],
+            mismatch_mean=named["mismatch"],
+            mismatch_max=float(most),
+            grad_norm=norm,
+            learning_rate=rate,
+            trained_tokens=found.tokens if applied else 0,
+            skipped=int(not applied),
+            reason=reason,
+            applied=int(applied),
+            skipped_last=int(not applied),
+            ppo_kl=named["ppo_kl"],
+            sampler_kl=named["sampler_kl"],
+            reference_gap=named["reference_gap"],
+            next_learning_rate=self.trainer.rate(),
+            last_grad_norm=norm,
+        )
+
+    def _micro_loss(
+        self, tensors: dict[str, Tensor], weight: Tensor, mine: dict[str, Tensor], sequences: int, kl_coefficient: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Weighted loss of one micro-batch, its part of SUMS and the largest mismatch. `weight` (2, tokens): see `_weights`;
+        `mine`: what is known of its tokens."""
+        algorithm, sequence = self.algorithm, tensors["sequence"]
+        weight, regularization_weight = weight
+        # before the policy's: nothing may come between a forward pass and its backward one
+        reference = self._reference(tensors, mine)
+        logprobs, entropy = self._forward(self.trainer.engine, tensors)
+        drawn, before = mine["drawn"], mine.get("old", logprobs.detach())
+        if self.correction is None:
+            cap = algorithm.importance_cap
+            importance = importance_weights(before, drawn, cap)
+            capped = (importance >= cap) if cap else torch.zeros_like(drawn, dtype=torch.bool)
+        else:
+            importance, capped = correction_weights(self.correction, before, drawn, sequence, sequences)
+            if self.correction.gates_sequences:
+                capped = capped / torch.bincount(sequence)[sequence]
+        gspo = algorithm.loss.kind == "gspo"
+        base = drawn if algorithm.loss.ratio_to == "sampler" else before
+        ratios = sequence_ratios(logprobs, base, sequence, sequences) if gspo else token_ratios(logprobs, before)
+        token_loss, clipped = clipped_loss(ratios, mine["advantages"], algorithm.clip_low, algorithm.clip_high, algorithm.loss.dual_clip)
+        policy_loss = (weight * importance * token_loss).sum()
+        kl = torch.zeros((), device=self.device)
+        gap = torch.zeros_like(drawn)
+        if reference is not None:
+            in_loss = algorithm.kl.place == "loss"
+            if in_loss:
+                kl = (regularization_weight * self._kl(logprobs, reference, mine.get("old"))).sum()
+            gap = (logprobs.detach() if in_loss else before) - reference
+        loss = policy_loss + kl_coefficient * kl
+        if algorithm.loss.entropy_coefficient:
+            loss = loss - algorithm.loss.entropy_coefficient * (regularization_weight * entropy).sum()
+        mismatch = (before - drawn).abs()
+        each = weight > 0
+        apart = (before - logprobs.detach(), drawn - before, gap)
+        terms = [loss, policy_loss, kl, *((each * x).sum() for x in (entropy, clipped, importance, capped, mismatch, *apart))]
+        values = torch.stack([t.detach().double().cpu() for t in terms])
+        worst = mismatch.max().detach().double().cpu() if mismatch.numel() else torch.zeros(1).double()
+        return loss, values, worst
+
+    def _reference(self, tensors: dict[str, Tensor], mine: dict[str, Tensor]) -> Tensor | None:
+        """Log-probabilities under the policy the run began with, where they are known or the loss has a KL to it."""
+        kl = self.algorithm.kl
+        if "reference" in mine:
+            return mine["reference"]
+        if not kl.coefficient or kl.place != "loss":
+            return None
+        if self.base is None:
+            raise ValueError("the loss has a KL, and the batch no log-probabilities of the reference")
+        with torch.no_grad():
+            return self._forward(self.base, tensors)[0]
+
+    def _kl(self, logprobs: Tensor, reference: Tensor, old: Tensor | None) -> Tensor:
+        section = self.algorithm.kl
+        if section.unbiased_gradient:
+            return unbiased_kl(logprobs, reference, old, section.estimator, section.limit)
+        return bounded_kl(logprobs, reference, section.estimator, section.limit)
+
+    # ---- what others take -------------------------------------------------------------------------------------
+
+    def weights(self) -> tuple[dict[str, np.ndarray] | None, list[Span]]:
+        """{parameter name: array} for the engines, from rank 0; the other ranks take part and return None."""
+        start = time.time()
+        return self.trainer.weights(), [Span("transfer", "publish weights", start, time.time())]
+
+    # ---- between updates --------------------------------------------------------------------------------------
+
+    def leave_device(self) -> list[Span]:
+        if self.early is not None:
+            raise RuntimeError("the learner holds gradients of a step that is not complete: they would be lost with its device")
+        return self.trainer.leave_device()
+
+    def return_to_device(self) -> list[Span]:
+        return self.trainer.return_to_device()
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What backward passes added up on this rank: SUMS, the largest mismatch; of the whole batch tokens and sequences; and what the
+    weights are divided by."""
+
+    sums: torch.Tensor
+    most: torch.Tensor
+    tokens: int
+    sequences: int
+    whole: float
+
+    def plus(self, other: _Sums) -> _Sums:
+        most = torch.maximum(self.most, other.most)
+        counts = self.tokens + other.tokens, self.sequences + other.sequences
+        return _Sums(self.sums + other.sums, most, *counts, self.whole + other.whole)

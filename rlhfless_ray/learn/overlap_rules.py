@@ -1,0 +1,69 @@
+"""What of a step's learning may be done while others of its samples are still being answered: gradients of complete groups, and
+passes over samples that the update begins with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlhfless_ray.learn.compute_advantages import obstacle as of_credit
+
+if TYPE_CHECKING:
+    from rlhfless_ray.recipe import AlgorithmConfig, LearnerConfig, LoraConfig, Recipe
+
+
+def obstacle(recipe: Recipe) -> str | None:
+    """Why a run does not do so, or None where it does."""
+    if recipe.learner.overlap == "off":
+        return "learner.overlap is off"
+    if recipe.critic.freeze_policy_steps:
+        return "critic.freeze_policy_steps: gradients of a step in which the policy is not trained would be left over"
+    return inexact(recipe.algorithm, recipe.learner, recipe.lora)
+
+
+def passes(algorithm: AlgorithmConfig, lora: LoraConfig, samples: int) -> tuple[str, ...]:
+    """What an update of so many samples begins with, of every token, by the learner: `old`, its log-probabilities before the first
+    optimizer step; `reference`, those of the policy that the run began with, where that is the learner's model without its adapters
+    (else the reference is a function of its own). Sections of the recipe. Each hangs on its sample and the step's weights only, so
+    it is the same, to rounding, whenever it is computed."""
+    kl, most = algorithm.kl, algorithm.batch_samples
+    several = algorithm.updates_per_step > 1 or algorithm.epochs > 1 or (most is not None and most < samples)
+    several |= algorithm.remainder == "carry"  # a sample may be learned from after steps of its own rollout
+    old = several or lora.dropout > 0 or (kl.coefficient > 0 and kl.place == "reward")
+    reference = kl.coefficient > 0 and lora.rank > 0
+    return (*(["old"] if old else []), *(["reference"] if reference else []))
+
+
+def passes_obstacle(recipe: Recipe) -> str | None:
+    """Why a run does not make such passes ahead, or None where it does."""
+    if recipe.learner.overlap == "off":
+        return "learner.overlap is off"
+    if recipe.algorithm.filter_range is not None:
+        return "algorithm.filter_range: which groups are learned from is known when all are scored"
+    return None
+
+
+def inexact(algorithm: AlgorithmConfig, learner: LearnerConfig, lora: LoraConfig) -> str | None:
+    """Why the result would not be that of the whole batch, or None where it is, to rounding. Sections of the recipe.
+
+    Gradients add up over a batch as long as all of them are taken at the same weights and nothing in a sample's loss
+    depends on samples that are not there yet, but for a common divisor that can be applied at the end.
+    """
+    later = "a later update needs weights that the first one must have changed already"
+    if algorithm.updates_per_step > 1:
+        return f"algorithm.updates_per_step: {later}"
+    if algorithm.epochs > 1:
+        return f"algorithm.epochs: {later}"
+    if algorithm.batch_samples is not None:
+        return f"algorithm.batch_samples: they are drawn from all samples, and {later}"
+    own_mean = algorithm.regularization_mean not in (None, algorithm.loss_mean)
+    if own_mean and (algorithm.loss.entropy_coefficient or (algorithm.kl.coefficient and algorithm.kl.place == "loss")):
+        return "algorithm.regularization_mean: gradients of two means would need two divisors at the end"
+    if reason := of_credit(algorithm):
+        return reason
+    if algorithm.filter_range is not None:
+        return "algorithm.filter_range: which groups are learned from is known when all are scored"
+    if lora.dropout:
+        return "lora.dropout: what is left out of a sample hangs on its place in the whole batch"
+    if learner.zero_stage == 3:
+        return "learner.zero_stage 3: DeepSpeed offers no place to divide its gradients before the step"
+    return None

@@ -1,0 +1,149 @@
+"""The processes of learner, critic and reference: one rank each, wrapped so that a gang can start, join and ask it."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.local.fast_imports import fast_imports
+from rlhfless_ray.types import CriticStats, Span, UpdateStats
+
+if TYPE_CHECKING:
+    from rlhfless_ray.learn.rank_settings import RankSettings, ReferenceSettings
+    from rlhfless_ray.recipe import Recipe
+
+
+class RankActor:
+    """What all have. `rank`: a Learner, a Critic or a Reference."""
+
+    imports = "import torch and deepspeed"
+
+    def __init__(self, settings: RankSettings | ReferenceSettings) -> None:
+        """Imports only: the model is built under a lease."""
+        start = time.time()
+        with fast_imports():
+            kind = self.kind()
+        self.rank = kind(settings)
+        self.imported = Span("start", self.imports, start, time.time())
+
+    def kind(self) -> Any:
+        """The class of `rank`, imported here."""
+        raise NotImplementedError
+
+    def open(self, threads: int) -> dict[str, Any]:
+        from rlhfless_ray.local.process_memory import own_memory_mb
+
+        return {"memory_mb": own_memory_mb(), "spans": [self.imported]}
+
+    def rendezvous(self, loopback: bool) -> tuple[str, int]:
+        """An address and a free port for the gang's process group, on this (rank 0's) node."""
+        import ray
+
+        address = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return address, probe.getsockname()[1]
+
+    def build(self, files: dict[str, bytes], rendezvous: tuple[str, int], threads: int, state: dict[str, bytes] | None) -> dict[str, Any]:
+        from rlhfless_ray.learn.trainer_rank import state_from_bytes
+        from rlhfless_ray.local.process_memory import own_memory_mb
+
+        spans = self.rank.open(files, rendezvous, threads, None if state is None else state_from_bytes(state))
+        trainer = getattr(self.rank, "trainer", None)  # a reference has none
+        return {"memory_mb": own_memory_mb(), "spans": spans, "converts": trainer is not None and trainer.converts}
+
+    def saved(self, content: bytes) -> bytes:
+        """See `Trainer.saved_bytes`. It reads memory only."""
+        return self.rank.trainer.saved_bytes(content)
+
+    def snapshot(self) -> dict[str, bytes] | None:
+        return self.rank.trainer.snapshot_bytes()
+
+    def model(self) -> tuple[bytes | None, list[Span]]:
+        """The whole model's weights as a safetensors file, adapters merged; from rank 0."""
+        start = time.time()
+        return self.rank.trainer.model_bytes(), [Span("transfer", "write the model", start, time.time())]
+
+    def keep(self) -> tuple[dict[str, bytes] | None, tuple[float, int]]:
+        """Two return values: the snapshot, which stays where it is until it is needed, and its processor seconds and bytes."""
+        start = time.thread_time()
+        files = self.snapshot()
+        return files, (time.thread_time() - start, sum(map(len, (files or {}).values())))
+
+    def park(self) -> dict[str, Any]:
+        """Leave the device. What stays there, a library's buffers, is counted as memory kept warm, and named."""
+        from rlhfless_ray.local.process_memory import report_parked_memory
+
+        return report_parked_memory(self.rank.leave_device() if self.rank.device.type == "cuda" else [])
+
+    def unpark(self) -> list[Span]:
+        return self.rank.return_to_device() if self.rank.device.type == "cuda" else []
+
+
+class LearnerActor(RankActor):
+    def kind(self) -> Any:
+        from rlhfless_ray.learn.learner_rank import LearnerRank
+
+        return LearnerRank
+
+    def warm_start(self, files: dict[str, bytes], recipe: Recipe, threads: int) -> tuple[dict[str, bytes], list[Span]]:
+        from rlhfless_ray.learn.warm_start import warm_start
+
+        start = time.time()
+        return warm_start(files, recipe, threads), [Span("work", "warm start", start, time.time())]
+
+    def update(self, batch: Batch, threads: int) -> tuple[UpdateStats, list[Span]]:
+        return self.rank.update(batch, threads)
+
+    def logprobs(self, batch: Batch, threads: int, names: tuple[str, ...]) -> tuple[dict[str, np.ndarray], list[Span]]:
+        return self.rank.logprobs(batch, names, threads)
+
+    def accumulate(self, batch: Batch, threads: int) -> list[Span]:
+        return self.rank.accumulate(batch, threads)
+
+    def agreement(
+        self, batch: Batch, threads: int, temperature: float, top_p: float, noisy: bool = False
+    ) -> tuple[dict[str, np.ndarray], list[Span]]:
+        logprobs, spans = self.rank.agreement(batch, temperature, top_p, threads, noisy)
+        return {"agreement": logprobs}, spans
+
+    def weights(self) -> tuple[dict[str, np.ndarray] | None, tuple[dict[str, int], list[Span]]]:
+        """Two return values: the weights, which stay where they are until pulled, and a digest of each tensor."""
+        from rlhfless_ray.weights.checksum import digests
+
+        weights, spans = self.rank.weights()
+        return weights, (digests(weights) if weights is not None else {}, spans)
+
+
+class CriticActor(RankActor):
+    def kind(self) -> Any:
+        from rlhfless_ray.learn.critic_rank import CriticRank
+
+        return CriticRank
+
+    def values(self, batch: Batch, threads: int) -> tuple[dict[str, np.ndarray], list[Span]]:
+        values, spans = self.rank.values(batch, threads)
+        return {"values": values}, spans
+
+    def update(self, batch: Batch, threads: int) -> tuple[CriticStats, list[Span]]:
+        return self.rank.update(batch, threads)
+
+    def config(self) -> bytes:
+        return self.rank.config()
+
+
+class ReferenceActor(RankActor):
+    imports = "import torch"
+
+    def kind(self) -> Any:
+        from rlhfless_ray.learn.reference_rank import ReferenceRank
+
+        return ReferenceRank
+
+    def reference(self, batch: Batch, threads: int) -> tuple[dict[str, np.ndarray], list[Span]]:
+        logprobs, spans = self.rank.logprobs(batch, threads)
+        return {"reference": logprobs}, spans

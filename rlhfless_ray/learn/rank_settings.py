@@ -1,0 +1,85 @@
+"""What one rank of learner, critic or reference needs of a run: sections of the recipe, and its place in the worker group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlhfless_ray.recipe import AlgorithmConfig, CriticConfig, LearnerConfig, LoraConfig, PolicyConfig, Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSettings:
+    """Settings of a rank that is trained. It pickles, as the recipe's sections do."""
+
+    learner: LearnerConfig  # of a critic: `Recipe.critic_learner`
+    lora: LoraConfig
+    algorithm: AlgorithmConfig
+    policy: PolicyConfig
+    optimizer_steps: int  # of the whole run, for the learning rate's schedule
+    temperature: float
+    seed: int
+    ema_beta: float | None = None  # None: no average of the weights is kept
+    rank: int = 0
+    device: str = "cpu"  # or "gpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticSettings(RankSettings):
+    critic: CriticConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceSettings:
+    """Plain values, so that a process without optimizer does not import the recipe."""
+
+    dtype: str
+    trust_remote_code: bool
+    micro_batch_tokens: int
+    temperature: float
+    ranks: int = 1
+    rank: int = 0
+    device: str = "cpu"
+
+
+def learner_settings(recipe: Recipe, rank: int = 0, device: str = "cpu") -> RankSettings:
+    return RankSettings(
+        learner=recipe.learner,
+        lora=recipe.lora,
+        algorithm=recipe.algorithm,
+        policy=recipe.policy,
+        optimizer_steps=recipe.optimizer_steps,
+        temperature=recipe.rollout.temperature,
+        seed=recipe.run.seed,
+        ema_beta=recipe.ema.beta,
+        rank=rank,
+        device=device,
+    )
+
+
+def critic_settings(recipe: Recipe, rank: int = 0, device: str = "cpu") -> CriticSettings:
+    return CriticSettings(
+        learner=recipe.critic_learner,
+        lora=recipe.lora,
+        algorithm=recipe.algorithm,
+        policy=recipe.policy,
+        critic=recipe.critic,
+        optimizer_steps=recipe.optimizer_steps,
+        temperature=recipe.rollout.temperature,
+        seed=recipe.run.seed,
+        rank=rank,
+        device=device,
+    )
+
+
+def reference_settings(recipe: Recipe, rank: int = 0, device: str = "cpu") -> ReferenceSettings:
+    return ReferenceSettings(
+        dtype=recipe.policy.dtype,
+        trust_remote_code=recipe.policy.trust_remote_code,
+        micro_batch_tokens=recipe.learner.micro_batch_tokens,
+        temperature=recipe.rollout.temperature,
+        ranks=recipe.reference.ranks,
+        rank=rank,
+        device=device,
+    )

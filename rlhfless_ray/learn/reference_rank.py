@@ -1,0 +1,68 @@
+"""The reference: one rank of the gang that says how likely the policy that the run began with finds what is sampled now. It learns
+nothing: what it says hangs on the sample only."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rlhfless_ray.learn import packing
+from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model, passed
+from rlhfless_ray.learn.rank_settings import ReferenceSettings
+from rlhfless_ray.types import Span
+from rlhfless_ray.weights.model_folder import write_folder
+
+
+class ReferenceRank:
+    """A plain class, like the learner: `open` → `logprobs`. Its ranks share a batch, and need nothing of one another."""
+
+    def __init__(self, settings: ReferenceSettings) -> None:
+        self.settings = settings
+        self.device = torch.device("cuda" if settings.device == "gpu" else "cpu")
+        self.model: TokenLogprobs | None = None
+
+    def open(self, files: dict[str, bytes], rendezvous: tuple[str, int], threads: int, state: None = None) -> list[Span]:
+        """Load a model folder's files, as `Learner.open`; there is no other state."""
+        start = time.time()
+        torch.set_num_threads(threads)
+        with tempfile.TemporaryDirectory(prefix="rlhfless-reference-") as name:
+            folder = write_folder(Path(name), files)
+            model = load_model(folder, self.settings.dtype, self.settings.trust_remote_code)
+        self.model = TokenLogprobs(model).eval().requires_grad_(False).to(self.device)
+        return [Span("start", "open reference", start, time.time())]
+
+    def logprobs(self, batch: Batch, threads: int) -> tuple[np.ndarray, list[Span]]:
+        """Of the tokens of this rank's share, 0 elsewhere: (Σ response length,) float32."""
+        assert self.model is not None
+        start, model, temperature = time.time(), self.model, self.settings.temperature
+        torch.set_num_threads(threads)
+        share = packing.padded(batch.lengths, self.settings.micro_batch_tokens, self.settings.ranks)[self.settings.rank]
+        names = ("ids", "rows", "columns", "targets")
+        found = passed(
+            lambda tensors: model(*(tensors[name] for name in names), temperature)[0],
+            batch,
+            [cut for cut in share if len(cut)],
+            self.device,
+        )
+        return found.cpu().numpy(), [Span("work", "log-probabilities", start, time.time())]
+
+    def leave_device(self) -> list[Span]:
+        return self._to("leave device", torch.device("cpu"))
+
+    def return_to_device(self) -> list[Span]:
+        return self._to("return to device", self.device)
+
+    def _to(self, what: str, device: torch.device) -> list[Span]:
+        start = time.time()
+        if self.model is not None:
+            self.model.to(device)
+        gc.collect()
+        if self.device.type == "cuda" and device.type == "cpu":
+            torch.cuda.empty_cache()
+        return [Span("transfer", what, start, time.time())]

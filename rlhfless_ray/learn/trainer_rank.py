@@ -1,0 +1,372 @@
+"""One rank of a gang that trains a model: a DeepSpeed engine whose gradients add up until a step is made of them."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.ema import ema_update
+from rlhfless_ray.learn.lora import LoraAdapters, live_name, trained
+from rlhfless_ray.learn.offload import leave_device, return_to_device
+from rlhfless_ray.learn.optimizer_state import full_moments, full_weights, link_moments, plain_optimizer, restore_moments
+from rlhfless_ray.learn.rank_settings import RankSettings
+from rlhfless_ray.learn.schedule import rate
+from rlhfless_ray.types import Span
+from rlhfless_ray.weights.adapter import WEIGHTS as ADAPTER
+from rlhfless_ray.weights.saved_names import is_converted, saved_state
+
+UNDECAYED = ("bias", "layernorm.weight", "layer_norm.weight", "norm.weight", "ln_f.weight")  # parts of names, as OpenRLHF has them
+
+
+class TrainerRank:
+    """`open` → `backward` … `step` → `weights`, `snapshot`. Every rank calls the same in the same order."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        self.settings, self.section = settings, settings.learner
+        self.dtype, self.rank = settings.policy.dtype, settings.rank
+        self.device = torch.device("cuda" if settings.device == "gpu" else "cpu")
+        self.ranks, self.stage, self.hosted = self.section.ranks, self.section.zero_stage, self.section.optimizer_offload
+        self.optimizer_steps = 0
+        self.engine: Any = None
+        self.lora: LoraAdapters | None = None
+        self.average: dict[str, Tensor] | None = None  # of the weights, in float32 on rank 0's host, where one is kept
+        self.linked = False  # ZeRO 1 and 2 know the moments of all parameters
+        self.away = False  # parked on a GPU's host
+        self.kept: dict[str, Any] | None = None  # the snapshot while away, where it cannot be made there
+
+    # ---- life -------------------------------------------------------------------------------------------------
+
+    def open(self, wrapped: nn.Module, state: dict[str, Any] | None, lora: LoraAdapters | None = None) -> None:
+        """`wrapped.model`: what is trained and published; `join_gang` comes before. `state`: see `snapshot`. `lora`: the model's
+        adapters, where these alone are trained."""
+        import deepspeed
+
+        model: Any = wrapped.model
+        self.lora = lora
+        if state is not None:
+            missing, unexpected = model.load_state_dict(state["weights"], strict=False)  # a tied head is stored once
+            if lora is not None:
+                missing = sorted(set(missing) & set(trained(model)))  # the base is that of the files
+            if unexpected or set(missing) - {"lm_head.weight"}:
+                raise ValueError(f"the checkpoint is of another model: {(unexpected or missing)[0]} is in one of them only")
+        model.train()
+        if self.section.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        wrapped = wrapped.to(self.device)
+        optimizer = torch.optim.AdamW(
+            self._parameters(model),
+            lr=self.rate(),
+            betas=self.section.betas,
+            eps=self.section.adam_eps,
+            weight_decay=self.section.weight_decay,
+            fused=True,
+        )
+        # gradients of bfloat16 weights add up in float32, which DeepSpeed's stage 1 does in another class of optimizer only
+        shards = 2 if self.stage == 1 and self.dtype == "bfloat16" else self.stage
+        self.engine, *_ = deepspeed.initialize(
+            model=wrapped,
+            optimizer=optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "managed_gradient_accumulation": False,  # the number of micro-batches is open: we call step()
+                "gradient_clipping": self.section.grad_clip if self.stage else 0.0,  # stage 0: see `step`
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+                "bf16": {"enabled": self.dtype == "bfloat16"},
+                "data_types": {"grad_accum_dtype": "fp32"},
+                "zero_optimization": {
+                    "stage": shards,
+                    "overlap_comm": False,
+                    "contiguous_gradients": True,
+                    "offload_optimizer": {"device": "cpu" if self.hosted else "none", "pin_memory": self.device.type == "cuda"},
+                },
+                "steps_per_print": 10**9,
+            },
+        )
+        if self.stage == 0:
+            self.engine.enable_backward_allreduce = False  # `step` reduces, so that it can look before it steps
+        self._forget_trial_step()
+        if self.settings.ema_beta is not None:
+            self._average({} if state is None else state["average"])
+        if state is not None:
+            self.optimizer_steps = int(state["optimizer_steps"])
+            restore_moments(self.engine, self.stage, state["moments"], self.optimizer_steps)
+            torch.set_rng_state(state["rng"])
+
+    def join_gang(self, rendezvous: tuple[str, int]) -> None:
+        """rendezvous: address and port of rank 0."""
+        os.environ.setdefault("DS_ACCELERATOR", "cuda" if self.device.type == "cuda" else "cpu")
+        import deepspeed
+        import torch.distributed as dist
+
+        address, port = rendezvous
+        if dist.is_initialized():
+            return
+        os.environ.update(
+            MASTER_ADDR=address, MASTER_PORT=str(port), RANK=str(self.rank), LOCAL_RANK="0", WORLD_SIZE=str(self.ranks), LOCAL_SIZE="1"
+        )
+        if address.startswith("127."):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if self.device.type == "cpu":
+            # DeepSpeed would compile a shared-memory all-reduce (about 45 s, needs g++ and ninja); gloo does it too.
+            setattr(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)  # noqa: B010
+        deepspeed.init_distributed(
+            dist_backend="nccl" if self.device.type == "cuda" else "gloo",
+            init_method=f"tcp://{address}:{port}",
+            rank=self.rank,
+            world_size=self.ranks,
+            verbose=False,
+        )
+
+    def _forget_trial_step(self) -> None:
+        """DeepSpeed's ZeRO creates the optimizer state by a step on zero gradients; undo its count, which would
+        distort Adam's bias correction of the first real step."""
+        for state in plain_optimizer(self.engine).state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"].zero_()
+
+    # ---- the step ---------------------------------------------------------------------------------------------
+
+    def dropping(self, batch: Batch, sequences: np.ndarray, seed: int) -> AbstractContextManager[None]:
+        """Around the passes that a step is made of: see `LoraAdapters.dropping`."""
+        if self.lora is None or not self.drops:
+            return nullcontext()
+        return self.lora.dropping(batch, sequences, [seed, self.optimizer_steps])
+
+    @property
+    def drops(self) -> bool:
+        """Whether passes of a step are computed with dropout, and so are others than those of the policy that samples."""
+        return self.settings.lora.dropout > 0
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a part of the whole step's loss; the parts of all ranks add up."""
+        self.engine.backward(loss * self.ranks, scale_wrt_gas=False)  # DeepSpeed averages gradients over ranks
+
+    def over_ranks(self, x: Tensor, largest: bool = False) -> Tensor:
+        """The sum over the ranks, or the largest of each element, on the host."""
+        if self.ranks == 1:
+            return x.cpu()
+        import torch.distributed as dist
+
+        x = x.to(self.device)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        return x.cpu()
+
+    def rate(self) -> float:
+        """The learning rate of the next optimizer step."""
+        section, done = self.section, self.optimizer_steps
+        if section.schedule == "constant":
+            return section.learning_rate * min(1.0, (done + 1) / max(1, section.warmup_steps))
+        return rate(
+            section.schedule, done, self.settings.optimizer_steps, section.learning_rate, section.warmup_share, section.min_rate_share
+        )
+
+    def _parameters(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Those that are trained, and apart from them those without weight decay."""
+        decayed: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, parameter in model.named_parameters():
+            spared = not self.section.decay_all and any(part in name for part in UNDECAYED)
+            if parameter.requires_grad:
+                (others if spared else decayed).append(parameter)
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        return [group for group in groups if group["params"]]
+
+    def step(self, loss_is_finite: bool, scale: float = 1.0) -> tuple[float, bool, str]:
+        """Scale what has been added up, clip and step, or refuse: (gradient norm before clipping, applied, why not)."""
+        for group in plain_optimizer(self.engine).param_groups:
+            group["lr"] = self.rate()
+        if self.stage == 0:
+            if self.ranks > 1:
+                self.engine.buffered_allreduce_fallback()
+            if scale != 1:
+                torch._foreach_mul_([p.grad for p in self.engine.module.parameters() if p.grad is not None], scale)
+            norm = float(torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), self.section.grad_clip))
+            applied = loss_is_finite and math.isfinite(norm)
+            if applied:
+                self.engine.step()
+            else:
+                self.engine.zero_grad()
+        else:  # DeepSpeed's ZeRO optimizers clip, and leave the weights alone when the norm is not finite
+            with _loss_scale(self.engine.optimizer, 1 / scale), self._threads():
+                self.engine.step()
+            norm = float(self.engine.get_global_grad_norm())
+            applied = bool(self.engine.was_step_applied())
+        if applied:
+            self.optimizer_steps += 1
+            if self.settings.ema_beta is not None:
+                self._average()
+            if self.stage in (1, 2) and not self.linked:
+                link_moments(self.engine)
+                self.linked = True
+            return norm, True, ""
+        return norm, False, "the loss is not finite" if not loss_is_finite else f"the gradient norm is {norm}"
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        """A rank with a GPU has one thread on the host, which is too few for an update there: it takes its share of the cores."""
+        before = torch.get_num_threads()
+        if self.hosted and self.device.type == "cuda":
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.ranks))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def _average(self, start: dict[str, Tensor] | None = None) -> None:
+        """Take the weights of now into their average; or, with `start`, begin with it, with the weights where it is empty."""
+        if self.rank and self.stage < 3:
+            return
+        weights = {name: x for name, x in full_weights(self.engine, self.stage).items() if not self._is_tied(name)}
+        if self.rank:
+            return
+        if start is not None:
+            self.average = start or {name: x.detach().float().clone() for name, x in weights.items()}
+        else:
+            assert self.average is not None and self.settings.ema_beta is not None
+            ema_update(self.average, weights, self.settings.ema_beta)
+
+    # ---- what others take -------------------------------------------------------------------------------------
+
+    def _is_tied(self, name: str) -> bool:
+        """Tied weights appear twice in a state dict; files and engines want the one they load."""
+        return name == "lm_head.weight" and getattr(self.engine.module.model.config, "tie_word_embeddings", False)
+
+    def weights(self) -> dict[str, np.ndarray] | None:
+        """{name in a file: array} from rank 0, see `saved_state`; the other ranks take part and return None."""
+        found = self._whole()
+        return None if found is None else {k: as_numpy(v) for k, v in found.items()}
+
+    def model_bytes(self) -> bytes | None:
+        """The same as a safetensors file."""
+        from safetensors.torch import save
+
+        found = self._whole()
+        return None if found is None else save({k: v.contiguous() for k, v in found.items()}, metadata={"format": "pt"})
+
+    def _whole(self) -> dict[str, Tensor] | None:
+        found = full_weights(self.engine, self.stage)
+        if self.rank:
+            return None
+        found = found if self.lora is None else self.lora.merged(found)
+        return saved_state(self.engine.module.model, {name: tensor for name, tensor in found.items() if not self._is_tied(name)})
+
+    @property
+    def converts(self) -> bool:
+        """Whether files and engines have other names or shapes than the model in memory, by which a checkpoint names its tensors.
+        Not of a model with adapters: its checkpoint has no weights of the base."""
+        return self.lora is None and is_converted(self.engine.module.model)
+
+    def saved_bytes(self, content: bytes) -> bytes:
+        """Of a safetensors file with the model's own names, one as `save_pretrained` names its tensors."""
+        from safetensors.torch import load, save
+
+        found = saved_state(self.engine.module.model, load(content))
+        return save({name: tensor.contiguous() for name, tensor in found.items()}, metadata={"format": "pt"})
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """Everything a stopped run needs to go on, by parameter name: see `open`. From rank 0; others return None. Where adapters
+        are trained, the weights are theirs alone: the base is in the files that the run began with."""
+        return self.kept if self.away and self.stage else self._state()
+
+    def _state(self) -> dict[str, Any] | None:
+        weights = full_weights(self.engine, self.stage, *(() if self.lora is None else (self.lora.is_trained,)))
+        moments = full_moments(self.engine, self.stage)
+        if self.rank:
+            return None
+        return {
+            "weights": {name: tensor.clone() for name, tensor in weights.items()},
+            "moments": moments,
+            "average": {name: x.clone() for name, x in (self.average or {}).items()},
+            "optimizer_steps": self.optimizer_steps,
+            "rng": torch.get_rng_state(),
+        }
+
+    def snapshot_bytes(self) -> dict[str, bytes] | None:
+        """`snapshot` as safetensors files, which travel through Ray to wherever the run folder is."""
+        from safetensors.torch import save
+
+        state = self.snapshot()
+        if state is None:
+            return None
+        if self.lora is None:
+            weights = {name: tensor.contiguous() for name, tensor in state["weights"].items() if not self._is_tied(name)}
+            model = {"model.safetensors": save(weights, metadata={"format": "pt"})}
+        else:
+            model = self.lora.files(state["weights"])
+        numbers = {"optimizer_steps": state["optimizer_steps"]}
+        average = {"ema.safetensors": save(state["average"], metadata={"format": "pt"})} if state["average"] else {}
+        return {
+            **average,
+            **model,
+            "optimizer.safetensors": save({**state["moments"], "rng": state["rng"]}),
+            "learner.json": json.dumps(numbers).encode(),
+        }
+
+    # ---- between updates --------------------------------------------------------------------------------------
+
+    def leave_device(self) -> list[Span]:
+        """All state goes to the host. Parts of several ranks can be put together on their devices only, so what a
+        checkpoint may want before the next update is put together now."""
+        if self.away:
+            return []
+        start = time.time()
+        if self.stage:
+            self.kept = self._state()
+        leave_device(self.engine, self.stage, self.hosted)
+        self.away = True
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [Span("transfer", "leave device", start, time.time())]
+
+    def return_to_device(self) -> list[Span]:
+        if not self.away:
+            return []
+        start = time.time()
+        return_to_device(self.engine, self.stage, self.device, self.hosted)
+        self.away, self.kept = False, None
+        return [Span("transfer", "return to device", start, time.time())]
+
+
+@contextmanager
+def _loss_scale(optimizer: Any, scale: float) -> Iterator[None]:
+    """DeepSpeed's ZeRO 1 and 2 divide gradients by the loss scale before they measure and clip them."""
+    if scale != 1:
+        optimizer.override_loss_scale(scale)
+    try:
+        yield
+    finally:
+        if scale != 1:
+            optimizer.custom_loss_scaler = False
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """bfloat16 has no numpy twin: it travels as float32, which holds it exactly."""
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).contiguous().numpy()
+
+
+def state_from_bytes(files: dict[str, bytes]) -> dict[str, Any]:
+    """The inverse of `TrainerRank.snapshot_bytes`."""
+    from safetensors.torch import load
+
+    moments = load(files["optimizer.safetensors"])
+    rng = moments.pop("rng")
+    average = load(files["ema.safetensors"]) if "ema.safetensors" in files else {}
+    if ADAPTER in files:
+        weights = {live_name(name): tensor for name, tensor in load(files[ADAPTER]).items()}
+    else:
+        weights = load(files["model.safetensors"])
+    return {"weights": weights, "moments": moments, "rng": rng, "average": average, **json.loads(files["learner.json"])}

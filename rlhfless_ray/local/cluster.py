@@ -1,0 +1,296 @@
+"""Start a private Ray or join a cluster, and clean up afterwards."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import getpass
+import logging
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhfless_ray.common.errors import RunError, UserError, one_line
+from rlhfless_ray.local.local_ray import local_ray
+from rlhfless_ray.local.orphan_reaper import OrphanReaper
+from rlhfless_ray.recipe import Recipe
+
+PACKAGES = ("rlhfless_ray", "placement")
+MIN_STORE_MB, STORE_SHARE = 512, 0.3  # share of the machine's memory: Ray's own default
+WEIGHT_BYTES, STATE_BYTES = 4, 12  # per parameter in the store: float32; float32 with Adam's two moments
+VERSIONS, STATES = 3, 2  # held at once: a version, its copy and the next; the learner's last state and the next
+
+
+class RayCluster:
+    """A private Ray on loopback with token authentication, or an existing cluster."""
+
+    def __init__(self, recipe: Recipe, parameters: int = 0) -> None:
+        """`parameters`: number of the policy's parameters. A private object store is sized to hold several versions of them."""
+        self.recipe, self.parameters = recipe, parameters
+        self.private = False
+        self.joined = False
+        self.names: dict[str, str] = {}
+        self.temporary: Path | None = None  # session folder and TMPDIR of a private Ray
+        self.sweeper: OrphanReaper | None = None
+
+    def start(self) -> None:
+        import ray
+
+        if ray.is_initialized():  # a notebook or a test that is already connected
+            self.joined = True
+            return
+        section = self.recipe.cluster
+        address = section.address or os.environ.get("RAY_ADDRESS", "")
+        _shorten_ray_errors()
+        if address:
+            _check_address(address)
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=_runtime_env())
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise UserError(f"cluster.address {address}: no Ray cluster answers there: {one_line(error, 200)}") from None
+            return
+        self.private = True
+        _set_auth_token()
+        _bind_to_loopback(True)
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ENABLE_METRICS_COLLECTION", "0")
+        # OpenMP threads that spin while they wait slow two threads on two busy cores down dozens of times. A short spin
+        # keeps the speed of an idle machine (measured: 16 ms a step instead of up to 650 ms).
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 lets other programs starve the run
+        # keep the cache of compiled kernels outside of the temporary folder
+        kernels = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
+        self.temporary = _temporary_folder()
+        self.sweeper = OrphanReaper(self.temporary)
+        with _detached_sessions(self.sweeper.watch), _temporary_files_in(self.temporary), local_ray():
+            try:
+                ray.init(
+                    address="local",
+                    num_cpus=section.cpus or len(os.sched_getaffinity(0)),
+                    object_store_memory=self._store_mb() * 2**20,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _temp_dir=str(self.temporary / "ray"),
+                )
+            except Exception as error:  # Ray raises plain exceptions if its processes do not start in time
+                raise RunError(f"a private Ray did not start on this machine: {one_line(error, 200)}") from error
+
+    def _store_mb(self) -> int:
+        if self.recipe.cluster.object_store_mb is not None:
+            return self.recipe.cluster.object_store_mb
+        memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+        return store_mb(self.parameters, memory_mb, keeps_state=self.recipe.checkpoint.memory_every_steps > 0)
+
+    def stop(self) -> None:
+        """Leave the cluster, and shut a private one down."""
+        import ray
+
+        if not self.joined and (ray.is_initialized() or self.private):  # private: its start may have been interrupted
+            ray.shutdown()
+        if self.joined:
+            # Handled errors keep their frames in a reference cycle, and with them object references. Until they are collected,
+            # Ray's autoscaler takes the nodes for busy.
+            gc.collect()
+        if self.private:
+            _bind_to_loopback(False)
+        if self.temporary is not None:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+        if self.sweeper is not None:
+            self.sweeper.close()
+
+    def node_name(self, node_id: str) -> str:
+        """Return a node's host name, with a number if several nodes share it. Ray's node ids would not survive a resume."""
+        if node_id not in self.names:
+            import ray
+
+            host = next((n["NodeManagerHostname"] for n in ray.nodes() if n["NodeID"] == node_id), node_id)
+            shared = sum(name.partition("#")[0] == host for name in self.names.values())
+            self.names[node_id] = f"{host}#{shared + 1}" if shared else host
+        return self.names[node_id]
+
+    def resource(self) -> str:
+        """Return the kind of a slot, "cpu" or "gpu". Raises UserError if the cluster has no GPU and the recipe asks for one."""
+        import ray
+
+        wanted = self.recipe.functions.slot
+        has_gpus = ray.cluster_resources().get("GPU", 0) >= 1
+        if wanted == "gpu" and not has_gpus:
+            raise UserError("functions.slot: gpu, but the cluster has no GPU; set it to cpu or auto")
+        return "gpu" if wanted == "gpu" or (wanted == "auto" and has_gpus) else "cpu"
+
+    def device(self, resource: str) -> str | None:
+        """Return Ray's name of the cluster's GPUs, "" if unknown or mixed, and None if slots are CPU cores."""
+        import ray
+
+        if resource == "cpu":
+            return None
+        kinds = [name.partition(":")[2] for name in ray.cluster_resources() if name.startswith("accelerator_type:")]
+        return kinds[0] if len(kinds) == 1 else ""
+
+    def check_size(self, resource: str) -> int:
+        """Return the cluster's number of slots. Raises UserError if all nodes, or the labelled ones, have fewer than the recipe needs."""
+        from rlhfless_ray.functions.lease import cluster_slots, node_slots
+
+        slots, recipe = cluster_slots(resource), self.recipe
+        labels, worker_groups = (
+            recipe.rollout.nodes,
+            {"critic": recipe.algorithm.has_critic, "reference": recipe.has_reference, "learner": True},
+        )
+        wanted = {f"{name}.ranks": getattr(recipe, name).ranks for name, there in worker_groups.items() if there}
+        for name, needed in {**wanted, "rollout.min_actors": recipe.rollout.min_actors}.items():
+            if needed > slots:
+                unit = "GPUs" if resource == "gpu" else "CPU cores"
+                raise UserError(f"{name}: {needed} slots at once, but the cluster has {slots} ({unit}); lower it or add nodes")
+        usable = sum(node_slots(resource, labels).values())
+        if self.recipe.rollout.min_actors > usable:
+            raise UserError(
+                f"rollout.nodes: engines need {self.recipe.rollout.min_actors} slots on nodes labelled {labels}, but these have "
+                f"{usable}; start such nodes, or name other labels"
+            )
+        return slots
+
+
+def _runtime_env() -> dict[str, Any] | None:
+    """Return a runtime environment with this project's packages, or None inside a Ray job, which ships its own."""
+    if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
+        return None
+    return {"py_modules": [str(Path(sys.modules[name].__file__ or "").parent) for name in PACKAGES if name in sys.modules]}
+
+
+def store_mb(parameters: int, memory_mb: float, keeps_state: bool) -> int:
+    """Return the object store's size in MB for a policy with `parameters` parameters on a machine with `memory_mb`.
+
+    `keeps_state`: the store also holds snapshots of the learner's state.
+    """
+    each = VERSIONS * WEIGHT_BYTES + (STATES * STATE_BYTES if keeps_state else 0)
+    return max(MIN_STORE_MB, int(min(MIN_STORE_MB + parameters * each / 2**20, STORE_SHARE * memory_mb)))
+
+
+def _check_address(address: str) -> None:
+    """Raise UserError if nothing listens at the address. Ray itself would retry for minutes."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():  # `auto` and similar names, which Ray resolves
+        return
+    try:
+        socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"cluster.address {address}: no Ray cluster answers there: {one_line(error, 200)}") from None
+
+
+def _temporary_folder() -> Path:
+    """Create a folder that stays locked while this process lives, and remove those of processes that no longer do."""
+    base = Path(tempfile.gettempdir())
+    if len(str(base)) > 30:  # socket paths are limited to 107 characters, of which Ray uses 70
+        base = Path("/tmp")
+    for other in base.glob("rlhfless-ray-*"):
+        try:
+            if time.time() - other.stat().st_mtime > 60 and _lock(other) is not None:  # a younger one may not be locked yet
+                shutil.rmtree(other, ignore_errors=True)
+        except OSError:
+            continue  # owned by another user, or already removed
+    folder = Path(tempfile.mkdtemp(prefix="rlhfless-ray-", dir=base))
+    _lock(folder)
+    return folder
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock the folder until this process ends. Returns the file descriptor, or None if another process holds the lock."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+@contextmanager
+def _temporary_files_in(folder: Path) -> Iterator[None]:
+    """Set TMPDIR for processes started inside the block, so that the files of killed ones are removed with the folder."""
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
+
+
+@contextmanager
+def _detached_sessions(tell: Callable[[int], None]) -> Iterator[None]:
+    """Start Ray's processes inside the block in sessions of their own, and pass each session id to `tell`.
+
+    Signals to the driver's process group, such as Ctrl-C, then reach the driver alone. It needs Ray to save the run.
+    """
+    import ray._private.services as services
+
+    ray_starts = services.ConsolePopen
+
+    class Detached(ray_starts):  # type: ignore[misc, valid-type]
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **{**settings, "start_new_session": True})
+            tell(self.pid)
+
+    setattr(services, "ConsolePopen", Detached)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(services, "ConsolePopen", ray_starts)  # noqa: B010
+
+
+def _shorten_ray_errors() -> None:
+    """Print only the first sentence of Ray's messages about killed workers: the run reports what it does about them."""
+    import ray._private.worker as worker
+
+    print_lines = worker.print_to_stdstream
+    if getattr(print_lines, "brief", False):
+        return
+
+    def brief(data: dict[str, Any], ignore_prefix: bool) -> None:
+        if data.get("pid") != "raylet":
+            print_lines(data, ignore_prefix)
+            return
+        for line in data["lines"]:
+            print(f"Ray: {line.partition(chr(10))[0].partition('. ')[0]}", flush=True)
+
+    setattr(brief, "brief", True)  # noqa: B010
+    setattr(worker, "print_to_stdstream", brief)  # noqa: B010
+
+
+def _set_auth_token() -> None:
+    """Set a random authentication token for a private Ray, kept in memory only, unless the environment has one.
+
+    Ray caches the token of an earlier cluster of this process (a notebook's `ray.init()`), so the cache is reset.
+    """
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+    if "RAY_AUTH_TOKEN" not in os.environ:
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _bind_to_loopback(on: bool) -> None:
+    """Make a private Ray bind to 127.0.0.1 only.
+
+    Ray replaces a loopback address by the machine's own unless clusters are disabled. Its one switch for that is read at
+    import (here) and by its child processes.
+    """
+    import ray._private.ray_constants as constants
+
+    constants.ENABLE_RAY_CLUSTER = not on
+    if on:
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    else:
+        os.environ.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)

@@ -1,0 +1,86 @@
+"""Start a private Ray without parts it does not need: dashboard server and agent, log monitor, cluster autoscaler.
+
+Ray has no switch for them. Together they take six CPU seconds at every start, and more while they run. The wait for a node to
+register is longer than Ray's own. All this patches private names of Ray, so versions that were not tested start unpatched.
+
+Run as a program, this file stands in for the agent, without which Ray ends a node. It writes the same files as Ray's agent does
+in an installation without dashboard: port numbers of -1.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+TESTED_VERSION = "2.60."
+PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
+AGENT = "--dashboard_agent_command="
+REGISTRATION_S = 150.0  # time for a new node to register; Ray's own 30 s are too short on a busy machine
+
+
+@contextmanager
+def local_ray() -> Iterator[None]:
+    """Start clusters and nodes inside the block without the parts named above."""
+    import ray
+
+    if not ray.__version__.startswith(TESTED_VERSION):
+        yield
+        return
+    from ray._private import services
+    from ray._private.node import Node
+
+    start, find = services.start_ray_process, services.get_node
+
+    def get_node_patiently(*about: Any) -> Any:
+        end = time.monotonic() + REGISTRATION_S
+        while True:
+            try:
+                return find(*about)
+            except RuntimeError:  # the node has not registered yet
+                if time.monotonic() > end:
+                    raise
+            time.sleep(0.1)
+
+    def no_server(node: Any, **settings: Any) -> None:
+        node._webui_url = None
+
+    def start_with_stand_in(command: list[str], *more: Any, **settings: Any) -> Any:
+        return start([_stand_in(word) if word.startswith(AGENT) else word for word in command], *more, **settings)
+
+    with (
+        patch.object(Node, "start_api_server", no_server),
+        patch.object(Node, "start_log_monitor", lambda node: None),
+        patch.object(Node, "start_monitor", lambda node: None),
+        patch.object(services, "start_ray_process", start_with_stand_in),
+        patch.object(services, "get_node", get_node_patiently),
+    ):
+        yield
+
+
+def _stand_in(option: str) -> str:
+    """Return the node's option with this program in place of the agent's command."""
+    parts = [part for part in shlex.split(option.removeprefix(AGENT)) if part.startswith(("--session-dir=", "--node-id="))]
+    agent = dict(part.split("=", 1) for part in parts)
+    return AGENT + subprocess.list2cmdline([sys.executable, "-I", "-S", __file__, agent["--session-dir"], agent["--node-id"]])
+
+
+def main(session: str, node: str) -> None:
+    parent = os.getppid()
+    for name in PORTS:
+        path = os.path.join(session, f"{name}_{node}")
+        with open(path + ".part", "w") as file:
+            file.write("-1")
+        os.rename(path + ".part", path)
+    while os.getppid() == parent:
+        time.sleep(1.0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

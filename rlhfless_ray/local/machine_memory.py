@@ -1,0 +1,54 @@
+"""Query memory and GPUs of the machine that this process runs on. Ray tasks query other nodes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # version 2, version 1
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+NVIDIA_SMI_S = 20.0
+
+
+def host_memory_bytes() -> int:
+    """Return memory and swap that the processes of this machine or container may use together, in bytes."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in CGROUP_LIMITS:
+        try:
+            memory = min(memory, int(Path(path).read_text()))
+        except (OSError, ValueError):  # missing file, or the word `max`
+            continue
+    return memory + _swap_bytes()
+
+
+def _swap_bytes() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("SwapTotal:"))
+
+
+def gpu_memory_bytes() -> int | None:
+    """Return the memory of this machine's largest NVIDIA GPU in bytes, or None if nvidia-smi does not say."""
+    try:
+        output = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True).stdout
+        return max(int(line) for line in output.split("\n") if line.strip()) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def memory_bytes(gpu: bool) -> int | None:
+    """Return the memory of a slot in bytes: of the largest GPU, or of the whole machine if slots are CPU cores."""
+    return gpu_memory_bytes() if gpu else host_memory_bytes()
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the number of NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible."""
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        gpus = min(gpus, len([part for part in visible.split(",") if part.strip() not in ("", "-1")]))
+    return gpus

@@ -1,0 +1,90 @@
+"""Measure and release the memory of a parked process."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlhfless_ray.types import Span
+
+
+def report_parked_memory(spans: list[Span], on_device_mb: float | None = None) -> dict[str, Any]:
+    """Return {"memory_mb": host plus device memory of this process in MB, "spans": `spans`}.
+
+    The last span's label names the device memory. `on_device_mb`: device memory in MB; None asks torch what it has reserved.
+    The CUDA context is not included: only the end of the process releases it.
+    """
+    import torch
+
+    if on_device_mb is None:
+        on_device_mb = torch.cuda.memory_reserved() / 2**20 if torch.cuda.is_initialized() else 0.0
+    if on_device_mb >= 1 and spans:
+        spans = [*spans[:-1], replace(spans[-1], what=f"{spans[-1].what}, {on_device_mb:.0f} MB stay")]
+    return {"memory_mb": own_memory_mb() + on_device_mb, "spans": spans}
+
+
+def reserved_outside_mb(segments: Iterable[dict[str, Any]], pools: Container[tuple[int, int]]) -> float:
+    """Return the device memory in MB that torch has reserved outside of `pools`. `segments`: from `torch.cuda.memory_snapshot`."""
+    return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) not in pools) / 2**20
+
+
+def own_memory_mb() -> float:
+    """Return this process's proportional set size in MB.
+
+    A page shared by n processes counts as 1/n, so the numbers of all processes add up.
+    """
+    import psutil
+
+    return psutil.Process().memory_full_info().pss / 2**20
+
+
+def release_pages(start: int, size: int) -> None:
+    """Release the whole pages within `size` bytes from address `start`.
+
+    The private memory stays mapped and reads as zeros until it is written again. Raises OSError if the kernel refuses.
+    """
+    page = mmap.PAGESIZE
+    begin, end = -(-start // page) * page, (start + size) // page * page
+    if end > begin and _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{(end - begin) >> 20} MB could not be released: {os.strerror(number)}")
+
+
+def release_unused_memory() -> None:
+    """Release free heap memory and unmodified pages of mapped files, mostly of libraries.
+
+    The kernel keeps such pages while memory is plentiful, and maps them again when they are used.
+    """
+    libc = _libc()
+    if hasattr(libc, "malloc_trim"):  # glibc
+        libc.malloc_trim(ctypes.c_size_t(0))
+    with Path("/proc/self/smaps").open() as lines:
+        for start, size in list(clean_file_mappings(lines)):
+            release_pages(start, size)
+
+
+def clean_file_mappings(smaps: Iterable[str]) -> Iterator[tuple[int, int]]:
+    """Yield (address, bytes) of read-only file mappings without private pages: their whole content is in the file."""
+    mapping: list[str] = []
+    fields: dict[str, list[str]] = {}
+    for line in smaps:
+        first, *rest = line.split(maxsplit=5)
+        if not first.endswith(":"):
+            mapping, fields = [first, *rest], {}
+            continue
+        fields[first] = line.split()[1:]
+        if first != "VmFlags:" or len(mapping) < 6:
+            continue
+        of_file = mapping[5].startswith("/") and mapping[1] in ("r-xp", "r--p") and fields["Anonymous:"][0] == "0"
+        if of_file and "lo" not in fields[first]:  # locked mappings stay
+            begin, end = (int(part, 16) for part in mapping[0].split("-"))
+            yield begin, end - begin
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,214 @@
+"""Read, check and tokenize the recipe's prompts before anything is started."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhfless_ray.common.errors import UserError, one_line, one_line_with_type
+from rlhfless_ray.prompts.builtin_tasks import task
+from rlhfless_ray.prompts.read_rows import NamedRow
+from rlhfless_ray.prompts.sources import read_sources
+from rlhfless_ray.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlhfless_ray.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts of a run. `train[i].index == i`; held-out prompts continue the numbering, so an index is unique in the run."""
+
+    train: list[Prompt]
+    heldout: list[Prompt]
+    notes: tuple[str, ...] = ()  # messages for the user about rows that were left out
+
+
+def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None = None) -> PromptSet:
+    """Read or generate the rows, apply the template and tokenize.
+
+    `context_tokens`: longest sequence that the policy takes. With template `chat` the text is rendered by the chat template,
+    and no token is added to it. With template `none` a beginning-of-sequence token comes first if the tokenizer itself adds
+    one and the recipe allows it. Nothing is added at the end. Prompts are never truncated. Rows that are too long raise
+    a UserError, which names the row, unless the recipe says to leave them out.
+    """
+    section, held = recipe.prompts, recipe.evaluate.prompts
+    if section.task:
+        source = task(section.task)
+        # Held-out rows come from a stream of their own, and tasks keep their prompts out of the training split.
+        rows = [*source.rows(section.rows, recipe.run.seed, "train"), *source.rows(held, recipe.run.seed, "heldout")]
+        named_rows: list[NamedRow] = [(f"row {number}", row) for number, row in enumerate(rows, 1)]
+        found, left_out = _make_prompts(named_rows, f"prompts.task {section.task}", "prompt", recipe, tokenizer, context_tokens)
+        return PromptSet(*_split_heldout(found, held, len(left_out), recipe), _left_out_notes(left_out, recipe))
+    seed = recipe.run.seed
+    named_rows = read_sources(
+        section.sources, section.split, "prompts", probabilities=section.probabilities, max_rows=section.max_rows, seed=seed
+    )
+    where = _setting_name("prompts", section.sources)
+    found, left_out = _make_prompts(named_rows, where, section.prompt_column, recipe, tokenizer, context_tokens)
+    if not recipe.evaluate.path or not held:
+        return PromptSet(*_split_heldout(found, held, len(left_out), recipe), _left_out_notes(left_out, recipe))
+    train, _ = _split_heldout(found, 0, len(left_out), recipe)
+    paths = recipe.evaluate.path
+    sources = [paths] if Path(paths).exists() else [part.strip() for part in paths.split(",")]
+    named_rows = read_sources(sources, recipe.evaluate.split, "evaluate", max_rows=section.max_rows)
+    heldout, more = _make_prompts(named_rows, _setting_name("evaluate", sources), section.prompt_column, recipe, tokenizer, context_tokens)
+    return PromptSet(train, [replace(p, index=len(train) + p.index) for p in heldout], _left_out_notes(left_out + more, recipe))
+
+
+def _setting_name(section: str, sources: list[str]) -> str:
+    return f"{section}.path {sources[0]}" if len(sources) == 1 else f"{section}.path{'s' if section == 'prompts' else ''}"
+
+
+def _split_heldout(prompts: list[Prompt], held: int, left_out: int, recipe: Recipe) -> tuple[list[Prompt], list[Prompt]]:
+    """Split into training and held-out prompts. Raises UserError if there are too few."""
+    n_train = len(prompts) - held
+    batch = recipe.prompts.batch_prompts
+    if n_train < (1 if recipe.run.episodes else batch):
+        section = recipe.prompts
+        where = f"prompts.task {section.task}" if section.task else _setting_name("prompts", section.sources)
+        setting = "prompts.rows" if section.task else "the file"
+        without = f" ({left_out} are too long and left out)" if left_out else ""
+        raise UserError(
+            f"{where}: {len(prompts)} rows{without} are too few for {batch} prompts per step (prompts.batch_prompts) "
+            f"and {held} held-out ones (evaluate.prompts); lower one of them, or add rows to {setting}"
+        )
+    return prompts[:n_train], prompts[n_train:]
+
+
+def _make_prompts(
+    named_rows: list[NamedRow], where: str, column: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None
+) -> tuple[list[Prompt], list[str]]:
+    """Return prompts counted from 0, and the names of rows that are too long and left out."""
+    if not recipe.prompts.task:
+        _check_columns(named_rows, where, column, recipe)
+    texts = _render(named_rows, where, column, recipe, tokenizer)
+    ids = _token_ids(texts, where, recipe, tokenizer)
+    is_used = _check_lengths(named_rows, ids, where, recipe, context_tokens)
+    rows = [(row, text, tokens) for (_, row), text, tokens, use in zip(named_rows, texts, ids, is_used, strict=True) if use]
+    prompts = [Prompt(index=i, text=text, token_ids=tuple(tokens), row=row) for i, (row, text, tokens) in enumerate(rows)]
+    return prompts, [name for (name, _), use in zip(named_rows, is_used, strict=True) if not use]
+
+
+def _left_out_notes(left_out: list[str], recipe: Recipe) -> tuple[str, ...]:
+    if not left_out:
+        return ()
+    shown = ", ".join(left_out[:5]) + (", …" if len(left_out) > 5 else "")
+    limit = recipe.prompts.max_prompt_tokens
+    return (f"{len(left_out)} prompts of more than {limit} tokens (prompts.max_prompt_tokens) are left out: {shown}",)
+
+
+def _check_columns(named_rows: list[NamedRow], where: str, prompt_column: str, recipe: Recipe) -> None:
+    """Check that the columns exist and hold text. A label may be null if the reward gets it unchanged, as in OpenRLHF."""
+    answer_column, turns = recipe.prompts.answer_column, recipe.prompts.template == "chat"
+    passes_labels_on = not recipe.reward.function or recipe.reward.contract == "openrlhf"
+    for name, row in named_rows:
+        for key, column in (("prompt_column", prompt_column), ("answer_column", answer_column)):
+            if not column:
+                continue
+            if column not in row:
+                close = difflib.get_close_matches(column, [str(c) for c in row], n=1, cutoff=0.5)
+                hint = f"did you mean `{close[0]}`? Set" if close else "set"
+                raise UserError(
+                    f"{where}, {name}: no column `{column}`, only {', '.join(f'`{c}`' for c in row) or 'an empty row'}; "
+                    f"{hint} prompts.{key}"
+                )
+        cell = row[prompt_column]
+        if turns and isinstance(cell, list) and cell and all(isinstance(turn, dict) for turn in cell):
+            continue
+        if not isinstance(cell, str):
+            raise UserError(
+                f"{where}, {name}: the prompt in column `{prompt_column}` is {_type_name(cell)}, not a string; fix the row or "
+                "set prompts.prompt_column"
+            )
+        if not cell:
+            raise UserError(f"{where}, {name}: the prompt in column `{prompt_column}` is empty; fix or remove the row")
+        if answer_column and row[answer_column] is None and not passes_labels_on:
+            raise UserError(
+                f"{where}, {name}: the answer in column `{answer_column}` is null; fix or remove the row, or set "
+                "prompts.answer_column to nothing"
+            )
+
+
+def _render(named_rows: list[NamedRow], where: str, column: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    section = recipe.prompts
+    if section.template == "none":
+        if section.system:
+            raise UserError("prompts.system: a system turn needs prompts.template=chat; set it, or remove prompts.system")
+        template = section.input_template
+        return [row[column] if template is None else template.format(row[column]) for _, row in named_rows]
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            f"prompts.template: the tokenizer of {recipe.policy.path or 'the built-in policy'} has no chat template; set "
+            "prompts.template=none or use a chat model"
+        )
+    system = [{"role": "system", "content": section.system}] if section.system else []
+    texts = []
+    for name, row in named_rows:
+        cell = row[column]
+        own = [{"role": "user", "content": cell}] if isinstance(cell, str) else cell
+        if system and own[0].get("role") == "system":
+            raise UserError(f"{where}, {name}: the row has a system turn of its own; remove prompts.system, or the turn")
+        turns = [*system, *own]
+        try:
+            texts.append(str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)))
+        except Exception as error:  # a template may raise anything; its message says what it rejects
+            raise UserError(
+                f"{where}, {name}: the chat template failed ({one_line_with_type(error)}); change prompts.system or use "
+                "prompts.template=none"
+            ) from None
+    return texts
+
+
+def _token_ids(texts: list[str], where: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    try:
+        ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    except Exception as error:
+        raise UserError(f"{where}: the policy's tokenizer cannot encode the prompts ({one_line(error)}); use another policy") from None
+    if recipe.prompts.task and not recipe.policy.path:
+        for text, tokens in zip(texts, ids, strict=True):
+            if tokenizer.decode(tokens) != text:
+                raise UserError(
+                    f"prompts.input_template: the built-in policy reads the symbols of {where} only, not all of {text[:80]!r}; leave "
+                    "it out, or set policy.path"
+                )
+    if recipe.prompts.template == "none" and recipe.prompts.add_bos and tokenizer.bos_token_id is not None:
+        added = tokenizer("")["input_ids"]
+        if added[:1] == [tokenizer.bos_token_id]:
+            ids = [[tokenizer.bos_token_id, *tokens] for tokens in ids]
+    return ids
+
+
+def _check_lengths(named_rows: list[NamedRow], ids: list[list[int]], where: str, recipe: Recipe, context_tokens: int | None) -> list[bool]:
+    """Return which rows are used. Raises UserError for one that is too long, unless such rows are to be left out."""
+    limit, rollout = recipe.prompts.max_prompt_tokens, recipe.rollout
+    is_used = [len(tokens) <= limit for tokens in ids]
+    for (name, _), tokens, use in zip(named_rows, ids, is_used, strict=True):
+        if not tokens:
+            raise UserError(f"{where}, {name}: the policy's tokenizer encodes the prompt as no tokens; check its vocabulary")
+        if not use and recipe.prompts.overlong == "stop":
+            raise UserError(
+                f"{where}, {name}: the prompt has {len(tokens)} tokens, more than prompts.max_prompt_tokens = {limit}; "
+                "raise the limit, shorten or remove the row, or set prompts.overlong=leave_out"
+            )
+        room = rollout.response_tokens(len(tokens))
+        if use and room < 1:
+            raise UserError(
+                f"{where}, {name}: {len(tokens)} prompt tokens leave no room for a response within "
+                f"rollout.max_total_tokens = {rollout.max_total_tokens}; raise it, or lower prompts.max_prompt_tokens"
+            )
+        if use and context_tokens is not None and len(tokens) + room > context_tokens:
+            key = "max_tokens" if room == rollout.max_tokens else "max_total_tokens"
+            raise UserError(
+                f"{where}, {name}: {len(tokens)} prompt tokens and rollout.{key} = {getattr(rollout, key)} exceed "
+                f"the policy's context of {context_tokens} tokens; lower rollout.{key}, or shorten or remove the row"
+            )
+    return is_used
+
+
+def _type_name(value: Any) -> str:
+    return "null" if value is None else f"of type {type(value).__name__}"

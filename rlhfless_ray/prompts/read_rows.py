@@ -1,0 +1,123 @@
+"""Read rows of a file, each with a name for error messages. No row is dropped or repaired."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+from rlhfless_ray.common.errors import UserError
+
+NamedRow = tuple[str, dict[str, Any]]  # ("line 7", the row)
+
+
+def read_file(file: Path, where: str) -> list[NamedRow]:
+    """Read every row of a JSONL, JSON, CSV, parquet or Arrow file. `where` begins every error message.
+
+    Raises UserError for a missing file, an unknown type, a malformed row (naming its line) and an empty file.
+    """
+    if not file.is_file():
+        raise UserError(f"{where}: no such file; give the path of a JSONL, JSON, CSV, parquet or Arrow file, or of a folder")
+    if (reader := FILE_TYPES.get(file.suffix.lower())) is None:
+        raise UserError(f"{where}: unknown file type `{file.suffix}`; use .jsonl, .json, .csv, .parquet or .arrow")
+    try:
+        rows = reader(file, where)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not valid UTF-8 at byte {error.start}; save the file as UTF-8") from None
+    if not rows:
+        raise UserError(f"{where}: the data set is empty; give a file with at least one row")
+    return rows
+
+
+def _jsonl(file: Path, where: str) -> list[NamedRow]:
+    rows: list[NamedRow] = []
+    with file.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{where}, line {number}: not valid JSON ({error.msg}); fix or remove the line") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{where}, line {number}: expected an object with columns, found {_json_type(row)}; fix or remove the line")
+            rows.append((f"line {number}", row))
+    return rows
+
+
+def _json(file: Path, where: str) -> list[NamedRow]:
+    text = file.read_text(encoding="utf-8-sig")
+    try:
+        tree = json.loads(text) if text.strip() else []
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # several values in a row: JSON lines with another suffix
+            return _jsonl(file, where)
+        raise UserError(f"{where}, line {error.lineno}: not valid JSON ({error.msg}); fix the file") from None
+    if isinstance(tree, dict):
+        tree = [tree]
+    if not isinstance(tree, list):
+        raise UserError(f"{where}: expected a list of objects, found {_json_type(tree)}; write one object per row")
+    for number, row in enumerate(tree, 1):
+        if not isinstance(row, dict):
+            raise UserError(f"{where}, row {number}: expected an object with columns, found {_json_type(row)}; fix or remove the row")
+    return [(f"row {number}", row) for number, row in enumerate(tree, 1)]
+
+
+def _csv(file: Path, where: str) -> list[NamedRow]:
+    rows: list[NamedRow] = []
+    csv.field_size_limit(2**31 - 1)
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.reader(lines, strict=True)
+        try:
+            header = next(reader, [])
+            for cells in reader:
+                if not cells:
+                    continue
+                if len(cells) != len(header):
+                    raise UserError(
+                        f"{where}, line {reader.line_num}: {len(cells)} cells, but the header names {len(header)} columns; "
+                        "quote cells that hold commas or line breaks"
+                    )
+                rows.append((f"line {reader.line_num}", dict(zip(header, cells, strict=True))))
+        except csv.Error as error:
+            raise UserError(f"{where}, line {reader.line_num}: not valid CSV ({error}); fix or remove the line") from None
+    return rows
+
+
+def _parquet(file: Path, where: str) -> list[NamedRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(file)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise UserError(f"{where}: not a readable parquet file ({first_line(error)}); write it again") from None
+    return [(f"row {number}", row) for number, row in enumerate(table.to_pylist(), 1)]
+
+
+def _arrow(file: Path, where: str) -> list[NamedRow]:
+    """Read either of Arrow's formats: a stream, as `datasets` writes it, or a file with an index at its end."""
+    import pyarrow
+
+    with pyarrow.memory_map(str(file)) as source:
+        try:
+            try:
+                table = pyarrow.ipc.open_stream(source).read_all()
+            except pyarrow.ArrowInvalid:
+                source.seek(0)
+                table = pyarrow.ipc.open_file(source).read_all()
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            raise UserError(f"{where}: not a readable Arrow file ({first_line(error)}); write it again") from None
+        return [(f"row {number}", row) for number, row in enumerate(table.to_pylist(), 1)]
+
+
+FILE_TYPES = {".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}
+
+
+def _json_type(value: Any) -> str:
+    return {list: "a list", str: "a string", dict: "an object", type(None): "null"}.get(type(value), "a number")
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,95 @@
+"""Sections about the rows of data sets: what is trained on, and what is evaluated."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from rlhfless_ray.recipe.section import MOST_ROWS, Section
+
+
+def _one_gap(template: str) -> str:
+    try:
+        filled = template.format("\0")
+    except (IndexError, KeyError, ValueError, AttributeError):
+        filled = ""
+    if filled.count("\0") != 1:
+        raise ValueError("must hold one {} where the prompt goes; write other braces twice, as {{ and }}")
+    return template
+
+
+class PromptsConfig(Section):
+    task: str = ""
+    """A built-in task: `chain` or `sort`. Set exactly one of this, `path` and `paths`."""
+    path: str = ""
+    """A JSONL, JSON, CSV, parquet or Arrow file, a folder that `datasets` can load (or one written by it), a Python file
+    with a `datasets` builder, or a data set's name on the Hugging Face hub."""
+    paths: list[str] = Field(default_factory=list)
+    """Several data sets; `name@subdir` is a folder of one. They follow each other, or are mixed by `probabilities`."""
+    probabilities: list[float] | None = None
+    """Shares of `paths` in the mix. Rows are drawn by them until every data set was used up; smaller ones repeat."""
+    split: str = Field("train", min_length=1)
+    """Split of data sets that have several."""
+    max_rows: int | None = Field(None, ge=1)
+    """Keep only the first rows of each data set, of their mix, and of the one in `evaluate.path`. None: all."""
+    prompt_column: str = "question"
+    """Column with the prompt's text, or, for `template: chat`, with a list of turns."""
+    answer_column: str = "answer"
+    """Column with the reference answer, which the reward function gets as part of the row. Empty: there is none."""
+    template: Literal["none", "chat"] = "none"
+    """`chat`: wrap each prompt as a user turn with the tokenizer's chat template."""
+    input_template: Annotated[str, AfterValidator(_one_gap)] | None = None
+    """Text with one `{}` into which each prompt is put, for `template: none`."""
+    system: str = ""
+    """System turn put before each prompt when `template` is `chat`."""
+    add_bos: bool = True
+    """For `template: none`: begin with the tokenizer's beginning-of-text token, if it has one."""
+    rows: int = Field(4096, ge=1, le=MOST_ROWS)
+    """Rows a built-in task generates for training."""
+    batch_prompts: int = Field(32, ge=1)
+    """Prompts per step."""
+    max_prompt_tokens: int = Field(512, ge=1)
+    """Longest prompt. Prompts are never truncated; `overlong` says what happens to longer ones."""
+    overlong: Literal["stop", "leave_out"] = "stop"
+    """Longer prompts end the run before it starts (`stop`), or are left out, counted and reported (`leave_out`)."""
+    shuffle: bool = True
+    """Shuffle every epoch, by the run's seed."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> PromptsConfig:
+        if self.probabilities is not None:
+            if len(self.probabilities) != len(self.paths):
+                raise ValueError(
+                    f"prompts.probabilities: {len(self.probabilities)} of them for {len(self.paths)} data sets in prompts.paths"
+                )
+            if any(share <= 0 for share in self.probabilities) or abs(sum(self.probabilities) - 1) > 1e-6:
+                raise ValueError("prompts.probabilities: must be positive and add up to 1")
+        if self.input_template is not None and self.template == "chat":
+            raise ValueError("prompts.input_template: the chat template takes its place; set prompts.template none, or leave it out")
+        return self
+
+    @property
+    def sources(self) -> list[str]:
+        """The data sets; none where a built-in task makes the rows."""
+        return self.paths or ([self.path] if self.path else [])
+
+
+class EvaluateConfig(Section):
+    path: str = ""
+    """A data set to evaluate on, as in `prompts.path`, or several separated by commas. Empty: held-out rows."""
+    split: str = Field("train", min_length=1)
+    """Split of that data set."""
+    prompts: int = Field(256, ge=0, le=MOST_ROWS)
+    """Number of held-out prompts. Built-in tasks generate them; of a file the last rows are held out of training. The prompts of
+    `path` are all used. 0 turns evaluation off in any case."""
+    every_steps: int = Field(0, ge=0)
+    """Steps between two evaluations. 0: only before the first step and after the last."""
+    greedy: bool = True
+    """Also evaluate greedily."""
+    temperature: float | None = Field(None, ge=0)
+    """Temperature of sampled responses; 0 is greedy. None: that of training."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """Sampled responses to each prompt. Their mean reward is pass1; the mean of each prompt's best is pass<k>."""
+    source_column: str = "datasource"
+    """Column with the name of a row's data set, for metrics of each. A row without it belongs to `default`."""

@@ -1,0 +1,294 @@
+"""Sections about how the policy learns."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rlhfless_ray.common.estimators import ESTIMATORS, EstimatorName
+from rlhfless_ray.recipe.section import Decay, OffIsAWord, ScheduleName, Section, Share
+
+
+class AdvantageConfig(Section):
+    estimator: EstimatorName = "group_norm"
+    """How rewards become advantages. `group_norm` (GRPO): a group's rewards, centred and divided by their deviation. `dr_grpo`:
+    only centred. `rloo`: minus the mean of the others in the group. `reinforce_baseline`: centred, then whitened over the batch.
+    `reinforce`: the rewards, whitened over the batch. `flash_reinforce`: minus the batch's mean, without groups. `gae` (PPO):
+    generalised advantages over a critic's values, whitened over the batch."""
+    gamma: Share = 1.0
+    """Discount per token, for `gae` and `reinforce`."""
+    lambd: Share = 1.0
+    """Of `gae`: 0 trusts the critic's next value, 1 what was returned."""
+    whiten: bool | None = None
+    """Whiten advantages over the tokens of the rollout batch. None: as the estimator is published (`gae`, `reinforce` and
+    `reinforce_baseline` whiten)."""
+    normalize_std: bool = True
+    """Whether whitening divides by the deviation, besides centring."""
+
+    @property
+    def whitens(self) -> bool:
+        return ESTIMATORS[self.estimator].whitens if self.whiten is None else self.whiten
+
+
+class KlConfig(Section):
+    coefficient: float = Field(0.0, ge=0)
+    """0: there is no reference model."""
+    limit: float | None = Field(10.0, gt=0)
+    """Estimates of a token are cut to ±limit, in the loss and in the reward. None: they are not cut."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Schulman's estimator of KL(policy ‖ reference). As a loss `k1` only adds noise, because the expectation of its gradient is
+    zero. `k2` has the gradient of the KL itself, and `k3` comes close near the reference."""
+    place: Literal["loss", "reward"] = "loss"
+    """Whether the estimate is a term of the loss or is subtracted from each token's reward."""
+    target: float | None = Field(None, gt=0)
+    """Adapt the coefficient so that the KL reaches this value (Ziegler et al. 2019). None: the coefficient is fixed."""
+    horizon: int = Field(10_000, ge=1)
+    """Samples over which the coefficient adapts; more than a fifth of a step's samples."""
+    unbiased_gradient: bool = False
+    """As a loss: use the gradient of the KL itself, whatever the estimator, with a bounded importance weight off-policy."""
+
+
+class LossConfig(Section):
+    kind: Literal["ppo", "gspo"] = "ppo"
+    """`ppo`: clip each token's ratio. `gspo`: clip the geometric mean of the ratio over the sequence."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound on the loss of negative advantages, in units of the advantage. None: no bound."""
+    entropy_coefficient: float | None = Field(None, ge=0)
+    """Weight of the policy's entropy in what is maximised. The entropy is logged in any case."""
+    correction_level: Literal["off", "token", "seq"] = "off"
+    """Use importance weights learner / sampler with a band instead of `importance_cap`, judged per token or per sequence."""
+    correction_mode: Literal["mask", "clip"] = "mask"
+    """`mask`: leave out what is outside the band. `clip`: cut it to the band (tokens' ratios only)."""
+    correction_gating: Literal["ratio", "binary_kl", "tv"] = "ratio"
+    """What the band limits: the ratio, or a divergence between the two probabilities of the sampled token."""
+    correction_low: float = Field(0.0, ge=0)
+    """Lower end of the band."""
+    correction_high: float = Field(5.0, gt=0)
+    """Upper end of the band."""
+    ratio_to: Literal["learner", "sampler"] = "learner"
+    """Denominator of gspo's ratio: the learner's probabilities before the step's updates, or the sampler's. The latter includes the
+    mismatch of the two, and no weights correct for it."""
+
+    @model_validator(mode="after")
+    def _a_band(self) -> LossConfig:
+        name = "algorithm.loss.correction"
+        if self.correction_level == "off":
+            return self
+        if self.correction_mode == "clip" and (self.correction_level, self.correction_gating) != ("token", "ratio"):
+            raise ValueError(f"{name}_mode: only a token's ratio can be cut, so `clip` needs {name}_level token and {name}_gating ratio")
+        if self.correction_gating != "ratio" and self.correction_low > 0:
+            raise ValueError(f"{name}_low: a divergence is bounded from above only, so it must be 0 with {self.correction_gating}")
+        if self.correction_low > self.correction_high:
+            raise ValueError(f"{name}_low: must not exceed {name}_high")
+        return self
+
+
+class AlgorithmConfig(Section):
+    advantage: AdvantageConfig = AdvantageConfig()
+    """From rewards to advantages."""
+    clip_low: float = Field(0.2, gt=0)
+    """Clip the ratio to [1 - clip_low, 1 + clip_high]."""
+    clip_high: float = Field(0.2, gt=0)
+    """Upper side of that range."""
+    importance_cap: float = Field(2.0, ge=0)
+    """Cap of the truncated importance weight learner / sampler. 0: no correction."""
+    loss_mean: Literal["token", "sequence"] = "token"
+    """Mean over all tokens of the optimizer step, or over sequences of each sequence's token mean."""
+    regularization_mean: Literal["token", "sequence"] | None = None
+    """Mean of the KL loss and of the entropy bonus. None: the same as `loss_mean`."""
+    updates_per_step: int = Field(1, ge=1)
+    """Optimizer steps per rollout batch, each on its share of the prompts."""
+    batch_samples: int | None = Field(None, ge=1)
+    """Samples of one optimizer step, drawn from the shuffled rollout batch, in `updates_per_step`'s place. See `remainder`."""
+    remainder: Literal["short", "carry", "drop"] = "short"
+    """Samples that do not fill an optimizer step of `batch_samples`. `short`: they make a step of their own, with fewer samples;
+    `carry`: they are learned from in the first step of the next rollout, and are kept in checkpoints; `drop`: nobody learns from
+    them. With `carry` a rollout may have fewer samples than a step."""
+    filter_range: tuple[float, float] | None = None
+    """Drop prompts whose responses' mean score is not strictly inside this range, and answer others in the same step until it has
+    `prompts.batch_prompts`. The reward counts if the function gives no score. At the end of an episode a step may have fewer
+    prompts."""
+    filter_draw: float = Field(1.0, ge=1, lt=2)
+    """Prompts answered for each one that is missing. Above 1 fewer rounds are needed, and groups may be left over. The next step
+    learns from them, and checkpoints keep them. Those of the last step are not learned from."""
+    filter_patience: int = Field(10, ge=1)
+    """The run ends if this many batches of prompts in a row are dropped."""
+    epochs: int = Field(1, ge=1)
+    """Passes of the optimizer over a rollout batch."""
+    loss: LossConfig = LossConfig()
+    """The policy's loss, beyond the clip."""
+    kl: KlConfig = KlConfig()
+    """Distance to the initial policy."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> AlgorithmConfig:
+        name = self.advantage.estimator
+        if self.advantage.gamma != 1 and not ESTIMATORS[name].discounts:
+            raise ValueError(f"algorithm.advantage.gamma: {name} does not discount, so it must be 1")
+        if self.advantage.lambd != 1 and not self.has_critic:
+            raise ValueError(f"algorithm.advantage.lambd: is about gae, {name} has none, so it must be 1")
+        if not self.advantage.normalize_std and not self.advantage.whitens:
+            why = f"{name} does not do" if self.advantage.whiten is None else "algorithm.advantage.whiten turns off"
+            raise ValueError(f"algorithm.advantage.normalize_std: is about whitening, which {why}; leave it out")
+        if self.loss.kind == "gspo" and self.loss_mean != "sequence":
+            raise ValueError("algorithm.loss_mean: gspo is a loss of sequences, so it must be `sequence`")
+        if self.loss.ratio_to == "sampler" and self.loss.kind != "gspo":
+            raise ValueError("algorithm.loss.ratio_to: is about gspo's ratio; set algorithm.loss.kind gspo, or leave it out")
+        if self.loss.ratio_to == "sampler" and (self.importance_cap > 0 or self.loss.correction_level != "off"):
+            raise ValueError(
+                "algorithm.loss.ratio_to: a ratio to the sampler needs no weights; set algorithm.importance_cap 0 and leave "
+                "algorithm.loss.correction_level off"
+            )
+        if self.loss.correction_level != "off" and self.importance_cap > 0:
+            raise ValueError("algorithm.importance_cap: must be 0 where algorithm.loss.correction_level corrects instead")
+        if self.kl.target is not None and not self.kl.coefficient:
+            raise ValueError("algorithm.kl.target: needs an algorithm.kl.coefficient above 0 to begin with")
+        if self.kl.unbiased_gradient and self.kl.place == "reward":
+            raise ValueError("algorithm.kl.unbiased_gradient: is about the KL as a loss; with algorithm.kl.place reward leave it out")
+        if self.filter_range is not None and self.filter_range[0] >= self.filter_range[1]:
+            raise ValueError("algorithm.filter_range: the first must be smaller than the second")
+        if self.filter_range is None and (self.filter_draw, self.filter_patience) != (1.0, 10):
+            raise ValueError("algorithm.filter_range: filter_draw and filter_patience are about it; set it, or leave them out")
+        if self.batch_samples is not None and self.updates_per_step > 1:
+            raise ValueError("algorithm.batch_samples: set either this or algorithm.updates_per_step")
+        if self.remainder != "short" and self.batch_samples is None:
+            raise ValueError("algorithm.remainder: is about algorithm.batch_samples; set it, or leave this out")
+        return self
+
+    @property
+    def keeps_reference(self) -> bool:
+        return self.kl.coefficient > 0
+
+    @property
+    def has_critic(self) -> bool:
+        return ESTIMATORS[self.advantage.estimator].critic
+
+
+class LearnerConfig(Section):
+    ranks: int = Field(1, ge=1)
+    """Number of data-parallel ranks."""
+    max_slots_per_rank: int = Field(1, ge=1)
+    """CPU only: a rank runs as many threads as it holds slots, at most this many, when they are free."""
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """DeepSpeed ZeRO stage."""
+    learning_rate: float = Field(1e-6, gt=0)
+    """Peak learning rate."""
+    schedule: ScheduleName = "constant"
+    """Schedule of the learning rate over all optimizer steps of the run, by its name in transformers."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps of linear warm-up for the schedule `constant`."""
+    warmup_share: Share = 0.0
+    """Share of all optimizer steps for the linear warm-up of the other schedules, which begins at 0."""
+    min_rate_share: Share = 0.0
+    """Final learning rate of `cosine_with_min_lr`, as a share of the peak."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Weight decay of AdamW."""
+    decay_all: bool = True
+    """Apply weight decay to every weight. Off: not to biases and norms."""
+    optimizer: Literal["adam"] = "adam"
+    """Optimizer: AdamW."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
+    adam_eps: float = Field(1e-8, gt=0)
+    """Epsilon of AdamW."""
+    optimizer_offload: bool = False
+    """Keep AdamW's moments and the float32 weights in host memory and update there, for policy and critic (DeepSpeed's
+    ZeRO-Offload; needs `zero_stage` 1, 2 or 3). This frees device memory and slows the update, which is the same to rounding. On
+    CPU slots it saves nothing."""
+    grad_clip: float = Field(1.0, gt=0)
+    """Largest gradient norm (Euclidean, over all weights). A longer gradient is scaled down to it."""
+    micro_batch_tokens: int = Field(8192, ge=1)
+    """Padded tokens of one micro-batch."""
+    overlap: Annotated[Literal["auto", "off"], OffIsAWord] = "auto"
+    """Score samples and accumulate gradients of complete groups on released slots while other responses still decode. Gradients go
+    ahead only if the update is then the same to rounding: one per step, ZeRO 0, 1 or 2. Passes for finished samples also go ahead:
+    the reference's log-probabilities, and if gradients cannot, the old log-probabilities and the critic's values. `off`: the
+    learner waits for the rollout."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
+    max_skipped_updates: int = Field(3, ge=0)
+    """The run ends after this many optimizer steps in a row were skipped for a non-finite loss or gradient."""
+    deadline_s: float = Field(1800, gt=0)
+    """An update that takes longer ends the run."""
+
+    @model_validator(mode="after")
+    def _one_warm_up(self) -> LearnerConfig:
+        if self.warmup_steps and self.schedule != "constant":
+            raise ValueError(f"learner.warmup_steps: is for the schedule `constant`; with {self.schedule} set learner.warmup_share")
+        if self.warmup_share and self.schedule == "constant":
+            raise ValueError("learner.warmup_share: `constant` has none; set learner.schedule to `constant_with_warmup`")
+        return self
+
+    @model_validator(mode="after")
+    def _offloads_shards(self) -> LearnerConfig:
+        if self.optimizer_offload and self.zero_stage == 0:
+            raise ValueError("learner.optimizer_offload: needs a learner.zero_stage of 1, 2 or 3")
+        return self
+
+
+class CriticConfig(Section):
+    path: str = ""
+    """A local Hugging Face folder of a causal LM, reward model or critic. Empty: the policy the run starts from."""
+    ranks: int = Field(1, ge=1)
+    """Number of the critic's data-parallel ranks. ZeRO stage, micro-batches, threads and deadline are the learner's."""
+    value_head: str = Field("score", min_length=1)
+    """Name of the scalar head's weights in that folder; `value_head_prefix` in its config.json goes before it. Where the folder has no
+    such weights they are drawn."""
+    normalize: bool = False
+    """Normalize values as `reward.normalize` does rewards: with the mean and std in the config.json of the critic's folder, in
+    passes and in the loss. The saved critic keeps both numbers in its config and its head as it is."""
+    value_clip: float | None = Field(0.5, gt=0)
+    """Largest distance of values from the old ones before the loss clips them. None: no clipping."""
+    freeze_policy_steps: int = Field(0, ge=0)
+    """Steps at the start in which the policy is not trained, only the critic, if there is one."""
+    save: bool = False
+    """Write the critic as a Hugging Face folder at the end, into `critic/` in the run folder."""
+    learning_rate: float = Field(9e-6, gt=0)
+    """Peak learning rate."""
+    schedule: ScheduleName = "cosine_with_min_lr"
+    """As learner.schedule."""
+    warmup_share: Share = 0.03
+    """As learner.warmup_share. `constant` has no warm-up."""
+    min_rate_share: Share = 0.1
+    """As learner.min_rate_share."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Weight decay of AdamW, not on biases and norms."""
+    optimizer: Literal["adam"] = "adam"
+    """Optimizer: AdamW."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """As learner.betas."""
+    adam_eps: float = Field(1e-8, gt=0)
+    """As learner.adam_eps."""
+    grad_clip: float = Field(1.0, gt=0)
+    """As learner.grad_clip."""
+
+
+class ReferenceConfig(Section):
+    ranks: int = Field(1, ge=1)
+    """Processes that share the reference's passes. Each holds the initial policy. Micro-batches, threads and deadline are the
+    learner's."""
+
+
+class LoraConfig(Section):
+    rank: int = Field(0, ge=0)
+    """Rank of the adapters that are trained while policy and critic stay frozen. Engines get the merged weights. 0: train every
+    weight."""
+    alpha: int = Field(16, ge=1)
+    """An adapter's product is scaled by alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout on the adapters' inputs in updates. Sampling and old log-probabilities have none."""
+    target_modules: list[str] = Field(["all-linear"], min_length=1)
+    """Ends of the names of the layers that get an adapter. `all-linear`: every linear layer except the output head."""
+
+    @model_validator(mode="after")
+    def _all_or_names(self) -> LoraConfig:
+        if "all-linear" in self.target_modules and len(self.target_modules) > 1:
+            raise ValueError("lora.target_modules: `all-linear` stands alone; leave it or the names out")
+        return self
+
+
+class EmaConfig(Section):
+    beta: float | None = Field(None, ge=0, le=1)
+    """Keep a moving average of the policy's weights, in which the old average has this share at each optimizer step. The final
+    model is the average; engines use the policy itself. None: no average."""

@@ -1,0 +1,161 @@
+"""Sections about who answers, how, and how that is scored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rlhfless_ray.recipe.section import OffIsAWord, Section
+
+
+class PolicyConfig(Section):
+    path: str = ""
+    """A Hugging Face folder of a causal LM, or its name `org/name` on the hub. Empty: a small policy is made from scratch for a
+    built-in task."""
+    hidden_size: int = Field(128, ge=32, multiple_of=32)
+    """Width of a policy made from scratch. Heads are 32 wide, because vLLM's CPU attention refuses narrower ones."""
+    layers: int = Field(3, ge=1)
+    """Layers of a policy made from scratch."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in learner and engines."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model folder. Set it only if you trust its author."""
+
+
+class WarmStartConfig(Section):
+    steps: int = Field(0, ge=0)
+    """Supervised steps before the first rollout, for a policy made from scratch. The result is cached."""
+    batch_size: int = Field(64, ge=1)
+    """Supervised responses per step."""
+    learning_rate: float = Field(3e-3, gt=0)
+    """Peak learning rate, with linear warm-up over the first tenth, then cosine to zero."""
+
+
+class RolloutConfig(Section):
+    samples_per_prompt: int = Field(8, ge=1)
+    """Responses to each prompt: the group size."""
+    max_tokens: int = Field(256, ge=1)
+    """Longest response; a response cut there has finish reason `length`."""
+    min_tokens: int = Field(0, ge=0)
+    """Shortest response (with an agent: shortest turn). Before it no token is sampled that would end the response, and no stop word
+    ends it. The sampler's log-probabilities there are those of the distribution without these tokens; the policy that is trained is
+    the whole one, so importance weights correct for the difference, as for `top_p`."""
+    max_total_tokens: int | None = Field(None, ge=2)
+    """Longest prompt and response together. A response gets what its prompt leaves, and at most `max_tokens`. None: no such
+    limit."""
+    temperature: float = Field(1.0, gt=0)
+    """Temperature of the sampling distribution, which is also the one that is trained."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample only from the most likely tokens that together have this probability. The policy that is trained is still the whole
+    distribution; importance weights correct for the difference."""
+    agreement: Literal["end", "warn"] = "end"
+    """What happens when engines and learner compute different log-probabilities of the same tokens under the same weights, beyond
+    what rounding in `policy.dtype` explains; checked before the first update and after it. `end`: the run ends and names the tensors
+    that differ. `warn`: it says so and goes on. Later steps only warn."""
+    min_actors: int = Field(1, ge=1)
+    """Minimum number of engines. The rollout waits until each has a slot."""
+    max_actors: int = Field(2, ge=1)
+    """Maximum number of engines at once. The plan of each step decides how many there are."""
+    nodes: dict[str, str] = Field(default_factory=dict)
+    """Ray labels that the engines' nodes must have, such as `{market: spot}`. Empty: any node."""
+    max_running: int = Field(256, ge=1)
+    """Maximum number of sequences that one engine decodes at once."""
+    kv_cache_mb: int = Field(256, ge=16)
+    """KV cache of one engine on CPU, MB."""
+    gpu_memory_share: float = Field(0.85, gt=0, le=1)
+    """Share of a GPU's memory that one engine takes."""
+    block_size: int = Field(32, ge=1)
+    """Tokens of a KV block. Prefixes are shared in whole blocks."""
+    prefix_kv: Annotated[Literal["auto", "on", "off"], OffIsAWord] = "auto"
+    """Compute each distinct prefix of a step's prompts once for all engines. `auto`: in the steps where the planner expects this to
+    save prefill, its own costs included. `on`: in every step. `off`: never; engines then keep no pages either, so that a response
+    that moves between engines is recomputed."""
+    stream_interval_s: float = Field(0.25, gt=0)
+    """Interval at which engines stream new tokens to the driver. What has not been streamed is generated again if the engine
+    dies."""
+    migrate: Annotated[Literal["off", "tau", "auto"], OffIsAWord] = "auto"
+    """Move responses between engines while they are generated. `auto`: when the planner expects it to save time or leases. `tau`:
+    the RLHFless paper's rule; an engine of which a share `migrate_tau` has finished hands the rest on. `off`: never."""
+    migrate_tau: float = Field(0.7, gt=0, le=1)
+    """Share of finished responses for `migrate: tau`."""
+    deadline_s: float = Field(1800, gt=0)
+    """A rollout that takes longer ends the run."""
+    silence_s: float = Field(180, gt=0)
+    """An engine that has started and sends nothing for this long, while it should load weights or work, counts as hung. It is
+    killed, and other engines continue its responses."""
+
+    def response_tokens(self, prompt_tokens: int) -> int:
+        """The longest response that a prompt of so many tokens may have."""
+        left = self.max_tokens if self.max_total_tokens is None else self.max_total_tokens - prompt_tokens
+        return min(self.max_tokens, left)
+
+    def longest_tokens(self, longest_prompt_tokens: int) -> int:
+        """The longest sequence that there may be."""
+        return min(longest_prompt_tokens + self.max_tokens, self.max_total_tokens or longest_prompt_tokens + self.max_tokens)
+
+
+class AgentConfig(Section):
+    path: str = ""
+    """A Python file with a class `AgentExecutor`, or another of OpenRLHF's contracts (see docs/agents.md). It answers the policy
+    turn by turn and gives the reward. Empty: a response is one turn, and rewards come from section `reward`."""
+    max_tokens: int | None = Field(None, ge=2)
+    """Longest episode, including the first observation and everything the agent writes. None: the longest prompt and response
+    together."""
+    turn_tokens: int | None = Field(None, ge=1)
+    """Longest turn of the policy. None: the rest of the episode, whatever `rollout.max_tokens` is."""
+    timeout_s: float = Field(180.0, gt=0)
+    """Time limit for the agent, from one turn of the policy to the next. Beyond it the sample has an error."""
+    processes: int = Field(1, ge=1)
+    """Processes among which a step's episodes are divided. The agents of a process share an event loop."""
+
+
+class RewardConfig(Section):
+    function: str = ""
+    """`task` (the built-in task's verifier), `math` (math-verify on the text after `####` or in a box), or
+    `path/to/file.py:name` with `def name(prompt: str, response: str, row: dict) -> float`. Set this, `url` or `model_path`."""
+    contract: Literal["row", "openrlhf"] = "row"
+    """Arguments of a file's function. `row`: as above. `openrlhf`: lists of queries (prompt and response), prompts and labels; it
+    returns rewards or a dict with `rewards`, `scores` and `extra_logs`."""
+    url: list[str] = Field(default_factory=list)
+    """HTTP servers of rewards: POST of query, prompts and labels in OpenRLHF's JSON. Several addresses are used in turn."""
+    model_path: str = ""
+    """A local Hugging Face folder of a model with a scalar head and the policy's tokenizer. The reward is its value at the last
+    token."""
+    value_head: str = "score"
+    """Name of that head's weights. `value_head_prefix` in the model's config.json goes before it."""
+    normalize: bool = False
+    """Normalize rewards by the mean and std in the model's config.json."""
+    ranks: int = Field(1, ge=1)
+    """Maximum number of copies of the model that score at once; at most one per leased slot."""
+    micro_batch_tokens: int = Field(16384, ge=1)
+    """Padded tokens the model reads at once."""
+    batch_samples: int = Field(1, ge=1)
+    """Samples of one call of contract `openrlhf`, or of one request. A batch that fails is split."""
+    workers: int = Field(1, ge=1)
+    """Maximum number of processes that score at once; at most one per leased slot."""
+    timeout_s: float = Field(10.0, gt=0)
+    """Time limit for one sample or one HTTP request."""
+    deadline_s: float = Field(600.0, gt=0)
+    """The run ends if no HTTP server has answered for this long, or if a reward model takes this long for one micro-batch."""
+    max_failed_share: float = Field(0.05, ge=0, le=1)
+    """The run ends if a larger share of a step's samples could not be scored. A sample without a reward is left out of its group
+    and of the update, and shown in the log. It never becomes a silent 0."""
+    clip_range: tuple[float, float] | None = None
+    """Clip rewards to this range after the baseline is subtracted. None: no clipping."""
+    overlong_buffer_tokens: int | None = Field(None, ge=1)
+    """A penalty that grows over so many tokens before `rollout.max_tokens` is added to the reward (DAPO). None: there is none."""
+    overlong_limit_tokens: int | None = Field(None, ge=1)
+    """The length at which that penalty is full. None: `rollout.max_tokens`."""
+    overlong_feedback: bool = False
+    """With an agent: an episode's length for that penalty counts the agent's tokens between the policy's first and last one too."""
+    overlong_penalty: float = Field(1.0, ge=0)
+    """Size of that penalty at the longest response."""
+    stop_properly_penalty: float | None = Field(None, le=1)
+    """Factor on the reward of responses cut off at `rollout.max_tokens`. A negative number replaces the reward."""
+
+    @model_validator(mode="after")
+    def _a_range(self) -> RewardConfig:
+        if self.clip_range is not None and self.clip_range[0] > self.clip_range[1]:
+            raise ValueError("reward.clip_range: the lower end must not exceed the upper one")
+        return self

@@ -1,0 +1,159 @@
+"""Sections about a run as a whole: where it happens, what it may cost, what it leaves behind."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rlhfless_ray.recipe.section import OffIsAWord, Section
+
+
+class RunConfig(Section):
+    name: str = Field("", pattern=r"^(\w[\w.-]*)?$")
+    """Name of the run's folder below `root`. Empty: the recipe's file name. A number is added if that folder exists already."""
+    root: str = Field("runs", min_length=1)
+    """Folder for run folders."""
+    steps: int = Field(100, ge=0)
+    """Steps to train in total. A resumed run counts the steps before it."""
+    episodes: int | None = Field(None, ge=1)
+    """Passes over the training prompts, which then decide `steps`. The last step of each pass has the prompts that are left. None:
+    `steps` counts."""
+    seed: int = 0
+    """Seed of every sample, shuffle and initial weight."""
+    sigterm_s: float = Field(3.0, gt=0)
+    """Seconds between SIGTERM and the kill that follows: 3 s for `ray job stop`, 30 s by default for Kubernetes and Slurm. Half of
+    it is for the current update to end, two thirds for the learner's snapshot."""
+
+
+class FunctionsConfig(Section):
+    slot: Literal["auto", "cpu", "gpu"] = "auto"
+    """Kind of slot: one core or one GPU. `auto`: GPUs if the cluster has any."""
+    elastic: bool = True
+    """Off: every pool holds its most slots from the first step to the last, without planning. It is the baseline for elasticity."""
+    keep_alive_s: float = Field(300.0, ge=0, allow_inf_nan=True)
+    """How long a parked rollout or reward instance stays warm without work. The learner keeps the optimizer state and
+    stays parked for the whole run."""
+    parked_mb: float | None = Field(None, ge=0)
+    """Memory, MB, that processes without work may hold on each node: prewarmed or parked engines, prefill and reward processes, not
+    the learner. Beyond it none is started ahead, and those that have waited longest end. None: half of what Ray counts as the
+    node's memory."""
+    lease_deadline_s: float = Field(300.0, gt=0)
+    """A lease that Ray cannot grant within this time ends the run and names what is missing. A process that has not started by then
+    is replaced."""
+    max_replacements: int = Field(3, ge=0)
+    """Number of processes that may die or hang and be replaced before the run ends. Every step without such a fault gives one back.
+    Processes whose node was lost or drained do not count."""
+
+
+class ClusterConfig(Section):
+    address: str = ""
+    """Ray address. Empty: RAY_ADDRESS or the surrounding job's cluster, else a private Ray on this machine."""
+    cpus: int = Field(0, ge=0)
+    """Cores of the private cluster. 0: those that this process may use."""
+    object_store_mb: int | None = Field(None, ge=80)
+    """Object store of the private cluster, MB. None: the size of weights and learner state on their way, at least 512, at most 0.3
+    of the memory. Beyond it Ray writes to disk."""
+
+
+class ObjectiveConfig(Section):
+    prefer: float = Field(0.5, ge=0, le=1)
+    """0: cheapest, 1: fastest. Counts if none of the next three keys is set."""
+    deadline_s: float | None = Field(None, gt=0)
+    """Take the cheapest rollout that is expected to end within this time."""
+    budget: float | None = Field(None, gt=0)
+    """Take the fastest rollout that is expected to cost no more than this, in slot-seconds."""
+    knee: bool = False
+    """Take the plan where the frontier bends most: being a second faster would cost much more, saving a slot-second would take much
+    longer."""
+    scenarios: int = Field(64, ge=1)
+    """Joint draws of the response lengths on which plans are judged."""
+    payback: float = Field(0.5, gt=0, le=1)
+    """A resize may cost at most this share of what it is expected to save while it lasts."""
+
+    @model_validator(mode="after")
+    def _one_goal(self) -> ObjectiveConfig:
+        named = [name for name in ("deadline_s", "budget", "knee") if getattr(self, name)]
+        if len(named) > 1:
+            raise ValueError(f"set one of `{named[0]}` and `{named[1]}`, a plan has one goal")
+        return self
+
+
+class PriceConfig(Section):
+    cpu_slot_per_hour: float = Field(0.04, ge=0)
+    """Money per hour of a leased core, for the ledger's money column."""
+    gpu_slot_per_hour: float = Field(2.5, ge=0)
+    """Money per hour of a leased GPU."""
+    rollout_slot_per_hour: float | None = Field(None, ge=0)
+    """Money per hour of a slot on the nodes that `rollout.nodes` names, if these have another price. Empty: the price of any
+    slot."""
+    parked_share: float | None = Field(None, ge=0, le=1)
+    """Price of a parked process for the memory that it keeps. Empty: the share that this memory has of the memory of a slot (the
+    node's, as Ray counts it, divided by its slots). A number: this share of the slot's price for all the memory it works with, less
+    as it gives memory back. A process is kept warm only while that costs less than the start it saves. At 0 it costs nothing."""
+
+
+class CheckpointConfig(Section):
+    path: str = ""
+    """Folder for checkpoints in OpenRLHF's layout: `_actor/global_step<n>`, `_actor/latest`. Empty: the run folder."""
+    every_steps: int = Field(20, ge=1)
+    """Steps between two checkpoints. The last step always has one."""
+    keep: int = Field(2, ge=1)
+    """Number of checkpoints to keep. Those without an evaluation are removed first, then those with the worst `best_metric`, then
+    the oldest."""
+    memory_every_steps: int = Field(1, ge=0)
+    """Steps between two copies of the learner's state on the driver's node, made while engines decode. A lost learner continues
+    from there. 0: no copies; it continues from the checkpoint on disk and repeats the updates since. The samples in between are
+    kept in memory either way and are not generated again."""
+    max_gib: float = Field(float("inf"), gt=0, allow_inf_nan=True)
+    """Checkpoints are also removed while all of them take more than this. The newest always stays."""
+    resume: bool = False
+    """Continue from the newest checkpoint if there is one, as `--resume` does; otherwise start anew."""
+    best_metric: str = "none"
+    """Metric of the evaluation whose best value gets a checkpoint of its own, which is kept, such as `eval_gsm8k_pass1` or
+    `accuracy_sampled`. Empty: the first `*_pass1`, else `accuracy_sampled`. `none`: there is no such checkpoint."""
+    save_hf: bool = False
+    """With `path`: also write a Hugging Face model folder, `global_step<n>_hf`. These are never removed, except that only one of
+    the best exists."""
+    resumable: bool = True
+    """Off, with `path`: write model folders only. Such a run cannot be resumed."""
+
+    @model_validator(mode="after")
+    def _needs_a_path(self) -> CheckpointConfig:
+        for name, wanted in (("save_hf", self.save_hf), ("resumable", not self.resumable)):
+            if wanted and not self.path:
+                raise ValueError(f"checkpoint.{name}: needs a folder in checkpoint.path")
+        return self
+
+
+class SaveConfig(Section):
+    path: str = ""
+    """Second folder for the final model, in the format of Hugging Face's libraries and vLLM. Other files there stay. Empty: it is
+    only in the run folder's `model/`."""
+
+
+class WatchConfig(Section):
+    progress: Annotated[Literal["auto", "live", "plain", "off"], OffIsAWord] = "auto"
+    """`live`: a panel that redraws. `plain`: a line per step. `auto`: live on a terminal, else plain."""
+    tensorboard: bool = True
+    """Also write the metrics for TensorBoard, into the run folder."""
+    wandb: Annotated[Literal["auto", "online", "offline", "off"], OffIsAWord] = "auto"
+    """Weights & Biases. `auto`: online with an API key, else offline (into the run folder)."""
+    wandb_project: str = "rlhfless-ray"
+    """Project in Weights & Biases."""
+    wandb_entity: str | None = None
+    """Team or user in Weights & Biases. None: the account's own."""
+    wandb_group: str | None = None
+    """Group of runs in Weights & Biases. None: the name of the run, which joins the parts of a resumed run."""
+    run_name: str = ""
+    """Name of the run in Weights & Biases, and of its folder below `tensorboard_path`. Empty: the run folder's name."""
+    tensorboard_path: str = ""
+    """Folder for TensorBoard's files, below which each run has a folder of its name. Empty: the run folder's `tensorboard/`."""
+    metric_names: Literal["own", "openrlhf"] = "own"
+    """`openrlhf`: TensorBoard and Weights & Biases get OpenRLHF's names for metrics that it logs too, and each step is printed as
+    `Global step N: {…}`. The run folder's `metrics.jsonl` keeps its own names."""
+    every_steps: int = Field(1, ge=1)
+    """Log to TensorBoard and Weights & Biases every this many steps. Evaluations are always logged. `metrics.jsonl` has every
+    step."""
+    samples_per_step: int = Field(64, ge=0)
+    """Number of samples written to `samples/step_<n>.jsonl`. 0: all."""

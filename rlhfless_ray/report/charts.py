@@ -1,0 +1,250 @@
+"""Charts of learning as plotly figures in plain dicts: reward, accuracy, lengths, forecasts and the learner's health.
+
+A colour is a name after `@`, optionally with an opacity after a slash (`@rollout/0.2`); the page inserts its light or dark
+palette. A function returns None if the run has no data for it, so no chart is empty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhfless_ray.report.formatting import are_shares, finite, number
+
+Row = dict[str, Any]
+MAX_POINTS = 500  # per line: more are not visible and slow the page down
+
+
+@dataclass
+class Chart:
+    """A titled figure. `note`: a sentence below the title. `height`: CSS pixels. `kind`: also its CSS class."""
+
+    id: str
+    title: str
+    note: str
+    data: list[Row]
+    layout: Row = field(default_factory=dict)
+    height: int = 260
+    kind: str = "half"
+
+
+def series(rows: Iterable[Row], key: str) -> tuple[list[Any], list[float]]:
+    """Return steps and finite values of a metric, rounded to five digits."""
+    xs: list[Any] = []
+    ys: list[float] = []
+    for row in rows:
+        value = finite(row.get(key))
+        if value is not None:
+            xs.append(row["step"])
+            ys.append(rounded(value))
+    return xs, ys
+
+
+def rounded(value: float, digits: int = 5) -> float:
+    return float(f"{value:.{digits}g}")
+
+
+def thin(rows: Sequence[Row], limit: int = MAX_POINTS) -> list[Row]:
+    """Return at most `limit` rows: numbers are averaged over neighbours (maxima stay maxima), other values are the last one's."""
+    if len(rows) <= limit:
+        return list(rows)
+    thinned = []
+    for i in range(limit):
+        bunch = rows[i * len(rows) // limit : (i + 1) * len(rows) // limit]
+        merged = dict(bunch[-1])
+        for key in merged:
+            values = [x for x in (finite(row.get(key)) for row in bunch) if x is not None]
+            if key != "step" and values and not isinstance(merged[key], str):
+                merged[key] = max(values) if key.endswith("max") else sum(values) / len(values)
+        thinned.append(merged)
+    return thinned
+
+
+def line(xs: Sequence[Any], ys: Sequence[Any], name: str, colour: str, **more: Any) -> Row:
+    """Return a line trace, with markers if there are few points."""
+    style = {"color": colour, "width": more.pop("width", 2)} | more.pop("style", {})
+    mode = "lines+markers" if len(xs) <= 40 else "lines"
+    trace = {"type": "scatter", "mode": mode, "x": list(xs), "y": list(ys), "name": name, "line": style}
+    return trace | {"marker": {"size": 5, "color": colour}, "cliponaxis": False} | more
+
+
+def band(rows: Sequence[Row], low: str, high: str, name: str, colour: str) -> list[Row]:
+    """Return the traces of the area between two metrics."""
+    both = [row for row in rows if finite(row.get(low)) is not None and finite(row.get(high)) is not None]
+    xs, bottom = series(both, low)
+    _, top = series(both, high)
+    if not xs:
+        return []
+    edge = {"type": "scatter", "mode": "lines", "x": xs, "line": {"width": 0}, "hoverinfo": "skip"}
+    return [edge | {"y": bottom, "showlegend": False}, edge | {"y": top, "fill": "tonexty", "fillcolor": colour, "name": name}]
+
+
+def smoothed(ys: Sequence[float], half_life: float) -> list[float]:
+    """Return the exponential moving average, corrected for its start."""
+    keep = 0.5 ** (1 / half_life)
+    total = weight = 0.0
+    out = []
+    for y in ys:
+        total, weight = total * keep + y, weight * keep + 1
+        out.append(rounded(total / weight))
+    return out
+
+
+def reward(rows: Sequence[Row]) -> Chart | None:
+    xs, ys = series(rows, "reward/mean")
+    if not xs:
+        return None
+    note = "Mean over the scored samples of a step."
+    # No band of the samples' standard deviation: with rewards of 0 and 1 it fills the chart and hides the trend.
+    stds = {row["step"]: number(row.get("reward/std")) for row in rows}
+    hover = {"customdata": [stds[x] for x in xs], "hovertemplate": "%{y:.3f} (std %{customdata})"}
+    if len(xs) >= 20:
+        thick = line(xs, smoothed(ys, max(3, len(xs) / 30)), "smoothed", "@rollout", width=2.5, mode="lines")
+        data = [line(xs, ys, "step", "@rollout/0.4", width=1, mode="lines", **hover), thick | {"hovertemplate": "%{y:.3f}"}]
+    else:
+        data = [line(xs, ys, "step", "@rollout", **hover)]
+    return Chart("reward", "Reward", note, data, {"yaxis": {"title": "reward"}})
+
+
+def accuracy(rows: Sequence[Row]) -> Chart | None:
+    data = []
+    for key, name, colour in (("sampled", "sampled", "@rollout"), ("greedy", "greedy", "@learn")):
+        xs, ys = series(rows, f"eval/accuracy_{key}")
+        if xs:
+            data.append(line(xs, ys, name, colour, mode="lines+markers", hovertemplate="%{y:.1%}"))
+    if not data:
+        return None
+    shares = are_shares(y for trace in data for y in trace["y"])
+    if all(len(trace["x"]) == 1 for trace in data):
+        note = "Held-out prompts, evaluated once."
+    else:
+        note = "Held-out prompts; step 0 is before training."
+    if not shares:
+        data = [{**trace, "hovertemplate": "%{y:.3f}"} for trace in data]
+        return Chart("accuracy", "Reward on held-out prompts", note, data, {"yaxis": {"title": "reward"}})
+    return Chart("accuracy", "Accuracy on held-out prompts", note, data, {"yaxis": {"title": "accuracy", "tickformat": ".0%"}})
+
+
+def lengths(rows: Sequence[Row]) -> Chart | None:
+    every = len(rows) / 120
+    rows = thin(rows, 120)  # otherwise the bands of neighbouring steps overlap
+    data = band(rows, "length/p90", "length/p99", "p90 – p99", "@rollout/0.14")
+    data += band(rows, "length/p50", "length/p90", "p50 – p90", "@rollout/0.32")
+    xs, ys = series(rows, "length/mean")
+    if xs:
+        data.append(line(xs, ys, "mean", "@rollout"))
+    xs, ys = series(rows, "length/max")
+    if xs:
+        data.append(line(xs, ys, "longest", "@muted", width=1, style={"dash": "dot"}, mode="lines"))
+    if not data:
+        return None
+    note = "Response lengths of a step. The gap between mean and p99 makes slots wait."
+    note += f" Each point is the mean of about {every:.0f} steps." if every > 1.5 else ""
+    return Chart("lengths", "Response lengths", note, data, {"yaxis": {"title": "tokens", "rangemode": "tozero"}})
+
+
+def histogram(groups: Sequence[tuple[str, Sequence[float]]]) -> Chart | None:
+    """Draw the histograms of one or two groups: (name, lengths in tokens)."""
+    groups = [(name, values) for name, values in groups if values]
+    if not groups:
+        return None
+    top = max(max(values) for _, values in groups)
+    width = _nice(max(top, 1) / 24)
+    bins = math.floor(top / width) + 1
+    data = []
+    for (name, values), colour in zip(groups, ("@muted", "@rollout"), strict=False):
+        colour = "@rollout" if len(groups) == 1 else colour
+        counts = [0] * bins
+        for value in values:
+            counts[math.floor(value / width)] += 1
+        data.append({
+            "type": "bar", "name": name, "x": [round((i + 0.5) * width, 2) for i in range(bins)],
+            "y": [rounded(count / len(values)) for count in counts], "width": width * (0.94 if len(groups) == 1 else 1),
+            "marker": {"color": f"{colour}/0.55", "line": {"width": 0}},
+            "customdata": [f"{number(i * width)} – {number((i + 1) * width - (width >= 2))}" for i in range(bins)],
+            "hovertemplate": "%{customdata} tokens: %{y:.1%}",
+        })  # fmt: skip
+    note = "Share of stored samples by response length" + ("; the last bin includes responses cut at the limit." if top else ".")
+    layout = {
+        "barmode": "overlay", "bargap": 0, "hovermode": "closest", "xaxis": {"title": "tokens", "rangemode": "tozero"},
+        "yaxis": {"title": "share of samples", "tickformat": ".0%"},
+    }  # fmt: skip
+    return Chart("histogram", "Lengths, first and last steps", note, data, layout)
+
+
+def forecast(rows: Sequence[Row]) -> Chart | None:
+    data = []
+    for key, name, colour, axis in (
+        ("mae_tokens", "mean absolute error", "@learn", ""),
+        ("bias_tokens", "bias (forecast − truth)", "@muted", ""),
+        ("spearman", "rank quality", "@score", "2"),
+    ):
+        xs, ys = series(rows, f"forecast/{key}")
+        if xs:
+            style = {"dash": "dot"} if key == "bias_tokens" else {}
+            data.append(line(xs, ys, name, colour, style=style, width=1.5 if style else 2, yaxis=f"y{axis}", xaxis="x"))
+    if not data:
+        return None
+    layout: Row = {"yaxis": {"title": "tokens", "zeroline": True}}
+    note = "How far the forecast length of a response is from its true one."
+    if any(trace["yaxis"] == "y2" for trace in data):
+        layout["yaxis"]["domain"] = [0.44, 1]
+        layout["yaxis2"] = {"title": "Spearman", "domain": [0, 0.34], "range": [min(0, *data[-1]["y"]), 1.02]}
+        note += " Below: Spearman's rank correlation of both, 1 is a perfect order."
+    return Chart("forecast", "Length forecasts", note, data, layout, height=300)
+
+
+def calibration(rows: Sequence[Row]) -> Chart | None:
+    """Draw how often true lengths are inside the forecast's intervals, and how well it separates the longest tenth."""
+    data = []
+    for key, name, colour, style in (
+        ("coverage_90", "inside the 90 % interval", "@rollout", {}),
+        ("coverage_50", "inside the 50 % interval", "@learn", {}),
+        ("auc_longest", "longest tenth recognised (AUC)", "@score", {"dash": "dot"}),
+    ):
+        xs, ys = series(rows, f"forecast/{key}")
+        if xs:
+            data.append(line(xs, ys, name, colour, style=style, width=1.8, hovertemplate="%{y:.1%}"))
+    if not data:
+        return None
+    note = "A calibrated forecast has 90 % and 50 % of the true lengths inside its intervals; an AUC of 50 % is chance."
+    layout: Row = {"yaxis": {"range": [0, 1.03], "tickformat": ".0%"}}
+    return Chart("calibration", "Forecast calibration", note, data, layout, height=300)
+
+
+HEALTH = (
+    ("learn/mismatch_mean", "mismatch, mean", "|log p learner − log p sampler| at the sampler's weights; should stay near rounding."),
+    ("learn/mismatch_max", "mismatch, largest token", "The largest difference of any token of the step."),
+    ("learn/kl", "KL to the reference", "Estimated over the trained tokens."),
+    ("learn/clip_share", "clip share", "Share of tokens whose ratio was clipped."),
+    ("learn/grad_norm", "gradient norm", "Before clipping."),
+    ("learn/entropy", "entropy", "Entropy of the policy in nats per token; near zero it has stopped exploring."),
+    ("learn/importance_capped_share", "importance weights capped", "Share of tokens or sequences at the cap."),
+    ("learn/loss", "loss", "Policy gradient loss: its sign does not show progress."),
+)
+
+
+def health(rows: Sequence[Row]) -> tuple[list[Chart], list[str]]:
+    """Return small charts of metrics that vary, and a sentence for each constant one."""
+    charts, constant = [], []
+    for key, title, note in HEALTH:
+        xs, ys = series(rows, key)
+        if not xs:
+            continue
+        if len(xs) > 1 and min(ys) == max(ys):
+            constant.append(f"{title}: {number(ys[0])} throughout")
+            continue
+        use_log_scale = min(ys) > 0 and max(ys) / min(ys) > 200
+        layout = {"yaxis": {"type": "log", "dtick": 1}} if use_log_scale else {"yaxis": {"nticks": 5}}
+        trace = line(xs, ys, title, "@learn", width=1.6, hovertemplate="%{y:.4~g}")
+        charts.append(Chart(key.replace("/", "-"), title[0].upper() + title[1:], note, [trace], layout, height=170, kind="third"))
+    return charts, constant
+
+
+def _nice(width: float) -> float:
+    """Round up to the next of 1, 2, 5, 10 …"""
+    scale = 10.0 ** math.floor(math.log10(width))
+    width = next(step * scale for step in (1, 2, 5, 10) if step * scale >= width * 0.999)
+    return max(1.0, width)

@@ -1,0 +1,155 @@
+"""Charts of cost by kind and activity, and of a step's time by phase."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from rlhfless_ray.report.charts import Chart, Row, rounded
+from rlhfless_ray.report.formatting import duration, finite, number, percent
+
+ACTIVITIES = ("work", "transfer", "start", "idle")
+KINDS = ("prefill", "rollout", "agent", "score", "reference", "critic", "learn", "eval", "warm_start")
+PHASES = ("prefill", "rollout", "score", "learn", "publish", "eval", "driver")  # "lease" is contained in them
+PHASE_COLOURS = {"prefill": "@prefill", "rollout": "@rollout", "score": "@score", "learn": "@learn", "eval": "@eval"}
+MAX_BARS = 80
+PHASE_COLOURS |= {"publish": "@publish", "driver": "@driver"}
+
+
+def kind_colour(kind: str) -> str:
+    return f"@{kind}" if kind in KINDS else "@other"
+
+
+def by_kind(ledger: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Sum leased slot-seconds by kind and activity. Parked rows hold no lease and do not count."""
+    table: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for row in ledger:
+        slots = finite(row.get("slots"))
+        if row.get("activity") != "parked" and slots:
+            table[str(row.get("kind"))][str(row.get("activity"))] += slots * row["seconds"]
+    order = {kind: i for i, kind in enumerate(KINDS)}
+    return {kind: dict(table[kind]) for kind in sorted(table, key=lambda kind: (order.get(kind, 99), kind))}
+
+
+def cost(ledger: Sequence[Row]) -> Chart | None:
+    """Draw stacked bars of kind × activity in the colours of the lease timeline."""
+    table = by_kind(ledger)
+    total = sum(sum(cells.values()) for cells in table.values())
+    if not total:
+        return None
+    kinds = list(table)[::-1]
+    data = []
+    extra = sorted({activity for cells in table.values() for activity in cells} - set(ACTIVITIES))
+    for activity in (*ACTIVITIES, *extra):
+        values = [table[kind].get(activity, 0.0) for kind in kinds]
+        if not any(values):
+            continue
+        data.append({
+            "type": "bar", "orientation": "h", "name": activity, "y": [kind.replace("_", " ") for kind in kinds],
+            "x": [rounded(value) for value in values], "marker": _style(activity, kinds), "showlegend": False,
+            "customdata": [f"{activity}: {number(x)} slot-s, {100 * x / total:.1f}% of the full cost" for x in values],
+            "hovertemplate": "%{customdata}<extra>%{y}</extra>",
+        })  # fmt: skip
+    layout = {
+        "barmode": "stack", "hovermode": "closest", "xaxis": {"title": "slot-seconds", "nticks": 6},
+        "yaxis": {"automargin": True, "ticksuffix": "  "}, "bargap": 0.35,
+    }  # fmt: skip
+    note = (
+        "Every leased slot-second of the run: work solid, transfer paler, start striped, idle grey. Start-up, the first "
+        "evaluation and the writing of checkpoints belong to no step: they count here and in the totals only."
+    )
+    return Chart("cost", "Cost by kind and activity", note, data, layout, height=90 + 44 * len(kinds))
+
+
+def _style(activity: str, kinds: Sequence[str]) -> Row:
+    if activity == "idle":
+        return {"color": "@idle/0.6", "line": {"width": 0}}
+    colours = [kind_colour(kind) for kind in kinds]
+    if activity == "start":
+        pale = [colour + "/0.2" for colour in colours]
+        pattern = {
+            "shape": "/",
+            "size": 7,
+            "solidity": 0.35,
+            "fillmode": "replace",
+            "fgopacity": 1,
+            "bgcolor": pale,
+            "fgcolor": [colour + "/0.8" for colour in colours],
+        }
+        return {"color": pale, "pattern": pattern, "line": {"width": 0}}
+    opacity = {"work": "", "transfer": "/0.55"}.get(activity, "/0.7")
+    return {"color": [colour + opacity for colour in colours], "line": {"width": 0}}
+
+
+def cost_table(ledger: Sequence[Row]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Return header and rows of the cost table in slot-seconds."""
+    table = by_kind(ledger)
+    rows = []
+    sums = {activity: sum(cells.get(activity, 0.0) for cells in table.values()) for activity in ACTIVITIES}
+    full = sum(sum(cells.values()) for cells in table.values())
+    for kind, cells in table.items():
+        whole = sum(cells.values())
+        shares = [number(cells.get(activity, 0.0)) for activity in ACTIVITIES]
+        rows.append((kind.replace("_", " "), [*shares, number(whole), f"{100 * whole / full:.1f}%" if full else "–"]))
+    if rows:
+        rows.append(("all", [*(number(sums[activity]) for activity in ACTIVITIES), number(full), "100%"]))
+    return [*ACTIVITIES, "full cost", "share"], rows
+
+
+def phases(rows: Sequence[Row]) -> Chart | None:
+    """Draw stacked seconds of a step by phase, averaged over neighbouring steps if there are many."""
+    known = [row for row in rows if any(finite(row.get(f"phase/{phase}_s")) is not None for phase in PHASES)]
+    if not known:
+        return None
+    each = -(-len(known) // MAX_BARS)  # the same number of steps per bar keeps the bars equidistant
+    bunches = [known[i : i + each] for i in range(0, len(known), each)]
+    xs = [(bunch[0]["step"] + bunch[-1]["step"]) / 2 if each > 1 else bunch[0]["step"] for bunch in bunches]
+    data: list[Row] = []
+    for phase in PHASES:
+        ys = [rounded(statistics.mean(finite(row.get(f"phase/{phase}_s")) or 0.0 for row in bunch)) for bunch in bunches]
+        if any(ys):
+            data.append({
+                "type": "bar", "name": phase, "x": xs, "y": ys, "hovertemplate": "%{y:.3~g} s",
+                "showlegend": False, "marker": {"color": PHASE_COLOURS[phase], "line": {"width": 0}},
+            })  # fmt: skip
+    note = "Wall-clock seconds of a step by phase, coloured as in the table" + (
+        f", each bar the mean of {each} steps." if each > 1 else "."
+    )
+    waits = [x for x in (finite(row.get("phase/lease_s")) for row in known) if x is not None]
+    if waits and sum(waits) > 0:
+        whole = sum(finite(row.get(f"phase/{phase}_s")) or 0.0 for row in known for phase in PHASES)
+        share = f", {percent(sum(waits) / whole)} of all" if whole else ""
+        note += f" This includes waiting for leases: {duration(statistics.median(waits))} in the median{share}."
+    layout: Row = {"barmode": "stack", "bargap": 0.12, "yaxis": {"title": "seconds"}}
+    totals = sorted(sum(trace["y"][i] for trace in data) for i in range(len(bunches)))
+    if len(totals) >= 20 and totals[-1] > 4 * totals[int(0.95 * len(totals))]:
+        top = 2 * totals[int(0.95 * len(totals))]
+        layout["yaxis"]["range"] = [0, top]
+        note += f" Bars above {number(top, 2)} s are cut off; double-click shows them."
+    return Chart("phases", "Where a step's time goes", note, data, layout, height=300)
+
+
+def phase_table(rows: Sequence[Row]) -> list[Row]:
+    """Return median, 95th percentile (seconds) and share of all step time by phase, largest first."""
+    lines: list[Row] = []
+    whole = 0.0
+    for phase in PHASES:
+        values = sorted(x for x in (finite(row.get(f"phase/{phase}_s")) for row in rows) if x is not None)
+        if phase == "eval":
+            values = [x for x in values if x > 0]  # most steps do not evaluate
+        if values and values[-1] > 0:
+            whole += sum(values)
+            worst = values[min(len(values) - 1, int(0.95 * len(values)))]
+            lines.append({"phase": phase, "median": statistics.median(values), "p95": worst, "sum": sum(values)})
+    for entry in lines:
+        entry["share"] = entry["sum"] / whole
+        entry["colour"] = PHASE_COLOURS[entry["phase"]].removeprefix("@")
+    return sorted(lines, key=lambda entry: -entry["sum"])
+
+
+def total(rows: Sequence[Row], key: str) -> float | None:
+    """Return the sum of a metric over the steps, or None if no step has it."""
+    values: list[Any] = [x for x in (finite(row.get(key)) for row in rows) if x is not None]
+    return sum(values) if values else None

@@ -1,0 +1,227 @@
+"""Write metrics: one flat row per step to `metrics.jsonl`, TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from rlhfless_ray.common.disk_space import append, replace_file
+from rlhfless_ray.common.errors import one_line_with_type
+from rlhfless_ray.recipe import WatchConfig
+from rlhfless_ray.report.openrlhf_names import SAMPLE, Shown, renamed, step_line
+
+SAID_CHARACTERS = 400  # of an error
+
+
+class Sink(Protocol):
+    """A destination of rows besides the file."""
+
+    def write(self, row: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Metrics:
+    """Write the row of every step. Open it once per process on the run folder.
+
+    Errors in writing the file are raised. If TensorBoard or Weights & Biases fail, one line goes to `say` and the run continues
+    without them.
+
+    Args:
+        run_folder: the run's existing folder.
+        name: shown in Weights & Biases.
+        resume_after_step: rows of later steps are removed from the file (they will be repeated) and hidden in TensorBoard.
+        say: takes one line of text; default stderr.
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        watch: WatchConfig,
+        name: str,
+        *,
+        resume_after_step: int | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self._say = say or _to_stderr
+        self._watch = watch
+        self._noted: set[str] = set()
+        self.path = Path(run_folder) / "metrics.jsonl"
+        _drop_after(self.path, resume_after_step)
+        self._owed = b""  # a row for which there was no space
+        self._append()
+        self._sinks: dict[str, Sink] = {}
+        for label, is_on, make in (("TensorBoard", watch.tensorboard, _tensorboard), ("Weights & Biases", watch.wandb != "off", _wandb)):
+            if is_on:
+                try:
+                    self._sinks[label] = make(Path(run_folder), watch, name, resume_after_step, self._say)
+                except Exception as error:  # they fail in many ways (network, login, a missing package), none of which may end a run
+                    self._say(f"{label} is off for this run: {one_line_with_type(error, SAID_CHARACTERS)}")
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append one row, and copy it to the other destinations."""
+        self.copy(self.keep(row))
+
+    def keep(self, row: dict[str, Any], sample: Shown | None = None) -> dict[str, Any]:
+        """Append one row (`step` and flat keys). NaN and infinities become null and are listed under `nonfinite`.
+
+        Returns the argument of `copy`. With OpenRLHF's names it contains the sample, which is not in the file.
+        """
+        row, bad = _clean(row)
+        if bad:
+            row["nonfinite"] = sorted(bad)
+            for key in sorted(set(bad) - self._noted):
+                self._noted.add(key)
+                self._say(f"step {row.get('step')}: {key} is {bad[key]}, written as null (said once per metric)")
+        self._owed += json.dumps(row, allow_nan=False, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+        self._append()
+        told = self._for_sinks(row)
+        return {**told, SAMPLE: sample} if sample is not None and "train/policy_loss" in told else told
+
+    def _append(self) -> None:
+        """Write the rows that are not in the file yet, or keep them for the end of the run. Raises DiskFull."""
+        append(self.path, self._owed)
+        self._owed = b""
+
+    def copy(self, told: dict[str, Any]) -> None:
+        """Send a row to TensorBoard and Weights & Biases, if they are on."""
+        for label in list(self._sinks) if told else ():
+            self._guard(label, lambda sink: sink.write(told))
+
+    def _for_sinks(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return the part of a row for other destinations under their names; empty if there is none."""
+        step, ours = row.get("step"), self._watch.metric_names == "own"
+        if not ours and "learn/policy_loss" in row:
+            self._say(step_line(row))
+        if isinstance(step, int) and step % self._watch.every_steps:
+            row = {name: value for name, value in row.items() if name.startswith("eval/")}
+            if not row:
+                return {}
+            row["step"] = step
+        return row if ours else {"step": step, **renamed(row)}
+
+    def amend(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Append the row, or merge it into the last row of the same step, whose values stay. Returns the complete row."""
+        last: dict[str, Any] = next(reversed(read_rows(self.path)[0]), {})
+        if last.get("step") == row["step"]:
+            row = {**row, **last}
+            _drop_after(self.path, row["step"] - 1)
+        self.write(row)
+        return row
+
+    def close(self) -> None:
+        """Flush and close everything. May be called twice."""
+        for label in list(self._sinks):
+            self._guard(label, lambda sink: sink.close())
+        self._sinks.clear()
+        self._append()
+
+    def _guard(self, label: str, act: Callable[[Sink], None]) -> None:
+        try:
+            act(self._sinks[label])
+        except Exception as error:  # see __init__: this must not end the run
+            self._sinks.pop(label, None)
+            self._say(f"{label} failed and is off from now on: {one_line_with_type(error, SAID_CHARACTERS)}")
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Read the rows of a JSONL file, and the number of lines that are not complete JSON objects, such as after a crash."""
+    rows: list[dict[str, Any]] = []
+    torn = 0
+    for line in path.read_bytes().splitlines():
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            torn += 1
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            torn += 1
+    return rows, torn
+
+
+def _drop_after(path: Path, step: int | None) -> None:
+    """Keep only complete rows of steps up to `step` (None: every step), in one atomic replacement."""
+    if not path.exists():
+        return
+    text = path.read_bytes()
+    kept = []
+    for line in text.splitlines(keepends=True):
+        try:
+            at = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            continue  # torn by a crash: its step is repeated or lost, and appending behind it would tear the next row too
+        if line.endswith(b"\n") and (step is None or at <= step):
+            kept.append(line)
+    whole = b"".join(kept)
+    if whole != text:
+        replace_file(path, whole)
+
+
+def _clean(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
+    """Convert to JSON values, and return the keys whose value was NaN or infinite."""
+    bad: dict[str, float] = {}
+
+    def plain(key: str, value: Any) -> Any:
+        if value is None or isinstance(value, (str, bool, int)):
+            return value
+        if isinstance(value, float):  # numpy's float64 is one too
+            if math.isfinite(value):
+                return float(value)
+            bad[key] = float(value)
+            return None
+        if isinstance(value, (list, tuple)):
+            return [plain(key, item) for item in value]
+        if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
+            return plain(key, value.tolist())
+        return str(value)
+
+    return {key: plain(key, value) for key, value in row.items()}, bad
+
+
+def _tensorboard(folder: Path, watch: WatchConfig, name: str, resume_after_step: int | None, say: Callable[[str], None]) -> Sink:
+    from rlhfless_ray.report.tensorboard_sink import TensorBoard
+
+    path = Path(watch.tensorboard_path) / (watch.run_name or name) if watch.tensorboard_path else folder / "tensorboard"
+    return TensorBoard(path, resume_after_step=resume_after_step)
+
+
+def _wandb(folder: Path, watch: WatchConfig, name: str, resume_after_step: int | None, say: Callable[[str], None]) -> Sink:
+    from rlhfless_ray.report.wandb_sink import WandbRun
+
+    def made(mode: Literal["auto", "online", "offline", "off"]) -> Sink:
+        return WandbRun(
+            folder,
+            mode=mode,
+            project=watch.wandb_project,
+            name=watch.run_name or name,
+            entity=watch.wandb_entity,
+            group=watch.wandb_group or name,
+            openrlhf_names=watch.metric_names == "openrlhf",
+            say=say,
+        )
+
+    try:
+        return made(watch.wandb)
+    except Exception as error:  # no login or network: log offline instead
+        if watch.wandb != "online":
+            raise
+        say(f"cannot log to Weights & Biases online ({one_line_with_type(error, SAID_CHARACTERS)})")
+        return made("offline")
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,103 @@
+"""A step's metrics under the names that OpenRLHF logs them by. Only values of the same meaning are renamed; what it does not log
+keeps its name.
+
+Meanings are those of OpenRLHF 0.11.2: rewards are after length penalties, `response_clip_ratio` is the share of samples whose prompt and
+response together reach `--data.max_len`, and of an update of several optimizer steps `actor_lr` and `actor_grad_norm` are the last values,
+the rate being that of the step to come.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+SAMPLE = "train/generated_samples"
+
+
+class Shown(NamedTuple):
+    """A sample to show: a row of a table in Weights & Biases, a text in TensorBoard."""
+
+    text: str  # prompt and response
+    reward: float
+
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "step": ("train/global_step",),
+    "learn/policy_loss": ("train/policy_loss",),
+    "learn/kl": ("train/kl",),
+    "learn/ppo_kl": ("train/ppo_kl",),
+    "learn/sampler_kl": ("train/vllm_kl",),
+    "learn/reference_gap": ("train/logprobs_diff",),
+    "learn/entropy": ("train/entropy_loss",),
+    "learn/clip_share": ("train/ppo_clip_ratio",),
+    "learn/importance_capped_share": ("train/is_filter_ratio",),
+    "learn/last_grad_norm": ("train/actor_grad_norm",),
+    "learn/next_learning_rate": ("train/actor_lr",),
+    "critic/loss": ("train/critic_loss",),
+    "critic/value_mean": ("train/values",),
+    "critic/grad_norm": ("train/critic_grad_norm",),
+    "critic/learning_rate": ("train/critic_lr",),
+    "reward/penalized_mean": ("train/reward", "train/rollout/reward_mean"),
+    "reward/penalized_std": ("train/rollout/reward_std",),
+    "reward/score_mean": ("train/score",),
+    "reward/return_mean": ("train/return",),
+    "reward/group_std": ("train/group_reward_std",),
+    "length/mean": ("train/response_length", "train/rollout/response_length_mean"),
+    "length/total_mean": ("train/total_length",),
+    "length/truncated_share": ("train/truncated", "train/rollout/truncated_rate"),
+    "length/full_share": ("train/response_clip_ratio",),
+    "tokens/samples": ("train/rollout/num_samples",),
+    "filter/pass_percent": ("train/dynamic_filtering_pass_rate",),
+    "eval/length_mean": ("eval/eval_response_length_mean",),
+    "eval/truncated_share": ("eval/eval_truncated_rate",),
+    "eval/samples": ("eval/eval_num_samples",),
+}
+OF_SOURCE = {"length_mean": "response_length_mean", "truncated_share": "truncated_rate"}
+
+
+def renamed(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row under OpenRLHF's names; other metrics keep their names."""
+    found: dict[str, Any] = {}
+    for name, value in row.items():
+        for new in _names(name):
+            found[new] = value
+    if "learn/policy_loss" in row:
+        found |= _timing(row)
+    if any(name.startswith("eval/") for name in row):
+        found["eval/global_step"] = row.get("step")
+    return found
+
+
+def _timing(row: dict[str, Any]) -> dict[str, float]:
+    """Seconds of a step's four parts, and their sum. What is none of them, such as an evaluation, is in none."""
+
+    def seconds(*phases: str) -> float:
+        return sum(row.get(f"phase/{phase}_s") or 0.0 for phase in phases)
+
+    parts = {
+        "generation": seconds("prefill", "rollout"),
+        "make_experience": seconds("score", "passes"),
+        "ppo_train": seconds("learn") - seconds("passes"),
+        "broadcast": seconds("publish"),
+    }
+    return {f"train/timing/{name}": value for name, value in {**parts, "step_total": sum(parts.values())}.items()}
+
+
+def step_line(row: dict[str, Any]) -> str:
+    """Format `Global step N: {…}`, as OpenRLHF logs every step."""
+    shown = {
+        name.removeprefix("train/"): value
+        for name, value in renamed(row).items()
+        if name.startswith("train/") and name != "train/global_step"
+    }
+    return f"Global step {row['step']}: {shown}"
+
+
+def _names(name: str) -> tuple[str, ...]:
+    if name in NAMES:
+        return NAMES[name]
+    if log := re.fullmatch(r"reward/logs/(.+)", name):
+        return (f"train/{log[1]}",)
+    if source := re.fullmatch(r"eval/(.+)/(pass\d+|length_mean|truncated_share)", name):
+        return (f"eval/eval_{source[1]}_{OF_SOURCE.get(source[2], source[2])}",)
+    return (name,)

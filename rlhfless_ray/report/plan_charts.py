@@ -1,0 +1,153 @@
+"""Charts of planning: pool size, predicted and measured time and cost, and the last step's frontier."""
+
+from __future__ import annotations
+
+import html
+import statistics
+import textwrap
+from collections.abc import Sequence
+
+from rlhfless_ray.report.charts import Chart, Row, line, rounded, series, thin
+from rlhfless_ray.report.formatting import finite, number
+
+
+def pool(rows: Sequence[Row]) -> Chart | None:
+    """Draw the pool size by step, with each decision and its reason on hover."""
+    known = [row for row in rows if finite(row.get("pool/rollout_actors")) is not None]
+    if not known:
+        return None
+    if len(known) > 1500:  # keep the steps with a decision and both ends
+        known = [row for i, row in enumerate(known) if i in (0, len(known) - 1) or row.get("pool/decision") not in (None, "Hold")]
+    known = known if len(known) <= 1500 else known[:: -(-len(known) // 1500)]
+    sizes = [finite(row["pool/rollout_actors"]) for row in known]
+    steps = [row["step"] for row in known]
+    hover = [_decision(row) for row in known]
+    steady = {"shape": "hv", "color": "@rollout", "width": 1.2 if len(known) > 150 else 2}
+    data: list[Row] = [{
+        "type": "scatter", "mode": "lines", "x": steps, "y": sizes, "name": "rollout actors", "line": steady,
+        "customdata": hover, "hovertemplate": "%{customdata}<extra></extra>",
+        "fill": "tozeroy", "fillcolor": "@rollout/0.08",
+    }]  # fmt: skip
+    for decision, symbol, colour in (("Grow", "triangle-up", "@score"), ("Shrink", "triangle-down", "@learn")):
+        chosen = [i for i, row in enumerate(known) if row.get("pool/decision") == decision]
+        if 0 < len(chosen) <= 40:  # more would hide the line
+            data.append({
+                "type": "scatter", "mode": "markers", "name": decision.lower(), "x": [steps[i] for i in chosen],
+                "y": [sizes[i] for i in chosen], "marker": {"symbol": symbol, "size": 8, "color": colour},
+                "hoverinfo": "skip",
+            })  # fmt: skip
+    top = max(size for size in sizes if size is not None)
+    layout = {"yaxis": {"title": "actors", "range": [0, top + 0.5], "tickformat": "d", "dtick": max(1, round(top / 5))}}
+    note = "How many rollout actors each step used. Point at a step for the decision and its reason."
+    return Chart("pool", "Pool size", note, data, layout | {"hovermode": "x"})
+
+
+def _predicted(rows: Sequence[Row], planned: str, measured: str, unit: str) -> tuple[list[Row], Row, float | None, float | None]:
+    """Return traces, layout, median relative error, and where the axis is cut (None: nowhere)."""
+    rows = thin(rows)
+    data = []
+    for key, name, colour, style in ((measured, "measured", "@rollout", {}), (planned, "planned", "@learn", {"dash": "dot"})):
+        xs, ys = series(rows, key)
+        if xs:
+            data.append(line(xs, ys, name, colour, style=style, width=1.8, hovertemplate=f"%{{y:.3~g}} {unit}"))
+    pairs = [(finite(row.get(planned)), finite(row.get(measured))) for row in rows]
+    errors = [abs(p - m) / m for p, m in pairs if p is not None and m]
+    layout: Row = {"yaxis": {"title": unit, "rangemode": "tozero"}}
+    ys = sorted(y for trace in data for y in trace["y"])
+    top = None
+    if len(ys) >= 20 and ys[-1] > 4 * ys[int(0.97 * len(ys))]:
+        top = ys[int(0.97 * len(ys))] * 2  # otherwise one cold start flattens everything else
+        layout["yaxis"] = {"title": unit, "range": [0, top]}
+    return data, layout, statistics.median(errors) if errors else None, top
+
+
+def plan(rows: Sequence[Row]) -> Chart | None:
+    """Draw predicted and measured rollout time."""
+    return _plan(
+        rows,
+        "plan",
+        "Rollout time, planned and measured",
+        "Rollout time of a step as planned and as measured.",
+        "plan/rollout_s",
+        "phase/rollout_s",
+        "seconds",
+    )
+
+
+def plan_cost(rows: Sequence[Row]) -> Chart | None:
+    """Draw predicted and measured cost of the rollout."""
+    return _plan(
+        rows,
+        "plan-cost",
+        "Rollout cost, planned and measured",
+        "Slot-seconds that rollout engines held leases for.",
+        "plan/cost_slot_s",
+        "cost/rollout_slot_s",
+        "slot-s",
+    )
+
+
+def plan_step(rows: Sequence[Row]) -> Chart | None:
+    """Draw predicted and measured time of whole steps."""
+    without = [row for row in rows if not finite(row.get("phase/eval_s"))]
+    return _plan(
+        without, "plan-step", "Step time, planned and measured", "Whole steps without evaluation.", "plan/step_s", "step_s", "seconds"
+    )
+
+
+def _plan(rows: Sequence[Row], id: str, title: str, note: str, planned: str, measured: str, unit: str) -> Chart | None:
+    data, layout, error, top = _predicted(rows, planned, measured, unit)
+    if not data:
+        return None
+    if error is not None:
+        note += f" The median error is {100 * error:.0f}%."
+    if top is not None:
+        note += f" Steps above {number(top, 2)} {unit} are cut off; double-click shows them."
+    return Chart(id, title, note, data, layout)
+
+
+def frontier(rows: Sequence[Row]) -> Chart | None:
+    """Draw the last step's frontier (cost against time), the chosen plan, the measured result, and the bounds."""
+    known = [row for row in rows if row.get("plan/frontier_time_s")]
+    if not known:
+        return None
+    row = known[-1]
+    times, costs, actors = (row[f"plan/frontier_{name}"] for name in ("time_s", "cost_slot_s", "actors"))
+    data: list[Row] = [{
+        "type": "scatter", "mode": "lines+markers", "x": [rounded(c) for c in costs], "y": [rounded(t) for t in times],
+        "name": "frontier (forecast)", "line": {"color": "@rollout", "width": 1.6}, "marker": {"size": 5, "color": "@rollout"},
+        "customdata": [f"{number(t)} s for {number(c)} slot-s on {n}" for t, c, n in zip(times, costs, actors, strict=True)],
+        "hovertemplate": "%{customdata}<extra></extra>",
+    }]  # fmt: skip
+    for name, time_key, cost_key, symbol, colour in (
+        ("chosen", "plan/rollout_s", "plan/cost_slot_s", "circle-open", "@learn"),
+        ("measured", "phase/rollout_s", "cost/rollout_slot_s", "x", "@score"),
+        ("true lengths known", "plan/clairvoyant_s", "plan/clairvoyant_cost_slot_s", "diamond", "@muted"),
+    ):
+        time_s, cost = finite(row.get(time_key)), finite(row.get(cost_key))
+        if time_s is not None and cost is not None:
+            data.append({
+                "type": "scatter", "mode": "markers", "name": name, "x": [rounded(cost)], "y": [rounded(time_s)],
+                "marker": {"symbol": symbol, "size": 12, "color": colour, "line": {"width": 2, "color": colour}},
+                "hovertemplate": f"{name}: {number(time_s)} s for {number(cost)} slot-s<extra></extra>",
+            })  # fmt: skip
+    layout: Row = {
+        "xaxis": {"title": "cost, slot-seconds", "rangemode": "tozero"},
+        "hovermode": "closest",
+        "yaxis": {"title": "rollout, seconds", "rangemode": "tozero"},
+    }
+    note = (
+        f"The plans of step {row['step']}, in decoding time; hover for the number of actors. `chosen` and `measured` are of the "
+        "whole phase, including weights, calls, and slots held for the learner."
+    )
+    bound_s, bound_cost = finite(row.get("plan/bound_s")), finite(row.get("plan/bound_cost_slot_s"))
+    if bound_s is not None and bound_cost is not None:
+        note += f" No plan could take less than {number(bound_s)} s, or cost less than {number(bound_cost)} slot-s."
+    return Chart("frontier", "The frontier of the last step", note, data, layout, height=300)
+
+
+def _decision(row: Row) -> str:
+    # plotly interprets some HTML tags in hover texts, so text of the run is escaped
+    text = f"<b>step {row['step']}, {number(row['pool/rollout_actors'])} actors</b>"
+    what = ": ".join(str(part) for part in (row.get("pool/decision"), row.get("pool/reason")) if part)
+    return "<br>".join([text, *(html.escape(part) for part in textwrap.wrap(what, 60))])

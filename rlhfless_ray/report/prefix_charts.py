@@ -1,0 +1,131 @@
+"""Charts of prefix KV by step: tokens of prompts, tokens computed, and whether it pays."""
+
+from __future__ import annotations
+
+import html
+import textwrap
+from collections.abc import Sequence
+
+from rlhfless_ray.report.charts import Chart, Row, line, rounded, series
+from rlhfless_ray.report.cost_charts import total
+from rlhfless_ray.report.formatting import finite, number
+
+
+def decided(rows: Sequence[Row]) -> list[Row]:
+    """Return the steps with a decision about prefix KV: neither switched off nor impossible."""
+    return [row for row in rows if finite(row.get("prefix/asked_tokens")) is not None]
+
+
+def tokens(rows: Sequence[Row]) -> Chart | None:
+    rows, data = decided(rows), []
+    for key, name, colour, dash in (
+        ("asked_tokens", "asked", "@muted", "dot"),
+        ("off_tokens", "computed if off", "@learn", "solid"),
+        ("distinct_tokens", "distinct", "@score", "dash"),
+    ):
+        xs, ys = series(rows, f"prefix/{key}")
+        if xs:
+            data.append(line(xs, ys, name, colour, style={"dash": dash}, width=1.6, mode="lines", hovertemplate="%{y:,.0f} tokens"))
+    for key, name, colour, symbol in (
+        ("computed_tokens", "computed once", "@rollout", "circle"),
+        ("loaded_tokens", "loaded", "@eval", "diamond"),
+    ):
+        xs, ys = series(rows, f"prefix/{key}")
+        if xs:  # markers only, because some steps have none
+            data.append(line(xs, ys, name, colour, mode="markers", hovertemplate="%{y:,.0f} tokens") | {
+                "marker": {"symbol": symbol, "size": 6, "color": colour}
+            })  # fmt: skip
+    if not data:
+        return None
+    note = (
+        "Per step: asked in the prompts of all requests; computed by engines without the service; distinct, each block prefix "
+        "once per cluster. With the service on: computed by the service, and loaded by all engines."
+    )
+    ys = [y for trace in data for y in trace["y"] if y > 0]
+    use_log_scale = bool(ys) and max(ys) > 50 * min(ys)
+    layout: Row = {"yaxis": {"title": "tokens", **({"type": "log", "dtick": 1} if use_log_scale else {"rangemode": "tozero"})}}
+    return Chart("prefix-tokens", "Prompt tokens, asked and computed", note, data, layout, height=300)
+
+
+def saved(rows: Sequence[Row]) -> Chart | None:
+    """Draw saved engine-seconds as predicted before the step and as measured."""
+    rows = decided(rows)
+    xs, ys = series(rows, "prefix/saved_engine_s")
+    if not xs:
+        return None
+    by_step = {row["step"]: row for row in rows}
+    on = [bool(finite(by_step[x].get("prefix/on"))) for x in xs]
+    data: list[Row] = []
+    for state, name, symbol in ((True, "expected, on", "circle"), (False, "expected, left off", "circle-open")):
+        some = [i for i, one in enumerate(on) if one is state]
+        if some:
+            data.append({
+                "type": "scatter", "mode": "markers", "name": name, "x": [xs[i] for i in some], "y": [ys[i] for i in some],
+                "marker": {"symbol": symbol, "size": 7, "color": "@rollout"}, "cliponaxis": False,
+                "customdata": [_reason(by_step[xs[i]]) for i in some], "hovertemplate": "%{customdata}<extra></extra>",
+            })  # fmt: skip
+    mx, my = series(rows, "prefix/measured_saved_engine_s")
+    if mx:
+        data.append({
+            "type": "scatter", "mode": "markers", "name": "measured", "x": mx, "y": my, "hovertemplate": "%{y:.3~g} engine-s",
+            "marker": {"symbol": "x", "size": 8, "color": "@score"}, "cliponaxis": False,
+        })  # fmt: skip
+    note = (
+        "Prefill time that engines saved, less the cost of pages: computing, copying, fetching. Below zero the service costs more "
+        "than it saves. Hover over a step for the decision and its reason."
+    )
+    layout: Row = {"yaxis": {"title": "engine-s saved", "zeroline": True, "rangemode": "tozero"}, "hovermode": "closest"}
+    return Chart("prefix-saved", "Does it pay?", note, data, layout, height=300)
+
+
+def break_even(rows: Sequence[Row]) -> Chart | None:
+    """Draw the length of the prefix shared by all prompts of a step, and the length needed to pay."""
+    rows, data = decided(rows), []
+    for key, name, colour, dash in (
+        ("header_tokens", "shared by all prompts", "@rollout", "solid"),
+        ("break_even_tokens", "needed to pay", "@learn", "dash"),
+    ):
+        xs, ys = series(rows, f"prefix/{key}")
+        if xs:
+            data.append(line(xs, ys, name, colour, style={"dash": dash}, width=1.8, hovertemplate="%{y:,.0f} tokens"))
+    never = sum(finite(row.get("prefix/break_even_tokens")) is None for row in rows)
+    if not data:
+        return None
+    note = "The prefix shared by all prompts of a step, in whole blocks, and the length from which the service pays."
+    if never:
+        note += f" In {never} of {len(rows)} steps no length would have been enough."
+    layout: Row = {"yaxis": {"title": "tokens", "rangemode": "tozero"}}
+    return Chart("prefix-even", "The break-even", note, data, layout, height=240)
+
+
+def sentences(rows: Sequence[Row]) -> list[str]:
+    """Return sentences about decisions, results and moves of KV pages; empty if there were none."""
+    told = [row for row in rows if row.get("prefix/reason") and "prefix/on" in row]
+    said = []
+    if told:
+        on = sum(bool(finite(row["prefix/on"])) for row in told)
+        said.append(f"On in {on} of {len(told)} steps. Step {told[-1]['step']}: {told[-1]['prefix/reason']}.")
+    computed, distinct = (
+        total(rows, "prefix/computed_tokens"),
+        sum(finite(row.get("prefix/distinct_tokens")) or 0.0 for row in rows if row.get("prefix/computed_tokens") is not None),
+    )
+    if computed and distinct:
+        without = sum(finite(row.get("prefix/off_tokens")) or 0.0 for row in rows if row.get("prefix/computed_tokens") is not None)
+        said.append(
+            f"In these steps prefill instances computed {number(rounded(computed))} tokens of {number(rounded(distinct))} distinct "
+            f"ones; engines by themselves would have computed {number(rounded(without))}."
+        )
+    if lost := sum(total(rows, f"prefix/{name}") or 0.0 for name in ("lost", "foreign", "damaged", "failed", "no_room")):
+        said.append(f"Bundles or pages that were lost, refused or without room: {number(lost)}; what they held was computed.")
+    if moved := total(rows, "rollout/moved"):
+        pages, back = (total(rows, f"rollout/{name}") or 0.0 for name in ("moved_by_pages", "move_fallbacks"))
+        said.append(
+            f"{number(moved)} responses moved between engines, {number(pages)} of them with their KV pages"
+            + (f", {number(back)} of which had to be computed again all the same." if back else ".")
+        )
+    return said
+
+
+def _reason(row: Row) -> str:
+    words = f"step {row['step']}: {row.get('prefix/reason', '')}"
+    return "<br>".join(html.escape(part) for part in textwrap.wrap(words, 60))

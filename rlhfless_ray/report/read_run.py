@@ -1,0 +1,151 @@
+"""Read a run folder, complete or not, and collect sentences about what could not be read."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhfless_ray.report.formatting import finite
+from rlhfless_ray.report.metrics import read_rows
+
+LEDGER_NUMBERS = ("step", "from_s", "to_s", "seconds", "slots", "memory_mb", "money", "repeated")
+
+
+@dataclass
+class RunRecord:
+    """The data of report and timeline.
+
+    metrics: one row per step in order of steps, step 0 is the evaluation before training. ledger: rows with numbers where
+    `LEDGER_NUMBERS` says so (None when empty), in order of `from_s`. samples: step → file. problems: one sentence each.
+    """
+
+    folder: Path
+    status: dict[str, Any] = field(default_factory=dict)
+    recipe: str = ""
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    ledger: list[dict[str, Any]] = field(default_factory=list)
+    samples: dict[int, Path] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: Path) -> RunRecord:
+        record = cls(folder=Path(folder))
+        record._read_status()
+        record._read_recipe()
+        record._read_metrics()
+        record._read_ledger()
+        record._find_samples()
+        return record
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """Rows of training steps (from step 1 on)."""
+        return [row for row in self.metrics if row["step"] >= 1]
+
+    def read_samples(self, step: int) -> list[dict[str, Any]]:
+        """Return a step's stored samples, without incomplete lines."""
+        path = self.samples.get(step)
+        if path is None:
+            return []
+        try:
+            rows, torn = read_rows(path)
+        except OSError as error:
+            self._problem(f"samples/{path.name} cannot be read: {error.strerror or error}.")
+            return []
+        if torn:
+            self._problem(f"samples/{path.name}: {_lines(torn)} not whole and left out.")
+        return rows
+
+    def _problem(self, sentence: str) -> None:
+        if sentence not in self.problems:
+            self.problems.append(sentence)
+
+    def _text(self, name: str, without: str) -> str | None:
+        path = self.folder / name
+        try:
+            return path.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            self._problem(f"{name} is missing, so {without}.")
+        except OSError as error:
+            self._problem(f"{name} cannot be read ({error.strerror or error}), so {without}.")
+        return None
+
+    def _read_status(self) -> None:
+        text = self._text("status.json", "how the run ended is unknown")
+        if text is None:
+            return
+        try:
+            status = json.loads(text)
+        except ValueError:
+            self._problem("status.json is not whole JSON, so how the run ended is unknown.")
+            return
+        if isinstance(status, dict):
+            self.status = status
+
+    def _read_recipe(self) -> None:
+        self.recipe = self._text("recipe.yaml", "the recipe is not shown") or ""
+
+    def _read_metrics(self) -> None:
+        path = self.folder / "metrics.jsonl"
+        if not path.is_file():
+            self._problem("metrics.jsonl is missing, so there are no curves: the run ended before its first step did.")
+            return
+        try:
+            rows, torn = read_rows(path)
+        except OSError as error:
+            self._problem(f"metrics.jsonl cannot be read: {error.strerror or error}.")
+            return
+        if torn:
+            self._problem(f"metrics.jsonl: {_lines(torn)} not whole and left out, as after a crash.")
+        # A step that was repeated after a resume counts once: its last row is the one the run went on from.
+        by_step: dict[int, dict[str, Any]] = {}
+        for row in rows:
+            if finite(row.get("step")) is not None:
+                row["step"] = int(row["step"])
+                by_step[row["step"]] = row
+        self.metrics = [by_step[step] for step in sorted(by_step)]
+        if not self.metrics:
+            self._problem("metrics.jsonl has no whole row yet.")
+
+    def _read_ledger(self) -> None:
+        text = self._text("ledger.csv", "the lease timeline and the cost by phase are not shown")
+        if text is None:
+            return
+        lines = csv.reader(text.splitlines())
+        header = next(lines, None)
+        if header is None:
+            self._problem("ledger.csv is empty.")
+            return
+        broken = 0
+        words: dict[str, str] = {}  # most cells hold what many others do: a long run has hundreds of thousands of rows
+        for cells in lines:
+            row: dict[str, Any] = {name: words.setdefault(cell, cell) for name, cell in zip(header, cells, strict=False)}
+            for key in LEDGER_NUMBERS:
+                row[key] = finite(row.get(key))
+            if len(cells) != len(header) or row["from_s"] is None or row["to_s"] is None:
+                broken += bool(cells)
+                continue
+            if row["seconds"] is None:
+                row["seconds"] = max(0.0, row["to_s"] - row["from_s"])
+            row["step"] = None if row["step"] is None else int(row["step"])
+            self.ledger.append(row)
+        if broken:
+            self._problem(f"ledger.csv: {_lines(broken)} not whole and left out, as after a crash.")
+        self.ledger.sort(key=lambda row: row["from_s"])
+
+    def _find_samples(self) -> None:
+        for path in (self.folder / "samples").glob("step_*.jsonl"):
+            match = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
+            if match:
+                self.samples[int(match[1])] = path
+        self.samples = dict(sorted(self.samples.items()))
+        if not self.samples:
+            self._problem("There are no files in samples/, so no texts and no length histogram are shown.")
+
+
+def _lines(count: int) -> str:
+    return "1 line is" if count == 1 else f"{count} lines are"

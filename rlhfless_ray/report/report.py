@@ -1,0 +1,113 @@
+"""Write the report: one HTML file made from a run folder, which works without a network and after a crash."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlhfless_ray.common.disk_space import replace_file
+from rlhfless_ray.report import charts, cost_charts, plan_charts, prefix_charts, summary
+from rlhfless_ray.report.charts import Chart, thin
+from rlhfless_ray.report.formatting import duration, percent
+from rlhfless_ray.report.gantt import gantt
+from rlhfless_ray.report.read_run import RunRecord
+
+PAGE = Path(__file__).parent / "page"
+
+
+def write_report(run_folder: Path) -> Path:
+    """Write `report.html` into the run folder, complete or not, and return its path.
+
+    Missing or incomplete files become sentences in the report. Raises FileNotFoundError if the folder does not exist.
+    """
+    folder = Path(run_folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"run folder {folder}: no such folder")
+    text = render(RunRecord.read(folder))
+    path = folder / "report.html"
+    replace_file(path, text.encode())
+    return path
+
+
+def render(record: RunRecord) -> str:
+    """Render the page as text."""
+    from jinja2 import Environment, FileSystemLoader
+
+    steps = record.steps
+    drawn = thin(steps)
+    learning = _present(
+        charts.reward(drawn), charts.accuracy(record.metrics), charts.lengths(drawn), charts.histogram(summary.length_groups(record))
+    )
+    planning = _present(
+        plan_charts.pool(steps),
+        plan_charts.frontier(steps),
+        plan_charts.plan_step(steps),
+        plan_charts.plan(steps),
+        plan_charts.plan_cost(steps),
+        charts.forecast(drawn),
+        charts.calibration(drawn),
+    )
+    prefix = _present(prefix_charts.tokens(drawn), prefix_charts.saved(drawn), prefix_charts.break_even(drawn))
+    health, constant = charts.health(drawn)
+    cost = _present(cost_charts.cost(record.ledger))
+    phases = _present(cost_charts.phases(steps))
+    samples = summary.sample_picks(record)  # before `record.problems` is used, because reading samples may add to it
+    every = [*learning, *planning, *prefix, *health, *cost, *phases]
+    leases = gantt(record.ledger, steps)
+    environment = Environment(loader=FileSystemLoader(PAGE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"duration": duration, "percent": percent}
+    return environment.get_template("report.html.j2").render(
+        head=summary.header(record),
+        cards=summary.cards(record),
+        warnings=summary.warnings(record),
+        problems=record.problems,
+        learning=learning,
+        planning=planning,
+        prefix=prefix,
+        prefix_said=prefix_charts.sentences(steps) if prefix else [],
+        health=health,
+        constant=constant,
+        cost=cost,
+        cost_table=cost_charts.cost_table(record.ledger),
+        phases=phases,
+        phase_table=cost_charts.phase_table(steps),
+        samples=samples,
+        leases=leases,
+        recipe=record.recipe,
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        css=(PAGE / "report.css").read_text(encoding="utf-8"),
+        scripts=[(PAGE / name).read_text(encoding="utf-8") for name in ("gantt.js", "report.js")],
+        charts_json=_json({chart.id: {"data": chart.data, "layout": chart.layout, "height": chart.height} for chart in every}),
+        leases_json=_json(leases),
+        plotly=_plotly() if every else "",
+    )
+
+
+def _present(*found: Chart | None) -> list[Chart]:
+    return [chart for chart in found if chart is not None]
+
+
+def _json(value: Any) -> str:
+    """Encode as JSON that cannot close the script element which contains it."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+@cache
+def _plotly() -> str:
+    """Return plotly.js (4.8 MB), with an escaped `h` in the web addresses of its map code.
+
+    JavaScript reads the strings unchanged, and a search for external links in a report finds none.
+    """
+    from plotly.offline import get_plotlyjs
+
+    source: str = get_plotlyjs()
+    for quote in ('"', "'"):
+        for attribute in ("href", "src"):
+            source = source.replace(f"{attribute}={quote}http", f"{attribute}={quote}\\x68ttp")
+    return source.replace("</script", "<\\/script")

@@ -1,0 +1,285 @@
+"""Rewards over HTTP: POST {"query": […], "prompts": […], "labels": […]} → {"rewards": […], "scores": […], "extra_logs": {…}}.
+
+This is the JSON of OpenRLHF's clients and servers. Versions 0.8.0 to 0.8.2 answer `rewards` alone. A bare list is accepted too.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import deque
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+from rlhfless_ray.common.errors import RunError, UserError
+from rlhfless_ray.reward.openrlhf_reward import BadReturn, Query, query_of, scores_of
+from rlhfless_ray.reward.source import Decode, Score, Source, Worker
+from rlhfless_ray.types import Sample
+
+MAX_CONCURRENT = 32  # concurrent requests of one process
+MAX_TRIES = 5  # per request while the server answers others, as in OpenRLHF
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0  # pause after a server's failure, doubled with every further one
+RETRY_STATUS = (408, 425, 429, 502, 503, 504)  # a server or proxy that is temporarily unavailable
+SHOWN_CHARS = 200
+
+
+class _PostRedirectHandler(urllib.request.HTTPRedirectHandler):
+    """Follow 307 and 308 for POST, which FastAPI answers for a trailing slash. Python follows them for GET only."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        if code in (307, 308):
+            return urllib.request.Request(newurl, req.data, req.headers, req.origin_req_host, True)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+# Reward servers are inside the cluster: ignore the environment's proxies, as OpenRLHF's client does since 0.9.1.
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _PostRedirectHandler)
+
+
+@dataclass(frozen=True)
+class HttpSource(Source):
+    """Reward servers, used in turn, with up to `batch_samples` queries per request.
+
+    `deadline_s`: the run ends when no server has answered for this long.
+    """
+
+    urls: tuple[str, ...]
+    label_column: str
+    deadline_s: float
+    batch_samples: int = 1
+
+    @classmethod
+    def load(cls, urls: list[str], label_column: str, deadline_s: float, batch_samples: int) -> HttpSource:
+        """Check the addresses. Raises UserError for one that is not an HTTP URL."""
+        for url in urls:
+            if not _is_address(url):
+                raise UserError(f"reward.url: `{url}` is not an HTTP address; write one such as http://127.0.0.1:5000/get_reward")
+        return cls(tuple(urls), label_column, deadline_s, batch_samples)
+
+    def item(self, key: int, sample: Sample, decode: Decode) -> Query:
+        return query_of(key, sample, decode, self.label_column)
+
+    def worker(self, timeout_s: float, device: str = "cpu") -> Worker:
+        return HttpWorker(self, timeout_s)
+
+
+class _Unavailable(Exception):
+    """The server is unavailable or overloaded: retry, preferably on another one."""
+
+
+class _Refused(Exception):
+    """The server answered with something other than rewards. `final`: a retry would change nothing."""
+
+    def __init__(self, message: str, final: bool) -> None:
+        super().__init__(message)
+        self.final = final
+
+
+class Server:
+    """A server's address and its recent failures."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.failures = 0  # in a row
+        self.failed_s = -math.inf  # time of the last failure
+        self.retry_at_s = 0.0
+        self.last_error = ""
+
+    def record_failure(self, message: str, sent_s: float) -> None:
+        """Count a failed request that was sent at `sent_s`.
+
+        A request sent before the last failure belongs to the same outage and is not counted again.
+        """
+        self.last_error = message
+        if sent_s <= self.failed_s:
+            return
+        self.failures += 1
+        self.failed_s = time.monotonic()
+        self.retry_at_s = self.failed_s + min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2 ** min(self.failures - 1, 16))
+
+    def record_answer(self) -> None:
+        self.failures, self.retry_at_s = 0, 0.0
+
+
+@dataclass(eq=False)
+class _Batch:
+    queries: list[Query]
+    tries: int = 0
+    first_failure_s: float = math.inf  # when it failed first
+    retry_at_s: float = 0.0
+    sent_s: float = 0.0
+
+
+class HttpWorker(Worker):
+    def __init__(self, source: HttpSource, timeout_s: float) -> None:
+        self.source, self.timeout_s = source, timeout_s
+        self.servers = deque(Server(url) for url in source.urls)
+        self.failing_since_s: float | None = None  # start of the current outage of all servers
+        self.last_answer_s = 0.0
+        self.retries: dict[int, tuple[Query, int, float]] = {}  # key → query, tries, time of its first failure
+
+    def score(self, items: list[Query], budget_s: float = math.inf) -> list[Score]:
+        """Return the scores of the queries that were answered, in any order.
+
+        Starts requests for `budget_s` and waits up to `timeout_s` for the last ones. Requests that no server answers are
+        retried with exponential backoff. A query that is refused, or unanswered after `MAX_TRIES` while others are answered,
+        gets a Score with an error. Raises RunError, naming the servers, if none has answered for `deadline_s`.
+        """
+        end = time.monotonic() + budget_s
+        size = self.source.batch_samples
+        retried = [query for query in items if self._is_retry(query)]
+        others = [query for query in items if not self._is_retry(query)]
+        waiting = deque([self._batch([query]) for query in retried])
+        waiting.extend(self._batch(others[i : i + size]) for i in range(0, len(others), size))
+        scores: list[Score] = []
+        running: dict[Future[list[Score]], tuple[Server, _Batch]] = {}
+        with ThreadPoolExecutor(MAX_CONCURRENT, "reward-http") as threads:
+            while running or (waiting and time.monotonic() < end):
+                while (
+                    len(running) < MAX_CONCURRENT
+                    and time.monotonic() < end
+                    and (batch := _next_due(waiting))
+                    and (server := self._next_server())
+                ):
+                    waiting.remove(batch)
+                    batch.sent_s = time.monotonic()
+                    running[threads.submit(self._post, server.url, batch.queries)] = server, batch
+                backoff_s = self._backoff_s(waiting)
+                if not running:
+                    time.sleep(min(backoff_s, max(0.0, end - time.monotonic())))
+                    continue
+                done, _ = wait(running, timeout=max(0.05, backoff_s) if waiting else None, return_when=FIRST_COMPLETED)
+                for future in done:
+                    server, batch = running.pop(future)
+                    scores += self._handle_response(server, batch, future, waiting)
+        return scores
+
+    def _is_retry(self, query: Query) -> bool:
+        known = self.retries.get(query[0])
+        return known is not None and known[0] == query
+
+    def _batch(self, queries: list[Query]) -> _Batch:
+        if len(queries) == 1 and self._is_retry(queries[0]):
+            return _Batch(queries, *self.retries[queries[0][0]][1:])
+        return _Batch(queries)
+
+    def _backoff_s(self, waiting: deque[_Batch]) -> float:
+        """Return the seconds until a server and a batch may be tried again."""
+        servers = min(server.retry_at_s for server in self.servers)
+        return max(0.0, servers - time.monotonic(), min((batch.retry_at_s for batch in waiting), default=0.0) - time.monotonic())
+
+    def _next_server(self) -> Server | None:
+        now = time.monotonic()
+        for _ in range(len(self.servers)):
+            self.servers.rotate(-1)
+            if self.servers[-1].retry_at_s <= now:
+                return self.servers[-1]
+        return None
+
+    def _handle_response(self, server: Server, batch: _Batch, future: Future[list[Score]], waiting: deque[_Batch]) -> list[Score]:
+        now = time.monotonic()
+        words, refused, final = "", False, False
+        try:
+            scores = future.result()
+        except _Unavailable as error:
+            words = str(error)
+            server.record_failure(words, batch.sent_s)
+            self.failing_since_s = self.failing_since_s or now
+            self._check_deadline(now)
+        except _Refused as error:
+            words, refused, final = str(error), True, error.final
+        if not words or refused:  # the server is alive
+            server.record_answer()
+            self.failing_since_s, self.last_answer_s = None, now
+        if not words:
+            for query in batch.queries:
+                self.retries.pop(query[0], None)
+            return scores
+        if len(batch.queries) > 1:  # retry one by one to find the query at fault
+            for query in batch.queries:  # remembered for the next call, in case this one's budget is spent
+                self.retries[query[0]] = query, 0, math.inf
+            waiting.extend(_Batch([query]) for query in batch.queries)
+            return []
+        batch.tries += 1
+        batch.first_failure_s = min(batch.first_failure_s, now)
+        key = batch.queries[0][0]
+        if final or (batch.tries >= MAX_TRIES and (refused or self.last_answer_s > batch.first_failure_s)):
+            self.retries.pop(key, None)
+            again = "" if final else f", tried {batch.tries} times"
+            return [Score(key, None, f"{server.url}: {words}{again}")]
+        if refused:
+            batch.retry_at_s = now + min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2 ** (batch.tries - 1))
+        self.retries[key] = batch.queries[0], batch.tries, batch.first_failure_s
+        waiting.append(batch)
+        return []
+
+    def _check_deadline(self, now: float) -> None:
+        if self.failing_since_s is not None and now - self.failing_since_s > self.source.deadline_s:
+            failures = "; ".join(
+                f"{server.url}: {server.last_error or 'not asked'}" for server in sorted(self.servers, key=lambda s: s.url)
+            )
+            raise RunError(
+                f"reward.url: no server has answered for {self.source.deadline_s:g} s ({failures}); restart one and continue the "
+                "run with --resume"
+            )
+
+    def _post(self, url: str, batch: list[Query]) -> list[Score]:
+        keys, queries, prompts, labels = (list(part) for part in zip(*batch, strict=True))
+        try:
+            body = json.dumps({"query": queries, "prompts": prompts, "labels": labels}).encode()
+        except TypeError as error:
+            raise _Refused(f"the label cannot be written as JSON: {error}", True) from None
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        try:
+            with OPENER.open(request, timeout=self.timeout_s) as response:
+                text = response.read()
+        except urllib.error.HTTPError as error:
+            words = f"HTTP {error.code} {error.reason}{_body_excerpt(error)}"
+            if error.code in RETRY_STATUS:
+                raise _Unavailable(words) from None
+            raise _Refused(words, error.code < 500) from None
+        except TimeoutError:
+            raise _Unavailable(f"no answer in reward.timeout_s = {self.timeout_s:g} s") from None
+        except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, TimeoutError):
+                raise _Unavailable(f"no answer in reward.timeout_s = {self.timeout_s:g} s") from None
+            raise _Unavailable(f"{reason or type(reason).__name__}") from None
+        try:
+            return scores_of(json.loads(text), keys, url)
+        except ValueError:
+            raise _Refused(f"answered with invalid JSON: {text[:SHOWN_CHARS]!r}", True) from None
+        except BadReturn as error:
+            raise _Refused(f"answered with {error}", True) from None
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        (parts.hostname or "").encode("idna")
+        rest = url.strip()[len(parts.scheme) + 3 + len(parts.netloc) :]  # path and query: other characters must be percent-encoded
+        writable = rest.isascii() and rest.isprintable() and not any(character.isspace() for character in url.strip())
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and writable
+    except ValueError:  # an invalid port or host name
+        return False
+
+
+def _next_due(waiting: deque[_Batch]) -> _Batch | None:
+    now = time.monotonic()
+    return next((batch for batch in waiting if batch.retry_at_s <= now), None)
+
+
+def _body_excerpt(error: urllib.error.HTTPError) -> str:
+    try:
+        text = " ".join(error.read(SHOWN_CHARS).decode("utf-8", "replace").split())
+    except (OSError, http.client.HTTPException):  # the server closed the connection
+        return ""
+    return f": {text}" if text else ""

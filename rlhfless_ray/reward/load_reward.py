@@ -1,0 +1,57 @@
+"""Find and check the recipe's reward source on the driver."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.reward.reward_functions import RewardSource
+from rlhfless_ray.reward.source import Source
+from rlhfless_ray.reward.user_file import UserFile, function_of
+
+if TYPE_CHECKING:
+    from rlhfless_ray.recipe import Recipe
+
+CONTRACT = "def {name}(prompt: str, response: str, row: dict) -> float"
+
+
+def load_reward(recipe: Recipe, tokenizer: Any = None) -> Source:
+    """Return the recipe's reward source, checked as far as possible without scoring anything.
+
+    Runs the top-level code of a user's file once. Raises UserError for a missing file or function, a syntax or import error
+    (with its line), an object that is not callable or has other parameters, an invalid address, and a model without a single
+    score or with other tokens than the policy's `tokenizer`.
+    """
+    reward, column = recipe.reward, recipe.answer_column
+    if recipe.agent.path:
+        from rlhfless_ray.agent.load_agent import AgentSource
+
+        return AgentSource.load(recipe.agent.path)
+    if reward.url:
+        from rlhfless_ray.reward.http_reward import HttpSource
+
+        return HttpSource.load(reward.url, column, reward.deadline_s, reward.batch_samples)
+    if reward.model_path:
+        from rlhfless_ray.reward.reward_model import ModelSource
+
+        return ModelSource.load(recipe, tokenizer)
+    function = reward.function
+    if reward.contract == "openrlhf" and function in ("task", "math"):
+        raise UserError(f"reward.contract: `openrlhf` is for functions of a file, not for reward.function `{function}`; leave it out")
+    if function == "task":
+        return RewardSource("task", recipe.prompts.task)
+    if function == "math":
+        if not column:
+            raise UserError("reward.function: `math` compares with the reference answer; set prompts.answer_column")
+        return RewardSource("math", "math_reward", answer_column=column)
+    path, colon, name = function.rpartition(":")
+    if not colon or not path or not name:
+        raise UserError(f"reward.function: `{function}` is none of `task`, `math` and `path/to/file.py:name`")
+    if reward.contract == "openrlhf":
+        from rlhfless_ray.reward.openrlhf_reward import QuerySource
+
+        return QuerySource.load(path, name, column, reward.batch_samples)
+    where = f"reward.function {function}"
+    file = UserFile.read(path, where)
+    function_of(file.checked_module(where), name, CONTRACT.format(name=name), ("", "", {}), where)
+    return RewardSource("file", name, file=path, text=file.text)

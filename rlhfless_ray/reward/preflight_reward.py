@@ -1,0 +1,84 @@
+"""Check a reward source before the first step.
+
+A function is called once in a process of its own, so that a violated contract is found at once and not after an hour. Of HTTP
+servers, at least one must accept a connection.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+import urllib.parse
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.preflight import isolated_main, run_isolated
+from rlhfless_ray.reward.http_reward import HttpSource
+from rlhfless_ray.reward.openrlhf_reward import QuerySource
+from rlhfless_ray.reward.source import Score
+from rlhfless_ray.types import Completion, Prompt, Sample
+
+SERVER_S = 30.0  # wait for a server that the same script has just started
+CONNECT_S, POLL_S = 5.0, 0.5
+
+
+def dry_call(source: Any, prompts: list[Prompt], tokenizer: Any, timeout_s: float) -> None:
+    """Score made-up responses to the first prompts: empty ones and the labels themselves.
+
+    Raises UserError if the function fails for all of them (failing for some may be right), hangs or ends its process, or if
+    no server of an HTTP source accepts a connection. Other sources are not called.
+    """
+    if isinstance(source, HttpSource):
+        find_server(source.urls, min(SERVER_S, source.deadline_s))
+    if not isinstance(source, QuerySource):
+        return
+    where = f"reward.function {source.file.path}:{source.name}"
+    items = _items(source, prompts, tokenizer)
+    limit_s = 2 * timeout_s * len(items)
+    scores: list[Score] = run_isolated(__name__, (source, items, timeout_s), limit_s, where, "a dry call", "return")
+    if all(score.error is not None for score in scores):
+        raise UserError(f"{where}: it fails in a dry call with made-up responses: {scores[0].error}")
+
+
+def find_server(urls: Sequence[str], within_s: float) -> None:
+    """Wait until one of the addresses accepts a connection.
+
+    Raises UserError, naming them, after `within_s` seconds, or at once if no host name is known.
+    """
+    end = time.monotonic() + within_s
+    while True:
+        errors: list[OSError] = []
+        for url in urls:
+            parts = urllib.parse.urlsplit(url)
+            try:
+                socket.create_connection((parts.hostname, parts.port or {"https": 443}.get(parts.scheme, 80)), CONNECT_S).close()
+                return
+            except OSError as error:
+                errors.append(error)
+        is_unknown_host = [isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN for error in errors]
+        if time.monotonic() >= end or all(is_unknown_host):
+            failures = ", ".join(f"{url} ({error.strerror or error})" for url, error in zip(urls, errors, strict=True))
+            raise UserError(f"reward.url: there is no server at {failures}; start it first, or correct the address")
+        time.sleep(POLL_S)
+
+
+def _items(source: QuerySource, prompts: list[Prompt], tokenizer: Any) -> list[Any]:
+    items = []
+    for key in range(max(2, source.batch_samples)):
+        prompt = prompts[key % len(prompts)]
+        label = str(prompt.row.get(source.label_column, "")) if key % 2 and source.label_column else ""
+        tokens = np.array(tokenizer(label, add_special_tokens=False)["input_ids"] if label else [], np.int32)
+        completion = Completion(key, tokens, np.zeros(len(tokens), np.float32), "stop", 0)
+        items.append(source.item(key, Sample(prompt, 0, completion), lambda ids: tokenizer.decode(ids, skip_special_tokens=False)))
+    return items
+
+
+def _scores(source: Any, items: list[Any], timeout_s: float) -> list[Score]:
+    return source.worker(timeout_s).score(items)
+
+
+if __name__ == "__main__":
+    isolated_main(_scores)

@@ -1,0 +1,183 @@
+"""Reward models: Hugging Face folders with a scalar head, scored in processes with leases of their own.
+
+The reward of a response is the head's value at its last token, as in transformers' sequence classification of one unpadded
+sequence and in OpenRLHF's reward models.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.learn.output_scale import output_scale
+from rlhfless_ray.reward.source import Decode, Score, Source, Worker
+from rlhfless_ray.reward.values import to_finite_float
+from rlhfless_ray.types import Sample
+from rlhfless_ray.weights.model_folder import WEIGHTS, read_folder, write_folder
+
+if TYPE_CHECKING:
+    from rlhfless_ray.recipe import Recipe
+
+KEY = "reward.model_path"
+Tokens = tuple[int, np.ndarray]  # key, prompt and response
+
+
+@dataclass(frozen=True)
+class Head:
+    """Name of the scalar head among the weights, and the mean and deviation that normalise its value."""
+
+    name: str
+    mean: float = 0.0
+    deviation: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelSource(Source):
+    pool_kind: ClassVar[str] = "reward"
+    on_device: ClassVar[bool] = True
+
+    files: dict[str, bytes] = field(repr=False)  # file name → content
+    head: Head
+    dtype: str
+    micro_batch_tokens: int
+    deadline_s: float
+    trust_remote_code: bool = False
+
+    @classmethod
+    def load(cls, recipe: Recipe, tokenizer: Any) -> ModelSource:
+        """Read the folder. Raises UserError if it is not a reward model or its tokens are not the policy `tokenizer`'s."""
+        reward = recipe.reward
+        with name_setting_in_errors(KEY):
+            files = read_folder(Path(reward.model_path))
+        head = find_head(files, reward.value_head, reward.normalize)
+        if tokenizer is not None:
+            check_same_tokens(files, tokenizer, recipe.policy.trust_remote_code)
+        return cls(files, head, recipe.policy.dtype, reward.micro_batch_tokens, reward.deadline_s, recipe.policy.trust_remote_code)
+
+    def item(self, key: int, sample: Sample, decode: Decode) -> Tokens:
+        return key, np.concatenate([np.asarray(sample.prompt.token_ids, np.int32), sample.completion.token_ids.astype(np.int32)])
+
+    def worker(self, timeout_s: float, device: str = "cpu") -> Worker:
+        return ModelWorker(self, device)
+
+    def call_s(self, timeout_s: float) -> float:
+        """Return `deadline_s`: there is no user code that can hang, but a micro-batch may take long."""
+        return self.deadline_s
+
+
+class ModelWorker(Worker):
+    """Hold the model in host memory, and on its device from the first scoring until it is parked."""
+
+    def __init__(self, source: ModelSource, device: str = "cpu") -> None:
+        from rlhfless_ray.reward.scalar_model import ScalarModel
+
+        self.source = source
+        self.device = "cuda" if device == "gpu" else device
+        with tempfile.TemporaryDirectory(prefix="rlhfless-reward-") as name:
+            folder = write_folder(Path(name), source.files)
+            self.model = ScalarModel.load(folder, source.head.name, source.dtype, source.trust_remote_code)
+
+    def open(self, threads: int) -> None:
+        if self.device == "cpu":
+            import torch
+
+            torch.set_num_threads(threads)
+
+    def park(self) -> None:
+        self.model.move("cpu")
+
+    def score(self, items: list[Tokens], budget_s: float = float("inf")) -> list[Score]:
+        """Score micro-batches of similar lengths, longest first, until `budget_s` is over; at least one."""
+        from rlhfless_ray.learn.packing import padded
+
+        end = time.monotonic() + budget_s
+        self.model.move(self.device)
+        scores: list[Score] = []
+        (batches,) = padded(np.array([len(ids) for _, ids in items]), self.source.micro_batch_tokens)
+        for batch in sorted(batches, key=lambda part: -max(len(items[i][1]) for i in part)):
+            chosen = [items[i] for i in batch]
+            scores += self._scores(chosen)
+            if time.monotonic() >= end:
+                break
+        return scores
+
+    def _scores(self, items: list[Tokens]) -> list[Score]:
+        limit = self.model.context_tokens
+        short = [(key, ids) for key, ids in items if limit is None or len(ids) <= limit]
+        scores = [
+            Score(key, None, f"{len(ids)} tokens exceed the reward model's context of {limit} tokens")
+            for key, ids in items
+            if limit is not None and len(ids) > limit
+        ]
+        values: Any = self.model.values([ids for _, ids in short]) if short else []
+        head = self.source.head
+        for (key, _), value in zip(short, values, strict=True):
+            try:
+                scores.append(Score(key, to_finite_float((float(value) - head.mean) / head.deviation)))
+            except ValueError as error:
+                scores.append(Score(key, None, f"the reward model gave {error}"))
+        return scores
+
+
+def find_head(files: dict[str, bytes], name: str, normalize: bool) -> Head:
+    """Find the weight `name`.weight of shape (1, width), or the one that config.json names as `value_head_prefix`.
+
+    OpenRLHF writes that key. With `normalize` the head takes `mean` and `std` of the rewards from config.json, if present.
+    Raises UserError for a missing head, naming the candidates, and for a head with several scores.
+    """
+    try:
+        config = json.loads(files["config.json"])
+    except ValueError:
+        raise UserError(f"{KEY}: its config.json is not valid JSON") from None
+    name = config.get("value_head_prefix") or name
+    shapes = {tensor: shape for file in files if file.endswith(WEIGHTS) for tensor, shape in _shapes(file, files[file]).items()}
+    shape = shapes.get(f"{name}.weight")
+    if shape is None:
+        found = sorted(t.removesuffix(".weight") for t, s in shapes.items() if t.endswith(".weight") and len(s) == 2 and s[0] == 1)
+        there = f"; it has {', '.join(f'`{f}`' for f in found)}: set reward.value_head" if found else ""
+        raise UserError(f"{KEY}: the model has no scalar head `{name}`{there or ', so it is not a reward model'}")
+    if len(shape) != 2 or shape[0] != 1:
+        raise UserError(f"{KEY}: its head `{name}` gives {shape[0]} values per response, but a reward model gives one")
+    return Head(name, *output_scale(config, KEY, "reward.normalize")) if normalize else Head(name)
+
+
+def _shapes(name: str, content: bytes) -> dict[str, list[int]]:
+    """Return {tensor: shape} from a safetensors header."""
+    try:
+        (size,) = struct.unpack("<Q", content[:8])
+        header = json.loads(content[8 : 8 + size])
+        return {tensor: entry["shape"] for tensor, entry in header.items() if tensor != "__metadata__"}
+    except (struct.error, ValueError, KeyError, TypeError):
+        raise UserError(f"{KEY}: {name} is not a safetensors file") from None
+
+
+def check_same_tokens(files: dict[str, bytes], tokenizer: Any, trust_remote_code: bool) -> None:
+    """Raise UserError unless both tokenizers have the same vocabulary: the model reads the policy's tokens."""
+    from rlhfless_ray.weights.load_policy import load_tokenizer
+
+    with name_setting_in_errors(KEY):
+        own = load_tokenizer(files, trust_remote_code)
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"{KEY}: its tokenizer differs from the policy's, whose tokens it would read; serve it with `python -m "
+            "rlhfless_ray.cli.serve_rm` and set reward.url to its address: it then reads text"
+        )
+
+
+@contextmanager
+def name_setting_in_errors(key: str) -> Iterator[None]:
+    """Make errors of the model folder's readers name `key` instead of the policy's or the recipe's key."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace("policy.path", key).replace(KEY, key)) from None

@@ -1,0 +1,74 @@
+"""A base model with a scalar head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhfless_ray.common.errors import RunError
+
+
+class ScalarModel:
+    def __init__(self, base: Any, weight: Tensor, bias: Tensor | None) -> None:
+        self.base = base.eval()
+        self.weight, self.bias = weight, bias
+        self.device = torch.device("cpu")
+        limit = getattr(base.config.get_text_config(), "max_position_embeddings", None)
+        self.context_tokens: int | None = limit if isinstance(limit, int) and limit > 0 else None
+
+    @classmethod
+    def load(cls, folder: Path, head: str, dtype: str, trust_remote_code: bool = False) -> ScalarModel:
+        """Load the base with transformers and the head by name, so the model's class need not be known to transformers.
+
+        Raises RunError if the folder lacks weights of the base model.
+        """
+        from safetensors import safe_open
+        from transformers import AutoModel
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.set_verbosity_error()  # it would warn that the head is unused
+        transformers_logging.disable_progress_bar()
+        kind = getattr(torch, dtype)
+        base, loading = AutoModel.from_pretrained(
+            folder, dtype=kind, trust_remote_code=trust_remote_code, local_files_only=True, output_loading_info=True
+        )
+        if missing := sorted(loading["missing_keys"]):
+            raise RunError(f"reward.model_path: the folder lacks weights of its {type(base).__name__}, such as {missing[0]}")
+        found: dict[str, Tensor] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, "pt") as tensors:
+                names = set(tensors.keys())
+                found |= {part: tensors.get_tensor(f"{head}.{part}") for part in ("weight", "bias") if f"{head}.{part}" in names}
+        bias = found.get("bias")
+        return cls(base, found["weight"].to(kind), None if bias is None else bias.to(kind))
+
+    def move(self, device: str) -> None:
+        target = torch.device(device)
+        if self.device.type == target.type:
+            return
+        self.base.to(target)
+        self.weight = self.weight.to(target)
+        self.bias = None if self.bias is None else self.bias.to(target)
+        self.device = target
+        if target.type == "cpu":
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def values(self, sequences: list[np.ndarray]) -> np.ndarray:
+        """Return the head's value at the last token of each sequence of token ids, float32 (sequences,).
+
+        All sequences form one batch, padded on the right. The mask matters for models that are not causal only.
+        """
+        lengths = torch.tensor([len(ids) for ids in sequences], device=self.device)
+        ids = torch.zeros((len(sequences), int(lengths.max())), dtype=torch.int64)
+        for row, tokens in enumerate(sequences):
+            ids[row, : len(tokens)] = torch.from_numpy(np.asarray(tokens, np.int64))
+        ids = ids.to(self.device)
+        mask = torch.arange(ids.shape[1], device=self.device)[None, :] < lengths[:, None]
+        hidden = self.base(input_ids=ids, attention_mask=mask.long(), use_cache=False).last_hidden_state
+        last = hidden[torch.arange(len(sequences), device=self.device), lengths - 1]
+        return torch.nn.functional.linear(last, self.weight, self.bias).squeeze(1).float().cpu().numpy()

@@ -1,0 +1,107 @@
+"""Score a step's samples in reward processes, under leases handed over by the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.functions.lease import Lease, Slot
+from rlhfless_ray.functions.warm_memory_budget import FIRST_MB
+from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.reward.scoring import Scoring, check_failures, item_factory
+from rlhfless_ray.reward.source import Source
+from rlhfless_ray.run.context import RunContext
+from rlhfless_ray.types import Sample
+
+START_S = 3.0  # a reward process: its imports, measured on two cores
+
+
+class ScoreStage:
+    def __init__(self, context: RunContext, pool: WorkerPool, source: Source | None = None, tokenizer: Any = None) -> None:
+        """`source` None: workers take what a function `(prompt, response, row)` takes."""
+        self.context, self.pool = context, pool
+        self.item = item_factory(source, tokenizer) if source is not None else None
+        timeout_s = context.recipe.reward.timeout_s
+        self.call_s = source.call_s(timeout_s) if source is not None else timeout_s
+        self.ahead: Scoring | None = None  # scoring of the step whose rollout is running
+
+    # ---- ahead, while engines work ----------------------------------------------------------------------------
+
+    def begin(self, samples: int) -> None:
+        """Begin a step with `samples` samples, some of which may be scored before its score phase."""
+        self.ahead = self._scoring(samples)
+
+    def score_ahead(self, samples: list[Sample], leases: list[Lease]) -> list[Lease]:
+        """Score samples under one of the leases, and return the other leases."""
+        assert self.ahead is not None
+        left = self.pool.resize(max(1, len(self.pool.working)), leases)
+        self.ahead.add(samples)
+        return left
+
+    def refs(self) -> list[Any]:
+        return list(self.ahead.running) if self.ahead is not None else []
+
+    def done_ahead(self) -> list[Lease]:
+        """Collect available scores. Returns the leases once every request is answered, else []."""
+        if self.ahead is None or not self.pool.working:
+            return []
+        self.ahead.collect(can_wait=False)  # engines may hold every other slot
+        return self._park() if not self.ahead.running else []
+
+    # ---- the phase --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def phase(self, name: str = "score") -> Iterator[None]:
+        context = self.context
+        with context.phases.phase(name):
+            reward = context.recipe.reward
+            workers = reward.ranks if reward.model_path else reward.workers
+            context.broker.resize(self.pool, min(workers, max(1, len(context.broker.free))))
+            yield
+            context.broker.put(self._park())
+
+    def prepare(self, seconds: float, slot: Slot) -> None:
+        """The score phase begins in so many `seconds`: start a process at `slot` now, if none is warm and it is time to."""
+        if self.pool.parked or self.pool.working:
+            return
+        if self.context.autoscaler.prewarm_now(seconds, START_S, self.context.ledger.parked_price(slot.node, FIRST_MB)):
+            self.pool.prewarm(slot)
+
+    def _park(self) -> list[Lease]:
+        for instance in list(self.pool.working):
+            self.context.record_start_or_replace(self.pool, instance, self.context.record_start)
+        return self.pool.park_all()
+
+    def _scoring(self, samples: int) -> Scoring:
+        recipe = self.context.recipe
+        max_failed = recipe.reward.max_failed_share * samples
+        return Scoring(self.pool, recipe.reward.timeout_s, max_failed, self.item, self.call_s)
+
+    def score(self, samples: list[Sample], step: int, name: str = "step") -> int:
+        """Score the samples that were not scored ahead, and return how many have no reward.
+
+        Raises RunError if too many have none, after the samples are written to disk.
+        """
+        record, share = self.context.record, self.context.recipe.reward.max_failed_share
+        scoring, self.ahead = self.ahead or self._scoring(len(samples)), None
+        try:
+            scored_ahead = {id(sample) for sample in scoring.samples}
+            scoring.add([sample for sample in samples if id(sample) not in scored_ahead])
+            scoring.finish(record.progress.phase)
+            failed = scoring.failed
+            check_failures(samples, failed, share)
+        except RunError:
+            record.samples(step, samples, name)
+            raise
+        self._report_failures(samples, failed, name)
+        return failed
+
+    def _report_failures(self, samples: list[Sample], failed: int, name: str) -> None:
+        if failed:
+            first, where = next(s for s in samples if s.error is not None), "update" if name == "step" else name
+            self.context.record.progress.message(
+                f"{failed} of {len(samples)} samples could not be scored and are left out of the {where}; row "
+                f"{first.prompt.index}: {first.error}"
+            )

@@ -1,0 +1,221 @@
+"""Driver side of scoring: distribute samples, give up after too many failures, replace workers that hang."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from rlhfless_ray.common.deadlines import STOP
+from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.functions.failure_budget import FailureCause
+from rlhfless_ray.functions.instance import GONE, Instance
+from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.local.process_memory import own_memory_mb
+from rlhfless_ray.reward.source import Score, Source
+from rlhfless_ray.types import Sample, Span
+
+REPLY_AFTER_S = 2.0  # a worker replies with what it has after this long
+SLACK_S = 30.0  # added to REPLY_AFTER_S and one sample's time limit, for delays on a busy machine
+
+Item = tuple[Any, ...]  # input of the source's worker; the first element is the position in the step's samples
+MakeItem = Callable[[int, Sample], Item]
+
+
+class RewardActor:
+    """A process of the scoring function."""
+
+    def __init__(self, source: Source, timeout_s: float, device: str = "cpu") -> None:
+        start = time.time()
+        self.worker = source.worker(timeout_s, device)
+        self.imported = Span("start", "load reward function", start, time.time())
+
+    def open(self, threads: int) -> dict[str, Any]:
+        self.worker.open(threads)
+        return {"memory_mb": own_memory_mb(), "spans": [self.imported]}
+
+    def park(self) -> dict[str, Any]:
+        start = time.time()
+        self.worker.park()
+        return {"memory_mb": own_memory_mb(), "spans": [Span("transfer", "leave the device", start, time.time())]}
+
+    def score(self, items: list[Item], budget_s: float) -> tuple[list[Score], list[Span]]:
+        start = time.time()
+        return self.worker.score(items, budget_s), [Span("work", "score", start, time.time())]
+
+
+@dataclass
+class _Call:
+    """A worker's current request. `remaining`: its samples without a score.
+
+    `one_by_one`: one sample per request, because one of them ended the process. `sent_s`: time of the request, or the current
+    time while the worker is still starting.
+    """
+
+    worker: Instance
+    remaining: list[Item]
+    one_by_one: bool
+    start_by_s: float
+    sent_s: float
+
+
+class Scoring:
+    """Score samples on a pool's working instances while the driver does something else or waits in `finish`.
+
+    Each working instance gets an equal share and replies every few seconds with what it has. After more than `max_failed`
+    failures the remaining samples are dropped: they have neither reward nor error. A worker that does not reply hangs in code
+    that no signal reaches. It is killed and replaced like one that died. The rest of its share is scored one by one, so that
+    the sample at fault can be named, unless its node was lost. Raises RunError when the pool's failure budget is used up.
+
+    Args:
+        item: converts a sample to the input of the pool's workers; default: `(key, prompt, response, row)`.
+        call_s: time in seconds that a worker may need beyond REPLY_AFTER_S; default: `timeout_s`.
+    """
+
+    def __init__(
+        self, pool: WorkerPool, timeout_s: float, max_failed: float, item: MakeItem | None = None, call_s: float | None = None
+    ) -> None:
+        self.pool, self.timeout_s, self.max_failed = pool, timeout_s, max_failed
+        self.item = item or _function_item
+        self.call_s = timeout_s if call_s is None else call_s
+        self.samples: list[Sample] = []
+        self.running: dict[Any, _Call] = {}
+        self.unassigned: list[tuple[list[Item], bool]] = []  # (remaining, one_by_one) of lost workers
+        self.done = self.failed = 0
+
+    @property
+    def has_given_up(self) -> bool:
+        return self.failed > self.max_failed
+
+    def add(self, samples: list[Sample]) -> None:
+        first = len(self.samples)
+        self.samples += samples
+        items = [self.item(first + i, sample) for i, sample in enumerate(samples)]
+        workers = list(self.pool.working)
+        for k, worker in enumerate(workers):
+            self._send(worker, items[k :: len(workers)], one_by_one=False)
+        unassigned, self.unassigned = (self.unassigned, []) if workers else ([], self.unassigned)
+        for k, (remaining, one_by_one) in enumerate(unassigned):
+            self._send(workers[k % len(workers)], remaining, one_by_one)
+
+    def _send(self, worker: Instance, remaining: list[Item], one_by_one: bool) -> None:
+        if remaining and not self.has_given_up:
+            ref = worker.actor.score.remote(remaining[:1] if one_by_one else remaining, REPLY_AFTER_S)
+            now = time.monotonic()
+            self.running[ref] = _Call(worker, remaining, one_by_one, now + self.pool.leases.deadline_s, now)
+
+    def collect(self, wait_s: float = 0.0, *, can_wait: bool = True) -> bool:
+        """Collect replies that are available or come within `wait_s`, and return whether there were any.
+
+        `can_wait`: whether a worker that was lost with its lease may wait for a new one. If not, its samples are sent with the
+        next `add`.
+        """
+        if not self.running:
+            return False
+        ready, _ = ray.wait(list(self.running), timeout=wait_s)
+        late = [ref for ref, call in self.running.items() if ref not in ready and self._is_late(call)]
+        for ref in [*ready, *late]:
+            call = self.running.pop(ref)
+            self._handle_scores(call, _fetch_scores(self.pool, call.worker, ref) if ref in ready else None, can_wait)
+        return bool(ready or late)
+
+    def _is_late(self, call: _Call) -> bool:
+        now = time.monotonic()
+        if not call.worker.started and now < call.start_by_s:
+            call.sent_s = now
+        return now > call.sent_s + REPLY_AFTER_S + self.call_s + SLACK_S
+
+    def _handle_scores(self, call: _Call, scores: list[Score] | None, can_wait: bool) -> None:
+        worker, one_by_one = call.worker, call.one_by_one
+        if scores is None:
+            cause = self.pool.cause(worker)
+            suspect = self.samples[call.remaining[0][0]] if one_by_one and not cause.is_preemption else None
+            one_by_one = one_by_one or not cause.is_preemption
+            if suspect is None and not can_wait and not self.pool.leases.living(worker.leases):
+                self.pool.lose(worker, _loss_reason(self.timeout_s), cause)
+                self.unassigned.append((call.remaining, one_by_one))
+                return
+            worker = _replace_worker(self.pool, worker, suspect, self.timeout_s, cause)
+            scores = [Score(call.remaining[0][0], None, _loss_error(self.timeout_s))] if suspect else []
+        for score in scores:
+            sample = self.samples[score.key]
+            sample.reward, sample.error, sample.score = score.reward, score.error, score.score
+            sample.extra_logs = dict(score.extra_logs)
+        self.done += len(scores)
+        self.failed += sum(score.error is not None for score in scores)
+        done = {score.key for score in scores}
+        self._send(worker, [item for item in call.remaining if item[0] not in done], one_by_one)
+
+    def finish(self, say: Callable[[str], None] = lambda _: None) -> None:
+        """Wait until every sample has its reward or error, or too many have failed. `say`: callback for progress messages."""
+        while self.running and not self.has_given_up:
+            STOP.check()
+            if self.collect(0.1):
+                say(f"score: {self.done} of {len(self.samples)} samples" + (f", {self.failed} failed" if self.failed else ""))
+
+
+def _function_item(key: int, sample: Sample) -> Item:
+    return key, sample.prompt.text, sample.text, sample.prompt.row
+
+
+def item_factory(source: Source, tokenizer: Any) -> MakeItem:
+    """Return the `item` function of `Scoring` for a source."""
+
+    def decode(token_ids: list[int]) -> str:
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def make(key: int, sample: Sample) -> Item:
+        return source.item(key, sample, decode)
+
+    return make
+
+
+def _fetch_scores(pool: WorkerPool, worker: Instance, ref: Any) -> list[Score] | None:
+    """Return the scores, or None if the worker died."""
+    try:
+        scores, spans = ray.get(ref)
+    except GONE:
+        return None
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, RunError):
+            raise RunError(str(error.cause)) from error
+        raise RunError(f"the reward worker failed: {error.cause or error}") from error
+    pool.ledger.spans([lease.id for lease in worker.leases], spans)
+    return scores
+
+
+def _replace_worker(pool: WorkerPool, worker: Instance, suspect: Sample | None, timeout_s: float, cause: FailureCause) -> Instance:
+    """Replace a worker. `suspect` gets its error first, because a failure that ends the run writes it to disk."""
+    why = _loss_reason(timeout_s)
+    if suspect is not None:
+        suspect.error = _loss_error(timeout_s)
+        why += f" at prompt row {suspect.prompt.index} {_short(suspect.prompt.text)}, response {_short(suspect.text)}"
+    return pool.replace(worker, why, cause)
+
+
+def _loss_reason(timeout_s: float) -> str:
+    return f"it hung past reward.timeout_s = {timeout_s:g} s or died"
+
+
+def _loss_error(timeout_s: float) -> str:
+    return f"the reward process hung past {timeout_s:g} s or died, and was replaced"
+
+
+def check_failures(samples: list[Sample], failed: int, max_failed_share: float) -> None:
+    """Raise RunError, showing the first sample without a score, if more than `max_failed_share` could not be scored."""
+    if failed <= max_failed_share * len(samples):
+        return
+    first = next(s for s in samples if s.error is not None)
+    remaining = sum(s.reward is None and s.error is None for s in samples)
+    raise RunError(
+        f"{failed} of {len(samples)} samples could not be scored (reward.max_failed_share = {max_failed_share:g}"
+        f"{f'; {remaining} were not tried' if remaining else ''}); the first: "
+        f"{first.error}; prompt row {first.prompt.index} {_short(first.prompt.text)}, response {_short(first.text)}"
+    )
+
+
+def _short(text: str, max_chars: int = 80) -> str:
+    return repr(text if len(text) <= max_chars else text[: max_chars - 1] + "…")

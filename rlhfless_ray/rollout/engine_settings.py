@@ -1,0 +1,39 @@
+"""What an engine needs of a run. Plain values, so that its process does not import the recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rlhfless_ray.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Fields without a comment are those of the recipe's sections `rollout` and `policy`."""
+
+    max_model_len: int  # longest prompt and response together, in tokens
+    max_running: int
+    block_size: int
+    kv_cache_mb: int
+    gpu_memory_share: float
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    trust_remote_code: bool = False
+    device: str = "cpu"  # or "gpu"
+    prefix_kv: bool = False  # copies of KV pages can leave the engine, and come from others
+
+
+def engine_settings(recipe: Recipe, longest_prompt_tokens: int, device: str = "cpu", prefix_kv: bool = False) -> EngineSettings:
+    rollout, policy = recipe.rollout, recipe.policy
+    return EngineSettings(
+        max_model_len=recipe.longest_tokens(longest_prompt_tokens),
+        max_running=rollout.max_running,
+        block_size=rollout.block_size,
+        kv_cache_mb=rollout.kv_cache_mb,
+        gpu_memory_share=rollout.gpu_memory_share,
+        dtype=policy.dtype,
+        trust_remote_code=policy.trust_remote_code,
+        device=device,
+        prefix_kv=prefix_kv,
+    )

@@ -1,0 +1,91 @@
+"""What a rollout needs of the stages before and after it. The runtime passes these in; the stages do not know each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlhfless_ray.functions.instance import Instance
+from rlhfless_ray.functions.lease import Lease
+from rlhfless_ray.prefix.step_prefixes import StepPrefixes
+from rlhfless_ray.types import Sample, WeightVersion
+
+
+class WeightPublisher(Protocol):
+    """The learner, as the rollout sees it: its weights come from there, and its slots are needed next."""
+
+    @property
+    def learner_nodes(self) -> set[str]: ...
+
+    @property
+    def learner_slots(self) -> int: ...
+
+    @property
+    def learner_works(self) -> bool: ...
+
+    def safe(self, weights: WeightVersion) -> WeightVersion:
+        """The same version, from where engines can have it. May take free leases to publish it once more."""
+
+
+class PrefixPages(Protocol):
+    """Sends engines the KV pages that their prompts need."""
+
+    blocked: str | None
+
+    def send(
+        self, step: StepPrefixes, prompts: Sequence[Sequence[int]], engines: Sequence[Instance], shares: Sequence[np.ndarray], version: int
+    ) -> None: ...
+
+    def finish(self, step: StepPrefixes) -> dict[str, Any]: ...
+
+    def block(self, why: str) -> None: ...
+
+
+class EarlyScoring(Protocol):
+    """Scores samples on slots that engines have left."""
+
+    def begin(self, samples: int) -> None: ...
+
+    def score_ahead(self, samples: list[Sample], leases: list[Lease]) -> list[Lease]: ...
+
+    def refs(self) -> list[Any]: ...
+
+    def done_ahead(self) -> list[Lease]: ...
+
+
+class EarlyPasses(Protocol):
+    """Computes log-probabilities and values of finished samples on such slots."""
+
+    def heard(self, samples: list[Sample]) -> None: ...
+
+    def look(self, leases: list[Lease], seconds: float) -> list[Lease]: ...
+
+    def metrics(self) -> dict[str, Any]: ...
+
+
+class EarlyLearning(Protocol):
+    """Accumulates gradients of complete groups on such slots."""
+
+    obstacle: str | None
+
+    @property
+    def passes(self) -> EarlyPasses: ...
+
+    @property
+    def wants_slot(self) -> bool: ...
+
+    def begin(self, samples: int = 0) -> None: ...
+
+    def fits(self, leases: list[Lease]) -> bool: ...
+
+    def some(self, groups: list[list[Sample]], seconds: float) -> list[Sample]: ...
+
+    def group_of(self, sample: Sample) -> int: ...
+
+    def accumulate(self, samples: list[Sample], leases: list[Lease]) -> list[Lease]: ...
+
+    def pending(self) -> list[Any]: ...
+
+    def done_ahead(self, wait: bool = False) -> list[Lease]: ...

@@ -1,0 +1,146 @@
+"""An engine's process that takes pages from elsewhere and computes them for others. A plain class; the pools wrap it in actors.
+
+One class for both ends: a prefill instance is an engine that computes prefixes and no responses.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayError
+
+from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.prefix.block_hash import salt
+from rlhfless_ray.prefix.pages import Bundle, PageLayout, PageStore
+from rlhfless_ray.rollout.engine_actor import RolloutActor, set_threads
+from rlhfless_ray.types import Request, Span
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What came of asking for bundles: pages taken, by reason how many bundles or pages did not come, and the time it took."""
+
+    pages: int = 0
+    bytes: int = 0
+    lost: int = 0  # bundles that could not be had: their owner or their node is gone, computing them failed, or too slow
+    foreign: int = 0  # pages of another model, dtype, block size or version
+    damaged: int = 0
+    seconds: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """What a prefill job did. tokens: computed for it; pages: returned; load_s, save_s: copying pages in and out."""
+
+    tokens: int
+    pages: int
+    page_bytes: int
+    prefill_s: float
+    load_s: float
+    save_s: float
+    fetched: Fetched
+    spans: list[Span]
+
+
+class PageActor(RolloutActor):
+    @property
+    def _store(self) -> PageStore:
+        if self.engine is None:
+            raise RunError("this instance has not started its engine")
+        store = self.engine.pages
+        if store is None or store.kind is None:
+            raise RunError(f"this engine keeps no pages: {'prefix_kv is off' if store is None else store.refused}")
+        return store
+
+    def kind(self) -> PageLayout:
+        """What its pages are. Raises RunError where the engine cannot keep any."""
+        return self._store.layout
+
+    def fetch_pages(self, version: int, prompts: Sequence[Sequence[int]], refs: Sequence[Any], within_s: float) -> Fetched:
+        """Before generation: take the pages that `prompts` can use under `version` out of the bundles behind `refs`, which
+        replace those of before. What does not come within the time, or is not what it should be, is left out: the engine computes
+        it."""
+        start, store = time.time(), self._store
+        self._take_loaded()  # of requests that were moved here before
+        before = store.counts.copy()
+        store.clear()
+        wanted = store.wanted(salt(version), prompts) if refs else set()
+        lost = size = 0
+        end = time.monotonic() + within_s
+        for ref in refs:
+            try:
+                bundle = ray.get(ref, timeout=max(0.0, end - time.monotonic()))
+            except RayError:  # GetTimeoutError among them
+                lost += 1
+                continue
+            size += bundle.pages.nbytes if store.put(bundle, salt(version), wanted) else 0
+        new = store.counts - before
+        now = time.time()
+        spans = [Span("transfer", f"fetch {len(refs)} bundles of KV pages", start, now)] if refs else []
+        return Fetched(new["put"], size, lost, new["foreign"], new["damaged"], now - start, spans)
+
+    def drop_pages(self) -> tuple[int, int, float]:
+        """After generation: let the pages go, which lie in the object store while they are held here. Returns how many pages and
+        tokens were copied into the engine's cache since they were fetched, and the seconds it took; they are part of the
+        engine's steps."""
+        self._store.clear()
+        return self._take_loaded()
+
+    def _take_loaded(self) -> tuple[int, int, float]:
+        store, seconds = self._store, self._store.seconds["load"]
+        store.seconds["load"] = 0.0
+        return store.counts.pop("loaded", 0), store.counts.pop("loaded_tokens", 0), seconds
+
+    def prefill(
+        self,
+        version: int,
+        prefixes: Sequence[np.ndarray],
+        bundles: Sequence[Sequence[bytes]],
+        needs: Sequence[Any],
+        within_s: float,
+        threads: int,
+    ) -> tuple[Any, ...]:
+        """Compute these token prefixes (each whole, tokens (n,) int32) and return what was done, then a Bundle for each list of
+        addresses. What they begin with and others computed comes from the bundles behind `needs`.
+
+        Raises RunError when the engine has not that version: its pages would be another policy's.
+        """
+        if self.engine.version != version:
+            raise RunError(f"asked for pages of weight version {version}, but this engine has {self.engine.version}")
+        set_threads(threads)
+        start = time.time()
+        tokens = [tuple(prefix.tolist()) for prefix in prefixes]
+        # the engine computes all of a prefix, so its pages are those of a prompt that goes on by one token
+        fetched = self.fetch_pages(version, [(*one, 0) for one in tokens] if needs else [], needs, within_s)
+        store, seconds, computed = self._store, dict(self._store.seconds), self._store.counts["computed_tokens"]
+        names = [str(-1 - i) for i in range(len(tokens))]
+        store.request_save(names, known=store.rows)
+        requests = [Request(-1 - i, one, 0, 1, 0.0) for i, one in enumerate(tokens)]
+        for _ in self.engine.generate(requests):
+            pass
+        self.engine.take_steps()
+        self.engine.take_spans()
+        pages = store.take_saved(names)
+        store.clear()
+        load_s, save_s = (store.seconds[name] - seconds[name] for name in ("load", "save"))
+        sealing = time.time()
+        sealed = [self._seal(version, addresses, pages) for addresses in bundles]
+        end = time.time()
+        spans = [*fetched.spans, Span("work", "prefill", fetched.spans[-1].to_s if fetched.spans else start, end)]
+        done = Prefilled(
+            store.counts["computed_tokens"] - computed, sum(len(b.addresses) for b in sealed), self.kind().page_bytes,
+            end - start - load_s - save_s - (end - sealing) - fetched.seconds, load_s, save_s + end - sealing, fetched, spans,
+        )  # fmt: skip
+        return (done, *sealed)
+
+    def _seal(self, version: int, addresses: Sequence[bytes], pages: dict[bytes, np.ndarray]) -> Bundle:
+        there = [address for address in addresses if address in pages]
+        rows = [pages[address] for address in there]
+        whole = np.stack(rows) if rows else np.empty((0, self.kind().page_bytes), np.uint8)
+        return Bundle.seal(self.kind().start(salt(version)), there, whole)

@@ -1,0 +1,58 @@
+"""What a rollout has given so far, and the weights it is made with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlhfless_ray.functions.instance import Instance, State
+from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.rollout.inflight_migrations import MigrationStats
+from rlhfless_ray.types import Completion, EngineStep, WeightVersion
+
+
+@dataclass
+class RolloutResult:
+    """What a rollout has given so far."""
+
+    completions: dict[int, Completion] = field(default_factory=dict)
+    steps: list[EngineStep] = field(default_factory=list)
+    decode_s: dict[str, float] = field(default_factory=dict)  # seconds each instance spent in its engine's steps
+    loads: list[tuple[str, float]] = field(default_factory=list)  # nodes, and seconds an instance there took to load the weights
+    moved: list[MigrationStats] = field(default_factory=list)
+    decisions: list[str] = field(default_factory=list)  # to move something: why, and what became of it
+    replaced: int = 0
+    orphans: int = 0  # requests whose engine died
+    silent_s: float = 0.0  # for how long dead engines had not been heard: what they did in it is done again
+
+    def metrics(self) -> dict[str, Any]:
+        """Of the moves, for the step's row."""
+        seconds = [one.seconds for one in self.moved]
+        return {
+            "rollout/moved": len(seconds),
+            "rollout/move_p50_s": float(np.median(seconds)) if seconds else None,
+            "rollout/moved_context_tokens": sum(one.context_tokens for one in self.moved),
+            "rollout/moved_by_pages": sum(one.how == "pages" for one in self.moved),
+            "rollout/move_fallbacks": sum(one.fell_back for one in self.moved),
+            "rollout/move_decisions": len(self.decisions),
+            "rollout/move_reason": self.decisions[-1] if self.decisions else "",
+            "rollout/orphans": self.orphans,
+            "rollout/lost_s": self.silent_s,
+        }
+
+
+def fetch_weights(pool: WorkerPool, weights: WeightVersion) -> None:
+    """Every working instance pulls the version it lacks."""
+    for instance in pool.working:
+        fetch_into(instance, weights)
+
+
+def fetch_into(instance: Instance, weights: WeightVersion) -> None:
+    """It pulls the version, if it lacks it; the call queues in its actor before the next rollout."""
+    if instance.version != weights.version:
+        expected = weights.checksum if weights.digests is None else weights.digests
+        instance.loading = instance.actor.load.remote(weights.version, weights.ref, expected)
+        instance.version, instance.fetched = weights.version, str(weights.ref)
+    instance.state = State.READY

@@ -1,0 +1,1 @@
+"""What one run shares between its stages, and its files on disk."""

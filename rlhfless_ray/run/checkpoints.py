@@ -1,0 +1,227 @@
+"""A run's checkpoints: where they are, which are kept, and which one a resumed run loads.
+
+They are in the run folder's `checkpoints/step_<n>/`, or below `checkpoint.path` in OpenRLHF's layout: `_actor/global_step<n>/`,
+`_actor/latest` with the name of the newest, `_actor/best_global_step<n>/`, and Hugging Face models in `global_step<n>_hf/`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from rlhfless_ray.common.disk_space import replace_file, writing
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.recipe.run_sections import CheckpointConfig
+from rlhfless_ray.report.openrlhf_names import renamed
+from rlhfless_ray.weights.model_folder import write_folder
+
+DRIVER, METRIC, LATEST = "driver.json", "metric.json", "latest"
+BEST = "best_"
+SUMS = "xxh3"  # in DRIVER: checksums of the learner's files, because a power loss can keep a name without its content
+
+
+class Checkpoints:
+    """Checkpoints, each created and removed by one rename: a killed process never leaves a partial one."""
+
+    def __init__(self, section: CheckpointConfig, run_folder: Path) -> None:
+        self.section = section
+        self.elsewhere = Path(section.path) if section.path else None
+        self.folder = self.elsewhere / "_actor" if self.elsewhere else run_folder / "checkpoints"
+        self.prefix = "global_step" if self.elsewhere else "step_"
+
+    def list(self) -> list[tuple[int, Path]]:
+        """Return (step, folder) of every complete checkpoint but the best, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        found = [(path.name.removeprefix(self.prefix), path) for path in self.folder.iterdir() if path.name.startswith(self.prefix)]
+        return sorted((int(number), path) for number, path in found if number.isdigit())
+
+    @property
+    def exports(self) -> bool:
+        """Whether models for others are written beside checkpoints."""
+        return self.elsewhere is not None and (self.section.save_hf or not self.section.resumable)
+
+    def save(
+        self,
+        step: int,
+        learner: dict[str, bytes],
+        driver: dict[str, Any],
+        metric: tuple[str, float] | None = None,
+        model: dict[str, bytes] | None = None,
+    ) -> None:
+        """Write a checkpoint, and remove others beyond the recipe's limits.
+
+        `metric`: name and value of the evaluation at this step. `model`: files of a Hugging Face folder, which are written too if
+        the recipe asks for it.
+        """
+        if self.elsewhere is not None and model is not None and self.exports:
+            swap_folder(self.elsewhere / f"global_step{step}_hf", model)
+        if not self.section.resumable:
+            return
+        self._write(self.folder / f"{self.prefix}{step}", learner, driver, metric)
+        if self.elsewhere is not None:
+            replace_file(self.folder / LATEST, f"{self.prefix}{step}".encode())
+        self._evict(self.folder / f"{self.prefix}{step}")
+        for left_over in self.folder.glob(f".{self.prefix}*"):  # left by a killed process
+            shutil.rmtree(left_over, ignore_errors=True)
+
+    def save_best(
+        self, step: int, learner: dict[str, bytes], driver: dict[str, Any], metric: tuple[str, float], model: dict[str, bytes] | None
+    ) -> None:
+        """Write the best checkpoint, which replaces the former best one."""
+        path = self.folder / f"{BEST}{self.prefix}{step}"
+        if self.elsewhere is not None and model is not None and self.exports:
+            swap_folder(self.elsewhere / f"{BEST}global_step{step}_hf", model)
+            for old in self.elsewhere.glob(f"{BEST}global_step*_hf"):
+                if old.name != f"{BEST}global_step{step}_hf":
+                    _remove(old)
+        if self.section.resumable:
+            self._write(path, learner, driver, metric)
+            for old in self.folder.glob(f"{BEST}{self.prefix}*"):
+                if old != path:
+                    _remove(old)
+
+    def _write(self, path: Path, learner: dict[str, bytes], driver: dict[str, Any], metric: tuple[str, float] | None) -> None:
+        with writing(path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        named = {} if metric is None else {"metric_key": metric[0], "metric_value": metric[1]}
+        told = {METRIC: json.dumps(named).encode()} if named else {}
+        sums = {name: _sum(content) for name, content in learner.items()}
+        swap_folder(path, {**learner, DRIVER: json.dumps({**driver, SUMS: sums}).encode(), **told})
+
+    def _evict(self, stays: Path) -> None:
+        """Remove surplus checkpoints: those without a metric first, then the worst, then the oldest."""
+        others = sorted((path for _, path in self.list() if path != stays), key=_worth)
+        sizes = {path: sum(file.stat().st_size for file in path.iterdir()) for path in [*others, stays]}
+        while others and (len(others) >= self.section.keep or sum(sizes.values()) > self.section.max_gib * 2**30):
+            victim = others.pop(0)
+            del sizes[victim]
+            _remove(victim)
+
+    def check(self) -> None:
+        """Raise UserError if the folder holds checkpoints of another program, which ours would remove."""
+        for step, path in self.list():
+            if self.elsewhere is not None and not (path / DRIVER).is_file():
+                raise UserError(
+                    f"checkpoint.path: {path} is a checkpoint of DeepSpeed, as OpenRLHF writes it, which is not read here; begin with "
+                    f"its Hugging Face export as the model to train ({self.elsewhere / f'global_step{step}_hf'}, where there is one) and "
+                    "with another folder for checkpoints"
+                )
+
+    def newest(self) -> tuple[int, Path] | None:
+        """Return the checkpoint that `latest` names, or the last one. Raises UserError if any is another program's."""
+        self.check()
+        found = self.list()
+        latest = self.folder / LATEST
+        if self.elsewhere is not None and latest.is_file():
+            name = latest.read_text().strip()
+            found = [(step, path) for step, path in found if path.name == name] or found
+        if not found:
+            return None
+        return found[-1]
+
+    def load(self) -> tuple[int, dict[str, bytes], dict[str, Any]]:
+        """Load the newest checkpoint: step, the learner's files, and the driver's state."""
+        found = self.newest()
+        if found is None:
+            raise UserError(f"--resume: no checkpoint in {self.folder}; start without --resume")
+        step, path = found
+        files = {file.name: file.read_bytes() for file in path.iterdir() if file.name not in (DRIVER, METRIC)}
+        driver = driver_state(path)
+        for name, told in driver.pop(SUMS, {}).items():  # older checkpoints have no checksums
+            if _sum(files.get(name, b"")) != told:
+                raise UserError(
+                    f"--resume: {path / name} is not what was written there (did the machine lose power, or the disk fail?); remove "
+                    f"{path} to continue from the one before"
+                )
+        return step, files, driver
+
+
+class Best:
+    """The best evaluation so far by the recipe's metric."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # "none": off; "": the first pass1 metric
+        self.value: float | None = None
+        self.known = False  # whether an evaluation had the metric
+
+    def of(self, evaluation: dict[str, float]) -> tuple[str, float] | None:
+        """Return name and value of the metric in an evaluation.
+
+        None if only earlier evaluations had it, because no response to its prompts could be scored now. Raises UserError if none
+        had it.
+        """
+        if self.name == "none" or not evaluation:
+            return None
+        known = {name.removeprefix("eval/"): value for name, value in renamed(evaluation).items() if name.startswith("eval/")}
+        known.pop("global_step", None)
+        known |= {name.removeprefix("eval/"): value for name, value in evaluation.items()}
+        wanted = self.name.removeprefix("eval/") or next((name for name in known if name.endswith("_pass1")), "accuracy_sampled")
+        if wanted not in known:
+            if self.known or self.value is not None:
+                return None
+            raise UserError(
+                f"checkpoint.best_metric: the evaluation has no `{wanted}`, only {', '.join(f'`{name}`' for name in sorted(known))}"
+            )
+        self.known, self.name = True, wanted  # fixed from now on, because different sources cannot be compared
+        return wanted, float(known[wanted])
+
+    def improved(self, metric: tuple[str, float] | None) -> bool:
+        """Return whether the metric is the best so far, and remember it if so."""
+        if metric is None or (self.value is not None and metric[1] <= self.value):
+            return False
+        self.value = metric[1]
+        return True
+
+
+def _worth(path: Path) -> tuple[bool, float, int]:
+    step = int("".join(filter(str.isdigit, path.name)))
+    try:
+        return True, float(json.loads((path / METRIC).read_text())["metric_value"]), step
+    except (OSError, ValueError, KeyError):
+        return False, 0.0, step
+
+
+def driver_state(path: Path) -> dict[str, Any]:
+    """Read the driver's state from a checkpoint. Raises UserError if it is missing or incomplete."""
+    try:
+        return dict(json.loads((path / DRIVER).read_text()))
+    except (OSError, ValueError, TypeError):
+        raise UserError(f"--resume: {path} is not a complete checkpoint; remove it to continue from the one before") from None
+
+
+def _sum(content: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(content)
+
+
+def _remove(path: Path) -> None:
+    gone = path.with_name(f".{path.name}.gone")  # renamed first, so that no partial checkpoint is visible
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(path, gone)
+    shutil.rmtree(gone)
+
+
+def swap_folder(path: Path, files: dict[str, bytes]) -> Path:
+    """Write beside it and rename: a process that is killed leaves the old folder or the new one, or, between two renames, the old one
+    under its name with `.old-` behind it. Where there was none, one rename makes it. Raises DiskFull and leaves the old folder."""
+    temporary, old = (path.with_name(f".{path.name}.{kind}-{os.getpid()}") for kind in ("tmp", "old"))
+    for left_over in path.parent.glob(f".{path.name}.*-*"):
+        shutil.rmtree(left_over, ignore_errors=True)
+    with writing(path):
+        try:
+            write_folder(temporary, files)
+            if path.exists():
+                os.rename(path, old)
+            os.replace(temporary, path)
+        except OSError:
+            if old.exists() and not path.exists():
+                os.rename(old, path)
+            shutil.rmtree(temporary, ignore_errors=True)  # what it holds is space that others need now
+            raise
+    shutil.rmtree(old, ignore_errors=True)
+    return path

@@ -1,0 +1,55 @@
+"""What the stages of a run share: the recipe, the ledger and the recorder, and the broker of the free leases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlhfless_ray.common.step_timer import StepTimer
+from rlhfless_ray.functions.instance import ProcessLost
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.types import Span
+
+if TYPE_CHECKING:
+    from rlhfless_ray.autoscaler.autoscaler import Autoscaler
+    from rlhfless_ray.functions.broker import SlotBroker
+    from rlhfless_ray.functions.instance import Instance
+    from rlhfless_ray.functions.lease import LeaseManager
+    from rlhfless_ray.functions.ledger import Ledger
+    from rlhfless_ray.functions.worker_pool import WorkerPool
+    from rlhfless_ray.run.recorder import RunRecorder
+
+
+@dataclass
+class RunContext:
+    recipe: Recipe
+    ledger: Ledger
+    broker: SlotBroker
+    phases: StepTimer
+    record: RunRecorder
+    autoscaler: Autoscaler
+    max_actors: int  # engines at most: what the recipe allows and the cluster has
+
+    @property
+    def leases(self) -> LeaseManager:
+        """All leases of the run, free or not."""
+        return self.broker.leases
+
+    def record_start(self, instance: Instance) -> list[Span]:
+        """Record a finished start in the ledger exactly once. Returns the recorded spans, or an empty list."""
+        if instance.opened is None or instance.memory_mb:
+            return []
+        told = instance.start_result(self.recipe.functions.lease_deadline_s)
+        instance.memory_mb, instance.keeps_no_pages = told["memory_mb"], told.get("keeps_no_pages", "")
+        self.ledger.spans([lease.id for lease in instance.leases], told["spans"])
+        return told["spans"]
+
+    def record_start_or_replace(self, pool: WorkerPool, instance: Instance, told: Callable[[Instance], object]) -> bool:
+        """Record an instance's start with `told`. If its process was lost before it had work, remove it and count a failure."""
+        try:
+            told(instance)
+        except ProcessLost as error:
+            pool.lose(instance, str(error))
+            return False
+        return True

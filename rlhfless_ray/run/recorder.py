@@ -1,0 +1,276 @@
+"""Record a run: metrics, ledger, samples, timeline, progress and report."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhfless_ray.common.disk_space import DiskFull
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.report.metrics import Metrics
+from rlhfless_ray.report.openrlhf_names import Shown
+from rlhfless_ray.report.progress_display import ProgressDisplay
+from rlhfless_ray.run.folder import RunFolder
+from rlhfless_ray.types import Sample, Step
+
+REPORT_EVERY_S = 60.0  # interval of reports during a run
+REPORT_SHARE = 0.05  # largest share of the time for writing reports, which grow with the run
+
+
+class RunRecorder:
+    def __init__(self, recipe: Recipe, folder: RunFolder, ledger: Ledger, steps_done: int) -> None:
+        self.recipe, self.folder, self.ledger = recipe, folder, ledger
+        self.progress = ProgressDisplay(recipe.watch.progress, recipe.run.steps, title=folder.path.name)
+        after = steps_done if steps_done or (folder.path / "metrics.jsonl").exists() else None
+        self.metrics = Metrics(folder.path, recipe.watch, folder.path.name, resume_after_step=after, say=self.progress.message)
+        self.step_times: deque[float] = deque(maxlen=21)  # the newest
+        self.reporter: subprocess.Popen[bytes] | None = None
+        self.reported_s = time.monotonic()
+        self.report_took_s = 0.0
+        self.replaced_before = 0
+        self.counted = 0  # rows of the ledger that are in the metrics
+        self.later: list[Callable[[], None]] = []
+
+    def put_off(self, work: Callable[[], None]) -> None:
+        """Defer work until engines are busy, or until the run's state is saved."""
+        self.later.append(work)
+
+    def catch_up(self) -> None:
+        """Do the deferred work."""
+        while self.later:
+            self.later.pop(0)()
+
+    def evaluation(self, step: int, found: dict[str, float]) -> None:
+        """Record the evaluation before training (step 0) or of an interrupted step, whose row it joins."""
+        if found:
+            row = {"step": step, "time_s": time.time() - self.ledger.started_s, **found}
+            self.progress.step(self.metrics.amend(row))
+
+    def costs(self, own: dict[str, float], first_row: int) -> dict[str, Any]:
+        """Return the cost metrics of a step. `own`: totals of its ledger rows, from `first_row` until now."""
+        total, self.counted = self.ledger.totals(), self.ledger.count
+        return {
+            "cost/busy_slot_s": own["busy_slot_s"],
+            "cost/full_slot_s": own["full_slot_s"],
+            "cost/idle_share": own["idle_share"],
+            "cost/money": own["money"],
+            "cost/total_busy_slot_s": total["busy_slot_s"],
+            "cost/total_full_slot_s": total["full_slot_s"],
+            "cost/total_money": total["money"],
+            "cost/rollout_slot_s": self.ledger.held_slot_s("rollout", first_row),
+            **({"cost/agent_core_s": self.ledger.unleased_core_s("agent", first_row)} if self.recipe.agent.path else {}),
+        }
+
+    def step(self, step: Step, seconds: dict[str, float], wall_s: float, known: dict[str, Any], replaced: int, leases: Any) -> None:
+        """Record a step's metrics. Ledger lines and copies of the metrics are deferred.
+
+        `seconds`: per phase. `known`: metrics of costs, samples, forecast and plan.
+        """
+        self.step_times.append(wall_s)
+        recent = float(np.median([*self.step_times][1:] or [*self.step_times]))  # the first included starts
+        row = {
+            "step": step.number,
+            "time_s": time.time() - self.ledger.started_s,
+            "step_s": wall_s,
+            "version": step.number,
+            **step.plan.metrics(),
+            **known,
+            **step.metrics,
+            **self._of_phases(seconds, wall_s, leases),
+            "faults/replaced": replaced - self.replaced_before,
+            "time_left_s": recent * (self.recipe.run.steps - step.number),
+            **step.evaluation,
+        }
+        self.replaced_before = replaced
+        if step.stats is not None:
+            stats = asdict(step.stats)
+            row["tokens/trained"] = stats.pop("trained_tokens")
+            del stats["reason"], stats["skipped_last"]
+            row |= {f"learn/{name}": value for name, value in stats.items()}
+        row["tokens/per_s"] = row["tokens/generated"] / wall_s if wall_s else 0.0
+        step.metrics = row
+        told = self.metrics.keep(row, _shown(step.samples))
+        counted = self.counted
+        self.put_off(lambda: self._elsewhere(told, step.number, counted))
+        self.progress.step(row)
+
+    def _elsewhere(self, told: dict[str, Any], number: int, counted: int) -> None:
+        self.metrics.copy(told)
+        self.ledger.append_to(self.folder.path / "ledger.csv")
+        self.ledger.forget(counted)
+        self.folder.write_status(steps_done=number)
+
+    def samples(self, step: int, samples: list[Sample], name: str = "step") -> None:
+        """Write the number of samples that the recipe asks for, and all that could not be scored."""
+        shown = self.recipe.watch.samples_per_step or len(samples)
+        kept = [*samples[:shown], *(s for s in samples[shown:] if s.error is not None)]
+        self.folder.write_samples(step, kept, self.recipe.answer_column, name)
+
+    def of_samples(self, samples: list[Sample]) -> dict[str, Any]:
+        """Return metrics of rewards and lengths for the step's row."""
+        rewards = np.array([s.reward for s in samples if s.reward is not None])
+        lengths = np.array([s.written_tokens for s in samples])
+        totals = np.array([len(s.prompt.token_ids) + len(s.completion.token_ids) for s in samples])
+        quantiles = np.quantile(lengths, [0.5, 0.9, 0.99])
+        scored = [s for s in samples if s.reward is not None]
+        logs = {name for s in scored for name in s.extra_logs}
+        return {
+            "reward/mean": float(rewards.mean()) if len(rewards) else None,
+            "reward/std": _deviation(rewards) if len(rewards) else None,
+            "reward/failed": sum(s.error is not None for s in samples),
+            "length/mean": float(lengths.mean()),
+            "length/p50": float(quantiles[0]),
+            "length/p90": float(quantiles[1]),
+            "length/p99": float(quantiles[2]),
+            "length/max": int(lengths.max()),
+            "length/truncated_share": float(np.mean([s.completion.finish_reason == "length" for s in samples])),
+            "length/total_mean": float(totals.mean()),
+            "length/full_share": float(np.mean(totals >= self._longest_total())),
+            "tokens/generated": int(lengths.sum()),
+            "tokens/samples": len(samples),
+            **({"reward/return_mean": float(np.mean(earned))} if (earned := [s.earned for s in scored if s.earned is not None]) else {}),
+            **self._penalized(scored),
+            **({"reward/score_mean": float(np.mean(scores))} if (scores := [s.score for s in scored if s.score is not None]) else {}),
+            **{
+                f"reward/logs/{name}": float(np.mean([s.extra_logs[name] for s in scored if name in s.extra_logs])) for name in sorted(logs)
+            },
+        }
+
+    def _penalized(self, scored: list[Sample]) -> dict[str, float]:
+        """Mean, deviation and deviation within groups of the rewards after length penalties, which advantages are made of."""
+        if not scored:
+            return {}
+        rewards = np.array([_learned_reward(s) for s in scored])
+        found = {"reward/penalized_mean": float(rewards.mean()), "reward/penalized_std": _deviation(rewards)}
+        return found | ({"reward/group_std": _group_std(scored)} if self.recipe.rollout.samples_per_prompt > 1 else {})
+
+    def _longest_total(self) -> int:
+        """Tokens that prompt and response may have together."""
+        rollout, agent = self.recipe.rollout, self.recipe.agent
+        if agent.path and agent.max_tokens is not None:
+            return agent.max_tokens
+        return rollout.max_total_tokens or self.recipe.prompts.max_prompt_tokens + rollout.max_tokens
+
+    def _of_phases(self, seconds: dict[str, float], wall_s: float, leases: Any) -> dict[str, float]:
+        """`learn` without the publishing inside it; `driver` is what no phase covers; `lease`, the waiting for slots, lies
+        inside rollout, learn and eval; `passes`, of policy, reference and critic over the rollout before the update, inside learn."""
+        publish = seconds.get("publish", 0.0)
+        phases = {
+            **({"prefill": seconds["prefill"]} if "prefill" in seconds else {}),
+            "rollout": seconds.get("rollout", 0.0),
+            "score": seconds.get("score", 0.0),
+            "learn": seconds.get("learn", 0.0) - publish,
+            "publish": publish,
+            "eval": seconds.get("eval", 0.0),
+        }
+        driver = max(0.0, wall_s - sum(phases.values()))
+        inside = {"lease": leases.waited_s, **({"passes": seconds["passes"]} if seconds.get("passes") else {})}
+        return {f"phase/{name}_s": value for name, value in {**phases, **inside, "driver": driver}.items()}
+
+    def checkpointed(self) -> None:
+        """Write timeline and report of the run so far in a low-priority process.
+
+        Called at checkpoints. Written at most once a minute, and more rarely in long runs, see REPORT_SHARE. Starting the process
+        takes about 5 ms.
+        """
+        since_s = time.monotonic() - self.reported_s
+        if self.reporter is not None and self.reporter.poll() is None:
+            self.report_took_s = since_s
+            return
+        if since_s < max(REPORT_EVERY_S, self._report_took() / REPORT_SHARE):
+            return
+        self.reported_s, self.report_took_s = time.monotonic(), 0.0
+        packages = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join([packages, *filter(None, [os.environ.get("PYTHONPATH")])])
+        try:
+            self.reporter = subprocess.Popen(
+                ["nice", "-n", "19", sys.executable, "-m", "rlhfless_ray", "report", str(self.folder.path.resolve())],
+                env={**os.environ, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:  # a missing report must not end the run
+            self.progress.message(f"no report of the run so far: {error}")
+
+    def _report_took(self) -> float:
+        """Return the seconds that the last report took: until it was written, or until it was last seen running."""
+        try:
+            age_s = time.time() - (self.folder.path / "report.html").stat().st_mtime
+        except OSError:
+            return self.report_took_s
+        return max(self.report_took_s, time.monotonic() - self.reported_s - age_s) if self.reporter is not None else 0.0
+
+    def close(self, status: str, reason: str) -> None:
+        """Write the last rows, the status, the timeline and the report, however the run ended.
+
+        On a full disk everything that has space is written. Raises DiskFull if that is the only reason for the run to fail.
+        """
+        from rlhfless_ray.report.report import write_report
+        from rlhfless_ray.report.timeline import write_timeline
+
+        if self.reporter is not None:
+            self.reporter.kill()  # or it may write what was after what is
+            self.reporter.wait()
+        full: list[DiskFull] = []
+
+        def attempt(work: Callable[[], object]) -> None:
+            try:
+                work()
+            except DiskFull as error:
+                full.append(error)
+
+        def end() -> None:
+            ended = ("failed", str(full[0])) if full and status == "done" else (status, reason)
+            self.folder.end(*ended)
+
+        self.folder.reserve.release()
+        while self.later:
+            attempt(self.catch_up)
+        self.ledger.close()
+        attempt(lambda: self.ledger.append_to(self.folder.path / "ledger.csv"))
+        attempt(self.metrics.close)
+        attempt(end)
+        attempt(lambda: write_timeline(self.folder.path))
+        attempt(lambda: write_report(self.folder.path))
+        if full:
+            attempt(end)
+            self.progress.message("; ".join(dict.fromkeys(f"{error.path} is not up to date: the disk is full" for error in full)))
+        self.progress.close()
+        if full and status == "done":
+            raise full[0]
+
+
+def _shown(samples: list[Sample]) -> Shown | None:
+    """Return the first sample that has a reward."""
+    return next((Shown(s.prompt.text + s.text, _learned_reward(s)) for s in samples if s.reward is not None), None)
+
+
+def _learned_reward(sample: Sample) -> float:
+    """Return a scored sample's reward, after length penalties if advantages have been computed."""
+    assert sample.reward is not None
+    return sample.reward if sample.penalized is None else sample.penalized
+
+
+def _group_std(samples: list[Sample]) -> float:
+    """Return the mean over prompts of the deviation of their responses' rewards after length penalties. All are scored."""
+    groups: dict[int, list[float]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt.index, []).append(_learned_reward(sample))
+    return float(np.mean([_deviation(np.array(group)) for group in groups.values()]))
+
+
+def _deviation(rewards: np.ndarray) -> float:
+    """Return the sample standard deviation (n - 1 in the denominator)."""
+    return float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0

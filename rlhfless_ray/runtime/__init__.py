@@ -1,0 +1,1 @@
+"""One run from its parts to its last step: assembly, the stages that the loop calls, checkpoints, export."""

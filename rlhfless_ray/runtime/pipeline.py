@@ -1,0 +1,92 @@
+"""What `loop.py` calls: the operations of a step, in the order of the page. `Runtime` provides them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from placement.forecast.forecaster import Scenarios
+from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
+from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.pending import Pending
+from rlhfless_ray.prefix.step_prefixes import StepPrefixes
+from rlhfless_ray.types import Prompt, Sample, Step, UpdateStats, WeightVersion
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """What is due at the end of a step."""
+
+    metric: tuple[str, float] | None  # of its evaluation, by which checkpoints are compared: (name, value)
+    best: bool  # it is the best one so far
+    save: bool  # a checkpoint is due
+    others_wait: bool  # another run on the cluster waits for slots
+    starts_next: bool  # engines of the next step may take the free leases: nobody else needs them
+
+
+class Pipeline(Protocol):
+    weights: WeightVersion | None
+    owes_evaluation: bool  # the one before the first step, or one that a stop cut short
+
+    @property
+    def steps_done(self) -> int: ...
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last step. It falls when filtered groups use up an episode's prompts early."""
+
+    def next_prompts(self) -> list[Prompt]: ...
+
+    def forecast(self, step: Step) -> Scenarios: ...
+
+    def plan(self, step: Step) -> RolloutPlan: ...
+
+    def weigh_prefixes(self, step: Step) -> StepPrefixes | None:
+        """Decide whether sharing the KV of prompt prefixes pays for the plan. None: no prefix KV in this run."""
+
+    def begin_step(self, step: Step) -> None: ...
+
+    def prefill(self, step: Step) -> StepPrefixes | None: ...
+
+    def rollout_phase(self, plan: RolloutPlan) -> AbstractContextManager[None]: ...
+
+    def generate(self, step: Step) -> list[Sample]: ...
+
+    def score_phase(self) -> AbstractContextManager[None]: ...
+
+    def score(self, samples: list[Sample]) -> int: ...
+
+    def refill_groups(self, step: Step) -> None:
+        """Drop groups that teach nothing and answer other prompts in their place. Without algorithm.filter_range all stay."""
+
+    def learn_phase(self) -> AbstractContextManager[None]: ...
+
+    def advantages(self, samples: list[Sample]) -> Batch: ...
+
+    def start_update(self, batch: Batch) -> Pending[UpdateStats]:
+        """Update the critic, if there is one, and start the policy's update."""
+
+    def observe_samples(self, step: Step) -> None:
+        """Write the samples down, and learn from their lengths for the next plan."""
+
+    def publish(self, version: int) -> WeightVersion: ...
+
+    def evaluation_is_due(self, number: int) -> bool: ...
+
+    def evaluate(self) -> dict[str, float]: ...
+
+    def record_evaluation(self, found: dict[str, float]) -> None: ...
+
+    def decide_end(self, step: Step, upcoming: Step | None) -> StepEnd: ...
+
+    def close_step(self, step: Step, end: StepEnd) -> dict[str, float]:
+        """The step is done: a stop from here on saves it. Returns what it cost, slot-seconds and money."""
+
+    def start_engines(self, upcoming: Step) -> None:
+        """Start the next step's engines under the free leases. They load the weights; nobody waits for them."""
+
+    def record_step(self, step: Step, end: StepEnd) -> None:
+        """Write the step down, save what is due, and give slots to others that wait."""
+
+    def finish(self) -> None: ...

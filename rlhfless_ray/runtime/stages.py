@@ -1,0 +1,131 @@
+"""The stages of a run, made of its hired functions, and what they have in common to the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from placement.memory import VALUE_BYTES
+from rlhfless_ray.agent.agent_actor import AgentActor
+from rlhfless_ray.agent.agent_processes import AgentProcesses, start_agent
+from rlhfless_ray.agent.load_agent import AgentSource
+from rlhfless_ray.functions.failure_budget import FailureBudget
+from rlhfless_ray.learn.learn_stage import LearnStage
+from rlhfless_ray.prefix.prefix_stage import PrefixStage
+from rlhfless_ray.reward.prescored_stage import PrescoredStage
+from rlhfless_ray.reward.score_stage import ScoreStage
+from rlhfless_ray.reward.source import Source
+from rlhfless_ray.rollout.rollout_stage import RolloutStage
+from rlhfless_ray.run.context import RunContext
+from rlhfless_ray.weights.model_folder import without_weights
+
+if TYPE_CHECKING:
+    from rlhfless_ray.functions.worker_pool import WorkerPool
+    from rlhfless_ray.runtime.worker_pools import WorkerPools
+
+
+@dataclass(frozen=True)
+class Stages:
+    faults: FailureBudget  # one budget for all
+    prefix: PrefixStage | None
+    rollout: RolloutStage
+    score: ScoreStage
+    learn: LearnStage
+    agents: AgentProcesses | None  # None: responses are of one turn
+
+    @classmethod
+    def of(
+        cls,
+        context: RunContext,
+        worker_pools: WorkerPools,
+        files: dict[str, bytes],
+        longest_prompt_tokens: int,
+        reward: Source,
+        tokenizer: object,
+        *,
+        private: bool,
+    ) -> Stages:
+        """`files`: the first policy's folder; `private`: nobody else is on this Ray."""
+        faults = worker_pools.faults
+        score = (
+            PrescoredStage(context, worker_pools.reward)
+            if isinstance(reward, AgentSource)
+            else ScoreStage(context, worker_pools.reward, reward, tokenizer)
+        )
+        learn = LearnStage(context, worker_pools.worker_group, worker_pools.critic, worker_pools.reference)
+        agents = _agents(context, reward, files, longest_prompt_tokens, faults) if isinstance(reward, AgentSource) else None
+        prefix = _prefix(context, worker_pools, files, private)
+        weight_bytes = sum(len(content) for name, content in files.items() if name.endswith(".safetensors"))
+        rollout = RolloutStage(
+            context,
+            worker_pools.rollout,
+            learn.worker_groups,
+            tokenizer,
+            weight_bytes,
+            prefix=prefix,
+            agents=agents,
+            on_end_near=score.prepare,
+        )
+        return cls(faults, prefix, rollout, score, learn, agents)
+
+    def pools(self) -> Iterator[WorkerPool]:
+        yield from (self.rollout.pool, self.score.pool)
+        yield from self.learn.worker_groups.pools()
+        if self.prefix is not None:
+            yield self.prefix.pool
+
+    @property
+    def replacements(self) -> int:
+        """Processes that took the place of others so far."""
+        return self.rollout.pool.replacements + self.score.pool.replacements + (self.agents.replaced if self.agents else 0)
+
+    def close(self) -> None:
+        """End every process; their leases stay."""
+        for pool in (self.rollout.pool, self.score.pool, *self.learn.worker_groups.pools()):
+            pool.close()
+        if self.prefix is not None:
+            self.prefix.close()
+        if self.agents is not None:
+            self.agents.close()
+
+
+def _agents(
+    context: RunContext, source: AgentSource, files: dict[str, bytes], longest_prompt_tokens: int, faults: FailureBudget
+) -> AgentProcesses:
+    """Started ahead, beside the learner."""
+    import ray
+
+    recipe, resource = context.recipe, context.leases.resource
+    agent, functions = recipe.agent, recipe.functions
+    config, longest = ray.put(without_weights(files)), recipe.longest_tokens(longest_prompt_tokens)
+    own = (source, config, recipe.policy.trust_remote_code, longest, agent.timeout_s, agent.turn_tokens)
+    start_s = functions.lease_deadline_s + agent.timeout_s
+    agents = AgentProcesses(
+        lambda: start_agent(AgentActor, *own, resource=resource), agent.processes, agent.timeout_s, faults, start_s, context.ledger
+    )
+    agents.start()
+    return agents
+
+
+def _prefix(context: RunContext, worker_pools: WorkerPools, files: dict[str, bytes], private: bool) -> PrefixStage | None:
+    import ray
+
+    from rlhfless_ray.prefix.supported_models import page_bytes
+
+    if worker_pools.prefill is None:
+        return None
+    rollout, size = context.recipe.rollout, VALUE_BYTES[context.recipe.policy.dtype]
+    return PrefixStage(
+        context,
+        worker_pools.prefill,
+        rollout.prefix_kv,
+        run_id=context.leases.run_id,
+        block_size=rollout.block_size,
+        page_bytes=page_bytes(json.loads(files["config.json"]), size, rollout.block_size),
+        store_bytes=int(ray.cluster_resources().get("object_store_memory", 0)),
+        blocked=worker_pools.prefix_blocked,
+        max_instances=context.max_actors,
+        private=private,
+    )

@@ -1,0 +1,233 @@
+"""Load the initial policy: a user's folder, or one made from scratch, warm-started and cached."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from placement.memory import VALUE_BYTES
+from rlhfless_ray.common.disk_space import writing
+from rlhfless_ray.common.errors import UserError, one_line
+from rlhfless_ray.prompts.builtin_tasks import task
+from rlhfless_ray.prompts.task_tokenizer import TaskTokenizer
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.weights.model_folder import KEPT_SUFFIXES, is_safetensors, read_folder, write_folder
+
+VERSION = 4  # increase it when learn/warm_start.py, learn/tiny_model.py or a task changes the result
+FILE_PATTERNS = [f"*{suffix}" for suffix in KEPT_SUFFIXES]
+HUB_MODEL = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+
+
+def cache_folder() -> Path:
+    """Return `$XDG_CACHE_HOME/rlhfless-ray` or `~/.cache/rlhfless-ray`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhfless-ray"
+
+
+def warm_start_key(recipe: Recipe) -> str:
+    """Hash everything that determines a warm-started policy, except the thread count, which changes only the last bits."""
+    parts = {
+        "version": VERSION,
+        "versions": [importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")],
+        "task": recipe.prompts.task,
+        "seed": recipe.run.seed,
+        "policy": recipe.policy.model_dump(mode="json", include={"hidden_size", "layers", "dtype"}),
+        "warm_start": recipe.warm_start.model_dump(mode="json"),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def initial_policy(recipe: Recipe) -> tuple[dict[str, bytes], bool]:
+    """Return the policy's files, and whether it still needs a warm start. Raises UserError for an invalid folder."""
+    if recipe.policy.path:
+        files = read_folder(model_folder(recipe.policy.path, "policy.path"))
+        _check_files(files)
+        return files, False
+    built_in = task(recipe.prompts.task)
+    cached = cache_folder() / "policies" / warm_start_key(recipe)
+    if cached.is_dir():
+        return read_folder(cached), False
+    quiet_libraries()
+    from rlhfless_ray.learn.tiny_model import scratch_policy
+
+    files = scratch_policy(recipe, built_in)
+    if recipe.warm_start.steps == 0:
+        cache_policy(recipe, files)  # cached because its libraries take seconds to import
+    return files, recipe.warm_start.steps > 0
+
+
+def _check_files(files: dict[str, bytes]) -> None:
+    """Raise UserError for a config without model type and for truncated weights, such as partial copies and git-lfs pointers."""
+    config = _config(files)
+    if not isinstance(config, dict) or not (config.get("model_type") or config.get("auto_map")):
+        raise UserError("policy.path: its config.json names no model_type, so nothing can load it; copy the whole model folder")
+    for name, content in files.items():
+        if name.endswith(".safetensors") and not is_safetensors(content):
+            raise UserError(f"policy.path: {name} is not a complete safetensors file ({len(content):,} bytes); copy it again")
+
+
+def small_files(name: str, setting: str) -> Path:
+    """Return `model_folder`, but fetch only config.json, which is enough to compute the model's size."""
+    return model_folder(name, setting, ("config.json",))
+
+
+def cached_folder(name: str) -> Path:
+    """Return a local folder or the cached copy of a hub model; a path that does not exist if there is none."""
+    if Path(name).exists() or not HUB_MODEL.fullmatch(name):
+        return Path(name)
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(name, "config.json")
+    return Path(config).parent if isinstance(config, str) else Path(name)
+
+
+def model_folder(name: str, setting: str, patterns: Sequence[str] = FILE_PATTERNS) -> Path:
+    """Return a local folder, or the copy of the Hugging Face hub's model `org/name`, fetched if necessary.
+
+    Raises UserError if it cannot be fetched. `setting`: the recipe's key. `patterns`: files to fetch.
+    """
+    if Path(name).exists() or not HUB_MODEL.fullmatch(name):
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=["*/*"]))
+    except Exception as error:  # of many types: no network, no such model, no permission
+        raise UserError(
+            f"{setting}: there is no folder {name}, and the Hugging Face hub does not give a model of that name "
+            f"({one_line(error, 200)}); give a local model folder, or check name, network and login"
+        ) from None
+
+
+def cache_policy(recipe: Recipe, files: dict[str, bytes]) -> None:
+    """Cache the initial policy. The folder is renamed into place, so concurrent runs cannot mix their files."""
+    cached = cache_folder() / "policies" / warm_start_key(recipe)
+    with writing(cached):
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=cached.parent, prefix=".making-"))
+        try:
+            write_folder(temporary, files)
+        except OSError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    try:
+        os.rename(temporary, cached)
+    except OSError:
+        shutil.rmtree(temporary)
+
+
+def quiet_libraries() -> None:
+    """Silence library messages that are not useful here: progress bars over one file, and the absence of a GPU."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+
+
+def policy_tokenizer(recipe: Recipe, files: dict[str, bytes]) -> Any:
+    """Return the policy's tokenizer. Built-in policies get an equivalent without transformers, which takes seconds to import."""
+    return load_tokenizer(files, recipe.policy.trust_remote_code) if recipe.policy.path else TaskTokenizer(task(recipe.prompts.task))
+
+
+def load_tokenizer(files: dict[str, bytes], trust_remote_code: bool) -> Any:
+    quiet_libraries()
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory(prefix="rlhfless-tokenizer-") as name:
+        folder = write_folder(Path(name), {k: v for k, v in files.items() if not k.endswith(".safetensors")})
+        try:
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        except Exception as error:  # libraries raise many types for unreadable files
+            raise UserError(f"policy.path: its tokenizer cannot be loaded: {one_line(error, 200)}") from None
+
+
+# Config keys of the context length, in the order of their families' age; vLLM uses the same ones.
+CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_target_positions",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+PLAIN_ATTENTION = ("llama", "qwen2", "qwen3")  # every layer caches one key and one value per token and KV head, and nothing else
+# A qwen2 config with these keys needs no defaults from transformers, which takes seconds to import.
+COMPLETE_QWEN2 = {
+    "hidden_size",
+    "layer_types",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "use_sliding_window",
+}
+
+
+def context_tokens(files: dict[str, bytes]) -> int | None:
+    """Return the longest sequence in tokens that the policy takes, or None if its config does not say.
+
+    This is the smallest of the usual config keys, for a multimodal model those of its text part.
+    """
+    config = text_config(files)
+    limits = [config[key] for key in CONTEXT_KEYS if isinstance(config.get(key), int) and config[key] > 0]
+    return min(limits, default=None)
+
+
+def kv_cache_bytes(files: dict[str, bytes], tokens: int, block_size: int, dtype: str) -> int | None:
+    """Return the bytes of KV cache for one sequence, or None for unknown kinds of attention.
+
+    These are whole blocks, and the one block that vLLM always reserves.
+    """
+    config = text_config(files)
+    windows = config.get("use_sliding_window") or set(config.get("layer_types") or ()) - {"full_attention"}
+    if config.get("model_type") not in PLAIN_ATTENTION or windows:
+        return None
+    heads = config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    values = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width
+    return (-(-tokens // block_size) + 1) * block_size * values * VALUE_BYTES[dtype]
+
+
+def check_kv_cache(recipe: Recipe, files: dict[str, bytes], longest_prompt_tokens: int) -> None:
+    """Raise UserError if an engine's KV cache on CPU cannot hold the longest possible sequence."""
+    tokens = recipe.longest_tokens(longest_prompt_tokens)
+    needed = kv_cache_bytes(files, tokens, recipe.rollout.block_size, recipe.policy.dtype)
+    if needed is not None and needed > recipe.rollout.kv_cache_mb * 2**20:
+        raise UserError(
+            f"rollout.kv_cache_mb: {recipe.rollout.kv_cache_mb} MiB cannot hold one sequence of {tokens} tokens (the longest "
+            f"prompt and rollout.max_tokens), which needs {-(-needed // 2**20)} MiB; raise it, or lower rollout.max_tokens"
+        )
+
+
+def text_config(files: dict[str, bytes]) -> dict[str, Any]:
+    """Return config.json with its family's defaults, or unchanged if transformers does not know the family."""
+    raw = _config(files)
+    if raw.get("model_type") == "qwen2" and raw.keys() >= COMPLETE_QWEN2:
+        return raw
+    from transformers import AutoConfig
+
+    try:
+        family = AutoConfig.for_model(**raw)
+    except Exception:  # an unknown family, or an invalid value, which loading the model will report
+        return raw.get("text_config") or raw
+    return family.get_text_config().to_dict()
+
+
+def _config(files: dict[str, bytes]) -> Any:
+    try:
+        return json.loads(files["config.json"])
+    except ValueError:
+        raise UserError("policy.path: its config.json is not valid JSON") from None

@@ -1,0 +1,143 @@
+"""A Hugging Face model folder as a dict of files, which travels through Ray and needs no shared file system."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rlhfless_ray.common.errors import UserError
+
+KEPT_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".py")
+WEIGHTS = ".safetensors"
+MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def read_folder(path: Path, setting: str = "policy.path") -> dict[str, bytes]:
+    """Read {file name: content}.
+
+    Raises UserError if the folder has no config, safetensors weights or tokenizer. `setting`: the recipe's key of the folder.
+    """
+    if not path.is_dir():
+        raise UserError(f"{setting}: {path} is not a folder; give a local Hugging Face model folder")
+    files = {file.name: file for file in sorted(path.iterdir()) if file.is_file() and file.suffix in KEPT_SUFFIXES}
+    if "config.json" not in files:
+        raise UserError(f"{setting}: {path} has no config.json, so it is not a Hugging Face model folder")
+    if not {"tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"} & files.keys():
+        raise UserError(f"{setting}: {path} has no tokenizer (tokenizer.json); save one with tokenizer.save_pretrained")
+    if not any(name.endswith(WEIGHTS) for name in files):
+        raise UserError(f"{setting}: {path} has no *.safetensors weights; save them with model.save_pretrained")
+    return {name: file.read_bytes() for name, file in files.items()}
+
+
+def is_safetensors(content: bytes) -> bool:
+    """Return whether the content is a safetensors file of the length that its header declares."""
+    return _read_header(content) is not None
+
+
+def parameter_count(files: dict[str, bytes]) -> int:
+    """Return the number of parameters in all safetensors files. Invalid files count as empty."""
+    headers = [_read_header(content) or {} for name, content in files.items() if name.endswith(WEIGHTS)]
+    return sum(math.prod(entry["shape"]) for tensors in headers for entry in tensors.values())
+
+
+def _read_header(content: bytes) -> dict[str, Any] | None:
+    """Return the header's entry for each tensor, or None if the header does not match the content's length."""
+    try:
+        (size,) = struct.unpack("<Q", content[:8])
+        header = json.loads(content[8 : 8 + size])
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        ends = [entry["data_offsets"][1] for entry in tensors.values()]
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return None
+    return tensors if len(content) == 8 + size + max(ends, default=0) else None
+
+
+def stored_tensors(path: Path) -> dict[str, Any]:
+    """Return {tensor name: header entry} of the weights that transformers would load from a folder.
+
+    An entry has `shape`, `dtype` and `data_offsets`.
+
+    Reads only the headers of the safetensors files. Files with incomplete headers are skipped.
+    """
+    tensors: dict[str, Any] = {}
+    for name in _loaded_files(path):
+        try:
+            with (path / name).open("rb") as file:
+                (size,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(min(size, MAX_HEADER_BYTES)))
+        except (OSError, struct.error, ValueError):
+            continue
+        if isinstance(header, dict):
+            tensors |= {key: entry for key, entry in header.items() if key != "__metadata__"}
+    return tensors
+
+
+def _loaded_files(path: Path) -> list[str]:
+    """Return the files that transformers loads. A folder may hold its weights twice: in one file, and in shards or other formats."""
+    index = path / "model.safetensors.index.json"
+    if (path / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    try:
+        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return sorted(file.name for file in path.glob(f"*{WEIGHTS}"))
+
+
+def without_weights(files: dict[str, bytes]) -> dict[str, bytes]:
+    """Return config and tokenizer: what an engine needs before it pulls a weight version."""
+    return {name: content for name, content in files.items() if not name.endswith((WEIGHTS, ".index.json"))}
+
+
+def with_weights(files: dict[str, bytes], weights: bytes) -> dict[str, bytes]:
+    """Return a model folder's files with these weights (safetensors) as model.safetensors.
+
+    As in transformers' `save_pretrained`, config.json names their dtype: that of most elements.
+    """
+    counts: dict[str, int] = {}
+    for entry in (_read_header(weights) or {}).values():
+        if entry["dtype"] in DTYPES:
+            counts[entry["dtype"]] = counts.get(entry["dtype"], 0) + math.prod(entry["shape"])
+    files = {**files, "model.safetensors": weights}
+    if counts and "config.json" in files:
+        config, dtype = json.loads(files["config.json"]), DTYPES[max(counts, key=lambda name: counts[name])]
+        names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]
+        if any(config.get(name) != dtype for name in names):
+            files["config.json"] = json.dumps({**config, **dict.fromkeys(names, dtype)}, indent=2).encode()
+    return files
+
+
+def content_addressed_folder(root: Path, files: dict[str, bytes]) -> Path:
+    """Write the files to a folder below `root` that is named by their hash, and return it.
+
+    The same files always have the same path. The folder is kept. Concurrent writers never see partial folders. Raises OSError
+    if the folder cannot be written.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, content in sorted(files.items()):
+        for part in (name.encode(), content):
+            digest.update(len(part).to_bytes(8, "big") + part)
+    path = root / digest.hexdigest()
+    if path.is_dir():
+        return path
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as name:
+        whole = write_folder(Path(name) / "whole", files)
+        try:
+            whole.rename(path)
+        except OSError:
+            if not path.is_dir():  # otherwise another process has written it meanwhile
+                raise
+    return path
+
+
+def write_folder(path: Path, files: dict[str, bytes]) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+    return path

@@ -1,0 +1,39 @@
+"""Weights by the names and in the shapes that `save_pretrained` writes, which is what engines and model folders need.
+
+transformers 5 keeps some models in another form than their files: the experts of a mixture are one fused tensor in memory and one
+tensor per expert on disk. vLLM loads the files' form only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def saved_state(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Convert a live state dict to what `save_pretrained` would write for this model.
+
+    Args:
+        model: the transformers model that the state belongs to. It is only asked for its conversions, so its weights may be sharded.
+        state: whole tensors by the model's own names, adapters merged, tied copies left out.
+
+    Returns: {name in a file: tensor}. Tensors may be views of those in `state`.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    return revert_weight_conversion(model, {name: tensor for name, tensor in state.items() if name not in ignored})
+
+
+def is_converted(model: Any) -> bool:
+    """Whether live and saved state of this model differ."""
+    import torch
+
+    names = dict.fromkeys(model.state_dict())
+    # Only names and shapes matter here. A converter needs the real shape, which a parameter sharded by ZeRO 3 keeps in `ds_shape`.
+    shapes = {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
+    found = saved_state(model, {name: torch.empty(shapes[name], device="meta") for name in names})
+    return {name: tensor.shape for name, tensor in found.items()} != shapes

@@ -1,0 +1,219 @@
+"""The step's plan: forecast → frontier → choice → decision, without Ray or an engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from placement.planning.objective import Objective
+from placement.speed.decode_speed import Speed
+from rlhfless_ray import Recipe
+from rlhfless_ray.autoscaler.autoscaler import Autoscaler, response_tokens
+from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
+from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
+from rlhfless_ray.types import Completion, EngineStep, Prompt, Sample
+
+SPEED = Speed(0.01, 1e-4)
+
+
+def recipe(**sections) -> Recipe:
+    tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "rollout": {"samples_per_prompt": 4, "max_tokens": 200}}
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    return Recipe.parse(tree)
+
+
+def prompts(count: int = 16) -> list[Prompt]:
+    return [Prompt(i, "x", tuple(range(5 + i))) for i in range(count)]
+
+
+def answers(asked: list[Prompt], seed: int = 0) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    found = []
+    for prompt in asked:
+        for j in range(4):
+            length = int(np.clip(rng.lognormal(2 + 0.15 * prompt.index, 0.4), 1, 200))
+            found.append(Sample(prompt, j, Completion(0, np.zeros(length, np.int32), np.zeros(length, np.float32), "stop", 0)))
+    return found
+
+
+def trained(auto: Autoscaler, steps: int = 6) -> Autoscaler:
+    for step in range(steps):
+        auto.observe_samples(prompts(), answers(prompts(), step))
+        auto.observe_rollout([EngineStep(n, n, 20 * n, SPEED.step_s(n)) for n in range(1, 65)], 0.05)
+    return auto
+
+
+def test_every_sequence_is_in_one_share_whatever_the_number_of_engines():
+    auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}), SPEED))
+    scenarios = auto.forecast(prompts(), 7)
+    plan = auto.plan(scenarios, prompts(), 4, step=7, warm=4)
+    assert plan.actors > 1
+    expected, groups = scenarios.lengths.mean(1), np.repeat(np.arange(16), 4)
+    for engines in range(1, 6):
+        shares = plan.shares(engines, expected, groups)
+        assert 1 <= len(shares) <= engines
+        assert sorted(np.concatenate(shares).tolist()) == list(range(64))
+
+
+def test_preferring_speed_takes_more_engines_than_preferring_cost_and_the_likely_long_sit_in_smaller_company():
+    sizes = {}
+    for prefer in (0.0, 1.0):
+        auto = trained(Autoscaler(recipe(objective={"prefer": prefer}), SPEED))
+        scenarios = auto.forecast(prompts(), 7)
+        plan = auto.plan(scenarios, prompts(), 4, step=7, warm=4)
+        sizes[prefer] = plan.actors
+        assert plan.decision.plan is not None and str(f"prefer {prefer:g}") in plan.reason
+    assert sizes[0.0] == 1 < sizes[1.0]
+    longest = np.argsort(-scenarios.lengths.mean(1))[:4]
+    company = {int(i): len(group) for group in plan.decision.plan.groups for i in group}
+    assert np.mean([company[int(i)] for i in longest]) < np.mean(list(company.values()))
+
+
+def test_a_deadline_that_cannot_be_met_is_said_and_the_nearest_plan_taken():
+    auto = trained(Autoscaler(recipe(objective={"deadline_s": 1e-3}), SPEED))
+    plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
+    assert "no plan takes 0.001 s or less; the nearest deadline that can be met is" in plan.reason
+    assert plan.decision.time_s == min(p.time_s for p in plan.frontier)
+
+
+def test_a_deadline_and_a_budget_cover_what_surrounds_decoding():
+    auto = trained(Autoscaler(recipe(objective={"prefer": 1}), SPEED))
+    fastest = auto.plan(auto.forecast(prompts(), 9), prompts(), 4, step=9, warm=4)
+    decoding_s, whole_s = fastest.frontier[0].time_s, fastest.predicted_s
+    assert whole_s > 1.02 * decoding_s
+    between = Objective(deadline_s=(decoding_s + whole_s) / 2)
+    auto.objective = between
+    plan = auto.plan(auto.forecast(prompts(), 9), prompts(), 4, step=9, warm=4)
+    assert "no plan takes" in plan.reason, "decoding alone would end by then, the rollout would not"
+    for goal in (Objective(deadline_s=1.3 * whole_s), Objective(budget=1.3 * fastest.frontier[-1].cost)):
+        auto.objective, auto.actors = goal, 0
+        plan = auto.plan(auto.forecast(prompts(), 9), prompts(), 4, step=9, warm=4)
+        assert "no plan" not in plan.reason
+        assert plan.predicted_s <= (goal.deadline_s or np.inf) and plan.predicted_slot_s <= (goal.budget or np.inf) * (1 + 1e-9)
+
+
+def test_a_planner_that_fails_keeps_the_last_good_size_and_says_so(monkeypatch):
+    auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}), SPEED))
+    good = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
+    auto.actors = good.actors
+    monkeypatch.setattr("rlhfless_ray.autoscaler.autoscaler.frontier", lambda *a, **k: 1 / 0)
+    bad = auto.plan(auto.forecast(prompts(), 8), prompts(), 4, step=8, warm=4)
+    assert bad.actors == good.actors and "the planner failed (ZeroDivisionError" in bad.reason
+    shares = bad.shares(2, np.ones(64), np.repeat(np.arange(16), 4))
+    assert sorted(np.concatenate(shares).tolist()) == list(range(64))
+
+
+def test_what_does_not_fit_an_engine_waits_for_room_or_gets_another_engine():
+    plans = {}
+    for capacity in (None, 400):
+        auto = Autoscaler(recipe(objective={"prefer": 0.0}), SPEED)
+        auto.expect(ExpectedEngine(SPEED, capacity))
+        trained(auto)
+        plans[capacity] = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4).decision
+    free, tight = plans[None], plans[400]
+    assert free.actors == 1 and tight.time_s * tight.actors > 1.3 * free.time_s, "one engine cannot hold all of it at once"
+    auto.expect(ExpectedEngine(SPEED, 1))  # less than any sequence: a forecast beyond the cache must not end the planning
+    assert "the planner failed" not in auto.plan(auto.forecast(prompts(), 8), prompts(), 4, step=8, warm=4).reason
+
+
+def test_fixed_pools_hold_every_engine_and_plan_nothing():
+    auto = Autoscaler(recipe(functions={"elastic": False}), SPEED)
+    plan = auto.plan(auto.forecast(prompts(), 1), prompts(), 3, step=1, warm=0)
+    assert plan.actors == 3 and plan.frontier == () and "functions.elastic is off" in plan.reason
+
+
+def test_a_cold_engine_must_pay_back_and_a_warm_one_is_taken_at_once():
+    chosen = {}
+    for warm in (1, 2):
+        auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}), SPEED))
+        auto.actors = 1
+        auto.terms.warm_start.observe(0.0, np.full(8, 0.005))
+        plan = auto.plan(auto.forecast(prompts(), 2), prompts(), 2, step=2, warm=warm)
+        chosen[warm] = plan.actors
+    assert chosen == {1: 1, 2: 2}
+
+
+def test_what_was_learned_survives_a_resume_exactly():
+    auto = trained(Autoscaler(recipe(), SPEED))
+    again = Autoscaler(recipe(), SPEED)
+    again.restore(auto.state())
+    a, b = auto.forecast(prompts(), 9), again.forecast(prompts(), 9)
+    assert np.array_equal(a.lengths, b.lengths)
+    one, two = (x.plan(s, prompts(), 4, step=9, warm=4) for x, s in ((auto, a), (again, b)))
+    assert one.reason == two.reason and one.predicted_s == pytest.approx(two.predicted_s)
+
+
+def test_what_learn_phases_take_before_the_policys_update_is_a_term_of_the_step_and_survives_a_resume():
+    auto, asked = trained(Autoscaler(recipe(), SPEED)), prompts()
+    scenarios = auto.forecast(asked, 7)
+    without = auto.plan(scenarios, asked, 4, step=7, warm=4).predicted_step_s
+    for seed in range(8):
+        samples = answers(asked, seed)
+        auto.observe_passes(samples, 0.2 + 0.001 * response_tokens(samples).sum())
+        auto.observe_update(1, samples, 1.0)
+        auto.observe_step({"rollout": 1.0}, 3.5 + auto.passes_s, 64)
+    again = Autoscaler(recipe(), SPEED)
+    again.restore(auto.state())
+    tokens = scenarios.lengths.mean(1).sum()
+    for one in (auto, again):
+        assert one.terms.passes.predict(tokens) == pytest.approx(0.2 + 0.001 * tokens, rel=0.1)
+        assert one.outside.predict() == pytest.approx(1.5, rel=0.2), "it is counted once"
+        told = one.plan(scenarios, asked, 4, step=7, warm=4).predicted_step_s
+        assert told - without > 0.9 * one.terms.passes.predict(tokens)
+
+
+def test_the_prediction_counts_what_surrounds_decoding_and_slots_held_for_the_learner():
+    auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}, learner={"max_slots_per_rank": 4}), SPEED))
+    plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
+    assert auto.engine_speed.prefill_s > 0, "and prompts are part of the plan's own time"
+    assert plan.predicted_s == pytest.approx(plan.decision.time_s * (1 + auto.speed.overhead) + auto.around.predict())
+    assert plan.predicted_step_s > plan.predicted_s
+    assert plan.predicted_slot_s == pytest.approx(plan.actors * plan.predicted_s)  # all are wanted next: nobody lets go
+
+
+def test_quality_compares_with_the_clairvoyant_plan_and_the_bounds():
+    auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}), SPEED))
+    auto.actors = 3
+    row = auto.quality(auto.forecast(prompts(), 7), answers(prompts(), 7), prompts(), 4)
+    assert row["plan/bound_s"] <= row["plan/clairvoyant_s"] * (1 + 1e-9)
+    assert row["plan/bound_cost_slot_s"] <= row["plan/clairvoyant_cost_slot_s"] * (1 + 1e-9)
+    assert 0.7 < row["forecast/coverage_90"] <= 1 and row["forecast/spearman"] > 0.5 and row["pool/rollout_actors"] == 3
+
+
+def test_metrics_hold_a_thinned_frontier():
+    auto = trained(Autoscaler(recipe(), SPEED))
+    plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
+    row = plan.metrics()
+    assert len(row["plan/frontier_time_s"]) == len(row["plan/frontier_cost_slot_s"]) == len(row["plan/frontier_actors"]) <= 24
+    assert row["pool/decision"] in ("Grow", "Shrink", "Hold") and isinstance(plan, RolloutPlan)
+
+
+def test_nothing_that_concerns_planning_only_ends_a_run(monkeypatch):
+    auto = Autoscaler(recipe(), SPEED)
+    for broken in ("predict", "forecast", "observe"):
+        monkeypatch.setattr(auto.forecaster, broken, lambda *_: 1 / 0)
+    monkeypatch.setattr(auto.speed, "observe", lambda *_: 1 / 0)
+    monkeypatch.setattr("rlhfless_ray.autoscaler.autoscaler.forecast_quality", lambda *_: 1 / 0)
+    for broken in ("predict", "decide", "settle"):
+        monkeypatch.setattr(auto.learner, broken, lambda *_, **__: 1 / 0)
+    for broken in ("hold_slot", "keep_alive", "prewarm"):
+        monkeypatch.setattr(f"rlhfless_ray.autoscaler.autoscaler.{broken}", lambda *_: 1 / 0)
+    scenarios = auto.forecast(prompts(), 1)
+    assert scenarios.lengths.shape == (64, 64) and (scenarios.lengths == 100).all()
+    assert auto.expected(prompts()).shape == (16,)
+    auto.observe_samples(prompts(), answers(prompts()))
+    auto.observe_rollout([EngineStep(1, 1, 1, 0.01)], 0.01)
+    assert auto.quality(scenarios, answers(prompts()), prompts(), 2) == {"pool/rollout_actors": 0}
+    assert auto.plan(scenarios, prompts(), 2, step=1, warm=2).actors >= 1
+    assert auto.size_learner(answers(prompts())).actors == auto.learner_slots
+    assert auto.drained(1.0, needed_next=True).action == "Release"
+    assert auto.keep_warm_s([1.0], 0.1) == 0.0 and not auto.prewarm_now(1.0, 1.0, 0.1)
+    auto.settle()
+    told = [
+        "the forecast", "learning from lengths", "fitting the speed", "judging the plan", "weighing an idle slot",
+        "predicting the step", "sizing the learner", "weighing parked processes", "timing a start ahead",
+        "fitting what was observed",
+    ]  # fmt: skip
+    assert [trouble.split(" failed")[0] for trouble in auto.troubles] == told
+    assert all("ZeroDivisionError: division by zero" in trouble for trouble in auto.troubles)

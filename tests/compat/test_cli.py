@@ -1,0 +1,167 @@
+"""The commands as users type them: exit codes, what is on stderr, --json, and that the page is current."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from rlhfless_ray.common.errors import Stopped
+from rlhfless_ray.compat.openrlhf.explain_report import DOCUMENT, document
+from tests.conftest import ROOT, command, environment
+
+LINE = "--pretrain /m --prompt_data /d.jsonl --remote_rm_url /r.py --advantage_estimator rloo --n_samples_per_prompt 4 --vllm_num_engines 2"
+
+
+def launcher(*flags):
+    return subprocess.run(
+        [sys.executable, "-m", "rlhfless_ray.cli.train_ppo_ray", *flags], capture_output=True, text=True, timeout=120, cwd=ROOT,
+        env=environment(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--pretrain /m --sed 3", "unrecognized arguments: --sed"),
+        ("--seed three", "argument --seed: invalid int value: 'three'"),
+        ("--pretrain /m --prompt_data /d", "there is no reward"),
+        (LINE + " --load_in_4bit", "--load_in_4bit: 4-bit base weights are outside"),
+        (LINE + " --elastic.prefr 1", "did you mean --elastic.prefer?"),
+        (LINE + " --seed 1 --train.seed 2", "--seed and --train.seed"),
+        ("--use_icepop --elastic.dialect 0.11.2", "--use_icepop: OpenRLHF 0.9.1 to 0.9.2 had it"),
+    ],
+)
+def test_mistakes_exit_with_two_with_usage_and_the_flag_on_stderr(flags, said):
+    done = launcher(*flags.split())
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("usage: train_ppo_ray.py [-h]") and said in done.stderr
+    assert ("[--pretrain PRETRAIN]" in done.stderr) == ("0.11.2" not in flags)  # the dialect's own usage
+    assert "train_ppo_ray.py: error: " in done.stderr and "Traceback" not in done.stderr
+
+
+def test_help_is_light_and_says_what_is_ours():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = launcher("--help")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0 and "--actor.adam.lr" in done.stdout and "--elastic.FIELD" in done.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0  # seconds of a core, whoever else works
+    assert launcher("--pretrain", "x", "--hel").stdout == done.stdout
+
+
+@pytest.mark.parametrize(
+    "module", ["compat.openrlhf.translate", "cli.train_ppo_ray", "cli.explain_command", "compat.openrlhf.explain_report"]
+)
+def test_reading_a_line_imports_nothing_heavy(module):
+    script = f"import rlhfless_ray.{module}, sys; print([m for m in ('ray', 'torch', 'vllm', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT, env=environment())
+    assert done.stdout == "[]\n"
+
+
+def test_explain():
+    more = ["--perf", "--colocate_all_models", "--vllm_num_engines", "8"]
+    done = command("explain", "--", "python3", "-m", "openrlhf.cli.train_ppo_ray", *LINE.split(), *more)
+    told = {line.split()[0]: line for line in done.stdout.splitlines() if line and not line.startswith(" ")}
+    assert "0.10.1" in told["dialect"] and "at most 8" in told["slots"] and "hold 8 GPUs" in told["slots"]
+    assert "--pretrain" in told["honoured"] and told["no"].endswith("--perf") and "--vllm_num_engines 8: 8 engines at most" in done.stdout
+    assert done.returncode == (2 if "refused" in told else 0)
+    recipe = yaml.safe_load(done.stdout.partition("\nrecipe")[2].partition("\n")[2].partition("\ndoes not run")[0])
+    assert recipe["policy"]["path"] == "/m" and recipe["rollout"]["samples_per_prompt"] == 4
+
+
+def test_explain_for_programs():
+    inner = f"cd x && ray job submit -- python -m openrlhf.cli.train_ppo_ray {LINE} --top_p 0.5"
+    done = command("explain", "--json", "--", "srun", "bash", "-c", inner)
+    told = json.loads(done.stdout)
+    assert told["dialect"] == "0.10.1" and told["slots"]["at_most"] == 8 and told["recipe"]["policy"]["path"] == "/m"
+    flags = [entry["flag"] for entry in told["flags"]]
+    assert flags == [token for token in (LINE + " --top_p").split() if token.startswith("--")]
+    assert told["runs"] == (done.returncode == 0) and told["runs"] == (not told["refused"] and told["problem"] is None)
+
+
+def test_the_launcher_hands_its_recipe_to_the_runtime(monkeypatch, capsys):
+    """With a runtime that records what it gets, and a recipe that is taken to do all it lacks keys for."""
+    import rlhfless_ray.runtime.runtime
+    from rlhfless_ray.cli.train_ppo_ray import _train
+    from rlhfless_ray.compat.openrlhf.recipe_keys import Installed
+
+    got = []
+
+    class Recording:
+        def __init__(self, recipe):
+            got.append(recipe)
+            self.folder = type("Folder", (), {"path": ROOT})()
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def __iter__(self):
+            return iter([1, 2])
+
+    monkeypatch.setattr(rlhfless_ray.runtime.runtime, "Runtime", Recording)
+    monkeypatch.setattr(Installed, "_does_so_anyway", lambda self, key, value: not self.knows(key))
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    monkeypatch.delenv("WANDB_API_KEY")
+    key = "0123456789abcdef" * 3
+    line = LINE.replace("/d.jsonl", "/d.jsonl --use_wandb " + key) + " --perf --elastic.cluster.cpus 2"
+    _train(line.split())
+    (recipe,) = got
+    assert recipe.policy.path == "/m" and recipe.rollout.samples_per_prompt == 4 and recipe.rollout.max_actors == 2
+    assert recipe.reward.function == "/r.py:reward_func" and recipe.run.seed == 42 and recipe.watch.wandb == "online"
+    assert os.environ["WANDB_API_KEY"] == key and key not in recipe.to_yaml()
+    told = capsys.readouterr().out
+    assert "[rlhfless] command line of OpenRLHF 0.10.1" in told and "no effect here: --perf" in told and key not in told
+    assert recipe.learner.ranks <= 8 and ("it starts with" in told) == (recipe.learner.ranks < 8)
+
+    def stopped(self):
+        stop = Stopped(15)
+        stop.resumable = True
+        raise stop
+
+    monkeypatch.setattr(Recording, "__iter__", stopped)
+    for more, said in (" --save_steps 1", "--load_checkpoint"), ("", f"rlhfless train {ROOT / 'recipe.yaml'} --resume"):
+        with pytest.raises(Stopped) as caught:
+            _train((line + more).split())
+        assert caught.value.continue_with == said
+
+
+def test_explain_what_is_wrong():
+    done = command("explain", "--", "python3", "-m", "openrlhf.cli.train_ppo_ray", "--flash_atn")
+    assert done.returncode == 2 and "did you mean --flash_attn (0.8.0 to 0.8.9" in done.stderr
+    done = command("explain", "--", "python3", "-m", "openrlhf.cli.train_sft")
+    assert done.returncode == 2 and "not covered" in done.stderr
+    done = command("explain", "--flags")
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 167
+
+
+def test_run_and_submit_build_the_command():
+    start = ["python3", "-m", "openrlhf.cli.train_ppo_ray"]
+    done = command("run", "--dry-run", "--", *start, "--seed", "3")
+    assert done.stdout.split() == [sys.executable, "-m", "rlhfless_ray.cli.train_ppo_ray", "--seed", "3"]
+    done = command("run", "--dry-run", "--", "ray", "job", "submit", "--address", "http://h:1", "--", *start, "--seed", "3")
+    assert done.stdout.startswith("ray job submit --address http://h:1 --runtime-env-json ") and "py_modules" in done.stdout
+    assert done.stdout.rstrip().endswith("-- python3 -m rlhfless_ray.cli.train_ppo_ray --seed 3")
+    done = command("submit", "--dry-run", "--address", "http://h:1", "--", *start, "--sed", "3")
+    assert done.returncode == 2 and "--sed" in done.stderr
+    done = command("submit", "--dry-run", "--no-package", "--working-dir", ".", "--", "bash", "train.sh")
+    assert "py_modules" not in done.stdout and done.stdout.rstrip().endswith("-- python3 -m rlhfless_ray run -- bash train.sh")
+    assert command("submit", "--dry-run").returncode == 2
+    assert command("run", "--", "no-such-program-here").returncode == 2
+
+
+def test_run_runs_it(tmp_path):
+    done = command("run", "--", "python3", "-m", "openrlhf.cli.train_ppo_ray", "--no_such_flag", cwd=tmp_path)
+    assert done.returncode == 2 and "--no_such_flag: no version of OpenRLHF" in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_page_is_current():
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert document(text) == text, "run python -m rlhfless_ray.compat.openrlhf.explain_report"
+    assert text.count("\n| `--") >= 167

@@ -1,0 +1,303 @@
+"""Whole commands: finding the launcher in every launch shape in use, and what is run in its place."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.compat.openrlhf.command import find, package_root, replaced, submission
+from rlhfless_ray.compat.openrlhf.flags import launchers
+from rlhfless_ray.compat.openrlhf.shell import simple_commands
+
+FLAGS = ["--pretrain", "/m", "--eps_clip_low_high", "0.2", "0.3", "--bf16"]
+MODULE = "openrlhf.cli.train_ppo_ray"
+JOB = 'ray job submit --address=http://127.0.0.1:8265 --runtime-env-json=\'{"working_dir": "/x y"}\' --'
+
+ARRAYS = """#!/bin/bash
+#SBATCH -N 2
+set -x
+MODEL="/m"   # the model
+NAME=$(basename "$0")
+CKPT=(
+   --pretrain ${MODEL}
+   # --reward_pretrain ${REWARD}
+)
+CKPT+=( --eps_clip_low_high 0.2 0.3 )
+MORE=()
+%s python3 -m openrlhf.cli.train_ppo_ray \\
+   "${CKPT[@]}" ${MORE[@]} \\
+   --bf16 2>&1 | tee log.txt
+echo "done --bf16"
+"""
+
+SLURM = r"""#!/bin/bash
+#SBATCH --ntasks-per-node=1        # one
+IMAGE="reg/image:tag"
+LOG="$(realpath .)/run-$SLURM_JOB_ID.log"
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+all=( $nodes )
+head=${all[0]}
+srun -w "$head" bash -c \
+   "pip install ray \
+   && ray start --head --port=$((6000 + 379)) --block" &>> ${LOG} &
+for ((i = 1; i < SLURM_JOB_NUM_NODES; i++)); do
+  srun -w "${all[$i]}" bash -c "ray start --address $head --block" &>> ${LOG} &
+done
+srun --overlap --container-image="$IMAGE" bash -c \
+"pip install ray \
+&& /root/.local/bin/ray job submit --address=http://localhost:8265 \
+    --runtime-env-json='{\"working_dir\": \"/openrlhf\", \"pip\": \"/r.txt\"}' \
+    -- python3 -m openrlhf.cli.train_ppo_ray \
+    --pretrain /m \
+    --eps_clip_low_high 0.2 0.3 \
+    --bf16" &>> ${LOG}
+echo "$(date) done" &>> ${LOG}
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"python3 -m {MODULE} {shlex.join(FLAGS)}",
+        f"/opt/venv/bin/python -u -m {MODULE} {shlex.join(FLAGS)}",
+        f"python3 -m{MODULE} {shlex.join(FLAGS)}",
+        f"python3 /code/openrlhf/cli/train_ppo_ray.py {shlex.join(FLAGS)}",
+        f"env NCCL_DEBUG=INFO python -m {MODULE} {shlex.join(FLAGS)}",
+        f"python -m rlhfless_ray.cli.train_ppo_ray {shlex.join(FLAGS)}",
+        f"{JOB} python3 -m {MODULE} {shlex.join(FLAGS)}",
+        f"srun --nodes=1 -w node1 python3 -m {MODULE} {shlex.join(FLAGS)}",
+        f"bash -c 'cd /x && python3 -m {MODULE} {shlex.join(FLAGS)} > log 2>&1 &'",
+        f"srun --overlap bash -lc {shlex.quote(f'pip install x && /root/.local/bin/{JOB} python3 -m {MODULE} ' + shlex.join(FLAGS))}",
+        f"srun bash -c {shlex.quote('bash -c ' + shlex.quote(f'python3 -m {MODULE} ' + shlex.join(FLAGS)))}",
+        shlex.join(["bash", "-c", ARRAYS % ""]),
+        shlex.join(["bash", "-c", ARRAYS % JOB]),
+        shlex.join(["bash", "-c", SLURM]),
+        shlex.join(FLAGS),
+    ],
+)
+def test_the_launcher_is_found_in_every_shape(command):
+    found = find(shlex.split(command))
+    assert (found.launcher, found.flags) == ("train_ppo_ray", FLAGS)
+
+
+def test_the_launcher_is_found_in_a_script(tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(ARRAYS % JOB)
+    assert find(["bash", str(script)]).flags == FLAGS == find(["sbatch", "-N", "2", str(script)]).flags
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (f"python3 -m {MODULE.replace('train_ppo_ray', 'train_sft')} --x", "train_sft is not covered"),
+        ("deepspeed --module openrlhf.cli.train_dpo --x", "train_dpo is not covered"),
+        ("deepspeed --module openrlhf.cli.train_ppo --x", "OpenRLHF had it until 0.6.1; start openrlhf.cli.train_ppo_ray instead"),
+        ("python -m openrlhf.cli.train_everything", "OpenRLHF has no such launcher"),
+        ("python3 train.py", "no launcher of OpenRLHF in it"),
+        ("", "no launcher of OpenRLHF in it"),
+    ],
+)
+def test_commands_without_our_launcher(command, said):
+    with pytest.raises(UserError, match=said):
+        find(shlex.split(command))
+
+
+def test_every_launcher_is_either_ours_or_said_not_to_be():
+    for launcher in launchers():
+        if launcher in ("train_ppo_ray", "serve_rm", "lora_combiner"):
+            assert find(["python", "-m", f"openrlhf.cli.{launcher}"]).launcher == launcher
+        else:
+            with pytest.raises(UserError, match="not covered"):
+                find(["python", "-m", f"openrlhf.cli.{launcher}"])
+
+
+# ---------------------------------------------------------------- the shell's grammar, against a real shell
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "a 'b c' \"d e\" f\\ g",
+        "a#b '#c' \\# # comment",
+        "$'x\\ny' \"a\\\"b\\$c\\q\" 'it'\"'\"'s'",
+        "a \\\n  b",
+        '--x="1 2" --y=\'\' ""',
+        "a\tb   c;",
+    ],
+)
+def test_words_are_those_of_bash(words):
+    script = f"printf '%s\\0' {words}\n"
+    real = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+    assert simple_commands(script, {})[0].words[2:] == real
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        'V="a b"; set -- $V "$V" ${V} "${V}x" \'$V\'',
+        'V=(1 "2 3" 4); set -- "${V[@]}" ${V[@]} ${V[0]} "${V[1]}" "${V[*]}"',
+        'V=(); set -- x "${V[@]}" y',
+        'V=(a); V+=(b "c d"); set -- "${V[@]}"',
+        'export V=q; W=$V/r; set -- $W ${X:-s} "${X:-t u}"',
+        "V=1 && set -- $V || echo no",
+        "set -- a 2>/dev/null b >/dev/null c",
+        "cat <<EOF\n--not-me $V\nEOF\nset -- a",
+        'V="a b"; V+=" c"; W+=d; set -- $V $W',
+        'N=4; M=2; set -- $((N * 32 / M)) $(( ($N - 1) * ${M} )) "x$((-7 + 10))"',
+        'set -- ${1:-x} "${2:-y z}"',
+        "M=m; read -r -d '' V <<EOF\n--a $M \\\n  --b \"q\"\nEOF\nset -- $V",
+        "read -r -d '' V <<'EOF'\n--a $M\nEOF\nset -- $V x",
+        "cat <<EOF | cat >/dev/null\n--not-me\nEOF\nset -- a",
+        "V=(\n  --a 1 # --b 2\n  # --c\n  --d\n)\nset -- ${V[@]}",
+        'V=/a/b.c; X=; set -- ${V%.*} "${V##*/}" ${V#/} ${V/b/"d e"} ${V//[ab]/x} ${X:+no} ${V:+"y z" --w} ${X:-"q r"} ${#V}',
+        'F=(1 2); F[1]=9; F[2]="a b"; set -- "${F[@]}" ${#F[@]} "x${F[@]}y"',
+        'f() {\n  local a=$1; shift\n  V=("$@" "$a" $# "${1:-z}")\n}\nfunction g { f "$@" 3; }\ng a "b c"; set -- "${V[@]}"',
+        'V=(a); if [ "$V" = b ]; then V+=(x); elif [[ $V == a* ]]; then V+=(y); else V+=(z); fi; set -- "${V[@]}"',
+        'N=3; if [ $N -gt 4 ] || [ ! -z "$N" ]; then V=1; else V=2; fi; if ! false; then W=3; fi; set -- $V $W',
+        'case "t o" in\n  one) V=1 ;;\n  t*|x) V=2\n    ;;\n  *) V=3 ;;\nesac; case $NONE in "") V+=4;; *) V+=5; esac; set -- $V',
+        'for x in "1 2" 3; do V="$x"; break; done; while true; do W=4; break; done; set -- "$V" $W',
+        '[ -n "$NONE" ] && V=(a) || V=(b); false && W=1; true || W=2; true && X=3; set -- "${V[@]}" ${W:-n} $X',
+        'C="set --"; C="$C a"; C+=" b"; eval $C "\'c d\'"',
+        "f() { case $1 in a) echo '}' ;; esac; { true; }; cat <<EOF\n}\nEOF\n}\nV=1\nset -- $V",
+        ': ${V:=5}; : "${W:=a b}"; set -- $V "$W"',
+        'f() { A=("${@:2}" "${@:1:1}"); }; f a "b c" d e; V=(1 2 3 4); W=abcdef; '
+        'set -- "${A[@]}" ${V[@]:1:2} "${V[@]:3}" ${W:2} ${W:1:3} "${W: -2}" ${V[@]: -1}',
+        'G=8; T=2; f() { echo --x $G "$1"; }; set -- $(expr $G / $T) $(f "y  z") "$(f "y  z")" $(echo -n a b) "q$(expr $G - 1)"',
+        "V=a; N=0; while [[ $N -gt 0 ]]; do V=c; done; until [ $V = a ]; do V=b; done; set -- $V",
+        'while [ ! -z "$NONE" ]; do V=1; done; for x in p q; do W=$x; break; done; set -- ${V:-none} $W',
+    ],
+)
+def test_expansions_are_those_of_bash(setup):
+    real = subprocess.run(["bash", "-c", setup + "\nprintf '%s\\0' \"$@\""], capture_output=True, text=True, check=True).stdout
+    real = real.rpartition("\0")[0].split("\0")
+    real[0] = real[0].rpartition("\n")[2]
+    ours = next(words for words, _ in simple_commands(setup, {}) if words[0] == "set")
+    assert ours[2:] == real
+
+
+@pytest.mark.parametrize("shell", ["bash", "srun -n 1 /bin/bash -s"])
+def test_commands_that_a_shell_reads_from_its_input(shell):
+    script = f"M=/m\n{shell} <<EOF 2>&1 | tee log\ncd /x\npython3 -m {MODULE} --pretrain $M {shlex.join(FLAGS[2:])}\nEOF\necho done\n"
+    assert find(["bash", "-c", script]).flags == FLAGS
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "export M=/m\nN=no\nsrun bash -c 'python3 -m {} --pretrain $M {} ${{N:-}}'",
+        "M=/m bash -c 'python3 -m {} --pretrain $M {}'",
+        "declare -x M=/m\nbash <<'EOF'\npython3 -m {} --pretrain $M {}\nEOF",
+        "train() {{ python3 -m {} --pretrain $1 {}; }}\ntrain /m",
+        "go() {{\n  python3 -m {} --pretrain /m {}\n}}\ntrap go EXIT",
+        "for m in /m /n; do\n  python3 -m {} --pretrain $m {}\ndone",
+        "if [ $# -eq 3 ]; then python3 -m {} --pretrain /x; else\npython3 -m openrlhf.cli.train_ppo_ray --pretrain /m {}\nfi",
+        "bash -c 'python3 -m {} --pretrain $1 {}' name /m",
+    ],
+)
+def test_what_a_script_hands_on(script):
+    assert find(["bash", "-c", script.format(MODULE, shlex.join(FLAGS[2:]))]).flags == FLAGS
+
+
+def test_a_scripts_own_arguments(tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(f'MODEL=$1; shift\npython3 -m {MODULE} --pretrain ${{MODEL:-/x}} "$@"\n')
+    assert find(["sbatch", "-N2", str(script), *FLAGS[1:]]).flags == FLAGS
+    assert find(["bash", str(script)]).flags == ["--pretrain", "/x"]
+
+
+def test_without_arguments_a_loop_over_them_is_not_entered(tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(
+        'MODEL=/m\nwhile [[ $# -gt 0 ]]; do\n  case $1 in\n    --model) MODEL="$2"; shift 2 ;;\n    *) exit 1 ;;\n  esac\ndone\n'
+        f"python3 -m {MODULE} --pretrain $MODEL\n"
+    )
+    assert find(["bash", str(script)]).flags == ["--pretrain", "/m"]
+    assert find(["bash", str(script), "--model", "/n"]).flags == ["--pretrain", "/n"]
+
+
+def test_nothing_is_executed_and_what_is_unknown_stays():
+    commands = simple_commands('python $(touch /nowhere/x) $MISSING `date` "$1"', {})
+    assert commands[-1].words == ["python", "$(touch /nowhere/x)", "$MISSING", "`date`", "$1"]
+    assert [words for words, _ in commands[:-1]] == [["touch", "/nowhere/x"], ["date"]]
+
+
+def test_an_unknown_substitution_is_one_word():
+    script = 'HERE=$(cd "$(dirname "$0")/.." && pwd)\nOUT=${HERE}/out\nset -- --save ${OUT} a`date +%s`b "x $HERE"\n'
+    here = '$(cd "$(dirname "$0")/.." && pwd)'
+    assert simple_commands(script, {})[-1].words[2:] == ["--save", f"{here}/out", "a`date +%s`b", f"x {here}"]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        'ID=$({} | tee log | grep -o id)\nif [ -n "$ID" ]; then echo "started $ID"; fi',
+        'ID="$({} 2>&1)" || exit 1\nwhile true; do ray job status "$ID"; done',
+        "ID=`{}`\necho $ID",
+        'CMD={quoted}\necho "running: $CMD --extra"\n$CMD',
+        "if python3 -m openrlhf.cli.train_ppo_ray --help | grep -q pretrain; then\n  {}\nfi",
+        "if false; then ID=$(python3 -m openrlhf.cli.train_ppo_ray --pretrain /x); else ID=$({}); fi",
+    ],
+)
+def test_a_launch_whose_output_is_kept(script):
+    line = f"python3 -m {MODULE} {shlex.join(FLAGS)}"
+    assert find(["bash", "-c", script.format(line, quoted=shlex.quote(line))]).flags == FLAGS
+
+
+# ---------------------------------------------------------------- running it
+
+
+def test_the_launcher_is_replaced_where_it_can_be_seen():
+    ours = ["-m", "rlhfless_ray.cli.train_ppo_ray"]
+    assert replaced(["python3", "-m", MODULE, *FLAGS]) == [sys.executable, *ours, *FLAGS]
+    assert replaced(["/usr/bin/python3", "-u", "-m", MODULE]) == ["/usr/bin/python3", "-u", *ours]
+    assert replaced(["python", "/c/openrlhf/cli/train_ppo_ray.py", "--x"]) == [sys.executable, *ours, "--x"]
+    nested = ["srun", "-n1", "bash", "-c", f"cd /openrlhf && python -m {MODULE} --x; python openrlhf/cli/train_ppo_ray.py"]
+    here = "python -m rlhfless_ray.cli.train_ppo_ray"
+    assert replaced(nested) == [*nested[:-1], f"cd /openrlhf && {here} --x; {here}"]
+    other = ["bash", "train.sh", "openrlhf"]
+    assert replaced(other) == other
+    assert replaced(["python", "-m", "openrlhf.cli.train_sft"])[-1] == "openrlhf.cli.train_sft"
+
+
+def test_a_flags_value_is_never_replaced():
+    argv = ["python3", "-m", MODULE, "--ckpt_path", "/runs/openrlhf.cli.train_ppo_ray", "--input_template", f"run -m {MODULE}: {{}}"]
+    assert replaced(argv)[3:] == argv[3:]
+
+
+def test_a_job_submission_keeps_what_it_says_and_takes_our_packages_along():
+    argv = [*shlex.split(JOB), "python3", "-m", MODULE, *FLAGS]
+    done = submission(argv)
+    cut = done.index("--")
+    assert done[cut + 1 :] == ["python3", "-m", "rlhfless_ray.cli.train_ppo_ray", *FLAGS]
+    assert done[:4] == ["ray", "job", "submit", "--address=http://127.0.0.1:8265"]
+    runtime_env = json.loads(done[done.index("--runtime-env-json") + 1])
+    assert runtime_env == {"working_dir": "/x y", "py_modules": [str(package_root() / name) for name in ("rlhfless_ray", "placement")]}
+    alone = submission(argv, ship=False)
+    assert json.loads(alone[alone.index("--runtime-env-json") + 1]) == {"working_dir": "/x y"}
+
+
+def test_a_submission_of_a_script_gets_the_import_hook(tmp_path, monkeypatch):
+    """From where the package is on the cluster, which need not be where it is here; also when the script can be read here."""
+    (tmp_path / "env.yaml").write_text("env_vars: {A: b, PYTHONPATH: /mine}\n")
+    (tmp_path / "train.sh").write_text(f"python3 -m {MODULE} {' '.join(FLAGS)}\n")
+    monkeypatch.chdir(tmp_path)
+    done = submission(["ray", "job", "submit", "--runtime-env", "env.yaml", "--", "bash", "train.sh"], ship=False)
+    assert json.loads(done[done.index("--runtime-env-json") + 1]) == {"env_vars": {"A": "b", "PYTHONPATH": "/mine"}}
+    assert done[done.index("--") + 1 :] == ["python3", "-m", "rlhfless_ray", "run", "--", "bash", "train.sh"]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--runtime-env-json", "{"],
+        ["--runtime-env", "/nowhere.yaml"],
+        ["--runtime-env-json=[1]"],
+        ["--runtime-env-json", '{"py_modules": "x"}'],
+    ],
+)
+def test_runtime_environments_that_cannot_be_read(option):
+    with pytest.raises(UserError, match="--runtime-env"):
+        submission(["ray", "job", "submit", *option, "--", "python3", "-m", MODULE])

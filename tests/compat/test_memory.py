@@ -1,0 +1,94 @@
+"""Commands whose models no device holds: `explain` tells the sizes, a run is refused before it starts, with the flag."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhfless_ray.compat.openrlhf.memory import memory_lines, too_large_here, width_note
+from rlhfless_ray.compat.openrlhf.translate import translate
+from rlhfless_ray.run import memory_check as sizes
+from tests.conftest import ROOT, command, environment
+from tests.placement.test_memory import LLAMA_70B, QWEN_7B
+from tests.test_sizes import ENORMOUS, folder
+
+LINE = "--prompt_data /d.jsonl --remote_rm_url /r.py --advantage_estimator rloo --n_samples_per_prompt 4 --vllm_num_engines 2 --bf16"
+NEW = (
+    "--data.prompt_dataset /d.jsonl --reward.remote_url /r.py --algo.advantage.estimator rloo --rollout.n_samples_per_prompt 4 "
+    "--vllm.num_engines 2 --ds.param_dtype bf16"
+)
+H100_BYTES = 85_520_809_984
+
+
+def line(model: Path, *flags: str) -> list[str]:
+    return ["--pretrain", str(model), *LINE.split(), *flags]
+
+
+@pytest.fixture
+def eight_gpus(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(sizes, "visible_gpus", lambda: 8)
+    monkeypatch.setattr(sizes, "memory_bytes", lambda gpu: H100_BYTES)
+
+
+def test_an_engine_of_several_devices_is_refused_where_one_cannot_hold_it(tmp_path, eight_gpus):
+    model = folder(tmp_path / "70b", LLAMA_70B)
+    width = "--vllm_tensor_parallel_size"
+    said = too_large_here(translate(line(model, width, "2")))
+    assert said.startswith(width) and "--pretrain" in said.partition(": ")[0]
+    assert "an engine needs at least 141.4 GB (141.1 GB weights, 0.3 GB KV cache" in said and "a GPU here has 85.5 GB" in said
+    assert width not in too_large_here(translate(line(model)))  # who did not ask for several is told of the model alone
+    new = ["--actor.model_name_or_path", str(model), *NEW.split(), "--vllm.tensor_parallel_size", "4"]
+    assert "--vllm.tensor_parallel_size" in too_large_here(translate(new)).partition(": ")[0]
+
+
+def test_where_one_device_holds_the_engine_the_width_stays_a_hint(tmp_path, eight_gpus):
+    model = folder(tmp_path / "7b", QWEN_7B)
+    found = translate(line(model, "--vllm_tensor_parallel_size", "2"))
+    assert too_large_here(found) is None  # eight ranks of ZeRO 2 share the optimizer's state
+    assert [o.status for o in found.flags if o.flag == "--vllm_tensor_parallel_size"] == ["hint"]
+    [note] = width_note(found)
+    assert "an engine needs at least 15.3 GB" in note and note.endswith("one device of 80 GB holds it")
+    assert width_note(translate(line(model))) == []
+
+
+def test_another_cluster_decides_for_itself(tmp_path, eight_gpus):
+    model = folder(tmp_path / "70b", LLAMA_70B)
+    assert too_large_here(translate(line(model)), {"RAY_ADDRESS": "head:6379"}) is None
+    assert too_large_here(translate(line(model, "--elastic.cluster.address", "head:6379"))) is None
+
+
+def test_models_that_are_not_here_have_no_sizes(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *a: None)
+    for name in ("/nowhere", "org/name"):
+        found = translate(line(Path(name), "--vllm_tensor_parallel_size", "2"))
+        assert memory_lines(found) == width_note(found) == [] and too_large_here(found) is None
+
+
+def test_explain_tells_the_sizes_of_what_a_job_will_need(tmp_path):
+    model = folder(tmp_path / "70b", LLAMA_70B)
+    job = ["ray", "job", "submit", "--", "python3", "-m", "openrlhf.cli.train_ppo_ray"]
+    flags = line(model, "--vllm_tensor_parallel_size", "2", "--lora_rank", "8")
+    done = command("explain", "--", *job, *flags)
+    assert "memory      an engine needs at least 141.4 GB (141.1 GB weights, 0.3 GB KV" in done.stdout, done.stderr
+    assert "a learner rank needs at least 141.1 GB on its device" in done.stdout
+    assert "one device of 80 GB does not hold it: there the run is refused before it starts" in done.stdout
+    assert "does not run: " not in done.stdout and done.returncode == 0
+    told = json.loads(command("explain", "--json", "--", *job, *flags).stdout)
+    assert told["memory"][0] == {"function": "an engine", "bytes": 2 * 70_553_706_496 + 2 * 80 * 8 * 128 * 2 * 1025} and told["runs"]
+
+
+def test_what_this_machine_cannot_hold_exits_with_two(tmp_path):
+    flags = line(folder(tmp_path / "big", ENORMOUS), "--vllm_tensor_parallel_size", "2")
+    done = command("explain", "--", "python3", "-m", "openrlhf.cli.train_ppo_ray", *flags)
+    assert done.returncode == 2 and "\ndoes not run: --pretrain" in done.stdout and " GB" in done.stdout.splitlines()[-1], done.stderr
+    run = subprocess.run(
+        [sys.executable, "-m", "rlhfless_ray.cli.train_ppo_ray", *flags], capture_output=True, text=True, timeout=120, cwd=tmp_path,
+        env=environment() | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert run.returncode == 2 and "error: --pretrain" in run.stderr and "needs at least" in run.stderr and "Traceback" not in run.stderr
+    assert not (tmp_path / "runs").exists()

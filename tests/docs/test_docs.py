@@ -1,0 +1,158 @@
+"""README and docs: every link leads somewhere, every key exists, every example runs. `make docs-check` runs the commands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from markdown.extensions.toc import slugify_unicode
+
+from docs.blocks import ROOT, Block, blocks, commands, pages, rules
+from docs.check import make_scratch, public_examples, run, run_examples
+from docs.hooks import MARKER, on_page_markdown
+from rlhfless_ray.compat.openrlhf.explain_report import BEGIN
+from rlhfless_ray.recipe import Recipe, known_keys
+
+KEYS = set(known_keys(Recipe))
+SECTIONS = set(Recipe.model_fields)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+INLINE = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:[=:][^`]*)?`")
+EXAMPLES = dict(public_examples())
+NEEDS_RAY = "rlhfless_ray.Runtime"
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks, its generated parts filled in."""
+    text = page.read_text(encoding="utf-8")
+    if "docs" in page.parts and MARKER.search(text):
+        text = on_page_markdown(text)
+    return re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as mkdocs makes them, and those written as ids."""
+    found = set(re.findall(r'id="([^"]+)"', prose(page)))
+    for heading in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE):
+        written = re.search(r"\{ *#([^ }]+) *\}$", heading)
+        found.add(written[1] if written else slugify_unicode(re.sub(r"[`*]", "", heading), "-"))
+    return found
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_and_picture_leads_somewhere(page: Path) -> None:
+    for link in LINK.findall(prose(page)):
+        if re.match(r"https?:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), f"{page.name}: {link} does not exist"
+        if anchor:
+            assert anchor in anchors(target), f"{page.name}: {target.name} has no heading #{anchor}"
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_recipe_key_that_a_page_names_exists(page: Path) -> None:
+    files = (".py", ".yaml", ".json", ".jsonl", ".csv", ".md", ".svg", ".html", ".txt")
+    text = prose(page)
+    if page.name == "openrlhf.md":  # its generated table also names keys that the recipe lacks so far
+        text = text.partition(BEGIN)[0]
+    if page.name == "trl-verl.md":  # the first column has the keys of the others
+        text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
+    for key in INLINE.findall(text):
+        if key.split(".")[0] in SECTIONS and not key.endswith(files):
+            assert key in KEYS, f"{page.name}: the recipe has no key {key}"
+
+
+def test_every_yaml_block_without_a_title_is_a_part_of_a_recipe() -> None:
+    found = [block for block in blocks() if block.language == "yaml" and not block.title]
+    assert len(found) >= 3
+    for block in found:
+        for key in _dotted(yaml.safe_load(block.text)):
+            assert any(key == known or key.startswith(f"{known}.") for known in KEYS), f"{block.where}: the recipe has no key {key}"
+
+
+def _dotted(tree: dict, prefix: str = "") -> list[str]:
+    """Every dotted key of a mapping; what a setting's own mapping holds is its value."""
+    keys: list[str] = []
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        is_section = isinstance(value, dict) and any(known.startswith(f"{key}.") for known in KEYS)
+        keys += [key, *(_dotted(value, f"{key}.") if is_section else [])]
+    return keys
+
+
+def test_every_override_in_a_command_makes_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_scratch(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    trained = 0
+    for command in commands():
+        words = shlex.split(command.text)
+        if words[:2] == ["rlhfless", "train"]:
+            Recipe.load(words[2], [word for word in words[3:] if not word.startswith("--")])
+            trained += 1
+    assert trained >= 10
+
+
+def test_every_entry_of_commands_yaml_is_needed_and_gives_a_reason() -> None:
+    shown = [command.text for command in commands()]
+    for rule in rules():
+        assert any(re.search(rule["match"], text) for text in shown), f"no page shows a command like {rule['match']}"
+        assert rule.get("fast") or rule.get("reason") or rule.get("not_run"), f"{rule['match']}: give a reason"
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if c.is_fast], ids=lambda command: command.where)
+def test_fast_commands_run(command, tmp_path: Path) -> None:
+    environment = make_scratch(tmp_path)
+    assert run(["bash", "-ec", command.run], tmp_path, environment, timeout_s=60) == ""
+
+
+@pytest.mark.parametrize("block", [b for b in blocks() if b.language == "python"], ids=lambda block: block.where)
+def test_python_blocks_compile(block: Block) -> None:
+    compile(block.text, block.where, "exec")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_public_name_has_an_example_and_it_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert EXAMPLES[name], f"{name}: its docstring has no example"
+    if name == NEEDS_RAY:
+        return  # the next test
+    make_scratch(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert run_examples(EXAMPLES[name]) == ""
+
+
+@pytest.mark.ray
+@pytest.mark.engine
+def test_the_example_of_the_runtime_runs(tmp_path: Path) -> None:
+    environment = make_scratch(tmp_path)
+    code = "from docs.check import *; sys.exit(run_examples(dict(public_examples())['rlhfless_ray.Runtime']) or None)"
+    assert run([str(tmp_path / "bin" / "python"), "-c", code], tmp_path, environment) == ""
+
+
+def test_the_readme_takes_a_minute() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+def test_the_reference_names_every_key_and_command() -> None:
+    page = on_page_markdown((ROOT / "docs" / "reference" / "recipe.md").read_text())
+    for key in KEYS:
+        assert f'id="{key}"' in page or f"#{key} }}" in page, f"the reference lacks {key}"
+    page = on_page_markdown((ROOT / "docs" / "reference" / "commands.md").read_text())
+    for name in ("train", "plan", "simulate", "report", "explain", "run", "submit"):
+        assert f"## rlhfless {name}" in page
+
+
+def test_the_site_builds_strictly_and_asks_the_network_for_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    environment = make_scratch(tmp_path) | {"NO_MKDOCS_2_WARNING": "1"}
+    context = tmp_path / "site"
+    command = [str(tmp_path / "bin" / "python"), "-m", "mkdocs", "build", "--strict", "--site-dir", str(context)]
+    assert run([*command, "--config-file", str(ROOT / "mkdocs.yml")], tmp_path, environment, timeout_s=120) == ""
+    fetched = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?(?:https?:)?//[^\">]*", re.IGNORECASE)
+    built = list(context.rglob("*.html"))
+    assert len(built) >= 15
+    for page in built:
+        assert not fetched.findall(page.read_text(encoding="utf-8")), page.name

@@ -1,0 +1,65 @@
+"""Bytes of a real trainer of one rank, per parameter, as JSON: python rank_memory.py DTYPE STAGE."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+
+import psutil
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlhfless_ray.learn.policy_model import TokenLogprobs
+from rlhfless_ray.learn.rank_settings import learner_settings
+from rlhfless_ray.learn.trainer_rank import TrainerRank
+from rlhfless_ray.recipe import Recipe
+
+SHAPE = {"vocab_size": 2000, "num_hidden_layers": 6, "hidden_size": 768, "intermediate_size": 2304, "num_attention_heads": 12}
+
+
+def own_bytes() -> int:
+    return psutil.Process().memory_full_info().uss
+
+
+def main(dtype: str, stage: int) -> None:
+    torch.set_num_threads(1)
+    tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "policy": {"dtype": dtype}, "learner": {"zero_stage": stage}}
+    trainer = TrainerRank(learner_settings(Recipe.parse(tree)))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    trainer.join_gang(("127.0.0.1", port))
+    Qwen2ForCausalLM(Qwen2Config(**SHAPE | {"num_hidden_layers": 1}))  # imports come before the first look
+    before, most, ended = own_bytes(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not ended.is_set():
+            most = max(most, own_bytes())
+            time.sleep(0.002)
+
+    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, num_key_value_heads=12, tie_word_embeddings=False)).to(getattr(torch, dtype))
+    parameters = sum(p.numel() for p in model.parameters())
+    trainer.open(TokenLogprobs(model), None)
+    loaded = own_bytes()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    ids, rows, columns = torch.arange(16)[None], torch.zeros(4, dtype=torch.long), torch.arange(4)
+    for _ in range(2):
+        logprobs, _ = trainer.engine(ids, rows, columns, ids[0, 1:5], 1.0)
+        trainer.backward(-logprobs.sum())
+        trainer.step(True)
+    idle = own_bytes()
+    ended.set()
+    watcher.join()
+    found = {"loaded": loaded - before, "idle": idle - before, "peak": most - before}
+    print(json.dumps({"parameters": parameters} | {name: size / parameters for name, size in found.items()}), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,286 @@
+"""From a step's rewards to advantages per token, against loops; and which of them a part of the groups can have by itself."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhfless_ray.common.estimators import ESTIMATORS
+from rlhfless_ray.functions.broker import SlotBroker
+from rlhfless_ray.learn.compute_advantages import compute_advantages
+from rlhfless_ray.learn.estimators import BASELINES
+from rlhfless_ray.learn.learn_stage import LearnStage
+from rlhfless_ray.learn.overlap_rules import inexact, obstacle
+from rlhfless_ray.learn.pending import Pending
+from rlhfless_ray.learn.worker_group import WorkerGroup
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.learn_sections import AdvantageConfig
+from rlhfless_ray.types import Completion, CriticStats, Prompt, Sample, UpdateStats
+
+MOST = 10
+COMPARES = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")  # the responses to one prompt with each other
+WHITENS = ("gae", "reinforce", "reinforce_baseline")
+
+
+def recipe(**changes: Any) -> Recipe:
+    tree = {"prompts": {"task": "chain"}, "reward": {"function": "task", **changes.get("reward", {})}}
+    rollout = {"samples_per_prompt": 3, "max_tokens": MOST}
+    return Recipe.parse({
+        **tree, "rollout": rollout, "algorithm": changes.get("algorithm", {}), "learner": changes.get("learner", {}),
+    })  # fmt: skip
+
+
+def by_hand(
+    chosen: Recipe, rewards: list[list[float]], lengths: list[int], truncated: list[bool], kl: list[list[float]], beta: float
+) -> list[list[float]]:
+    """Advantages of the samples that have a reward, token by token."""
+    name, section, count = chosen.algorithm.advantage.estimator, chosen.reward, 3
+    flat = [r for group in rewards for r in group]
+    for i, length in enumerate(lengths):
+        over = length - (MOST - (section.overlong_buffer_tokens or 0))
+        if section.overlong_buffer_tokens and over > 0:
+            flat[i] -= section.overlong_penalty * over / section.overlong_buffer_tokens
+        if section.stop_properly_penalty is not None and truncated[i]:
+            flat[i] = flat[i] * section.stop_properly_penalty if section.stop_properly_penalty >= 0 else section.stop_properly_penalty
+    known = [i for i, row in enumerate(r for group in rewards for r in group) if not np.isnan(row)]
+    found = []
+    for i in known:
+        group = [flat[j] for j in known if j // count == i // count]
+        others = [flat[j] for j in known if j // count == i // count and j != i]
+        alone = len(group) == 1 and name in COMPARES
+        value = {
+            "reinforce": lambda i=i: flat[i],
+            "rloo": lambda i=i, o=others: flat[i] - np.mean(o),
+            "reinforce_baseline": lambda i=i, g=group: flat[i] - np.mean(g),
+            "dr_grpo": lambda i=i, g=group: flat[i] - np.mean(g),
+            "group_norm": lambda i=i, g=group: (flat[i] - np.mean(g)) / (np.std(g, ddof=1) + 1e-9),
+            "flash_reinforce": lambda i=i: flat[i] - np.mean([flat[j] for j in known]),
+        }[name]
+        shaped = 0.0 if alone else float(value())
+        if section.clip_range is not None:
+            shaped = min(max(shaped, section.clip_range[0]), section.clip_range[1])
+        tokens = [-beta * k for k in kl[i]]
+        tokens[-1] += shaped
+        for t in reversed(range(len(tokens) - 1)):
+            tokens[t] += chosen.algorithm.advantage.gamma * tokens[t + 1]
+        found.append(tokens)
+    if name in WHITENS:
+        every = [a for tokens in found for a in tokens]
+        scale = np.std(every) if chosen.algorithm.advantage.normalize_std else 1.0
+        found = [[(a - np.mean(every)) / scale for a in tokens] for tokens in found]
+    return found
+
+
+CASES = [
+    *({"algorithm": {"advantage": {"estimator": name}}} for name in COMPARES),
+    {"algorithm": {"advantage": {"estimator": "flash_reinforce"}}},
+    {"algorithm": {"advantage": {"estimator": "reinforce", "gamma": 0.9}}},
+    {"algorithm": {"advantage": {"estimator": "reinforce_baseline", "normalize_std": False}}, "reward": {"clip_range": (-0.3, 0.4)}},
+    {"algorithm": {"advantage": {"estimator": "rloo"}}, "reward": {"overlong_buffer_tokens": 6, "overlong_penalty": 0.7}},
+    {"algorithm": {"advantage": {"estimator": "reinforce"}}, "reward": {"stop_properly_penalty": 0.25}},
+    {"reward": {"stop_properly_penalty": -0.5, "overlong_buffer_tokens": 4}},
+]
+
+
+class Looking:
+    """The gangs of learner and reference in one, whose log-probabilities differ by these KLs."""
+
+    working = False
+    slots, by_rank = 1, ()
+
+    def __init__(self, kl: list[list[float]]) -> None:
+        self.kl = np.concatenate(kl).astype(np.float32)
+
+    def assign_leases(self, leases: list[Any]) -> list[Any]:
+        return leases
+
+    def passed(self, what: str, batch: Any, *names: tuple[str, ...]) -> dict[str, np.ndarray]:
+        assert len(self.kl) == len(batch.logprobs) and (what, names) in (("logprobs", (("old",),)), ("reference", ()))
+        return {"old": -self.kl} if what == "logprobs" else {"reference": -2 * self.kl}
+
+
+@pytest.mark.parametrize("in_reward", [False, True])
+@pytest.mark.parametrize("changes", CASES)
+def test_the_stage_makes_the_advantages_of_the_recipe(changes: dict[str, Any], in_reward: bool) -> None:
+    rng = np.random.default_rng(1)
+    rewards = rng.normal(size=(4, 3)).round(1)
+    rewards[0, 1] = rewards[2, 0] = rewards[2, 2] = np.nan
+    lengths, truncated = rng.integers(1, MOST + 1, 12).tolist(), (rng.random(12) < 0.4).tolist()
+    kl = [rng.random(length).round(2).tolist() if in_reward else [0.0] * length for length in lengths]
+    tree = {**changes, "algorithm": {**changes.get("algorithm", {})}}
+    if in_reward:
+        tree["algorithm"]["kl"] = {"coefficient": 0.3, "place": "reward", "estimator": "k1"}
+    chosen = recipe(**tree)
+    samples = []
+    for i, length in enumerate(lengths):
+        done = Completion(i, np.arange(length, dtype=np.int32), np.zeros(length, np.float32), "length" if truncated[i] else "stop", 1)
+        reward = float(rewards.flat[i])
+        samples.append(Sample(Prompt(i // 3, "p", (7, 8)), i % 3, done, reward=None if np.isnan(reward) else reward))
+    scored = [i for i, s in enumerate(samples) if s.reward is not None]
+    leases: Any = SimpleNamespace(release=lambda leases: None)
+    context = SimpleNamespace(recipe=chosen, broker=SlotBroker(leases), leases=leases)
+    worker_group = Looking([kl[i] for i in scored])
+    stage = LearnStage(context, worker_group, None, worker_group if in_reward else None)  # type: ignore[arg-type]
+    batch = stage.advantages(samples)
+    expected = by_hand(chosen, rewards.tolist(), lengths, truncated, kl, 0.3)
+    assert batch.response_lengths.tolist() == [lengths[i] for i in scored]
+    np.testing.assert_allclose(batch.advantages, np.concatenate(expected), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose([samples[i].advantage for i in scored], [np.mean(tokens) for tokens in expected], rtol=1e-5, atol=1e-6)
+    assert all(s.advantage is None for i, s in enumerate(samples) if i not in scored)
+    if in_reward:
+        np.testing.assert_array_equal(batch.old, -np.concatenate([kl[i] for i in scored]).astype(np.float32))
+        assert stage.kl == pytest.approx(np.mean([np.mean(kl[i]) for i in scored]), rel=1e-5)
+
+
+def test_the_recipe_knows_the_estimators_as_they_are() -> None:
+    assert set(AdvantageConfig.model_fields["estimator"].annotation.__args__) == set(ESTIMATORS)
+    for name, estimator in ESTIMATORS.items():
+        assert recipe(algorithm={"advantage": {"estimator": name}}).algorithm.has_critic == estimator.critic
+    assert set(COMPARES) == {name for name, e in ESTIMATORS.items() if e.least_samples > 1}
+    assert set(WHITENS) == {name for name, e in ESTIMATORS.items() if e.whitens}
+    assert {"gae", "reinforce"} == {name for name, e in ESTIMATORS.items() if e.discounts}
+    assert set(BASELINES) == set(ESTIMATORS)
+
+
+class Working:
+    """A gang that notes whose turn it is, and under which leases."""
+
+    def __init__(self, name: str, log: list[str], ranks: int) -> None:
+        self.name, self.log, self.ranks, self.slots = name, log, ranks, ranks
+        self.recovery = SimpleNamespace(restarts=0)
+        self.working, self.held = False, []
+        self.by_rank: list[Any] = []
+
+    def assign_leases(self, leases: list[str]) -> list[str]:
+        self.held, spare = leases[: self.slots], leases[self.slots :]
+        self.working, self.by_rank = True, [SimpleNamespace(leases=[lease]) for lease in self.held]
+        self.log.append(f"{self.name} on {' '.join(self.held)}")
+        return spare
+
+    def park(self) -> list[str]:
+        self.working, held = False, self.held
+        return held
+
+    def keep(self) -> None:
+        assert not self.working
+
+    def passed(self, what: str, batch: Any, *names: Any) -> dict[str, np.ndarray]:
+        assert self.working
+        tokens = len(batch.logprobs)
+        if what == "values":
+            return {"values": np.arange(tokens, dtype=np.float32) / 10}
+        return {what if what == "reference" else "old": np.full(tokens, 1.0 if what == "reference" else 0.0, np.float32)}
+
+    def update(self, batch: Any) -> Any:
+        return self.start_update(batch).result()
+
+    def start_update(self, batch: Any, publishes: bool = False) -> Any:
+        assert self.working
+        self.log.append(f"{self.name} learns")
+        kind = CriticStats if self.name == "critic" else UpdateStats
+        return Pending(lambda: kind(**{**dict.fromkeys(kind.__dataclass_fields__, 0.0), "applied": 1}))
+
+
+def test_with_a_critic_the_gangs_take_turns_under_the_same_leases() -> None:
+    log: list[str] = []
+    gae = {"estimator": "gae", "gamma": 0.9, "lambd": 0.8}
+    chosen = recipe(algorithm={"advantage": gae, "kl": {"coefficient": 0.2, "place": "reward", "estimator": "k2"}})
+    chosen = chosen.model_copy(update={"critic": chosen.critic.model_copy(update={"freeze_policy_steps": 1})})
+    learner, critic, reference = Working("learner", log, 2), Working("critic", log, 1), Working("reference", log, 1)
+    released: list[str] = []
+    broker = SlotBroker(SimpleNamespace(release=released.extend))  # type: ignore[arg-type]
+    broker.put(["a", "b", "c"])  # type: ignore[list-item]
+    context: Any = SimpleNamespace(
+        recipe=chosen,
+        broker=broker,
+        phases=SimpleNamespace(phase=lambda name: nullcontext()),
+        leases=SimpleNamespace(resource="cpu"),
+        record=SimpleNamespace(progress=SimpleNamespace(message=print)),
+        autoscaler=SimpleNamespace(
+            size_learner=lambda samples: SimpleNamespace(actors=1, reason=""),
+            observe_update=lambda *a: log.append("measured"),
+            observe_passes=lambda samples, seconds: log.append("all before it too"),
+        ),
+    )
+
+    stage = LearnStage(context, learner, critic, reference)  # type: ignore[arg-type]
+    samples = []
+    for i in range(6):
+        done = Completion(i, np.arange(2, dtype=np.int32), np.zeros(2, np.float32), "stop", 1)
+        samples.append(Sample(Prompt(i // 3, "p", (7,)), i % 3, done, reward=float(i) if i != 1 else None))
+    for number in (1, 2):
+        with stage.phase(samples, number):
+            batch = stage.advantages(samples)
+            update = stage.start_update(batch, samples)
+            log.append("meanwhile")
+            stats, told = update.result()
+        assert stats.applied == (number == 2) and told["critic/applied"] == 1
+    # the KL, then the values; of what reference and critic do not need, the lease that the learner will
+    turns = ["reference on a", "learner on b a", "critic on b", "critic learns", "learner on a b", "all before it too"]
+    again = ["reference on a", "learner on b a", "critic on b", "critic learns", "learner on a b", "all before it too"]
+    assert log == [*turns, "meanwhile", *again, "learner learns", "meanwhile", "measured"]
+    assert released == ["c"] and sorted(broker.free) == ["a", "b"]
+    assert [s.earned for s in samples] == [pytest.approx(r - 2 * 0.2 * 0.5) if r != 1 else None for r in range(6)]
+    by_hand = []
+    for reward, k in zip([0, 2, 3, 4, 5], range(5), strict=True):  # five samples of two tokens; one has no reward
+        first, last = 0.2 * k, 0.2 * k + 0.1
+        at_last = (reward - 0.1) - last
+        by_hand.append([-0.1 + 0.9 * last - first + 0.9 * 0.8 * at_last, at_last])
+    returns = [[a + v for a, v in zip(row, (0.2 * k, 0.2 * k + 0.1), strict=True)] for k, row in enumerate(by_hand)]
+    np.testing.assert_allclose(batch.returns, np.concatenate(returns), rtol=1e-5, atol=1e-6)
+    flat = np.concatenate(by_hand)
+    np.testing.assert_allclose(batch.advantages, (flat - flat.mean()) / flat.std(), rtol=1e-5, atol=1e-6)
+
+
+PARTS = [*({"advantage": {"estimator": name}} for name in ESTIMATORS), {"kl": {"coefficient": 0.1, "place": "reward"}}]
+
+
+@pytest.mark.parametrize("algorithm", PARTS)
+def test_gradients_go_ahead_exactly_where_a_part_has_the_advantages_of_the_whole(algorithm: dict[str, Any]) -> None:
+    chosen = recipe(algorithm=algorithm)
+    rng = np.random.default_rng(2)
+    rewards, lengths = rng.normal(size=(4, 3)), rng.integers(1, 6, 12)
+    sections = chosen.algorithm, chosen.reward
+    values = np.zeros(lengths.sum())
+    whole, *_ = compute_advantages(*sections, rewards, lengths, np.zeros(12, bool), MOST, values=values)
+    part, *_ = compute_advantages(*sections, rewards[:2], lengths[:6], np.zeros(6, bool), MOST, values=values[: lengths[:6].sum()])
+    needs_a_look = "kl" in algorithm
+    same = np.array_equal(whole[: len(part)], part) and not needs_a_look
+    assert same == (obstacle(chosen) is None)
+
+
+@pytest.mark.parametrize("algorithm", [{"updates_per_step": 2}, {"epochs": 2}, {"batch_samples": 7}])
+def test_later_updates_wait_for_all_samples(algorithm: dict[str, Any]) -> None:
+    chosen = recipe(algorithm=algorithm)
+    said = inexact(chosen.algorithm, chosen.learner, chosen.lora)
+    assert said is not None and said.startswith(f"algorithm.{next(iter(algorithm))}")
+
+
+def test_an_adapted_coefficient_goes_on_where_it_was() -> None:
+    chosen = recipe(algorithm={"kl": {"coefficient": 0.1, "target": 0.02, "horizon": 100}})
+    numbers: dict[str, Any] = dict.fromkeys(UpdateStats.__dataclass_fields__, 0.0)
+    stats = UpdateStats(**{**numbers, "kl": 0.03, "applied": 1})
+    recovery = SimpleNamespace(restarts=0)
+    worker_group = SimpleNamespace(
+        recovery=recovery, start_update=lambda *_, **__: Pending(lambda: stats), by_rank=[SimpleNamespace(leases=[1])], ranks=1
+    )
+    context = SimpleNamespace(
+        recipe=chosen,
+        record=SimpleNamespace(progress=SimpleNamespace(message=print)),
+        autoscaler=SimpleNamespace(observe_update=lambda *a: None),
+    )
+    stage = LearnStage(context, worker_group)  # type: ignore[arg-type]
+    stage.plan = SimpleNamespace(reason="")  # type: ignore[assignment]
+    _, told = stage.start_update(None, [None] * 12).result()  # type: ignore[arg-type, list-item]
+    assert told["learn/kl_coefficient"] == 0.1
+    assert stage.controller.coefficient == pytest.approx(0.1 * (1 + 0.2 * 12 / 100))
+    again = LearnStage(context, worker_group)  # type: ignore[arg-type]
+    again.restore(stage.state())
+    assert again.controller == stage.controller
+    fixed = LearnStage(SimpleNamespace(recipe=recipe(algorithm={"kl": {"coefficient": 0.4}})), WorkerGroup.__new__(WorkerGroup))  # type: ignore[arg-type]
+    fixed.restore(stage.state())
+    assert fixed.controller.coefficient == 0.4

@@ -1,0 +1,265 @@
+"""Which leases the learner's ranks take: those of the nodes and devices that hold their state, and no others."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ObjectLostError, RayTaskError
+
+from rlhfless_ray.common.errors import RunError, UserError
+from rlhfless_ray.functions.broker import SlotBroker
+from rlhfless_ray.functions.failure_budget import FailureCause
+from rlhfless_ray.functions.instance import Instance, State
+from rlhfless_ray.functions.lease import Lease, LeaseManager, LeaseRequest, Slot
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.learn.recovery import LearnerLost
+from rlhfless_ray.learn.worker_group import WorkerGroup
+from rlhfless_ray.recipe import Recipe
+
+
+class Cluster(LeaseManager):
+    """Leases of a cluster that grants at once what it has: {node: free devices}."""
+
+    def __init__(self, resource: str, free: dict[str, list[int]], deadline_s: float = 5.0) -> None:
+        super().__init__(resource, Ledger(resource, 1.0), deadline_s, "test")
+        self.free = free
+        self.log: list[str] = []
+        self.notices = set
+
+    def lease(self, node: str, device: int) -> Lease:
+        self.counter += 1
+        lease = Lease(f"test-{self.counter}", Slot(node, device), None)
+        self.held[lease.id] = lease
+        return lease
+
+    def ask(self, count: int, nodes: list[str] | None = None) -> list[Any]:
+        return [nodes[i] if nodes and i < len(nodes) else None for i in range(count)]
+
+    def collect(self, requests: list[Any], kind: str, wait_s: float, need: int = 0, have: Any = None) -> list[Lease]:
+        got = []
+        for node in requests:
+            found = next((n for n in self.free if self.free[n] and node in (None, n)), None)
+            self.log.append(f"{node or 'any'} → {found}")
+            if found is not None:
+                got.append(self.lease(found, self.free[found].pop(0)))
+        return got
+
+    def gone(self, nodes: list[str]) -> list[str]:
+        return [node for node in nodes if node not in self.free]
+
+    def living(self, leases: list[Lease]) -> list[Lease]:
+        return leases
+
+    def lose(self, node: str) -> bool:
+        return node not in self.free
+
+    def with_room(self, nodes: list[str]) -> list[str]:
+        return nodes
+
+    def release(self, leases: list[Lease]) -> None:
+        for lease in leases:
+            del self.held[lease.id]
+            self.free[lease.slot.node].append(lease.slot.device)
+
+    def availability(self) -> str:
+        return f"free: {self.free}"
+
+
+def gang_on(cluster: Cluster, *slots: Slot, threads: int = 1) -> WorkerGroup:
+    """A gang whose ranks are parked on these slots, with their state."""
+    tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "learner": {"ranks": len(slots), "max_slots_per_rank": threads}}
+    pool = WorkerPool("learn", lambda slot: pytest.fail("a rank is started anew"), cluster, cluster.ledger, 1e9)
+    worker_group = WorkerGroup(pool, len(slots), Recipe.parse(tree).learner, SlotBroker(cluster))
+    worker_group._all = lambda refs, what, deadline_s=None: [ref() for ref in refs]  # type: ignore[method-assign]
+    for slot in slots:
+        actor = SimpleNamespace(unpark=SimpleNamespace(remote=lambda: lambda: cluster.log.append("unpark") or []))
+        worker_group.by_rank.append(Instance("learn", slot, actor, state=State.PARKED, opened="done"))
+    worker_group.pool.parked = list(worker_group.by_rank)
+    return worker_group
+
+
+def nodes_of(worker_group: WorkerGroup) -> list[list[str]]:
+    return [[lease.slot.node for lease in instance.leases] for instance in worker_group.by_rank]
+
+
+def test_the_rank_takes_the_spare_lease_of_its_own_node_wherever_it_stands_in_the_row():
+    cluster = Cluster("cpu", {"here": [], "there": []})
+    spare = [cluster.lease("there", 0), cluster.lease("here", 1)]
+    worker_group = gang_on(cluster, Slot("here", 0))
+    assert worker_group.assign_leases(spare) == spare[:1]
+    assert worker_group.by_rank[0].leases == spare[1:] and cluster.log == []
+
+
+def test_what_the_run_holds_without_using_it_is_taken_before_anything_is_asked_for():
+    """As when a learner is lost between two steps: a cluster that is all the run's own would wait for itself."""
+    cluster = Cluster("cpu", {"here": [], "there": []})
+    spare = [cluster.lease("here", 0), cluster.lease("there", 0), cluster.lease("here", 1)]
+    worker_group = gang_on(cluster, Slot("here", 0), Slot("here", 1))
+    worker_group.broker.put(spare[:1])
+    worker_group.broker.lend_idle(lambda: [spare.pop() for _ in range(2)])
+    [left] = worker_group.assign_leases([])
+    assert nodes_of(worker_group) == [["here"], ["here"]] and left.slot.node == "there" and cluster.log == []
+    assert len(spare) == 1 and not worker_group.broker.free and worker_group.broker.reclaim() == [], "idle engines are parked once"
+
+
+def test_what_was_asked_for_ahead_is_not_waited_for():
+    """As when it is lost after it has published: engines' next leases were asked for meanwhile, and granted the last slot."""
+    cluster = Cluster("cpu", {"here": []})
+    cluster.asked = {"ahead": LeaseRequest("ahead", None, 0.0)}
+
+    def withdraw(requests: list[LeaseRequest]) -> None:
+        for request in requests:
+            del cluster.asked[request.id]
+            cluster.free["here"].append(0)
+
+    cluster.withdraw = withdraw  # type: ignore[method-assign]
+    worker_group = gang_on(cluster, Slot("here", 0))
+    assert (
+        worker_group.assign_leases([]) == []
+        and nodes_of(worker_group) == [["here"]]
+        and cluster.log == ["here → here"]
+        and not cluster.asked
+    )
+
+
+def test_without_one_it_lets_the_others_go_and_asks_at_its_own_node():
+    cluster = Cluster("cpu", {"here": [0], "there": []})
+    worker_group = gang_on(cluster, Slot("here", 0))
+    assert worker_group.assign_leases([cluster.lease("there", 0)]) == []
+    assert nodes_of(worker_group) == [["here"]] and cluster.log == ["here → here"] and cluster.free["there"] == [0]
+
+
+def test_processes_ended_for_their_memory_are_started_anew_and_loaded_and_that_is_no_fault(monkeypatch):
+    monkeypatch.setattr("rlhfless_ray.functions.worker_pool.ray.kill", lambda actor, no_restart: None)
+    cluster = Cluster("cpu", {"here": []})
+    worker_group = gang_on(cluster, Slot("here", 0))
+    built: list[Any] = []
+
+    def call(answer: Any) -> Any:
+        return SimpleNamespace(remote=lambda *given: lambda: built.append(given) or answer)
+
+    opened, loaded = {"memory_mb": 500.0, "spans": []}, {"memory_mb": 700.0, "spans": []}
+    worker_group.pool.start = lambda slot: SimpleNamespace(open=call(opened), rendezvous=call(("", 0)), build=call(loaded))
+    worker_group.files = lambda: "files"
+    worker_group.pool.end(worker_group.by_rank[0])
+    lease = cluster.lease("here", 1)
+    assert not worker_group.fits([lease]), "a start would hold up the rollout"
+    assert worker_group.assign_leases([lease]) == [] and nodes_of(worker_group) == [["here"]]
+    assert worker_group.by_rank[0].state is State.READY and worker_group.by_rank[0].memory_mb == 700.0
+    assert built == [(1,), (False,), ("files", ("", 0), 1, None)] and worker_group.recovery.restarts == 0
+
+
+def test_ranks_on_two_nodes_get_one_lease_each_and_threads_never_mix_nodes():
+    cluster = Cluster("cpu", {"a": [7], "b": []})
+    worker_group = gang_on(cluster, Slot("a", 0), Slot("b", 0), threads=2)
+    spare = [cluster.lease("b", 0), cluster.lease("b", 1), cluster.lease("b", 2), cluster.lease("a", 0), cluster.lease("c", 0)]
+    left = worker_group.assign_leases(spare)
+    assert sorted(nodes_of(worker_group)) == [["a", "a"], ["b", "b"]]
+    assert [lease.slot for lease in left] == [Slot("b", 2), Slot("c", 0)]
+    assert cluster.log == ["a → a"]
+
+
+def test_on_gpu_it_holds_the_wrong_devices_until_the_right_one_comes():
+    cluster = Cluster("gpu", {"here": [0, 1, 2, 3]})
+    worker_group = gang_on(cluster, Slot("here", 2), threads=2)  # threads are a matter of cores
+    left = worker_group.assign_leases([])
+    assert [lease.slot.device for lease in worker_group.by_rank[0].leases] == [2]
+    assert [lease.slot.device for lease in left] == [0, 1]
+    assert cluster.log == ["here → here"] * 3 + ["unpark"]
+
+
+def test_a_device_that_never_comes_is_named_after_the_deadline_and_nothing_is_kept(monkeypatch):
+    monkeypatch.setattr("rlhfless_ray.learn.gang_scheduling.random.uniform", lambda a, b: 0.05)
+    cluster = Cluster("gpu", {"here": [0, 1]}, deadline_s=0.2)
+    worker_group = gang_on(cluster, Slot("here", 2))
+    start = time.monotonic()
+    with pytest.raises(RunError, match=r"needs 1 × .* on the nodes and devices that hold its state and did not get them within"):
+        worker_group.assign_leases([])
+    assert time.monotonic() - start < 60 and not cluster.held and sorted(cluster.free["here"]) == [0, 1]
+
+
+def test_a_users_mistake_that_a_rank_finds_stays_one(monkeypatch):
+    def get(refs, deadline_s, what):
+        raise RayTaskError("build", "a traceback", UserError("lora.target_modules: the model has no such layers")).as_instanceof_cause()
+
+    monkeypatch.setattr("rlhfless_ray.learn.worker_group.get", get)
+    worker_group = gang_on(Cluster("cpu", {"a": [0]}), Slot("a", 0))
+    with pytest.raises(UserError) as caught:
+        WorkerGroup._all(worker_group, [], "loading the policy", 1.0)
+    assert str(caught.value) == "lora.target_modules: the model has no such layers"
+
+
+def test_a_port_that_is_taken_before_the_ranks_meet_there_makes_them_start_anew(monkeypatch):
+    """Between its choice and its use anybody may take it. Ranks that wait there cannot be asked again: new ones are."""
+
+    def get(refs, deadline_s, what):
+        error = RuntimeError("The server socket has failed to listen on any local network address. port: 4711, EADDRINUSE")
+        raise RayTaskError("build", "a traceback", error).as_instanceof_cause()
+
+    monkeypatch.setattr("rlhfless_ray.learn.worker_group.get", get)
+    worker_group = gang_on(Cluster("cpu", {"a": [0]}), Slot("a", 0))
+    with pytest.raises(LearnerLost, match=r"^loading the policy failed: the port .* was taken meanwhile$") as lost:
+        WorkerGroup._all(worker_group, [], "loading the policy", 1.0)
+    assert lost.value.cause is FailureCause.DIED
+
+
+def test_an_update_is_asked_at_once_and_again_when_a_rank_was_lost(monkeypatch):
+    """Whoever has the handle only sees that it takes longer. What the lost ranks worked under is free until new ones take it."""
+    cluster = Cluster("cpu", {"here": []})
+    worker_group = gang_on(cluster, Slot("here", 0))
+    lease = cluster.lease("here", 0)
+    worker_group.assign_leases([lease])
+    asked: list[str] = []
+    monkeypatch.setattr(worker_group, "ask", lambda what, batch: asked.append(what) or [lambda: cluster.log.append("reply")])
+    monkeypatch.setattr(worker_group.pool, "end", lambda instance: worker_group.pool.working.clear())
+    monkeypatch.setattr(worker_group.pool, "cause", lambda *instances: FailureCause.NODE_LOST)
+    free: list[Any] = []
+
+    def assign(spare: list[Lease]) -> list[Lease]:
+        free.append(spare)
+        worker_group.by_rank = [Instance("learn", Slot("here", 0), None)]
+        return []
+
+    monkeypatch.setattr(worker_group, "assign_leases", assign)
+    stats = SimpleNamespace(applied=1, skipped_last=0)
+    replies: list[Any] = [LearnerLost("gone"), LearnerLost("gone again"), [(stats, [])]]
+
+    def all_of(refs: list[Any], what: str) -> list[Any]:
+        reply = replies.pop(0)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    monkeypatch.setattr(worker_group, "_all", all_of)
+    update = worker_group.start_update(None)  # type: ignore[arg-type]
+    assert asked == ["update"] and len(replies) == 3, "nobody waits yet"
+    assert update.result() is stats
+    assert asked == ["update"] * 3 and free == [[lease], []] and worker_group.recovery.restarts == 2
+    assert [what for what, _ in worker_group.recovery.since] == ["update"], "recorded once"
+
+
+def test_free_leases_of_a_lost_node_are_not_given_to_new_ranks(monkeypatch):
+    cluster = Cluster("cpu", {"here": []})
+    worker_group = gang_on(cluster, Slot("here", 0))
+    monkeypatch.setattr(cluster, "living", lambda leases: [lease for lease in leases if lease.slot.node in cluster.free])
+    worker_group.broker.put([cluster.lease("lost", 0), cluster.lease("here", 0), cluster.lease("here", 1)])
+    worker_group._assign_free_leases()
+    assert nodes_of(worker_group) == [["here"]] and [lease.slot for lease in worker_group.broker.free] == [Slot("here", 1)]
+
+
+def test_a_kept_state_that_was_lost_is_asked_of_the_ranks(monkeypatch):
+    """They have it still."""
+    worker_group = gang_on(Cluster("cpu", {"a": [0]}), Slot("a", 0))
+    worker_group.recovery.whole = "kept"
+
+    def get(ref, deadline_s, what):
+        assert ref == "kept"
+        raise ObjectLostError("00", "", "")
+
+    monkeypatch.setattr("rlhfless_ray.learn.worker_group.get", get)
+    worker_group.by_rank[0].actor.snapshot = SimpleNamespace(remote=lambda: lambda: {"model.safetensors": b"w"})
+    assert worker_group.recovery.has_now and worker_group.snapshot(1.0, worker_group.ask_snapshot()) == {"model.safetensors": b"w"}

@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_run import write_synthetic_run
+
+from rlhfless_ray.report import charts, cost_charts
+from rlhfless_ray.report.formatting import duration, money, number, percent, short, slot_time
+from rlhfless_ray.report.gantt import MAX_SEGMENTS, gantt
+from rlhfless_ray.report.read_run import RunRecord
+from rlhfless_ray.report.report import write_report
+from rlhfless_ray.report.summary import _price, cards, sample_picks, warnings
+
+
+class Page(HTMLParser):
+    """What a browser would see: text outside scripts, the scripts, and every attribute."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.text, self.scripts, self.attributes, self.open = "", [], [], []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, *pair) for pair in attrs]
+        self.open.append((tag, dict(attrs).get("id")))
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.open and self.open[-1][0] == tag:
+            self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1][0] == "script":
+            self.scripts.append((self.open[-1][1], data))
+        elif not (self.open and self.open[-1][0] == "style"):
+            self.text += data
+
+    def json(self, name: str) -> Any:
+        return json.loads("".join(data for given, data in self.scripts if given == name))
+
+
+def page_of(folder: Path) -> Page:
+    return Page(write_report(folder).read_text())
+
+
+@pytest.fixture(scope="module")
+def page(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Page:
+    return page_of(shutil.copytree(finished_run, tmp_path_factory.mktemp("report") / "run"))
+
+
+def test_key_figures_come_from_the_run(page: Page, finished_run: Path) -> None:
+    record = RunRecord.read(finished_run)
+    shown = {card["label"]: card["value"] for card in cards(record)}
+    leased = [row for row in record.ledger if row["activity"] != "parked"]
+    assert shown["Accuracy, sampled"] == f"37.0% → {100 * record.metrics[-1]['eval/accuracy_sampled']:.1f}%"
+    assert shown["Steps"] == "24 of 24"
+    assert shown["Full cost"] == slot_time(sum(row["seconds"] for row in leased))
+    assert shown["Busy cost"] == slot_time(sum(row["seconds"] for row in leased if row["activity"] == "work"))
+    assert shown["Money"] == money(sum(row["money"] for row in record.ledger))
+    for label, value in shown.items():
+        assert label in page.text and value in page.text
+
+
+def test_a_reward_that_is_no_accuracy_is_a_number_not_a_percentage(finished_run: Path) -> None:
+    record = RunRecord.read(finished_run)
+    for row, (sampled, greedy) in zip(record.metrics[::24], ((-3.1, -3.9), (-2.66, -2.7)), strict=True):
+        row |= {"eval/accuracy_sampled": sampled, "eval/accuracy_greedy": greedy}
+    rows = [{k: v for k, v in row.items() if i in (0, 24) or "accuracy" not in k} for i, row in enumerate(record.metrics)]
+    record.metrics[:] = rows
+    shown = {card["label"]: (card["value"], card["under"]) for card in cards(record)}
+    assert shown["Held-out reward, sampled"] == ("-3.1 → -2.66", "+0.44, step 0 to 24")
+    assert not [label for label in shown if "Accuracy" in label]
+    chart = charts.accuracy(rows)
+    assert chart is not None and chart.title == "Reward on held-out prompts" and "tickformat" not in chart.layout["yaxis"]
+
+
+def test_every_chart_has_data_and_a_place_on_the_page(page: Page, finished_run: Path) -> None:
+    figures = page.json("charts")
+    places = {value for tag, key, value in page.attributes if key == "data-chart"}
+    assert places == set(figures)
+    expected = {"reward", "accuracy", "lengths", "histogram", "pool", "plan", "forecast", "cost", "phases", "learn-grad_norm"}
+    assert expected <= set(figures)
+    for name, figure in figures.items():
+        assert figure["data"], name
+        assert all(len(trace["x"]) == len(trace["y"]) > 0 for trace in figure["data"]), name
+    means = [row["reward/mean"] for row in RunRecord.read(finished_run).steps]
+    assert figures["reward"]["data"][0]["y"] == pytest.approx(means, rel=1e-4)
+    assert any("Grow: " in text for text in figures["pool"]["data"][0]["customdata"])
+
+
+def test_prefix_kv_is_told_step_by_step_with_the_break_even(page: Page, finished_run: Path) -> None:
+    rows = RunRecord.read(finished_run).steps
+    on = [row for row in rows if row["prefix/on"]]
+    assert 0 < len(on) < len(rows)
+    assert f"On in {len(on)} of {len(rows)} steps. Step {rows[-1]['step']}: {rows[-1]['prefix/reason']}." in page.text
+    assert "with their KV pages" in page.text and "computed again all the same" in page.text
+    figures = page.json("charts")
+    by_name = {trace["name"]: trace for trace in figures["prefix-saved"]["data"]}
+    assert by_name["expected, on"]["x"] == [row["step"] for row in on] == by_name["measured"]["x"]
+    assert by_name["expected, left off"]["x"] == [row["step"] for row in rows if not row["prefix/on"]]
+    assert "engine-s of prefill" in by_name["expected, on"]["customdata"][0].replace("<br>", " ")
+    shared, needed = figures["prefix-even"]["data"]
+    assert shared["y"] == [row["prefix/header_tokens"] for row in rows]
+    assert needed["x"] == [row["step"] for row in rows if row["prefix/break_even_tokens"] is not None]
+    assert {trace["name"] for trace in figures["prefix-tokens"]["data"]} == {
+        "asked",
+        "computed if off",
+        "distinct",
+        "computed once",
+        "loaded",
+    }
+
+
+def test_without_a_decision_on_prefix_kv_there_is_no_section(tmp_path: Path) -> None:
+    folder = write_synthetic_run(tmp_path / "run", 5)
+    path = folder / "metrics.jsonl"
+    path.write_text(re.sub(r', "prefix/[a-z_]+": ("[^"]*"|[-\d.e]+|null)', "", path.read_text()))
+    page = page_of(folder)
+    assert "Prefix KV" not in page.text and not [name for name in page.json("charts") if name.startswith("prefix")]
+
+
+def test_what_stays_constant_is_said_instead_of_drawn(page: Page) -> None:
+    assert "KL to the reference: 0 throughout" in page.text
+    assert "learn-kl" not in page.json("charts")
+
+
+def test_warnings_name_the_steps(page: Page, finished_run: Path) -> None:
+    failed = sum(row["reward/failed"] for row in RunRecord.read(finished_run).steps)
+    assert f"{failed} sample{'s' * (failed != 1)} in step 17 could not be scored" in page.text
+    assert "1 optimizer step skipped in step 23" in page.text
+    assert "1 instance died and was replaced in step 12" in page.text
+
+
+def test_a_planner_that_failed_is_a_warning_with_its_reason(tmp_path: Path) -> None:
+    folder = write_synthetic_run(tmp_path / "run", 6)
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        if row["step"] == 4:
+            row["plan/failed"], row["pool/reason"] = True, "the planner failed (ValueError: odd); the last good plan is kept: 2 actors"
+        if row["step"] == 5:
+            row["plan/trouble"] = "the forecast failed (KeyError: 7)"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {warning["title"]: warning["text"] for warning in warnings(RunRecord.read(folder))}["Planning failed"]
+    assert "In steps 4, 5;" in found and "ValueError: odd" in found
+
+
+def test_a_run_without_trouble_says_so(tmp_path: Path) -> None:
+    folder = write_synthetic_run(tmp_path / "run", 5)
+    assert [warning["title"] for warning in warnings(RunRecord.read(folder))] == ["Replaced instances"]
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"faults/replaced": 1', '"faults/replaced": 0'))
+    assert "None: no failed rewards" in page_of(folder).text
+
+
+def test_lease_timeline_holds_every_leased_second(page: Page, finished_run: Path) -> None:
+    leases, record = page.json("leases"), RunRecord.read(finished_run)
+    assert leases["lanes"] == ["node-a cpu 0", "node-a cpu 1", "node-b cpu 0", "node-b cpu 1"]
+    spans = [to - begin for begin, to in zip(leases["from"], leases["to"], strict=True)]
+    assert sum(spans) / 1000 == pytest.approx(sum(row["seconds"] for row in record.ledger), rel=2e-3)
+    assert [step for step, *_ in leases["steps"]] == [row["step"] for row in record.steps]
+
+
+def test_money_for_parked_memory_is_told_apart(finished_run: Path) -> None:
+    record = RunRecord.read(finished_run)
+    assert "parked" not in _price(record)
+    for row in record.ledger:
+        if row["activity"] == "parked":
+            row["money"] = 0.001
+    count = sum(row["activity"] == "parked" for row in record.ledger)
+    assert _price(record).endswith(f"; {money(0.001 * count)} of it for the memory of parked processes")
+
+
+def test_costs_by_kind_leave_parked_memory_out(finished_run: Path) -> None:
+    ledger = RunRecord.read(finished_run).ledger
+    table = cost_charts.by_kind(ledger)
+    assert list(table) == ["rollout", "score", "learn", "eval", "warm_start"]
+    assert "parked" not in table["rollout"]
+    assert sum(sum(cells.values()) for cells in table.values()) == pytest.approx(sum(r["seconds"] for r in ledger if r["slots"]))
+
+
+def test_nothing_is_loaded_from_the_network(page: Page, finished_run: Path, tmp_path: Path) -> None:
+    html = write_report(shutil.copytree(finished_run, tmp_path / "run")).read_text()
+    assert not re.search(r"""(src|href)\s*=\s*["']?\s*(https?:)?//""", html)
+    assert not [pair for pair in page.attributes if pair[1] in ("src", "href", "action", "srcset")]
+    assert "@import" not in html and "plotly.js v" in html
+    assert len(html.encode()) < 8e6
+
+
+def test_samples_show_best_worst_and_failed(page: Page, finished_run: Path) -> None:
+    groups = sample_picks(RunRecord.read(finished_run))
+    assert groups[0]["step"] == 1 and groups[-1]["step"] == 24
+    labels = {group["step"]: [row["label"] for row in group["rows"]] for group in groups}
+    assert "failed" in labels[17] and all(set(names) >= {"best", "worst"} for names in labels.values())
+    best = groups[0]["rows"][0]
+    assert best["reward"] == "1" and best["response"] in page.text
+    assert "reward function took longer than 10 s" in page.text
+
+
+def test_text_of_the_run_cannot_become_markup(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--"
+    folder = write_synthetic_run(tmp_path / "run", 6, hostile=evil)
+    (folder / "recipe.yaml").write_text(f"run: {{name: '{evil}'}}\n")
+    (folder / "status.json").write_text(json.dumps({"status": evil, "reason": evil, "machine": evil, "versions": {evil: evil}}))
+    html = write_report(folder).read_text()
+    page = Page(html)
+    assert "<img" not in html and "<script>alert" not in html
+    assert evil in page.text  # it is there, as text
+    assert not [tag for tag, key, value in page.attributes if key == "onerror"]
+    assert "alert(1)" in "".join(page.json("charts")["pool"]["data"][0]["customdata"])
+    assert "<script>" not in "".join(page.json("charts")["pool"]["data"][0]["customdata"])  # plotly reads tags in hover texts
+
+
+def test_a_crashed_run_gives_a_report_that_says_what_is_torn(finished_run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(finished_run, tmp_path / "run")
+    for name in ("metrics.jsonl", "ledger.csv", "samples/step_24.jsonl"):
+        path = folder / name
+        path.write_bytes(path.read_bytes()[:-40])
+    status = json.loads((folder / "status.json").read_text())
+    (folder / "status.json").write_text(json.dumps(status | {"status": "running", "ended_at": None}))
+    page = page_of(folder)
+    for name in ("metrics.jsonl", "ledger.csv", "samples/step_24.jsonl"):
+        assert f"{name}: 1 line is not whole and left out" in page.text
+    assert "it is still working, or it crashed" in page.text
+    assert page.json("charts")["reward"]["data"][0]["x"] == list(range(1, 24))
+
+
+def test_an_empty_folder_gives_sentences_and_no_charts(tmp_path: Path) -> None:
+    page = page_of(tmp_path)
+    for name in ("status.json", "recipe.yaml", "metrics.jsonl", "ledger.csv"):
+        assert f"{name} is missing" in page.text
+    assert "no files in samples/" in page.text
+    assert page.json("charts") == {} and page.json("leases") is None
+
+
+@pytest.mark.parametrize("broken", ["", "{", "[]", "null", "\x00\xff", "step\n", "a,b\n1,2\n"])
+def test_garbage_in_every_file_is_survived(broken: str, finished_run: Path, tmp_path: Path) -> None:
+    for name in ("status.json", "recipe.yaml", "metrics.jsonl", "ledger.csv", "samples/step_24.jsonl"):
+        folder = shutil.copytree(finished_run, tmp_path / name.replace("/", "-"))
+        (folder / name).write_text(broken)
+        write_report(folder)
+
+
+def test_metrics_with_holes_are_drawn_where_they_are_known(tmp_path: Path) -> None:
+    rows = [{"step": 1, "reward/mean": None}, {"step": 2, "reward/mean": 0.5, "learn/kl": "text"}, {"step": 3}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    figures = page_of(tmp_path).json("charts")
+    assert list(figures) == ["reward"] and figures["reward"]["data"][0]["x"] == [2]
+
+
+def test_a_repeated_step_counts_once_with_its_last_row(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step":1,"a":1}\n{"step":2,"a":2}\n{"step":2,"a":3}\n')
+    assert [row["a"] for row in RunRecord.read(tmp_path).metrics] == [1, 3]
+
+
+def test_what_a_stop_made_the_run_pay_twice_is_said(finished_run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(finished_run, tmp_path / "run")
+    header, *lines = (folder / "ledger.csv").read_text().splitlines()
+    again = [line for line in lines if line.split(",")[7] == "24" and line.split(",")[6] != "parked"]
+    shifted = [f"{line},1" for line in again]
+    (folder / "ledger.csv").write_text("\n".join([f"{header},repeated", *(f"{line},0" for line in lines), *shifted]) + "\n")
+    spent = slot_time(sum(float(line.split(",")[10]) for line in again))
+    page = page_of(folder)
+    assert f"{spent} of the full cost was spent on steps that were interrupted" in page.text
+    before = gantt(RunRecord.read(finished_run).ledger, [])
+    assert page.json("leases")["steps"] and gantt(RunRecord.read(folder).ledger, [])["steps"] == before["steps"]
+
+
+def test_phases_add_up_to_the_step_and_waiting_for_leases_is_counted_once(page: Page, finished_run: Path) -> None:
+    steps = RunRecord.read(finished_run).steps
+    figure = page.json("charts")["phases"]
+    stacked = [sum(trace["y"][i] for trace in figure["data"]) for i in range(len(steps))]
+    assert stacked == pytest.approx([row["step_s"] for row in steps], rel=1e-3)
+    assert "This includes waiting for leases" in page.text
+    assert sum(row["share"] for row in cost_charts.phase_table(steps)) == pytest.approx(1)
+    assert {row["phase"] for row in cost_charts.phase_table(steps)} == {"rollout", "score", "learn", "publish", "eval", "driver"}
+
+
+@pytest.mark.parametrize(("count", "each"), [(80, 1), (81, 2), (100, 2), (1000, 13)])
+def test_bars_of_phases_stand_at_equal_distances(count: int, each: int) -> None:
+    chart = cost_charts.phases([{"step": i, "phase/learn_s": 1.0 * i} for i in range(1, count + 1)])
+    assert chart is not None
+    xs, ys = chart.data[0]["x"], chart.data[0]["y"]
+    assert len(xs) <= 80 and xs[0] == (1 + each) / 2
+    assert {b - a for a, b in itertools.pairwise(xs[:-1])} <= {each}
+    assert ys == pytest.approx(xs, rel=1e-4), "a bar stands over the middle of its steps"
+
+
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        write_report(tmp_path / "nowhere")
+
+
+def test_long_runs_are_thinned() -> None:
+    rows = [{"step": i, "a": float(i), "x/max": float(i % 7), "text": str(i)} for i in range(1, 10_001)]
+    thinned = charts.thin(rows, 100)
+    assert len(thinned) == 100 and thinned[0] == {"step": 100, "a": 50.5, "x/max": 6.0, "text": "100"}
+    ledger = [
+        {"node": "n", "device": d, "resource": "cpu", "kind": ("rollout", "learn")[i % 2], "activity": "work",
+         "instance": "i",
+         "step": i // 2, "from_s": i * 0.5, "to_s": i * 0.5 + (0.4 if i % 2 else 0.5), "seconds": 0.5, "slots": 1}
+        for d in range(4) for i in range(20_000)
+    ]  # fmt: skip
+    drawn = gantt(ledger, [])
+    assert drawn is not None and len(drawn["from"]) <= MAX_SEGMENTS + 4
+    assert drawn["merged_ms"] and len(json.dumps(drawn)) < 2e6
+
+
+def test_numbers_read_well() -> None:
+    assert [number(x) for x in (0, 0.00123, 4.56, 1234.5, 1.2e-7, None, float("nan"))] == [
+        "0", "0.00123", "4.56", "1,234", "1.2e-7", "–", "–",
+    ]  # fmt: skip
+    assert [duration(x) for x in (0.416, 12.34, 200, 7500, 1e5)] == ["0.42 s", "12.3 s", "3 min 20 s", "2 h 05 min", "1 d 3 h"]
+    assert [slot_time(x) for x in (12.34, 36_000)] == ["12.3 slot-s", "10 slot-h"]
+    assert [short(x) for x in (950, 12_345, 4_560_000)] == ["950", "12.3 k", "4.56 M"]
+    assert (percent(0.1234), money(0.00164), money(1234.5)) == ("12.3%", "0.00164", "1,234.50")

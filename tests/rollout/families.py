@@ -1,0 +1,142 @@
+"""Small random policies of several families, and the processes that serve and train them. Not collected by pytest."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhfless_ray.learn.rank_settings import RankSettings
+from rlhfless_ray.rollout.engine_settings import EngineSettings
+
+VOCABULARY, EOS = 96, 1
+ORDER = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "llama", "gemma3")  # a mixture first: vLLM makes the groups it needs only then
+
+
+def config(family: str) -> Any:
+    import transformers as t
+
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 256,
+        "bos_token_id": 0,
+        "eos_token_id": EOS,
+        "pad_token_id": EOS,
+        "tie_word_embeddings": False,
+    }
+    of_experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    made = {
+        "llama": lambda: t.LlamaConfig(**shape),
+        "qwen2_moe": lambda: t.Qwen2MoeConfig(**shape, **of_experts, moe_intermediate_size=32, shared_expert_intermediate_size=32),
+        "qwen3_moe": lambda: t.Qwen3MoeConfig(**shape, **of_experts, moe_intermediate_size=32, head_dim=32),
+        "mixtral": lambda: t.MixtralConfig(**shape, num_local_experts=4, num_experts_per_tok=2),
+        "olmoe": lambda: t.OlmoeConfig(**{**shape, "intermediate_size": 32}, **of_experts),
+        "gemma3": lambda: t.Gemma3TextConfig(
+            **{**shape, "tie_word_embeddings": True},
+            head_dim=32,
+            sliding_window=16,
+            query_pre_attn_scalar=32,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+    }
+    return made[family]()
+
+
+def policy(family: str, seed: int = 0, dtype: str = "float32") -> dict[str, bytes]:
+    """A model folder's files, as `save_pretrained` writes them. Matrices are four times as large as transformers draws them: nearly
+    uniform policies would hide a wrong layer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config(family))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(4)
+        model.to(getattr(torch, dtype)).save_pretrained(folder)
+        return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
+
+
+class LearnerHost:
+    """Learners of several families in one process, a gang of one rank each."""
+
+    def __init__(self) -> None:
+        self.learners: dict[str, Any] = {}
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+
+    def open(self, name: str, files: dict[str, bytes], settings: RankSettings) -> bool:
+        """Whether its checkpoints have other names than its files."""
+        from rlhfless_ray.learn.learner_rank import LearnerRank
+
+        self.learners[name] = LearnerRank(settings)
+        self.learners[name].open(files, ("127.0.0.1", self.port), 1)
+        return self.learners[name].trainer.converts
+
+    def weights(self, name: str) -> dict[str, np.ndarray]:
+        return self.learners[name].weights()[0]
+
+    def update(self, name: str, batch: Any) -> Any:
+        return self.learners[name].update(batch, 1)[0]
+
+    def logprobs(self, name: str, batch: Any, top_p: float = 1.0) -> np.ndarray:
+        return self.learners[name].agreement(batch, 1.0, top_p, 1)[0]
+
+    def model(self, name: str) -> bytes:
+        return self.learners[name].trainer.model_bytes()
+
+    def exported(self, name: str) -> tuple[bytes, bytes]:
+        """The checkpoint's file of weights, and the same for a model folder."""
+        content = self.learners[name].trainer.snapshot_bytes()["model.safetensors"]
+        return content, self.learners[name].trainer.saved_bytes(content)
+
+
+class EngineHost:
+    """Engines of several families in one process."""
+
+    def __init__(self) -> None:
+        self.actors: dict[str, Any] = {}
+
+    def open(self, name: str, files: dict[str, bytes], settings: EngineSettings) -> None:
+        from rlhfless_ray.rollout.engine_actor import RolloutActor
+        from rlhfless_ray.weights.model_folder import without_weights
+
+        self.actors[name] = RolloutActor(without_weights(files), settings)
+        self.actors[name].open(1)
+
+    def answer(
+        self, name: str, version: int, weights: dict[str, np.ndarray], expected: Any, requests: list[Any], garbled: str = ""
+    ) -> dict[int, Any]:
+        """Completions under these weights. `garbled`: a tensor that the engine gets wrong after the check."""
+        from rlhfless_ray.rollout.token_log import TokenLog
+
+        actor = self.actors[name]
+        load = actor.engine.load
+
+        def spoiled(version: int, weights: dict[str, np.ndarray]) -> None:
+            load(version, {key: array[..., ::-1] + np.float32(0.25) if key == garbled else array for key, array in weights.items()})
+
+        actor.engine.load = spoiled
+        try:
+            actor.load(version, weights, expected)
+        finally:
+            actor.engine.load = load
+        token_log = TokenLog(requests)
+        token_log.give(np.arange(len(requests)), 0)
+        for progress, _, _ in actor.rollout(version, requests, float("inf"), 1):
+            token_log.accept(0, "engine", progress)
+        return token_log.completions
+
+    def differing(self, name: str, model: bytes, published: Any) -> tuple[list[str], list[str] | None]:
+        return self.actors[name].differing(model, published)

@@ -1,0 +1,153 @@
+"""Engine and learner agree for families whose files and live weights differ, and tensors that an engine gets wrong are named."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from families import EOS, ORDER, VOCABULARY, EngineHost, LearnerHost, policy
+
+from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.rollout.engine_settings import EngineSettings
+from rlhfless_ray.types import Request
+from rlhfless_ray.weights.checksum import digests
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "learn"))
+
+pytestmark = [pytest.mark.engine, pytest.mark.ray]
+
+S = 120.0
+ENGINE = EngineSettings(max_model_len=160, max_running=32, block_size=32, kv_cache_mb=32, gpu_memory_share=0.5)
+GARBLED = {
+    "llama": "model.layers.1.self_attn.k_proj.weight",
+    "qwen2_moe": "model.layers.0.mlp.shared_expert.down_proj.weight",
+    "qwen3_moe": "model.layers.1.mlp.experts.2.down_proj.weight",
+    "mixtral": "model.layers.0.block_sparse_moe.gate.weight",
+    "olmoe": "model.layers.1.post_attention_layernorm.weight",
+    "gemma3": "model.embed_tokens.weight",
+}
+
+
+def requests(count: int = 16, seed: int = 0) -> list[Request]:
+    """Some prompts are longer than the sliding window of `gemma3`."""
+    rng = np.random.default_rng(seed)
+    prompts = [tuple(rng.integers(2, VOCABULARY, rng.integers(1, 50)).tolist()) for _ in range(count)]
+    return [Request(k, prompt, 100 * seed + k, 40, 1.0) for k, prompt in enumerate(prompts)]
+
+
+def batch_of(asked: list[Request], answers: dict[int, Any]) -> Batch:
+    """Of whole responses; short ones were good."""
+    lengths = [len(answers[one.key].token_ids) for one in asked]
+    good = (np.mean(lengths) - np.array(lengths)) / (np.std(lengths) + 1)
+    return Batch.of(
+        [(one.token_ids, answers[one.key].token_ids, answers[one.key].logprobs, float(good[one.key]) + 0.3, one.key // 4) for one in asked]
+    )
+
+
+@pytest.fixture(scope="module")
+def hosts(ray_cluster: None) -> Iterator[tuple[Any, Any]]:
+    paths = {"PYTHONPATH": ":".join([str(Path(__file__).parent), str(Path(__file__).parents[2])])}
+    made = [ray.remote(kind).options(num_cpus=1, runtime_env={"env_vars": paths}).remote() for kind in (EngineHost, LearnerHost)]
+    yield made[0], made[1]
+    for actor in made:
+        ray.kill(actor)
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[str, dict[str, bytes]]:
+    return {name: policy(name, seed) for seed, name in enumerate(ORDER)}
+
+
+@pytest.fixture(scope="module")
+def opened(hosts: tuple[Any, Any], files: dict[str, dict[str, bytes]]) -> dict[str, bool]:
+    """Every family's engine and learner are built; whether live and saved weights differ."""
+    from conftest import learner_settings
+
+    engines, learners = hosts
+    settings = learner_settings(learner={"micro_batch_tokens": 400})
+    built = [engines.open.remote(name, files[name], ENGINE) for name in ORDER]
+    told = [learners.open.remote(name, files[name], settings) for name in ORDER]
+    ray.get(built, timeout=300)
+    return dict(zip(ORDER, ray.get(told, timeout=300), strict=True))
+
+
+@pytest.mark.parametrize("family", ORDER)
+def test_engine_and_learner_agree_for_two_steps(hosts: tuple[Any, Any], opened: dict[str, bool], family: str) -> None:
+    engines, learners = hosts
+    worst, before = [], None
+    for version in range(2):
+        weights = ray.get(learners.weights.remote(family), timeout=S)
+        if before is not None:
+            assert any(not np.array_equal(weights[name], before[name]) for name in weights), "the update changed nothing"
+        before = weights
+        asked = requests(seed=version)
+        answers = ray.get(engines.answer.remote(family, version, weights, digests(weights), asked), timeout=S)
+        batch = batch_of(asked, answers)
+        found = ray.get(learners.logprobs.remote(family, batch), timeout=S)
+        worst.append(float(np.abs(found - batch.logprobs).max()))
+        stats = ray.get(learners.update.remote(family, batch), timeout=S)
+        assert stats.applied == 1 and stats.mismatch_max < 1e-4
+    print(family, worst)
+    assert max(worst) < 1e-4
+
+
+@pytest.mark.parametrize("family", ORDER)
+def test_published_and_exported_names_are_those_of_save_pretrained(
+    hosts: tuple[Any, Any], opened: dict[str, bool], files: dict[str, dict[str, bytes]], family: str, tmp_path: Path
+) -> None:
+    """Names, shapes and bits of a policy that was loaded and not trained; a checkpoint keeps the model's own names."""
+    import torch
+    from conftest import learner_settings
+    from safetensors.torch import load
+    from transformers import AutoModelForCausalLM
+
+    _, learners = hosts
+    ray.get(learners.open.remote("fresh", files[family], learner_settings()), timeout=S)
+    wanted = load(files[family]["model.safetensors"])
+    weights = ray.get(learners.weights.remote("fresh"), timeout=S)
+    assert {name: array.shape for name, array in weights.items()} == {name: tuple(x.shape) for name, x in wanted.items()}
+    assert all(np.array_equal(weights[name], x.numpy()) for name, x in wanted.items())
+    kept, exported = ray.get(learners.exported.remote("fresh"), timeout=S)
+    assert load(exported).keys() == wanted.keys() and all(torch.equal(x, wanted[name]) for name, x in load(exported).items())
+    assert (load(kept).keys() != wanted.keys()) == opened[family] == family.endswith(("moe", "mixtral"))
+    for name, content in {**files[family], "model.safetensors": exported}.items():
+        (tmp_path / name).write_bytes(content)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    live = load(kept)
+    assert all(torch.equal(x, live[name]) for name, x in model.state_dict().items() if name in live)
+
+
+@pytest.mark.parametrize("family", ORDER)
+def test_a_tensor_that_an_engine_gets_wrong_is_named(hosts: tuple[Any, Any], opened: dict[str, bool], family: str) -> None:
+    engines, learners = hosts
+    weights, model = ray.get([learners.weights.remote(family), learners.model.remote(family)], timeout=S)
+    published, asked, garbled = digests(weights), requests(seed=7), GARBLED[family]
+    assert garbled in weights
+    answers = ray.get(engines.answer.remote(family, 10, weights, published, asked, garbled), timeout=S)
+    batch = batch_of(asked, answers)
+    found = ray.get(learners.logprobs.remote(family, batch), timeout=S)
+    mean = float(np.abs(found - batch.logprobs).mean())
+    print(family, garbled, mean)
+    assert mean > 1e-3, "above the tolerance in float32"
+    wrong, held = ray.get(engines.differing.remote(family, model, published), timeout=S)
+    assert wrong == []
+    assert held == [garbled]
+    if family in ("llama", "mixtral"):
+        ray.get(engines.answer.remote(family, 11, weights, published, asked[:1]), timeout=S)
+        assert ray.get(engines.differing.remote(family, model, published), timeout=S) == ([], [])
+    spoiled = {**published, garbled: published[garbled] ^ 1}
+    with pytest.raises(ray.exceptions.RayTaskError, match=garbled):
+        ray.get(engines.answer.remote(family, 12, weights, spoiled, asked), timeout=S)
+    assert ray.get(engines.differing.remote(family, model, spoiled), timeout=S) == ([garbled], None)
+
+
+def test_the_end_of_a_response_is_a_token_of_these_policies(files: dict[str, dict[str, bytes]]) -> None:
+    for name in ORDER:
+        assert json.loads(files[name]["config.json"])["eos_token_id"] == EOS

@@ -1,0 +1,373 @@
+"""What is begun while engines still work, and under which slot: with stages that only write down what is asked of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from rlhfless_ray.functions.broker import SlotBroker
+from rlhfless_ray.learn.learn_stage import LearnStage
+from rlhfless_ray.learn.overlap_rules import inexact, obstacle
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.rollout.overlap import OverlapScheduler
+from rlhfless_ray.types import Completion, Prompt, Sample
+
+COUNT = 2
+
+
+class Scoring:
+    """Scores what it was given when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[Sample] = []
+        self.lease: list[Any] = []
+
+    def begin(self, samples: int) -> None:
+        self.total = samples
+
+    def score_ahead(self, samples: list[Sample], leases: list[Any]) -> list[Any]:
+        self.asked += samples
+        self.lease, left = leases[:1], leases[1:]
+        return left
+
+    def answer(self) -> None:
+        for sample in self.asked:
+            sample.reward = 1.0
+
+    def refs(self) -> list[Any]:
+        return ["score"] if self.lease else []
+
+    def done_ahead(self) -> list[Any]:
+        if not self.lease or any(sample.reward is None for sample in self.asked):
+            return []
+        lease, self.lease = self.lease, []
+        return lease
+
+
+class Gang:
+    """What it says of a token, where it is asked for a pass, follows from the sampler's log-probability of it."""
+
+    ranks, slots = 1, 2
+    SAYS: ClassVar = {"old": -1, "reference": 3, "values": 2}
+
+    def __init__(self) -> None:
+        self.working, self.batches, self.done = False, [], False
+        self.lease: list[Any] = []
+        self.by_rank: list[Any] = []
+        self.passes: list[tuple[str, list[int]]] = []  # of which groups, in their order
+        self.dies = False
+
+    def fits(self, leases: list[Any]) -> bool:
+        return self.working or len(leases) >= self.ranks
+
+    def assign_leases(self, leases: list[Any]) -> list[Any]:
+        self.working, self.lease = True, leases[: self.slots]
+        return leases[self.slots :]
+
+    def accumulate(self, batch: Any) -> list[Any]:
+        self.batches.append(batch)
+        return ["gradients"]
+
+    def pending(self, refs: list[Any]) -> list[Any]:
+        return [] if self.done else refs
+
+    def accumulated(self, refs: list[Any]) -> None:
+        self.done = False
+
+    def ask(self, what: str, batch: Any, *names: Any) -> list[Any]:
+        self.answer = self.passed(what, batch, *names)
+        return [what]
+
+    def answered(self, refs: list[Any], what: str) -> Any:
+        self.done = False
+        return None if self.dies else (self.answer, 0.01)
+
+    def passed(self, what: str, batch: Any, *names: Any) -> dict[str, np.ndarray]:
+        assert self.working
+        self.passes.append((what, batch.groups.tolist()))
+        return {name: np.float32(self.SAYS[name]) * batch.logprobs for name in (names[0] if names else (what,))}
+
+    def park(self) -> list[Any]:
+        self.working, lease, self.lease = False, self.lease, []
+        return lease
+
+
+def parts(
+    resource: str = "cpu",
+    algorithm: dict[str, Any] | None = None,
+    critic: Gang | None = None,
+    reference: Gang | None = None,
+    lora: int = 0,
+    **learner: Any,
+) -> tuple[OverlapScheduler, Scoring, Gang, LearnStage]:
+    tree = {
+        "prompts": {"task": "chain", "batch_prompts": 3},
+        "reward": {"function": "task"},
+        "rollout": {"samples_per_prompt": COUNT},
+        "learner": {"micro_batch_tokens": 10, **learner},
+        "algorithm": algorithm or {},
+        "lora": {"rank": lora},
+    }
+    predict = SimpleNamespace(predict=lambda slots, tokens: 0.01 * tokens)
+    leases: Any = SimpleNamespace(resource=resource, release=lambda leases: None)
+    broker = SlotBroker(leases)
+    context: Any = SimpleNamespace(recipe=Recipe.parse(tree), autoscaler=SimpleNamespace(learner=predict), broker=broker, leases=leases)
+    scoring, worker_group = Scoring(), Gang()
+    learning = LearnStage(context, worker_group, critic, reference)  # type: ignore[arg-type]
+    return OverlapScheduler(scoring, learning, broker, prompts=3, count=COUNT), scoring, worker_group, learning  # type: ignore[arg-type]
+
+
+def sample(key: int, tokens: int = 3) -> Sample:
+    logprobs = -np.arange(1, tokens + 1, dtype=np.float32) - 10 * key
+    done = Completion(key, np.arange(tokens, dtype=np.int32), logprobs, "stop", 1)
+    return Sample(Prompt(key // COUNT, "p", (7,)), key % COUNT, done, "text")
+
+
+def test_complete_groups_are_scored_then_learned_and_the_rest_is_left_for_later() -> None:
+    tail, scoring, worker_group, learning = parts()
+    samples = [sample(key) for key in range(6)]
+    tail.heard(samples[:3])
+    tail.poll(1.0)
+    assert not scoring.asked, "no slot yet"
+    assert tail.wants_slot()
+    tail.take(["slot"])
+    tail.poll(1.0)
+    assert scoring.asked == samples[:3] and scoring.total == 6 and tail.refs() == ["score"] and not tail.broker.free
+    tail.heard(samples[3:4])
+    scoring.answer()
+    tail.poll(1.0)  # the slot comes back and goes to what has come since
+    assert scoring.asked == samples[:4] and not worker_group.batches
+    scoring.answer()
+    tail.poll(0.05)
+    assert not worker_group.batches, "they would not be done in the seconds that are left"
+    tail.poll(1.0)
+    [batch] = worker_group.batches
+    assert batch.groups.tolist() == [0, 0], "one micro-batch at a time: the second group waits"
+    assert tail.refs() == ["gradients"] and worker_group.lease == ["slot"]
+    worker_group.done = True
+    tail.poll(1.0)
+    assert [b.groups.tolist() for b in worker_group.batches] == [[0, 0], [1, 1]]
+    for one in samples[4:]:
+        one.reward = 0.5
+    assert learning.advantages(samples).groups.tolist() == [2, 2]
+    assert all(one.advantage is not None for one in samples)
+    assert tail.metrics() == {"overlap/scored": 4, "overlap/learned": 4, "overlap/obstacle": ""}
+    worker_group.done = True
+    assert learning.done_ahead(wait=True) == ["slot"] and tail.broker.free == ()
+
+
+def test_a_step_begins_with_nothing_learned() -> None:
+    tail, _, _, learning = parts()
+    learning.learned = {0, 1}
+    OverlapScheduler(tail.scoring, learning, tail.broker, 3, COUNT)
+    one = [sample(key) for key in range(2)]
+    for each in one:
+        each.reward = 1.0
+    assert len(learning.advantages(one)) == 2
+
+
+def test_a_device_that_holds_gradients_is_kept() -> None:
+    tail, scoring, worker_group, learning = parts("gpu")
+    tail.heard([sample(key) for key in range(4)])
+    tail.take(["a", "b"])
+    tail.poll(1.0)
+    scoring.answer()
+    tail.poll(1.0)
+    worker_group.done = True
+    tail.poll(1.0)
+    assert len(worker_group.batches) == 2 and worker_group.working, "the second part goes to the gang that never left"
+    assert learning.done_ahead(wait=True) == []
+
+
+def test_a_device_that_holds_gradients_is_not_given_to_the_reference() -> None:
+    reference = Gang()
+    tail, _, worker_group, learning = parts("gpu", {"kl": {"coefficient": 0.1}}, reference=reference)
+    samples = ended(tail, range(4))
+    tail.by_group = {0: samples[:2], 1: samples[2:]}
+    tail.take(["a", "b"])
+    tail.poll(1.0)
+    reference.done = True
+    tail.poll(1.0)
+    assert len(worker_group.batches) == 1 and worker_group.lease == ["b"] and reference.lease == ["a"]
+    reference.dies = True
+    assert learning.done_ahead(wait=True) == []
+    assert learning.advantages(samples).groups.tolist() == [1, 1] and reference.passes[-1] == ("reference", [1, 1])
+    assert worker_group.working and worker_group.lease == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("learner", "algorithm", "why"),
+    [({"overlap": "off"}, {}, "off"), ({"zero_stage": 3}, {}, "zero_stage 3"), ({}, {"updates_per_step": 2}, "updates_per_step")],
+)
+def test_where_it_would_not_be_exact_nothing_is_learned_ahead_and_the_reason_is_told(learner, algorithm, why) -> None:
+    tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "learner": learner, "algorithm": algorithm}
+    recipe = Recipe.parse(tree)
+    assert why in (obstacle(recipe) or "")
+    if why != "off":
+        assert inexact(recipe.algorithm, recipe.learner, recipe.lora) == obstacle(recipe)
+        return
+    tail, scoring, worker_group, _ = parts(overlap="off")
+    tail.heard([sample(key) for key in range(2)])
+    tail.take(["slot"])
+    tail.poll(1.0)
+    scoring.answer()
+    tail.poll(1.0)
+    assert scoring.asked and not worker_group.batches and tail.broker.free == ("slot",) and not tail.wants_slot()
+    assert why in tail.metrics()["overlap/obstacle"]
+
+
+PPO = {"advantage": {"estimator": "gae"}, "kl": {"coefficient": 0.1, "place": "reward"}}
+
+
+def ended(tail: OverlapScheduler, keys: range) -> list[Sample]:
+    samples = [sample(key) for key in keys]
+    for one in samples:
+        one.reward = 1.0 + one.completion.key
+    tail.heard(samples)
+    tail.unscored = []  # whoever scores them is not looked at here
+    return samples
+
+
+def test_what_has_ended_is_passed_over_by_each_gang_in_turn_and_the_rest_in_the_learn_phase() -> None:
+    critic, reference = Gang(), Gang()
+    tail, _, learner, learning = parts(algorithm=PPO, critic=critic, reference=reference)
+    samples = ended(tail, range(3))
+    assert tail.wants_slot()
+    tail.take(["slot"])
+    tail.poll(0.05)
+    assert not reference.passes, "they would not be done in the seconds that are left"
+    tail.poll(1.0)  # one micro-batch has two of them, with a prompt token each
+    assert reference.passes == [("reference", [0, 0])] and tail.refs() == ["reference"] and not tail.broker.free and not learner.passes
+    reference.done = True
+    tail.poll(1.0)
+    assert learner.passes == [("logprobs", [0, 0])] and tail.refs() == ["logprobs"] and not tail.broker.free and not critic.passes
+    learner.done = True
+    tail.poll(1.0)  # the third waits for others to come: half a micro-batch, or a fourth of the step
+    assert not reference.passes[1:] and not learner.passes[1:] and critic.passes == [("values", [0, 0])]
+    critic.done = True
+    tail.poll(1.0)
+    assert tail.broker.free == ("slot",) and not tail.refs()
+    samples += ended(tail, range(3, 5))
+    samples.append(sample(5))
+    samples[5].reward = 0.5
+    tail.poll(0.09)
+    assert len(reference.passes) == 2, "what a pass took was measured: it is done in time"
+    assert tail.broker.free == () and learning.pending() == ["reference"]
+    assert learning.done_ahead(wait=True) == ["slot"]
+    told = tail.metrics()
+    assert told["overlap/reference"] == 4 and told["overlap/logprobs"] == 2 and told["overlap/values"] == 2
+    batch = learning.advantages(samples)
+    assert reference.passes[1:] == [("reference", [1, 1]), ("reference", [2, 2])]
+    assert learner.passes[1:] == [("logprobs", [1, 1, 2, 2])]
+    assert critic.passes[1:] == [("values", [1, 1, 2, 2])]
+    whole = np.concatenate([one.completion.logprobs for one in samples])
+    assert batch.old is not None and batch.values is not None
+    np.testing.assert_array_equal(batch.old, -whole)
+    np.testing.assert_array_equal(batch.values, 2 * whole)
+    kl = np.minimum(np.expm1(np.minimum(-4 * -whole, 10)) - 4 * whole, 10)  # k3 of old - reference = -4 times what was drawn
+    assert learning.kl == pytest.approx(float(kl.mean()))
+    np.testing.assert_array_equal(batch.reference, 3 * whole)  # for statistics: the KL is in the reward
+    alone, _, _, other = parts(algorithm=PPO, critic=critic, reference=reference, overlap="off")
+    again = other.advantages(samples)
+    for name in ("advantages", "returns", "old", "values"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(batch, name))
+    assert "off" in alone.metrics()["overlap/passes_obstacle"]
+
+
+def test_gradients_wait_for_what_the_reference_says_of_their_samples() -> None:
+    """Where the KL is in the loss: with two of three groups passed over, these alone are learned ahead."""
+    reference = Gang()
+    tail, _, worker_group, learning = parts(algorithm={"kl": {"coefficient": 0.1}}, reference=reference)
+    samples = ended(tail, range(4))
+    tail.by_group = {0: samples[:2], 1: samples[2:]}
+    tail.take(["slot"])
+    tail.poll(1.0)
+    assert not worker_group.batches and reference.passes == [("reference", [0, 0])]
+    reference.done = True
+    tail.poll(1.0)  # the slot goes to the gradients that can be made now, rather than to another pass
+    assert [batch.groups.tolist() for batch in worker_group.batches] == [[0, 0]] and len(reference.passes) == 1
+    np.testing.assert_array_equal(worker_group.batches[0].reference, 3 * worker_group.batches[0].logprobs)
+    worker_group.done = True
+    tail.poll(1.0)
+    assert len(worker_group.batches) == 1 and reference.passes[1:] == [("reference", [1, 1])]
+    reference.dies = reference.done = True
+    tail.poll(1.0)
+    assert len(worker_group.batches) == 1 and tail.broker.free == ("slot",)
+    batch = learning.advantages(samples)
+    assert batch.groups.tolist() == [1, 1] and reference.passes[2:] == [("reference", [1, 1])]
+    np.testing.assert_array_equal(batch.reference, 3 * batch.logprobs)
+
+
+def test_a_short_sample_before_a_long_one_waits_for_nothing() -> None:
+    reference = Gang()
+    tail, *_ = parts(algorithm={"kl": {"coefficient": 0.1}}, reference=reference)
+    ended(tail, range(2))
+    tail.heard([sample(2, tokens=2), sample(3, tokens=30)])
+    tail.unscored = []
+    tail.take(["slot"])
+    tail.poll(1.0)
+    reference.done = True
+    tail.poll(1.0)
+    assert reference.passes[:2] == [("reference", [0, 0]), ("reference", [1])], "two that fit together, then the short one by itself"
+
+
+def test_a_gang_that_dies_in_the_tail_is_asked_again_in_the_learn_phase() -> None:
+    tail, _, worker_group, learning = parts(algorithm={"updates_per_step": 2, "kl": {"coefficient": 0.1}}, lora=2)
+    samples = ended(tail, range(4))
+    tail.take(["slot"])
+    worker_group.dies = worker_group.done = True
+    tail.poll(1.0)
+    assert tail.refs() == [] and learning.done_ahead() == ["slot"] and tail.metrics()["overlap/logprobs"] == 0
+    batch = learning.advantages(samples)
+    assert batch.old is None and batch.reference is None, "nothing was passed over ahead: the update does so itself"
+    worker_group.dies = False
+    tail.poll(1.0)
+    tail.take(["slot"])
+    tail.poll(1.0)
+    worker_group.done = True
+    tail.poll(1.0)
+    batch = learning.advantages(samples)
+    whole = np.concatenate([one.completion.logprobs for one in samples])
+    assert batch.old is not None and batch.reference is not None
+    np.testing.assert_array_equal(batch.old, -whole)
+    np.testing.assert_array_equal(batch.reference, 3 * whole)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "learner", "wanted"),
+    [
+        ({}, {}, ()),  # gradients go ahead, and with them all that they need
+        ({"kl": {"coefficient": 0.1}}, {}, ()),
+        ({"updates_per_step": 2}, {}, ("old",)),
+        ({"batch_samples": 6}, {}, ()),  # the step has no more samples than that: one update
+        ({"batch_samples": 5}, {}, ("old",)),
+        ({"epochs": 2, "kl": {"coefficient": 0.1}}, {}, ("old",)),
+        ({"epochs": 2, "kl": {"coefficient": 0.1}}, {"lora": 2}, ("old", "reference")),
+        ({"advantage": {"estimator": "reinforce"}, "kl": {"coefficient": 0.1}}, {}, ()),
+        ({"advantage": {"estimator": "reinforce"}, "kl": {"coefficient": 0.1}}, {"lora": 2}, ("reference",)),
+        (PPO, {}, ("old",)),
+        (PPO, {"lora": 2}, ("old", "reference")),
+        ({"kl": {"coefficient": 0.1}}, {"zero_stage": 3}, ()),
+        ({"kl": {"coefficient": 0.1}}, {"zero_stage": 3, "lora": 2}, ("reference",)),
+    ],
+)
+def test_the_passes_that_an_update_begins_with(algorithm: dict[str, Any], learner: dict[str, Any], wanted: tuple[str, ...]) -> None:
+    """Of the learner; the reference's own is there wherever there is a KL, unless adapters alone are trained."""
+    critic, reference = (Gang() if algorithm is PPO else None), (Gang() if "kl" in algorithm and "lora" not in learner else None)
+    tail, _, _, learning = parts(algorithm=algorithm, critic=critic, reference=reference, **learner)
+    assert learning.context.recipe.has_reference == (reference is not None)
+    assert (learning.passes.reference is None) == (reference is None)
+    assert (learning.passes.logprobs.names if learning.passes.logprobs else ()) == wanted
+    assert tail.wants_slot() == (learning.obstacle is None)
+    if wanted or reference is not None:
+        ended(tail, range(1))
+        assert tail.wants_slot()
+
+
+def test_groups_that_may_be_dropped_are_not_passed_over_ahead() -> None:
+    tail, *_ = parts(algorithm={"updates_per_step": 2, "filter_range": [0.1, 0.9]})
+    ended(tail, range(4))
+    assert not tail.wants_slot() and "filter_range" in tail.metrics()["overlap/passes_obstacle"]

@@ -1,0 +1,38 @@
+"""Stop words in what was generated."""
+
+from __future__ import annotations
+
+from rlhfless_ray.rollout.stop_strings import BEYOND, StopStrings
+
+
+class Letters:
+    """A token is a letter."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        self.read.append(len(token_ids))
+        return "".join(map(chr, token_ids))
+
+
+def test_a_word_that_the_first_tokens_complete_ends_nothing() -> None:
+    """As vLLM has it: also not when later tokens are looked at; a word that ends after them counts wherever it begins."""
+    words = StopStrings(Letters)
+    for count in range(1, 9):
+        assert not words.found([*b"endxxxxxx"][:count], ("end",), min_tokens=3)
+    assert words.found([*b"end"], ("end",), min_tokens=2) and words.found([*b"d"], ("end",), before=(*b"en",), min_tokens=2)
+    assert not words.found([*b"x"], ("end",), before=(*b"end",), min_tokens=3)
+    assert words.found([*b"xend"], ("end",), before=(*b"end",), min_tokens=3)
+    long = [ord("x")] * 100
+    assert words.found([*long, *b"end"], ("end",), min_tokens=102) and not words.found([*long, *b"end"], ("end",), min_tokens=103)
+
+
+def test_however_long_a_response_its_newest_tokens_are_looked_at() -> None:
+    letters = Letters()
+    words = StopStrings(lambda: letters)
+    long = [ord("x")] * 10_000
+    assert words.found([*long, *b"end"], ("end", "no")) and not words.found([*b"end", *long], ("end",))
+    assert words.found([*b"nd"], ("end",), before=(*long, ord("e"))), "it began on another engine"
+    assert words.found([], ("end",), before=(*long, *b"end")) and not words.found([], ("end",))
+    assert max(letters.read) == len("end") + BEYOND

@@ -1,0 +1,137 @@
+"""Checkpoints in OpenRLHF's layout: names, which stay, the best, and what another program left there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.recipe import CheckpointConfig, Recipe
+from rlhfless_ray.run.checkpoints import Best, Checkpoints
+from rlhfless_ray.run.folder import RunFolder
+
+LEARNER = {"model.safetensors": b"w" * 10, "optimizer.safetensors": b"o" * 10}
+MODEL = {"config.json": b"{}", "model.safetensors": b"w" * 10}
+
+
+def store(tmp_path: Path, **section: Any) -> Checkpoints:
+    return Checkpoints(CheckpointConfig(path=str(tmp_path / "ckpt"), **section), tmp_path / "run")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_folders_and_the_name_of_the_newest(tmp_path: Path) -> None:
+    kept = store(tmp_path, keep=2, save_hf=True)
+    for step in (2, 4, 6):
+        kept.save(step, LEARNER, {"step": step}, ("eval_x_pass1", step / 10), MODEL)
+    assert names(tmp_path / "ckpt" / "_actor") == ["global_step4", "global_step6", "latest"]
+    assert (tmp_path / "ckpt" / "_actor" / "latest").read_text() == "global_step6"
+    assert names(tmp_path / "ckpt") == ["_actor", "global_step2_hf", "global_step4_hf", "global_step6_hf"]
+    assert json.loads((tmp_path / "ckpt" / "_actor" / "global_step6" / "metric.json").read_text()) == {
+        "metric_key": "eval_x_pass1",
+        "metric_value": 0.6,
+    }
+    assert kept.load() == (6, LEARNER, {"step": 6})
+    assert names(tmp_path / "ckpt" / "global_step2_hf") == sorted(MODEL)
+
+
+def test_first_go_those_without_metric_then_the_worst_then_the_oldest(tmp_path: Path) -> None:
+    kept = store(tmp_path, keep=3)
+    order = [(1, 0.5), (2, None), (3, 0.2), (4, 0.5), (5, 0.4), (6, None)]
+    left = []
+    for step, value in order:
+        kept.save(step, LEARNER, {}, None if value is None else ("m", value))
+        left.append([step for step, _ in kept.list()])
+    assert left == [[1], [1, 2], [1, 2, 3], [1, 3, 4], [1, 4, 5], [1, 4, 6]]
+
+
+def test_a_limit_in_bytes_leaves_the_newest(tmp_path: Path) -> None:
+    kept = store(tmp_path, keep=9, max_gib=300 / 2**30)
+    for step in (1, 2, 3, 4):
+        kept.save(step, LEARNER, {})
+    assert [step for step, _ in kept.list()] == [3, 4]
+    tight = store(tmp_path, keep=9, max_gib=1 / 2**30)
+    tight.save(5, LEARNER, {})
+    assert [step for step, _ in tight.list()] == [5]
+
+
+def test_one_best_stays_beside_the_others(tmp_path: Path) -> None:
+    kept, best = store(tmp_path, keep=1, save_hf=True), Best("")
+    for step, value in [(1, 0.3), (2, 0.6), (3, 0.5)]:
+        metric = best.of({"eval/a/pass1": value, "eval/a/pass4": 0.9, "eval/length_mean": 3.0})
+        assert metric == ("eval_a_pass1", value)
+        if best.improved(metric):
+            kept.save_best(step, LEARNER, {}, metric, MODEL)
+        kept.save(step, LEARNER, {}, metric)
+    assert names(tmp_path / "ckpt" / "_actor") == ["best_global_step2", "global_step3", "latest"]
+    assert "best_global_step2_hf" in names(tmp_path / "ckpt") and "best_global_step1_hf" not in names(tmp_path / "ckpt")
+    assert not best.improved(("eval_a_pass1", 0.6)) and not best.improved(None)
+
+
+def test_an_evaluation_that_could_not_score_the_metrics_source_ends_no_run() -> None:
+    for name in ("eval_a_pass1", ""):
+        best, later = Best(name), {"eval/a/length_mean": 3.0, "eval/b/pass1": 0.9}
+        assert best.of({"eval/a/pass1": 0.5, "eval/b/pass1": 0.1}) == ("eval_a_pass1", 0.5)
+        assert best.of(later) is None, "and no other source stands in for it"
+        resumed = Best("eval_a_pass1")
+        resumed.value = 0.5
+        assert resumed.of(later) is None
+
+
+def test_a_metric_goes_by_its_name_there_and_here(tmp_path: Path) -> None:
+    evaluation = {"eval/a/pass1": 0.25, "eval/accuracy_sampled": 0.5, "eval/length_mean": 3.0}
+    for name, value in [("eval_a_pass1", 0.25), ("eval/a/pass1", 0.25), ("accuracy_sampled", 0.5), ("eval_response_length_mean", 3.0)]:
+        found = Best(name).of(evaluation)
+        assert found is not None and found[1] == value
+    assert Best("none").of(evaluation) is None and Best("").of({}) is None
+    with pytest.raises(UserError, match="the evaluation has no `eval_b_pass1`, only"):
+        Best("eval_b_pass1").of(evaluation)
+
+
+def test_models_only_where_nothing_is_to_be_resumed(tmp_path: Path) -> None:
+    store(tmp_path, resumable=False).save(3, LEARNER, {}, None, MODEL)
+    assert names(tmp_path / "ckpt") == ["global_step3_hf"]
+
+
+def test_checkpoints_of_deepspeed_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    theirs = tmp_path / "ckpt" / "_actor" / "global_step9"
+    theirs.mkdir(parents=True)
+    (theirs / "mp_rank_00_model_states.pt").write_bytes(b"x")
+    (theirs.parent / "latest").write_text("global_step9")
+    for look in (store(tmp_path).newest, store(tmp_path).check):
+        with pytest.raises(UserError, match=r"checkpoint of DeepSpeed.*global_step9_hf"):
+            look()
+
+
+def test_a_run_goes_on_in_its_folder_or_in_a_new_one(tmp_path: Path) -> None:
+    def recipe(**checkpoint: Any) -> Recipe:
+        return Recipe.parse(
+            {
+                "prompts": {"task": "chain"},
+                "reward": {"function": "task"},
+                "run": {"root": str(tmp_path / "runs"), "name": "a", "steps": 7},
+                "checkpoint": {"path": str(tmp_path / "ckpt"), **checkpoint},
+            }
+        )
+
+    assert RunFolder.latest(recipe()) is None
+    folder = RunFolder.create(recipe())
+    (folder.path / "status.json").write_text("{}")
+    Checkpoints(recipe().checkpoint, folder.path).save(3, LEARNER, {"run_folder": str(folder.path)})
+    assert RunFolder.resumed(recipe()).path == folder.path
+    (folder.path / "status.json").unlink()
+    assert RunFolder.resumed(recipe()).path == tmp_path / "runs" / "a-2"
+    (tmp_path / "ckpt" / "_actor" / "global_step3" / "driver.json").write_text("")
+    with pytest.raises(UserError, match=r"global_step3 is not a complete checkpoint; remove it"):
+        RunFolder.latest(recipe())
+
+
+def test_what_needs_a_path_says_so() -> None:
+    for setting in ({"save_hf": True}, {"resumable": False}):
+        with pytest.raises(ValueError, match=r"needs a folder in checkpoint.path"):
+            CheckpointConfig(**setting)

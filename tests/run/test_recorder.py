@@ -1,0 +1,90 @@
+"""The report of a run that still works."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.run import recorder as module
+from rlhfless_ray.run.folder import RunFolder
+from rlhfless_ray.run.recorder import RunRecorder
+from tests.conftest import small_recipe
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> RunRecorder:
+    recipe = Recipe.parse(small_recipe(tmp_path))
+    folder = RunFolder.create(recipe)
+    folder.begin(recipe, "machine", 0)
+    return RunRecorder(recipe, folder, Ledger("cpu", 1.0), 0)
+
+
+def test_a_checkpoint_has_a_report_that_a_kill_would_leave(record: RunRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    record.checkpointed()
+    assert record.reporter is None, "not in the first minute"
+    monkeypatch.setattr(module, "REPORT_EVERY_S", 0.0)
+    record.evaluation(0, {"eval/accuracy_greedy": 0.5})
+    record.checkpointed()
+    reporter = record.reporter
+    record.checkpointed()
+    assert record.reporter is reporter, "one at a time"
+    assert reporter is not None and reporter.wait(timeout=500) == 0
+    text = (record.folder.path / "report.html").read_text()
+    assert "it is still working, or it crashed" in text and "50.0%" in text
+
+
+def test_reports_of_a_long_run_are_as_rare_as_they_are_slow(record: RunRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They tell of the whole run: once a minute they would cost as the square of its steps."""
+    now, took_s, begun, left_s = [1000.0], 20.0, [], [0.0]
+
+    class Reporter:
+        def __init__(self, *_: object, **__: object) -> None:
+            begun.append(now[0])
+            left_s[0] = now[0] + took_s
+
+        def poll(self) -> int | None:
+            if now[0] < left_s[0]:
+                return None
+            path = record.folder.path / "report.html"
+            path.touch()
+            os.utime(path, (left_s[0], left_s[0]))
+            return 0
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0]))
+    monkeypatch.setattr(module.subprocess, "Popen", Reporter)
+    record.reported_s = now[0]
+    while now[0] < 3000:
+        now[0] += 7.0  # steps of a checkpoint
+        record.checkpointed()
+    assert 60 <= begun[0] - 1000 < 70 and all(400 <= b - a < 410 for a, b in itertools.pairwise(begun)) and len(begun) == 5
+    took_s = 0.5
+    while now[0] < 4000:
+        now[0] += 7.0
+        record.checkpointed()
+    assert all(60 <= b - a < 70 for a, b in itertools.pairwise(begun[6:])) and len(begun) > 12
+
+
+def test_a_machine_that_cannot_start_the_report_goes_on(record: RunRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REPORT_EVERY_S", 0.0)
+    said: list[str] = []
+    monkeypatch.setattr(record.progress, "message", said.append)
+    monkeypatch.setenv("PATH", "/nowhere")
+    record.checkpointed()
+    assert record.reporter is None and "no report of the run so far" in said[0]
+
+
+def test_the_last_report_is_not_overwritten_by_an_earlier_one(record: RunRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REPORT_EVERY_S", 0.0)
+    record.checkpointed()
+    start = time.monotonic()
+    record.close("done", "")
+    assert record.reporter is not None and record.reporter.returncode is not None and time.monotonic() - start < 200
+    assert "The run finished" in (record.folder.path / "report.html").read_text()
+    assert {p.name for p in record.folder.path.iterdir()} >= {"report.html", "timeline.json"}

@@ -1,0 +1,346 @@
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.recipe import CheckpointConfig, Recipe
+from rlhfless_ray.run import checkpoints as saving
+from rlhfless_ray.run import folder as module
+from rlhfless_ray.run.checkpoints import Checkpoints, driver_state
+from rlhfless_ray.run.folder import RunFolder
+from rlhfless_ray.types import Completion, Prompt, Sample
+
+# not "fork": this process may have threads of Ray, and its child would wait for ever for a lock that one of them held
+APART = multiprocessing.get_context("forkserver")
+APART.set_forkserver_preload([__name__])
+
+
+def recipe(root: Path, name: str = "try") -> Recipe:
+    run = {"root": str(root), "name": name, "steps": 7}
+    return Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "run": run})
+
+
+def store(folder: RunFolder, keep: int = 2) -> Checkpoints:
+    return Checkpoints(CheckpointConfig(keep=keep), folder.path)
+
+
+def learner(size: int = 10, content: bytes = b"w") -> dict[str, bytes]:
+    return {"model.safetensors": content * size, "optimizer.safetensors": b"o" * size}
+
+
+# ---- names ------------------------------------------------------------------------------------------------------
+
+
+def test_names_never_clash(tmp_path: Path) -> None:
+    found = []
+
+    def create() -> None:
+        for _ in range(5):
+            found.append(RunFolder.create(recipe(tmp_path / "runs")).path)
+
+    threads = [threading.Thread(target=create) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 40
+    assert {p.name for p in found} == {"try", *(f"try-{n}" for n in range(2, 41))}
+    assert Recipe.load(found[17] / "recipe.yaml") == recipe(tmp_path / "runs")
+
+
+def test_a_root_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"run.root .*: cannot make a run folder there"):
+        RunFolder.create(recipe(tmp_path / "file"))
+
+
+def test_latest_is_the_one_written_last_that_has_a_checkpoint(tmp_path: Path) -> None:
+    assert RunFolder.latest(recipe(tmp_path)) is None
+    with pytest.raises(UserError, match="no run with a checkpoint"):
+        RunFolder.resumed(recipe(tmp_path))
+    folders = [RunFolder.create(recipe(tmp_path)) for _ in range(4)]
+    with pytest.raises(UserError, match="start it without --resume"):
+        RunFolder.resumed(recipe(tmp_path))
+    for age, folder in zip((30, 20, 10), folders, strict=False):
+        folder.begin(recipe(tmp_path), "machine", 0)
+        store(folder, 2).save(1, learner(), {})
+        os.utime(folder.path / "status.json", (time.time() - age,) * 2)
+    folders[3].begin(recipe(tmp_path), "machine", 0)  # the newest, without a checkpoint
+    for other in ("try-again", "tryx", "try-2-3"):
+        RunFolder(tmp_path / other).path.mkdir()
+        store(RunFolder(tmp_path / other), 2).save(9, learner(), {})
+    assert RunFolder.latest(recipe(tmp_path)).path.name == "try-3"
+    os.utime(folders[0].path / "status.json")
+    assert RunFolder.latest(recipe(tmp_path)).path.name == "try"
+
+
+# ---- resuming -----------------------------------------------------------------------------------------------------
+
+
+def begun(root: Path, step: int = 4) -> RunFolder:
+    folder = RunFolder.create(recipe(root))
+    folder.begin(recipe(root), "machine", 0)
+    store(folder, 2).save(step, learner(), {})
+    return folder
+
+
+def changed(root: Path, section: str, **fields: Any) -> Recipe:
+    tree = recipe(root).model_dump()
+    tree[section].update(fields)
+    return Recipe.parse(tree)
+
+
+def test_more_steps_done_than_asked_for_is_named(tmp_path: Path) -> None:
+    begun(tmp_path)
+    with pytest.raises(UserError, match=r"run.steps: .*try has done 4 steps already, more than 3; raise it"):
+        RunFolder.resumed(changed(tmp_path, "run", steps=3))
+    assert RunFolder.resumed(changed(tmp_path, "run", steps=4)).path.name == "try"
+
+
+@pytest.mark.parametrize(("section", "key", "value"), [("policy", "hidden_size", 96), ("prompts", "task", "sort"), ("lora", "rank", 4)])
+def test_another_policy_cannot_go_on_from_a_checkpoint(tmp_path: Path, section: str, key: str, value: Any) -> None:
+    begun(tmp_path)
+    with pytest.raises(UserError, match=rf"^{section}.{key}: .*try was trained with \w+, and its checkpoint does not fit {value}; set it"):
+        RunFolder.resumed(changed(tmp_path, section, **{key: value}))
+
+
+def test_a_kl_term_cannot_come_with_a_resume(tmp_path: Path) -> None:
+    folder = begun(tmp_path)
+    with_kl = changed(tmp_path, "algorithm", kl={"coefficient": 0.1})
+    with pytest.raises(UserError, match=r"algorithm.kl.coefficient: .*kept no reference policy, so it must stay 0"):
+        RunFolder.resumed(with_kl)
+    (folder.path / "reference").mkdir()
+    RunFolder.resumed(with_kl)
+
+
+def hold(path: Path) -> None:
+    with RunFolder(path).locked():
+        (path / "held").touch()
+        time.sleep(60)
+
+
+def test_one_process_at_a_time_writes_into_a_folder(tmp_path: Path) -> None:
+    folder = begun(tmp_path)
+    process = APART.Process(target=hold, args=(folder.path,))
+    process.start()
+    while not (folder.path / "held").exists():
+        time.sleep(0.01)
+    with pytest.raises(UserError, match=rf"--resume: .*try is being written by process {os.getpid()} on"), folder.locked():
+        raise AssertionError("two at once")
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    for _ in range(2):  # a dead owner's lock is gone, and so is one's own after the block
+        with folder.locked():
+            pass
+
+
+def test_where_folders_cannot_be_locked_the_status_must_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = begun(tmp_path)
+
+    def no_locks(*_: Any) -> None:
+        raise OSError("bad file descriptor")
+
+    monkeypatch.setattr(module.fcntl, "flock", no_locks)
+    with pytest.raises(UserError, match="is being written by process"), folder.locked():
+        raise AssertionError("this very process is alive and running")
+    folder.end("stopped")
+    with folder.locked():
+        pass
+
+
+def test_a_resume_keeps_the_beginning_and_both_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = begun(tmp_path)
+    started = folder.status["started_at"]
+    monkeypatch.setattr(module, "_now", lambda: "2031-01-01T00:00:00+0000")
+    new = changed(tmp_path, "run", steps=9)
+    again = RunFolder.resumed(new)
+    again.begin(new, "machine", 4)
+    assert again.status["started_at"] == started and again.status["resumed_at"] == ["2031-01-01T00:00:00+0000"]
+    assert Recipe.load(folder.path / "recipe.yaml") == new
+    assert Recipe.load(folder.path / "recipe_until_step_4.yaml") == recipe(tmp_path)
+    again.begin(new, "machine", 4)
+    assert len(again.status["resumed_at"]) == 2 and len(list(folder.path.glob("recipe*"))) == 2
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert store(folder).list() == []
+    driver = {"step": 3, "cursor": [1, 2.5, None], "history": {"7": 0.1 + 0.2}}
+    store(folder, 1).save(3, learner(1000), driver)
+    assert store(RunFolder(tmp_path)).load() == (3, learner(1000), driver)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (8, 9, 10, 11, 100):  # by number, not by name
+        store(folder, keep).save(step, learner(content=bytes([step])), {"step": step})
+    left = [8, 9, 10, 11, 100][-keep:]
+    assert [step for step, _ in store(folder).list()] == left
+    assert store(folder).load()[0] == 100
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == sorted(f"step_{s}" for s in left)
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    store(folder, 2).save(2, {**learner(), "extra": b""}, {"a": 1})
+    store(folder, 2).save(2, learner(content=b"n"), {"a": 2})
+    assert store(folder).load() == (2, learner(content=b"n"), {"a": 2})
+
+
+@pytest.mark.parametrize("spoilt", ["gone", "{torn"])
+def test_an_incomplete_checkpoint_is_named(tmp_path: Path, spoilt: str) -> None:
+    store(RunFolder(tmp_path), 2).save(4, learner(), {"a": 1})
+    path = tmp_path / "checkpoints" / "step_4"
+    (path / "driver.json").unlink()
+    if spoilt != "gone":
+        (path / "driver.json").write_text(spoilt)
+    with pytest.raises(UserError, match=r"step_4 is not a complete checkpoint; remove it"):
+        store(RunFolder(tmp_path)).load()
+
+
+@pytest.mark.parametrize("left", [b"", b"w" * 9, b"\0" * 10, None])
+def test_a_file_that_lost_its_content_is_named(tmp_path: Path, left: bytes | None) -> None:
+    """As after a loss of power: its name was written down, what is in it was not, or not all."""
+    store(RunFolder(tmp_path), 2).save(4, learner(), {"a": 1})
+    torn = tmp_path / "checkpoints" / "step_4" / "optimizer.safetensors"
+    torn.unlink() if left is None else torn.write_bytes(left)
+    with pytest.raises(UserError, match=r"step_4/optimizer.safetensors is not what was written there .*; remove .*step_4 to continue"):
+        store(RunFolder(tmp_path)).load()
+
+
+def test_a_checkpoint_without_checksums_is_taken_as_it_is(tmp_path: Path) -> None:
+    store(RunFolder(tmp_path), 2).save(4, learner(), {"a": 1})
+    (tmp_path / "checkpoints" / "step_4" / "driver.json").write_text('{"a": 1}')
+    assert store(RunFolder(tmp_path)).load() == (4, learner(), {"a": 1})
+
+
+@pytest.mark.parametrize("dies_in", ["write_folder", "replace", "rmtree"])
+@pytest.mark.parametrize("step", [5, 6])
+def test_dying_at_any_point_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_in: str, step: int) -> None:
+    """Also while step 5 itself is saved again, as a run does that is stopped right after it was resumed."""
+    folder = RunFolder(tmp_path)
+    store(folder, 1).save(5, learner(), {"step": 5})
+
+    def die(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    def torn(path: Path, files: dict[str, bytes]) -> None:
+        path.mkdir(parents=True)
+        (path / "model.safetensors").write_bytes(b"w")
+        die()
+
+    def half_removed(path: Path, **_: Any) -> None:
+        if path.exists():
+            next(path.iterdir()).unlink()
+            die()
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if dies_in == "write_folder":
+            patch.setattr(saving, "write_folder", torn)
+        else:
+            where = (saving.os, "replace", die) if dies_in == "replace" else (saving.shutil, "rmtree", half_removed)
+            patch.setattr(*where)
+        store(folder, 1).save(step, learner(content=b"n"), {"step": step})
+    if not (dies_in == "replace" and step == 5):  # the one instant in which the old one is aside and the new one not there
+        found, files, driver = store(RunFolder(tmp_path)).load()
+        assert driver == {"step": found} and files in (learner(), learner(content=b"n"))
+    assert all(len(list(path.iterdir())) == 3 for _, path in store(RunFolder(tmp_path)).list())
+    store(folder, 1).save(7, learner(), {"step": 7})
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_7"], "what was left over is cleared away"
+
+
+def save_for_ever(path: Path) -> None:
+    folder = RunFolder(path)
+    step = 0
+    while True:
+        step += 1
+        store(folder, 2).save(step, learner(300_000, bytes([step % 250])), {"step": step})
+
+
+def test_a_killed_process_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for trial in range(6):
+        path = tmp_path / str(trial)
+        process = APART.Process(target=save_for_ever, args=(path,))
+        path.mkdir()
+        process.start()
+        while not store(RunFolder(path)).list():
+            time.sleep(0.002)
+        time.sleep(float(rng.uniform(0, 0.03)))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        found = store(RunFolder(path)).list()
+        assert found
+        for step, folder in found:
+            assert driver_state(folder)["step"] == step
+            assert (folder / "model.safetensors").read_bytes() == bytes([step % 250]) * 300_000
+            assert len(list(folder.iterdir())) == 3
+        shutil.rmtree(path)
+
+
+def test_the_model_is_replaced_whole(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_model({"config.json": b"1", "old.txt": b""})
+    path = folder.write_model({"config.json": b"2", "model.safetensors": b"\x00"})
+    assert {p.name: p.read_bytes() for p in path.iterdir()} == {"config.json": b"2", "model.safetensors": b"\x00"}
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+# ---- samples and status -----------------------------------------------------------------------------------------
+
+
+def test_samples_are_one_json_object_per_line(tmp_path: Path) -> None:
+    prompt = Prompt(12, 'say "ä\n"', (1, 2), {"answer": np.int64(4), "other": 1})
+    done = [Completion(k, np.arange(k + 1), np.zeros(k + 1), reason, 3) for k, reason in ((0, "stop"), (5, "length"))]
+    samples = [Sample(prompt, 0, done[0], "line\nbreak", reward=1.0, advantage=0.5), Sample(prompt, 1, done[1], "", error="ValueError: no")]
+    RunFolder(tmp_path).write_samples(4, samples, "answer")
+    rows = [json.loads(line) for line in (tmp_path / "samples" / "step_4.jsonl").read_text().splitlines()]
+    same = {"step": 4, "prompt_index": 12, "prompt": 'say "ä\n"', "version": 3, "answer": "4"}
+    first = {"sample": 0, "response": "line\nbreak", "tokens": 1, "finish": "stop", "reward": 1.0, "error": None, "advantage": 0.5}
+    second = {"sample": 1, "response": "", "tokens": 6, "finish": "length", "reward": None, "error": "ValueError: no", "advantage": None}
+    assert rows == [{**same, **first}, {**same, **second}]
+    assert [p.name for p in (tmp_path / "samples").iterdir()] == ["step_4.jsonl"]
+
+
+def test_status_is_readable_at_every_moment(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.begin(recipe(tmp_path), "x86, 2 slots", 3)
+    path = tmp_path / "status.json"
+    begun = json.loads(path.read_text())
+    assert (begun["status"], begun["steps_done"], begun["steps_total"], begun["ended_at"]) == ("running", 3, 7, None)
+    assert begun["pid"] == os.getpid() and "python" in begun["versions"] and begun["machine"] == "x86, 2 slots"
+    torn: list[str] = []
+    over = threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            try:
+                json.loads(path.read_text())
+            except ValueError as error:
+                torn.append(str(error))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for step in range(300):
+        folder.write_status(steps_done=step, padding="x" * (step * 37 % 5000))
+    over.set()
+    reader.join()
+    assert torn == []
+    folder.end("failed", "why")
+    ended = json.loads(path.read_text())
+    assert (ended["status"], ended["reason"], ended["steps_done"]) == ("failed", "why", 299) and ended["ended_at"]

@@ -1,0 +1,88 @@
+"""Whole runs whose engines get one tensor wrong: they end before they learn from it, with its name; or warn, if the recipe says so."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.runtime.worker_pools import ActorClasses
+from tests.conftest import small_recipe
+
+pytestmark = [pytest.mark.ray, pytest.mark.engine]
+
+GARBLED = "model.layers.1.self_attn.v_proj.weight"
+
+
+def spoiled(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: array[::-1].copy() if name == GARBLED else array for name, array in weights.items()}
+
+
+def garbling_runtime(recipe: Recipe, where: str) -> Runtime:
+    """`where` version 1 goes wrong: on its `way` to the engines, or `inside` of them, after it was checked."""
+    import ray.cloudpickle
+
+    from rlhfless_ray.rollout.prefill_actor import PageActor
+
+    class Garbling(PageActor):
+        def load(self, version: int, weights: dict[str, np.ndarray], expected: Any) -> Any:
+            load = self.engine.load
+            if version == 1 and where == "way":
+                weights = spoiled(weights)
+            if version == 1 and where == "inside":
+                self.engine.load = lambda version, weights: load(version, spoiled(weights))
+            try:
+                return super().load(version, weights, expected)
+            finally:
+                self.engine.load = load
+
+    class Run(Runtime):
+        def actor_classes(self) -> ActorClasses:
+            return replace(super().actor_classes(), rollout=Garbling)
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    return Run(recipe)
+
+
+def rows(run: Runtime) -> dict[int, dict[str, Any]]:
+    return {row["step"]: row for row in map(json.loads, (run.folder.path / "metrics.jsonl").read_text().splitlines())}
+
+
+@pytest.mark.parametrize("where", ["way", "inside"])
+def test_a_run_whose_engines_get_a_tensor_wrong_ends_with_its_name(no_ray: None, tmp_path: Path, where: str) -> None:
+    run = garbling_runtime(Recipe.parse(small_recipe(tmp_path, run__steps=3, evaluate__prompts=0)), where)
+    said = f"version 1 arrived damaged: {GARBLED} differ" if where == "way" else f"as they were published: {GARBLED}$"
+    with pytest.raises(RunError, match=said), run:
+        for _ in run:
+            pass
+    assert [step for step, row in rows(run).items() if "learn/loss" in row] == [1], "nothing was learned from the wrong policy"
+    status = json.loads((run.folder.path / "status.json").read_text())
+    assert status["status"] == "failed" and GARBLED in status["reason"]
+    assert GARBLED in (run.folder.path / "report.html").read_text()
+
+
+def test_a_run_that_is_to_go_on_warns(no_ray: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the step whose engines were wrong: in the progress line, the metrics and the report."""
+    run = garbling_runtime(Recipe.parse(small_recipe(tmp_path, run__steps=3, rollout__agreement="warn")), "inside")
+    with run:
+        for _ in run:
+            pass
+    told = rows(run)
+    assert [told[step]["learn/mismatch_warning"] for step in (1, 2, 3)] == [0, 1, 0]
+    assert told[2]["learn/mismatch_mean"] > told[2]["learn/mismatch_tolerance"] == 1e-3
+    lines = capsys.readouterr().out.splitlines()
+    assert [("mismatch of engine and learner" in line) for line in lines if line.startswith("step ") and "/3" in line] == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert any("do not agree under weight version 1" in line for line in lines)
+    assert "Engines and learner disagree" in (run.folder.path / "report.html").read_text()

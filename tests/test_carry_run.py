@@ -1,0 +1,44 @@
+"""A run whose optimizer steps do not divide its rollouts, stopped and resumed in between."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.conftest import command, samples, write_recipe
+
+pytestmark = [pytest.mark.ray, pytest.mark.engine]
+
+SETTINGS = {
+    "rollout__min_tokens": 2, "evaluate__prompts": 0, "checkpoint__every_steps": 1,
+    "algorithm__batch_samples": 12, "algorithm__remainder": "carry", "algorithm__epochs": 2,
+    "algorithm__advantage": {"estimator": "gae", "gamma": 1.0, "lambd": 0.9},
+    "critic__freeze_policy_steps": 1, "critic__schedule": "constant", "critic__warmup_share": 0.0, "critic__learning_rate": 1e-3,
+}  # fmt: skip
+
+
+def test_what_is_carried_survives_a_stop(tmp_path: Path) -> None:
+    """Of 32 samples in two epochs five steps of 12 are made and four samples stay, then eight, with which the third
+    rollout makes six whole steps."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder, lasts in ((whole, [3]), (parts, [2, 3])):
+        folder.mkdir()
+        for number, last in enumerate(lasts):
+            done = command("train", write_recipe(folder, run__steps=last, **SETTINGS), *(["--resume"] if number else []))
+            assert done.returncode == 0, done.stderr
+    one, other = (folder / "runs" / "small" for folder in (whole, parts))
+    rows = [json.loads(line) for line in (one / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("critic/applied") for row in rows if row.get("step")] == [5, 5, 6]
+    assert [row.get("learn/applied") for row in rows if row.get("step")] == [0, 5, 6]
+    assert [(one / "checkpoints" / f"step_{step}" / "carried.npz").is_file() for step in (2, 3)] == [True, False]
+    for step in (1, 2, 3):
+        assert samples(one, step) == samples(other, step)
+        assert all(len(sample["response"]) > 0 for sample in samples(one, step))
+    for name in ("model.safetensors", "critic_model.safetensors"):
+        first, second = (load_file(run / "checkpoints" / "step_3" / name) for run in (one, other))
+        for key, weights in first.items():
+            np.testing.assert_array_equal(weights, second[key])

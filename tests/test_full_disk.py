@@ -1,0 +1,414 @@
+"""A full disk: one sentence, status `failed`, whole files stay whole, and the run goes on once there is space."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhfless_ray.common import disk_space as disk
+from rlhfless_ray.common.disk_space import DiskFull, append, replace_file
+from rlhfless_ray.functions import ledger as ledger_module
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.report.metrics import read_rows
+from rlhfless_ray.report.report import write_report
+from rlhfless_ray.report.timeline import write_timeline
+from rlhfless_ray.run.checkpoints import Checkpoints
+from rlhfless_ray.run.folder import RunFolder
+from rlhfless_ray.run.recorder import RunRecorder
+from rlhfless_ray.runtime.export import put_files
+from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.types import Completion, Prompt, Sample
+from tests.conftest import ROOT, environment, small_recipe, write_recipe
+
+MIB = 2**20
+
+
+class Disk:
+    """Writes of this process find space for `left` more bytes; renames, truncation and removals take none. Removing gives back none."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left: int | None = None
+        self.wrote, self.open = os.write, Path.open
+        monkeypatch.setattr(os, "write", self._write)
+        monkeypatch.setattr(Path, "write_bytes", lambda path, content: self._write_bytes(path, content))
+        monkeypatch.setattr(Path, "open", lambda path, *how, **more: self._open(path, *how, **more))
+
+    def room(self, wanted: int) -> int:
+        if self.left is None:
+            return wanted
+        if not self.left and wanted:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = min(wanted, self.left)
+        self.left -= taken
+        return taken
+
+    def _write(self, descriptor: int, content: Any) -> int:
+        return self.wrote(descriptor, bytes(content[: self.room(len(content))]))
+
+    def _write_bytes(self, path: Path, content: bytes) -> int:
+        before = self.left
+        with self.open(path, "wb") as file:
+            file.write(content[: self.room(len(content))])
+        if before is not None and before < len(content):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return len(content)
+
+    def _open(self, path: Path, mode: str = "r", *more: Any, **others: Any) -> Any:
+        file = self.open(path, mode, *more, **others)
+        if mode == "w":
+            write = file.write
+            return _Wrapped(file, lambda text: write(text[: self.room(len(text))]))
+        return file
+
+
+class _Wrapped:
+    def __init__(self, file: Any, write: Callable[[str], int]) -> None:
+        self.file, self.write = file, write
+
+    def __enter__(self) -> _Wrapped:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    recipe = Recipe.parse(small_recipe(tmp_path))
+    made = RunFolder.create(recipe)
+    made.begin(recipe, "machine", 0)
+    return made
+
+
+def record_of(folder: RunFolder) -> RunRecorder:
+    return RunRecorder(Recipe.parse(small_recipe(folder.path.parents[1])), folder, Ledger("cpu", 1.0), 0)
+
+
+def status(folder: RunFolder) -> dict[str, Any]:
+    return json.loads((folder.path / "status.json").read_text())
+
+
+def a_sample() -> Sample:
+    done = Completion(0, np.zeros(4, np.int32), np.zeros(4, np.float32), "stop", 0)
+    return Sample(Prompt(0, "p", (1, 2)), 0, done, text="t" * 400, reward=1.0)
+
+
+def hidden(path: Path) -> list[str]:
+    return [one.name for one in path.rglob(".*") if one.name != ".reserve"] + [one.name for one in path.rglob("*.new")]
+
+
+@pytest.mark.parametrize("room", [0, 1, 100])
+@pytest.mark.parametrize("name", ["samples", "checkpoint", "model", "export", "status", "report", "timeline", "recipe"])
+def test_each_writer_names_its_path_and_leaves_the_old_file(folder: RunFolder, full: Disk, name: str, room: int) -> None:
+    recipe = Recipe.parse(small_recipe(folder.path.parents[1]))
+    store, state = Checkpoints(recipe.checkpoint, folder.path), {"model.safetensors": b"w" * 5000}
+    work: dict[str, tuple[Path, Callable[[], object]]] = {
+        "samples": (folder.path / "samples" / "step_1.jsonl", lambda: folder.write_samples(1, [a_sample()], "answer")),
+        "checkpoint": (folder.path / "checkpoints" / "step_2", lambda: store.save(2, state, {"step": 2})),
+        "model": (folder.path / "model", lambda: folder.write_model(state)),
+        "export": (folder.path / "out" / "model.safetensors", lambda: put_files(folder.path / "out", state)),
+        "status": (folder.path / "status.json", lambda: folder.write_status(steps_done=1)),
+        "report": (folder.path / "report.html", lambda: write_report(folder.path)),
+        "timeline": (folder.path / "timeline.json", lambda: write_timeline(folder.path)),
+        "recipe": (
+            folder.path / "recipe.yaml",
+            lambda: folder.begin(recipe.model_copy(update={"run": recipe.run.model_copy(update={"steps": 9})}), "machine", 0),
+        ),
+    }
+    path, write = work[name]
+    if name != "recipe":
+        write()
+    before = {one: one.read_bytes() for one in folder.path.rglob("*") if one.is_file() and one.name != ".reserve"}
+    full.left = room
+    with pytest.raises(DiskFull) as caught:
+        write()
+    full.left = None
+    if name != "recipe":
+        assert caught.value.path == path and str(caught.value).startswith(f"{path} cannot be written: the disk is full")
+    after = {one: one.read_bytes() for one in folder.path.rglob("*") if one.is_file() and one.name != ".reserve"}
+    assert after == before, "the old files are whole, and nothing half-written is left"
+    assert hidden(folder.path) == []
+
+
+@pytest.mark.parametrize("room", [0, 1, 30, 400])
+def test_lines_are_appended_whole_or_not_at_all(tmp_path: Path, full: Disk, room: int) -> None:
+    path = tmp_path / "lines"
+    append(path, b"one\n")
+    full.left = room
+    with pytest.raises(DiskFull):
+        append(path, b"x" * 500 + b"\n")
+    assert path.read_bytes() == b"one\n"
+    full.left = None
+    append(path, b"two\n")
+    assert path.read_bytes() == b"one\ntwo\n"
+
+
+def test_a_quota_is_a_full_disk_and_other_errors_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(number: int) -> None:
+        def write(*_: Any) -> int:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(Path, "write_bytes", write)
+
+    failing(errno.EDQUOT)
+    with pytest.raises(DiskFull):
+        replace_file(tmp_path / "a", b"")
+    failing(errno.EIO)
+    with pytest.raises(OSError, match="Input/output error"):
+        replace_file(tmp_path / "a", b"")
+
+
+def test_rows_that_found_no_space_are_written_once_there_is_some(folder: RunFolder, full: Disk) -> None:
+    record = record_of(folder)
+    record.metrics.write({"step": 1, "reward/mean": 0.5})
+    full.left = 20
+    with pytest.raises(DiskFull, match=r"metrics\.jsonl cannot be written"):
+        record.metrics.write({"step": 2, "reward/mean": 0.75})
+    rows, torn = read_rows(folder.path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1] and not torn
+    full.left = None  # what the reserve gives back
+    record.close("failed", "no space")
+    rows, torn = read_rows(folder.path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2] and not torn
+
+
+def test_a_ledger_has_each_row_once_and_its_header(folder: RunFolder, full: Disk) -> None:
+    ledger, path = Ledger("cpu", 1.0), folder.path / "ledger.csv"
+    row = ledger_module.Row(**{name: kind() for name, kind in _row_types().items()})
+    ledger.rows.append(row)
+    full.left = 10
+    with pytest.raises(DiskFull, match=r"ledger\.csv cannot be written"):
+        ledger.append_to(path)
+    full.left = None
+    ledger.append_to(path)
+    ledger.append_to(path)
+    assert len(ledger_module.read_rows(path)) == 1 and path.read_text().count("from_s") == 1
+
+
+def _row_types() -> dict[str, type]:
+    kinds = {"int": int, "float": float, "str": str}
+    return {name: kinds[str(kind)] for name, kind in ledger_module.Row.__annotations__.items()}
+
+
+@pytest.mark.parametrize(("room", "note"), [(0, 0), (1000, 0), (0, 1500)])
+def test_the_status_is_written_on_a_disk_without_any_space(folder: RunFolder, full: Disk, room: int, note: int) -> None:
+    """The reserve may be gone to somebody else at once: the status has blocks of its own."""
+    folder.write_status(note="x" * note)
+    size = (folder.path / "status.json").stat().st_size
+    full.left = room
+    folder.end("failed", "no space " * 2000)
+    assert status(folder)["status"] == "failed" and status(folder)["reason"].startswith("no space")
+    assert (folder.path / "status.json").stat().st_size == size, "no more than it had"
+    assert not (folder.path / ".reserve").exists()
+
+
+def test_a_run_that_is_done_but_for_its_last_lines_failed(folder: RunFolder, full: Disk) -> None:
+    record = record_of(folder)
+    record.metrics.write({"step": 1, "reward/mean": 0.5})
+    full.left = 2000
+    with pytest.raises(DiskFull):
+        record.close("done", "")
+    assert status(folder)["status"] == "failed" and "the disk is full" in status(folder)["reason"]
+
+
+def test_a_failed_run_keeps_its_reason_where_the_last_lines_find_no_space_either(folder: RunFolder, full: Disk) -> None:
+    record, said = record_of(folder), []
+    record.progress.message = said.append  # type: ignore[method-assign]
+    full.left = 0
+    record.close("failed", "the reason")
+    assert (status(folder)["status"], status(folder)["reason"]) == ("failed", "the reason")
+    assert any("report.html is not up to date: the disk is full" in line for line in said)
+
+
+def test_after_a_full_disk_only_a_checkpoint_that_may_find_space_is_tried(tmp_path: Path) -> None:
+    run = Runtime.__new__(Runtime)
+    run.checkpoints = SimpleNamespace(folder=tmp_path / "checkpoints")  # type: ignore[assignment]
+    assert run._is_of_checkpoints(DiskFull(tmp_path / "checkpoints" / "step_2"))
+    assert not run._is_of_checkpoints(DiskFull(tmp_path / "metrics.jsonl")) and not run._is_of_checkpoints(OSError(errno.ENOSPC, ""))
+
+
+@pytest.mark.parametrize("room", [0, 100, disk.Reserve.SIZE])
+def test_a_run_without_space_to_begin_leaves_nothing(tmp_path: Path, full: Disk, room: int) -> None:
+    recipe, full.left = Recipe.parse(small_recipe(tmp_path)), room
+    with pytest.raises(DiskFull):
+        RunFolder.create(recipe)
+    assert not any((tmp_path / "runs").iterdir())
+
+
+def test_a_run_that_finds_no_space_for_its_first_status_failed(tmp_path: Path, full: Disk) -> None:
+    recipe = Recipe.parse(small_recipe(tmp_path))
+    run = Runtime.__new__(Runtime)
+    run.recipe, run.folder = recipe, RunFolder.create(recipe)
+    full.left = 100
+    with pytest.raises(DiskFull) as caught:
+        run.folder.begin(recipe, "machine", 0)
+    full.left = None  # what the reserve gives back
+    run._told(DiskFull, caught.value, None)
+    assert status(run.folder)["status"] == "failed" and status(run.folder)["reason"].endswith("start the run again")
+
+
+def test_the_status_says_how_to_go_on_as_the_command_does(folder: RunFolder) -> None:
+    """Also of an error from a library, and whether or not there is a checkpoint."""
+    run = Runtime.__new__(Runtime)
+    run.folder, run.recipe = folder, Recipe.parse(small_recipe(folder.path.parents[1]))
+    full_disks = DiskFull(folder.path / "x"), OSError(errno.ENOSPC, "No space left on device", "/somewhere/file")
+    for error in full_disks:
+        assert run._outcome(error)[0] == "failed" and run._outcome(error)[1].endswith("then start the run again")
+    Checkpoints(run.recipe.checkpoint, folder.path).save(1, {}, {})
+    for error in full_disks:
+        assert run._outcome(error)[1].endswith("then continue the run with --resume")
+
+
+def test_an_error_from_a_library_becomes_the_same_sentence(folder: RunFolder) -> None:
+    run = Runtime.__new__(Runtime)
+    run.folder, run.recipe = folder, Recipe.parse(small_recipe(folder.path.parents[1]))
+    error = OSError(errno.ENOSPC, "No space left on device", "/somewhere/file")
+    with pytest.raises(DiskFull, match=r"/somewhere/file cannot be written: the disk is full .* start the run again$"):
+        run._tells_what_is_left(OSError, error, None)
+    Checkpoints(run.recipe.checkpoint, folder.path).save(1, {}, {})
+    with pytest.raises(DiskFull, match=r"then continue the run with --resume$"):
+        run._tells_what_is_left(OSError, error, None)
+    run._tells_what_is_left(OSError, OSError(errno.EIO, "Input/output error"), None)
+
+
+# ---- a real one ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with little space."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={8 * MIB}", "tmpfs", str(where)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mounting a file system is not permitted here: {done.stderr.strip()}")
+    yield where
+    subprocess.run(["umount", "--lazy", str(where)], check=True)
+
+
+def fill(path: Path) -> None:
+    """Take all space that is left, to the byte."""
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"x" * 4096)
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+
+
+def test_a_full_file_system_keeps_files_and_has_a_place_for_the_status(small_disk: Path) -> None:
+    recipe = Recipe.parse(small_recipe(small_disk))
+    folder = RunFolder.create(recipe)
+    folder.begin(recipe, "machine", 0)
+    record = record_of(folder)
+    store = Checkpoints(recipe.checkpoint, folder.path)
+    store.save(1, {"model.safetensors": b"w" * MIB}, {"step": 1})
+    record.metrics.write({"step": 1})
+    fill(small_disk / "filler")
+    with pytest.raises(DiskFull):
+        store.save(2, {"model.safetensors": b"w" * MIB}, {"step": 2})
+    with pytest.raises(DiskFull):
+        for step in range(2, 100):
+            record.metrics.write({"step": step, "text": "x" * 500})
+    record.close("failed", "the disk is full")
+    assert status(folder)["status"] == "failed"
+    assert [step for step, _ in store.list()] == [1] and store.load()[1] == {"model.safetensors": b"w" * MIB}
+    rows, torn = read_rows(folder.path / "metrics.jsonl")
+    assert not torn and [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert hidden(folder.path) == []
+
+
+FILLS = '''
+import errno, pathlib
+calls = 0
+def shorter(prompt, response, row):
+    """Fills the disk once there is a second checkpoint."""
+    disk = pathlib.Path({disk!r})
+    if (disk / "runs/small/checkpoints/step_2").exists() and not (disk / "made").exists():
+        (disk / "made").mkdir()
+        with (disk / "filler").open("wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(b"x" * 4096)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+    return -len(response) / 10
+'''
+
+
+@pytest.mark.ray
+@pytest.mark.engine
+@pytest.mark.parametrize("by", ["filler", "checkpoints"])
+def test_a_run_ends_with_one_sentence_and_goes_on_when_there_is_space(tmp_path: Path, small_disk: Path, by: str) -> None:
+    """`filler`: somebody else takes the space, and samples are the first to find none. `checkpoints`: the run's own do."""
+    recipe = write_recipe(
+        tmp_path,
+        run__root=str(small_disk / "runs"),
+        run__steps=5,
+        checkpoint__every_steps=1,
+        evaluate__every_steps=0,
+        checkpoint__keep=2 if by == "filler" else 100,
+        watch__tensorboard=by == "filler",
+    )
+    if by == "filler":
+        (tmp_path / "reward_file.py").write_text(FILLS.format(disk=str(small_disk)))
+    else:
+        _resize(small_disk, 4 * MIB)
+    run = small_disk / "runs" / "small"
+
+    def train(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "rlhfless_ray", "train", recipe, *more],
+            capture_output=True,
+            text=True,
+            timeout=400,
+            cwd=ROOT,
+            env=environment(),
+        )
+
+    done = train()
+    assert done.returncode == 1, done.stderr
+    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("run failed: ")]
+    assert sentence.startswith(f"run failed: {run}/") and sentence.endswith(
+        "cannot be written: the disk is full (or its quota used up); make space there, then continue the run with --resume"
+    )
+    assert "Traceback" not in done.stderr
+    told = json.loads((run / "status.json").read_text())
+    assert told["status"] == "failed" and "the disk is full" in told["reason"] and told["ended_at"]
+    kept = Checkpoints(Recipe.load(Path(recipe), []).checkpoint, run)
+    newest = kept.load()[0]
+    assert newest >= (2 if by == "filler" else 0) and told["steps_done"] >= newest
+    rows, torn = read_rows(run / "metrics.jsonl")
+    assert not torn and {row["step"] for row in rows} >= set(range(newest))
+    for path in (run / "samples").iterdir():
+        assert all(json.loads(line) for line in path.read_text().splitlines())
+    assert hidden(run) == []
+
+    (small_disk / "filler").unlink(missing_ok=True)
+    _resize(small_disk, 64 * MIB)
+    again = train("--resume")
+    assert again.returncode == 0, again.stderr
+    rows, torn = read_rows(run / "metrics.jsonl")
+    assert not torn and {row["step"] for row in rows} >= set(range(newest + 1, 6))
+    assert json.loads((run / "status.json").read_text())["status"] == "done" and (run / "model" / "model.safetensors").is_file()
+    assert not (run / ".reserve").exists() and disk.Reserve.SIZE < MIB
+
+
+def _resize(where: Path, size: int) -> None:
+    subprocess.run(["mount", "-o", f"remount,size={size}", str(where)], check=True)

@@ -1,0 +1,177 @@
+"""The page: what it calls, in which order, on a pipeline that only writes down what is asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhfless_ray.learn.pending import Pending
+from rlhfless_ray.loop import steps
+from rlhfless_ray.types import Step
+
+
+class Pipeline:
+    """Engines start early after the steps in `early`; the run ends after `last_step`."""
+
+    def __init__(self, last_step: int, early: tuple[int, ...] = (), *, done: int = 0, owes: bool = False) -> None:
+        self.last_step, self.early, self.steps_done, self.owes_evaluation = last_step, early, done, owes
+        self.weights: Any = f"weights {done}"
+        self.log: list[str] = []
+        self.at_work = False  # the learner
+
+    def next_prompts(self) -> list[str]:
+        return self.note("prompts", ["prompt"])
+
+    def forecast(self, step: Step) -> str:
+        assert step.prompts
+        return self.note(f"forecast {step.number}")
+
+    def plan(self, step: Step) -> str:
+        assert step.forecast == f"forecast {step.number}"
+        return self.note(f"plan {step.number}")
+
+    def weigh_prefixes(self, step: Step) -> str:
+        assert step.plan == f"plan {step.number}"
+        return f"weighed {step.number}"
+
+    def begin_step(self, step: Step) -> None:
+        self.step = step
+        self.note(f"begin {step.number}")
+
+    def prefill(self, step: Step) -> str:
+        assert step.prefixes == f"weighed {step.number}" and self.weights == f"weights {step.number - 1}"
+        return "pages"
+
+    @contextmanager
+    def rollout_phase(self, plan: str) -> Iterator[None]:
+        assert plan == self.step.plan and not self.at_work
+        yield
+        self.note("rollout over")
+
+    def generate(self, step: Step) -> list[str]:
+        return self.note("generate", ["sample"])
+
+    @contextmanager
+    def score_phase(self) -> Iterator[None]:
+        yield
+
+    def score(self, samples: list[str]) -> int:
+        return self.note("score", 0)
+
+    def refill_groups(self, step: Step) -> None:
+        step.samples = [*step.samples, "filled"]  # type: ignore[list-item]
+
+    @contextmanager
+    def learn_phase(self) -> Iterator[None]:
+        yield
+        assert not self.at_work, "the learner is waited for inside its phase"
+
+    def advantages(self, samples: list[str]) -> str:
+        assert samples == ["sample", "filled"]
+        return "batch"
+
+    def start_update(self, batch: str) -> Pending[str]:
+        self.at_work = True
+        self.note("update starts")
+
+        def result() -> str:
+            self.at_work = False
+            return self.note(f"stats {self.step.number}")
+
+        return Pending(result)
+
+    def observe_samples(self, step: Step) -> None:
+        assert self.at_work
+        self.note("observe")
+
+    def publish(self, version: int) -> str:
+        assert not self.at_work
+        return self.note(f"weights {version}")
+
+    def evaluation_is_due(self, number: int) -> bool:
+        return number == self.last_step
+
+    def evaluate(self) -> dict[str, float]:
+        return self.note("evaluate", {"eval/accuracy": 1.0})
+
+    def record_evaluation(self, found: dict[str, float]) -> None:
+        self.note("evaluation recorded")
+
+    def decide_end(self, step: Step, upcoming: Step | None) -> Any:
+        return SimpleNamespace(starts_next=upcoming is not None and step.number in self.early)
+
+    def close_step(self, step: Step, end: Any) -> dict[str, float]:
+        return self.note(f"close {step.number}", {"money": 1.0})
+
+    def start_engines(self, upcoming: Step) -> None:
+        assert self.weights == f"weights {upcoming.number - 1}"
+        self.note(f"engines of {upcoming.number}")
+
+    def record_step(self, step: Step, end: Any) -> None:
+        assert step.stats == f"stats {step.number}" and step.ledger == {"money": 1.0}
+        self.note(f"record {step.number}")
+
+    def finish(self) -> None:
+        self.note("finish")
+
+    def note(self, what: str, value: Any = None) -> Any:
+        self.log.append(what)
+        return what if value is None else value
+
+
+def test_the_next_step_is_planned_while_the_learner_works_and_its_engines_start_before_the_step_is_written_down() -> None:
+    run = Pipeline(2, early=(1,))
+    done = list(steps(run))  # type: ignore[arg-type]
+    planned = ["prompts", "forecast {}", "plan {}"]
+    first = [line.format(1) for line in planned]
+    second = [line.format(2) for line in planned]
+    work = ["generate", "rollout over", "score", "update starts", "observe"]
+    assert run.log == [
+        *first,
+        *("begin 1", *work, *second, "stats 1", "weights 1", "close 1", "engines of 2", "record 1"),
+        *("begin 2", *work, "stats 2", "weights 2", "evaluate", "close 2", "record 2", "finish"),
+    ]
+    assert [step.number for step in done] == [1, 2] and done[1].evaluation == {"eval/accuracy": 1.0} and not done[0].evaluation
+
+
+def test_engines_that_others_may_need_slots_for_do_not_start_early() -> None:
+    run = Pipeline(2)
+    list(steps(run))  # type: ignore[arg-type]
+    assert "engines of 2" not in run.log and run.log.index("begin 2") > run.log.index("record 1")
+
+
+def test_a_resumed_run_goes_on_after_its_last_step_and_makes_up_for_an_evaluation() -> None:
+    run = Pipeline(4, done=3, owes=True)
+    assert [step.number for step in steps(run)] == [4]  # type: ignore[arg-type]
+    assert run.log[:3] == ["evaluate", "evaluation recorded", "prompts"]
+    over = Pipeline(3, done=3)
+    assert list(steps(over)) == [] and over.log == ["finish"]  # type: ignore[arg-type]
+
+
+def test_prompts_that_end_early_end_the_run() -> None:
+    """Filtered groups use up an episode: known when the step's samples were looked at."""
+
+    class Short(Pipeline):
+        def observe_samples(self, step: Step) -> None:
+            super().observe_samples(step)
+            self.last_step = step.number
+
+    run = Short(9)
+    assert [step.number for step in steps(run)] == [1] and run.log[-1] == "finish"  # type: ignore[arg-type]
+
+
+def test_a_planner_that_fails_leaves_the_phase_with_its_error() -> None:
+    class Failing(Pipeline):
+        def forecast(self, step: Step) -> str:
+            if step.number == 2:
+                raise ValueError("no forecast")
+            return super().forecast(step)
+
+    run = Failing(3)
+    with pytest.raises(ValueError, match="no forecast"):
+        list(steps(run))  # type: ignore[arg-type]
+    assert run.log[-2:] == ["observe", "prompts"]

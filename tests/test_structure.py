@@ -1,0 +1,114 @@
+"""What the modules may import: no circles, no stage that holds another one, and no simulator in what trains. Read from the
+sources, so imports inside functions and under TYPE_CHECKING count."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+STAGES = {
+    "learn": {"rlhfless_ray.learn.learn_stage"},
+    "prefix": {"rlhfless_ray.prefix.prefix_stage"},
+    "reward": {"rlhfless_ray.reward.prescored_stage", "rlhfless_ray.reward.score_stage"},
+    "rollout": {"rlhfless_ray.rollout.rollout_stage"},
+}
+
+
+def modules(package: str) -> dict[str, Path]:
+    """{dotted name: file}; a package is named by its folder."""
+    found = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if "shim" not in parts:
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(name: str, path: Path, known: dict[str, Path], *, lazy: bool = True) -> set[str]:
+    """The modules among `known` that this one imports by name. `lazy`: also inside functions and under TYPE_CHECKING."""
+    found = set()
+    nodes = ast.walk(ast.parse(path.read_text())) if lazy else iter(ast.parse(path.read_text()).body)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{name}: imports are absolute"
+            found |= {inner if (inner := f"{node.module}.{alias.name}") in known else node.module for alias in node.names}
+    return {one for one in found if one in known and one != name}
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Strongly connected components of more than one module (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            component = []
+            while not component or component[-1] != name:
+                component.append(stack.pop())
+            found.append(sorted(component))
+
+    for name in graph:
+        if name not in index:
+            visit(name)
+    return [component for component in found if len(component) > 1]
+
+
+def graph_of(package: str) -> dict[str, set[str]]:
+    known = modules(package)
+    return {name: imports(name, path, known) for name, path in known.items()}
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"d"}}
+    assert circles(graph) == [["a", "b", "c"]]
+    assert circles({"a": {"b"}, "b": set()}) == []
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    assert circles(graph_of("rlhfless_ray")) == []
+    assert circles(graph_of("placement")) == []
+
+
+def test_no_stage_imports_another() -> None:
+    graph = graph_of("rlhfless_ray")
+    for folder, own in STAGES.items():
+        assert own <= graph.keys()
+        others = set().union(*STAGES.values()) - own
+        found = {
+            (name, other) for name, imported in graph.items() if name.startswith(f"rlhfless_ray.{folder}.") for other in imported & others
+        }
+        assert not found, found
+
+
+def test_nothing_that_trains_loads_the_simulator() -> None:
+    script = (
+        "import sys, rlhfless_ray.cli.run_command, rlhfless_ray.autoscaler.initial_speed, rlhfless_ray.runtime.runtime, rlhfless_ray.loop\n"
+    )
+    script += "print([name for name in sys.modules if name.startswith('placement.simulate')])"
+    told = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert told.stdout.strip() == "[]"
+
+
+def test_every_name_that_the_planner_exports_is_there() -> None:
+    import placement
+
+    assert all(getattr(placement, name) is not None for name in placement.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'simulate_rollouts'"):
+        placement.simulate_rollouts  # noqa: B018

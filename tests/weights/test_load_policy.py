@@ -1,0 +1,80 @@
+"""What a policy's config says of its context and of what its sequences take, before anything is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.learn.tiny_model import scratch_policy
+from rlhfless_ray.prompts.builtin_tasks import task
+from rlhfless_ray.weights.load_policy import check_kv_cache, context_tokens, kv_cache_bytes, model_folder
+from rlhfless_ray.weights.model_folder import write_folder
+from tests.conftest import small_recipe
+
+
+def config(**values: Any) -> dict[str, bytes]:
+    return {"config.json": json.dumps(values).encode()}
+
+
+@pytest.mark.parametrize(
+    ("values", "tokens"),
+    [
+        ({"model_type": "qwen2", "max_position_embeddings": 512}, 512),
+        ({"model_type": "gpt2", "n_positions": 128}, 128),
+        ({"model_type": "gpt2"}, 1024),  # GPT-2's default, which a config need not repeat
+        ({"model_type": "mpt", "max_seq_len": 300}, 300),
+        ({"model_type": "of-my-own", "max_seq_len": 99, "seq_length": 77}, 77),
+        ({"model_type": "llava", "text_config": {"model_type": "llama", "max_position_embeddings": 777}}, 777),
+        ({"model_type": "of-my-own", "text_config": {"n_ctx": 55}}, 55),
+        ({"model_type": "bloom"}, None),  # linear biases: no longest sequence
+    ],
+)
+def test_the_context_is_found_under_every_family_s_name(values, tokens):
+    assert context_tokens(config(**values)) == tokens
+
+
+def test_a_prompt_longer_than_a_gpt2_type_policy_s_context_is_refused_before_ray(tmp_path):
+    files = scratch_policy(Recipe.parse(small_recipe(tmp_path)), task("chain"))
+    files["config.json"] = json.dumps({"model_type": "gpt2", "n_positions": 32}).encode()
+    tree = small_recipe(tmp_path, policy__path=str(write_folder(tmp_path / "policy", files)))
+    with pytest.raises(UserError, match=r"rollout.max_tokens = 24 exceed the policy's context of 32 tokens"):
+        Runtime(Recipe.parse(tree))
+
+
+def test_a_cache_too_small_for_the_longest_sequence_is_named_with_what_it_takes(tmp_path):
+    tree = small_recipe(tmp_path, policy__hidden_size=512, policy__layers=12, rollout__kv_cache_mb=16, rollout__max_tokens=400)
+    recipe = Recipe.parse(tree)
+    files = scratch_policy(recipe, task("chain"))
+    # 12 layers, a key and a value of 512 numbers of 4 bytes each, 14 blocks of 32 tokens and vLLM's spare one
+    assert kv_cache_bytes(files, 417, 32, "float32") == 12 * 2 * 512 * 4 * 15 * 32 == 22.5 * 2**20
+    assert kv_cache_bytes(files, 416, 32, "float32") == 12 * 2 * 512 * 4 * 14 * 32
+    with pytest.raises(UserError, match=r"rollout.kv_cache_mb: 16 MiB cannot hold one sequence of 417 tokens .* needs 23 MiB;"):
+        check_kv_cache(recipe, files, 17)
+    check_kv_cache(Recipe.parse({**tree, "rollout": {**tree["rollout"], "kv_cache_mb": 23}}), files, 17)
+    assert kv_cache_bytes(config(model_type="gemma3"), 417, 32, "float32") is None  # sliding windows: the engine decides
+
+
+def test_a_name_on_the_hub_is_fetched_and_a_folder_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked = []
+
+    def fetch(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append((name, "*.safetensors" in allow_patterns, "*.bin" in allow_patterns))
+        if name == "org/gone":
+            raise ConnectionError("no\nnetwork")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "here").mkdir(parents=True)
+    for name in ("org/here", "/nowhere", "./org/x", "name"):
+        assert model_folder(name, "policy.path") == Path(name)
+    assert not asked and model_folder("org/there", "policy.path") == tmp_path and asked == [("org/there", True, False)]
+    with pytest.raises(UserError, match=r"critic\.path: there is no folder org/gone, and the Hugging Face hub .* \(no network\)"):
+        model_folder("org/gone", "critic.path")
