@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
 
 HEAD_WIDTH = 32  # vLLM's CPU attention refuses 16
-CONTEXT_TOKENS = 512
 
 
 def scratch_policy(recipe: Recipe, task: Task) -> dict[str, bytes]:
@@ -35,7 +34,7 @@ def scratch_policy(recipe: Recipe, task: Task) -> dict[str, bytes]:
         num_hidden_layers=recipe.policy.layers,
         num_attention_heads=width // HEAD_WIDTH,
         num_key_value_heads=width // HEAD_WIDTH,
-        max_position_embeddings=CONTEXT_TOKENS,
+        max_position_embeddings=recipe.policy.context_tokens,
         use_sliding_window=False,
         tie_word_embeddings=False,
         initializer_range=0.5 * width**-0.5,  # 0.02, the default, is meant for widths in the thousands

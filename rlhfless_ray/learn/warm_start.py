@@ -1,6 +1,6 @@
 """Supervised steps before the first rollout, in plain torch: the policy learns to read the task and to answer at all.
 
-What changes here and moves the result needs another `policy_files.VERSION`, or the cache hides it."""
+What changes here and moves the result needs another `load_policy.VERSION`, or the cache hides it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.learn.tiny_model import folder_files
 
 if TYPE_CHECKING:
-    from rlhfless_ray.prompts.builtin_task import Task
     from rlhfless_ray.recipe import Recipe
 
 BUCKET_BATCHES = 32  # batches drawn together and sorted by length, so that a batch holds little padding
+TEMPLATE_EVERY = 5  # batches; a long template in each of them would make the warm start several times as long
 IGNORE = -100
+GAP = "\0"
 
 
 def warm_start(
@@ -30,13 +31,11 @@ def warm_start(
 ) -> dict[str, bytes]:
     """Train a model folder on the task's generated responses and return it as a folder again.
 
-    The loss is the mean cross-entropy over response tokens, end-of-sequence included; prompts are context only. The result
-    follows from the recipe's seed and the thread count. `progress(step, steps, loss)` is called after every step.
+    The loss is the mean cross-entropy over response tokens, end-of-sequence included; prompts are context only. Every fifth
+    batch has its prompts in `prompts.input_template`, if there is one: the others teach the task at less cost. The result follows from the recipe's seed and the thread count. `progress(step, steps, loss)` is called after every step.
     Raises RunError when the loss is not finite.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from rlhfless_ray.prompts.builtin_tasks import task
 
     section = recipe.warm_start
     if section.steps == 0:
@@ -52,7 +51,7 @@ def warm_start(
     try:
         optimizer = torch.optim.AdamW(model.parameters(), lr=section.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
         model.train()
-        batches = _batches(task(recipe.prompts.task), tokenizer, section.batch_size, recipe.run.seed)
+        batches = _batches(recipe, tokenizer)
         for step in range(section.steps):
             for group in optimizer.param_groups:
                 group["lr"] = section.learning_rate * _schedule(step, section.steps)
@@ -82,9 +81,13 @@ def _schedule(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def _batches(task: Task, tokenizer, batch_size: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _batches(recipe: Recipe, tokenizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Token ids and labels, both (batch, tokens) int64; labels are IGNORE outside the response."""
-    rng = np.random.default_rng([seed % 2**63, 2])
+    from rlhfless_ray.prompts.builtin_tasks import task as find_task
+
+    task, batch_size, template = find_task(recipe.prompts.task), recipe.warm_start.batch_size, recipe.prompts.input_template
+    before, after = ([], []) if template is None else tokenizer(template.format(GAP).split(GAP), add_special_tokens=False)["input_ids"]
+    rng = np.random.default_rng([recipe.run.seed % 2**63, 2])
     while True:
         # Another seed per bucket: fresh rows for ever, from the training split only.
         rows = task.rows(batch_size * BUCKET_BATCHES, int(rng.integers(2**62)), "train")
@@ -92,8 +95,11 @@ def _batches(task: Task, tokenizer, batch_size: int, seed: int) -> Iterator[tupl
         responses = tokenizer([task.example(row, rng) for row in rows], add_special_tokens=False)["input_ids"]
         pairs = [(p, [*r, tokenizer.eos_token_id]) for p, r in zip(prompts, responses, strict=True)]
         pairs.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
-        for batch in rng.permutation(BUCKET_BATCHES):
-            yield _padded(pairs[batch * batch_size : (batch + 1) * batch_size], tokenizer.pad_token_id)
+        for number, batch in enumerate(rng.permutation(BUCKET_BATCHES)):
+            chosen = pairs[batch * batch_size : (batch + 1) * batch_size]
+            if number % TEMPLATE_EVERY == 0:
+                chosen = [([*before, *prompt, *after], response) for prompt, response in chosen]
+            yield _padded(chosen, tokenizer.pad_token_id)
 
 
 def _padded(pairs: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,6 +17,8 @@ class PolicyConfig(Section):
     """Width of a policy made from scratch. Heads are 32 wide, because vLLM's CPU attention refuses narrower ones."""
     layers: int = Field(3, ge=1)
     """Layers of a policy made from scratch."""
+    context_tokens: int = Field(512, ge=16)
+    """Longest sequence of a policy made from scratch."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in learner and engines."""
     trust_remote_code: bool = False

@@ -39,7 +39,8 @@ def warm_start_key(recipe: Recipe) -> str:
         "versions": [importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")],
         "task": recipe.prompts.task,
         "seed": recipe.run.seed,
-        "policy": recipe.policy.model_dump(mode="json", include={"hidden_size", "layers", "dtype"}),
+        "policy": recipe.policy.model_dump(mode="json", include={"hidden_size", "layers", "context_tokens", "dtype"}),
+        "input_template": recipe.prompts.input_template,
         "warm_start": recipe.warm_start.model_dump(mode="json"),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhfless_ray.common.errors import RunError
-from rlhfless_ray.learn.tiny_model import CONTEXT_TOKENS, scratch_policy
+from rlhfless_ray.learn.tiny_model import scratch_policy
 from rlhfless_ray.learn.warm_start import IGNORE, _batches, _schedule, warm_start
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.task_tokenizer import build_tokenizer
@@ -43,7 +43,7 @@ def test_a_policy_from_scratch_loads_and_follows_from_the_seed(tmp_path: Path, n
     files = scratch_policy(recipe(name=name), task(name))
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(files)
     model, tokenizer = loaded(files, tmp_path)
-    assert model.config.max_position_embeddings == CONTEXT_TOKENS
+    assert model.config.max_position_embeddings == 512
     assert model.config.hidden_size // model.config.num_attention_heads == 32
     assert (model.config.eos_token_id, model.config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
     assert model.get_input_embeddings().num_embeddings >= len(tokenizer)
