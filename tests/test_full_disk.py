@@ -41,7 +41,6 @@ class Disk:
         self.left: int | None = None
         self.wrote, self.open = os.write, Path.open
         monkeypatch.setattr(os, "write", self._write)
-        monkeypatch.setattr(Path, "write_bytes", lambda path, content: self._write_bytes(path, content))
         monkeypatch.setattr(Path, "open", lambda path, *how, **more: self._open(path, *how, **more))
 
     def room(self, wanted: int) -> int:
@@ -56,24 +55,26 @@ class Disk:
     def _write(self, descriptor: int, content: Any) -> int:
         return self.wrote(descriptor, bytes(content[: self.room(len(content))]))
 
-    def _write_bytes(self, path: Path, content: bytes) -> int:
-        before = self.left
-        with self.open(path, "wb") as file:
-            file.write(content[: self.room(len(content))])
-        if before is not None and before < len(content):
+    def _write_bytes(self, write: Callable[[Any], int], content: Any) -> int:
+        taken = self.room(len(content))
+        write(content[:taken])
+        if taken < len(content):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return len(content)
+        return taken
 
     def _open(self, path: Path, mode: str = "r", *more: Any, **others: Any) -> Any:
         file = self.open(path, mode, *more, **others)
         if mode == "w":
             write = file.write
             return _Wrapped(file, lambda text: write(text[: self.room(len(text))]))
+        if mode == "wb":
+            write = file.write
+            return _Wrapped(file, lambda content: self._write_bytes(write, content))
         return file
 
 
 class _Wrapped:
-    def __init__(self, file: Any, write: Callable[[str], int]) -> None:
+    def __init__(self, file: Any, write: Callable[[Any], int]) -> None:
         self.file, self.write = file, write
 
     def __enter__(self) -> _Wrapped:
@@ -164,7 +165,7 @@ def test_a_quota_is_a_full_disk_and_other_errors_stay_what_they_are(tmp_path: Pa
         def write(*_: Any) -> int:
             raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(Path, "write_bytes", write)
+        monkeypatch.setattr(Path, "open", write)
 
     failing(errno.EDQUOT)
     with pytest.raises(DiskFull):

@@ -25,6 +25,7 @@ from rlhfless_ray.agent.messages import AgentHung, CpuTime, EpisodeEnd, EpisodeP
 from rlhfless_ray.agent.multi_turn_loop import AgentError, check_sampling, min_tokens_of, stop_conditions
 from rlhfless_ray.agent.sampling_params import SamplingParams
 from rlhfless_ray.weights.load_policy import load_tokenizer
+from rlhfless_ray.weights.tensor_file import Files
 
 HEARTBEAT_S = 0.05  # interval at which the loop shows that it is not blocked
 GATHER_EVENTS_S = 0.002  # time to collect events for one message: many episodes start and continue together
@@ -39,13 +40,7 @@ class AgentActor:
     concurrency_groups: ClassVar = {"control": 1}  # `answer` runs beside `play`
 
     def __init__(
-        self,
-        source: AgentSource,
-        files: dict[str, bytes],
-        trust_remote_code: bool,
-        max_length: int,
-        timeout_s: float,
-        turn_tokens: int | None = None,
+        self, source: AgentSource, files: Files, trust_remote_code: bool, max_length: int, timeout_s: float, turn_tokens: int | None = None
     ) -> None:
         """Load the agent file.
 

@@ -16,11 +16,12 @@ from rlhfless_ray.common.preflight import isolated_main, run_isolated
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Prompt
 from rlhfless_ray.weights.model_folder import without_weights
+from rlhfless_ray.weights.tensor_file import Files
 
 TURNS = 3  # turns of the policy per episode: an agent that gets this far fulfils the contract
 
 
-def dry_play(recipe: Recipe, source: AgentSource, prompts: list[Prompt], files: dict[str, bytes]) -> None:
+def dry_play(recipe: Recipe, source: AgentSource, prompts: list[Prompt], files: Files) -> None:
     """Play the first prompts, answered by nothing and by the label itself.
 
     Raises UserError if the executor cannot be created, or if both episodes fail, hang or end the process. An agent may be

@@ -8,6 +8,7 @@ from placement.speed.decode_speed import Speed
 from placement.speed.roofline import BYTES, Device, Model, decode_speed, kv_capacity
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.load_policy import kv_cache_bytes, text_config
+from rlhfless_ray.weights.tensor_file import Files
 
 ANY_SPEED = Speed(base_s=0.01, per_seq_s=0.0001)  # for configurations without the sizes that the roofline needs
 CORE, ANY_GPU = "CPU-core", "L40S"
@@ -22,7 +23,7 @@ class ExpectedEngine:
     note: str = ""
 
 
-def expected_engine(recipe: Recipe, files: dict[str, bytes], device_name: str | None) -> ExpectedEngine:
+def expected_engine(recipe: Recipe, files: Files, device_name: str | None) -> ExpectedEngine:
     """Estimate the engine of the policy in `files` on a CPU core (None) or on Ray's `accelerator_type` ("": unknown)."""
     from placement.catalog import catalog
 

@@ -44,7 +44,7 @@ def combine(base: Path, adapter: Path, output: Path, is_reward_model: bool, dtyp
         found = Adapter.read(adapter)
         merge_folder(base, found, output, dtype, "score" if is_reward_model else "")
     rest = without_weights(files)
-    config = json.loads(rest["config.json"])
+    config = json.loads(bytes(rest["config.json"]))
     config["dtype"] = dtype
     config.pop("torch_dtype", None)
     rest["config.json"] = json.dumps(config, indent=2).encode()

@@ -7,8 +7,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.errors import RunError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -39,12 +43,14 @@ def writing(path: Path) -> Iterator[None]:
         raise
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file atomically. Raises DiskFull and keeps the old content."""
+def replace_file(path: Path, *contents: Buffer) -> None:
+    """Replace a file atomically by the contents, one after another. Raises DiskFull and keeps the old content."""
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
         try:
-            temporary.write_bytes(content)
+            with temporary.open("wb") as file:
+                for content in contents:
+                    file.write(content)
             os.replace(temporary, path)
         except OSError:
             with suppress(OSError):

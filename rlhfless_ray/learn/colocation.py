@@ -9,6 +9,7 @@ from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import WeightVersion
 from rlhfless_ray.weights.model_folder import with_weights
+from rlhfless_ray.weights.tensor_file import Content, Files
 
 OF_CRITIC = "critic_"  # names of a checkpoint's files begin with it
 APART_S = 2.0  # for devices that nobody works on
@@ -68,7 +69,7 @@ class ColocatedGroups:
             self.context.broker.put(self.learner.park())
         return safe
 
-    def open_reference(self, files: dict[str, bytes], loopback: bool) -> None:
+    def open_reference(self, files: Files, loopback: bool) -> None:
         """Load the policy that the run began with, from its files, and park it."""
         if self.reference is None:
             return
@@ -85,7 +86,7 @@ class ColocatedGroups:
         self.reference.build(lambda: ray.put(files), loopback, None)
         context.broker.put([*self.reference.park(), *held])
 
-    def open_critic(self, files: dict[str, bytes], loopback: bool, checkpoint: dict[str, bytes] | None) -> None:
+    def open_critic(self, files: Files, loopback: bool, checkpoint: Files | None) -> None:
         """Load it from a model folder's files, or go on from a checkpoint's, and park it."""
         if self.critic is None:
             return
@@ -96,10 +97,10 @@ class ColocatedGroups:
         self.critic.build(lambda: ray.put(files), loopback, ray.put(state) if state else None)
         self.context.broker.put(self.critic.park())
 
-    def snapshot(self, deadline_s: float | None = None) -> dict[str, bytes]:
+    def snapshot(self, deadline_s: float | None = None) -> Files:
         """Files of all that learns; the critic's have names of their own."""
         asked = [(worker_group, worker_group.ask_snapshot()) for worker_group in self.learners]
-        found: dict[str, bytes] = {}
+        found: Files = {}
         for worker_group, refs in asked:
             prefix = OF_CRITIC if worker_group is self.critic else ""
             found |= {prefix + name: content for name, content in worker_group.snapshot(deadline_s, refs).items()}
@@ -115,7 +116,7 @@ class ColocatedGroups:
         for worker_group in self.learners:
             worker_group.keep()
 
-    def saved(self, load: Callable[[], dict[str, bytes]]) -> None:
+    def saved(self, load: Callable[[], Files]) -> None:
         """What `snapshot` gave is on disk now; `load` reads it."""
         self.learner.recovery.saved(load)
         if self.critic is not None:
@@ -129,23 +130,23 @@ class ColocatedGroups:
         for worker_group in self.all:
             worker_group.forget()
 
-    def policy_model(self, files: dict[str, bytes]) -> dict[str, bytes]:
+    def policy_model(self, files: Files) -> Files:
         """The policy as a model folder, adapters merged; `files`: tokenizer and whatever else goes with it."""
         return with_weights(files, self._merged(self.learner))
 
-    def critic_model(self, files: dict[str, bytes]) -> dict[str, bytes]:
+    def critic_model(self, files: Files) -> Files:
         """The same of the critic."""
         assert self.critic is not None
         adapts = self.context.recipe.lora.rank > 0
         weights = self._merged(self.critic) if adapts else self.critic.saved(self.critic.snapshot()["model.safetensors"])
         return {**files, "config.json": self.critic.config(), "model.safetensors": weights}
 
-    def _merged(self, worker_group: WorkerGroup) -> bytes:
+    def _merged(self, worker_group: WorkerGroup) -> Content:
         self.turn(worker_group)
         weights = worker_group.model()
         self.context.broker.put(worker_group.park())
         return weights
 
 
-def _of_critic(files: dict[str, bytes]) -> dict[str, bytes]:
+def _of_critic(files: Files) -> Files:
     return {name.removeprefix(OF_CRITIC): content for name, content in files.items() if name.startswith(OF_CRITIC)}

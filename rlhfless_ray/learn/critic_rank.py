@@ -23,6 +23,7 @@ from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.learn.update_stats import merged, nothing, untouched
 from rlhfless_ray.types import CriticStats, Span
 from rlhfless_ray.weights.model_folder import write_folder
+from rlhfless_ray.weights.tensor_file import Files
 
 SUMS = ("loss", "values", "returns", "clipped")
 
@@ -36,7 +37,7 @@ class CriticRank:
         self.trainer = TrainerRank(settings)
         self.device = self.trainer.device
 
-    def open(self, files: dict[str, bytes], rendezvous: tuple[str, int], threads: int, state: dict[str, Any] | None = None) -> list[Span]:
+    def open(self, files: Files, rendezvous: tuple[str, int], threads: int, state: dict[str, Any] | None = None) -> list[Span]:
         """Build the engine from a model folder's files, as `Learner.open`."""
         start = time.time()
         torch.set_num_threads(threads)

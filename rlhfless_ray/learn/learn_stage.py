@@ -27,6 +27,7 @@ from rlhfless_ray.learn.update_stats import untouched
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Sample, UpdateStats, WeightVersion
+from rlhfless_ray.weights.tensor_file import Files
 
 
 class LearnStage:
@@ -260,15 +261,15 @@ class LearnStage:
         if isinstance(self.controller, AdaptiveKL) and "kl_coefficient" in state:
             self.controller = replace(self.controller, coefficient=state["kl_coefficient"])
 
-    def files(self) -> dict[str, bytes]:
+    def files(self) -> Files:
         """The same, of what is too large for JSON."""
         return {} if self.left is None else {FILE: as_bytes(self.left)}
 
-    def restore_files(self, files: dict[str, bytes]) -> None:
+    def restore_files(self, files: Files) -> None:
         if FILE not in files:
             return
         if self.carries:
-            self.left = of_bytes(files[FILE])
+            self.left = of_bytes(bytes(files[FILE]))
         else:
             self.context.record.progress.message(
                 "samples that the checkpoint carries over are not learned from: algorithm.remainder changed"

@@ -26,6 +26,7 @@ from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.learn.update_stats import merged, nothing, untouched
 from rlhfless_ray.types import Span, UpdateStats
 from rlhfless_ray.weights.model_folder import write_folder
+from rlhfless_ray.weights.tensor_file import Files
 
 SUMS = ("loss", "policy_loss", "kl", "entropy", "clipped", "importance", "capped", "mismatch", "ppo_kl", "sampler_kl", "reference_gap")
 WEIGHTED = 3  # of SUMS, the first ones: weighted as the loss is; the others count every token the same
@@ -49,7 +50,7 @@ class LearnerRank:
 
     # ---- life -------------------------------------------------------------------------------------------------
 
-    def open(self, files: dict[str, bytes], rendezvous: tuple[str, int], threads: int, state: dict[str, Any] | None = None) -> list[Span]:
+    def open(self, files: Files, rendezvous: tuple[str, int], threads: int, state: dict[str, Any] | None = None) -> list[Span]:
         """Build the engine from a model folder's files; `state` (see `TrainerRank.snapshot`) continues a stopped run.
 
         rendezvous: address and port of rank 0.

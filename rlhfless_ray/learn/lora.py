@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.weights.adapter import CONFIG, PREFIX, WEIGHTS, Adapter
+from rlhfless_ray.weights.tensor_file import Content, save_tensors
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import LoraConfig
@@ -95,13 +96,11 @@ class LoraAdapters:
         named = {name.replace(f"{BASE}.", "."): x for name, x in weights.items() if not self.is_trained(name)}
         return {name: adapter.merged(name, x) for name, x in named.items()}
 
-    def files(self, weights: Mapping[str, Tensor]) -> dict[str, bytes]:
+    def files(self, weights: Mapping[str, Tensor]) -> dict[str, Content]:
         """The adapters alone, as peft writes and reads them. The base model's name is left open."""
-        from safetensors.torch import save
-
-        own = {saved_name(name): x.contiguous() for name, x in weights.items() if self.is_trained(name)}
+        own = {saved_name(name): x for name, x in weights.items() if self.is_trained(name)}
         config = {**self._config(), "inference_mode": True}
-        return {CONFIG: json.dumps(config, indent=2, sort_keys=True).encode(), WEIGHTS: save(own, metadata={"format": "pt"})}
+        return {CONFIG: json.dumps(config, indent=2, sort_keys=True).encode(), WEIGHTS: save_tensors(own, {"format": "pt"})}
 
     def _config(self) -> dict[str, Any]:
         return {name: sorted(value) if isinstance(value, set) else value for name, value in self.config.to_dict().items()}

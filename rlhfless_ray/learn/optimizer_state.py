@@ -34,22 +34,30 @@ def full_weights(engine: Any, stage: int, wanted: Callable[[str], bool] = lambda
 
 def full_moments(engine: Any, stage: int) -> dict[str, Tensor]:
     """{"<moment>.<parameter name>": whole float32 tensor, on CPU} of what is trained; empty before the first step. A policy in
-    bfloat16 has its float32 weights beside the moments, as "master.<parameter name>"."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
+    bfloat16 has its float32 weights beside the moments, as "master.<parameter name>". Tensors are views of the live state where one
+    rank has it whole on the host."""
     found = {}
     stepped = bool(plain_optimizer(engine).state)  # DeepSpeed cannot be asked before the first step
     for name, parameter in _trained(engine):
         for moment in MOMENTS if stepped else ():
-            if stage == 0:
-                value = plain_optimizer(engine).state.get(parameter, {}).get(moment)
-            else:
-                value = safe_get_full_optimizer_state(parameter, moment)
+            plain = plain_optimizer(engine).state.get(parameter, {})
+            value = plain.get(moment) if stage == 0 else _whole(engine, stage, parameter, moment)
             if value is not None:
-                found[f"{moment}.{name}"] = value.detach().float().cpu().clone()
+                found[f"{moment}.{name}"] = value.detach().float().cpu()
         if parameter.dtype != torch.float32:
-            found[f"{MASTER}.{name}"] = safe_get_full_fp32_param(parameter).detach().float().cpu().clone()
+            found[f"{MASTER}.{name}"] = _whole(engine, stage, parameter, None).detach().float().cpu()
     return found
+
+
+def _whole(engine: Any, stage: int, parameter: Tensor, moment: str | None) -> Tensor:
+    """A whole moment (None: the float32 weight). Every rank must call it. DeepSpeed's getters make a copy also for a single rank."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    if stage < 3 and torch.distributed.get_world_size() == 1 and (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
+        part = mapping.get_hp_fragment(moment)
+        if part.numel() == parameter.numel():
+            return part.reshape(parameter.shape)
+    return safe_get_full_fp32_param(parameter) if moment is None else safe_get_full_optimizer_state(parameter, moment)
 
 
 def _trained(engine: Any) -> Iterator[tuple[str, Tensor]]:

@@ -11,6 +11,7 @@ import numpy as np
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.local.fast_imports import fast_imports
 from rlhfless_ray.types import CriticStats, Span, UpdateStats
+from rlhfless_ray.weights.tensor_file import Content, Files
 
 if TYPE_CHECKING:
     from rlhfless_ray.learn.rank_settings import RankSettings, ReferenceSettings
@@ -48,7 +49,7 @@ class RankActor:
             probe.bind(("", 0))
             return address, probe.getsockname()[1]
 
-    def build(self, files: dict[str, bytes], rendezvous: tuple[str, int], threads: int, state: dict[str, bytes] | None) -> dict[str, Any]:
+    def build(self, files: Files, rendezvous: tuple[str, int], threads: int, state: Files | None) -> dict[str, Any]:
         from rlhfless_ray.learn.trainer_rank import state_from_bytes
         from rlhfless_ray.local.process_memory import own_memory_mb
 
@@ -56,19 +57,19 @@ class RankActor:
         trainer = getattr(self.rank, "trainer", None)  # a reference has none
         return {"memory_mb": own_memory_mb(), "spans": spans, "converts": trainer is not None and trainer.converts}
 
-    def saved(self, content: bytes) -> bytes:
+    def saved(self, content: Content) -> Content:
         """See `Trainer.saved_bytes`. It reads memory only."""
         return self.rank.trainer.saved_bytes(content)
 
-    def snapshot(self) -> dict[str, bytes] | None:
+    def snapshot(self) -> Files | None:
         return self.rank.trainer.snapshot_bytes()
 
-    def model(self) -> tuple[bytes | None, list[Span]]:
+    def model(self) -> tuple[Content | None, list[Span]]:
         """The whole model's weights as a safetensors file, adapters merged; from rank 0."""
         start = time.time()
         return self.rank.trainer.model_bytes(), [Span("transfer", "write the model", start, time.time())]
 
-    def keep(self) -> tuple[dict[str, bytes] | None, tuple[float, int]]:
+    def keep(self) -> tuple[Files | None, tuple[float, int]]:
         """Two return values: the snapshot, which stays where it is until it is needed, and its processor seconds and bytes."""
         start = time.thread_time()
         files = self.snapshot()
@@ -90,7 +91,7 @@ class LearnerActor(RankActor):
 
         return LearnerRank
 
-    def warm_start(self, files: dict[str, bytes], recipe: Recipe, threads: int) -> tuple[dict[str, bytes], list[Span]]:
+    def warm_start(self, files: Files, recipe: Recipe, threads: int) -> tuple[Files, list[Span]]:
         from rlhfless_ray.learn.warm_start import warm_start
 
         start = time.time()

@@ -16,6 +16,7 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.replicate import copy_to_driver_node
 from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.weights.tensor_file import Files
 
 
 class LearnerLost(RunError):
@@ -79,7 +80,7 @@ class Recovery:
         self.whole = state
         del self.since[:calls]
 
-    def saved(self, load: Callable[[], dict[str, bytes]]) -> None:
+    def saved(self, load: Callable[[], Files]) -> None:
         """There is a checkpoint on disk of the state as it is; `load` reads it."""
         if not self.every_steps:
             self.whole, self.load, self.since = None, lambda: ray.put(load()), []

@@ -17,6 +17,7 @@ from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model, passed
 from rlhfless_ray.learn.rank_settings import ReferenceSettings
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.model_folder import write_folder
+from rlhfless_ray.weights.tensor_file import Files
 
 
 class ReferenceRank:
@@ -27,7 +28,7 @@ class ReferenceRank:
         self.device = torch.device("cuda" if settings.device == "gpu" else "cpu")
         self.model: TokenLogprobs | None = None
 
-    def open(self, files: dict[str, bytes], rendezvous: tuple[str, int], threads: int, state: None = None) -> list[Span]:
+    def open(self, files: Files, rendezvous: tuple[str, int], threads: int, state: None = None) -> list[Span]:
         """Load a model folder's files, as `Learner.open`; there is no other state."""
         start = time.time()
         torch.set_num_threads(threads)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rlhfless_ray.weights.tensor_file import Files
+
 if TYPE_CHECKING:
     from rlhfless_ray.prompts.builtin_task import Task
     from rlhfless_ray.recipe import Recipe
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 HEAD_WIDTH = 32  # vLLM's CPU attention refuses 16
 
 
-def scratch_policy(recipe: Recipe, task: Task) -> dict[str, bytes]:
+def scratch_policy(recipe: Recipe, task: Task) -> Files:
     """A Hugging Face model folder as {file name: content}; weights follow from the run's seed.
 
     It holds config.json, generation_config.json, model.safetensors and the tokenizer's files, and is loaded by
@@ -48,7 +50,7 @@ def scratch_policy(recipe: Recipe, task: Task) -> dict[str, bytes]:
     return folder_files(model, tokenizer)
 
 
-def folder_files(model, tokenizer) -> dict[str, bytes]:
+def folder_files(model, tokenizer) -> Files:
     """What `save_pretrained` of both writes, as {file name: content}."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

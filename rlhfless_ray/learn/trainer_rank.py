@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
 import json
@@ -26,6 +27,7 @@ from rlhfless_ray.learn.schedule import rate
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.adapter import WEIGHTS as ADAPTER
 from rlhfless_ray.weights.saved_names import is_converted, saved_state
+from rlhfless_ray.weights.tensor_file import Content, FileParts, as_numpy, load_tensors, save_tensors
 
 UNDECAYED = ("bias", "layernorm.weight", "layer_norm.weight", "norm.weight", "ln_f.weight")  # parts of names, as OpenRLHF has them
 
@@ -249,12 +251,10 @@ class TrainerRank:
         found = self._whole()
         return None if found is None else {k: as_numpy(v) for k, v in found.items()}
 
-    def model_bytes(self) -> bytes | None:
+    def model_bytes(self) -> FileParts | None:
         """The same as a safetensors file."""
-        from safetensors.torch import save
-
         found = self._whole()
-        return None if found is None else save({k: v.contiguous() for k, v in found.items()}, metadata={"format": "pt"})
+        return None if found is None else save_tensors(found, {"format": "pt"})
 
     def _whole(self) -> dict[str, Tensor] | None:
         found = full_weights(self.engine, self.stage)
@@ -269,12 +269,9 @@ class TrainerRank:
         Not of a model with adapters: its checkpoint has no weights of the base."""
         return self.lora is None and is_converted(self.engine.module.model)
 
-    def saved_bytes(self, content: bytes) -> bytes:
+    def saved_bytes(self, content: Content) -> FileParts:
         """Of a safetensors file with the model's own names, one as `save_pretrained` names its tensors."""
-        from safetensors.torch import load, save
-
-        found = saved_state(self.engine.module.model, load(content))
-        return save({name: tensor.contiguous() for name, tensor in found.items()}, metadata={"format": "pt"})
+        return save_tensors(saved_state(self.engine.module.model, load_tensors(content)), {"format": "pt"})
 
     def snapshot(self) -> dict[str, Any] | None:
         """Everything a stopped run needs to go on, by parameter name: see `open`. From rank 0; others return None. Where adapters
@@ -282,36 +279,36 @@ class TrainerRank:
         return self.kept if self.away and self.stage else self._state()
 
     def _state(self) -> dict[str, Any] | None:
+        """The live state, not a copy of it, where the host has it whole."""
         weights = full_weights(self.engine, self.stage, *(() if self.lora is None else (self.lora.is_trained,)))
         moments = full_moments(self.engine, self.stage)
         if self.rank:
             return None
         return {
-            "weights": {name: tensor.clone() for name, tensor in weights.items()},
+            "weights": weights,
             "moments": moments,
-            "average": {name: x.clone() for name, x in (self.average or {}).items()},
+            "average": self.average or {},
             "optimizer_steps": self.optimizer_steps,
             "rng": torch.get_rng_state(),
         }
 
-    def snapshot_bytes(self) -> dict[str, bytes] | None:
-        """`snapshot` as safetensors files, which travel through Ray to wherever the run folder is."""
-        from safetensors.torch import save
-
+    def snapshot_bytes(self) -> dict[str, Content] | None:
+        """`snapshot` as safetensors files, which travel through Ray to wherever the run folder is. They are views of the live state:
+        whoever keeps them in this process sees the next update in them."""
         state = self.snapshot()
         if state is None:
             return None
         if self.lora is None:
-            weights = {name: tensor.contiguous() for name, tensor in state["weights"].items() if not self._is_tied(name)}
-            model = {"model.safetensors": save(weights, metadata={"format": "pt"})}
+            weights = {name: tensor for name, tensor in state["weights"].items() if not self._is_tied(name)}
+            model: dict[str, Content] = {"model.safetensors": save_tensors(weights, {"format": "pt"})}
         else:
             model = self.lora.files(state["weights"])
         numbers = {"optimizer_steps": state["optimizer_steps"]}
-        average = {"ema.safetensors": save(state["average"], metadata={"format": "pt"})} if state["average"] else {}
+        average = {"ema.safetensors": save_tensors(state["average"], {"format": "pt"})} if state["average"] else {}
         return {
             **average,
             **model,
-            "optimizer.safetensors": save({**state["moments"], "rng": state["rng"]}),
+            "optimizer.safetensors": save_tensors({**state["moments"], "rng": state["rng"]}),
             "learner.json": json.dumps(numbers).encode(),
         }
 
@@ -324,7 +321,7 @@ class TrainerRank:
             return []
         start = time.time()
         if self.stage:
-            self.kept = self._state()
+            self.kept = copy.deepcopy(self._state())
         leave_device(self.engine, self.stage, self.hosted)
         self.away = True
         gc.collect()
@@ -353,20 +350,14 @@ def _loss_scale(optimizer: Any, scale: float) -> Iterator[None]:
             optimizer.custom_loss_scaler = False
 
 
-def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """bfloat16 has no numpy twin: it travels as float32, which holds it exactly."""
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).contiguous().numpy()
-
-
-def state_from_bytes(files: dict[str, bytes]) -> dict[str, Any]:
-    """The inverse of `TrainerRank.snapshot_bytes`."""
-    from safetensors.torch import load
-
-    moments = load(files["optimizer.safetensors"])
+def state_from_bytes(files: dict[str, Content]) -> dict[str, Any]:
+    """The inverse of `TrainerRank.snapshot_bytes`. Weights and moments are views of the files, which may be read-only."""
+    moments = load_tensors(files["optimizer.safetensors"])
     rng = moments.pop("rng")
-    average = load(files["ema.safetensors"]) if "ema.safetensors" in files else {}
+    average = load_tensors(files["ema.safetensors"]) if "ema.safetensors" in files else {}
     if ADAPTER in files:
-        weights = {live_name(name): tensor for name, tensor in load(files[ADAPTER]).items()}
+        weights = {live_name(name): tensor for name, tensor in load_tensors(files[ADAPTER]).items()}
     else:
-        weights = load(files["model.safetensors"])
-    return {"weights": weights, "moments": moments, "rng": rng, "average": average, **json.loads(files["learner.json"])}
+        weights = load_tensors(files["model.safetensors"])
+    numbers = json.loads(bytes(files["learner.json"]))
+    return {"weights": weights, "moments": moments, "rng": rng.clone(), "average": {k: v.clone() for k, v in average.items()}, **numbers}

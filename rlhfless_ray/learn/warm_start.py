@@ -16,6 +16,8 @@ from torch.nn import functional
 
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.learn.tiny_model import folder_files
+from rlhfless_ray.weights.model_folder import write_folder
+from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
@@ -26,13 +28,12 @@ IGNORE = -100
 GAP = "\0"
 
 
-def warm_start(
-    files: dict[str, bytes], recipe: Recipe, threads: int, progress: Callable[[int, int, float], None] | None = None
-) -> dict[str, bytes]:
+def warm_start(files: Files, recipe: Recipe, threads: int, progress: Callable[[int, int, float], None] | None = None) -> Files:
     """Train a model folder on the task's generated responses and return it as a folder again.
 
     The loss is the mean cross-entropy over response tokens, end-of-sequence included; prompts are context only. Every fifth
-    batch has its prompts in `prompts.input_template`, if there is one: the others teach the task at less cost. The result follows from the recipe's seed and the thread count. `progress(step, steps, loss)` is called after every step.
+    batch has its prompts in `prompts.input_template`, if there is one: the others teach the task at less cost. The result
+    follows from the recipe's seed and the thread count. `progress(step, steps, loss)` is called after every step.
     Raises RunError when the loss is not finite.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -41,8 +42,7 @@ def warm_start(
     if section.steps == 0:
         return files
     with tempfile.TemporaryDirectory() as folder:
-        for name, content in files.items():
-            (Path(folder) / name).write_bytes(content)
+        write_folder(Path(folder), files)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(folder)
 

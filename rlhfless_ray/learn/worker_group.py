@@ -25,6 +25,7 @@ from rlhfless_ray.learn.recovery import LearnerLost, Recovery
 from rlhfless_ray.recipe import LearnerConfig, Recipe
 from rlhfless_ray.types import WeightVersion
 from rlhfless_ray.weights.checksum import combined
+from rlhfless_ray.weights.tensor_file import Content, Files
 
 SETTLE_S = 10.0  # for the state that was asked for last, before its node goes
 COPY_S = 5.0  # for a copy of weights that was being made when their node was lost
@@ -197,7 +198,7 @@ class WorkerGroup:
 
     # ---- work -------------------------------------------------------------------------------------------------
 
-    def warm_start(self, files: Any, recipe: Recipe) -> dict[str, bytes]:
+    def warm_start(self, files: Any, recipe: Recipe) -> Files:
         first = self.by_rank[0]
         ref = first.actor.warm_start.remote(files, recipe, len(first.leases))
         content, spans = get(ref, self.deadline_s, "the supervised warm start")
@@ -253,13 +254,13 @@ class WorkerGroup:
             )
         return stats
 
-    def model(self) -> bytes:
+    def model(self) -> Content:
         """Whole weights as a safetensors file, adapters merged. The ranks hold their leases."""
         replies = self._surely(lambda: [i.actor.model.remote() for i in self.by_rank], f"the {self.name}'s weights")
         self._book(spans for _, spans in replies)
         return replies[0][0]
 
-    def saved(self, content: bytes) -> bytes:
+    def saved(self, content: Content) -> Content:
         """A checkpoint's safetensors file as a model folder has it. Works without leases, as `snapshot`."""
         if not self.converts:
             return content
@@ -364,7 +365,7 @@ class WorkerGroup:
     def _snapshots(self) -> list[Any]:
         return [i.actor.snapshot.remote() for i in self.by_rank]
 
-    def snapshot(self, deadline_s: float | None = None, asked: list[Any] | None = None) -> dict[str, bytes]:
+    def snapshot(self, deadline_s: float | None = None, asked: list[Any] | None = None) -> Files:
         """Model, optimizer and random state as files. Works without leases too: it reads memory, on the host."""
         if (kept := self.recovery.current(deadline_s or self.deadline_s)) is not None:
             with suppress(*GONE):  # lost where it lay: the ranks have it still

@@ -7,7 +7,6 @@ sequence and in OpenRLHF's reward models.
 from __future__ import annotations
 
 import json
-import struct
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from rlhfless_ray.reward.source import Decode, Score, Source, Worker
 from rlhfless_ray.reward.values import to_finite_float
 from rlhfless_ray.types import Sample
 from rlhfless_ray.weights.model_folder import WEIGHTS, read_folder, write_folder
+from rlhfless_ray.weights.tensor_file import Content, Files, read_header
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
@@ -46,7 +46,7 @@ class ModelSource(Source):
     pool_kind: ClassVar[str] = "reward"
     on_device: ClassVar[bool] = True
 
-    files: dict[str, bytes] = field(repr=False)  # file name → content
+    files: Files = field(repr=False)  # file name → content
     head: Head
     dtype: str
     micro_batch_tokens: int
@@ -129,14 +129,14 @@ class ModelWorker(Worker):
         return scores
 
 
-def find_head(files: dict[str, bytes], name: str, normalize: bool) -> Head:
+def find_head(files: Files, name: str, normalize: bool) -> Head:
     """Find the weight `name`.weight of shape (1, width), or the one that config.json names as `value_head_prefix`.
 
     OpenRLHF writes that key. With `normalize` the head takes `mean` and `std` of the rewards from config.json, if present.
     Raises UserError for a missing head, naming the candidates, and for a head with several scores.
     """
     try:
-        config = json.loads(files["config.json"])
+        config = json.loads(bytes(files["config.json"]))
     except ValueError:
         raise UserError(f"{KEY}: its config.json is not valid JSON") from None
     name = config.get("value_head_prefix") or name
@@ -151,17 +151,15 @@ def find_head(files: dict[str, bytes], name: str, normalize: bool) -> Head:
     return Head(name, *output_scale(config, KEY, "reward.normalize")) if normalize else Head(name)
 
 
-def _shapes(name: str, content: bytes) -> dict[str, list[int]]:
+def _shapes(name: str, content: Content) -> dict[str, list[int]]:
     """Return {tensor: shape} from a safetensors header."""
-    try:
-        (size,) = struct.unpack("<Q", content[:8])
-        header = json.loads(content[8 : 8 + size])
-        return {tensor: entry["shape"] for tensor, entry in header.items() if tensor != "__metadata__"}
-    except (struct.error, ValueError, KeyError, TypeError):
-        raise UserError(f"{KEY}: {name} is not a safetensors file") from None
+    header = read_header(content)
+    if header is None:
+        raise UserError(f"{KEY}: {name} is not a complete safetensors file")
+    return {tensor: entry["shape"] for tensor, entry in header.items()}
 
 
-def check_same_tokens(files: dict[str, bytes], tokenizer: Any, trust_remote_code: bool) -> None:
+def check_same_tokens(files: Files, tokenizer: Any, trust_remote_code: bool) -> None:
     """Raise UserError unless both tokenizers have the same vocabulary: the model reads the policy's tokens."""
     from rlhfless_ray.weights.load_policy import load_tokenizer
 

@@ -19,6 +19,7 @@ from rlhfless_ray.rollout.token_deltas import TokenDeltas
 from rlhfless_ray.types import EngineStep, Request, Span
 from rlhfless_ray.weights.checksum import combined, damaged, digests, listed
 from rlhfless_ray.weights.model_folder import write_folder
+from rlhfless_ray.weights.tensor_file import Content, Files
 
 PAGES_S = 5.0  # to fetch the KV pages of a moved request; to compute them does not take longer
 
@@ -27,7 +28,7 @@ class RolloutActor:
     # `tell` comes while `rollout` works; `hand_over` too, also while `tell` waits for pages of an engine that waits for ours
     concurrency_groups: ClassVar = {"control": 1, "pages": 1}
 
-    def __init__(self, files: dict[str, bytes], settings: EngineSettings) -> None:
+    def __init__(self, files: Files, settings: EngineSettings) -> None:
         """Imports only, but all of them, so that a process can be prewarmed without a lease. `files`: config and tokenizer."""
         start = time.time()
         self.files, self.settings = files, settings
@@ -37,7 +38,7 @@ class RolloutActor:
         self.old_tickets: set[int] = set()  # of pages that were cut out before the newest call
         import rlhfless_ray.rollout.vllm_engine as engine
 
-        config = json.loads(files.get("config.json", b"{}"))
+        config = json.loads(bytes(files.get("config.json", b"{}")))
         engine.prepare(settings.device == "cpu", config.get("architectures") or ())
         self.imported = Span("start", "import vllm", start, time.time())
 
@@ -74,7 +75,7 @@ class RolloutActor:
         self.engine.load(version, weights)
         return [Span("transfer", f"load version {version}", start, time.time())]
 
-    def differing(self, model: bytes, published: Mapping[str, int] | None) -> tuple[list[str], list[str] | None]:
+    def differing(self, model: Content, published: Mapping[str, int] | None) -> tuple[list[str], list[str] | None]:
         """Name the tensors by which this engine may differ from the learner, when their log-probabilities do.
 
         Args:
@@ -84,11 +85,9 @@ class RolloutActor:
         Returns: names of the tensors that were published otherwise than they are in the file; and of those that the engine holds
         otherwise than a new engine that loads the file, None where the former explain it, or it holds no weights any more.
         """
-        from safetensors.torch import load
+        from rlhfless_ray.weights.tensor_file import as_numpy, load_tensors
 
-        from rlhfless_ray.learn.trainer_rank import as_numpy
-
-        arrays = {name: as_numpy(tensor) for name, tensor in load(model).items()}
+        arrays = {name: as_numpy(tensor) for name, tensor in load_tensors(model).items()}
         wrong = damaged(digests(arrays), published) if published else []
         if wrong or self.engine is None or self.engine.version is None:
             return wrong, None

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -32,6 +31,7 @@ from rlhfless_ray.rollout.token_deltas import ENDS, TokenDeltas
 from rlhfless_ray.types import EngineStep, Request, Span
 from rlhfless_ray.weights.compare import differing
 from rlhfless_ray.weights.model_folder import content_addressed_folder, write_folder
+from rlhfless_ray.weights.tensor_file import Files, as_tensor
 
 # Read by vLLM when it is imported: engine and worker in this process, no telemetry, quiet.
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
@@ -345,7 +345,7 @@ def sleeping_pools(allocator: Any) -> set[tuple[int, int]]:
     return {tuple(pool.id) for entries in found for pool, _ in entries}
 
 
-def model_folder(scratch: Path, files: dict[str, bytes], settings: EngineSettings) -> Path:
+def model_folder(scratch: Path, files: Files, settings: EngineSettings) -> Path:
     """Where an engine finds these files, config and tokenizer: in `scratch`, or on a device beside what vLLM keeps of its work.
 
     There vLLM compiles the model and keeps that under a name which the folder's path is a part of. In a folder of another path each
@@ -369,7 +369,6 @@ def _transfer_config(pages: PageStore | None) -> Any:
 
 def _reload(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) -> set[str]:
     """Runs in vLLM's worker: load the weights, return the names of the parameters that got none."""
-    import torch
 
     model = worker.get_model()
     missing = {name for name, _ in model.named_parameters()}
@@ -386,9 +385,7 @@ def _reload(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) -> set[st
     if on_cpu:
         _forget_packed_experts(model)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # they are copied
-            named = [(name, torch.from_numpy(np.asarray(array))) for name, array in weights.items()]
+        named = ((name, as_tensor(np.asarray(array))) for name, array in weights.items())
         worker.reload_weights(weights_iterator=named)
     finally:
         del model.load_weights

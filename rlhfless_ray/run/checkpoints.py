@@ -18,7 +18,8 @@ from rlhfless_ray.common.disk_space import replace_file, writing
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe.run_sections import CheckpointConfig
 from rlhfless_ray.report.openrlhf_names import renamed
-from rlhfless_ray.weights.model_folder import write_folder
+from rlhfless_ray.weights.model_folder import read_content, write_folder
+from rlhfless_ray.weights.tensor_file import Content, Files, parts_of
 
 DRIVER, METRIC, LATEST = "driver.json", "metric.json", "latest"
 BEST = "best_"
@@ -47,12 +48,7 @@ class Checkpoints:
         return self.elsewhere is not None and (self.section.save_hf or not self.section.resumable)
 
     def save(
-        self,
-        step: int,
-        learner: dict[str, bytes],
-        driver: dict[str, Any],
-        metric: tuple[str, float] | None = None,
-        model: dict[str, bytes] | None = None,
+        self, step: int, learner: Files, driver: dict[str, Any], metric: tuple[str, float] | None = None, model: Files | None = None
     ) -> None:
         """Write a checkpoint, and remove others beyond the recipe's limits.
 
@@ -70,9 +66,7 @@ class Checkpoints:
         for left_over in self.folder.glob(f".{self.prefix}*"):  # left by a killed process
             shutil.rmtree(left_over, ignore_errors=True)
 
-    def save_best(
-        self, step: int, learner: dict[str, bytes], driver: dict[str, Any], metric: tuple[str, float], model: dict[str, bytes] | None
-    ) -> None:
+    def save_best(self, step: int, learner: Files, driver: dict[str, Any], metric: tuple[str, float], model: Files | None) -> None:
         """Write the best checkpoint, which replaces the former best one."""
         path = self.folder / f"{BEST}{self.prefix}{step}"
         if self.elsewhere is not None and model is not None and self.exports:
@@ -86,7 +80,7 @@ class Checkpoints:
                 if old != path:
                     _remove(old)
 
-    def _write(self, path: Path, learner: dict[str, bytes], driver: dict[str, Any], metric: tuple[str, float] | None) -> None:
+    def _write(self, path: Path, learner: Files, driver: dict[str, Any], metric: tuple[str, float] | None) -> None:
         with writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)
         named = {} if metric is None else {"metric_key": metric[0], "metric_value": metric[1]}
@@ -125,13 +119,13 @@ class Checkpoints:
             return None
         return found[-1]
 
-    def load(self) -> tuple[int, dict[str, bytes], dict[str, Any]]:
+    def load(self) -> tuple[int, Files, dict[str, Any]]:
         """Load the newest checkpoint: step, the learner's files, and the driver's state."""
         found = self.newest()
         if found is None:
             raise UserError(f"--resume: no checkpoint in {self.folder}; start without --resume")
         step, path = found
-        files = {file.name: file.read_bytes() for file in path.iterdir() if file.name not in (DRIVER, METRIC)}
+        files = {file.name: read_content(file) for file in path.iterdir() if file.name not in (DRIVER, METRIC)}
         driver = driver_state(path)
         for name, told in driver.pop(SUMS, {}).items():  # older checkpoints have no checksums
             if _sum(files.get(name, b"")) != told:
@@ -195,8 +189,11 @@ def driver_state(path: Path) -> dict[str, Any]:
         raise UserError(f"--resume: {path} is not a complete checkpoint; remove it to continue from the one before") from None
 
 
-def _sum(content: bytes) -> str:
-    return xxhash.xxh3_64_hexdigest(content)
+def _sum(content: Content) -> str:
+    digest = xxhash.xxh3_64()
+    for part in parts_of(content).parts:
+        digest.update(part.data)
+    return digest.hexdigest()
 
 
 def _remove(path: Path) -> None:
@@ -206,7 +203,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(gone)
 
 
-def swap_folder(path: Path, files: dict[str, bytes]) -> Path:
+def swap_folder(path: Path, files: Files) -> Path:
     """Write beside it and rename: a process that is killed leaves the old folder or the new one, or, between two renames, the old one
     under its name with `.old-` behind it. Where there was none, one rename makes it. Raises DiskFull and leaves the old folder."""
     temporary, old = (path.with_name(f".{path.name}.{kind}-{os.getpid()}") for kind in ("tmp", "old"))

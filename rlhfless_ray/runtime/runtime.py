@@ -56,6 +56,7 @@ from rlhfless_ray.runtime.worker_pools import ActorClasses, create_worker_pools
 from rlhfless_ray.types import Prompt, Sample, Step, UpdateStats, WeightVersion
 from rlhfless_ray.weights.load_policy import cache_policy, context_tokens, initial_policy, policy_tokenizer
 from rlhfless_ray.weights.model_folder import parameter_count, read_folder
+from rlhfless_ray.weights.tensor_file import Files
 
 FAILED_SAVE_S = 30.0  # for the learner's state to come, after a failure
 LOOK_EVERY_S = 5.0  # for nodes that are gone, where parked processes may have been
@@ -98,7 +99,7 @@ class Runtime:
         self.files, self.owes_warm_start = initial_policy(recipe)
         self.critic_files = read_folder(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
         if recipe.critic.normalize:
-            output_scale(json.loads((self.critic_files or self.files)["config.json"]), "critic.path", "critic.normalize")
+            output_scale(json.loads(bytes((self.critic_files or self.files)["config.json"])), "critic.path", "critic.normalize")
         self.tokenizer = policy_tokenizer(recipe, self.files)
         self.prompts = load_prompts(recipe, self.tokenizer, context_tokens(self.files))
         self.reward_source = load_reward(recipe, self.tokenizer)
@@ -210,7 +211,7 @@ class Runtime:
         self.agreement = Agreement(self.context, self.stages.learn.worker_groups, self.rollout) if computes else None
         self.rollout_stage, self.score_stage, self.learn_stage = self.stages.rollout, self.stages.score, self.stages.learn
 
-    def _begin(self, checkpoint: tuple[int, dict[str, bytes], dict[str, Any]] | None) -> None:
+    def _begin(self, checkpoint: tuple[int, Files, dict[str, Any]] | None) -> None:
         """Start the learner, and the engines' processes beside it; publish the first weights."""
         import ray
 
@@ -476,7 +477,7 @@ class Runtime:
         self.saved = self.steps_done
         self.record.checkpointed()
 
-    def _policy_files(self, snapshot: dict[str, bytes]) -> dict[str, bytes]:
+    def _policy_files(self, snapshot: Files) -> Files:
         return policy_files(self.recipe, self.folder, self.files, snapshot, self.worker_group)
 
     # ---- the end ----------------------------------------------------------------------------------------------

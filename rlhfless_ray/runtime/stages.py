@@ -20,6 +20,7 @@ from rlhfless_ray.reward.source import Source
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.weights.model_folder import without_weights
+from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
     from rlhfless_ray.functions.worker_pool import WorkerPool
@@ -40,7 +41,7 @@ class Stages:
         cls,
         context: RunContext,
         worker_pools: WorkerPools,
-        files: dict[str, bytes],
+        files: Files,
         longest_prompt_tokens: int,
         reward: Source,
         tokenizer: object,
@@ -91,9 +92,7 @@ class Stages:
             self.agents.close()
 
 
-def _agents(
-    context: RunContext, source: AgentSource, files: dict[str, bytes], longest_prompt_tokens: int, faults: FailureBudget
-) -> AgentProcesses:
+def _agents(context: RunContext, source: AgentSource, files: Files, longest_prompt_tokens: int, faults: FailureBudget) -> AgentProcesses:
     """Started ahead, beside the learner."""
     import ray
 
@@ -109,7 +108,7 @@ def _agents(
     return agents
 
 
-def _prefix(context: RunContext, worker_pools: WorkerPools, files: dict[str, bytes], private: bool) -> PrefixStage | None:
+def _prefix(context: RunContext, worker_pools: WorkerPools, files: Files, private: bool) -> PrefixStage | None:
     import ray
 
     from rlhfless_ray.prefix.supported_models import page_bytes
@@ -123,7 +122,7 @@ def _prefix(context: RunContext, worker_pools: WorkerPools, files: dict[str, byt
         rollout.prefix_kv,
         run_id=context.leases.run_id,
         block_size=rollout.block_size,
-        page_bytes=page_bytes(json.loads(files["config.json"]), size, rollout.block_size),
+        page_bytes=page_bytes(json.loads(bytes(files["config.json"])), size, rollout.block_size),
         store_bytes=int(ray.cluster_resources().get("object_store_memory", 0)),
         blocked=worker_pools.prefix_blocked,
         max_instances=context.max_actors,

@@ -20,6 +20,7 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.engine_settings import engine_settings
 from rlhfless_ray.weights.load_policy import check_kv_cache
 from rlhfless_ray.weights.model_folder import without_weights
+from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
     from rlhfless_ray.functions.broker import SlotBroker
@@ -67,7 +68,7 @@ class WorkerPools:
 def create_worker_pools(
     recipe: Recipe,
     resource: str,
-    files: dict[str, bytes],
+    files: Files,
     longest_prompt_tokens: int,
     reward_source: Any,
     ledger: Ledger,
@@ -103,7 +104,7 @@ def create_worker_pools(
     ledger.parked_share, ledger.slot_mb = recipe.price.parked_share, leases.slot_mb
     ledger.core_per_hour = recipe.price.cpu_slot_per_hour
     wanted = recipe.rollout.prefix_kv != "off" and actors.prefill is not None
-    unshared = unsupported(json.loads(files["config.json"])) if wanted else None
+    unshared = unsupported(json.loads(bytes(files["config.json"]))) if wanted else None
     config = ray.put(without_weights(files))
     engine = engine_settings(recipe, longest_prompt_tokens, resource, wanted and unshared is None)
     ranks = itertools.cycle(range(recipe.learner.ranks))  # a gang starts whole, also when it starts anew

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.weights.tensor_file import Content
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,9 +98,9 @@ class Adapter:
         return sorted((self.pairs.keys() | self.whole.keys()) - self.used)
 
 
-def adapter_files(files: Mapping[str, bytes], base: str) -> dict[str, bytes]:
+def adapter_files(files: Mapping[str, Content], base: str) -> dict[str, Content]:
     """Return the adapter's files among a checkpoint's, with the base model's name in the config."""
-    config = {**json.loads(files[CONFIG]), "base_model_name_or_path": base}
+    config = {**json.loads(bytes(files[CONFIG])), "base_model_name_or_path": base}
     return {CONFIG: json.dumps(config, indent=2, sort_keys=True).encode(), WEIGHTS: files[WEIGHTS]}
 
 

@@ -21,6 +21,7 @@ from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.task_tokenizer import TaskTokenizer
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.model_folder import KEPT_SUFFIXES, is_safetensors, read_folder, write_folder
+from rlhfless_ray.weights.tensor_file import Files
 
 VERSION = 4  # increase it when learn/warm_start.py, learn/tiny_model.py or a task changes the result
 FILE_PATTERNS = [f"*{suffix}" for suffix in KEPT_SUFFIXES]
@@ -46,7 +47,7 @@ def warm_start_key(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def initial_policy(recipe: Recipe) -> tuple[dict[str, bytes], bool]:
+def initial_policy(recipe: Recipe) -> tuple[Files, bool]:
     """Return the policy's files, and whether it still needs a warm start. Raises UserError for an invalid folder."""
     if recipe.policy.path:
         files = read_folder(model_folder(recipe.policy.path, "policy.path"))
@@ -65,7 +66,7 @@ def initial_policy(recipe: Recipe) -> tuple[dict[str, bytes], bool]:
     return files, recipe.warm_start.steps > 0
 
 
-def _check_files(files: dict[str, bytes]) -> None:
+def _check_files(files: Files) -> None:
     """Raise UserError for a config without model type and for truncated weights, such as partial copies and git-lfs pointers."""
     config = _config(files)
     if not isinstance(config, dict) or not (config.get("model_type") or config.get("auto_map")):
@@ -108,7 +109,7 @@ def model_folder(name: str, setting: str, patterns: Sequence[str] = FILE_PATTERN
         ) from None
 
 
-def cache_policy(recipe: Recipe, files: dict[str, bytes]) -> None:
+def cache_policy(recipe: Recipe, files: Files) -> None:
     """Cache the initial policy. The folder is renamed into place, so concurrent runs cannot mix their files."""
     cached = cache_folder() / "policies" / warm_start_key(recipe)
     with writing(cached):
@@ -134,12 +135,12 @@ def quiet_libraries() -> None:
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
 
 
-def policy_tokenizer(recipe: Recipe, files: dict[str, bytes]) -> Any:
+def policy_tokenizer(recipe: Recipe, files: Files) -> Any:
     """Return the policy's tokenizer. Built-in policies get an equivalent without transformers, which takes seconds to import."""
     return load_tokenizer(files, recipe.policy.trust_remote_code) if recipe.policy.path else TaskTokenizer(task(recipe.prompts.task))
 
 
-def load_tokenizer(files: dict[str, bytes], trust_remote_code: bool) -> Any:
+def load_tokenizer(files: Files, trust_remote_code: bool) -> Any:
     quiet_libraries()
     from transformers import AutoTokenizer
 
@@ -177,7 +178,7 @@ COMPLETE_QWEN2 = {
 }
 
 
-def context_tokens(files: dict[str, bytes]) -> int | None:
+def context_tokens(files: Files) -> int | None:
     """Return the longest sequence in tokens that the policy takes, or None if its config does not say.
 
     This is the smallest of the usual config keys, for a multimodal model those of its text part.
@@ -187,7 +188,7 @@ def context_tokens(files: dict[str, bytes]) -> int | None:
     return min(limits, default=None)
 
 
-def kv_cache_bytes(files: dict[str, bytes], tokens: int, block_size: int, dtype: str) -> int | None:
+def kv_cache_bytes(files: Files, tokens: int, block_size: int, dtype: str) -> int | None:
     """Return the bytes of KV cache for one sequence, or None for unknown kinds of attention.
 
     These are whole blocks, and the one block that vLLM always reserves.
@@ -202,7 +203,7 @@ def kv_cache_bytes(files: dict[str, bytes], tokens: int, block_size: int, dtype:
     return (-(-tokens // block_size) + 1) * block_size * values * VALUE_BYTES[dtype]
 
 
-def check_kv_cache(recipe: Recipe, files: dict[str, bytes], longest_prompt_tokens: int) -> None:
+def check_kv_cache(recipe: Recipe, files: Files, longest_prompt_tokens: int) -> None:
     """Raise UserError if an engine's KV cache on CPU cannot hold the longest possible sequence."""
     tokens = recipe.longest_tokens(longest_prompt_tokens)
     needed = kv_cache_bytes(files, tokens, recipe.rollout.block_size, recipe.policy.dtype)
@@ -213,7 +214,7 @@ def check_kv_cache(recipe: Recipe, files: dict[str, bytes], longest_prompt_token
         )
 
 
-def text_config(files: dict[str, bytes]) -> dict[str, Any]:
+def text_config(files: Files) -> dict[str, Any]:
     """Return config.json with its family's defaults, or unchanged if transformers does not know the family."""
     raw = _config(files)
     if raw.get("model_type") == "qwen2" and raw.keys() >= COMPLETE_QWEN2:
@@ -227,8 +228,8 @@ def text_config(files: dict[str, bytes]) -> dict[str, Any]:
     return family.get_text_config().to_dict()
 
 
-def _config(files: dict[str, bytes]) -> Any:
+def _config(files: Files) -> Any:
     try:
-        return json.loads(files["config.json"])
+        return json.loads(bytes(files["config.json"]))
     except ValueError:
         raise UserError("policy.path: its config.json is not valid JSON") from None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.weights.tensor_file import Content, FileParts, Files, parts_of, read_header
 
 KEPT_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".py")
 WEIGHTS = ".safetensors"
@@ -18,7 +19,7 @@ MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
-def read_folder(path: Path, setting: str = "policy.path") -> dict[str, bytes]:
+def read_folder(path: Path, setting: str = "policy.path") -> Files:
     """Read {file name: content}.
 
     Raises UserError if the folder has no config, safetensors weights or tokenizer. `setting`: the recipe's key of the folder.
@@ -32,30 +33,23 @@ def read_folder(path: Path, setting: str = "policy.path") -> dict[str, bytes]:
         raise UserError(f"{setting}: {path} has no tokenizer (tokenizer.json); save one with tokenizer.save_pretrained")
     if not any(name.endswith(WEIGHTS) for name in files):
         raise UserError(f"{setting}: {path} has no *.safetensors weights; save them with model.save_pretrained")
-    return {name: file.read_bytes() for name, file in files.items()}
+    return {name: read_content(file) for name, file in files.items()}
 
 
-def is_safetensors(content: bytes) -> bool:
+def read_content(file: Path) -> Content:
+    """Read a file, or map it if it holds weights, so that these are in memory only while they are used."""
+    return FileParts.map(file) if file.suffix == WEIGHTS and file.stat().st_size else file.read_bytes()
+
+
+def is_safetensors(content: Content) -> bool:
     """Return whether the content is a safetensors file of the length that its header declares."""
-    return _read_header(content) is not None
+    return read_header(content) is not None
 
 
-def parameter_count(files: dict[str, bytes]) -> int:
+def parameter_count(files: Files) -> int:
     """Return the number of parameters in all safetensors files. Invalid files count as empty."""
-    headers = [_read_header(content) or {} for name, content in files.items() if name.endswith(WEIGHTS)]
+    headers = [read_header(content) or {} for name, content in files.items() if name.endswith(WEIGHTS)]
     return sum(math.prod(entry["shape"]) for tensors in headers for entry in tensors.values())
-
-
-def _read_header(content: bytes) -> dict[str, Any] | None:
-    """Return the header's entry for each tensor, or None if the header does not match the content's length."""
-    try:
-        (size,) = struct.unpack("<Q", content[:8])
-        header = json.loads(content[8 : 8 + size])
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        ends = [entry["data_offsets"][1] for entry in tensors.values()]
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError):
-        return None
-    return tensors if len(content) == 8 + size + max(ends, default=0) else None
 
 
 def stored_tensors(path: Path) -> dict[str, Any]:
@@ -89,30 +83,30 @@ def _loaded_files(path: Path) -> list[str]:
         return sorted(file.name for file in path.glob(f"*{WEIGHTS}"))
 
 
-def without_weights(files: dict[str, bytes]) -> dict[str, bytes]:
+def without_weights(files: Files) -> Files:
     """Return config and tokenizer: what an engine needs before it pulls a weight version."""
     return {name: content for name, content in files.items() if not name.endswith((WEIGHTS, ".index.json"))}
 
 
-def with_weights(files: dict[str, bytes], weights: bytes) -> dict[str, bytes]:
+def with_weights(files: Files, weights: Content) -> Files:
     """Return a model folder's files with these weights (safetensors) as model.safetensors.
 
     As in transformers' `save_pretrained`, config.json names their dtype: that of most elements.
     """
     counts: dict[str, int] = {}
-    for entry in (_read_header(weights) or {}).values():
+    for entry in (read_header(weights) or {}).values():
         if entry["dtype"] in DTYPES:
             counts[entry["dtype"]] = counts.get(entry["dtype"], 0) + math.prod(entry["shape"])
     files = {**files, "model.safetensors": weights}
     if counts and "config.json" in files:
-        config, dtype = json.loads(files["config.json"]), DTYPES[max(counts, key=lambda name: counts[name])]
+        config, dtype = json.loads(bytes(files["config.json"])), DTYPES[max(counts, key=lambda name: counts[name])]
         names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]
         if any(config.get(name) != dtype for name in names):
             files["config.json"] = json.dumps({**config, **dict.fromkeys(names, dtype)}, indent=2).encode()
     return files
 
 
-def content_addressed_folder(root: Path, files: dict[str, bytes]) -> Path:
+def content_addressed_folder(root: Path, files: Files) -> Path:
     """Write the files to a folder below `root` that is named by their hash, and return it.
 
     The same files always have the same path. The folder is kept. Concurrent writers never see partial folders. Raises OSError
@@ -121,7 +115,9 @@ def content_addressed_folder(root: Path, files: dict[str, bytes]) -> Path:
     digest = hashlib.blake2b(digest_size=16)
     for name, content in sorted(files.items()):
         for part in (name.encode(), content):
-            digest.update(len(part).to_bytes(8, "big") + part)
+            digest.update(len(part).to_bytes(8, "big"))
+            for piece in parts_of(part).parts:
+                digest.update(piece.data)
     path = root / digest.hexdigest()
     if path.is_dir():
         return path
@@ -136,8 +132,9 @@ def content_addressed_folder(root: Path, files: dict[str, bytes]) -> Path:
     return path
 
 
-def write_folder(path: Path, files: dict[str, bytes]) -> Path:
+def write_folder(path: Path, files: Files) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        (path / name).write_bytes(content)
+        with (path / name).open("wb") as file:
+            parts_of(content).write(file)
     return path

@@ -68,7 +68,7 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
         "adds_in": getattr(learner.trainer.engine.optimizer, "gradient_accumulation_dtype", None),
     }
     if 0 in case.get("snapshots", ()):
-        found["snapshots"][0] = learner.trainer.snapshot_bytes()
+        found["snapshots"][0] = _copied(learner.trainer.snapshot_bytes())
     for number, batch in enumerate(case["batches"], 1):
         if reference is not None and len(batch):
             told = together({"reference": reference.logprobs(batch, 1)[0]})["reference"]
@@ -87,13 +87,13 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
         weights, _ = learner.weights()  # arrays of the live parameters: Ray would copy them
         found["weights"].append(None if weights is None else {k: v.copy() for k, v in weights.items()})
         if number in case.get("snapshots", ()):
-            found["snapshots"][number] = learner.trainer.snapshot_bytes()
+            found["snapshots"][number] = _copied(learner.trainer.snapshot_bytes())
         if case.get("parks"):
             at_work = torch.cuda.memory_allocated()  # 0 on CPU
             learner.leave_device()
             found["memory"].append((at_work, torch.cuda.memory_allocated()))
             if number in case.get("snapshots", ()):
-                found["snapshots"][f"{number} away"] = learner.trainer.snapshot_bytes()
+                found["snapshots"][f"{number} away"] = _copied(learner.trainer.snapshot_bytes())
             learner.return_to_device()
     learner.trainer.engine.destroy()
     return found
@@ -117,10 +117,10 @@ def run_critic(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[s
         found["values"].append(values.copy())
         found["stats"].append(critic.update(replace(batch, values=values), 1)[0])
         weights = critic.trainer.weights()
-        found["model"] = critic.trainer.model_bytes()
+        found["model"] = _copied(critic.trainer.model_bytes())
         found["weights"].append(None if weights is None else {k: v.copy() for k, v in weights.items()})
         if number in case.get("snapshots", ()):
-            found["snapshots"][number] = critic.trainer.snapshot_bytes()
+            found["snapshots"][number] = _copied(critic.trainer.snapshot_bytes())
         critic.leave_device()
         critic.return_to_device()
     critic.trainer.engine.destroy()
@@ -183,3 +183,10 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def _copied(found: Any) -> Any:
+    """Return files as bytes: they are views of the live state, which the next update changes."""
+    if isinstance(found, dict):
+        return {name: bytes(content) for name, content in found.items()}
+    return None if found is None else bytes(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def test_warm_start_lowers_the_loss_and_repeats_exactly(tmp_path: Path) -> None:
     assert first.keys() == start.keys()
     # The first loss is the cross-entropy of the start's weights on the first batch's responses, computed another way.
     model, tokenizer = loaded(start, tmp_path)
-    tokens, labels = next(_batches(task("chain"), tokenizer, 16, 0))
+    tokens, labels = next(_batches(recipe(steps=1), tokenizer))
     with torch.no_grad():
         chances = model(input_ids=tokens).logits.log_softmax(-1)
     losses = [-chances[i, j - 1, labels[i, j]] for i, j in (labels != IGNORE).nonzero().tolist()]
@@ -88,7 +89,7 @@ def test_warm_start_lowers_the_loss_and_repeats_exactly(tmp_path: Path) -> None:
 def test_the_loss_is_on_the_response_and_its_end_only() -> None:
     chain = task("chain")
     tokenizer = build_tokenizer(chain)
-    tokens, labels = next(_batches(chain, tokenizer, 16, 5))
+    tokens, labels = next(_batches(recipe(5), tokenizer))
     held = {row["prompt"] for row in chain.rows(3000, 5, "heldout")}
     for ids, marks in zip(tokens, labels, strict=True):
         text = tokenizer.decode(ids[ids != tokenizer.pad_token_id])
@@ -96,6 +97,24 @@ def test_the_loss_is_on_the_response_and_its_end_only() -> None:
         assert tokenizer.decode(marks[marks != IGNORE]) == response
         assert response.endswith(tokenizer.eos_token) and prompt + equals not in held
         assert torch.equal(marks[marks != IGNORE], ids[marks != IGNORE])
+
+
+def test_some_batches_have_the_template_and_nothing_else_changes() -> None:
+    tokenizer = build_tokenizer(task("chain"))
+    plain = recipe(5)
+    filled = plain.model_copy(update={"prompts": plain.prompts.model_copy(update={"input_template": "1A2=a3#3;{}"})})
+    pairs = itertools.islice(zip(_batches(plain, tokenizer), _batches(filled, tokenizer), strict=True), 32)
+    with_template = 0
+    for (tokens, labels), (others, marks) in pairs:
+        assert torch.equal(tokens[labels != IGNORE], others[marks != IGNORE])
+        if others.shape != tokens.shape:
+            with_template += 1
+            header = tokenizer("1A2=a3#3;")["input_ids"]
+            assert torch.equal(others[:, : len(header)], torch.tensor([header] * len(others)))
+            assert torch.equal(others[:, len(header) :], tokens)
+        else:
+            assert torch.equal(others, tokens)
+    assert with_template == 7
 
 
 def test_no_steps_change_nothing() -> None:

@@ -120,7 +120,7 @@ def test_folders_that_are_no_reward_model_are_refused(tmp_path: Path) -> None:
     other = load_tokenizer(tokenizer_files(WORDS[::-1]), False)
     assert "its tokenizer differs from the policy's" in refused(reward_model(), other)
     assert "std in its config.json, which is 0" in refused(reward_model(config={"mean": 0, "std": 0}), normalize=True)
-    assert "model.safetensors is not a safetensors file" in refused({**reward_model(), "model.safetensors": b"12345678{"})
+    assert "model.safetensors is not a complete safetensors file" in refused({**reward_model(), "model.safetensors": b"12345678{"})
     assert "config.json is not valid JSON" in refused({**reward_model(), "config.json": b"{"})
     with pytest.raises(UserError, match=r"^reward.model_path: .* is not a folder"):
         load_reward(Recipe.parse({"prompts": {"task": "chain"}, "reward": {"model_path": str(tmp_path / "none")}}))

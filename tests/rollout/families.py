@@ -94,12 +94,12 @@ class LearnerHost:
         return self.learners[name].agreement(batch, 1.0, top_p, 1)[0]
 
     def model(self, name: str) -> bytes:
-        return self.learners[name].trainer.model_bytes()
+        return bytes(self.learners[name].trainer.model_bytes())
 
     def exported(self, name: str) -> tuple[bytes, bytes]:
         """The checkpoint's file of weights, and the same for a model folder."""
         content = self.learners[name].trainer.snapshot_bytes()["model.safetensors"]
-        return content, self.learners[name].trainer.saved_bytes(content)
+        return bytes(content), bytes(self.learners[name].trainer.saved_bytes(content))
 
 
 class EngineHost:

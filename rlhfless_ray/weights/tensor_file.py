@@ -1,0 +1,154 @@
+"""Large files as arrays: safetensors files that are written from tensors, and read as tensors, without a copy in between.
+
+Ray sends a numpy array as a buffer of its own, straight from its owner's memory into the object store and from there to the
+reader. A `bytes` object of the same content would be copied by the writer, by the pickler and by the reader.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BFLOAT16 = np.dtype([("bfloat16", "<u2")])  # numpy has no such type: two bytes under its name
+STORED_AS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"} | {
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+HEADER_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, eq=False)
+class FileParts:
+    """A file's content as consecutive arrays of bytes (uint8), which may be views of tensors or of a file on disk."""
+
+    parts: tuple[np.ndarray, ...]
+
+    @classmethod
+    def map(cls, path: Path) -> FileParts:
+        """Map a file that is not empty: it is read from disk when it is used, and its pages can be given back at any time."""
+        return cls((np.memmap(path, np.uint8, "r").view(np.ndarray),))  # pickle would copy a memmap
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+    def __bytes__(self) -> bytes:
+        return b"".join(part.data for part in self.parts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, bytes | FileParts) and len(self) == len(other) and bytes(self) == bytes(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as the arrays, which may change
+
+    def write(self, file: BinaryIO) -> None:
+        for part in self.parts:
+            file.write(part.data)
+
+    def at(self, start: int, end: int) -> np.ndarray:
+        """Return the bytes from `start` to `end`: a view where they lie in one part."""
+        found, offset = [], 0
+        for part in self.parts:
+            if start < offset + len(part) and offset < end:
+                found.append(part[max(0, start - offset) : end - offset])
+            offset += len(part)
+        return found[0] if len(found) == 1 else np.concatenate([np.zeros(0, np.uint8), *found])
+
+
+Content = bytes | FileParts
+Files = dict[str, Content]  # a folder: {file name: content}
+
+
+def parts_of(content: Content) -> FileParts:
+    """Return the content as FileParts, without a copy."""
+    return content if isinstance(content, FileParts) else FileParts((np.frombuffer(content, np.uint8),))
+
+
+def read_header(content: Content) -> dict[str, dict] | None:
+    """Return a safetensors header's entry for each tensor, or None if the header does not match the content's length."""
+    whole = parts_of(content)
+    try:
+        (size,) = struct.unpack("<Q", whole.at(0, 8).tobytes())
+        header = json.loads(whole.at(8, 8 + size).tobytes())
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        ends = [entry["data_offsets"][1] for entry in tensors.values()]
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return None
+    return tensors if len(whole) == 8 + size + max(ends, default=0) else None
+
+
+def save_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileParts:
+    """Lay tensors out as a safetensors file. Contiguous tensors on the host are not copied.
+
+    Like `safetensors.torch.save`, wide types come first, then names in order, so that every tensor is aligned.
+    """
+    names = {name: key for key, name in STORED_AS.items()}
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    arrays, end = [], 0
+    for name in order:
+        array = as_numpy(tensors[name].detach().cpu()).reshape(-1).view(np.uint8)
+        kind = names[str(tensors[name].dtype).removeprefix("torch.")]
+        header[name] = {"dtype": kind, "shape": list(tensors[name].shape), "data_offsets": [end, end + len(array)]}
+        arrays.append(array)
+        end += len(array)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % HEADER_ALIGNMENT)
+    return FileParts((np.frombuffer(struct.pack("<Q", len(text)) + text, np.uint8), *arrays))
+
+
+def load_tensors(content: Content) -> dict[str, Tensor]:
+    """Read a safetensors file's tensors by name. They are views of the content, which may be read-only: copy before changing them.
+
+    Raises ValueError if the file is incomplete.
+    """
+    return dict(iterate_tensors(content))
+
+
+def iterate_tensors(content: Content) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) as `load_tensors` does, one at a time."""
+    import torch
+
+    whole, header = parts_of(content), read_header(content)
+    if header is None:
+        raise ValueError("a safetensors file is incomplete")
+    data = len(whole) - max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        kind, shape = getattr(torch, STORED_AS[entry["dtype"]]), entry["shape"]
+        if math.prod(shape) == 0:
+            yield name, torch.empty(shape, dtype=kind)
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # "not writable": nothing writes to it
+            found = whole.at(data + start, data + end)
+            if found.ctypes.data % kind.itemsize:
+                found = found.copy()
+            yield name, torch.from_numpy(found).view(kind).reshape(shape)
+
+
+def as_numpy(tensor: Tensor) -> np.ndarray:
+    """Return a tensor of the host as an array of its own shape, without a copy where it is contiguous; bfloat16 as BFLOAT16."""
+    import torch
+
+    tensor = tensor.contiguous()
+    return tensor.view(torch.uint16).numpy().view(BFLOAT16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def as_tensor(array: np.ndarray) -> Tensor:
+    """Return an array of `as_numpy` as a tensor, without a copy. The array may be read-only: copy before changing it."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        if array.dtype == BFLOAT16:
+            return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+        return torch.from_numpy(array)

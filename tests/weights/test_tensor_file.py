@@ -1,0 +1,82 @@
+"""Safetensors files without copies, against the safetensors library."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import torch as library
+
+from rlhfless_ray.weights.tensor_file import BFLOAT16, FileParts, as_numpy, as_tensor, load_tensors, parts_of, read_header, save_tensors
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
+
+
+def made(shape: list[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (values * 10).to(dtype)
+
+
+tensors = st.dictionaries(
+    st.text("ab.é", min_size=1, max_size=6),
+    st.builds(made, st.lists(st.integers(0, 4), max_size=3), st.sampled_from(DTYPES), st.integers(0, 9)),
+    max_size=5,
+)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(x.dtype == other[k].dtype and torch.equal(x, other[k]) for k, x in one.items())
+
+
+@settings(deadline=None, max_examples=60)
+@given(tensors)
+def test_files_are_those_of_the_library(state: dict[str, torch.Tensor]) -> None:
+    content = save_tensors(state, {"format": "pt"})
+    assert len(content) == len(bytes(content))
+    assert same(library.load(bytes(content)), state)
+    assert same(load_tensors(content), state)
+    assert same(load_tensors(library.save(state)), state)
+    assert same(load_tensors(pickle.loads(pickle.dumps(content))), state)
+
+
+def test_nothing_is_copied(tmp_path: Path) -> None:
+    weight = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
+    content = save_tensors({"w": weight})
+    assert content.parts[1].ctypes.data == weight.data_ptr()
+    buffers: list[pickle.PickleBuffer] = []
+    assert len(pickle.dumps(content, protocol=5, buffer_callback=buffers.append)) < 2000 and len(buffers) == 2
+    with (tmp_path / "file").open("wb") as file:
+        content.write(file)
+    mapped = FileParts.map(tmp_path / "file")
+    (only,) = load_tensors(mapped).values()
+    assert torch.equal(only, weight) and isinstance(mapped.parts[0].base, np.memmap)
+    start = mapped.parts[0].ctypes.data
+    assert start < only.data_ptr() < start + len(mapped)
+
+
+@pytest.mark.parametrize("cut", [1, 7, 30, -1])
+def test_an_incomplete_file_is_found(cut: int) -> None:
+    content = bytes(save_tensors({"w": torch.ones(3)}))[:cut]
+    assert read_header(content) is None
+    with pytest.raises(ValueError, match="incomplete"):
+        load_tensors(content)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_arrays_are_tensors(dtype: torch.dtype) -> None:
+    tensor = made([3, 5], dtype, 1)
+    array = as_numpy(tensor.T)
+    assert array.shape == (5, 3) and array.itemsize == tensor.element_size()
+    assert (array.dtype == BFLOAT16) == (dtype == torch.bfloat16)
+    assert torch.equal(as_tensor(pickle.loads(pickle.dumps(array))), tensor.T)
+
+
+@given(st.lists(st.binary(max_size=5), max_size=5), st.integers(0, 25), st.integers(0, 25))
+def test_a_range_of_parts(pieces: list[bytes], start: int, end: int) -> None:
+    content = FileParts(tuple(parts_of(piece).parts[0] for piece in pieces))
+    assert content.at(start, end).tobytes() == b"".join(pieces)[start:end]
