@@ -217,6 +217,11 @@ class RankMemory:
         return parts if sum(size for _, size in parts) >= self.opening else (("weights while loading", self.opening),)
 
 
+def snapshot_bytes(parameters: int, value_bytes: int) -> int:
+    """Bytes of the state by which training can continue: weights, Adam's moments, and float32 weights behind narrower ones."""
+    return parameters * (value_bytes + MOMENT_BYTES + (MASTER_BYTES if value_bytes < MASTER_BYTES else 0))
+
+
 def rank_memory(parameters: int, training: Training, activations: int = 0) -> RankMemory:
     """What a rank of a gang holds (ZeRO, arXiv 1910.02054, section 5).
 

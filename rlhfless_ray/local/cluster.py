@@ -20,6 +20,7 @@ from typing import Any
 
 from rlhfless_ray.common.errors import RunError, UserError, one_line
 from rlhfless_ray.local.local_ray import local_ray
+from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.local.orphan_reaper import OrphanReaper
 from rlhfless_ray.recipe import Recipe
 
@@ -89,7 +90,7 @@ class RayCluster:
         if self.recipe.cluster.object_store_mb is not None:
             return self.recipe.cluster.object_store_mb
         memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
-        return store_mb(self.parameters, memory_mb, keeps_state=self.recipe.checkpoint.memory_every_steps > 0)
+        return store_mb(self.parameters, memory_mb, keeps_state=snapshot_every_steps(self.recipe, self.parameters) > 0)
 
     def stop(self) -> None:
         """Leave the cluster, and shut a private one down."""

@@ -6,7 +6,14 @@ import os
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from placement.memory import VALUE_BYTES, snapshot_bytes
+
+if TYPE_CHECKING:
+    from rlhfless_ray.recipe import Recipe
+
+SNAPSHOT_SHARE = 0.25  # of the driver's memory that copies of the learner's state may take by default
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # version 2, version 1
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 NVIDIA_SMI_S = 20.0
@@ -38,6 +45,19 @@ def gpu_memory_bytes() -> int | None:
         return max(int(line) for line in output.split("\n") if line.strip()) * 2**20
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
+
+
+def snapshot_every_steps(recipe: Recipe, parameters: int) -> int:
+    """Return the steps between two copies of the learner's state in memory, decided by this machine's memory if the recipe does not.
+
+    `parameters`: of the policy. Adapters, where only these are trained, are too small to matter.
+    """
+    every_steps = recipe.checkpoint.memory_every_steps
+    if every_steps is not None:
+        return every_steps
+    state = 0 if recipe.lora.rank else snapshot_bytes(parameters, VALUE_BYTES[recipe.policy.dtype])
+    # two, because the older one stays until the newer one is complete
+    return 1 if 2 * state <= SNAPSHOT_SHARE * host_memory_bytes() else 0
 
 
 def memory_bytes(gpu: bool) -> int | None:

@@ -101,10 +101,11 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1)
     """Number of checkpoints to keep. Those without an evaluation are removed first, then those with the worst `best_metric`, then
     the oldest."""
-    memory_every_steps: int = Field(1, ge=0)
+    memory_every_steps: int | None = Field(None, ge=0)
     """Steps between two copies of the learner's state on the driver's node, made while engines decode. A lost learner continues
     from there. 0: no copies; it continues from the checkpoint on disk and repeats the updates since. The samples in between are
-    kept in memory either way and are not generated again."""
+    kept in memory either way and are not generated again. None: 1 if two copies take at most a quarter of the driver's memory,
+    else 0."""
     max_gib: float = Field(float("inf"), gt=0, allow_inf_nan=True)
     """Checkpoints are also removed while all of them take more than this. The newest always stays."""
     resume: bool = False

@@ -32,7 +32,11 @@ def write_models(recipe: Recipe, folder: RunFolder, files: Files, critic_files: 
 
     `files`, `critic_files`: the folders that policy and critic began with; None: the critic began with the policy's.
     """
-    policy, save_path = policy_files(recipe, folder, files, groups.learner.snapshot(), groups.learner), recipe.save.path
+    save_path = recipe.save.path
+    if recipe.lora.rank or recipe.ema.beta is not None:
+        policy = policy_files(recipe, folder, files, groups.learner.snapshot(), groups.learner)
+    else:  # without the optimizer's state, which is several times as large
+        policy = groups.policy_model(without_weights(files))
     if recipe.lora.rank:
         swap_folder(folder.path / "adapter", policy)
         folder.write_model(groups.policy_model(without_weights(files)))

@@ -239,7 +239,7 @@ class Runtime:
                     self.files = read_folder(reference)
                 else:
                     swap_folder(reference, self.files)
-            state = checkpoint[1] if checkpoint else None
+            state = checkpoint[1] or None if checkpoint else None  # the first checkpoint of a given policy has no state
             self.worker_group.build(lambda: ray.put(self.files), self.cluster.private, ray.put(state) if state else None)
             if checkpoint:
                 restore(self, checkpoint[2])
@@ -251,8 +251,8 @@ class Runtime:
             self.learn_stage.worker_groups.open_reference(self.files, self.cluster.private)
             if self.stages.agents is not None:
                 self.stages.agents.check()
-        if checkpoint is None:
-            self._save()  # a stop at any later moment finds something to resume from
+        if checkpoint is None:  # a stop at any later moment finds something to resume from
+            self._save(learned=not self.recipe.policy.path)
 
     # ---- the stages, in the order of the loop -----------------------------------------------------------------
 
@@ -463,16 +463,24 @@ class Runtime:
     # ---- state ------------------------------------------------------------------------------------------------
 
     def _save(
-        self, deadline_s: float | None = None, *, metric: tuple[str, float] | None = None, best: bool = False, export: bool = False
+        self,
+        deadline_s: float | None = None,
+        *,
+        metric: tuple[str, float] | None = None,
+        best: bool = False,
+        export: bool = False,
+        learned: bool = True,
     ) -> None:
-        """`metric`: of this step's evaluation; `best`: it is the best so far; `export`: a model folder may be written too."""
+        """`metric`: of this step's evaluation; `best`: it is the best so far; `export`: a model folder may be written too; `learned`:
+        off where the learner's state is still that of the folder in `policy.path`."""
         self.record.catch_up()  # or whoever resumes would lack rows of the ledger
-        learner, state = self.learn_stage.worker_groups.snapshot(deadline_s) | self.learn_stage.files(), state_of(self)
+        learner = self.learn_stage.worker_groups.snapshot(deadline_s) | self.learn_stage.files() if learned else {}
+        state = state_of(self)
         model = self._policy_files(learner) if (export or best) and self.checkpoints.exports else None
         self.checkpoints.save(self.steps_done, learner, state, metric, model if export else None)
         if best and metric is not None:
             self.checkpoints.save_best(self.steps_done, learner, state, metric, model)
-        if self.recipe.checkpoint.resumable:
+        if self.recipe.checkpoint.resumable and learned:
             self.learn_stage.worker_groups.saved(lambda: self.checkpoints.load()[1])
         self.saved = self.steps_done
         self.record.checkpointed()

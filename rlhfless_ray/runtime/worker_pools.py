@@ -15,11 +15,12 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.learn.rank_settings import critic_settings, learner_settings, reference_settings
+from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.prefix.supported_models import unsupported
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.engine_settings import engine_settings
 from rlhfless_ray.weights.load_policy import check_kv_cache
-from rlhfless_ray.weights.model_folder import without_weights
+from rlhfless_ray.weights.model_folder import parameter_count, without_weights
 from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
@@ -135,6 +136,13 @@ def create_worker_pools(
         assert actors.reference is not None
         return start_actor(actors.reference, slot, resource, {}, reference_settings(recipe, next(reference_ranks), resource))
 
+    snapshot_steps = snapshot_every_steps(recipe, parameter_count(files))
+    if snapshot_steps == 0 and recipe.checkpoint.memory_every_steps is None:
+        say(
+            "the learner's state is not copied in memory, because two copies would take more than a quarter of this machine's; a "
+            "lost learner continues from the newest checkpoint (checkpoint.memory_every_steps)"
+        )
+
     def worker_group(kind: str, start: Callable[[Any], Any], ranks: int, name: str) -> WorkerGroup:
         memory = parked if kind == "reference" else None  # a learner's memory is its state, and stays
         pool = WorkerPool(
@@ -148,7 +156,7 @@ def create_worker_pools(
             faults=faults,
             parked_memory=memory,
         )
-        return WorkerGroup(pool, ranks, recipe.learner, broker, name, Recovery(recipe.checkpoint.memory_every_steps, say))
+        return WorkerGroup(pool, ranks, recipe.learner, broker, name, Recovery(snapshot_steps, say))
 
     def pool(kind: str, start: Callable[[Any], Any], *, on_device: bool, **more: Any) -> WorkerPool:
         keep_s = recipe.functions.keep_alive_s

@@ -32,6 +32,13 @@ from rlhfless_ray.learn.rank_settings import CriticSettings, RankSettings, Refer
 from rlhfless_ray.local.fast_imports import fast_imports
 
 
+def _copied(found: Any) -> Any:
+    """Return files as bytes: they are views of the live state, which the next update changes."""
+    if isinstance(found, dict):
+        return {name: bytes(content) for name, content in found.items()}
+    return None if found is None else bytes(found)
+
+
 def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any]:
     import torch
 
@@ -183,10 +190,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-def _copied(found: Any) -> Any:
-    """Return files as bytes: they are views of the live state, which the next update changes."""
-    if isinstance(found, dict):
-        return {name: bytes(content) for name, content in found.items()}
-    return None if found is None else bytes(found)
