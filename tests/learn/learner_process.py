@@ -32,6 +32,15 @@ from rlhfless_ray.learn.rank_settings import CriticSettings, RankSettings, Refer
 from rlhfless_ray.local.fast_imports import fast_imports
 
 
+def _values(weights: dict[str, np.ndarray] | None) -> dict[str, np.ndarray] | None:
+    """Return copies that numpy can compute with: of bfloat16 as float32."""
+    from rlhfless_ray.weights.tensor_file import BFLOAT16, as_tensor
+
+    if weights is None:
+        return None
+    return {k: as_tensor(v).float().numpy() if v.dtype == BFLOAT16 else v.copy() for k, v in weights.items()}
+
+
 def _copied(found: Any) -> Any:
     """Return files as bytes: they are views of the live state, which the next update changes."""
     if isinstance(found, dict):
@@ -92,7 +101,7 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
         stats, _ = learner.update(batch.take(np.flatnonzero(~np.isin(batch.groups, ahead))) if len(ahead) else batch, 1)
         found["stats"].append(stats)
         weights, _ = learner.weights()  # arrays of the live parameters: Ray would copy them
-        found["weights"].append(None if weights is None else {k: v.copy() for k, v in weights.items()})
+        found["weights"].append(_values(weights))
         if number in case.get("snapshots", ()):
             found["snapshots"][number] = _copied(learner.trainer.snapshot_bytes())
         if case.get("parks"):
@@ -125,7 +134,7 @@ def run_critic(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[s
         found["stats"].append(critic.update(replace(batch, values=values), 1)[0])
         weights = critic.trainer.weights()
         found["model"] = _copied(critic.trainer.model_bytes())
-        found["weights"].append(None if weights is None else {k: v.copy() for k, v in weights.items()})
+        found["weights"].append(_values(weights))
         if number in case.get("snapshots", ()):
             found["snapshots"][number] = _copied(critic.trainer.snapshot_bytes())
         critic.leave_device()
