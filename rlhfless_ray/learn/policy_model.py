@@ -37,11 +37,30 @@ class TokenLogprobs(nn.Module):
         No attention mask: padding is on the right, and a causal model never looks there from a real token.
         """
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[rows, columns]
-        head, vocabulary = self.model.get_output_embeddings(), self.model.config.get_text_config().vocab_size
+        head, vocabulary = output_head(self.model), self.model.config.get_text_config().vocab_size
         if top_p < 1:
             logprobs = nucleus_logprobs(head, hidden, targets, temperature, top_p)
             return logprobs, torch.zeros_like(logprobs)
         return chunked_logprobs(head, hidden, targets, vocabulary, temperature)
+
+
+def output_head(model: Any) -> Callable[[Tensor], Tensor]:
+    """Return hidden states → logits: the model's output head, and the scale and soft cap that some families apply after it.
+
+    Gemma 2 caps logits, c·tanh(x/c) (arXiv 2408.00118, section 2); Granite divides them and Cohere multiplies them by a constant.
+    """
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    cap = getattr(config, "final_logit_softcapping", None)
+    scale = getattr(config, "logit_scale", None) or 1.0
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    if cap is None and scale == divisor == 1:
+        return head
+
+    def changed(hidden: Tensor) -> Tensor:
+        logits = head(hidden) * (scale / divisor)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    return changed
 
 
 class TokenValues(nn.Module):
@@ -67,7 +86,7 @@ def load_model(folder: Path, dtype: str, trust_remote_code: bool) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code, local_files_only=True
     )
-    return without_dropout(model)
+    return as_sampled(model)
 
 
 def load_critic(folder: Path, dtype: str, trust_remote_code: bool, value_head: str, seed: int) -> Any:
@@ -106,7 +125,7 @@ def load_critic(folder: Path, dtype: str, trust_remote_code: bool, value_head: s
                 model.score.weight.copy_(drawn)
             else:
                 model.score.weight.copy_(weight)
-    return without_dropout(model)
+    return as_sampled(model)
 
 
 def _stored(folder: Path, name: str) -> Tensor | None:
@@ -120,7 +139,13 @@ def _stored(folder: Path, name: str) -> Tensor | None:
     return None
 
 
-def without_dropout(model: Any) -> Any:
+def as_sampled(model: Any) -> Any:
+    """Change a model in place so that it computes what engines do: without dropout, and with caps of attention scores.
+
+    transformers' SDPA attention leaves such a cap (Gemma 2) out without an error; its eager one applies it.
+    """
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -156,8 +181,8 @@ AMPLIFIED = 256.0  # a power of two: exact in every type
 
 
 def check_head(model: Any) -> None:
-    """Raises UserError when the model does more to its logits than a linear head (soft caps, scales): `TokenLogprobs`
-    would train another policy than the one that is sampled.
+    """Raises UserError when the model does more to its logits than `output_head`: `TokenLogprobs` would train another policy than the
+    one that is sampled.
 
     The head's outputs are amplified meanwhile: a soft cap leaves the small logits of a policy that is nearly uniform as they are.
     """
@@ -168,14 +193,14 @@ def check_head(model: Any) -> None:
     try:
         with torch.no_grad():
             whole = model(input_ids=ids, use_cache=False).logits.float()
-            ours = head(model.base_model(input_ids=ids, use_cache=False).last_hidden_state).float()
+            ours = output_head(model)(model.base_model(input_ids=ids, use_cache=False).last_hidden_state).float()
     finally:
         hook.remove()
         model.train(training)
     if whole.shape != ours.shape or not torch.allclose(whole, ours, rtol=0.02, atol=0.02 * float(whole.std())):
         raise UserError(
-            f"policy.path: {type(model).__name__} changes its logits after the output head (a soft cap or a scale), which "
-            "the learner does not do yet; take another model"
+            f"policy.path: {type(model).__name__} changes its logits after the output head in a way that the learner does not "
+            "know; take another model"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,27 +57,43 @@ def test_dropout_is_off_in_training_mode(tmp_path: Path) -> None:
         torch.testing.assert_close(model(ids).logits, load(tiny_policy())(ids).logits, rtol=0, atol=0)
 
 
-def test_other_architectures() -> None:
-    """GPT-2 keeps its layers under another name; Gemma 2 caps its logits, which must be refused, not left out."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+def changed_heads() -> list[Any]:
+    """Models that change their head's outputs: by a soft cap that small logits feel, a divisor, a factor."""
+    import transformers as t
 
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=1, n_positions=64)).eval()
-    check_head(gpt2)
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    shape |= {"num_key_value_heads": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    return [
+        t.Gemma2ForCausalLM(t.Gemma2Config(**shape, head_dim=32, final_logit_softcapping=0.05)),
+        t.GraniteForCausalLM(t.GraniteConfig(**shape, logits_scaling=0.1)),
+        t.CohereForCausalLM(t.CohereConfig(**shape, logit_scale=9.0)),
+        t.GPT2LMHeadModel(t.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=1, n_positions=64)),
+    ]
+
+
+@pytest.mark.parametrize("number", range(4), ids=["gemma2", "granite", "cohere", "gpt2"])
+def test_other_architectures(number: int) -> None:
+    """GPT-2 keeps its layers under another name; the others do more to their logits than a linear head."""
+    model = changed_heads()[number].eval()
+    check_head(model)
     ids = torch.arange(2, 12)[None]
     columns = torch.arange(4, 9)
     with torch.no_grad():
-        found, _ = TokenLogprobs(gpt2)(ids, torch.zeros(5, dtype=torch.long), columns, ids[0, columns + 1], 1.0)
-        whole = torch.log_softmax(gpt2(ids).logits[0], -1)
+        found, _ = TokenLogprobs(model)(ids, torch.zeros(5, dtype=torch.long), columns, ids[0, columns + 1], 1.0)
+        whole = torch.log_softmax(model(ids).logits[0], -1)
+        plain = torch.log_softmax(model.get_output_embeddings()(model.base_model(ids).last_hidden_state)[0], -1)
     torch.testing.assert_close(found, whole[columns, ids[0, columns + 1]])
-    gemma = Gemma2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=32,
-        final_logit_softcapping=30.0,  # its usual one, which small logits hardly feel
-    )
-    with pytest.raises(UserError, match="Gemma2ForCausalLM changes its logits"):
-        check_head(Gemma2ForCausalLM(gemma))
+    assert (number == 3) == torch.allclose(found, plain[columns, ids[0, columns + 1]], atol=1e-4)
+
+
+def test_a_head_that_is_not_known_is_refused() -> None:
+    class Squared(type(changed_heads()[3])):  # type: ignore[misc]
+        def forward(self, *arguments: Any, **more: Any) -> Any:
+            out = super().forward(*arguments, **more)
+            out.logits = out.logits**2
+            return out
+
+    model = changed_heads()[3]
+    model.__class__ = Squared
+    with pytest.raises(UserError, match="Squared changes its logits"):
+        check_head(model)

@@ -14,6 +14,7 @@ from rlhfless_ray.rollout.engine_settings import EngineSettings
 
 VOCABULARY, EOS = 96, 1
 ORDER = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "llama", "gemma3")  # a mixture first: vLLM makes the groups it needs only then
+DENSE = ("mistral", "qwen2", "qwen3", "gemma2", "phi3", "olmo2", "granite", "smollm3", "gpt2", "gpt_neox")
 
 
 def config(family: str) -> Any:
@@ -46,6 +47,23 @@ def config(family: str) -> Any:
             query_pre_attn_scalar=32,
             layer_types=["sliding_attention", "full_attention"],
         ),
+    }
+    tied = {**shape, "tie_word_embeddings": True}
+    made |= {
+        "mistral": lambda: t.MistralConfig(**shape, head_dim=32),
+        "qwen2": lambda: t.Qwen2Config(**tied),
+        "qwen3": lambda: t.Qwen3Config(**shape, head_dim=32),
+        "gemma2": lambda: t.Gemma2Config(
+            **tied, head_dim=32, sliding_window=16, query_pre_attn_scalar=32, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
+        ),
+        "phi3": lambda: t.Phi3Config(**shape),
+        "olmo2": lambda: t.Olmo2Config(**shape),
+        "granite": lambda: t.GraniteConfig(**tied, logits_scaling=2.0, residual_multiplier=0.5, embedding_multiplier=3.0),
+        "smollm3": lambda: t.SmolLM3Config(**tied, no_rope_layers=[1, 0]),
+        "gpt2": lambda: t.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=2, n_positions=256, bos_token_id=0, eos_token_id=EOS, pad_token_id=EOS
+        ),
+        "gpt_neox": lambda: t.GPTNeoXConfig(**{k: v for k, v in shape.items() if k != "num_key_value_heads"}),
     }
     return made[family]()
 
