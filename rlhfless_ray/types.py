@@ -150,14 +150,14 @@ class CriticStats:
 
 @dataclass(frozen=True)
 class WeightVersion:
-    """Weights as a value: pulled by whoever needs them, checked by version and checksum."""
+    """The weights of one version, checked by checksum when they are loaded."""
 
     version: int
     ref: Any  # ray.ObjectRef of {name: array}; a return value owned by the driver, so it outlives its producer
     checksum: int = 0
-    node: str = ""  # where they lie, if that is not the driver's node: they are lost with it, and then there is
-    copy: Any = None  # the same on the driver's node, made while engines load
-    digests: Any = None  # ray.ObjectRef of {name: digest}, by which a receiver names a tensor that arrived damaged
+    node: str = ""  # id of the node that holds them, if it is not the driver's
+    copy: Any = None  # ray.ObjectRef of a copy on the driver's node, which survives the loss of `node`
+    digests: Any = None  # ray.ObjectRef of {name: digest}, by which a receiver names a damaged tensor
 
 
 @dataclass

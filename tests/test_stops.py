@@ -25,7 +25,7 @@ from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.report.metrics import Metrics
 from rlhfless_ray.reward.score_stage import ScoreStage
-from rlhfless_ray.rollout.requests import request, step_requests
+from rlhfless_ray.rollout.requests import make_request, step_requests
 from rlhfless_ray.run.checkpoints import Best
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder
@@ -168,9 +168,9 @@ class Ended:
         return json.loads((self.run.folder.path / "status.json").read_text())["status"]
 
     def by(self, error: BaseException | None) -> list[str]:
-        self.run._released(type(error), error, None)
-        self.run._ended(type(error), error, None)
-        self.run._tells_what_is_left(type(error), error, None)
+        self.run._shut_down(type(error), error, None)
+        self.run._close_record(type(error), error, None)
+        self.run._raise_reported_error(type(error), error, None)
         return [what for what in self.did if not what.startswith("close")]
 
     def driver(self) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def test_a_failure_saves_the_last_step_where_its_state_lies_outside_of_the_learn
     ended = Ended(tmp_path)
     ended.run.worker_group.recovery.whole = "state"
     ended.by(RunError("no"))
-    assert ended.driver()["step"] == 3 and ended.messages == ["step 3 is saved: --resume goes on from there"]
+    assert ended.driver()["step"] == 3 and ended.messages == ["step 3 is saved: --resume continues from there"]
     ended = Ended(tmp_path)
     ended.run.worker_group.recovery.whole = "state"
     ended.run.worker_group.recovery.did("update", None)
@@ -350,7 +350,7 @@ def test_a_row_twice_in_a_batch_gets_other_samples_and_all_others_keep_theirs(tm
     requests = step_requests(recipe, 4, rows)
     assert [r.key for r in requests] == list(range(15))
     assert len({r.seed for r in requests}) == 15
-    ordinary = [request(recipe, 0, rows[i], 1.0, 4, j).seed for i in (0, 1, 3) for j in range(3)]
+    ordinary = [make_request(recipe, 0, rows[i], 1.0, 4, j).seed for i in (0, 1, 3) for j in range(3)]
     assert [requests[3 * i + j].seed for i in (0, 1, 3) for j in range(3)] == ordinary
 
 
@@ -399,4 +399,4 @@ def test_any_whole_number_is_a_seed(tmp_path: Path, seed: int) -> None:
     from rlhfless_ray.types import Prompt
 
     recipe = Recipe.parse(small_recipe(tmp_path, run__seed=seed))
-    assert 0 <= request(recipe, 0, Prompt(0, "p", (1,)), 1.0, 4, 0).seed < 2**64
+    assert 0 <= make_request(recipe, 0, Prompt(0, "p", (1,)), 1.0, 4, 0).seed < 2**64

@@ -31,7 +31,7 @@ class ToAndFro(MigrationPolicy):
         wishes: list[MigrationRequest] = []
         for source, target in zip(engines, reversed(engines), strict=True):
             decoding = np.flatnonzero(~token_log.finished & (token_log.owner == source) & (token_log.length > 0))
-            wishes += self.by_way(decoding, token_log, source, target, "to and fro") if source != target else []
+            wishes += self.choose_methods(decoding, token_log, source, target, "to and fro") if source != target else []
         return MigrationRequests(tuple(wishes), time_saved_s=1.0)
 
 
