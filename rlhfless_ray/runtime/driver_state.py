@@ -1,4 +1,4 @@
-"""What the driver knows of a run, beside what the learner holds: for a checkpoint, as JSON, and back."""
+"""Save and restore the driver's part of a checkpoint. The learner's part is separate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Driver(Protocol):
-    """The parts of a run whose state goes into a checkpoint."""
+    """The parts of a run that are saved in a checkpoint."""
 
     recipe: Recipe
     folder: RunFolder
@@ -44,7 +44,7 @@ class Driver(Protocol):
 
 
 def state_of(run: Driver) -> dict[str, Any]:
-    """As of the last finished step: a stop inside a step repeats it whole."""
+    """Return the state after the last finished step as JSON-serialisable values. A stop inside a step repeats the whole step."""
     return {
         "step": run.steps_done,
         "version": run.weights.version if run.weights else 0,
@@ -62,7 +62,7 @@ def state_of(run: Driver) -> dict[str, Any]:
 
 
 def restore(run: Driver, state: dict[str, Any]) -> None:
-    """Raises UserError when the state is of another version of this program."""
+    """Restore a state. Raises UserError if it is from another version of this program."""
     run.cursor.restore(state["cursor"])
     run.cursor_done = run.cursor.state()
     if run.recipe.algorithm.filter_range is not None:
@@ -72,7 +72,8 @@ def restore(run: Driver, state: dict[str, Any]) -> None:
         run.autoscaler.restore(state["autoscaler"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"--resume: the checkpoint's planner is of another version of this program ({error}); start the run anew under another run.name"
+            f"--resume: the checkpoint's planner state is of another version of this program ({error}); start a new run under another "
+            "run.name"
         ) from None
     run.learn_stage.restore(state.get("learning", {}))
     run.rollout_stage.restore(state.get("moves", {}))
@@ -80,6 +81,6 @@ def restore(run: Driver, state: dict[str, Any]) -> None:
         run.stages.prefix.speed.restore(state.get("prefix", {}))
     run.worker_group.skipped_in_a_row = state["skipped_in_a_row"]
     run.owes_evaluation = state.get("owes_evaluation", run.steps_done == 0)
-    if not run.owes_evaluation:  # a stop before the next step has nothing to save: written anew the checkpoint would lose its metric
+    if not run.owes_evaluation:  # a stop before the next step must not write the checkpoint again, which would lose its metric
         run.saved = run.steps_done
     run.best.value = state.get("best_value")

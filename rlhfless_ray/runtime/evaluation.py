@@ -1,4 +1,4 @@
-"""Mean rewards on the prompts of an evaluation: sampled and greedy, the best of several responses, by data source."""
+"""Evaluate the policy: mean rewards of sampled and greedy responses, the best of several, and by data source."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ def evaluate(
     step: int,
     check: Callable[[list[Sample], float], None] = lambda samples, temperature: None,
 ) -> dict[str, float]:
-    """{metric: value}; empty without held-out prompts. `check` gets the sampled responses, before they are scored, and their
-    temperature."""
+    """Return {metric: value}, empty without held-out prompts.
+
+    `check`: called with the sampled responses and their temperature before they are scored.
+    """
     if not prompts:
         return {}
     recipe = rollout.context.recipe
@@ -31,7 +33,7 @@ def evaluate(
     with rollout.context.phases.phase("eval", "evaluating"):
         samples = rollout.answer(prompts, list(asked.values()), weights)
         check(samples[: len(prompts) * recipe.evaluate.samples_per_prompt], asked["sampled"][0])
-        with scoring.phase("eval_score"):  # its time is part of the evaluation's
+        with scoring.phase("eval_score"):  # its time is counted in the evaluation's
             scoring.score(samples, step, "evaluation")
     found = accuracies(samples, asked)
     sampled = samples[: len(prompts) * recipe.evaluate.samples_per_prompt]
@@ -51,8 +53,10 @@ def asked_of(recipe: Recipe) -> Asked:
 
 
 def accuracies(samples: list[Sample], asked: Asked) -> dict[str, float]:
-    """`samples`: of one temperature after the other, the responses to a prompt side by side. A temperature without any reward
-    has no accuracy."""
+    """Return accuracies and lengths. `samples`: by temperature, the responses to a prompt adjacent.
+
+    A temperature without any reward has no accuracy.
+    """
     found = {
         "eval/length_mean": float(np.mean([s.written_tokens for s in samples])),
         "eval/truncated_share": float(np.mean([s.completion.finish_reason == "length" for s in samples])),
@@ -72,7 +76,7 @@ def accuracies(samples: list[Sample], asked: Asked) -> dict[str, float]:
 
 
 def of_source(source: str, samples: list[Sample], count: int) -> dict[str, float]:
-    """Of one data source; `count` responses to each prompt side by side."""
+    """Return the metrics of one data source, with `count` adjacent responses to each prompt."""
     one, best = passes(samples, count)
     found = {
         "length_mean": float(np.mean([s.written_tokens for s in samples])),
@@ -84,8 +88,10 @@ def of_source(source: str, samples: list[Sample], count: int) -> dict[str, float
 
 
 def passes(samples: list[Sample], count: int) -> tuple[float | None, float | None]:
-    """Mean over prompts of their responses' mean reward, and of their best one. Responses that could not be scored are left
-    out; None where no prompt has any that could."""
+    """Return the means over prompts of the mean and of the best reward of their responses.
+
+    Responses that could not be scored are left out. None if no prompt has a scored response.
+    """
     rewards = np.array([np.nan if s.reward is None else s.reward for s in samples], float).reshape(-1, count)
     rewards = rewards[np.isfinite(rewards).any(1)]
     if not len(rewards):

@@ -1,4 +1,4 @@
-"""What `loop.py` calls: the operations of a step, in the order of the page. `Runtime` provides them."""
+"""The interface that `loop.py` calls: the operations of a step, in order. `Runtime` implements it."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from rlhfless_ray.types import Prompt, Sample, Step, UpdateStats, WeightVersion
 
 @dataclass(frozen=True)
 class StepEnd:
-    """What is due at the end of a step."""
+    """What to do at the end of a step."""
 
-    metric: tuple[str, float] | None  # of its evaluation, by which checkpoints are compared: (name, value)
-    best: bool  # it is the best one so far
-    save: bool  # a checkpoint is due
-    others_wait: bool  # another run on the cluster waits for slots
-    starts_next: bool  # engines of the next step may take the free leases: nobody else needs them
+    metric: tuple[str, float] | None  # (name, value) of its evaluation, by which checkpoints are compared
+    best: bool  # whether the metric is the best so far
+    save: bool  # whether a checkpoint is due
+    others_wait: bool  # whether another run on the cluster waits for slots
+    starts_next: bool  # whether engines of the next step may take the free leases now
 
 
 class Pipeline(Protocol):
     weights: WeightVersion | None
-    owes_evaluation: bool  # the one before the first step, or one that a stop cut short
+    owes_evaluation: bool  # whether one is due before the next step: the first, or one that a stop interrupted
 
     @property
     def steps_done(self) -> int: ...
 
     @property
     def last_step(self) -> int:
-        """The number of the last step. It falls when filtered groups use up an episode's prompts early."""
+        """The number of the last step. Filtered groups can lower it by using up an episode's prompts early."""
 
     def next_prompts(self) -> list[Prompt]: ...
 
@@ -58,7 +58,7 @@ class Pipeline(Protocol):
     def score(self, samples: list[Sample]) -> int: ...
 
     def refill_groups(self, step: Step) -> None:
-        """Drop groups that teach nothing and answer other prompts in their place. Without algorithm.filter_range all stay."""
+        """Replace groups without a learning signal, see `DynamicSampling`. Does nothing without algorithm.filter_range."""
 
     def learn_phase(self) -> AbstractContextManager[None]: ...
 
@@ -68,7 +68,7 @@ class Pipeline(Protocol):
         """Update the critic, if there is one, and start the policy's update."""
 
     def observe_samples(self, step: Step) -> None:
-        """Write the samples down, and learn from their lengths for the next plan."""
+        """Record the samples, and update the length forecasts for the next plan."""
 
     def publish(self, version: int) -> WeightVersion: ...
 
@@ -81,12 +81,12 @@ class Pipeline(Protocol):
     def decide_end(self, step: Step, upcoming: Step | None) -> StepEnd: ...
 
     def close_step(self, step: Step, end: StepEnd) -> dict[str, float]:
-        """The step is done: a stop from here on saves it. Returns what it cost, slot-seconds and money."""
+        """Mark the step as done, so that a stop saves it. Returns its cost in slot-seconds and money."""
 
     def start_engines(self, upcoming: Step) -> None:
-        """Start the next step's engines under the free leases. They load the weights; nobody waits for them."""
+        """Start the next step's engines under the free leases, without waiting until they have loaded the weights."""
 
     def record_step(self, step: Step, end: StepEnd) -> None:
-        """Write the step down, save what is due, and give slots to others that wait."""
+        """Record the step, save a checkpoint if it is due, and yield slots to waiting runs."""
 
     def finish(self) -> None: ...

@@ -1,4 +1,4 @@
-"""A run: its parts, their life, and the stages that `loop.py` calls.
+"""A training run: its setup, the operations that `loop.py` calls, and its end.
 
 with Runtime(recipe) as run:
     for step in run:
@@ -57,23 +57,22 @@ from rlhfless_ray.types import Prompt, Sample, Step, UpdateStats, WeightVersion
 from rlhfless_ray.weights.load_policy import cache_policy, context_tokens, initial_policy, policy_tokenizer
 from rlhfless_ray.weights.model_folder import parameter_count, read_folder
 
-FAILED_SAVE_S = 30.0  # for the learner's state to come, after a failure
-LOOK_EVERY_S = 5.0  # for nodes that are gone, where parked processes may have been
+FAILED_SAVE_S = 30.0  # timeout for the learner's state after a failure
+LOOK_EVERY_S = 5.0  # interval of looking for lost nodes with parked processes
 
 
 class Runtime:
     """A training run, as a context manager and an iterator over its steps.
 
-    Entering starts or joins Ray and prepares the pools. Iterating trains, one `Step` a turn. Leaving the block saves, releases every
-    lease and ends every process of the run, however the block ends. Leaving the loop by `break` saves a checkpoint first.
+    Entering starts or joins Ray and creates the pools. Iterating trains and yields one `Step` at a time. Leaving the block saves,
+    releases every lease and ends every process of the run, however the block ends. After a `break` a checkpoint is saved first.
 
     Args:
         recipe: The recipe.
         resume: Continue the newest run of this name from its checkpoint.
 
     Raises:
-        UserError: For mistakes in the recipe, the data or the files it names. The constructor finds all that can be found without
-            Ray.
+        UserError: For mistakes in the recipe, the data or the files it names. The constructor finds those that need no Ray.
 
     Examples:
         >>> from rlhfless_ray import Recipe, Runtime
@@ -116,18 +115,18 @@ class Runtime:
         self.dynamic_sampling = DynamicSampling(recipe, self.cursor)
         self.autoscaler = Autoscaler(recipe, ANY_SPEED)
         self.cluster = RayCluster(recipe, parameter_count(self.files))
-        self.cursor_done = self.cursor.state()  # after the last finished step: a stop inside a step repeats it whole
+        self.cursor_done = self.cursor.state()  # after the last finished step: a stop inside a step repeats the whole step
         self.steps_done = 0
         self.weights: WeightVersion | None = None
         self.in_update = False
         self._steps: Iterator[Step] | None = None
         self._stack = ExitStack()
 
-    # ---- life -------------------------------------------------------------------------------------------------
+    # ---- setup ------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.push(self._tells_what_is_left)
+            stack.push(self._raise_reported_error)
             if self.resume:
                 self.folder = RunFolder.resumed(self.recipe)
                 stack.enter_context(self.folder.locked())
@@ -135,7 +134,7 @@ class Runtime:
             stack.callback(self.cluster.stop)
             try:
                 self.cluster.start()
-            except SystemExit:  # what Ray's own handler, in place while it starts, makes of SIGTERM
+            except SystemExit:  # Ray's own handler, active while it starts, turns SIGTERM into this
                 raise Stopped(signal.SIGTERM) from None
             STOP.listen()
             STOP.check()
@@ -148,20 +147,20 @@ class Runtime:
             self.checkpoints = Checkpoints(self.recipe.checkpoint, self.folder.path)
             checkpoint = self.checkpoints.load() if self.resume else None
             self.steps_done = checkpoint[0] if checkpoint else 0
-            stack.push(self._told)
+            stack.push(self._end_folder)
             self.folder.begin(self.recipe, f"{platform.machine()}, {self.slots} {resource} slots", self.steps_done)
             self.ledger = Ledger(resource)
             self.ledger.name_of = self.cluster.node_name
             self.ledger.resume_from(self.folder.path / "ledger.csv", self.steps_done)
             self.record = RunRecorder(self.recipe, self.folder, self.ledger, self.steps_done)
-            stack.push(self._ended)
-            for said in filter(None, [*self.prompts.notes, note]):
-                self.record.progress.message(said)
+            stack.push(self._close_record)
+            for message in filter(None, [*self.prompts.notes, note]):
+                self.record.progress.message(message)
             self.phases = StepTimer(self.record.progress.phase)
             self.step = Step(self.steps_done)
-            self._hire(resource)
-            stack.push(self._released)
-            self._begin(checkpoint)
+            self._create_stages(resource)
+            stack.push(self._shut_down)
+            self._start(checkpoint)
             self._stack = stack.pop_all()
         return self
 
@@ -169,7 +168,7 @@ class Runtime:
         return self._stack.__exit__(*error)
 
     def __iter__(self) -> Iterator[Step]:
-        """The run's one iterator: a second loop goes on where the first one was left."""
+        """Return the run's only iterator: a second loop continues where the first one was left."""
         if self._steps is None:
             self._steps = steps(self)
         return self._steps
@@ -177,7 +176,7 @@ class Runtime:
     def actor_classes(self) -> ActorClasses:
         return ActorClasses.real()
 
-    def _hire(self, resource: str) -> None:
+    def _create_stages(self, resource: str) -> None:
         longest = max(len(p.token_ids) for p in itertools.chain(self.prompts.train, self.prompts.heldout))
         worker_pools = create_worker_pools(
             self.recipe,
@@ -210,8 +209,8 @@ class Runtime:
         self.agreement = Agreement(self.context, self.stages.learn.worker_groups, self.rollout) if computes else None
         self.rollout_stage, self.score_stage, self.learn_stage = self.stages.rollout, self.stages.score, self.stages.learn
 
-    def _begin(self, checkpoint: tuple[int, dict[str, bytes], dict[str, Any]] | None) -> None:
-        """Start the learner, and the engines' processes beside it; publish the first weights."""
+    def _start(self, checkpoint: tuple[int, dict[str, bytes], dict[str, Any]] | None) -> None:
+        """Start the learner and the engines' processes, and publish the first weights."""
         import ray
 
         from rlhfless_ray.functions.lease import places
@@ -219,7 +218,7 @@ class Runtime:
         with self.phases.phase("start", "starting the learner"):
             self.broker.staff(self.worker_group)
             home = self.worker_group.by_rank[0].slot
-            if self.leases.resource == "cpu":  # on GPU a guess: the device is known with the lease only
+            if self.leases.resource == "cpu":  # on GPU the device is unknown until there is a lease
                 for slot in places(self.leases.matching(self.recipe.rollout.nodes), home.node, self.context.max_actors):
                     self.rollout.prewarm(slot)
                 if self.learn_stage.worker_groups.reference is not None:
@@ -232,7 +231,7 @@ class Runtime:
                 self.files = self.worker_group.warm_start(ray.put(self.files), self.recipe)
                 cache_policy(self.recipe, self.files)
             self.record.progress.phase("loading the policy")
-            if self.recipe.keeps_start:  # the reference, or what adapters are for, is what the run began with, also after a resume
+            if self.recipe.keeps_start:  # reference and adapters need the initial policy, also after a resume
                 reference = self.folder.path / "reference"
                 if checkpoint and reference.is_dir():
                     self.files = read_folder(reference)
@@ -243,7 +242,7 @@ class Runtime:
             if checkpoint:
                 restore(self, checkpoint[2])
                 self.learn_stage.restore_files(checkpoint[1])
-                self._end_with_the_prompts(self.steps_done)
+                self._end_when_prompts_are_used_up(self.steps_done)
             self.weights = self.worker_group.publish(self.steps_done)
             self.broker.put(self.worker_group.park())
             self.learn_stage.worker_groups.open_critic(self.critic_files or self.files, self.cluster.private, state)
@@ -251,9 +250,9 @@ class Runtime:
             if self.stages.agents is not None:
                 self.stages.agents.check()
         if checkpoint is None:
-            self._save()  # a stop at any later moment finds something to resume from
+            self._save()  # so that a stop at any later moment can be resumed
 
-    # ---- the stages, in the order of the loop -----------------------------------------------------------------
+    # ---- operations of a step, in the order of loop.py ------------------------------------------------------------
 
     @property
     def last_step(self) -> int:
@@ -279,7 +278,7 @@ class Runtime:
 
     def begin_step(self, step: Step) -> None:
         STOP.check()
-        if self.ledger.step != step.number:  # else its engines work already
+        if self.ledger.step != step.number:  # otherwise its engines have started already
             self.ledger.cut(step.number)
             self.first_row = self.ledger.count
         self.leases.waited_s = 0.0
@@ -362,12 +361,12 @@ class Runtime:
         if troubles := "; ".join(self.autoscaler.troubles):
             self.autoscaler.troubles.clear()
             self.quality["plan/trouble"] = troubles
-            self.record.progress.message(f"step {step.number}: {troubles}; planning goes on without it")
+            self.record.progress.message(f"step {step.number}: {troubles}; planning continues without it")
         self.cursor_after = self.cursor.state()
-        self._end_with_the_prompts(step.number)
+        self._end_when_prompts_are_used_up(step.number)
 
-    def _end_with_the_prompts(self, number: int) -> None:
-        """Filtered groups use up an episode's prompts before its number of steps: the step that takes the last one is the last."""
+    def _end_when_prompts_are_used_up(self, number: int) -> None:
+        """Make this step the last one if filtered groups have used up the last episode's prompts early."""
         episodes = self.recipe.run.episodes
         if episodes is not None and self.recipe.algorithm.filter_range is not None and self.cursor.epoch >= episodes:
             self.recipe = self.recipe.model_copy(update={"run": self.recipe.run.model_copy(update={"steps": number})})
@@ -395,12 +394,15 @@ class Runtime:
     def record_evaluation(self, found: dict[str, float]) -> None:
         self.phases.take()
         self.owes_evaluation = False
-        self.best.of(found)  # a name that no evaluation has is better told now than in an hour
+        self.best.of(found)  # raises now, and not in an hour, if no evaluation has the metric
         self.record.evaluation(self.steps_done, found)
 
     def decide_end(self, step: Step, upcoming: Step | None) -> StepEnd:
-        """Engines of the next step start early unless somebody else may need their leases: a learner whose state is saved, another
-        run, or who computes the KV of prefixes."""
+        """Decide what to do at the end of a step.
+
+        Engines of the next step start early unless their leases may be needed: by a learner whose state is saved (it may be lost),
+        by another run, or for computing prefix KV.
+        """
         metric = self.best.of(step.evaluation)
         best = self.best.improved(metric)
         save = best or step.number % self.recipe.checkpoint.every_steps == 0 or step.number == self.recipe.run.steps
@@ -454,18 +456,22 @@ class Runtime:
 
     @contextmanager
     def _accounted(self, where: str, phase: AbstractContextManager[None]) -> Iterator[None]:
-        """Run a phase, and check at its end that no lease was lost in it."""
+        """Run a phase, and check at its end that it lost no lease."""
         with phase:
             yield
         self.broker.check(where, self.stages.pools())
 
-    # ---- state ------------------------------------------------------------------------------------------------
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def _save(
         self, deadline_s: float | None = None, *, metric: tuple[str, float] | None = None, best: bool = False, export: bool = False
     ) -> None:
-        """`metric`: of this step's evaluation; `best`: it is the best so far; `export`: a model folder may be written too."""
-        self.record.catch_up()  # or whoever resumes would lack rows of the ledger
+        """Save a checkpoint.
+
+        `metric`: of this step's evaluation. `best`: whether it is the best so far. `export`: write a model folder if the recipe
+        asks for it.
+        """
+        self.record.catch_up()  # a resumed run needs all rows of the ledger
         learner, state = self.learn_stage.worker_groups.snapshot(deadline_s) | self.learn_stage.files(), state_of(self)
         model = self._policy_files(learner) if (export or best) and self.checkpoints.exports else None
         self.checkpoints.save(self.steps_done, learner, state, metric, model if export else None)
@@ -479,41 +485,41 @@ class Runtime:
     def _policy_files(self, snapshot: dict[str, bytes]) -> dict[str, bytes]:
         return policy_files(self.recipe, self.folder, self.files, snapshot, self.worker_group)
 
-    # ---- the end ----------------------------------------------------------------------------------------------
+    # ---- the end --------------------------------------------------------------------------------------------------
 
     saved = -1  # the step of the newest checkpoint
-    refill_done: list[dict[str, Any]] = []  # noqa: RUF012, groups left over after the last finished step
-    unrecorded = False  # the learner has made a step that is not written down yet
+    refill_done: list[dict[str, Any]] = []  # noqa: RUF012, surplus groups after the last finished step
+    unrecorded = False  # whether the learner has made an update that is not recorded yet
     owes_evaluation = True
     finished = False
 
-    def _released(self, kind: Any, error: Any, trace: Any) -> None:
+    def _shut_down(self, kind: Any, error: Any, trace: Any) -> None:
         """Save what can be saved, end every process, give back every lease."""
         try:
             if isinstance(error, Stopped) or (error is None and not self.finished):
                 self._save_last_step(hurry=isinstance(error, Stopped) and error.signal_number == signal.SIGTERM)
-            elif error is not None and not self._is_of_checkpoints(error):
-                self._save_what_is_kept()
-        except Exception as failure:  # the checkpoint before stands; the leases must go all the same
+            elif error is not None and not self._has_no_space(error):
+                self._save_kept_state()
+        except Exception as failure:  # the last checkpoint remains valid, and the leases must be released anyway
             self.record.progress.message(f"no checkpoint at the stop: {one_line(failure, 300)}")
         finally:
             try:
-                self.folder.end(*self._outcome(error))  # before any word to Ray: it may be gone, and an answer take a minute
+                self.folder.end(*self._outcome(error))  # before any call to Ray: if Ray is gone, it may take a minute to return
             finally:
                 self.stages.close()
                 self.leases.release_all()
-                self.weights = None  # the last reference: its arrays lie on a node, which is not idle while they do
+                self.weights = None  # the last reference: a node that holds objects is not idle
                 self.learn_stage.worker_groups.forget()
 
-    def _is_of_checkpoints(self, error: Any) -> bool:
-        """Whether a checkpoint found no space: another one would find none either."""
+    def _has_no_space(self, error: Any) -> bool:
+        """Return whether a checkpoint failed for lack of space: another one would fail too."""
         return isinstance(error, DiskFull) and self.checkpoints.folder in (error.path, *error.path.parents)
 
     def _save_last_step(self, hurry: bool) -> None:
-        """The last whole step, if it is not saved yet. `hurry`: whoever asked for the stop kills soon."""
+        """Save the last finished step unless it is saved. `hurry`: the process will be killed soon."""
         STOP.acknowledge()
         if self.in_update:
-            self.record.progress.message("stopped inside an update: the checkpoint before it stands")
+            self.record.progress.message("stopped inside an update: the last checkpoint remains valid")
             return
         if self.unrecorded:
             self.owes_evaluation = self.evaluation_is_due(self.step.number) and not self.step.evaluation
@@ -522,43 +528,41 @@ class Runtime:
         if self.weights is not None and self.saved != self.steps_done:  # no weights yet: the learner was not built
             self._save(self.recipe.run.sigterm_s * 2 / 3 if hurry else None)
 
-    def _save_what_is_kept(self) -> None:
-        """After a failure: the last whole step, if it is not saved yet and its state lies outside of the learner, which may be what
-        failed. Nothing is started anew for it."""
+    def _save_kept_state(self) -> None:
+        """Save the last finished step after a failure, unless it is saved or its state is only in the learner, which may have failed."""
         if self.weights is None or self.unrecorded or self.saved == self.steps_done or not self.learn_stage.worker_groups.kept_now:
             return
         while self.record.later:
-            with suppress(DiskFull):  # rows may be given up, the checkpoint comes first
+            with suppress(DiskFull):  # the checkpoint is more important than rows
                 self.record.catch_up()
         self._save(FAILED_SAVE_S)
-        self.record.progress.message(f"step {self.steps_done} is saved: --resume goes on from there")
+        self.record.progress.message(f"step {self.steps_done} is saved: --resume continues from there")
 
     def _outcome(self, error: Any) -> tuple[str, str]:
-        """Status and reason for status.json."""
+        """Return status and reason for status.json."""
         if error is None:
             left = f"the loop was left after step {self.steps_done} of {self.recipe.run.steps}"
             return ("done", "") if self.finished else ("stopped", left)
-        return "stopped" if isinstance(error, (Stopped, KeyboardInterrupt, GeneratorExit)) else "failed", str(self._worded(error))
+        return "stopped" if isinstance(error, (Stopped, KeyboardInterrupt, GeneratorExit)) else "failed", str(self._reported_error(error))
 
-    def _told(self, kind: Any, error: Any, trace: Any) -> None:
-        """A run that ended before there was a record still says so."""
+    def _end_folder(self, kind: Any, error: Any, trace: Any) -> None:
+        """Write the status of a run that ended before it had a recorder."""
         if error is not None and self.folder.status.get("status") == "running":
             self.folder.end(*self._outcome(error))
 
-    def _ended(self, kind: Any, error: Any, trace: Any) -> None:
+    def _close_record(self, kind: Any, error: Any, trace: Any) -> None:
         self.record.close(*self._outcome(error))
 
-    def _tells_what_is_left(self, kind: Any, error: Any, trace: Any) -> None:
-        told = self._worded(error)
-        if told is not error:
-            raise told from error
+    def _raise_reported_error(self, kind: Any, error: Any, trace: Any) -> None:
+        reported = self._reported_error(error)
+        if reported is not error:
+            raise reported from error
 
-    def _worded(self, error: Any) -> Any:
-        """The error that is reported: it knows whether there is a checkpoint to continue from."""
+    def _reported_error(self, error: Any) -> Any:
+        """Return the error to report. A stop or a full disk says whether there is a checkpoint to continue from."""
         folder = getattr(self, "folder", None)  # a stop may come before there is one
-        told = error
-        if isinstance(error, OSError) and error.errno in FULL:  # from a place that does not know what it writes for
-            told = DiskFull(Path(error.filename or (folder.path if folder is not None else self.recipe.run.root)))
-        if isinstance(told, (Stopped, DiskFull)):
-            told.resumable = folder is not None and bool(Checkpoints(self.recipe.checkpoint, folder.path).list())
-        return told
+        if isinstance(error, OSError) and error.errno in FULL:  # raised by a library
+            error = DiskFull(Path(error.filename or (folder.path if folder is not None else self.recipe.run.root)))
+        if isinstance(error, (Stopped, DiskFull)):
+            error.resumable = folder is not None and bool(Checkpoints(self.recipe.checkpoint, folder.path).list())
+        return error
