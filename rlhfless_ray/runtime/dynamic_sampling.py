@@ -67,8 +67,8 @@ class DynamicSampling:
             seen = f"from {min(self.means):g} to {max(self.means):g}" if self.means else "unknown"
             raise RunError(
                 f"algorithm.filter_range: of {self.failed_in_a_row} prompts in a row (algorithm.filter_patience "
-                f"{self.section.filter_patience} × prompts.batch_prompts) none has responses whose mean score lies between {low:g} and {high:g}; their means are "
-                f"{seen}; take other prompts, another reward or a wider range"
+                f"{self.section.filter_patience} × prompts.batch_prompts) none has responses whose mean score lies between {low:g} and "
+                f"{high:g}; their means are {seen}; take other prompts, another reward or a wider range"
             )
 
     def draw(self) -> list[int]:
