@@ -29,7 +29,6 @@ from rlhfless_ray.rollout.requests import make_request, step_requests
 from rlhfless_ray.run.checkpoints import Best
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder
-from rlhfless_ray.runtime.driver_state import restore
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.runtime.stages import Stages
@@ -192,7 +191,7 @@ def test_a_step_whose_update_is_done_is_saved_and_its_evaluation_made_up_for(tmp
     resumed = Ended(tmp_path).run
     resumed.cursor = SimpleNamespace(restore=lambda _: None, state=lambda: None)
     resumed.autoscaler.restore = lambda _: None
-    restore(resumed, driver)
+    resumed._restore_driver(driver)
     assert resumed.owes_evaluation
 
 
@@ -205,7 +204,7 @@ def test_a_stop_before_the_first_step_of_a_resumed_run_leaves_its_checkpoint_as_
         resumed = Ended(tmp_path)
         resumed.run.cursor = SimpleNamespace(restore=lambda _: None, state=lambda: [3])
         resumed.run.autoscaler.restore = lambda _: None
-        restore(resumed.run, ended.driver())
+        resumed.run._restore_driver(ended.driver())
         assert resumed.by(Stopped(signal.SIGINT)) == did, "what it evaluated since is worth a checkpoint"
 
 
@@ -221,7 +220,7 @@ def test_a_planner_of_another_version_is_named(tmp_path: Path, error: Exception)
 
     resumed.autoscaler.restore = fail
     with pytest.raises(UserError, match="of another version of this program"):
-        restore(resumed, ended.driver())
+        resumed._restore_driver(ended.driver())
 
 
 def test_an_update_clears_its_mark_when_it_ends_so_that_a_later_stop_saves_it(tmp_path: Path) -> None:
