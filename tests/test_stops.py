@@ -25,7 +25,7 @@ from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.report.metrics import Metrics
 from rlhfless_ray.reward.score_stage import ScoreStage
-from rlhfless_ray.rollout.requests import make_request, step_requests
+from rlhfless_ray.rollout.requests import make_request, make_step_requests
 from rlhfless_ray.run.checkpoints import Best
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder
@@ -346,7 +346,7 @@ def test_a_row_twice_in_a_batch_gets_other_samples_and_all_others_keep_theirs(tm
 
     recipe = Recipe.parse(small_recipe(tmp_path, rollout__samples_per_prompt=3))
     rows = [Prompt(i, "p", (1,)) for i in (5, 7, 5, 9, 5)]
-    requests = step_requests(recipe, 4, rows)
+    requests = make_step_requests(recipe, 4, rows)
     assert [r.key for r in requests] == list(range(15))
     assert len({r.seed for r in requests}) == 15
     ordinary = [make_request(recipe, 0, rows[i], 1.0, 4, j).seed for i in (0, 1, 3) for j in range(3)]
@@ -357,15 +357,15 @@ def test_a_row_twice_in_a_batch_gets_other_samples_and_all_others_keep_theirs(tm
 
 
 def test_an_evaluation_without_any_reward_has_no_accuracy_and_no_warning(recwarn) -> None:
-    from rlhfless_ray.runtime.evaluation import accuracies
+    from rlhfless_ray.runtime.evaluation import compute_accuracies
     from rlhfless_ray.types import Completion, Prompt, Sample
 
     done = Completion(0, np.zeros(3, np.int32), np.zeros(3, np.float32), "stop", 0)
     samples = [Sample(Prompt(i, "p", (1,)), 0, done, error="boom") for i in range(2)]
     asked, lengths = {"sampled": (1.0, 1), "greedy": (0.0, 1)}, {"eval/length_mean": 3.0, "eval/truncated_share": 0.0, "eval/samples": 2.0}
-    assert accuracies(samples, asked) == lengths
+    assert compute_accuracies(samples, asked) == lengths
     samples[1].reward = 0.5
-    assert accuracies(samples, asked) == {**lengths, "eval/accuracy_greedy": 0.5}
+    assert compute_accuracies(samples, asked) == {**lengths, "eval/accuracy_greedy": 0.5}
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
 
 

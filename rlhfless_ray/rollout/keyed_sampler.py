@@ -35,7 +35,7 @@ _numbers = np.random.Generator(_philox)
 _place: Any = _philox.state  # with an empty buffer
 
 
-def uniforms(seed: int, count: int, offset: int = 0) -> np.ndarray:
+def draw_uniforms(seed: int, count: int, offset: int = 0) -> np.ndarray:
     """Return `count` numbers of a request's stream from number `offset`, float64 in [0, 1). `seed`: below 2**64."""
     whole, rest = divmod(offset, PER_COUNT)
     _place["state"]["key"][0], _place["state"]["counter"][0] = seed, whole
@@ -124,7 +124,7 @@ class KeyedSampler(LogitsProcessor):
                 "key": extra["key"],
                 "temperature": extra["temperature"],
                 "top_p": extra.get("top_p", 1.0),
-                "noise": uniforms(extra["seed"], params.max_tokens or 0, offset),
+                "noise": draw_uniforms(extra["seed"], params.max_tokens or 0, offset),
                 "output": output_ids,
                 "open_until": extra.get("min_tokens", 0) - offset,  # positions before this one cannot end the response
                 "ends": extra.get("ends", ()),

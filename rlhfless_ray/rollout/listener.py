@@ -46,7 +46,7 @@ class RolloutListener:
     def poll(self, seconds: float, decide_lease: Callable[[int], Decision]) -> None:
         """Do what can be done now, and release slots without work.
 
-        `seconds`: time for which engines will go on. `decide_lease`: decides about a lease, given the number of free ones.
+        `seconds`: time for which engines will continue. `decide_lease`: decides about a lease, given the number of free ones.
         """
         if self.overlap is None:
             return

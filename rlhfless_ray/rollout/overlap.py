@@ -41,7 +41,7 @@ class OverlapScheduler:
         return [*self.scoring.refs(), *self.learning.pending()]
 
     def poll(self, seconds: float) -> None:
-        """Collect finished work and start more. `seconds`: time for which engines will go on."""
+        """Collect finished work and start more. `seconds`: time for which engines will continue."""
         given_back = [*self.scoring.done_ahead(), *self.learning.done_ahead()]  # may also put leases of lost ranks into the broker
         leases = [*self.broker.take(), *given_back]
         if leases and self.unscored and seconds > 0:

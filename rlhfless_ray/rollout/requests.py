@@ -12,7 +12,7 @@ from rlhfless_ray.types import Prompt, Request
 EVALUATION = -1  # step number in seeds of evaluations
 
 
-def step_requests(recipe: Recipe, step: int, prompts: list[Prompt], before: list[Prompt] | tuple[()] = ()) -> list[Request]:
+def make_step_requests(recipe: Recipe, step: int, prompts: list[Prompt], before: list[Prompt] | tuple[()] = ()) -> list[Request]:
     """Make `samples_per_prompt` adjacent requests for each prompt.
 
     A row that occurs twice, at the border of two epochs or in `before` (prompts that the step has used already), gets different
@@ -29,7 +29,7 @@ def step_requests(recipe: Recipe, step: int, prompts: list[Prompt], before: list
     return requests
 
 
-def evaluation_requests(recipe: Recipe, prompts: list[Prompt], asked: list[tuple[float, int]]) -> list[Request]:
+def make_evaluation_requests(recipe: Recipe, prompts: list[Prompt], asked: list[tuple[float, int]]) -> list[Request]:
     """Make the requests of an evaluation, the same for every one of a run. `asked`: (temperature, responses per prompt).
 
     Temperatures follow one another, and the responses to a prompt are adjacent.

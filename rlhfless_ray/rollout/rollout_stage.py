@@ -24,7 +24,7 @@ from rlhfless_ray.rollout.migration_policy import MigrationPolicy
 from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
 from rlhfless_ray.rollout.neighbours import PrefixPages, WeightPublisher
 from rlhfless_ray.rollout.overlap import OverlapScheduler
-from rlhfless_ray.rollout.requests import evaluation_requests, step_requests
+from rlhfless_ray.rollout.requests import make_evaluation_requests, make_step_requests
 from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_into
 from rlhfless_ray.rollout.samples import ResponseSamples
 from rlhfless_ray.run.context import RunContext
@@ -61,7 +61,7 @@ class RolloutStage:
         """Number of engines that need no cold start."""
         return sum(instance.memory_mb > 0 for instance in (*self.pool.parked, *self.pool.working))
 
-    def prompt_shares(self, step: Step) -> list[np.ndarray]:
+    def assign_prompts(self, step: Step) -> list[np.ndarray]:
         """Return the positions of the prompts that the plan assigns to each engine."""
         return self._prompts(self._shares(step, step.plan.actors))
 
@@ -128,7 +128,7 @@ class RolloutStage:
     def generate(self, step: Step, weights: WeightVersion, overlap: OverlapScheduler) -> list[Sample]:
         """Generate every response to the step's prompts, as samples without reward. `overlap`: works on slots that engines left."""
         count = self.context.recipe.rollout.samples_per_prompt
-        requests = step_requests(self.context.recipe, step.number, step.prompts, step.before)
+        requests = make_step_requests(self.context.recipe, step.number, step.prompts, step.before)
         expected = step.forecast.lengths.mean(1)
         if self.migration is not None:
             autoscaler, elastic = self.context.autoscaler, self.context.recipe.functions.elastic
@@ -154,7 +154,7 @@ class RolloutStage:
         """Generate the responses of an evaluation on as many engines as possible. `asked`: (temperature, responses per prompt)."""
         context = self.context
         context.broker.resize(self.pool, context.max_actors, wait_s=0.2)
-        requests = evaluation_requests(context.recipe, prompts, asked)
+        requests = make_evaluation_requests(context.recipe, prompts, asked)
         of = np.concatenate([np.repeat(np.arange(len(prompts)), count) for _, count in asked])
         expected = context.autoscaler.expected(prompts)[of]
         samples = self._samples([prompts[k] for k in of], 1, weights)

@@ -95,7 +95,7 @@ class VllmEngine:
         self.kept: dict[int, dict[bytes, np.ndarray]] = {}  # by ticket: pages of cut requests, by address
         self.steps: list[EngineStep] = []
         self.spans: list[Span] = []  # of commands
-        self.stop_token_ids = stop_tokens(folder)
+        self.stop_token_ids = read_stop_tokens(folder)
         self.max_model_len = settings.max_model_len
         memory = (
             {"kv_cache_memory_bytes": settings.kv_cache_mb * 2**20}
@@ -344,10 +344,10 @@ class VllmEngine:
         import torch
         from vllm.device_allocator.cumem import CuMemAllocator
 
-        return reserved_outside_mb(torch.cuda.memory_snapshot(), sleeping_pools(CuMemAllocator.get_instance()))
+        return reserved_outside_mb(torch.cuda.memory_snapshot(), find_sleeping_pools(CuMemAllocator.get_instance()))
 
 
-def sleeping_pools(allocator: Any) -> set[tuple[int, int]]:
+def find_sleeping_pools(allocator: Any) -> set[tuple[int, int]]:
     """Return the ids of the memory pools that vLLM puts to sleep: one per purpose, in later versions several."""
     found = [entry if isinstance(entry, list) else [entry] for entry in allocator.allocator_and_pools.values()]
     return {tuple(pool.id) for entries in found for pool, _ in entries}
@@ -456,7 +456,7 @@ def _drop_kv_cache(worker: Any) -> None:
         release_pages(start, size)
 
 
-def stop_tokens(folder: Path) -> list[int]:
+def read_stop_tokens(folder: Path) -> list[int]:
     """Return the end-of-sequence token ids of a model folder, from generation_config.json, else config.json."""
     for name in ("generation_config.json", "config.json"):
         file = folder / name

@@ -150,7 +150,7 @@ class Best:
         self.value: float | None = None
         self.known = False  # whether an evaluation had the metric
 
-    def of(self, evaluation: dict[str, float]) -> tuple[str, float] | None:
+    def read_metric(self, evaluation: dict[str, float]) -> tuple[str, float] | None:
         """Return name and value of the metric in an evaluation.
 
         None if only earlier evaluations had it, because no response to its prompts could be scored now. Raises UserError if none

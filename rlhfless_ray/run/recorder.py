@@ -116,7 +116,7 @@ class RunRecorder:
         kept = [*samples[:shown], *(s for s in samples[shown:] if s.error is not None)]
         self.folder.write_samples(step, kept, self.recipe.answer_column, name)
 
-    def of_samples(self, samples: list[Sample]) -> dict[str, Any]:
+    def summarize_samples(self, samples: list[Sample]) -> dict[str, Any]:
         """Return metrics of rewards and lengths for the step's row."""
         rewards = np.array([s.reward for s in samples if s.reward is not None])
         lengths = np.array([s.written_tokens for s in samples])

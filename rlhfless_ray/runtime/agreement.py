@@ -2,7 +2,7 @@
 
 vLLM raises no error for a tensor that it loads in a wrong form. It samples from another policy, and importance weights hide how wrong
 that is. Therefore the learner scores the first samples under the first weight version, and those under the first updated version,
-before it learns from them. Later steps compare all their tokens at no cost, see `mismatch_metrics`.
+before it learns from them. Later steps compare all their tokens at no cost, see `compare_mismatch`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOKENS = 32  # compared of each; few enough for one call of the output head, whi
 NAMING_S = 180.0  # timeout for finding the tensors that differ
 
 
-def mismatch_metrics(stats: UpdateStats, tolerance: float, top_p: float) -> dict[str, Any]:
+def compare_mismatch(stats: UpdateStats, tolerance: float, top_p: float) -> dict[str, Any]:
     """Return the tolerance of a step's mean mismatch, and 1 if the mismatch is above it, else 0.
 
     Sampling with top-p raises log-probabilities by at most -log(top_p). Empty if the learner trained on no token.
@@ -72,7 +72,7 @@ class Agreement:
         Raises:
             RunError: If they differ by more than the tolerance. With `rollout.agreement=warn` this is a message instead.
         """
-        batch = sample_batch([s for s in samples if s.completion.versions == ((weights.version, len(s.completion.token_ids)),)])
+        batch = select_batch([s for s in samples if s.completion.versions == ((weights.version, len(s.completion.token_ids)),)])
         if not self.is_due or batch is None:
             return
         self.is_due = False
@@ -82,9 +82,9 @@ class Agreement:
             learner.slots = learner.ranks
             self.context.broker.staff(learner)
         found = learner.passed("agreement", batch, *drawn_from)["agreement"]
-        apart = distances(found, batch.logprobs, drawn_from[1])
+        apart = compute_distances(found, batch.logprobs, drawn_from[1])
         if not apart.mean() <= self.tolerance:
-            moved = distances(found, learner.passed("agreement", batch, *drawn_from, True)["agreement"], drawn_from[1])
+            moved = compute_distances(found, learner.passed("agreement", batch, *drawn_from, True)["agreement"], drawn_from[1])
             self.tolerance = float(np.nanmax([self.tolerance, ROUNDING * moved.mean()]))
         if not apart.mean() <= self.tolerance:
             message = (
@@ -126,7 +126,7 @@ class Agreement:
         )
 
 
-def distances(a: np.ndarray, b: np.ndarray, top_p: float) -> np.ndarray:
+def compute_distances(a: np.ndarray, b: np.ndarray, top_p: float) -> np.ndarray:
     """Return |a - b| (tokens,) float64 of log-probabilities. With top-p each is limited to MAX_TOP_P_NATS."""
     with np.errstate(invalid="ignore"):
         apart = np.abs(a.astype(np.float64) - b)
@@ -139,7 +139,7 @@ def _of_dtype(recipe: Recipe) -> str:
     return "" if recipe.policy.dtype == "float32" else f" or {recipe.policy.dtype} is too coarse"
 
 
-def sample_batch(samples: Sequence[Sample]) -> Batch | None:
+def select_batch(samples: Sequence[Sample]) -> Batch | None:
     """Return the first tokens of a few samples, spread over all of them, or None if the policy wrote no token."""
     written = [sample for sample in samples if _count(sample)]
     if not written:

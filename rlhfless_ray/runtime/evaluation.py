@@ -29,30 +29,30 @@ def evaluate(
     if not prompts:
         return {}
     recipe = rollout.context.recipe
-    asked = asked_of(recipe)
+    asked = choose_sampling(recipe)
     with rollout.context.phases.phase("eval", "evaluating"):
         samples = rollout.answer(prompts, list(asked.values()), weights)
         check(samples[: len(prompts) * recipe.evaluate.samples_per_prompt], asked["sampled"][0])
         with scoring.phase("eval_score"):  # its time is counted in the evaluation's
             scoring.score(samples, step, "evaluation")
-    found = accuracies(samples, asked)
+    found = compute_accuracies(samples, asked)
     sampled = samples[: len(prompts) * recipe.evaluate.samples_per_prompt]
     by_source: dict[str, list[Sample]] = {}
     for sample in sampled:
         by_source.setdefault(str(sample.prompt.row.get(recipe.evaluate.source_column, "default")), []).append(sample)
     if recipe.evaluate.path or list(by_source) != ["default"]:
         for source, part in by_source.items():
-            found |= of_source(source, part, recipe.evaluate.samples_per_prompt)
+            found |= compute_source_metrics(source, part, recipe.evaluate.samples_per_prompt)
     return found
 
 
-def asked_of(recipe: Recipe) -> Asked:
+def choose_sampling(recipe: Recipe) -> Asked:
     section = recipe.evaluate
     temperature = recipe.rollout.temperature if section.temperature is None else section.temperature
     return {"sampled": (temperature, section.samples_per_prompt), **({"greedy": (0.0, 1)} if section.greedy else {})}
 
 
-def accuracies(samples: list[Sample], asked: Asked) -> dict[str, float]:
+def compute_accuracies(samples: list[Sample], asked: Asked) -> dict[str, float]:
     """Return accuracies and lengths. `samples`: by temperature, the responses to a prompt adjacent.
 
     A temperature without any reward has no accuracy.
@@ -67,7 +67,7 @@ def accuracies(samples: list[Sample], asked: Asked) -> dict[str, float]:
     for name, (_, count) in asked.items():
         part = samples[start : start + prompts * count]
         start += prompts * count
-        one, best = passes(part, count)
+        one, best = compute_mean_and_best(part, count)
         if one is not None and best is not None:
             found[f"eval/accuracy_{name}"] = one
             if count > 1:
@@ -75,9 +75,9 @@ def accuracies(samples: list[Sample], asked: Asked) -> dict[str, float]:
     return found
 
 
-def of_source(source: str, samples: list[Sample], count: int) -> dict[str, float]:
+def compute_source_metrics(source: str, samples: list[Sample], count: int) -> dict[str, float]:
     """Return the metrics of one data source, with `count` adjacent responses to each prompt."""
-    one, best = passes(samples, count)
+    one, best = compute_mean_and_best(samples, count)
     found = {
         "length_mean": float(np.mean([s.written_tokens for s in samples])),
         "truncated_share": float(np.mean([s.completion.finish_reason == "length" for s in samples])),
@@ -87,7 +87,7 @@ def of_source(source: str, samples: list[Sample], count: int) -> dict[str, float
     return {f"eval/{source}/{name}": value for name, value in found.items()}
 
 
-def passes(samples: list[Sample], count: int) -> tuple[float | None, float | None]:
+def compute_mean_and_best(samples: list[Sample], count: int) -> tuple[float | None, float | None]:
     """Return the means over prompts of the mean and of the best reward of their responses.
 
     Responses that could not be scored are left out. None if no prompt has a scored response.

@@ -23,7 +23,7 @@ from rlhfless_ray.prefix.step_prefixes import StepPrefixes
 from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.rollout.overlap import OverlapScheduler
 from rlhfless_ray.run.context import RunContext
-from rlhfless_ray.runtime.agreement import Agreement, mismatch_metrics
+from rlhfless_ray.runtime.agreement import Agreement, compare_mismatch
 from rlhfless_ray.runtime.checkpointed_run import CheckpointedRun
 from rlhfless_ray.runtime.evaluation import evaluate
 from rlhfless_ray.runtime.export import write_models
@@ -76,7 +76,7 @@ class StepOperations(CheckpointedRun):
         if self.stages.prefix is None:
             return None
         steps_left = self.context.recipe.run.steps - step.number + 1
-        return self.stages.prefix.weigh([p.token_ids for p in step.prompts], self.rollout_stage.prompt_shares(step), steps_left)
+        return self.stages.prefix.weigh([p.token_ids for p in step.prompts], self.rollout_stage.assign_prompts(step), steps_left)
 
     def begin_step(self, step: Step) -> None:
         STOP.check()
@@ -151,12 +151,12 @@ class StepOperations(CheckpointedRun):
         self.quality |= sized
         if self.agreement is not None:
             self.agreement.updated(stats)
-            self.quality |= mismatch_metrics(stats, self.agreement.tolerance, self.recipe.rollout.top_p)
+            self.quality |= compare_mismatch(stats, self.agreement.tolerance, self.recipe.rollout.top_p)
         return stats
 
     def observe_samples(self, step: Step) -> None:
         self.record.samples(step.number, step.samples)
-        self.quality = self.record.of_samples(step.samples)
+        self.quality = self.record.summarize_samples(step.samples)
         self.autoscaler.observe_samples(step.prompts, step.answers)
         self.quality |= self.autoscaler.quality(step.forecast, step.answers, step.prompts, self.context.max_actors)
         self.quality["epoch"] = self.cursor.epoch
@@ -196,7 +196,7 @@ class StepOperations(CheckpointedRun):
     def record_evaluation(self, found: dict[str, float]) -> None:
         self.phases.take()
         self.owes_evaluation = False
-        self.best.of(found)  # raises now, and not in an hour, if no evaluation has the metric
+        self.best.read_metric(found)  # raises now, and not in an hour, if no evaluation has the metric
         self.record.evaluation(self.steps_done, found)
 
     def decide_end(self, step: Step, upcoming: Step | None) -> StepEnd:
@@ -205,7 +205,7 @@ class StepOperations(CheckpointedRun):
         Engines of the next step start early unless their leases may be needed: by a learner whose state is saved (it may be lost),
         by another run, or for computing prefix KV.
         """
-        metric = self.best.of(step.evaluation)
+        metric = self.best.read_metric(step.evaluation)
         best = self.best.improved(metric)
         save = best or step.number % self.recipe.checkpoint.every_steps == 0 or step.number == self.recipe.run.steps
         others_wait = not self.cluster.private and self.leases.others_wait()

@@ -26,7 +26,7 @@ from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.listener import RolloutListener
-from rlhfless_ray.rollout.requests import step_requests
+from rlhfless_ray.rollout.requests import make_step_requests
 from rlhfless_ray.types import Prompt, Sample, WeightVersion
 from rlhfless_ray.weights.checksum import checksum
 from rlhfless_ray.weights.model_folder import without_weights
@@ -118,7 +118,7 @@ def play(pool: WorkerPool, files: dict[str, bytes], tmp_path_factory: pytest.Tem
         rows = task("chain").rows(4, 5, "train")
         tokenizer = _tokenizer(files)
         prompts = [Prompt(k, r["prompt"], tuple(tokenizer(r["prompt"])["input_ids"])) for k, r in enumerate(rows)]
-        requests = [replace(one, **sampling) for one in step_requests(RECIPE, 3, prompts)]
+        requests = [replace(one, **sampling) for one in make_step_requests(RECIPE, 3, prompts)]
         asked = [(prompts[r.key // COUNT].text, (labels or [""] * 8)[r.key]) for r in requests]
         samples = EpisodeSamples(prompts, COUNT, 1)
         listener = RolloutListener(samples, None, lambda _: [], 0.0)
