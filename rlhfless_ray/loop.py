@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhfless_ray.runtime.pipeline import Pipeline
+from rlhfless_ray.runtime.step_operations import StepOperations
 from rlhfless_ray.types import Step
 
 
-def plan_step(run: Pipeline, number: int) -> Step | None:
+def plan_step(run: StepOperations, number: int) -> Step | None:
     """Plan a step. Returns None after the last one."""
     if number > run.last_step:
         return None
@@ -27,7 +27,7 @@ def plan_step(run: Pipeline, number: int) -> Step | None:
     return step
 
 
-def steps(run: Pipeline) -> Iterator[Step]:
+def steps(run: StepOperations) -> Iterator[Step]:
     """Train the remaining steps of the recipe, and yield each one when it is finished."""
     if run.owes_evaluation:  # before the first step, or interrupted by a stop
         run.record_evaluation(run.evaluate())

@@ -41,7 +41,7 @@ class CheckpointedRun:
     weights: WeightVersion | None = None
     steps_done = 0
     saved = -1  # step of the newest checkpoint
-    owes_evaluation = True
+    owes_evaluation = True  # whether one is due before the next step: the first, or one that a stop interrupted
     # after the last finished step, because a stop inside a step repeats the whole step:
     cursor_done: dict[str, Any]
     refill_done: list[dict[str, Any]] = []  # noqa: RUF012, surplus groups

@@ -1,9 +1,10 @@
-"""The operations of a step that `loop.py` calls, see `Pipeline`."""
+"""The operations of a step that `loop.py` calls, in its order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from placement.forecast.forecaster import Scenarios
@@ -27,14 +28,24 @@ from rlhfless_ray.runtime.agreement import Agreement, compare_mismatch
 from rlhfless_ray.runtime.checkpointed_run import CheckpointedRun
 from rlhfless_ray.runtime.evaluation import evaluate
 from rlhfless_ray.runtime.export import write_models
-from rlhfless_ray.runtime.pipeline import StepEnd
 from rlhfless_ray.types import Prompt, Sample, Step, UpdateStats, WeightVersion
 
 LOOK_EVERY_S = 5.0  # interval of looking for lost nodes with parked processes
 
 
+@dataclass(frozen=True)
+class StepEnd:
+    """What to do at the end of a step."""
+
+    metric: tuple[str, float] | None  # (name, value) of its evaluation, by which checkpoints are compared
+    best: bool  # whether the metric is the best so far
+    save: bool  # whether a checkpoint is due
+    others_wait: bool  # whether another run on the cluster waits for slots
+    starts_next: bool  # whether engines of the next step may take the free leases now
+
+
 class StepOperations(CheckpointedRun):
-    """Implements `Pipeline`. `Runtime` creates the parts."""
+    """A run as `loop.py` sees it. `Runtime` creates the parts."""
 
     cluster: RayCluster
     ledger: Ledger
@@ -58,6 +69,7 @@ class StepOperations(CheckpointedRun):
 
     @property
     def last_step(self) -> int:
+        """The number of the last step. Filtered groups can lower it by using up an episode's prompts early."""
         return self.recipe.run.steps
 
     def next_prompts(self) -> list[Prompt]:
@@ -73,6 +85,7 @@ class StepOperations(CheckpointedRun):
         return plan
 
     def weigh_prefixes(self, step: Step) -> StepPrefixes | None:
+        """Decide whether sharing the KV of prompt prefixes pays for the plan. Returns None without prefix KV in this run."""
         if self.stages.prefix is None:
             return None
         steps_left = self.context.recipe.run.steps - step.number + 1
@@ -110,6 +123,7 @@ class StepOperations(CheckpointedRun):
         return self.score_stage.score(samples, self.step.number)
 
     def refill_groups(self, step: Step) -> None:
+        """Replace groups without a learning signal, see `DynamicSampling`. Does nothing without algorithm.filter_range."""
         step.answers = step.samples
         asked = list(step.prompts)
 
@@ -141,6 +155,7 @@ class StepOperations(CheckpointedRun):
         return self._accounted("learn", self.learn_stage.phase(self.step.samples, self.step.number))
 
     def start_update(self, batch: Batch) -> Pending[UpdateStats]:
+        """Update the critic, if there is one, and start the policy's update."""
         self.in_update = True
         update = self.learn_stage.start_update(batch, self.step.samples)
         return Pending(lambda: self._updated(update))
@@ -155,6 +170,7 @@ class StepOperations(CheckpointedRun):
         return stats
 
     def observe_samples(self, step: Step) -> None:
+        """Record the samples, and update the length forecasts for the next plan."""
         self.record.samples(step.number, step.samples)
         self.quality = self.record.summarize_samples(step.samples)
         self.autoscaler.observe_samples(step.prompts, step.answers)
@@ -214,6 +230,7 @@ class StepOperations(CheckpointedRun):
         return StepEnd(metric, best, save, others_wait, starts_next=upcoming is not None and not wanted)
 
     def close_step(self, step: Step, end: StepEnd) -> dict[str, float]:
+        """Mark the step as done, so that a stop saves it. Returns its cost in slot-seconds and money."""
         return self._close(step, end.starts_next)
 
     def _close(self, step: Step, starts_next: bool = False) -> dict[str, float]:
@@ -227,6 +244,7 @@ class StepOperations(CheckpointedRun):
         return own
 
     def start_engines(self, upcoming: Step) -> None:
+        """Start the next step's engines under the free leases, without waiting until they have loaded the weights."""
         assert self.weights is not None
         self.first_row = self.ledger.count
         self.weights = self.learn_stage.worker_groups.safe(self.weights)
@@ -234,6 +252,7 @@ class StepOperations(CheckpointedRun):
         self.rollout.expect(upcoming.plan.actors)
 
     def record_step(self, step: Step, end: StepEnd) -> None:
+        """Record the step, save a checkpoint if it is due, and yield slots to waiting runs."""
         self._write_row(step)
         if end.save:
             self._save(metric=end.metric, best=end.best, export=True)
