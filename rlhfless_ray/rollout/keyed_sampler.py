@@ -90,15 +90,12 @@ class KeyedSampler(LogitsProcessor):
     top_p, as by vLLM's own `min_tokens`, and log-probabilities are those of the remaining tokens.
     """
 
-    latest: KeyedSampler | None = None  # vLLM builds the sampler; the engine in this process finds it here
-
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.device = device
         self.rows: dict[int, dict[str, Any]] = {}
         self.records: list[tuple[np.ndarray, np.ndarray, torch.Tensor]] = []  # since the last `take`
         self.outputs: dict[int, list[int]] = {}  # by key: vLLM's own list of tokens, until `forget`
         self.reset_counts()
-        KeyedSampler.latest = self
 
     def reset_counts(self) -> None:
         """Start an engine step: zero the counts of its sequences, computed tokens and context tokens."""

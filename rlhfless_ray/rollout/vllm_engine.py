@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import xxhash
@@ -32,6 +32,9 @@ from rlhfless_ray.rollout.token_deltas import ENDS, TokenDeltas
 from rlhfless_ray.types import EngineStep, Request, Span
 from rlhfless_ray.weights.compare import differing
 from rlhfless_ray.weights.model_folder import content_addressed_folder, write_folder
+
+if TYPE_CHECKING:
+    from rlhfless_ray.rollout.keyed_sampler import KeyedSampler
 
 # vLLM reads these when it is imported: engine and worker in this process, no telemetry, errors only.
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
@@ -122,9 +125,8 @@ class VllmEngine:
                 **memory,
             )
         )
-        sampler = KeyedSampler.latest
-        assert sampler is not None, "vLLM did not build the sampler"
-        self.sampler, self.live = sampler, RunningRequests(sampler)
+        self.sampler: KeyedSampler = self.engine.collective_rpc(cast(Any, _find_sampler))[0]
+        self.live = RunningRequests(self.sampler)
         self.on_cpu = on_cpu
         self._name_blocks()
 
@@ -373,6 +375,13 @@ def _transfer_config(pages: PageStore | None) -> Any:
     from rlhfless_ray.prefix.connector import transfer_config
 
     return transfer_config(pages)
+
+
+def _find_sampler(worker: Any) -> KeyedSampler:
+    """Run in vLLM's worker: return the sampler that vLLM has built."""
+    from rlhfless_ray.rollout.keyed_sampler import KeyedSampler
+
+    return next(one for one in worker.model_runner.input_batch.logitsprocs.all if isinstance(one, KeyedSampler))
 
 
 def _reload(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) -> set[str]:
