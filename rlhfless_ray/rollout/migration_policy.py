@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,6 @@ from placement.migration.decide_moves import LiveState, Moves, cut_at_share, dec
 from placement.migration.move_search import Settings
 from placement.speed.cost_terms import Term
 from placement.speed.decode_speed import Speed
-from rlhfless_ray.common.errors import describe_failure
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import EngineStep
 
@@ -74,9 +74,9 @@ def _predict(context_tokens: float, term: Term, other: Term) -> float:
 class MigrationPolicy:
     """The migration policy of a run. Measured moves of one rollout inform the next."""
 
-    def __init__(self, rule: str, tau: float, carries: bool = False) -> None:
+    def __init__(self, rule: str, tau: float, carries: bool = False, safely: Callable[..., Any] = lambda what, make, _: make()) -> None:
         """`rule`: "tau", that of the RLHFless paper (arXiv 2602.22718) with share `tau`, or "auto", the planner's. `carries`:
-        whether engines can copy KV pages."""
+        whether engines can copy KV pages. `safely`: see `Autoscaler.safely`; the default lets exceptions pass."""
         if rule not in ("tau", "auto"):
             raise ValueError(f"no rule of migration is called {rule!r}")
         self.rule, self.tau = rule, tau
@@ -86,7 +86,7 @@ class MigrationPolicy:
         self.lengths = np.zeros((0, 1))
         self.group, self.group_correlation = np.zeros(0, int), 0.0
         self.speed, self.cost_weight, self.token_s, self.limit = Speed(1.0, 0.0), 1.0, 0.0, np.inf
-        self.trouble: str | None = None  # why this rollout continues without moves
+        self.safely, self.has_failed = safely, False  # after a failure a rollout continues without moves
 
     def choose_methods(self, requests: np.ndarray, token_log: TokenLog, source: int, target: int, reason: str) -> list[MigrationRequest]:
         """Request moves, each by the faster method for its context. A request without tokens has no KV to copy."""
@@ -119,7 +119,7 @@ class MigrationPolicy:
             samples: Responses per prompt. They are adjacent, and inform each other's forecasts.
             limit: Maximum response length in tokens.
         """
-        self.trouble, self.forecast, self.lengths = None, None, lengths
+        self.has_failed, self.forecast, self.lengths = False, None, lengths
         self.speed, self.token_s, self.limit = speed, token_s, limit
         self.cost_weight = float(np.clip(1 / max(second, 1e-9), MIN_COST_WEIGHT, MAX_COST_WEIGHT))
         self.group = np.arange(len(lengths)) // samples
@@ -127,15 +127,16 @@ class MigrationPolicy:
     def decide(self, token_log: TokenLog, engines: list[int], steps: list[EngineStep]) -> MigrationRequests:
         """Decide the moves to make now.
 
-        `engines`: numbers of the available engines. `steps`: step records so far. Moves only save time or leases, so a failure
-        does not end the rollout: it continues without moves, and `trouble` says why.
+        `engines`: numbers of the available engines. `steps`: step records so far. Moves only save time or leases, so after a
+        failure the rollout continues without them.
         """
-        if self.trouble is None:
-            try:
-                return self._decide(token_log, engines, steps)
-            except Exception as error:
-                self.trouble = describe_failure("deciding on moves", error)
-        return MigrationRequests(reason=self.trouble)
+        if self.has_failed:
+            return MigrationRequests()
+        return self.safely("deciding on moves", lambda: self._decide(token_log, engines, steps), self._give_up)
+
+    def _give_up(self) -> MigrationRequests:
+        self.has_failed = True
+        return MigrationRequests()
 
     def _decide(self, token_log: TokenLog, engines: list[int], steps: list[EngineStep]) -> MigrationRequests:
         live = np.flatnonzero(~token_log.finished)

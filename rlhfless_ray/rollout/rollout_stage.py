@@ -54,7 +54,7 @@ class RolloutStage:
         rollout = context.recipe.rollout
         can_move = rollout.migrate != "off" and agents is None  # the remaining length of an episode cannot be forecast
         carries = prefix is not None and not prefix.blocked
-        self.migration = MigrationPolicy(rollout.migrate, rollout.migrate_tau, carries) if can_move else None
+        self.migration = MigrationPolicy(rollout.migrate, rollout.migrate_tau, carries, context.autoscaler.safely) if can_move else None
 
     @property
     def warm(self) -> int:
@@ -211,8 +211,6 @@ class RolloutStage:
         for node, seconds in result.loads:
             autoscaler.observe_load(self.weight_bytes, seconds, away=node not in self.publisher.learner_nodes)
         autoscaler.observe_rollout(result.steps, overhead_s if all_warm else None)
-        if migration is not None and migration.trouble:
-            autoscaler.troubles.append(migration.trouble)
         return result
 
     def give_back(self, instance: Instance, decision: Decision) -> None:

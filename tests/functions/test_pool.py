@@ -262,7 +262,8 @@ def test_a_drained_engine_leaves_its_device_before_its_lease_goes(engines):
         order.extend([*ray.get(drained.actor.told.remote(), timeout=120), "release"])
         engines.leases.release(leases)
 
-    autoscaler = SimpleNamespace(terms=SimpleNamespace(cold_start=SimpleNamespace(observe=lambda *_: None)))
+    terms = SimpleNamespace(cold_start=SimpleNamespace(observe=lambda *_: None))
+    autoscaler = SimpleNamespace(terms=terms, safely=None)
     recipe: Any = SimpleNamespace(functions=FunctionsConfig(), rollout=RolloutConfig())
     leases: Any = SimpleNamespace(release=release)
     context = RunContext(recipe, engines.ledger, SlotBroker(leases), None, None, autoscaler, 2)  # type: ignore[arg-type]

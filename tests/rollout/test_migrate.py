@@ -7,6 +7,8 @@ import pytest
 
 from placement.speed.cost_terms import Term
 from placement.speed.decode_speed import Speed
+from rlhfless_ray.autoscaler.autoscaler import Autoscaler
+from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy, choose_method
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import EngineStep, Request
@@ -138,7 +140,8 @@ def test_the_way_is_that_of_what_was_measured() -> None:
 
 
 def test_a_decision_that_fails_ends_the_moves_of_its_rollout_and_not_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
-    migration = MigrationPolicy("auto", 0.7)
+    autoscaler = Autoscaler(Recipe.parse({"prompts": {"task": "sort"}, "reward": {"function": "task"}}), SPEED)
+    migration = MigrationPolicy("auto", 0.7, safely=autoscaler.safely)
     slow = Speed(0.001, 0.002)
     migration.begin(forecasts([1000.0] * 16), slow, 100.0)
     crowd = progressed([0] * 16, [10] * 16, [])
@@ -146,6 +149,6 @@ def test_a_decision_that_fails_ends_the_moves_of_its_rollout_and_not_the_rollout
         patched.setattr(migration, "_best", lambda *_: 1 / 0)
         assert not migration.decide(crowd, [0, 1], []).moves
     assert not migration.decide(crowd, [0, 1], []).moves, "not asked again in this rollout"
-    assert migration.trouble == "deciding on moves failed (ZeroDivisionError: division by zero)"
+    assert autoscaler.troubles == ["deciding on moves failed (ZeroDivisionError: division by zero)"]
     migration.begin(forecasts([1000.0] * 16), slow, 100.0)
-    assert migration.decide(crowd, [0, 1], []).moves and migration.trouble is None
+    assert migration.decide(crowd, [0, 1], []).moves
