@@ -245,7 +245,7 @@ def test_the_first_token_of_an_added_request_is_told_at_once(engines: list[Any])
     control_queue.put(1, EngineCommand(add=(second,)))
     told = next(call)
     assert dict(zip(told.keys.tolist(), told.counts.tolist(), strict=True))[second.key] == 1
-    with pytest.raises(RuntimeError, match=f"request {second.key} is at work"):
+    with pytest.raises(RuntimeError, match=f"request {second.key} is running"):
         control_queue.put(1, EngineCommand(add=(second,)))
         next(call)
     assert not engines[0].live and not engines[0].engine.has_unfinished_requests()
