@@ -1,12 +1,11 @@
-"""Sampling inside vLLM whose noise is a function of (request seed, response position) only.
+"""Sampling inside vLLM whose noise depends only on the request's seed and the position in the response.
 
-vLLM's own per-request generator restarts when a request is continued elsewhere, so a cut request would repeat its
-noise. Here every request owns one Philox stream (a counter-based generator: number i of the stream depends on the key
-and i alone; Salmon et al., SC 2011), and the token at response position i is drawn with number i by inverting the
-cumulative distribution. Neither the batch around a request nor the engine it runs on takes part.
+vLLM's own generator restarts when a request is continued elsewhere, so a cut request would repeat its noise. Here every request
+has a Philox stream. This generator is counter-based: number i depends only on the key and i (Salmon et al., SC 2011). The token at
+position i is drawn with number i by inverting the cumulative distribution. It does not depend on the batch or the engine.
 
-The log-probability of the token is that of the sampling distribution: temperature and top-p applied, taken before the noise.
-vLLM offers it before the temperature or after all processors only, so it is kept here and fetched by request key.
+The log-probability of a token is that of the sampling distribution, with temperature and top-p. vLLM offers it only before the
+temperature or after all processors, so it is kept here and fetched by request key.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class RolloutStage:
         shares = step.plan.shares(engines, step.forecast.lengths.mean(1), np.repeat(np.arange(len(step.prompts)), count))
         return [share for share in shares if len(share)]
 
-    def _seat(self, step: Step, shares: list[np.ndarray], weights: WeightVersion) -> None:
+    def _order_engines(self, step: Step, shares: list[np.ndarray], weights: WeightVersion) -> None:
         """Order the engines by these shares. The longest share goes to the learner's node if loading weights is faster there."""
         engines, homes, autoscaler = self.pool.working, self.publisher.learner_nodes, self.context.autoscaler
         prompts = np.repeat([len(p.token_ids) for p in step.prompts], self.context.recipe.rollout.samples_per_prompt)
@@ -136,7 +136,7 @@ class RolloutStage:
             prefill, limit = autoscaler.terms.prefill.per_unit_s, self.context.recipe.rollout.max_tokens
             self.migration.begin(step.forecast.lengths, autoscaler.speed.speed, second, prefill, count, limit)
         shares = self._shares(step, len(self.pool.working))
-        self._seat(step, shares, weights)
+        self._order_engines(step, shares, weights)
         if self.prefix is not None and step.prefixes is not None:
             tokens = [p.token_ids for p in step.prompts]
             self.prefix.send(step.prefixes, tokens, self.pool.working, self._prompts(shares), weights.version)
@@ -155,11 +155,11 @@ class RolloutStage:
         context = self.context
         context.broker.resize(self.pool, context.max_actors, wait_s=0.2)
         requests = make_evaluation_requests(context.recipe, prompts, asked)
-        of = np.concatenate([np.repeat(np.arange(len(prompts)), count) for _, count in asked])
-        expected = context.autoscaler.expected(prompts)[of]
-        samples = self._samples([prompts[k] for k in of], 1, weights)
+        prompt_of = np.concatenate([np.repeat(np.arange(len(prompts)), count) for _, count in asked])
+        expected = context.autoscaler.expected(prompts)[prompt_of]
+        samples = self._samples([prompts[k] for k in prompt_of], 1, weights)
         listener = self._listener(samples, None)
-        self._run(requests, assign_groups(expected, of, len(self.pool.working)), expected, weights, None, listener)
+        self._run(requests, assign_groups(expected, prompt_of, len(self.pool.working)), expected, weights, None, listener)
         context.broker.put(self._park())
         return samples.all()
 

@@ -17,8 +17,8 @@ class StopStrings:
     def found(self, token_ids: Sequence[int], words: tuple[str, ...], before: Sequence[int] = (), min_tokens: int = 0) -> bool:
         """Return whether the newest tokens complete one of the words. `before`: the response's tokens before `token_ids`.
 
-        A token has at least one byte of text, so a word that the last token completes has at most as many tokens as bytes, and no
-        more are decoded. As in vLLM, words that the first `min_tokens` tokens complete do not count. Raises RuntimeError without
+        A token has at least one byte of text. A word that the last token completes therefore has at most as many tokens as bytes,
+        and no more are decoded. As in vLLM, words that the first `min_tokens` tokens complete do not count. Raises RuntimeError without
         a tokenizer.
         """
         if self._load is None:
