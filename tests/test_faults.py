@@ -256,7 +256,7 @@ def when(condition: Callable[[Hit], bool], do: Callable[[Hit], None]) -> Callabl
     """Does it in the rollout of this step, as soon as something was heard and the condition holds."""
 
     def arm(run: Hit) -> None:
-        tell, done = run.rollout_stage._meanwhile, []
+        tell, done = run.rollout_stage._on_progress, []
 
         def told(*progress: int) -> None:
             tell(*progress)
@@ -264,7 +264,7 @@ def when(condition: Callable[[Hit], bool], do: Callable[[Hit], None]) -> Callabl
                 done.append(True)
                 do(run)
 
-        run.rollout_stage._meanwhile = told  # type: ignore[method-assign]
+        run.rollout_stage._on_progress = told  # type: ignore[method-assign]
 
     return arm
 
