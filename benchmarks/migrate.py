@@ -74,7 +74,7 @@ def latency(contexts: list[int], rounds: int, others: int) -> dict[int, dict[str
     from rlhfless_ray.functions.lease import LeaseManager
     from rlhfless_ray.functions.ledger import Ledger
     from rlhfless_ray.functions.worker_pool import WorkerPool
-    from rlhfless_ray.rollout.driver import run_rollout
+    from rlhfless_ray.rollout.driver import RolloutDriver
     from rlhfless_ray.rollout.engine_actor import RolloutActor
     from rlhfless_ray.types import Request, WeightVersion
     from rlhfless_ray.weights.checksum import checksum
@@ -113,21 +113,19 @@ def latency(contexts: list[int], rounds: int, others: int) -> dict[int, dict[str
             sizes = [context] * 4 + [32] * (2 * others)
             requests = [Request(key, tuple(rng.integers(5, VOCABULARY, size).tolist()), key, tokens, 1.0) for key, size in enumerate(sizes)]
             shares = [np.arange(len(sizes))[number::2] for number in range(2)]
-            stream = run_rollout(
+            driver = RolloutDriver(
                 pool,
                 requests,
-                shares,
                 np.full(len(sizes), float(tokens)),
                 version,
                 interval_s=interval_s,
-                deadline_s=600.0,
                 silence_s=60.0,
                 needed_next=2,
                 drained=lambda tail_s, needed: Hold(1, "kept"),
                 give_back=lambda *_: None,
-                on_progress=lambda *_: None,
                 migration=Shuttle(4),  # type: ignore[arg-type]
             )
+            stream = driver.run(shares, deadline_s=600.0)
             found[context] = {way: [moved.seconds for moved in stream.moved if moved.how == way] for way in WAYS}
         pool.close()
         leases.release_all()

@@ -2,21 +2,21 @@
 
     recipe → Prompt → Forecast → Plan → lease → prefix KV → rollout → reward → Advantage → learn → WeightVersion ↺
 
-Each line is one stage and happens where it stands; stages do not call each other, the loop hands nouns from one to the next.
-Two stages overlap others, both visibly: the next step is planned while the learner works, and its engines load the weights
-while the driver writes the step down. What a stage does lies in the folder of its name, what it holds in `runtime/`.
+Each line is one stage. Stages do not call each other: the loop passes values from one to the next. Two stages visibly overlap
+others. The next step is planned while the learner works, and its engines load the weights while the driver records the step.
+Each stage has a folder of its name; `runtime/` connects them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhfless_ray.runtime.pipeline import Pipeline
+from rlhfless_ray.runtime.step_operations import StepOperations
 from rlhfless_ray.types import Step
 
 
-def plan_step(run: Pipeline, number: int) -> Step | None:
-    """Plan a step; None after the last one."""
+def plan_step(run: StepOperations, number: int) -> Step | None:
+    """Plan a step. Returns None after the last one."""
     if number > run.last_step:
         return None
     step = Step(number)
@@ -27,16 +27,16 @@ def plan_step(run: Pipeline, number: int) -> Step | None:
     return step
 
 
-def steps(run: Pipeline) -> Iterator[Step]:
-    """Train from the step after the last one done to the recipe's last; yields every finished step."""
-    if run.owes_evaluation:  # the one before the first step, or one that a stop cut short
+def steps(run: StepOperations) -> Iterator[Step]:
+    """Train the remaining steps of the recipe, and yield each one when it is finished."""
+    if run.owes_evaluation:  # before the first step, or interrupted by a stop
         run.record_evaluation(run.evaluate())
     step = plan_step(run, run.steps_done + 1)
     while step is not None:
         run.begin_step(step)
         step.prefixes = run.prefill(step)
 
-        with run.rollout_phase(step.plan):  # scores, and accumulates gradients, on slots that engines have left
+        with run.rollout_phase(step.plan):  # also scores and accumulates gradients on slots that engines have left
             step.samples = run.generate(step)
         with run.score_phase():
             run.score(step.samples)
@@ -55,7 +55,7 @@ def steps(run: Pipeline) -> Iterator[Step]:
         end = run.decide_end(step, upcoming)
         step.ledger = run.close_step(step, end)
         if upcoming is not None and end.starts_next:
-            run.start_engines(upcoming)  # they load the weights while the driver writes the step down
+            run.start_engines(upcoming)  # they load the weights while the driver records the step
         run.record_step(step, end)
         yield step
         step = upcoming

@@ -1,4 +1,4 @@
-"""The nouns of a step, in the order they flow through the loop. This file is the glossary.
+"""The data types of a step, in the order in which they pass through the loop.
 
     Prompt → Forecast → Plan → Request → Completion → Sample → Batch → UpdateStats → WeightVersion
 
@@ -21,28 +21,30 @@ if TYPE_CHECKING:
 class Prompt:
     """One row of the data set, ready to be answered."""
 
-    index: int  # row in the data set: stable over epochs, the key of the length history
-    text: str  # what the policy sees, template applied
+    index: int  # row in the data set: stable over epochs, key of the length history
+    text: str  # what the policy sees, with the template applied
     token_ids: tuple[int, ...]
-    row: dict[str, Any] = field(default_factory=dict)  # the raw columns, handed to the reward function
+    row: dict[str, Any] = field(default_factory=dict)  # the raw columns, for the reward function
 
 
 @dataclass(frozen=True)
 class Request:
-    """One response to generate. What is sampled depends on these fields and the weights only, never on the engine, nor on how
-    often it was cut: `generated` says where it goes on, and every other field is that of the whole response."""
+    """One response to generate. The sampled tokens depend only on these fields and the weights, not on engines or cuts.
+
+    `generated` holds the tokens so far; every other field describes the whole response.
+    """
 
     key: int  # position in the step's batch: prompt position × samples_per_prompt + sample
     token_ids: tuple[int, ...]
     seed: int
     max_tokens: int
     temperature: float
-    generated: tuple[int, ...] = ()  # the response's first tokens, when it was cut elsewhere and goes on here
-    awaited: bool = False  # somebody waits for its end, which is told at once
-    stop: tuple[str, ...] = ()  # it ends with the token that completes one of these in its text
-    stop_token_ids: tuple[int, ...] = ()  # beside those that end every response
-    top_p: float = 1.0  # probability of the most likely tokens that the others are left out beside; greedy ones need none
-    min_tokens: int = 0  # before so many tokens of the whole response nothing ends it
+    generated: tuple[int, ...] = ()  # the response's first tokens, if it was cut elsewhere
+    awaited: bool = False  # whether its end is reported at once, and not with the next interval
+    stop: tuple[str, ...] = ()  # stop words: the token that completes one in the text ends the response
+    stop_token_ids: tuple[int, ...] = ()  # in addition to those that end every response
+    top_p: float = 1.0  # total probability of the most likely tokens that are sampled from; not used for greedy requests
+    min_tokens: int = 0  # nothing ends the response before this many tokens
 
 
 @dataclass
@@ -52,9 +54,9 @@ class Completion:
     key: int
     token_ids: np.ndarray  # (length,) int32, end-of-sequence token included when it was sampled
     logprobs: np.ndarray  # (length,) float32, of the sampling distribution: temperature and top-p applied, before the noise
-    finish_reason: str  # "stop": ended by itself; "length": ended at max_tokens
+    finish_reason: str  # "stop": by itself; "length": at max_tokens
     version: int  # weight version of the last token
-    versions: tuple[tuple[int, int], ...] = ()  # (version, tokens) in their order; () stands for one version all along
+    versions: tuple[tuple[int, int], ...] = ()  # (version, tokens) in order; () means a single version
 
     def __post_init__(self) -> None:
         self.versions = self.versions or ((self.version, len(self.token_ids)),)
@@ -68,25 +70,25 @@ class Sample:
     sample: int  # 0 … samples_per_prompt - 1
     completion: Completion
     text: str = ""
-    reward: float | None = None  # None: not scored, or the reward function failed (then `error` says how)
+    reward: float | None = None  # None: not scored, or the reward function failed, see `error`
     error: str | None = None
-    advantage: float | None = None  # None: the sample does not take part in the update
-    earned: float | None = None  # its reward after penalties, baseline and clip, with the KL of its tokens where it is in the reward
-    penalized: float | None = None  # its reward after length penalties alone; None until advantages are computed
+    advantage: float | None = None  # None: the sample is not part of the update
+    earned: float | None = None  # reward after penalties, baseline and clip, with the tokens' KL if it is part of the reward
+    penalized: float | None = None  # reward after length penalties only; None until advantages are computed
     score: float | None = None  # in [0, 1], for dynamic filtering; None: the reward serves as the score
-    extra_logs: dict[str, float] = field(default_factory=dict)  # what the reward function wants to see in the log
-    action_mask: np.ndarray | None = None  # (length,) bool: tokens that the policy wrote, the others are feedback; None: all are
-    turns: tuple[tuple[str, str], ...] = ()  # of an agent's sample: who ("policy" or "agent") wrote what; () without an agent
+    extra_logs: dict[str, float] = field(default_factory=dict)  # values that the reward function adds to the log
+    action_mask: np.ndarray | None = None  # (length,) bool: True for tokens of the policy, False for feedback; None: all are the policy's
+    turns: tuple[tuple[str, str], ...] = ()  # of an agent's sample: ("policy" or "agent", text); () without an agent
 
     @property
     def written_tokens(self) -> int:
-        """Tokens that the policy wrote."""
+        """Number of tokens that the policy wrote."""
         return len(self.completion.token_ids) if self.action_mask is None else int(self.action_mask.sum())
 
 
 @dataclass(frozen=True)
 class EngineStep:
-    """One decode step of an engine, the raw material of the speed model."""
+    """One decode step of an engine, to which the speed model is fitted."""
 
     running: int  # sequences in the step
     new_tokens: int  # tokens computed in the step, prompt tokens included
@@ -96,7 +98,7 @@ class EngineStep:
 
 @dataclass(frozen=True)
 class Span:
-    """An interval in which an instance did something, on the instance's wall clock (seconds since the epoch)."""
+    """An interval of an instance's activity, on its wall clock (seconds since the epoch)."""
 
     activity: str  # "start", "work", "transfer", "idle"
     what: str
@@ -106,7 +108,7 @@ class Span:
 
 @dataclass(frozen=True)
 class UpdateStats:
-    """What one learner update did, averaged over the trained tokens of the whole step."""
+    """Statistics of one learner update, averaged over the trained tokens of the whole step."""
 
     loss: float
     policy_loss: float
@@ -114,7 +116,7 @@ class UpdateStats:
     entropy: float
     clip_share: float  # share of tokens whose ratio was clipped
     importance_mean: float  # truncated importance weight learner / sampler
-    importance_capped_share: float  # share of tokens whose weight was cut, or that were left out; of sequences where whole ones are
+    importance_capped_share: float  # share of tokens whose weight was capped or that were left out; of sequences, if whole ones are
     mismatch_mean: float  # mean |log p_learner - log p_sampler| over tokens, both at the sampler's weights
     mismatch_max: float
     grad_norm: float
@@ -123,22 +125,22 @@ class UpdateStats:
     skipped: int  # optimizer steps skipped because loss or gradient was not finite
     reason: str = ""  # why an optimizer step was skipped
     applied: int = 1  # optimizer steps that were not skipped
-    skipped_last: int = 0  # of the skipped ones, those after the last that was applied
-    ppo_kl: float = 0.0  # log p_old - log p of the policy, where p_old is that before the step's first optimizer step
+    skipped_last: int = 0  # skipped optimizer steps after the last applied one
+    ppo_kl: float = 0.0  # log p_old - log p of the policy; p_old: before the step's first optimizer step
     sampler_kl: float = 0.0  # log p_sampler - log p_old
-    reference_gap: float = 0.0  # log p - log p_reference, or log p_old - log p_reference where the KL is in the reward
-    next_learning_rate: float = 0.0  # of the optimizer step after the last one of this update
+    reference_gap: float = 0.0  # log p - log p_reference, or log p_old - log p_reference if the KL is part of the reward
+    next_learning_rate: float = 0.0  # of the optimizer step that follows this update
     last_grad_norm: float = 0.0  # before clipping, of the last optimizer step
 
 
 @dataclass(frozen=True)
 class CriticStats:
-    """What one update of the critic did, averaged over the tokens it learned from."""
+    """Statistics of one update of the critic, averaged over the trained tokens."""
 
     loss: float
     value_mean: float  # before each optimizer step
     return_mean: float
-    clip_share: float  # share of tokens whose clipped error was the larger
+    clip_share: float  # share of tokens whose clipped error was larger
     grad_norm: float
     learning_rate: float
     trained_tokens: int
@@ -150,29 +152,29 @@ class CriticStats:
 
 @dataclass(frozen=True)
 class WeightVersion:
-    """Weights as a value: pulled by whoever needs them, checked by version and checksum."""
+    """The weights of one version, checked by checksum when they are loaded."""
 
     version: int
     ref: Any  # ray.ObjectRef of {name: array}; a return value owned by the driver, so it outlives its producer
     checksum: int = 0
-    node: str = ""  # where they lie, if that is not the driver's node: they are lost with it, and then there is
-    copy: Any = None  # the same on the driver's node, made while engines load
-    digests: Any = None  # ray.ObjectRef of {name: digest}, by which a receiver names a tensor that arrived damaged
+    node: str = ""  # id of the node that holds them, if it is not the driver's
+    copy: Any = None  # ray.ObjectRef of a copy on the driver's node, which survives the loss of `node`
+    digests: Any = None  # ray.ObjectRef of {name: digest}, by which a receiver names a damaged tensor
 
 
 @dataclass
 class Step:
-    """One turn of the loop: what was planned, what came out, what it cost."""
+    """One step of training: its plan, its results and its cost."""
 
     number: int
     prompts: list[Prompt] = field(default_factory=list)
-    before: list[Prompt] = field(default_factory=list)  # asked in this step already, where filtered groups are replaced
-    # these two are None only until the page has set them, which it does before anything reads them
+    before: list[Prompt] = field(default_factory=list)  # prompts that this step used already, when filtered groups are replaced
+    # None only until `loop.py` sets them, before anything reads them
     forecast: Scenarios = None  # type: ignore[assignment]  # joint draws of every response's length
     plan: RolloutPlan = None  # type: ignore[assignment]
-    prefixes: Any = None  # rlhfless_ray.prefix.step_prefixes.StepPrefixes, which holds Ray references; None: no prefix KV in this run
-    answers: list[Sample] = field(default_factory=list)  # to its prompts, also where not all are learned from
-    samples: list[Sample] = field(default_factory=list)  # that are learned from
+    prefixes: Any = None  # a `StepPrefixes`, which holds Ray references; None: no prefix KV in this run
+    answers: list[Sample] = field(default_factory=list)  # all responses to its prompts
+    samples: list[Sample] = field(default_factory=list)  # those that are learned from
     stats: UpdateStats | None = None
     evaluation: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)

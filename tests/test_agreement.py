@@ -16,7 +16,7 @@ from rlhfless_ray.learn.update_stats import nothing, untouched
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.report.progress_panel import line
 from rlhfless_ray.report.summary import warnings
-from rlhfless_ray.runtime.agreement import SAMPLES, TOKENS, Agreement, distances, mismatch_metrics, sample_batch
+from rlhfless_ray.runtime.agreement import SAMPLES, TOKENS, Agreement, compare_mismatch, compute_distances, select_batch
 from rlhfless_ray.types import Completion, Prompt, Sample, UpdateStats, WeightVersion
 from rlhfless_ray.weights.checksum import checksum, combined, damaged, digests, listed
 from rlhfless_ray.weights.compare import differing
@@ -58,17 +58,17 @@ def agreement(fake: Learner, **sections: Any) -> tuple[Agreement, list[str]]:
 
 
 def test_a_few_short_beginnings_stand_for_all_samples() -> None:
-    batch = sample_batch([sample(k, 5 * k) for k in range(40)])
+    batch = select_batch([sample(k, 5 * k) for k in range(40)])
     assert batch is not None and len(batch) == SAMPLES and batch.response_lengths.max() == TOKENS
     keys = batch.tokens[np.cumsum(batch.lengths) - 1] // 100
     assert keys[0] == 1 and keys[-1] == 39 and (np.diff(keys) > 3).all(), "spread over all that wrote something"
-    assert sample_batch([sample(3, 0)]) is None and sample_batch([]) is None
+    assert select_batch([sample(3, 0)]) is None and select_batch([]) is None
 
 
 def test_of_an_agents_sample_the_policys_tokens_count() -> None:
     mask = np.zeros(120, bool)
     mask[1::2] = True
-    batch = sample_batch([sample(1, 120, mask=mask), sample(2, 4)])
+    batch = select_batch([sample(1, 120, mask=mask), sample(2, 4)])
     assert batch is not None
     assert batch.response_lengths.tolist() == [TOKENS, 4] and batch.lengths.tolist() == [3 + 2 * TOKENS, 7]
     assert batch.mask is not None and batch.mask[: 2 * TOKENS].sum() == TOKENS
@@ -102,7 +102,7 @@ def test_samples_that_no_update_compares_are_checked() -> None:
     checks, _ = agreement(learner)
     for version in range(3):
         checks.check([sample(0, 6, version)], WeightVersion(version, None), 1.0, parks=False)
-        assert mismatch_metrics(untouched(UpdateStats), 1e-3, 1.0) == {}
+        assert compare_mismatch(untouched(UpdateStats), 1e-3, 1.0) == {}
         checks.updated(untouched(UpdateStats))
     assert len(learner.asked) == 3
 
@@ -130,7 +130,7 @@ def test_bfloat16_and_top_p_have_their_own_tolerance() -> None:
     checks.check([sample(0, 9)], WeightVersion(0, None), 0.6, parks=False)
     assert learner.asked[0][1:] == (0.6, 0.9), "the learner computes what was sampled from, so no tolerance is needed for the nucleus"
     stats = replace(nothing(UpdateStats, ""), trained_tokens=9)
-    assert mismatch_metrics(stats, 0.01, 0.9)["learn/mismatch_tolerance"] == pytest.approx(0.01 - math.log(0.9))
+    assert compare_mismatch(stats, 0.01, 0.9)["learn/mismatch_tolerance"] == pytest.approx(0.01 - math.log(0.9))
 
 
 def test_what_rounding_explains_is_no_disagreement() -> None:
@@ -141,13 +141,13 @@ def test_what_rounding_explains_is_no_disagreement() -> None:
     with pytest.raises(RunError, match=r"differ by 0.01 nats .*float32: 0.008\)"):
         checks.check([sample(0, 9)], WeightVersion(0, None), 1.0, parks=False)
     edge = np.array([-1.0, -np.inf, -np.inf, -2.0], np.float32)
-    assert distances(edge, np.array([-1.5, -3.0, -np.inf, np.nan]), 0.9)[:3].tolist() == [0.5, 1.0, 0.0]
-    assert np.isnan(distances(edge, np.array([-1.5, -3.0, -np.inf, np.nan]), 0.9)[3])
+    assert compute_distances(edge, np.array([-1.5, -3.0, -np.inf, np.nan]), 0.9)[:3].tolist() == [0.5, 1.0, 0.0]
+    assert np.isnan(compute_distances(edge, np.array([-1.5, -3.0, -np.inf, np.nan]), 0.9)[3])
 
 
 def row_of(mismatch: float) -> dict[str, Any]:
     stats = replace(nothing(UpdateStats, ""), mismatch_mean=mismatch, trained_tokens=9)
-    return {"step": 4, "learn/mismatch_mean": mismatch, **mismatch_metrics(stats, 1e-3, 1.0)}
+    return {"step": 4, "learn/mismatch_mean": mismatch, **compare_mismatch(stats, 1e-3, 1.0)}
 
 
 @pytest.mark.parametrize(("mismatch", "warns"), [(0.1, 1), (float("nan"), 1), (1e-5, 0), (0.0, 0)])

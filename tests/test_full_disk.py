@@ -240,8 +240,8 @@ def test_a_failed_run_keeps_its_reason_where_the_last_lines_find_no_space_either
 def test_after_a_full_disk_only_a_checkpoint_that_may_find_space_is_tried(tmp_path: Path) -> None:
     run = Runtime.__new__(Runtime)
     run.checkpoints = SimpleNamespace(folder=tmp_path / "checkpoints")  # type: ignore[assignment]
-    assert run._is_of_checkpoints(DiskFull(tmp_path / "checkpoints" / "step_2"))
-    assert not run._is_of_checkpoints(DiskFull(tmp_path / "metrics.jsonl")) and not run._is_of_checkpoints(OSError(errno.ENOSPC, ""))
+    assert run._has_no_space(DiskFull(tmp_path / "checkpoints" / "step_2"))
+    assert not run._has_no_space(DiskFull(tmp_path / "metrics.jsonl")) and not run._has_no_space(OSError(errno.ENOSPC, ""))
 
 
 @pytest.mark.parametrize("room", [0, 100, disk.Reserve.SIZE])
@@ -260,7 +260,7 @@ def test_a_run_that_finds_no_space_for_its_first_status_failed(tmp_path: Path, f
     with pytest.raises(DiskFull) as caught:
         run.folder.begin(recipe, "machine", 0)
     full.left = None  # what the reserve gives back
-    run._told(DiskFull, caught.value, None)
+    run._end_folder(DiskFull, caught.value, None)
     assert status(run.folder)["status"] == "failed" and status(run.folder)["reason"].endswith("start the run again")
 
 
@@ -281,11 +281,11 @@ def test_an_error_from_a_library_becomes_the_same_sentence(folder: RunFolder) ->
     run.folder, run.recipe = folder, Recipe.parse(small_recipe(folder.path.parents[1]))
     error = OSError(errno.ENOSPC, "No space left on device", "/somewhere/file")
     with pytest.raises(DiskFull, match=r"/somewhere/file cannot be written: the disk is full .* start the run again$"):
-        run._tells_what_is_left(OSError, error, None)
+        run._raise_reported_error(OSError, error, None)
     Checkpoints(run.recipe.checkpoint, folder.path).save(1, {}, {})
     with pytest.raises(DiskFull, match=r"then continue the run with --resume$"):
-        run._tells_what_is_left(OSError, error, None)
-    run._tells_what_is_left(OSError, OSError(errno.EIO, "Input/output error"), None)
+        run._raise_reported_error(OSError, error, None)
+    run._raise_reported_error(OSError, OSError(errno.EIO, "Input/output error"), None)
 
 
 # ---- a real one ---------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def test_a_node_that_is_lost_with_an_engine_at_work_costs_no_sample(nodes, tmp_p
     both, stopped = tuple(sorted(node_slots("cpu"))), []
     tree = small_recipe(tmp_path, rollout__max_actors=2, functions__elastic=False, rollout__silence_s=300, functions__lease_deadline_s=300)
     with Runtime(Recipe.parse(tree)) as run:
-        resize, tell = run.rollout.resize, run.rollout_stage._meanwhile
+        resize, tell = run.rollout.resize, run.rollout_stage._on_progress
         assert tuple(sorted(i.slot.node for i in run.rollout.parked)) == both  # as many as there are cores
         [node] = nodes.worker_nodes
 
@@ -104,7 +104,7 @@ def test_a_node_that_is_lost_with_an_engine_at_work_costs_no_sample(nodes, tmp_p
                 nodes.remove_node(node, allow_graceful=False)
                 os.kill(stopped[0], signal.SIGKILL)  # of itself a stopped process does not see that its node is gone
 
-        run.rollout.resize, run.rollout_stage._meanwhile = stop, lose  # type: ignore[method-assign]
+        run.rollout.resize, run.rollout_stage._on_progress = stop, lose  # type: ignore[method-assign]
         for step in run:
             last = step
             if stopped:

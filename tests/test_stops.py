@@ -25,11 +25,10 @@ from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.report.metrics import Metrics
 from rlhfless_ray.reward.score_stage import ScoreStage
-from rlhfless_ray.rollout.requests import request, step_requests
+from rlhfless_ray.rollout.requests import make_request, make_step_requests
 from rlhfless_ray.run.checkpoints import Best
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder
-from rlhfless_ray.runtime.driver_state import restore
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.runtime.stages import Stages
@@ -168,9 +167,9 @@ class Ended:
         return json.loads((self.run.folder.path / "status.json").read_text())["status"]
 
     def by(self, error: BaseException | None) -> list[str]:
-        self.run._released(type(error), error, None)
-        self.run._ended(type(error), error, None)
-        self.run._tells_what_is_left(type(error), error, None)
+        self.run._shut_down(type(error), error, None)
+        self.run._close_record(type(error), error, None)
+        self.run._raise_reported_error(type(error), error, None)
         return [what for what in self.did if not what.startswith("close")]
 
     def driver(self) -> dict[str, Any]:
@@ -192,7 +191,7 @@ def test_a_step_whose_update_is_done_is_saved_and_its_evaluation_made_up_for(tmp
     resumed = Ended(tmp_path).run
     resumed.cursor = SimpleNamespace(restore=lambda _: None, state=lambda: None)
     resumed.autoscaler.restore = lambda _: None
-    restore(resumed, driver)
+    resumed._restore_driver(driver)
     assert resumed.owes_evaluation
 
 
@@ -205,7 +204,7 @@ def test_a_stop_before_the_first_step_of_a_resumed_run_leaves_its_checkpoint_as_
         resumed = Ended(tmp_path)
         resumed.run.cursor = SimpleNamespace(restore=lambda _: None, state=lambda: [3])
         resumed.run.autoscaler.restore = lambda _: None
-        restore(resumed.run, ended.driver())
+        resumed.run._restore_driver(ended.driver())
         assert resumed.by(Stopped(signal.SIGINT)) == did, "what it evaluated since is worth a checkpoint"
 
 
@@ -221,7 +220,7 @@ def test_a_planner_of_another_version_is_named(tmp_path: Path, error: Exception)
 
     resumed.autoscaler.restore = fail
     with pytest.raises(UserError, match="of another version of this program"):
-        restore(resumed, ended.driver())
+        resumed._restore_driver(ended.driver())
 
 
 def test_an_update_clears_its_mark_when_it_ends_so_that_a_later_stop_saves_it(tmp_path: Path) -> None:
@@ -247,7 +246,7 @@ def test_a_failure_saves_the_last_step_where_its_state_lies_outside_of_the_learn
     ended = Ended(tmp_path)
     ended.run.worker_group.recovery.whole = "state"
     ended.by(RunError("no"))
-    assert ended.driver()["step"] == 3 and ended.messages == ["step 3 is saved: --resume goes on from there"]
+    assert ended.driver()["step"] == 3 and ended.messages == ["step 3 is saved: --resume continues from there"]
     ended = Ended(tmp_path)
     ended.run.worker_group.recovery.whole = "state"
     ended.run.worker_group.recovery.did("update", None)
@@ -347,10 +346,10 @@ def test_a_row_twice_in_a_batch_gets_other_samples_and_all_others_keep_theirs(tm
 
     recipe = Recipe.parse(small_recipe(tmp_path, rollout__samples_per_prompt=3))
     rows = [Prompt(i, "p", (1,)) for i in (5, 7, 5, 9, 5)]
-    requests = step_requests(recipe, 4, rows)
+    requests = make_step_requests(recipe, 4, rows)
     assert [r.key for r in requests] == list(range(15))
     assert len({r.seed for r in requests}) == 15
-    ordinary = [request(recipe, 0, rows[i], 1.0, 4, j).seed for i in (0, 1, 3) for j in range(3)]
+    ordinary = [make_request(recipe, 0, rows[i], 1.0, 4, j).seed for i in (0, 1, 3) for j in range(3)]
     assert [requests[3 * i + j].seed for i in (0, 1, 3) for j in range(3)] == ordinary
 
 
@@ -358,15 +357,15 @@ def test_a_row_twice_in_a_batch_gets_other_samples_and_all_others_keep_theirs(tm
 
 
 def test_an_evaluation_without_any_reward_has_no_accuracy_and_no_warning(recwarn) -> None:
-    from rlhfless_ray.runtime.evaluation import accuracies
+    from rlhfless_ray.runtime.evaluation import compute_accuracies
     from rlhfless_ray.types import Completion, Prompt, Sample
 
     done = Completion(0, np.zeros(3, np.int32), np.zeros(3, np.float32), "stop", 0)
     samples = [Sample(Prompt(i, "p", (1,)), 0, done, error="boom") for i in range(2)]
     asked, lengths = {"sampled": (1.0, 1), "greedy": (0.0, 1)}, {"eval/length_mean": 3.0, "eval/truncated_share": 0.0, "eval/samples": 2.0}
-    assert accuracies(samples, asked) == lengths
+    assert compute_accuracies(samples, asked) == lengths
     samples[1].reward = 0.5
-    assert accuracies(samples, asked) == {**lengths, "eval/accuracy_greedy": 0.5}
+    assert compute_accuracies(samples, asked) == {**lengths, "eval/accuracy_greedy": 0.5}
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
 
 
@@ -399,4 +398,4 @@ def test_any_whole_number_is_a_seed(tmp_path: Path, seed: int) -> None:
     from rlhfless_ray.types import Prompt
 
     recipe = Recipe.parse(small_recipe(tmp_path, run__seed=seed))
-    assert 0 <= request(recipe, 0, Prompt(0, "p", (1,)), 1.0, 4, 0).seed < 2**64
+    assert 0 <= make_request(recipe, 0, Prompt(0, "p", (1,)), 1.0, 4, 0).seed < 2**64

@@ -114,13 +114,13 @@ class FaultInjector(Runtime):
 
     def __enter__(self) -> Self:
         run = super().__enter__()
-        tell = self.rollout_stage._meanwhile
+        tell = self.rollout_stage._on_progress
 
         def told(done: int, total: int) -> None:
             tell(done, total)
             self.strike(self, "rollout")
 
-        self.rollout_stage._meanwhile = told  # type: ignore[method-assign]
+        self.rollout_stage._on_progress = told  # type: ignore[method-assign]
         return run
 
     def generate(self, step: Step, *more: Any) -> Any:

@@ -21,7 +21,7 @@ from placement.speed.decode_speed import Speed
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.reward.scoring import RewardActor
 from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
-from rlhfless_ray.rollout.engine_actor import around
+from rlhfless_ray.rollout.engine_actor import fill_between
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.token_deltas import CUT, GOES_ON, LENGTH, STOP, TokenDeltas
 from rlhfless_ray.runtime.runtime import Runtime
@@ -167,25 +167,25 @@ class ReplayedEngine:
             self.control_queue.wait(min(last + interval_s, decoding.all_done_s()) - time.time())
             now, spans, cut = time.time(), [], []
             decoding.advance(now)
-            for order in self.control_queue.take():
-                decoding.add(order.add, self.script)
-                cut += order.cut
-                spans.append(Span("transfer", order.what, now, now))
+            for command in self.control_queue.take():
+                decoding.add(command.add, self.script)
+                cut += command.cut
+                spans.append(Span("transfer", command.what, now, now))
             over = not decoding.running
             if cut or spans or over or now >= last + interval_s:
                 # The span ends where the model says: a process that woke up late is this machine's cost of control.
                 until = decoding.at_s if over else now
                 progress, steps = decoding.progress(self.version, cut), decoding.steps
                 decoding.steps, last = [], now
-                yield progress, steps, around(spans, "generate (replayed)", reported, until)
+                yield progress, steps, fill_between(spans, "generate (replayed)", reported, until)
                 reported = until
             if not len(decoding.keys):
                 if self.control_queue.close_if_empty():
                     return
                 decoding.at_s = time.time()
 
-    def tell(self, epoch: int, order: EngineCommand) -> bool:
-        return self.control_queue.tell(epoch, order)
+    def enqueue(self, epoch: int, command: EngineCommand) -> bool:
+        return self.control_queue.put(epoch, command)
 
     def pid(self) -> int:
         return os.getpid()

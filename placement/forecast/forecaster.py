@@ -290,7 +290,7 @@ class LengthForecaster:
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a state. Raises ValueError for a state of another version."""
         if "line" not in state:
-            raise ValueError("the checkpoint's length forecasts are of an older version; start the run anew")
+            raise ValueError("the checkpoint's length forecasts are of an older version; start a new run")
         self.history.restore(state["history"])
         self.line.restore(state["line"])
         self.level, self.level_variance = state["level"]

@@ -62,9 +62,9 @@ def condition_on_siblings(forecast: Forecast, generated: np.ndarray, finished: n
         z = np.clip((seen - shift) / own_sd, -30, 30)
         mills = np.exp(-z * z / 2 - 0.5 * np.log(2 * np.pi) - log_ndtr(-z))
         error = np.where(finished, ended_error, shift + own_sd * mills)
-        told = np.where(finished, 1.0, np.clip(mills * (mills - z), 0.0, 1.0))  # 1 - variance beyond / variance
-        weight = told / own_sd**2
-        value = np.where(finished, error, shift + np.where(told > 1e-9, (error - shift) / np.maximum(told, 1e-9), 0.0))
+        information = np.where(finished, 1.0, np.clip(mills * (mills - z), 0.0, 1.0))  # 1 - variance beyond / variance
+        weight = information / own_sd**2
+        value = np.where(finished, error, shift + np.where(information > 1e-9, (error - shift) / np.maximum(information, 1e-9), 0.0))
         total = np.bincount(index, weight, groups)[index] - weight
         product = np.bincount(index, weight * value, groups)[index] - weight * value
         shift = product / (total + prior)

@@ -150,7 +150,7 @@ class RemainingLengths:
     """Predicted remaining lengths of live sequences.
 
     tokens (G,): grid of further tokens. alive (n, G): probability of running further than that. critical (n,):
-    probability of ending last if all go on at the same pace (sums to 1). uninformative_share: share of sequences whose
+    probability of ending last if all continue at the same pace (sums to 1). uninformative_share: share of sequences whose
     forecast is treated as uninformative.
     """
 

@@ -22,7 +22,7 @@ class Shape:
     Drawing given survival is an addition in H: Z | Z > z₀ is `inverse(H(z₀) + E)` with E standard exponential. The body
     is a kernel estimate (Gaussian, Silverman's width, data shrunk so that the variance is kept). Beyond the upper 3 %
     the hazard is constant at one over the mean excess there. For log lengths that is a Pareto tail with Hill's (1975)
-    index: a response that has outlived everything seen is expected to go on in proportion to its length.
+    index: a response that has outlived everything seen is expected to continue in proportion to its length.
     """
 
     def __init__(self, residuals: np.ndarray, prior_count: int = 0) -> None:

@@ -123,7 +123,7 @@ class Scenarios:
         Ended responses become constant rows. A running one exceeds what it generated. Its own effect is conditioned on
         survival exactly, which is an addition in the hazard. Siblings and the whole batch move prompt effects and
         drift: for each prompt the likelihood of its responses, ended and running, is evaluated on 33 locations, matched
-        by a normal one, and combined with the prior in closed form. Nothing is drawn anew, so revisions of one draw
+        by a normal one, and combined with the prior in closed form. Nothing is drawn again, so revisions of one draw
         differ only by what was learned.
         """
         f = self.forecast

@@ -36,7 +36,7 @@ class Settings:
     def lease_exponent(self) -> float:
         """Exponent for `estimate_splits`.
 
-        Free moves place everybody anew at every decision. Where a move costs something, a merge comes only when it
+        Free moves place every sequence again at every decision. Where a move costs something, a merge comes only when it
         pays. Counting on more merging made each decision postpone it to the next: on log-normal lengths, with moves of
         0.1 s and starts of 0.3 s, time + cost_weight · cost was 3 % higher.
         """

@@ -110,7 +110,7 @@ def mixture_count(work: RolloutWorkload) -> int:
 
 
 def all_group_starts(n: int, kinds: int) -> np.ndarray:
-    """Return all rows (kinds · (kinds + 1)^(n - 1), n): 0 where a group goes on, 1 + the actor type where one starts."""
+    """Return all rows (kinds · (kinds + 1)^(n - 1), n): 0 where a group continues, 1 + the actor type where one starts."""
     later = np.arange((kinds + 1) ** (n - 1))[:, None] // (kinds + 1) ** np.arange(n - 1) % (kinds + 1)
     first = np.repeat(np.arange(1, kinds + 1), len(later))
     return np.column_stack((first, np.tile(later, (kinds, 1))))

@@ -145,7 +145,7 @@ def choose(plans: Sequence[P], objective: Objective) -> Choice[P]:
 def choose_nearest(plans: Sequence[P], objective: Objective) -> Choice[P]:
     """Choose as `choose` does, but return the nearest plan with `met=False` where no plan meets the objective.
 
-    Use it in a loop that must go on. Raises ValueError only if `plans` is empty.
+    Use it in a loop that must not stop. Raises ValueError only if `plans` is empty.
 
     Examples
     --------

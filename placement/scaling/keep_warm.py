@@ -62,7 +62,7 @@ def keep_alive(gaps_s: Sequence[float], hold_price: float, start: float) -> Deci
     saved = start - costs[best]
     return Park(
         0,
-        f"kept for {times[best]:.3g} s: over the last {len(gaps)} gaps that saves {saved:.3g} each against starting anew",
+        f"kept for {times[best]:.3g} s: over the last {len(gaps)} gaps that saves {saved:.3g} each against a new start",
         keep_s=float(times[best]),
     )
 

@@ -45,7 +45,7 @@ class PrefixCosts:
 
     prefill_token_s: compute a prompt token. save_page_s: copy a page out and seal it. load_page_s: copy a page in.
     fetch_page_s: take a page out of the object store and check it. engine_s: per engine that fetches. instance_s: per
-    prefill instance. step_s: per step, while nobody works.
+    prefill instance. step_s: per step, while no instance works.
     """
 
     prefill_token_s: float

@@ -199,7 +199,7 @@ def safe_decide(last: Decision | None, make: Callable[..., Decision], *arguments
     """Return `make(*arguments, **named)`, or hold the last good decision if it raises.
 
     The reason then says what went wrong. Without a last decision, hold `fallback` actors. The plan's groups are
-    dropped, because they belong to another step's sequences. `failed(decision)` tells the caller to log the failure.
+    dropped, because they belong to another step's sequences. If `failed(decision)`, the caller logs the failure.
     """
     try:
         return make(*arguments, **named)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhfless_ray.functions.lease import Lease, LeaseManager
@@ -73,15 +72,6 @@ class SlotBroker:
     def keep_idle(self) -> None:
         """End the registration: those instances have work now."""
         self._reclaim_idle = list
-
-    @contextmanager
-    def lending(self, reclaim: Callable[[], list[Lease]]) -> Iterator[None]:
-        """Register `reclaim` inside the block."""
-        self.lend_idle(reclaim)
-        try:
-            yield
-        finally:
-            self.keep_idle()
 
     def reclaim(self) -> list[Lease]:
         """Take every free lease, and those of idle instances. Ray would never grant what the run itself holds."""

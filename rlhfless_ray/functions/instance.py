@@ -54,7 +54,6 @@ class Instance:
     opened: Any = None  # resolves when the start has ended
     version: int | None = None
     loading: Any = None  # resolves when the engine has loaded `version`
-    fetched: str = ""  # name of the reference to its weights, as text so that it does not keep them alive
     parked_since_s: float = 0.0
     memory_mb: float = 0.0  # while working; 0 before the engine is built
     kept_mb: float | None = None  # while parked, after it released memory; None before

@@ -55,15 +55,10 @@ class ColocatedGroups:
     def learner_slots(self) -> int:
         return self.learner.slots
 
-    @property
-    def learner_works(self) -> bool:
-        return self.learner.working
-
     # ---- their life -------------------------------------------------------------------------------------------
 
     def safe(self, weights: WeightVersion) -> WeightVersion:
-        """The version from where engines can have it, before they are asked to. Between phases: it may take leases to publish it
-        once more."""
+        """Return the version once engines cannot lose it, see `WorkerGroup.safe`. Call between phases: it may need leases."""
         safe = self.learner.safe(weights)
         if self.learner.working:
             self.context.broker.put(self.learner.park())

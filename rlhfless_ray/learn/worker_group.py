@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ from rlhfless_ray.weights.checksum import combined
 from rlhfless_ray.weights.tensor_file import Content, Files
 
 SETTLE_S = 10.0  # for the state that was asked for last, before its node goes
-COPY_S = 5.0  # for a copy of weights that was being made when their node was lost
 DEATH_S = 15.0  # until a rank's death is known, after others have failed for it
 
 
@@ -339,18 +339,26 @@ class WorkerGroup:
         return [i.actor.weights.options(num_returns=2).remote() for i in self.by_rank]
 
     def safe(self, weights: WeightVersion) -> WeightVersion:
-        """The same version, from where it can be had: if its node was lost, the copy, or where there is none the weights of the gang
-        once more, which may need leases for that. Raises RunError where these are others."""
-        if weights.copy is None or not self.pool.leases.lose(weights.node):
-            return weights
-        self.recovery.say(f"weight version {weights.version} was lost with its node: engines take the copy of it")
-        if _is_there(weights.copy, COPY_S):
-            return WeightVersion(weights.version, weights.copy, weights.checksum, digests=weights.digests)
-        self.recovery.say(f"there is no copy of weight version {weights.version} yet: the {self.name} publishes it again")
-        again = self.publish(weights.version)
-        if again.checksum != weights.checksum:
-            raise RunError(f"the {self.name} published other weights as version {weights.version} when asked for them again")
-        return again
+        """Return the version once its copy is on the driver's node, so that a lost node cannot take it from engines.
+
+        If the node is lost already, the copy takes the place of the original. If it was lost before the copy was complete, the
+        weights are published again, which may need leases. Raises RunError if they differ from the first ones.
+        """
+        while weights.copy is not None:
+            try:
+                get(weights.copy, self.deadline_s, "the driver's copy of the weights")
+            except (ray.exceptions.RayTaskError, *GONE):
+                self.recovery.say(f"weight version {weights.version} was lost before it was copied: the {self.name} publishes it again")
+                again = self.publish(weights.version)
+                if again.checksum != weights.checksum:
+                    raise RunError(f"the {self.name} published other weights as version {weights.version} the second time") from None
+                weights = again
+            else:
+                if not self.pool.leases.lose(weights.node):
+                    return weights
+                self.recovery.say(f"weight version {weights.version} was lost with its node: engines load the copy")
+                weights = replace(weights, ref=weights.copy, copy=None)
+        return weights
 
     def keep(self) -> None:
         """Have the state of now kept outside of the ranks, if it is time to. Nobody waits; it needs no lease."""
@@ -413,15 +421,6 @@ class WorkerGroup:
 def _together(replies: list[Any]) -> dict[str, np.ndarray]:
     """What all ranks said, each of its share."""
     return {name: sum((said[name] for said, _ in replies[1:]), first) for name, first in replies[0][0].items()}
-
-
-def _is_there(ref: Any, seconds: float) -> bool:
-    """Whether an object is on this node within so many seconds."""
-    try:
-        ray.get(ref, timeout=seconds)
-    except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-        return False
-    return True
 
 
 def _death(refs: list[Any]) -> BaseException | None:

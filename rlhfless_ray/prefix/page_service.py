@@ -116,10 +116,10 @@ class PrefixApp:
 
     async def _matching_producers(self, producers: Sequence[Producer], within_s: float) -> tuple[PageLayout | None, list[int], list[str]]:
         """Return the page layout, the positions of the producers that have it, and why others do not."""
-        told = await asyncio.gather(*(self._layout(one.actor, within_s) for one in producers), return_exceptions=True)
-        refused = [_describe(one) for one in told if isinstance(one, BaseException)]
-        kind = next((one for one in told if isinstance(one, PageLayout)), None)
-        matching = [i for i, one in enumerate(told) if one == kind]
+        replies = await asyncio.gather(*(self._layout(one.actor, within_s) for one in producers), return_exceptions=True)
+        refused = [_describe(one) for one in replies if isinstance(one, BaseException)]
+        kind = next((one for one in replies if isinstance(one, PageLayout)), None)
+        matching = [i for i, one in enumerate(replies) if one == kind]
         others = len(producers) - len(matching) - len(refused)
         if others:
             refused.append(f"{others} of {len(producers)} prefill instances have another page layout than the first")

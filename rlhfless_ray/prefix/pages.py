@@ -93,12 +93,12 @@ class PageStore:
         counted as `foreign`. Pages of other prompts in the bundle are ignored.
         """
         taken, mine = 0, bundle.start == self.layout.start(version)
-        for address, page, told in zip(bundle.addresses, bundle.pages, bundle.checksums, strict=True):
+        for address, page, expected in zip(bundle.addresses, bundle.pages, bundle.checksums, strict=True):
             if not mine:
                 self.counts["foreign"] += 1
             elif address not in wanted:
                 continue
-            elif page.nbytes != self.layout.page_bytes or checksum(address, page) != told:
+            elif page.nbytes != self.layout.page_bytes or checksum(address, page) != expected:
                 self.counts["damaged"] += 1
             else:
                 self.rows[address] = page

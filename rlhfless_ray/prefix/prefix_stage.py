@@ -175,9 +175,9 @@ class PrefixStage:
     def _remove_failed(self) -> None:
         """Remove instances that died or hang. A later step starts new ones if needed."""
         asked = [(instance, instance.actor.kind.remote()) for instance in self.pool.working]
-        for instance, told in asked:
+        for instance, reply in asked:
             try:
-                get(told, ANSWER_S, f"{instance.id} to answer")
+                get(reply, ANSWER_S, f"{instance.id} to answer")
             except RayTaskError:  # the instance is alive
                 continue
             except (*GONE, RunError) as error:
@@ -211,10 +211,10 @@ class PrefixStage:
     def finish(self, step: StepPrefixes) -> dict[str, Any]:
         """Release the pages after the rollout, and return metrics. The pages of an engine that died are counted as lost."""
         counts: Counter[str] = Counter()
-        for instance, told in step.sent:
+        for instance, reply in step.sent:
             dropped = instance.actor.drop_pages.remote()
             try:
-                fetched: Fetched = get(told, FETCH_S, f"{instance.id} to have fetched its pages")
+                fetched: Fetched = get(reply, FETCH_S, f"{instance.id} to have fetched its pages")
                 loaded, tokens, load_s = get(dropped, FETCH_S, f"{instance.id} to drop its pages")
             except (*GONE, RayTaskError, RunError):
                 counts["lost"] += 1

@@ -18,5 +18,5 @@ class StepPrefixes:
     demand: PrefixDemand | None = None
     engine_s: float = 0.0  # of prefill instances and engines, for pages, as far as was measured
     prepared: Prepared = field(default_factory=Prepared)
-    sent: list[tuple[Instance, Any]] = field(default_factory=list)  # engines that fetch, and what will say how it went
+    sent: list[tuple[Instance, Any]] = field(default_factory=list)  # engines that fetch pages, and references to their results
     metrics: dict[str, Any] = field(default_factory=dict)

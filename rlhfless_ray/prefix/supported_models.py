@@ -19,7 +19,7 @@ def unsupported(config: dict[str, Any]) -> str | None:
         return "it has an encoder, whose output is no prefix of the tokens"
     for name in ("vision_config", "audio_config"):
         if config.get(name):
-            return f"it reads more than text ({name}), which tokens do not tell apart"
+            return f"it reads more than text ({name}), which tokens do not identify"
     kinds = {str(kind) for kind in text.get("layer_types") or text.get("layers_block_type") or ()}
     others = sorted(kinds.difference(ATTENTION))
     if others:

@@ -1,4 +1,4 @@
-"""Orders to an engine at work. Another thread of its process puts them in; the engine looks between two steps."""
+"""Commands to an engine at work. Another thread of its process adds them; the engine looks between two steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from rlhfless_ray.types import Request
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """cut: keys of requests to stop, whose last tokens are then told with end "cut"; add: requests to take up. `what` names it
-    in the timeline. ticket: not 0 to keep the KV pages of what is cut, to be handed over against it; pages: references to such
-    pages of what is added."""
+    """A command to cut requests, to add some, or both.
+
+    `cut`: keys of requests to stop; their last tokens are sent with end "cut". `what`: name in the timeline. `ticket`: if not 0,
+    the engine keeps the KV pages of cut requests under this number until they are fetched. `pages`: references to the KV pages
+    of added requests.
+    """
 
     cut: tuple[int, ...] = ()
     add: tuple[Request, ...] = ()
@@ -23,46 +26,48 @@ class EngineCommand:
 
 
 class ControlQueue:
-    """Open for one epoch, the number of one call of the engine, at a time. An order for another one comes too late (or too
-    early) and is nobody's: whoever sent it sees from the end of that call what has not been done."""
+    """The commands of one call of the engine at a time, identified by its epoch.
+
+    Commands for other epochs are dropped. Their sender sees from the end of that call what was not done.
+    """
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.epoch: int | None = None
-        self.orders: list[EngineCommand] = []
+        self.commands: list[EngineCommand] = []
 
     def open(self, epoch: int) -> None:
         with self.changed:
-            self.epoch, self.orders = epoch, []
+            self.epoch, self.commands = epoch, []
 
-    def tell(self, epoch: int, order: EngineCommand) -> bool:
-        """Whether the order will be looked at."""
+    def put(self, epoch: int, command: EngineCommand) -> bool:
+        """Add a command. Returns False if its call is over or has not begun."""
         with self.changed:
             if epoch != self.epoch:
                 return False
-            self.orders.append(order)
+            self.commands.append(command)
             self.changed.notify()
             return True
 
     def take(self) -> list[EngineCommand]:
-        if not self.orders:  # without the lock: this is asked before every step, and what comes now is seen at the next
+        if not self.commands:  # without the lock: called before every step, and a new command can wait for the next one
             return []
         with self.changed:
-            orders, self.orders = self.orders, []
-            return orders
+            commands, self.commands = self.commands, []
+            return commands
 
     def wait(self, seconds: float) -> None:
-        """Until an order is there or the time is over."""
+        """Wait until there is a command, at most `seconds`."""
         with self.changed:
-            self.changed.wait_for(lambda: bool(self.orders), max(0.0, seconds))
+            self.changed.wait_for(lambda: bool(self.commands), max(0.0, seconds))
 
     def close_if_empty(self) -> bool:
-        """The engine has nothing to do: unless an order came in this moment, no more are taken."""
+        """Close the queue unless a command has just arrived. Returns whether it is closed."""
         with self.changed:
-            if not self.orders:
+            if not self.commands:
                 self.epoch = None
             return self.epoch is None
 
     def close(self) -> None:
         with self.changed:
-            self.epoch, self.orders = None, []
+            self.epoch, self.commands = None, []

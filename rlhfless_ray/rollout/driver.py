@@ -1,6 +1,6 @@
-"""The driver's side of a rollout: share requests out, write down what engines say, move requests, go on without engines that die.
+"""The driver's side of a rollout: assign requests, collect tokens, move requests, and replace engines that die.
 
-A response depends on its request and the weights only, so any engine can go on where another one was cut or died.
+A response depends on its request and the weights only, so any engine can continue it where another one was cut or died.
 """
 
 from __future__ import annotations
@@ -29,324 +29,259 @@ from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_into, fetch
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import EngineStep, Request, Span, WeightVersion
 
-DECIDING_SHARE = 0.02  # of the driver's time, at most, goes into deciding on moves
-LOOK_S = 1.0  # for engines that say nothing any more
-SILENT_S = 3.0  # after which the node of one that says nothing is asked whether it is there
-ALL_LOST_S = 5.0  # when one engine could not load for a lost node, until the others are heard of
-GRANT_S = 0.05  # for a slot that may be free: Ray takes milliseconds to grant one
-OUTLIVES = 1.1  # a response that outlives its forecast is taken to become this many times as long as it is
-
-
-def run_rollout(
-    pool: WorkerPool,
-    requests: list[Request],
-    shares: Sequence[np.ndarray],
-    expected: np.ndarray,
-    weights: WeightVersion,
-    *,
-    interval_s: float,
-    deadline_s: float,
-    silence_s: float,
-    needed_next: int,
-    drained: Callable[[float, bool], Decision],
-    give_back: Callable[[Instance, Decision], None],
-    on_progress: Callable[[int, int], None],
-    listener: RolloutListener | None = None,
-    migration: MigrationPolicy | None = None,
-    start_s: float = 15.0,
-    agents: Callable[..., RolloutDriver] | None = None,
-    renew: Callable[[WeightVersion, list[Instance]], WeightVersion | None] = lambda weights, engines: None,
-) -> RolloutResult:
-    """Answer every request on the pool's working instances.
-
-    shares: indices of the requests of each working instance, in the pool's order; instances beyond them get nothing to
-    do and are given back at once. expected (n,): forecast tokens. `needed_next`: slots the next phase will want.
-    When an instance has nothing left to do, `drained` (seconds of tail left, whether the next phase needs the slot) decides
-    what becomes of its lease, and `give_back` carries it out, unless `beside` has work for its slot. `migration`: moves
-    requests while they are answered (None: they stay where they are as long as their engine lives). `start_s`: what a new
-    engine takes to start. `silence_s`: an engine that has started and says nothing for so long hangs. `agents`: makes the
-    rollout of agents (`rollout/multi_turn.py`), whose episodes the requests are. `renew` has the weights, which were lost, published
-    once more, while engines wait for them that may lend their leases (None: it cannot). Raises RunError past the deadline or when the
-    pool's budget for faults is used up.
-    """
-    shares = [share for share in shares if len(share)]
-    if sum(map(len, shares)) != len(requests) or len(shares) > len(pool.working):
-        raise ValueError(
-            f"{len(shares)} shares with {sum(map(len, shares))} requests for {len(pool.working)} engines and {len(requests)} requests"
-        )
-    kind = RolloutDriver if agents is None else agents
-    rollout = kind(
-        pool=pool,
-        requests=requests,
-        expected=expected,
-        weights=weights,
-        interval_s=interval_s,
-        silence_s=silence_s,
-        needed_next=needed_next,
-        drained=drained,
-        give_back=give_back,
-        on_progress=on_progress,
-        listener=listener,
-        migration=migration,
-        start_s=start_s,
-        renew=renew,
-    )
-    return rollout.run(shares, deadline_s)
+DECIDING_SHARE = 0.02  # largest share of the driver's time for decisions about moves
+LOOK_S = 1.0  # interval at which the driver looks for silent engines
+SILENT_S = 3.0  # silence after which an engine's node is probed
+GRANT_S = 0.05  # wait for a slot that may be free: Ray takes milliseconds to grant one
+OUTLIVES = 1.1  # a response longer than its forecast is expected to reach this multiple of its present length
 
 
 class RolloutDriver:
+    """Answers every request on the pool's working instances.
+
+    Args:
+        expected: (n,) forecast tokens of each request.
+        interval_s: Interval at which engines stream new tokens.
+        silence_s: A started engine without a report for this long is considered hung.
+        needed_next: Slots that the next phase needs.
+        drained: Decides about the lease of an idle engine, from the seconds of tail left and whether the next phase needs it.
+        give_back: Carries out that decision, unless the listener has work for the slot.
+        on_progress: Called with the number of finished and of all responses.
+        migration: Moves requests between engines. None: they stay as long as their engine lives.
+        start_s: Expected start time of a new engine.
+    """
+
     def __init__(
         self,
         pool: WorkerPool,
         requests: list[Request],
         expected: np.ndarray,
         weights: WeightVersion,
+        *,
         interval_s: float,
         silence_s: float,
         needed_next: int,
         drained: Callable[[float, bool], Decision],
         give_back: Callable[[Instance, Decision], None],
-        on_progress: Callable[[int, int], None],
-        listener: RolloutListener | None,
-        migration: MigrationPolicy | None,
-        start_s: float,
-        renew: Callable[[WeightVersion, list[Instance]], WeightVersion | None],
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        listener: RolloutListener | None = None,
+        migration: MigrationPolicy | None = None,
+        start_s: float = 15.0,
     ) -> None:
         self.pool, self.expected, self.weights, self.interval_s = pool, expected, weights, interval_s
         self.silence_s, self.needed_next, self.start_s = silence_s, needed_next, start_s
         self.drained, self.give_back, self.on_progress, self.migration = drained, give_back, on_progress, migration
-        self.listener, self.renew = listener, renew
+        self.listener = listener
         self.token_log = TokenLog(requests)
-        self.launches = EngineCalls(pool, self.token_log, interval_s)
-        self.moving = InflightMigrations(self.launches, self.token_log, expected)
-        self.stream = RolloutResult(self.token_log.completions, moved=self.moving.moved)
-        self.decide_at_s, self.listened_s = 0.0, time.monotonic()
-        self.going: set[str] = set()  # ids of nodes that are drained
-        self.looked_s = time.monotonic()  # for nodes that are gone
-        self.renewed = False
-        self.tried: dict[int, set[str]] = {}  # by engine: references to the weights, in words, that were lost on their way
+        self.calls = EngineCalls(pool, self.token_log, interval_s)
+        self.migrations = InflightMigrations(self.calls, self.token_log, expected)
+        self.result = RolloutResult(self.token_log.completions, moved=self.migrations.moved)
+        self.decide_at_s, self.looked_s, self.probed_s = 0.0, time.monotonic(), time.monotonic()
+        self.draining: set[str] = set()  # ids of nodes that are drained
+        self.reloaded: set[int] = set()  # engines that loaded the copy of the weights
 
     def run(self, shares: Sequence[np.ndarray], deadline_s: float) -> RolloutResult:
+        """Answer all requests.
+
+        `shares`: indices of the requests of each working instance, in the pool's order. Instances without a share are given back
+        at once. Raises RunError past the deadline or when the pool's failure budget is used up.
+        """
         start = time.monotonic()
-        fetch_weights(self.pool, self.weights)
+        shares = [share for share in shares if len(share)]
         instances = list(self.pool.working)
+        if sum(map(len, shares)) != self.total or len(shares) > len(instances):
+            raise ValueError(
+                f"{len(shares)} shares with {sum(map(len, shares))} requests for {len(instances)} engines and {self.total} requests"
+            )
+        fetch_weights(self.pool, self.weights)
         for instance, share in zip(instances, shares, strict=False):
-            self.begin(self.launches.number(instance), np.asarray(share))
+            self.assign(self.calls.number(instance), np.asarray(share))
         for instance in instances[len(shares) :]:
-            self.launches.number(instance)
+            self.calls.number(instance)
             self.give_back(instance, Release(0, "the plan has nothing for it to do"))
-        self.open()
-        while self.goes_on or self.launches.running:
+        self.start_sources()
+        while self.has_work or self.calls.running:
             left = deadline_s - (time.monotonic() - start)
             others = self.listener.refs() if self.listener is not None else []
             sources = self.sources()
-            refs = [*self.launches.running, *sources, *others]
+            refs = [*self.calls.running, *sources, *others]
             for ready in wait_any(refs, left, self.awaited, within_s=LOOK_S, of_s=deadline_s):
-                if ready in self.launches.running:
-                    self.hear(ready)
+                if ready in self.calls.running:
+                    self.receive(ready)
                 elif ready in sources:
-                    self.hear_source(ready)
-            self.listen()
-            self.on_progress(*self.progress)
-            self.evacuate()
-            self.steer()
-            if self.listener is not None and self.goes_on:
-                self.listener.poll(self.tail_s(), self.fate)
+                    self.receive_source(ready)
+            self.remove_silent()
+            self.on_progress(self.done, self.total)
+            self.evacuate_draining()
+            self.decide_moves()
+            if self.listener is not None and self.has_work:
+                self.listener.poll(self.tail_s(), self.decide_lease)
         if missing := self.token_log.missing:
             total = len(self.token_log.requests)
             raise RunError(f"{missing} of {total} responses are missing although every engine reported to be done")
-        return self.stream
+        return self.result
 
-    # ---- where the work comes from; another kind of rollout has another one -----------------------------------------
+    # ---- sources of requests; a multi-turn rollout overrides these ------------------------------------------------
 
-    def begin(self, number: int, share: np.ndarray) -> None:
-        """An engine gets its share."""
-        self.launches.send(number, share)
+    def assign(self, number: int, share: np.ndarray) -> None:
+        """Give an engine its share."""
+        self.calls.send(number, share)
 
-    def open(self) -> None:
-        """Engines have their shares."""
+    def start_sources(self) -> None:
+        """Called once all engines have their shares."""
 
     @property
-    def goes_on(self) -> bool:
-        """Whether there is, or will be, work for engines."""
-        return bool(self.launches.running)
+    def has_work(self) -> bool:
+        """Whether engines have work now or will get more."""
+        return bool(self.calls.running)
 
     def sources(self) -> list[Any]:
-        """References, besides those of engines and what works beside them, whose answers bring work."""
+        """Return references, besides those of engines and the listener, that bring requests when they are ready."""
         return []
 
-    def hear_source(self, ready: Any) -> None:
-        """One of them has its answer."""
+    def receive_source(self, ready: Any) -> None:
+        """Handle a reference of `sources` that is ready."""
 
     @property
     def awaited(self) -> str:
-        """What is waited for, in words."""
-        return f"{self.token_log.missing} of {len(self.expected)} responses from {len(self.launches.running)} engines"
+        """What the driver waits for, for messages."""
+        return f"{self.token_log.missing} of {self.total} responses from {len(self.calls.running)} engines"
 
     @property
-    def progress(self) -> tuple[int, int]:
-        """Done, of how many."""
-        return len(self.stream.completions), len(self.expected)
+    def done(self) -> int:
+        """Finished responses."""
+        return len(self.result.completions)
 
-    # ---- engines ----------------------------------------------------------------------------------------------
+    @property
+    def total(self) -> int:
+        """All responses."""
+        return len(self.expected)
 
-    def listen(self) -> None:
-        """For engines that do not answer any more although their processes live, as far as Ray knows. While the driver itself was held
-        up, none was silent: what they said or would have said waits to be heard."""
-        now, lost = time.monotonic(), self.lost_nodes()
-        held_up_s, self.listened_s = max(0.0, now - self.listened_s - LOOK_S), now
-        for generator, launch in list(self.launches.running.items()):
-            launch.heard_s = min(now, launch.heard_s + held_up_s)
-            if not launch.started and launch.instance.started:
-                launch.started, launch.heard_s = True, now
-            start_s = self.pool.leases.deadline_s
-            gone = launch.instance.slot.node in lost
-            late = gone or now - launch.heard_s > (self.silence_s if launch.started else start_s)
-            if late and not ray.wait([generator], timeout=0, fetch_local=False)[0]:
-                del self.launches.running[generator]
-                silent = f"it said nothing for rollout.silence_s = {self.silence_s:g} s"
-                never = f"it did not start within functions.lease_deadline_s = {start_s:g} s"
-                self.gone(launch, FailureCause.NODE_LOST if gone else FailureCause.HUNG, silent if launch.started else never)
+    # ---- reports of engines ---------------------------------------------------------------------------------------
 
-    def lost_nodes(self) -> set[str]:
-        """Those that do not answer of the nodes whose engines say nothing: Ray may take half a minute more to see it."""
-        now = time.monotonic()
-        if now - self.looked_s <= SILENT_S:
-            return set()
-        self.looked_s = now
-        silent = {one.instance.slot.node for one in self.launches.running.values() if now - one.heard_s > SILENT_S}
-        return {node for node in silent if self.pool.leases.lose(node)}
-
-    def hear(self, generator: Any) -> None:
-        launch = self.launches.running[generator]
-        instance = launch.instance
+    def receive(self, generator: Any) -> None:
+        """Record what an engine reports, or the end of its call."""
+        call = self.calls.running[generator]
+        instance = call.instance
         try:
-            progress, steps, spans = ray.get(next(generator))
-            loaded = _loaded(instance)
+            deltas, steps, spans = ray.get(next(generator))
+            loaded = _take_load_spans(instance)
         except StopIteration:
-            del self.launches.running[generator]
-            self.ended(launch)
+            del self.calls.running[generator]
+            self.end_call(call)
             return
         except (*GONE, RayTaskError) as error:
-            del self.launches.running[generator]
-            if self.weights_lost(launch):
+            del self.calls.running[generator]
+            if self.load_copy(call):
                 return
             if isinstance(error, GONE):
-                self.died(launch, error)
+                self.handle_death(call, error)
                 return
             failure = instance.failure() or f"{instance.id} failed: {reason_of(error)}"
             raise RunError(f"rollout engine {failure}") from error
-        launch.heard_s = time.monotonic()
-        self.stream.loads += [(instance.slot.node, span.to_s - span.from_s) for span in loaded]
-        self.stream.steps += steps
-        self.stream.decode_s[instance.id] = self.stream.decode_s.get(instance.id, 0.0) + sum(step.seconds for step in steps)
+        call.heard_s = time.monotonic()
+        self.result.loads += [(instance.slot.node, span.to_s - span.from_s) for span in loaded]
+        self.result.steps += steps
+        self.result.decode_s[instance.id] = self.result.decode_s.get(instance.id, 0.0) + sum(step.seconds for step in steps)
         self.pool.ledger.spans([lease.id for lease in instance.leases], [*loaded, *spans])
-        ended, cut = self.token_log.accept(launch.number, instance.id, progress)
-        for moved in self.moving.landed(launch, progress):
+        ended, cut = self.token_log.accept(call.number, instance.id, deltas)
+        for moved in self.migrations.complete(call, deltas):
             if self.migration is not None:
                 self.migration.observe(moved.context_tokens, moved.seconds, moved.how)
-        launch.asked.difference_update(cut.tolist())
-        self.moving.go_on(cut)
-        self.done(ended.tolist())
-        self.unreserve(ended.tolist())
+        call.assigned.difference_update(cut.tolist())
+        self.migrations.forward(cut)
+        self.complete(ended.tolist())
+        self.cancel_moves(ended.tolist())
 
-    def done(self, indices: list[int]) -> None:
-        """These requests have their completions."""
+    def complete(self, indices: list[int]) -> None:
+        """Pass on the completions of these requests."""
         if self.listener is not None:
-            self.listener.heard(self.token_log.completion(i) for i in indices)
+            self.listener.add(self.token_log.completion(i) for i in indices)
 
-    def weights_lost(self, launch: EngineCall) -> bool:
-        """Whether the engine could not load as its weights' node was lost: it takes the copy of them, or where that was lost too those
-        that the learner publishes once more, and begins again. What it may have begun with the weights of before is cut and not heard."""
-        instance = launch.instance
-        if not lost_on_the_way(instance.loading):
+    def load_copy(self, call: EngineCall) -> bool:
+        """Let an engine load the driver's copy of the weights and start over, if their node was lost before it had them.
+
+        Returns False if its call failed for another reason. What it may have begun with older weights is cut and ignored.
+        """
+        instance, copy = call.instance, self.weights.copy
+        if copy is None or call.number in self.reloaded or not lost_on_the_way(instance.loading):
             return False
-        tried = self.tried.setdefault(launch.number, set())
-        tried.add(instance.fetched)
-        left = [ref for ref in (self.weights.copy, self.weights.ref) if ref is not None and str(ref) not in tried]
-        if left:
-            self.stop(launch)
-        elif not self.renewed:
-            others = [other for other in self.launches.running.values() if other.instance.loading is not None]
-            ray.wait([instance.loading, *(other.instance.loading for other in others)], num_returns=1 + len(others), timeout=ALL_LOST_S)
-            waiting = [launch, *(other for other in others if lost_on_the_way(other.instance.loading))]
-            for one in waiting:
-                self.stop(one)
-            self.renewed, fresh = True, self.renew(self.weights, [one.instance for one in waiting])
-            if fresh is not None:
-                self.weights, left = fresh, [fresh.ref]
-        if not left:
-            return False
+        self.reloaded.add(call.number)
+        keys = tuple(self.token_log.requests[i].key for i in call.assigned)
+        self.calls.send_command(call, EngineCommand(cut=keys, what="start over with the step's weights"))
         instance.version = None
-        fetch_into(instance, replace(self.weights, ref=left[0]))
-        if len(owed := self.token_log.owed(launch.number)):
-            self.launches.send(launch.number, owed)
-        self.unreserve(owed.tolist())  # an order to cut was for the call that is over
+        fetch_into(instance, replace(self.weights, ref=copy))
+        self.resend(call.number)
         return True
 
-    def stop(self, launch: EngineCall) -> None:
-        """Its engine is to leave all it was asked for: it begins again."""
-        keys = tuple(self.token_log.requests[i].key for i in launch.asked)
-        self.launches.tell(launch, EngineCommand(cut=keys, what="begin again with the step's weights"))
-
-    def ended(self, launch: EngineCall) -> None:
-        """An engine's call is over. What it was sent too late goes on in another one; with nothing left it is drained."""
-        owed = self.token_log.owed(launch.number)
-        forgotten = launch.asked & set(owed.tolist())
+    def end_call(self, call: EngineCall) -> None:
+        """Handle the end of an engine's call: commands that came too late are repeated, and an idle engine is drained."""
+        forgotten = call.assigned & set(self.token_log.owed(call.number).tolist())
         if forgotten:
-            raise RunError(f"rollout engine {launch.instance.id} ended without {len(forgotten)} of its responses")
-        if len(owed):
-            self.launches.send(launch.number, owed)
-        self.unreserve(owed.tolist())
-        self.idle(launch.number)
+            raise RunError(f"rollout engine {call.instance.id} ended without {len(forgotten)} of its responses")
+        self.resend(call.number)
+        self.drain_if_idle(call.number)
 
-    def idle(self, number: int) -> None:
-        """Give an engine back, if it has nothing to do and nothing is on its way to it while others work."""
-        instance, busy = self.launches.engines[number], self.launches.of(number) is not None
-        if busy or not self.goes_on or instance not in self.pool.working or self.moving.awaited_by(number):
+    def resend(self, number: int) -> None:
+        """Start a new call of an engine with what it owes. Its moves are cancelled: they were meant for the old call."""
+        owed = self.token_log.owed(number)
+        if len(owed):
+            self.calls.send(number, owed)
+        self.cancel_moves(owed.tolist())
+
+    # ---- leases of idle engines -----------------------------------------------------------------------------------
+
+    def drain_if_idle(self, number: int) -> None:
+        """Give an engine back if it has no work and none is on its way to it while others work."""
+        instance, busy = self.calls.engines[number], self.calls.find(number) is not None
+        if busy or not self.has_work or instance not in self.pool.working or self.migrations.is_target(number):
             return
-        if instance.slot.node in self.going:
+        if instance.slot.node in self.draining:
             self.pool.leave(instance)
             return
         if self.listener is None or not self.listener.take(instance, self.tail_s()):
-            self.give_back(instance, self.fate())
+            self.give_back(instance, self.decide_lease())
 
-    def unreserve(self, indices: list[int]) -> None:
-        """These requests go nowhere any more: who waited for them may be without work."""
-        for number in self.moving.stay(indices):
-            self.idle(number)
-
-    def fate(self, others: int = 0) -> Decision:
-        """What becomes of a lease without work; `others`: leases that are not with engines."""
+    def decide_lease(self, others: int = 0) -> Decision:
+        """Decide about a lease without work. `others`: number of leases that no engine holds."""
         return self.drained(self.tail_s(), len(self.pool.working) + others <= self.needed_next)
 
     def tail_s(self) -> float:
-        """For how long the longest live response goes on, as forecast."""
+        """Return the seconds that the longest live response will take, by its forecast."""
         left = np.maximum(self.expected, OUTLIVES * self.token_log.length) - self.token_log.length
-        return float(left[~self.token_log.finished].max(initial=0.0)) * step_s(self.stream.steps)
+        return float(left[~self.token_log.finished].max(initial=0.0)) * median_step_s(self.result.steps)
 
-    def steer(self) -> None:
-        """Ask the planner for moves, one decision at a time: not while a request is between two engines."""
+    # ---- moves ----------------------------------------------------------------------------------------------------
+
+    def decide_moves(self) -> None:
+        """Ask the planner for moves, one decision at a time: never while a request is between two engines."""
         began_s = time.monotonic()
-        if self.migration is None or self.moving.leaving or not self.launches.running or began_s < self.decide_at_s:
+        if self.migration is None or self.migrations.leaving or not self.calls.running or began_s < self.decide_at_s:
             return
-        stay = [number for number in self.launches.living() if self.launches.engines[number].slot.node not in self.going]
-        wishes = self.migration.decide(self.token_log, stay, self.stream.steps)
+        stay = [number for number in self.calls.available() if self.calls.engines[number].slot.node not in self.draining]
+        decided = self.migration.decide(self.token_log, stay, self.result.steps)
         now = time.monotonic()
         self.decide_at_s = now + max(self.interval_s, (now - began_s) / DECIDING_SHARE)
-        if not wishes.moves:
+        if not decided.moves:
             return
-        if wishes.time_saved_s <= 0 and self.fate().action != "Release":
-            return  # it saves leases only, and these would be held for the next phase
-        self.stream.decisions.append(f"{sum(len(wish.requests) for wish in wishes.moves)} moved: {wishes.reason}")
-        for wish in wishes.moves:
-            self.moving.cut(wish)
+        if decided.time_saved_s <= 0 and self.decide_lease().action != "Release":
+            return  # it saves leases only, and they would be held for the next phase
+        self.result.decisions.append(f"{sum(len(move.requests) for move in decided.moves)} moved: {decided.reason}")
+        for move in decided.moves:
+            self.migrations.start(move)
 
-    def evacuate(self) -> None:
-        """Engines on nodes that will soon be gone: what they have goes to others, or where there are none to a new one, which
-        starts while they still work. They leave when they have nothing more to tell."""
-        self.going = self.pool.leases.draining()
-        leaving = [i for i in self.pool.working if i.slot.node in self.going]
+    def cancel_moves(self, indices: list[int]) -> None:
+        """Cancel the moves of these requests. Engines that waited for them may be idle now."""
+        for number in self.migrations.cancel(indices):
+            self.drain_if_idle(number)
+
+    def evacuate_draining(self) -> None:
+        """Move requests off engines whose nodes are drained.
+
+        If all engines are on such nodes, a new one is started while they still work. An engine leaves once it has no request left.
+        """
+        self.draining = self.pool.leases.draining()
+        leaving = [i for i in self.pool.working if i.slot.node in self.draining]
         if not leaving:
             return
         if len(leaving) == len(self.pool.working):
@@ -354,67 +289,101 @@ class RolloutDriver:
             for lease in self.pool.leases.living(took):
                 self.pool.assign_leases([lease])
                 fetch_weights(self.pool, self.weights)
-        stay = [number for number in self.launches.living() if self.launches.engines[number] not in leaving]
+        stay = [number for number in self.calls.available() if self.calls.engines[number] not in leaving]
         for instance in leaving if stay else ():
-            number = self.launches.number(instance)
-            if self.launches.of(number) is None:
-                self.idle(number)
+            number = self.calls.number(instance)
+            if self.calls.find(number) is None:
+                self.drain_if_idle(number)
                 continue
-            owed = [i for i in self.token_log.owed(number).tolist() if i not in self.moving.leaving]
+            owed = [i for i in self.token_log.owed(number).tolist() if i not in self.migrations.leaving]
             for k, target in enumerate(stay):
                 if part := owed[k :: len(stay)]:
-                    for wish in self.wishes(np.array(part), number, target, "the node is drained"):
-                        self.moving.cut(wish)
+                    for move in self._moves(np.array(part), number, target, "the node is drained"):
+                        self.migrations.start(move)
 
-    def wishes(self, requests: np.ndarray, source: int, target: int, reason: str) -> list[MigrationRequest]:
-        """Each by the way that suits it, where that is known."""
+    def _moves(self, requests: np.ndarray, source: int, target: int, reason: str) -> list[MigrationRequest]:
+        """Request moves, each by the faster transfer method if both are known."""
         if self.migration is None:
             return [MigrationRequest(requests, source, target, reason)]
-        return self.migration.by_way(requests, self.token_log, source, target, reason)
+        return self.migration.choose_methods(requests, self.token_log, source, target, reason)
 
-    def died(self, launch: EngineCall, error: Exception) -> None:
-        instance = launch.instance
+    # ---- lost engines ---------------------------------------------------------------------------------------------
+
+    def remove_silent(self) -> None:
+        """Replace engines that do not report although Ray considers their processes alive.
+
+        Time in which the driver itself was held up does not count as silence: reports may be waiting to be read.
+        """
+        now, lost = time.monotonic(), self.find_lost_nodes()
+        held_up_s, self.looked_s = max(0.0, now - self.looked_s - LOOK_S), now
+        for generator, call in list(self.calls.running.items()):
+            call.heard_s = min(now, call.heard_s + held_up_s)
+            if not call.started and call.instance.started:
+                call.started, call.heard_s = True, now
+            start_s = self.pool.leases.deadline_s
+            is_lost = call.instance.slot.node in lost
+            late = is_lost or now - call.heard_s > (self.silence_s if call.started else start_s)
+            if late and not ray.wait([generator], timeout=0, fetch_local=False)[0]:
+                del self.calls.running[generator]
+                silent = f"it sent nothing for rollout.silence_s = {self.silence_s:g} s"
+                never = f"it did not start within functions.lease_deadline_s = {start_s:g} s"
+                self.handle_loss(call, FailureCause.NODE_LOST if is_lost else FailureCause.HUNG, silent if call.started else never)
+
+    def find_lost_nodes(self) -> set[str]:
+        """Probe the nodes of silent engines, and return those that do not answer. Ray may notice half a minute later."""
+        now = time.monotonic()
+        if now - self.probed_s <= SILENT_S:
+            return set()
+        self.probed_s = now
+        silent = {call.instance.slot.node for call in self.calls.running.values() if now - call.heard_s > SILENT_S}
+        return {node for node in silent if self.pool.leases.lose(node)}
+
+    def handle_death(self, call: EngineCall, error: Exception) -> None:
+        """Handle the death of an engine's process. Raises RunError if its constructor raised: the next process would raise too."""
+        instance = call.instance
         cause = self.pool.cause(instance)
-        if raised_at_start(error) and not cause.is_preemption:  # an exception, not a death: the next process would raise it again
+        if raised_at_start(error) and not cause.is_preemption:
             raise RunError(f"rollout engine {instance.id} could not start: {reason_of(error)}") from error
-        self.gone(launch, cause, instance.failure() or reason_of(error))
+        self.handle_loss(call, cause, instance.failure() or reason_of(error))
 
-    def gone(self, launch: EngineCall, cause: FailureCause, why: str) -> None:
-        """Its requests go on from what was heard: on the living engines at once, or where there are none on its successor."""
-        instance = launch.instance
-        orphans = self.token_log.owed(launch.number)
-        self.stream.replaced += 1
-        self.stream.orphans += len(orphans)
-        self.stream.silent_s += time.monotonic() - launch.heard_s
-        others = [number for number in self.launches.living() if number != launch.number]
+    def handle_loss(self, call: EngineCall, cause: FailureCause, why: str) -> None:
+        """Continue the requests of a lost engine from their last received token.
+
+        Other engines take them over at once. Without others, the engine's successor gets them.
+        """
+        instance = call.instance
+        orphans = self.token_log.owed(call.number)
+        self.result.replaced += 1
+        self.result.orphans += len(orphans)
+        self.result.silent_s += time.monotonic() - call.heard_s
+        others = [number for number in self.calls.available() if number != call.number]
         if not others:
-            self.moving.stay(orphans.tolist())
-            successor = self.launches.number(self.pool.replace(instance, why, cause))
+            self.migrations.cancel(orphans.tolist())
+            successor = self.calls.number(self.pool.replace(instance, why, cause))
             fetch_weights(self.pool, self.weights)
             if len(orphans):
-                self.launches.send(successor, orphans)
+                self.calls.send(successor, orphans)
             return
-        self.launches.spread(orphans, others, self.expected)
-        self.unreserve(orphans.tolist())
-        node = instance.slot.node  # of a drained one its leases go back: to wait for others, that engines may hold, is not worth it
-        here = not self.pool.leases.gone([node]) and node not in self.pool.leases.draining()
-        if here and self.migration is not None and self.tail_s() > self.start_s:
-            self.pool.replace(instance, why, cause)  # it gets its part by a move, as soon as it can work
+        self.calls.spread(orphans, others, self.expected)
+        self.cancel_moves(orphans.tolist())
+        node = instance.slot.node  # leases of a drained node are released: waiting for others, which engines may hold, does not pay
+        is_usable = not self.pool.leases.gone([node]) and node not in self.pool.leases.draining()
+        if is_usable and self.migration is not None and self.tail_s() > self.start_s:
+            self.pool.replace(instance, why, cause)  # a move gives it requests as soon as it can work
             fetch_weights(self.pool, self.weights)
         else:
             self.pool.lose(instance, why, cause)
-            if here:
+            if is_usable:
                 self.pool.prewarm(instance.slot)  # for the next rollout
 
 
-def _loaded(instance: Instance) -> list[Span]:
-    """What the instance said of its last weight loading, once: it is done when the rollout after it has answers. What it raised
-    stays there to be looked at."""
+def _take_load_spans(instance: Instance) -> list[Span]:
+    """Return the spans of the instance's last weight load, once. A load that failed raises here, and is kept for `failure`."""
     spans = ray.get(instance.loading) if instance.loading is not None else []
     instance.loading = None
     return spans
 
 
-def step_s(steps: list[EngineStep]) -> float:
-    """Seconds of a decode step of late."""
+def median_step_s(steps: list[EngineStep]) -> float:
+    """Return the median duration of the newest decode steps, in seconds."""
     return float(np.median([s.seconds for s in steps[-64:]])) if steps else 0.0

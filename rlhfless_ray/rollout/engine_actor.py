@@ -1,4 +1,4 @@
-"""The rollout function's process: one engine, its weights by version. A plain class; the pool wraps it in an actor."""
+"""The process of a rollout engine. A plain class, which the pool wraps in an actor."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from rlhfless_ray.weights.checksum import combined, damaged, digests, listed
 from rlhfless_ray.weights.model_folder import write_folder
 from rlhfless_ray.weights.tensor_file import Content, Files
 
-PAGES_S = 5.0  # to fetch the KV pages of a moved request; to compute them does not take longer
+PAGES_S = 5.0  # timeout for the KV pages of a moved request; computing them takes no longer
 
 
 class RolloutActor:
-    # `tell` comes while `rollout` works; `hand_over` too, also while `tell` waits for pages of an engine that waits for ours
+    # `enqueue` runs beside `rollout`. `hand_over` also runs while `enqueue` waits for pages of an engine that waits for ours.
     concurrency_groups: ClassVar = {"control": 1, "pages": 1}
 
     def __init__(self, files: Files, settings: EngineSettings) -> None:
-        """Imports only, but all of them, so that a process can be prewarmed without a lease. `files`: config and tokenizer."""
+        """Import everything, so that a process can be prewarmed without a lease. `files`: config and tokenizer."""
         start = time.time()
         self.files, self.settings = files, settings
         self.engine: Any = None
         self.control_queue = ControlQueue()
-        self.carried: list[bytes] = []  # addresses of pages that came with requests
-        self.old_tickets: set[int] = set()  # of pages that were cut out before the newest call
+        self.carried: list[bytes] = []  # addresses of pages that arrived with requests
+        self.old_tickets: set[int] = set()  # of pages kept by earlier calls
         import rlhfless_ray.rollout.vllm_engine as engine
 
         config = json.loads(bytes(files.get("config.json", b"{}")))
@@ -43,14 +43,14 @@ class RolloutActor:
         self.imported = Span("start", "import vllm", start, time.time())
 
     def open(self, threads: int) -> dict[str, Any]:
-        """Build the engine, without weights of its own."""
+        """Build the engine without weights."""
         from rlhfless_ray.local.process_memory import own_memory_mb
         from rlhfless_ray.rollout.vllm_engine import VllmEngine, model_folder
 
         start = time.time()
         set_threads(threads)
         with tempfile.TemporaryDirectory(prefix="rlhfless-engine-") as name:
-            tempfile.tempdir = name  # vLLM leaves a rendezvous file in the temporary folder: let it go with this one
+            tempfile.tempdir = name  # vLLM leaves a rendezvous file in the temporary folder
             self.engine = VllmEngine(model_folder(Path(name), self.files, self.settings), self.settings, self._tokenizer)
             tempfile.tempdir = None
         spans = [self.imported, Span("start", "build engine", start, time.time())]
@@ -63,8 +63,10 @@ class RolloutActor:
         return load_tokenizer(self.files, self.settings.trust_remote_code)
 
     def load(self, version: int, weights: dict[str, np.ndarray], expected: int | Mapping[str, int]) -> list[Span]:
-        """Take a weight version. `expected`: the digest of each tensor, or one checksum. Raises ValueError when the bytes are not
-        those that were published, with the tensors' names where they are known."""
+        """Load a weight version. `expected`: the digest of each tensor, or one checksum.
+
+        Raises ValueError, with the tensors' names if they are known, if the bytes differ from the published ones.
+        """
         start = time.time()
         found = digests(weights)
         wrong = damaged(found, expected) if isinstance(expected, Mapping) else []
@@ -76,14 +78,15 @@ class RolloutActor:
         return [Span("transfer", f"load version {version}", start, time.time())]
 
     def differing(self, model: Content, published: Mapping[str, int] | None) -> tuple[list[str], list[str] | None]:
-        """Name the tensors by which this engine may differ from the learner, when their log-probabilities do.
+        """Find the tensors that may explain different log-probabilities of engine and learner.
 
         Args:
-            model: the learner's weights as a safetensors file, see `Trainer.model_bytes`.
-            published: the digest of each tensor of the version that the engine has loaded.
+            model: The learner's weights as a safetensors file, see `Trainer.model_bytes`.
+            published: The digest of each tensor of the version that the engine has loaded.
 
-        Returns: names of the tensors that were published otherwise than they are in the file; and of those that the engine holds
-        otherwise than a new engine that loads the file, None where the former explain it, or it holds no weights any more.
+        Returns:
+            Names of the tensors whose published values differ from the file, and of those in which this engine differs from a new
+            one that loads the file. The latter is None if the former is not empty, or if this engine has no weights any more.
         """
         from rlhfless_ray.weights.tensor_file import as_numpy, load_tensors
 
@@ -98,19 +101,21 @@ class RolloutActor:
     def rollout(
         self, epoch: int, requests: list[Request], interval_s: float, threads: int, pages: Sequence[Any] = ()
     ) -> Iterator[tuple[TokenDeltas, list[EngineStep], list[Span]]]:
-        """Answer requests; yields their progress about every `interval_s`, with the step records since. `epoch` numbers the
-        calls: orders that `tell` brings for this one are carried out on the way. `pages`: as in an order."""
+        """Answer requests, and yield new tokens and step records about every `interval_s`.
+
+        `epoch`: number of this call. Commands that `enqueue` gets for it are carried out. `pages`: as in `EngineCommand`.
+        """
         set_threads(threads)
-        for ticket in self.old_tickets:  # who did not ask for them in a whole call will not
+        for ticket in self.old_tickets:  # not fetched during a whole call
             self.engine.kept.pop(ticket, None)
         self.old_tickets = set(self.engine.kept)
         self._fetch(pages)
         self.control_queue.open(epoch)
         start = time.time()
         try:
-            for progress in self.engine.generate(requests, interval_s, self.control_queue):
+            for deltas in self.engine.generate(requests, interval_s, self.control_queue):
                 end = time.time()
-                yield progress, self.engine.take_steps(), around(self.engine.take_spans(), "generate", start, end)
+                yield deltas, self.engine.take_steps(), fill_between(self.engine.take_spans(), "generate", start, end)
                 start = end
         finally:
             self.control_queue.close()
@@ -118,31 +123,30 @@ class RolloutActor:
                 self.engine.pages.rows.pop(address, None)
             self.carried.clear()
 
-    def tell(self, epoch: int, order: EngineCommand) -> bool:
-        """Runs beside `rollout`, in the group "control". False: that call is over, nothing will be done."""
-        self._fetch(order.pages)
-        return self.control_queue.tell(epoch, order)
+    def enqueue(self, epoch: int, command: EngineCommand) -> bool:
+        """Add a command for the call with this epoch. Runs beside `rollout`. Returns False if that call is over."""
+        self._fetch(command.pages)
+        return self.control_queue.put(epoch, command)
 
     def hand_over(self, ticket: int) -> Bundle | None:
-        """The KV pages of what an order with this ticket cut, once; None where there are none. In the group "pages"."""
+        """Return the KV pages kept under a ticket, once, or None if there are none. Runs beside `rollout`."""
         pages = self.engine.kept.pop(ticket, None)
         if not pages:
             return None
         start = self.engine.pages.layout.start(salt(self.engine.version))
         return Bundle.seal(start, list(pages), np.stack(list(pages.values())))
 
-    def take_in(self, bundle: Bundle) -> None:
-        """Pages for requests that come, until the end of the call. Those of another version or model are refused, and their
-        contexts computed."""
+    def _add_pages(self, bundle: Bundle) -> None:
+        """Keep pages of requests to come until the end of the call. Pages of another version or model are refused."""
         self.engine.pages.put(bundle, salt(self.engine.version), set(bundle.addresses))
         self.carried += bundle.addresses
 
     def _fetch(self, pages: Sequence[Any]) -> None:
-        """What cannot be had in time, as its engine has died, is computed instead, and counted."""
+        """Fetch KV pages. Contexts whose pages do not arrive in time are computed, and counted as lost."""
         import ray
         from ray.exceptions import RayError
 
-        if not pages or self.engine is None or self.engine.pages is None or self.engine.pages.refused:  # None: it starts
+        if not pages or self.engine is None or self.engine.pages is None or self.engine.pages.refused:  # the engine may still be starting
             return
         for ref in pages:
             try:
@@ -151,11 +155,10 @@ class RolloutActor:
                 self.engine.pages.counts["lost"] += 1
                 continue
             if bundle is not None:
-                self.take_in(bundle)
+                self._add_pages(bundle)
 
     def park(self) -> dict[str, Any]:
-        """Give back what the engine can: its device, weights and all, or on CPU its KV cache, and what a process that waits has no
-        use for."""
+        """Release memory: on GPU the device's with the weights, on CPU the KV cache and unused pages of the process."""
         from rlhfless_ray.local.process_memory import release_unused_memory, report_parked_memory
 
         start = time.time()
@@ -168,14 +171,14 @@ class RolloutActor:
 
 
 def set_threads(threads: int) -> None:
-    """As many threads as leased cores; set before each call, in the thread that will work: OpenMP keeps it there."""
+    """Use as many threads as leased cores. Set before each call in the working thread, because OpenMP keeps it per thread."""
     import torch
 
     torch.set_num_threads(threads)
 
 
-def around(spans: list[Span], what: str, start: float, end: float) -> list[Span]:
-    """`spans`, in their order, and work named `what` in all the rest of start … end."""
+def fill_between(spans: list[Span], what: str, start: float, end: float) -> list[Span]:
+    """Return `spans` with work named `what` in the gaps of the interval from `start` to `end`."""
     found = []
     for span in spans:
         found += [Span("work", what, start, span.from_s), span]

@@ -1,4 +1,4 @@
-"""The engines of a rollout and the calls they are at work on."""
+"""The engines of a rollout and the calls they work on."""
 
 from __future__ import annotations
 
@@ -16,50 +16,55 @@ from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.control_queue import EngineCommand
 from rlhfless_ray.rollout.token_log import TokenLog
 
-_epochs = itertools.count(1)  # of all rollouts of this driver: an order is for one call of one engine
+_epochs = itertools.count(1)  # over all rollouts of this driver: a command belongs to one call of one engine
 
 
 @dataclass
 class EngineCall:
-    """A call of an engine. asked: indices of the requests it was called with and has not cut; heard_s: when it last said
-    something, and before that, when it had started; before that, when it was called."""
+    """A call of an engine.
+
+    `assigned`: indices of the requests it was called with, without those it has cut. `heard_s`: time of its last report; before
+    the first report, the time of its start; before that, the time of the call.
+    """
 
     instance: Instance
     number: int
     epoch: int
-    asked: set[int]
+    assigned: set[int]
     heard_s: float
-    started: bool = False  # its process, as far as was seen
+    started: bool = False  # whether the driver has seen that its process is ready
 
 
 class EngineCalls:
-    """Engines are known by number, in the order in which they came; a number is never used twice."""
+    """Engines by number, in the order in which they joined. A number is never reused."""
 
     def __init__(self, pool: WorkerPool, token_log: TokenLog, interval_s: float) -> None:
         self.pool, self.token_log, self.interval_s = pool, token_log, interval_s
         self.engines: list[Instance] = []  # by number
-        self.running: dict[Any, EngineCall] = {}  # by the generator of the call
+        self.running: dict[Any, EngineCall] = {}  # by the call's generator
 
     def number(self, instance: Instance) -> int:
+        """Return the instance's number, which it gets on first use."""
         if instance not in self.engines:
             self.engines.append(instance)
         return self.engines.index(instance)
 
-    def of(self, number: int) -> EngineCall | None:
-        return next((launch for launch in self.running.values() if launch.number == number), None)
+    def find(self, number: int) -> EngineCall | None:
+        """Return the running call of an engine."""
+        return next((call for call in self.running.values() if call.number == number), None)
 
-    def living(self) -> list[int]:
-        """Numbers of the engines that are at work or could be at once."""
-        busy = {launch.number for launch in self.running.values()}
+    def available(self) -> list[int]:
+        """Return the numbers of the engines that work, or could start to at once."""
+        busy = {call.number for call in self.running.values()}
         numbers = [self.number(instance) for instance in self.pool.working]
-        return [number for number in numbers if number in busy or _ready(self.engines[number])]
+        return [number for number in numbers if number in busy or _is_ready(self.engines[number])]
 
     def send(self, number: int, indices: np.ndarray, what: str = "", pages: tuple[Any, ...] = ()) -> None:
-        """The engine goes on with these requests: beside what it has, or called anew. `pages`: references to their KV pages."""
-        instance, launch = self.engines[number], self.of(number)
-        requests = self.token_log.give(indices, number)
-        if launch is not None:
-            self.tell(launch, EngineCommand(add=tuple(requests), what=what, pages=pages))
+        """Let an engine continue these requests: in its running call, or in a new one. `pages`: references to their KV pages."""
+        instance, call = self.engines[number], self.find(number)
+        requests = self.token_log.assign(indices, number)
+        if call is not None:
+            self.send_command(call, EngineCommand(add=tuple(requests), what=what, pages=pages))
             return
         epoch = next(_epochs)
         generator = instance.actor.rollout.options(num_returns="streaming").remote(
@@ -67,12 +72,12 @@ class EngineCalls:
         )
         self.running[generator] = EngineCall(instance, number, epoch, set(indices.tolist()), time.monotonic())
 
-    def tell(self, launch: EngineCall, order: EngineCommand) -> None:
-        """Not waited for: an order that comes too late is seen from what the engine's call leaves undone."""
-        launch.instance.actor.tell.options(concurrency_group="control").remote(launch.epoch, order)
+    def send_command(self, call: EngineCall, command: EngineCommand) -> None:
+        """Send a command without waiting for a reply. If it arrives too late, the end of the call shows what is left undone."""
+        call.instance.actor.enqueue.options(concurrency_group="control").remote(call.epoch, command)
 
     def spread(self, indices: np.ndarray, engines: list[int], expected: np.ndarray) -> None:
-        """Requests whose engine is gone go on, longest expected first, on the engines with the least to do."""
+        """Continue requests of a lost engine on the least loaded of `engines`, the longest expected first."""
         live = ~self.token_log.finished & (self.token_log.owner >= 0)
         held = np.bincount(self.token_log.owner[live], minlength=len(self.engines))
         heap = [(int(held[number]), number) for number in engines]
@@ -83,13 +88,13 @@ class EngineCalls:
             share.setdefault(number, []).append(i)
             heapq.heappush(heap, (load + 1, number))
         for number, part in share.items():
-            self.send(number, np.array(part), f"take over {sequences(len(part))}")
+            self.send(number, np.array(part), f"take over {count_sequences(len(part))}")
 
 
-def _ready(instance: Instance) -> bool:
-    """Whether an instance without work could begin at once."""
+def _is_ready(instance: Instance) -> bool:
+    """Return whether an idle instance has loaded its weights."""
     return instance.loading is None or bool(ray.wait([instance.loading], timeout=0)[0])
 
 
-def sequences(count: int) -> str:
+def count_sequences(count: int) -> str:
     return f"{count} sequence" if count == 1 else f"{count} sequences"

@@ -1,4 +1,4 @@
-"""What an engine needs of a run. Plain values, so that its process does not import the recipe."""
+"""The settings of an engine as plain values, so that its process does not import the recipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Fields without a comment are those of the recipe's sections `rollout` and `policy`."""
+    """Fields without a comment are from the recipe's sections `rollout` and `policy`."""
 
     max_model_len: int  # longest prompt and response together, in tokens
     max_running: int
@@ -21,7 +21,7 @@ class EngineSettings:
     dtype: Literal["float32", "bfloat16"] = "float32"
     trust_remote_code: bool = False
     device: str = "cpu"  # or "gpu"
-    prefix_kv: bool = False  # copies of KV pages can leave the engine, and come from others
+    prefix_kv: bool = False  # whether the engine exchanges KV pages with others
 
 
 def engine_settings(recipe: Recipe, longest_prompt_tokens: int, device: str = "cpu", prefix_kv: bool = False) -> EngineSettings:

@@ -8,8 +8,10 @@ import numpy as np
 
 
 class GrowableArray:
-    """`values` (n,) is a view of a buffer that doubles when it is full, so that n values appended one by one are copied fewer than
-    2 n times in all. A view taken before an append does not have what was appended, and writes to one may be lost after it."""
+    """An array with amortised constant-time append: its buffer doubles when it is full.
+
+    `values` (n,) is a view of the buffer. After an append, older views lack the new value, and writes to them may be lost.
+    """
 
     def __init__(self, values: np.ndarray) -> None:
         self._buffer, self._used = values.copy(), len(values)

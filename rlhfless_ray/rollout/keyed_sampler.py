@@ -1,12 +1,11 @@
-"""Sampling inside vLLM whose noise is a function of (request seed, response position) only.
+"""Sampling inside vLLM whose noise depends only on the request's seed and the position in the response.
 
-vLLM's own per-request generator restarts when a request is continued elsewhere, so a cut request would repeat its
-noise. Here every request owns one Philox stream (a counter-based generator: number i of the stream depends on the key
-and i alone; Salmon et al., SC 2011), and the token at response position i is drawn with number i by inverting the
-cumulative distribution. Neither the batch around a request nor the engine it runs on takes part.
+vLLM's own generator restarts when a request is continued elsewhere, so a cut request would repeat its noise. Here every request
+has a Philox stream. This generator is counter-based: number i depends only on the key and i (Salmon et al., SC 2011). The token at
+position i is drawn with number i by inverting the cumulative distribution. It does not depend on the batch or the engine.
 
-The log-probability of the token is that of the sampling distribution: temperature and top-p applied, taken before the noise.
-vLLM offers it before the temperature or after all processors only, so it is kept here and fetched by request key.
+The log-probability of a token is that of the sampling distribution, with temperature and top-p. vLLM offers it only before the
+temperature or after all processors, so it is kept here and fetched by request key.
 """
 
 from __future__ import annotations
@@ -24,21 +23,19 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.sample.logits_processor import BatchUpdate
 
-FORCED = 1e30  # logit of the drawn token: greater than any real one, so vLLM's greedy pick takes it
-# Of the float64 probabilities of as many rows as are drawn from at once; several such tensors are held meanwhile. On GPU vLLM does not
-# know of them: what it leaves free of a device is to be enough, however many sequences run and however many words there are.
+FORCED = 1e30  # logit of the drawn token: greater than any real one, so that vLLM's greedy choice takes it
+# Limit on the float64 probabilities of rows that are drawn at once. vLLM on GPU does not account for these tensors, so they must fit
+# into the memory that it leaves free, for any batch and vocabulary.
 CHUNK_BYTES = 1 << 27
-
-
 PER_COUNT = 4  # numbers that Philox draws from one value of its counter
-# One generator, put where it is wanted: to make one takes longer than all else that is done for a request here.
+# One generator for all requests, set to the stream and position: creating one takes longer than the rest of the work for a request.
 _philox = np.random.Philox(key=0)
 _numbers = np.random.Generator(_philox)
-_place: Any = _philox.state  # its buffer is empty, and stays so
+_place: Any = _philox.state  # with an empty buffer
 
 
-def uniforms(seed: int, count: int, offset: int = 0) -> np.ndarray:
-    """`count` numbers of the request's stream from number `offset` on, float64 in [0, 1). `seed` below 2**64."""
+def draw_uniforms(seed: int, count: int, offset: int = 0) -> np.ndarray:
+    """Return `count` numbers of a request's stream from number `offset`, float64 in [0, 1). `seed`: below 2**64."""
     whole, rest = divmod(offset, PER_COUNT)
     _place["state"]["key"][0], _place["state"]["counter"][0] = seed, whole
     _philox.state = _place
@@ -50,9 +47,9 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row.
 
-    logits (rows, vocabulary) float; temperature (rows,), 0 meaning greedy; uniform (rows,) float64 in [0, 1); top_p (rows,) in
-    (0, 1], None: 1 for all. Returns tokens (rows,) int64 and their log-probabilities (rows,) float32 in the distribution that was
-    drawn from (a greedy row's at temperature 1).
+    logits: (rows, vocabulary) float. temperature: (rows,), 0 for greedy. uniform: (rows,) float64 in [0, 1). top_p: (rows,) in
+    (0, 1]; None: 1 for all. Returns tokens (rows,) int64 and their log-probabilities (rows,) float32 under the sampling
+    distribution (at temperature 1 for greedy rows).
     """
     greedy = temperature == 0
     scaled = logits.float() / torch.where(greedy, torch.ones_like(temperature), temperature).unsqueeze(1)
@@ -71,7 +68,7 @@ def draw(
 def draw_in_chunks(
     logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, top_p: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`draw`, of so many rows at a time that their probabilities take CHUNK_BYTES at most. Rows have nothing to do with one another."""
+    """Call `draw` on chunks of rows whose probabilities take at most CHUNK_BYTES. Rows are independent."""
     size = max(1, CHUNK_BYTES // (8 * logits.shape[1]))
     if len(logits) <= size:
         return draw(logits, temperature, uniform, top_p)
@@ -84,26 +81,23 @@ def draw_in_chunks(
 
 
 class KeyedSampler(LogitsProcessor):
-    """vLLM logits processor that draws every token itself; requests run greedily as far as vLLM is concerned.
+    """A vLLM logits processor that draws every token itself. For vLLM all requests are greedy.
 
-    A request's `SamplingParams.extra_args` carry `key` (int, unlike that of any other request the engine still knows), `seed`
-    (int), `temperature` (float), `top_p` (float, 1 where it is absent) and `offset` (tokens generated before, when a cut request goes on).
-    With `min_tokens` (int) the tokens `ends` (list of int) cannot be drawn before that many tokens of the whole response. They are left
-    out before temperature and top_p, as vLLM's own `min_tokens` does, and the log-probability is that of what is left.
+    `SamplingParams.extra_args` of a request: `key` (int, unique among the requests that the engine knows), `seed` (int),
+    `temperature` (float), `top_p` (float, default 1), `offset` (tokens generated before a cut). With `min_tokens` (int) the tokens
+    `ends` (list of int) cannot be drawn before that many tokens of the whole response. They are excluded before temperature and
+    top_p, as by vLLM's own `min_tokens`, and log-probabilities are those of the remaining tokens.
     """
-
-    latest: KeyedSampler | None = None  # the engine in this process finds its sampler here (vLLM builds it)
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.device = device
         self.rows: dict[int, dict[str, Any]] = {}
         self.records: list[tuple[np.ndarray, np.ndarray, torch.Tensor]] = []  # since the last `take`
-        self.outputs: dict[int, list[int]] = {}  # by key: vLLM's own list of the tokens so far, until `forget`
-        self.count_nothing()
-        KeyedSampler.latest = self
+        self.outputs: dict[int, list[int]] = {}  # by key: vLLM's own list of tokens, until `forget`
+        self.reset_counts()
 
-    def count_nothing(self) -> None:
-        """An engine step begins: sequences in it, tokens it computes, tokens in its contexts."""
+    def reset_counts(self) -> None:
+        """Start an engine step: zero the counts of its sequences, computed tokens and context tokens."""
         self.running = self.new_tokens = self.context_tokens = 0
 
     @classmethod
@@ -126,7 +120,7 @@ class KeyedSampler(LogitsProcessor):
                 "key": extra["key"],
                 "temperature": extra["temperature"],
                 "top_p": extra.get("top_p", 1.0),
-                "noise": uniforms(extra["seed"], params.max_tokens or 0, offset),
+                "noise": draw_uniforms(extra["seed"], params.max_tokens or 0, offset),
                 "output": output_ids,
                 "open_until": extra.get("min_tokens", 0) - offset,  # positions before this one cannot end the response
                 "ends": extra.get("ends", ()),
@@ -156,15 +150,17 @@ class KeyedSampler(LogitsProcessor):
         self.running = len(rows)
         self.context_tokens = int(positions.sum()) + sum(row["prompt_tokens"] for row in rows)
         for row, position in zip(rows, positions.tolist(), strict=True):
-            # a row that was thrown out of the cache starts again: its own tokens are computed like its prompt's
+            # a preempted row starts again: its own tokens are computed like its prompt's
             self.new_tokens += 1 if row["started"] else row["prompt_tokens"] + position
             row["started"] = True
         return logits.scatter_(1, tokens.unsqueeze(1), FORCED)
 
     def take(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What was drawn since the last call: keys (m,), positions (m,) in what the engine generates, log-probabilities (m,)
-        float32, in the order of drawing. vLLM drops draws of a chunked prefill and draws the position again: the last
-        one of a position counts, and only where the position has a token."""
+        """Return the draws since the last call, in order: keys (m,), positions (m,), log-probabilities (m,) float32.
+
+        Positions count what this engine generated. vLLM drops draws of a chunked prefill and draws the position again. The last
+        draw of a position counts, and only if the position has a token.
+        """
         records, self.records = self.records, []
         if not records:
             return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32)
@@ -172,5 +168,5 @@ class KeyedSampler(LogitsProcessor):
         return np.concatenate(keys), np.concatenate(positions), torch.cat(logprobs).cpu().numpy()
 
     def forget(self, key: int) -> None:
-        """The request is over. Its row goes when vLLM says so."""
+        """Drop the outputs of a finished request. Its row is removed when vLLM reports it."""
         self.outputs.pop(key, None)

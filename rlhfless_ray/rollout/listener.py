@@ -1,4 +1,4 @@
-"""What the driver does beside a rollout: samples of what has ended, and work for the slots that engines have left."""
+"""What the driver does beside a rollout: make samples of finished responses, and find work for slots that engines have left."""
 
 from __future__ import annotations
 
@@ -13,39 +13,43 @@ from rlhfless_ray.types import Sample
 
 
 class SampleSink(Protocol):
-    """What makes samples of what has ended: of completions, or of episodes."""
+    """Makes samples of completions or episodes."""
 
     def add(self, ended: Iterable[Any], /) -> list[Sample]: ...
 
 
 class RolloutListener:
     def __init__(
-        self, samples: SampleSink, tail: OverlapScheduler | None, park: Callable[[Instance], list[Lease]], handing_over_s: float
+        self, samples: SampleSink, overlap: OverlapScheduler | None, park: Callable[[Instance], list[Lease]], handover_s: float
     ) -> None:
-        """`tail`: None where slots stay with their engines. `park`: makes an engine leave its slot; `handing_over_s`: what it
-        takes until others work there."""
-        self.samples, self.tail = samples, tail
-        self.park, self.handing_over_s = park, handing_over_s
+        """`overlap`: None if slots stay with their engines. `park`: parks an engine and returns its leases. `handover_s`: time
+        until another process works under them."""
+        self.samples, self.overlap = samples, overlap
+        self.park, self.handover_s = park, handover_s
 
-    def heard(self, ended: Iterable[Any]) -> None:
+    def add(self, ended: Iterable[Any]) -> None:
+        """Make samples of finished completions or episodes."""
         new = self.samples.add(ended)
-        if self.tail is not None:
-            self.tail.heard(new)
+        if self.overlap is not None:
+            self.overlap.add_samples(new)
 
     def take(self, instance: Instance, seconds: float) -> bool:
-        """Whether the slot of an engine without work is put to use while others go on for `seconds`."""
-        if self.tail is None or seconds < self.handing_over_s or not instance.started or not self.tail.wants_slot():
+        """Take over the slot of an idle engine if there is work for it while others decode for `seconds`. Returns whether it did."""
+        if self.overlap is None or seconds < self.handover_s or not instance.started or not self.overlap.wants_slot():
             return False
-        self.tail.take(self.park(instance))
+        self.overlap.broker.put(self.park(instance))
         return True
 
     def refs(self) -> list[Any]:
-        return self.tail.refs() if self.tail is not None else []
+        return self.overlap.refs() if self.overlap is not None else []
 
-    def poll(self, seconds: float, fate: Callable[[int], Decision]) -> None:
-        """`seconds`: for how long engines go on; `fate` (slots without work) → what becomes of one."""
-        if self.tail is None:
+    def poll(self, seconds: float, decide_lease: Callable[[int], Decision]) -> None:
+        """Do what can be done now, and release slots without work.
+
+        `seconds`: time for which engines will continue. `decide_lease`: decides about a lease, given the number of free ones.
+        """
+        if self.overlap is None:
             return
-        self.tail.poll(seconds)
-        if (free := len(self.tail.broker.free)) and fate(free).action == "Release":
-            self.tail.broker.release()
+        self.overlap.poll(seconds)
+        if (free := len(self.overlap.broker.free)) and decide_lease(free).action == "Release":
+            self.overlap.broker.release()

@@ -1,7 +1,8 @@
-"""Moves of a running rollout: the planner is asked with live progress, and told what moves take."""
+"""Decide moves of a running rollout: ask the planner with live progress, and learn what moves take."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,125 +14,129 @@ from placement.migration.decide_moves import LiveState, Moves, cut_at_share, dec
 from placement.migration.move_search import Settings
 from placement.speed.cost_terms import Term
 from placement.speed.decode_speed import Speed
-from rlhfless_ray.common.errors import describe_failure
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import EngineStep
 
-RECENT = 64  # step records that tell the present speed
-LEAST_MU, MOST_MU = 1e-4, 1e4  # seconds that a slot-second is worth: a plan needs some weight of both
+RECENT = 64  # newest step records, which determine the present speed
+MIN_COST_WEIGHT, MAX_COST_WEIGHT = 1e-4, 1e4  # seconds per slot-second: a plan needs some weight of both
 
 
 @dataclass(frozen=True)
 class MigrationRequest:
-    """Requests (indices) that should leave an engine for another one (numbers), and why."""
+    """Requests (indices) to move from one engine to another (numbers). `how`: name of the transfer method."""
 
     requests: np.ndarray
     source: int
     target: int
     reason: str
-    how: str = "prefill"  # the way's name
+    how: str = "prefill"
 
 
 @dataclass(frozen=True)
 class MigrationRequests:
-    """time_saved_s: expected, 0 where only leases are saved; emptied: engines that would have nothing left."""
+    """The moves to make now. `time_saved_s`: expected; 0 if they save leases only."""
 
     moves: tuple[MigrationRequest, ...] = ()
     time_saved_s: float = 0.0
-    emptied: tuple[int, ...] = ()
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class TransferMethod:
-    """How a sequence's context gets to its new engine, and what that takes, from the wish to the first token there."""
+    """How a sequence's context gets to its new engine. `seconds`: expected, from the decision to the first token there."""
 
-    name: str  # "prefill": computed again from its tokens; "pages": its KV pages are carried
+    name: str  # "prefill": recomputed from its tokens; "pages": its KV pages are copied
     seconds: float
 
 
-def how_to_move(context_tokens: float, prefill: Term, pages: Term | None = None) -> TransferMethod:
-    """The quicker way for a context of so many tokens. `pages`: None where engines have nothing to carry pages with."""
+def choose_method(context_tokens: float, prefill: Term, pages: Term | None = None) -> TransferMethod:
+    """Choose the faster method for a context. `pages`: None if engines cannot copy pages."""
     if pages is None:
         return TransferMethod("prefill", prefill.predict(context_tokens))
-    ways = [
-        TransferMethod("prefill", _expected(context_tokens, prefill, pages)),
-        TransferMethod("pages", _expected(context_tokens, pages, prefill)),
+    methods = [
+        TransferMethod("prefill", _predict(context_tokens, prefill, pages)),
+        TransferMethod("pages", _predict(context_tokens, pages, prefill)),
     ]
-    return min(ways, key=lambda way: way.seconds)
+    return min(methods, key=lambda method: method.seconds)
 
 
-def _expected(context_tokens: float, term: Term, other: Term) -> float:
-    """Seconds of a move. Whatever the context, the two engines have to end their steps first: of a way that was never tried, that
-    part is to its seed as the other way's is to its own."""
+def _predict(context_tokens: float, term: Term, other: Term) -> float:
+    """Predict the seconds of a move.
+
+    With any method, both engines must first finish their current steps. For a method without measurements, this fixed part is
+    scaled from its seed by the same factor as the other method's.
+    """
     if term.records or not other.records:
         return term.predict(context_tokens)
     return term.fixed_s * other.fixed_s / float(other.seed[0]) + term.per_unit_s * context_tokens
 
 
 class MigrationPolicy:
-    """The rule of a run. What moves took in one rollout is known in the next."""
+    """The migration policy of a run. Measured moves of one rollout inform the next."""
 
-    def __init__(self, rule: str, tau: float, carries: bool = False) -> None:
-        """`rule`: "tau", the RLHFless paper's (arXiv 2602.22718) with share `tau`, or "auto", the planner's. `carries`: engines
-        keep KV pages, so that these can be carried."""
+    def __init__(self, rule: str, tau: float, carries: bool = False, safely: Callable[..., Any] = lambda what, make, _: make()) -> None:
+        """`rule`: "tau", that of the RLHFless paper (arXiv 2602.22718) with share `tau`, or "auto", the planner's. `carries`:
+        whether engines can copy KV pages. `safely`: see `Autoscaler.safely`; the default lets exceptions pass."""
         if rule not in ("tau", "auto"):
             raise ValueError(f"no rule of migration is called {rule!r}")
         self.rule, self.tau = rule, tau
-        self.prefill = Term(0.05, 2e-5)  # seconds of a move over context tokens
+        self.prefill = Term(0.05, 2e-5)  # seconds of a move by context tokens
         self.pages = Term(0.06, 2e-6) if carries else None
-        self.forecast = Forecast(np.zeros(0), np.zeros(0))
+        self.forecast: Forecast | None = None  # None: computed with the first decision
+        self.lengths = np.zeros((0, 1))
         self.group, self.group_correlation = np.zeros(0, int), 0.0
-        self.speed, self.mu, self.token_s, self.limit = Speed(1.0, 0.0), 1.0, 0.0, np.inf
-        self.trouble: str | None = None  # of this rollout: it goes on without moves
+        self.speed, self.cost_weight, self.token_s, self.limit = Speed(1.0, 0.0), 1.0, 0.0, np.inf
+        self.safely, self.has_failed = safely, False  # after a failure a rollout continues without moves
 
-    def by_way(self, requests: np.ndarray, token_log: TokenLog, source: int, target: int, reason: str) -> list[MigrationRequest]:
-        """The wish to move these requests, each by the quicker way for its own context. What has no token yet has no KV either."""
-        said, context = token_log.length[requests], (token_log.prompt + token_log.length)[requests]
-        paged = (said > 0) & self._by_pages(context)
+    def choose_methods(self, requests: np.ndarray, token_log: TokenLog, source: int, target: int, reason: str) -> list[MigrationRequest]:
+        """Request moves, each by the faster method for its context. A request without tokens has no KV to copy."""
+        length, context = token_log.length[requests], (token_log.prompt + token_log.length)[requests]
+        paged = (length > 0) & self._prefers_pages(context)
         parts = (requests[~paged], "prefill"), (requests[paged], "pages")
         return [MigrationRequest(part, source, target, reason, how) for part, how in parts if len(part)]
 
-    def _way(self, context_tokens: float) -> TransferMethod:
-        return how_to_move(context_tokens, self.prefill, self.pages)
+    def _choose_method(self, context_tokens: float) -> TransferMethod:
+        return choose_method(context_tokens, self.prefill, self.pages)
 
-    def _by_pages(self, context: np.ndarray) -> np.ndarray:
-        """(n,) bool: for which contexts (n,), in tokens, pages are the quicker way."""
-        return np.array([self._way(float(c)).name == "pages" for c in context], bool)
+    def _prefers_pages(self, context: np.ndarray) -> np.ndarray:
+        """Return (n,) bool: for which contexts (n,), in tokens, copying pages is faster."""
+        return np.array([self._choose_method(float(c)).name == "pages" for c in context], bool)
 
     def _work_s(self, context: np.ndarray) -> float:
-        """What contexts (n,) that come take of an engine's time: to compute them, or to take in their pages."""
+        """Return the engine time for taking over contexts (n,): computing them, or copying in their pages."""
         page_s = self.pages.per_unit_s if self.pages is not None else 0.0
-        return float(np.where(self._by_pages(context), page_s, self.token_s) @ context)
+        return float(np.where(self._prefers_pages(context), page_s, self.token_s) @ context)
 
     def begin(
         self, lengths: np.ndarray, speed: Speed, second: float, token_s: float = 0.0, samples: int = 1, limit: float = np.inf
     ) -> None:
-        """A rollout begins. lengths (n, S): joint draws of its responses' lengths, tokens; `second`: what a second of its time
-        is worth in slot-seconds; `token_s`: of an engine's time for a token of a prompt; `samples` of each prompt, which
-        lie side by side and tell of each other; `limit`: tokens at which a response is cut. Never raises, nor does `decide`: moves
-        save time or leases, nothing else hangs on them, so after a failure this rollout goes on without them."""
-        self.trouble = None
+        """Prepare for a rollout.
+
+        Args:
+            lengths: (n, S) joint draws of the responses' lengths, in tokens.
+            second: Worth of a second of rollout time, in slot-seconds.
+            token_s: Engine time to prefill one token.
+            samples: Responses per prompt. They are adjacent, and inform each other's forecasts.
+            limit: Maximum response length in tokens.
+        """
+        self.has_failed, self.forecast, self.lengths = False, None, lengths
         self.speed, self.token_s, self.limit = speed, token_s, limit
-        self.mu = float(np.clip(1 / max(second, 1e-9), LEAST_MU, MOST_MU))
+        self.cost_weight = float(np.clip(1 / max(second, 1e-9), MIN_COST_WEIGHT, MAX_COST_WEIGHT))
         self.group = np.arange(len(lengths)) // samples
-        try:
-            self.forecast = Forecast.from_scenarios(lengths)
-            self.group_correlation = group_error_correlation(lengths, self.group)
-        except Exception as error:
-            self._give_up(error)
 
     def decide(self, token_log: TokenLog, engines: list[int], steps: list[EngineStep]) -> MigrationRequests:
-        """What to move now. engines: numbers of those that can work, which hold every live request; steps: records so far."""
-        if self.trouble is None:
-            try:
-                return self._decide(token_log, engines, steps)
-            except Exception as error:
-                self._give_up(error)
-        return MigrationRequests(reason=self.trouble or "")
+        """Decide the moves to make now.
 
-    def _give_up(self, error: Exception) -> None:
-        self.trouble = describe_failure("deciding on moves", error)
+        `engines`: numbers of the available engines. `steps`: step records so far. Moves only save time or leases, so after a
+        failure the rollout continues without them.
+        """
+        if self.has_failed:
+            return MigrationRequests()
+        return self.safely("deciding on moves", lambda: self._decide(token_log, engines, steps), self._give_up)
+
+    def _give_up(self) -> MigrationRequests:
+        self.has_failed = True
+        return MigrationRequests()
 
     def _decide(self, token_log: TokenLog, engines: list[int], steps: list[EngineStep]) -> MigrationRequests:
         live = np.flatnonzero(~token_log.finished)
@@ -139,6 +144,9 @@ class MigrationPolicy:
         actor = np.array([place.get(number, -1) for number in token_log.owner.tolist()])
         if len(engines) < 2 or not len(live) or (actor[live] < 0).any():
             return MigrationRequests(reason="nowhere to go")
+        if self.forecast is None:
+            self.forecast = Forecast.from_scenarios(self.lengths)
+            self.group_correlation = group_error_correlation(self.lengths, self.group)
         context = float((token_log.prompt + token_log.length)[live].mean())
         state = LiveState(
             self.forecast,
@@ -156,52 +164,47 @@ class MigrationPolicy:
             new = cut_at_share(state, begun, self.tau)
             saved_s, reason = 0.0, f"a share of {self.tau:g} has finished"
         else:
-            moves = self._best(state, self._present_speed(steps), token_log.prompt + token_log.length)
-            new, saved_s, reason = moves.actor, moves.time_saved_s, moves.reason
-        return self._wishes(token_log, live, actor, new, engines, saved_s, reason)
-
-    def _best(self, state: LiveState, speed: Speed, context: np.ndarray) -> Moves:
-        """The planner prices a move as a pause of what moves. To compute contexts again, or to take in their pages, is work of
-        the engine that gets them, which all it holds wait for: many moves at once must be worth that too."""
-        pause_s = self._way(state.context_tokens).seconds
-        engines = len(state.opened)
-        work_s = np.zeros(engines)
-        for _ in range(2):
-            moves = decide_moves(state, speed, Settings(self.mu, engines, migrate_s=pause_s + work_s.max()))
-            work_s = np.zeros(engines)
-            for move in moves.moves:
-                work_s[move.target] += self._work_s(context[move.sequences])
-            gain = moves.time_saved_s + self.mu * moves.cost_saved
-            if gain > work_s.max() + self.mu * work_s.sum():
-                return moves
-        return replace(moves, actor=state.actor, moves=(), reason="moves would cost more than they save")
-
-    def _wishes(
-        self, token_log: TokenLog, live: np.ndarray, actor: np.ndarray, new: np.ndarray, engines: list[int], saved_s: float, reason: str
-    ) -> MigrationRequests:
+            found = self._best(state, self._present_speed(steps), token_log.prompt + token_log.length)
+            new, saved_s, reason = found.actor, found.time_saved_s, found.reason
         changed = live[actor[live] != new[live]]
         pairs = sorted(set(zip(actor[changed].tolist(), new[changed].tolist(), strict=True)))
         moves = tuple(
-            wish
+            move
             for a, b in pairs
-            for wish in self.by_way(changed[(actor[changed] == a) & (new[changed] == b)], token_log, engines[a], engines[b], reason)
+            for move in self.choose_methods(changed[(actor[changed] == a) & (new[changed] == b)], token_log, engines[a], engines[b], reason)
         )
-        emptied = sorted(set(actor[live].tolist()) - set(new[live].tolist()))
-        return MigrationRequests(moves, max(0.0, saved_s), tuple(engines[a] for a in emptied), reason)
+        return MigrationRequests(moves, max(0.0, saved_s), reason)
+
+    def _best(self, state: LiveState, speed: Speed, context: np.ndarray) -> Moves:
+        """Ask the planner, which prices a move as a pause of the moved sequence.
+
+        Taking over contexts is also work of the target engine, for which all its sequences wait. Moves must be worth that too.
+        """
+        pause_s = self._choose_method(state.context_tokens).seconds
+        engines = len(state.opened)
+        work_s = np.zeros(engines)
+        for _ in range(2):
+            moves = decide_moves(state, speed, Settings(self.cost_weight, engines, migrate_s=pause_s + work_s.max()))
+            work_s = np.zeros(engines)
+            for move in moves.moves:
+                work_s[move.target] += self._work_s(context[move.sequences])
+            gain = moves.time_saved_s + self.cost_weight * moves.cost_saved
+            if gain > work_s.max() + self.cost_weight * work_s.sum():
+                return moves
+        return replace(moves, actor=state.actor, moves=(), reason="moves would cost more than they save")
 
     def _present_speed(self, steps: list[EngineStep]) -> Speed:
-        """The speed as fitted so far, scaled to the newest steps: the first rollout knows none yet, and machines vary."""
+        """Return the fitted speed, scaled to the newest steps: the first rollout has no fit, and machines vary."""
         if not steps:
             return self.speed
         pairs = [(s.seconds, self.speed.step_s(s.running, s.context_tokens)) for s in steps[-RECENT:] if s.new_tokens <= s.running]
         if not pairs:
             return self.speed
-        off = float(np.median([seconds / max(predicted, 1e-9) for seconds, predicted in pairs]))
-        return Speed(off * self.speed.base_s, off * self.speed.per_seq_s, off * self.speed.per_ctx_s)
+        factor = float(np.median([seconds / max(predicted, 1e-9) for seconds, predicted in pairs]))
+        return Speed(factor * self.speed.base_s, factor * self.speed.per_seq_s, factor * self.speed.per_ctx_s)
 
     def observe(self, context_tokens: float, seconds: float, how: str = "prefill") -> None:
-        """A sequence was moved: from the wish to its first token elsewhere. `how`: the way that was tried; what came to nothing on
-        it makes it the dearer one."""
+        """Record a move. `how`: the chosen method, also where it fell back to the other one, which makes it look slower."""
         term = self.pages if how == "pages" else self.prefill
         if term is not None:
             term.observe(context_tokens, seconds)

@@ -1,4 +1,4 @@
-"""What a rollout needs of the stages before and after it. The runtime passes these in; the stages do not know each other."""
+"""Protocols of what a rollout needs from other stages. The runtime passes these in, so that stages do not import each other."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.prefix.step_prefixes import StepPrefixes
-from rlhfless_ray.types import Sample, WeightVersion
+from rlhfless_ray.types import Sample
 
 
 class WeightPublisher(Protocol):
-    """The learner, as the rollout sees it: its weights come from there, and its slots are needed next."""
+    """The learner, which publishes the weights and needs the slots next."""
 
     @property
     def learner_nodes(self) -> set[str]: ...
@@ -22,15 +22,9 @@ class WeightPublisher(Protocol):
     @property
     def learner_slots(self) -> int: ...
 
-    @property
-    def learner_works(self) -> bool: ...
-
-    def safe(self, weights: WeightVersion) -> WeightVersion:
-        """The same version, from where engines can have it. May take free leases to publish it once more."""
-
 
 class PrefixPages(Protocol):
-    """Sends engines the KV pages that their prompts need."""
+    """Sends engines the KV pages of their prompts."""
 
     blocked: str | None
 

@@ -1,4 +1,4 @@
-"""The nucleus of top-p sampling, for the sampler and for whoever checks it."""
+"""The nucleus of top-p sampling, shared by the sampler and the learner."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import torch
 
 
 def nucleus(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """(rows, vocabulary) bool: the fewest most likely tokens of each row whose probabilities come to `top_p` (rows,), one at least
-    (Holtzman et al. 2020, section 3.1, arXiv 1904.09751). Of equally likely tokens the first come first."""
+    """Return (rows, vocabulary) bool: the smallest set of the most likely tokens whose probabilities reach `top_p` (rows,).
+
+    It has at least one token; of equally likely tokens the first come first. Holtzman et al. 2020, section 3.1, arXiv 1904.09751.
+    """
     order = logprobs.sort(dim=-1, descending=True, stable=True)
     p = order.values.double().exp()
     kept = (p.cumsum(-1) - p) < top_p.double().unsqueeze(1)

@@ -1,8 +1,8 @@
-"""The tail of a rollout: what is scored and learned on slots that engines have left, while others still decode.
+"""The tail of a rollout: score and learn on slots that engines have left, while others still decode.
 
-Work done now on a slot is work not done later on one, so it costs nothing and shortens the step. Samples are scored as they
-come; of those that have ended the passes are made that the update begins with, by reference, learner and critic; of groups that are
-complete and scored the gradients are accumulated, where that is exact (`learn/overlap_rules.py`).
+Work done now saves the same work later, so it costs nothing and shortens the step. Finished samples are scored as they arrive.
+The passes before the update (reference, learner, critic) are computed for them. Gradients of complete, scored groups are
+accumulated if that is exact (`learn/overlap_rules.py`).
 """
 
 from __future__ import annotations
@@ -10,40 +10,38 @@ from __future__ import annotations
 from typing import Any
 
 from rlhfless_ray.functions.broker import SlotBroker
-from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.rollout.neighbours import EarlyLearning, EarlyScoring
 from rlhfless_ray.types import Sample
 
 
 class OverlapScheduler:
     def __init__(self, scoring: EarlyScoring, learning: EarlyLearning, broker: SlotBroker, prompts: int, count: int) -> None:
-        """Of a step with so many prompts, `count` samples each. It works on the free leases of `broker`: during a rollout these
-        are the ones that engines have left."""
+        """Schedule the tail of a step with `prompts` prompts and `count` samples each.
+
+        It works on the free leases of `broker`. During a rollout these are the ones that engines have left.
+        """
         self.scoring, self.learning, self.broker, self.count = scoring, learning, broker, count
         scoring.begin(prompts * count)
         learning.begin(prompts * count)
         self.unscored: list[Sample] = []
-        self.by_group: dict[int, list[Sample]] = {}  # asked to be scored, not learned
+        self.by_group: dict[int, list[Sample]] = {}  # submitted for scoring, not learned from yet
         self.scored = self.learned = 0
 
-    def heard(self, samples: list[Sample]) -> None:
-        """Responses that have come to their end."""
+    def add_samples(self, samples: list[Sample]) -> None:
+        """Add finished responses."""
         self.unscored += samples
         self.learning.passes.heard(samples)
 
     def wants_slot(self) -> bool:
-        """Whether a slot more would have work."""
+        """Return whether one more slot would have work."""
         return not self.broker.free and (bool(self.unscored) or self.learning.wants_slot)
 
-    def take(self, leases: list[Lease]) -> None:
-        self.broker.put(leases)
-
     def refs(self) -> list[Any]:
-        """What is under way."""
+        """Return references to the work in progress."""
         return [*self.scoring.refs(), *self.learning.pending()]
 
     def poll(self, seconds: float) -> None:
-        """Take what is done, begin what can be. `seconds`: for how long engines will go on."""
+        """Collect finished work and start more. `seconds`: time for which engines will continue."""
         given_back = [*self.scoring.done_ahead(), *self.learning.done_ahead()]  # may also put leases of lost ranks into the broker
         leases = [*self.broker.take(), *given_back]
         if leases and self.unscored and seconds > 0:

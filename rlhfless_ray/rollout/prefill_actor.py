@@ -1,6 +1,6 @@
-"""An engine's process that takes pages from elsewhere and computes them for others. A plain class; the pools wrap it in actors.
+"""An engine's process that loads KV pages and computes them for others. A plain class, which pools wrap in actors.
 
-One class for both ends: a prefill instance is an engine that computes prefixes and no responses.
+Prefill instances and rollout engines share this class: a prefill instance computes prefixes and no responses.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rlhfless_ray.types import Request, Span
 
 @dataclass(frozen=True)
 class Fetched:
-    """What came of asking for bundles: pages taken, by reason how many bundles or pages did not come, and the time it took."""
+    """The result of fetching bundles: loaded pages, failures by reason, and the time it took."""
 
     pages: int = 0
     bytes: int = 0
-    lost: int = 0  # bundles that could not be had: their owner or their node is gone, computing them failed, or too slow
+    lost: int = 0  # bundles whose owner or node is gone, whose computation failed, or that came too late
     foreign: int = 0  # pages of another model, dtype, block size or version
     damaged: int = 0
     seconds: float = 0.0
@@ -36,7 +36,7 @@ class Fetched:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """What a prefill job did. tokens: computed for it; pages: returned; load_s, save_s: copying pages in and out."""
+    """The result of a prefill job. `tokens`: computed. `pages`: returned. `load_s`, `save_s`: spent copying pages in and out."""
 
     tokens: int
     pages: int
@@ -59,15 +59,16 @@ class PageActor(RolloutActor):
         return store
 
     def kind(self) -> PageLayout:
-        """What its pages are. Raises RunError where the engine cannot keep any."""
+        """Return the layout of its pages. Raises RunError if the engine cannot keep any."""
         return self._store.layout
 
     def fetch_pages(self, version: int, prompts: Sequence[Sequence[int]], refs: Sequence[Any], within_s: float) -> Fetched:
-        """Before generation: take the pages that `prompts` can use under `version` out of the bundles behind `refs`, which
-        replace those of before. What does not come within the time, or is not what it should be, is left out: the engine computes
-        it."""
+        """Replace the store's pages by those that `prompts` can use under `version`, from the bundles behind `refs`.
+
+        Called before generation. Pages that are late, damaged or foreign are left out, and the engine computes them.
+        """
         start, store = time.time(), self._store
-        self._take_loaded()  # of requests that were moved here before
+        self._take_loaded()  # discard counts of requests that were moved here before
         before = store.counts.copy()
         store.clear()
         wanted = store.wanted(salt(version), prompts) if refs else set()
@@ -86,9 +87,11 @@ class PageActor(RolloutActor):
         return Fetched(new["put"], size, lost, new["foreign"], new["damaged"], now - start, spans)
 
     def drop_pages(self) -> tuple[int, int, float]:
-        """After generation: let the pages go, which lie in the object store while they are held here. Returns how many pages and
-        tokens were copied into the engine's cache since they were fetched, and the seconds it took; they are part of the
-        engine's steps."""
+        """Drop the pages after generation, because the object store keeps them while they are referenced.
+
+        Returns pages and tokens copied into the engine's cache since they were fetched, and the seconds that took, which are
+        part of the engine's steps.
+        """
         self._store.clear()
         return self._take_loaded()
 
@@ -106,17 +109,17 @@ class PageActor(RolloutActor):
         within_s: float,
         threads: int,
     ) -> tuple[Any, ...]:
-        """Compute these token prefixes (each whole, tokens (n,) int32) and return what was done, then a Bundle for each list of
-        addresses. What they begin with and others computed comes from the bundles behind `needs`.
+        """Compute token prefixes, each (n,) int32, and return a `Prefilled`, then a `Bundle` for each list of addresses.
 
-        Raises RunError when the engine has not that version: its pages would be another policy's.
+        `needs`: references to bundles with pages that others computed. Raises RunError if the engine has another version: its
+        pages would be another policy's.
         """
         if self.engine.version != version:
             raise RunError(f"asked for pages of weight version {version}, but this engine has {self.engine.version}")
         set_threads(threads)
         start = time.time()
         tokens = [tuple(prefix.tolist()) for prefix in prefixes]
-        # the engine computes all of a prefix, so its pages are those of a prompt that goes on by one token
+        # `wanted` leaves out a prompt's last token, so each prefix is extended by one
         fetched = self.fetch_pages(version, [(*one, 0) for one in tokens] if needs else [], needs, within_s)
         store, seconds, computed = self._store, dict(self._store.seconds), self._store.counts["computed_tokens"]
         names = [str(-1 - i) for i in range(len(tokens))]

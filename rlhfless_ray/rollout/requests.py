@@ -1,4 +1,4 @@
-"""What a step asks of the engines. A request's seed names the sample (run, step, prompt, number), never an engine."""
+"""Make the requests of a step. A request's seed identifies the sample (run, step, prompt, number), never an engine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from collections import Counter
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Prompt, Request
 
-EVALUATION = -1  # the step that seeds of evaluations name
+EVALUATION = -1  # step number in seeds of evaluations
 
 
-def step_requests(recipe: Recipe, step: int, prompts: list[Prompt], before: list[Prompt] | tuple[()] = ()) -> list[Request]:
-    """`samples_per_prompt` requests for each prompt, side by side. A row that a batch holds twice, at the border of two
-    epochs, is asked for twice as many samples, all different; so is one that the step has asked for `before`."""
+def make_step_requests(recipe: Recipe, step: int, prompts: list[Prompt], before: list[Prompt] | tuple[()] = ()) -> list[Request]:
+    """Make `samples_per_prompt` adjacent requests for each prompt.
+
+    A row that occurs twice, at the border of two epochs or in `before` (prompts that the step has used already), gets different
+    samples each time.
+    """
     count, temperature = recipe.rollout.samples_per_prompt, recipe.rollout.temperature
     requests: list[Request] = []
     times = Counter(prompt.index for prompt in before)
@@ -22,18 +25,20 @@ def step_requests(recipe: Recipe, step: int, prompts: list[Prompt], before: list
         first = count * times[prompt.index]
         times[prompt.index] += 1
         for number in range(first, first + count):
-            requests.append(request(recipe, len(requests), prompt, temperature, step, number))
+            requests.append(make_request(recipe, len(requests), prompt, temperature, step, number))
     return requests
 
 
-def evaluation_requests(recipe: Recipe, prompts: list[Prompt], asked: list[tuple[float, int]]) -> list[Request]:
-    """`asked`: temperatures and how many responses to each prompt have it. One temperature after the other, the responses to
-    a prompt side by side; the same in every evaluation of a run."""
+def make_evaluation_requests(recipe: Recipe, prompts: list[Prompt], asked: list[tuple[float, int]]) -> list[Request]:
+    """Make the requests of an evaluation, the same for every one of a run. `asked`: (temperature, responses per prompt).
+
+    Temperatures follow one another, and the responses to a prompt are adjacent.
+    """
     wanted = [(temperature, prompt, n) for temperature, count in asked for prompt in prompts for n in range(count)]
-    return [request(recipe, key, prompt, temperature, EVALUATION, n) for key, (temperature, prompt, n) in enumerate(wanted)]
+    return [make_request(recipe, key, prompt, temperature, EVALUATION, n) for key, (temperature, prompt, n) in enumerate(wanted)]
 
 
-def request(recipe: Recipe, key: int, prompt: Prompt, temperature: float, step: int, sample: int) -> Request:
+def make_request(recipe: Recipe, key: int, prompt: Prompt, temperature: float, step: int, sample: int) -> Request:
     name = struct.pack("<Qqqq", recipe.run.seed % 2**64, step, prompt.index, sample)
     seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
     most = recipe.rollout.response_tokens(len(prompt.token_ids))

@@ -1,4 +1,4 @@
-"""What a rollout has given so far, and the weights it is made with."""
+"""The result of a rollout, and loading weights into its engines."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from rlhfless_ray.types import Completion, EngineStep, WeightVersion
 
 @dataclass
 class RolloutResult:
-    """What a rollout has given so far."""
+    """The completions of a rollout so far, and its measurements."""
 
     completions: dict[int, Completion] = field(default_factory=dict)
     steps: list[EngineStep] = field(default_factory=list)
-    decode_s: dict[str, float] = field(default_factory=dict)  # seconds each instance spent in its engine's steps
-    loads: list[tuple[str, float]] = field(default_factory=list)  # nodes, and seconds an instance there took to load the weights
+    decode_s: dict[str, float] = field(default_factory=dict)  # by instance: seconds in its engine's steps
+    loads: list[tuple[str, float]] = field(default_factory=list)  # (node, seconds) of each load of weights
     moved: list[MigrationStats] = field(default_factory=list)
-    decisions: list[str] = field(default_factory=list)  # to move something: why, and what became of it
+    decisions: list[str] = field(default_factory=list)  # about moves, each with its reason
     replaced: int = 0
     orphans: int = 0  # requests whose engine died
-    silent_s: float = 0.0  # for how long dead engines had not been heard: what they did in it is done again
+    silent_s: float = 0.0  # sum over dead engines of the time since their last report: that work is repeated
 
     def metrics(self) -> dict[str, Any]:
-        """Of the moves, for the step's row."""
+        """Return metrics of moves and lost engines for the step's row."""
         seconds = [one.seconds for one in self.moved]
         return {
             "rollout/moved": len(seconds),
@@ -44,15 +44,15 @@ class RolloutResult:
 
 
 def fetch_weights(pool: WorkerPool, weights: WeightVersion) -> None:
-    """Every working instance pulls the version it lacks."""
+    """Make every working instance load this version unless it has it."""
     for instance in pool.working:
         fetch_into(instance, weights)
 
 
 def fetch_into(instance: Instance, weights: WeightVersion) -> None:
-    """It pulls the version, if it lacks it; the call queues in its actor before the next rollout."""
+    """Make the instance load this version unless it has it. The call precedes its next rollout in the actor's queue."""
     if instance.version != weights.version:
         expected = weights.checksum if weights.digests is None else weights.digests
         instance.loading = instance.actor.load.remote(weights.version, weights.ref, expected)
-        instance.version, instance.fetched = weights.version, str(weights.ref)
+        instance.version = weights.version
     instance.state = State.READY

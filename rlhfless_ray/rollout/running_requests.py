@@ -1,4 +1,4 @@
-"""The requests in one engine, and what was told of them."""
+"""The running requests of one engine, and which of their tokens were reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhfless_ray.types import Request
 
 
 class SampledTokens(Protocol):
-    """What is asked of the sampler (`KeyedSampler`); its keys are our numbers."""
+    """The part of `KeyedSampler` that is used here. Its keys are the numbers of `RunningRequests`."""
 
     outputs: dict[int, list[int]]
 
@@ -25,15 +25,15 @@ class SampledTokens(Protocol):
 
 @dataclass
 class _Row:
-    """told: tokens generated here that were told; ended: all that were, and how it ended."""
+    """`reported`: number of tokens generated here that were reported. `ended`: all tokens generated here, and the kind of end."""
 
     request: Request
-    told: int = 0
+    reported: int = 0
     ended: tuple[list[int], int] | None = None
 
 
 class RunningRequests:
-    """Each request has a number of its own, for its key may leave and come back while the engine still knows the old one."""
+    """Requests by number. Keys do not suffice: one may leave and return while vLLM still knows the old request."""
 
     def __init__(self, draws: SampledTokens) -> None:
         self.draws = draws
@@ -46,48 +46,50 @@ class RunningRequests:
 
     @property
     def decoding(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return sum(row.ended is None for row in self.rows.values())
 
-    def take_up(self, request: Request) -> int:
-        """Raises RuntimeError for a key that is at work already."""
+    def add(self, request: Request) -> int:
+        """Add a request and return its number. Raises RuntimeError if its key is running already."""
         if request.key in self.number:
-            raise RuntimeError(f"request {request.key} is at work in this engine already")
+            raise RuntimeError(f"request {request.key} is running in this engine already")
         number = next(self.numbers)
         self.rows[number], self.number[request.key] = _Row(request), number
         return number
 
     def end(self, number: int, token_ids: Iterable[int], end: int) -> None:
-        """All tokens that were generated here, and how it ended."""
+        """Record the end of a request. `token_ids`: all tokens generated here. `end`: index into `ENDS`."""
         self.rows[number].ended = (list(token_ids), end)
 
     def cut(self, keys: Iterable[int]) -> list[int]:
-        """Numbers of the requests that are here; those that have not ended by themselves end now, where they are."""
+        """Cut the requests that are here, unless they have ended, and return their numbers."""
         numbers = [self.number[key] for key in keys if key in self.number]
         for number in numbers:
             if self.rows[number].ended is None:
                 self.end(number, self.draws.outputs.get(number, ()), CUT)
         return numbers
 
-    def begun(self, numbers: set[int]) -> set[int]:
-        """Those of them that have a token or are gone."""
+    def find_begun(self, numbers: set[int]) -> set[int]:
+        """Return those of `numbers` that have a token or are gone."""
         return {number for number in numbers if number not in self.rows or self.draws.outputs.get(number)}
 
-    def progress(self, version: int) -> TokenDeltas:
-        """What is new of every request; those that have ended are forgotten. Raises RuntimeError where tokens and
-        log-probabilities do not match."""
+    def take_deltas(self, version: int) -> TokenDeltas:
+        """Return the unreported tokens of every request, and forget those that have ended.
+
+        Raises RuntimeError if tokens and log-probabilities do not match.
+        """
         news: list[tuple[int, int, int, int]] = []
         numbers, firsts, token_ids, over = [], [], [], []
         for number, row in self.rows.items():
             tokens, end = row.ended or (self.draws.outputs.get(number, []), GOES_ON)
-            new = tokens[row.told :]
+            new = tokens[row.reported :]
             if not new and end == GOES_ON:
                 continue
-            news.append((row.request.key, len(row.request.generated) + row.told, len(new), end))
+            news.append((row.request.key, len(row.request.generated) + row.reported, len(new), end))
             numbers.append(number)
-            firsts.append(row.told)
+            firsts.append(row.reported)
             token_ids += new
-            row.told += len(new)
+            row.reported += len(new)
             if end != GOES_ON:
                 over.append(number)
         counts = np.array([one[2] for one in news], np.int64)
@@ -99,7 +101,7 @@ class RunningRequests:
         return TokenDeltas.of(version, news, token_ids, logprobs)
 
     def _logprobs(self, numbers: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """(Σ counts,) of the tokens from position `firsts` on of each request; NaN where nothing was drawn."""
+        """Return (Σ counts,) log-probabilities of the tokens from position `firsts` of each request; NaN where none was drawn."""
         drawn, positions, values = self.draws.take()
         found = np.full(int(counts.sum()), np.nan, np.float32)
         if not len(numbers):
@@ -109,10 +111,10 @@ class RunningRequests:
         again = known & (positions < firsts[row])
         if again.any():
             key = self.rows[int(drawn[again][0])].request.key
-            raise RuntimeError(f"request {key}: vLLM took back a token that was told already")
+            raise RuntimeError(f"request {key}: vLLM drew a token again that was reported already")
         kept = known & (positions - firsts[row] < counts[row])
         begins = np.cumsum(counts) - counts
-        found[(begins[row] + positions - firsts[row])[kept]] = values[kept]  # of a position drawn twice the last stays
+        found[(begins[row] + positions - firsts[row])[kept]] = values[kept]  # the last draw of a position counts
         return found
 
     def forget(self, numbers: Iterable[int]) -> None:

@@ -1,4 +1,4 @@
-"""Completions → samples, as they come."""
+"""Turn completions into samples as they finish."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rlhfless_ray.types import Completion, Prompt, Sample
 
 
 class ResponseSamples:
-    """The samples of a rollout by request key: key k answers prompt k // `count`, as its sample k % `count`."""
+    """The samples of a rollout by request key: key k is sample k % `count` of prompt k // `count`."""
 
     def __init__(self, prompts: list[Prompt], count: int, tokenizer: Any) -> None:
         self.prompts, self.count, self.tokenizer = prompts, count, tokenizer
         self.made: dict[int, Sample] = {}
 
     def add(self, completions: Iterable[Completion]) -> list[Sample]:
-        """Those that are new, as samples with text and without reward."""
+        """Return samples of the new completions, with text and without reward."""
         new = [c for c in completions if c.key not in self.made]
         texts = self.tokenizer.batch_decode([c.token_ids for c in new], skip_special_tokens=True) if new else []
         found = []
@@ -27,5 +27,5 @@ class ResponseSamples:
         return found
 
     def all(self) -> list[Sample]:
-        """In the order of their keys."""
+        """Return all samples in the order of their keys."""
         return [self.made[key] for key in sorted(self.made)]

@@ -1,31 +1,33 @@
-"""Stop words of requests: the engine has tokens only, so the ends of what it generates are turned into text and looked at."""
+"""Find stop strings: the engine has tokens only, so the newest ones are decoded and searched."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-BEYOND = 8  # tokens that are looked at beside those that a word's bytes could be
+EXTRA_TOKENS = 8  # decoded in addition to the bytes of the longest word
 
 
 class StopStrings:
     def __init__(self, load: Callable[[], Any] | None) -> None:
-        """`load` gives the tokenizer; it is called with the first request that has stop words."""
+        """`load`: loads the tokenizer. Called for the first request with stop words."""
         self._load = load
         self._tokenizer: Any = None
 
     def found(self, token_ids: Sequence[int], words: tuple[str, ...], before: Sequence[int] = (), min_tokens: int = 0) -> bool:
-        """Whether the newest tokens hold one of the words; `before`: those that stand before `token_ids`. A token has a byte of text at
-        least, so a word that the last token completes lies in as many tokens as it has bytes: however long the response, no more
-        are looked at. As in vLLM, a word that the first `min_tokens` tokens complete is none. Raises RuntimeError without a
-        tokenizer."""
+        """Return whether the newest tokens complete one of the words. `before`: the response's tokens before `token_ids`.
+
+        A token has at least one byte of text. A word that the last token completes therefore has at most as many tokens as bytes,
+        and no more are decoded. As in vLLM, words that the first `min_tokens` tokens complete do not count. Raises RuntimeError without
+        a tokenizer.
+        """
         if self._load is None:
             raise RuntimeError("this engine has no tokenizer to find stop words with")
         if not token_ids and not before:
             return False
         if self._tokenizer is None:
             self._tokenizer = self._load()
-        most = max(len(word.encode()) for word in words) + BEYOND
+        most = max(len(word.encode()) for word in words) + EXTRA_TOKENS
         newest = list(token_ids[-most:])
         if len(newest) < most:
             newest = [*before[-(most - len(newest)) :], *newest]

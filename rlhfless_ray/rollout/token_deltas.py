@@ -1,4 +1,4 @@
-"""What an engine says while it works: the tokens since its last word, of all its sequences in a few flat arrays."""
+"""An engine's report while it works: new tokens of all its sequences, in a few flat arrays."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from itertools import accumulate
 import numpy as np
 
 GOES_ON, STOP, LENGTH, CUT = range(4)
-ENDS = ("", "stop", "length", "cut")  # in this order; of vLLM's finish reasons the first two that end a response
+ENDS = ("", "stop", "length", "cut")  # by index; "stop" and "length" are vLLM's finish reasons
 
 
 @dataclass(frozen=True)
 class TokenDeltas:
-    """News of n sequences, m tokens in all; a sequence is in it once.
+    """New tokens of n distinct sequences, m tokens in all.
 
-    version: weight version of the tokens; keys (n,): the requests; starts (n,): position in the response of the first token
-    told here; counts (n,): tokens told; ends (n,) int8: index into `ENDS`; token_ids (m,) int32 and logprobs (m,) float32:
-    sequence after sequence. computed: by key, of sequences that came from elsewhere and have their first token here, how much of
-    their context was computed here; known where engines keep KV pages.
+    `version`: weight version of the tokens. `keys` (n,): of the requests. `starts` (n,): position of the first new token in the
+    response. `counts` (n,): new tokens. `ends` (n,) int8: index into `ENDS`. `token_ids` (m,) int32 and `logprobs` (m,) float32:
+    sequence after sequence. `computed`: context tokens that this engine computed, by key, for moved sequences with their first
+    token here; only from engines that keep KV pages.
     """
 
     version: int
@@ -35,7 +35,7 @@ class TokenDeltas:
     def of(
         cls, version: int, news: Sequence[tuple[int, int, int, int]], token_ids: Iterable[int] | np.ndarray, logprobs: np.ndarray
     ) -> TokenDeltas:
-        """`news`: (key, start, count, end) of each sequence."""
+        """Build from `news`: (key, start, count, end) of each sequence."""
         table = np.array(news, np.int64).reshape(-1, 4)
         return cls(
             version,
@@ -52,5 +52,5 @@ class TokenDeltas:
 
     @property
     def bounds(self) -> list[int]:
-        """(n + 1,) where each sequence's tokens begin and end in the flat arrays."""
+        """(n + 1,) positions in the flat arrays where sequences begin and end."""
         return [0, *accumulate(self.counts.tolist())]

@@ -1,4 +1,4 @@
-"""What has been said so far: every request's tokens, log-probabilities and versions, each position once, and who goes on."""
+"""The record of a rollout: every request's tokens, log-probabilities and versions, and the engine that continues it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from rlhfless_ray.rollout.growable_array import GrowableArray
 from rlhfless_ray.rollout.token_deltas import CUT, ENDS, GOES_ON, TokenDeltas
 from rlhfless_ray.types import Completion, Request
 
-NOBODY = -1
+NO_ENGINE = -1
 
 
 class TokenLog:
-    """Requests by their index 0 … n-1, engines by number.
+    """Requests by index 0 … n-1, engines by number. What is recorded here survives the engine it came from.
 
-    length (n,): tokens so far; finished (n,); owner (n,): the engine that goes on with it or has finished it, -1 for nobody.
-    What reached the transcript survives the engine it came from.
+    `length` (n,): tokens so far. `finished` (n,): bool. `owner` (n,): the engine that continues or has finished it, or NO_ENGINE.
     """
 
     def __init__(self, requests: list[Request]) -> None:
@@ -28,13 +27,13 @@ class TokenLog:
         columns = {
             "length": np.zeros(len(requests), np.int64),
             "finished": np.zeros(len(requests), bool),
-            "owner": np.full(len(requests), NOBODY),
+            "owner": np.full(len(requests), NO_ENGINE),
             "order": order,
             "keys": keys[order],
             "prompt": np.array([len(request.token_ids) for request in requests], np.int64),
         }
         self._columns = {name: GrowableArray(values) for name, values in columns.items()}
-        self._look()
+        self._update_views()
         self.completions: dict[int, Completion] = {}
         self._pieces: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in requests]
         self._versions: list[list[tuple[int, int]]] = [[] for _ in requests]
@@ -42,20 +41,20 @@ class TokenLog:
             raise ValueError("two requests have the same key")
 
     def add(self, request: Request) -> int:
-        """One request more; its index. Its key must be above all others."""
+        """Add a request and return its index. Raises ValueError unless its key is above all others."""
         if len(self.requests) and request.key <= self._keys[-1]:
             raise ValueError(f"request {request.key} comes after request {self._keys[-1]}")
         i = len(self.requests)
         self.requests.append(request)
-        first = {"length": 0, "finished": False, "owner": NOBODY, "prompt": len(request.token_ids), "order": i, "keys": request.key}
+        first = {"length": 0, "finished": False, "owner": NO_ENGINE, "prompt": len(request.token_ids), "order": i, "keys": request.key}
         for name, value in first.items():
             self._columns[name].append(value)
-        self._look()
+        self._update_views()
         self._pieces.append([])
         self._versions.append([])
         return i
 
-    def _look(self) -> None:
+    def _update_views(self) -> None:
         of = {name: column.values for name, column in self._columns.items()}
         self.length, self.finished, self.owner, self.prompt = of["length"], of["finished"], of["owner"], of["prompt"]
         self._order, self._keys = of["order"], of["keys"]
@@ -65,65 +64,65 @@ class TokenLog:
         return len(self.requests) - len(self.completions)
 
     def completion(self, i: int) -> Completion:
-        """Of a request that has ended."""
+        """Return the completion of a finished request."""
         return self.completions[self.requests[i].key]
 
     def owed(self, engine: int) -> np.ndarray:
-        """Indices of the requests that the engine has not ended."""
+        """Return the indices of the engine's unfinished requests."""
         return np.flatnonzero((self.owner == engine) & ~self.finished)
 
-    def give(self, indices: np.ndarray, engine: int) -> list[Request]:
-        """The requests, from where they stand, to be sent to the engine, from which alone more is taken from now on."""
+    def assign(self, indices: np.ndarray, engine: int) -> list[Request]:
+        """Assign requests to an engine, and return them with their tokens so far. Only its tokens are accepted from now on."""
         self.owner[indices] = engine
         return [self.request(i) for i in indices.tolist()]
 
     def request(self, i: int) -> Request:
-        """The request as it goes on: with the tokens so far, and all else as it was."""
+        """Return the request with its tokens so far."""
         if not self.length[i]:
             return self.requests[i]
         return replace(self.requests[i], generated=tuple(self._joined(i)[0].tolist()))
 
-    def accept(self, engine: int, name: str, progress: TokenDeltas) -> tuple[np.ndarray, np.ndarray]:
-        """Write down what an engine (`name` in messages) said; indices of the requests it ended and of those it was made to cut,
-        which are nobody's from now on.
+    def accept(self, engine: int, name: str, deltas: TokenDeltas) -> tuple[np.ndarray, np.ndarray]:
+        """Record an engine's deltas. `name`: of the engine, in messages.
 
-        Raises RunError when a request is not the engine's, or when tokens are missing or come twice: never is a token guessed.
+        Returns the indices of the requests that it finished, and of those that it cut, which have no engine now. Raises RunError
+        if a request is not the engine's, or if tokens are missing or repeated.
         """
-        at = np.minimum(np.searchsorted(self._keys, progress.keys), len(self._keys) - 1)
+        at = np.minimum(np.searchsorted(self._keys, deltas.keys), len(self._keys) - 1)
         indices = self._order[at]
-        self._check(engine, name, progress, indices, self._keys[at])
-        bounds = progress.bounds
+        self._check(engine, name, deltas, indices, self._keys[at])
+        bounds = deltas.bounds
         for i, begin, end in zip(indices.tolist(), bounds, bounds[1:], strict=False):
             if end > begin:
-                self._pieces[i].append((progress.token_ids[begin:end], progress.logprobs[begin:end]))
-                self._span(i, progress.version, end - begin)
-        self.length[indices] += progress.counts
-        cut = indices[progress.ends == CUT]
-        self.owner[cut] = NOBODY
-        ended = (progress.ends != GOES_ON) & (progress.ends != CUT)
-        for i, end in zip(indices[ended].tolist(), progress.ends[ended].tolist(), strict=True):
-            self._complete(i, ENDS[end], progress.version)
+                self._pieces[i].append((deltas.token_ids[begin:end], deltas.logprobs[begin:end]))
+                self._span(i, deltas.version, end - begin)
+        self.length[indices] += deltas.counts
+        cut = indices[deltas.ends == CUT]
+        self.owner[cut] = NO_ENGINE
+        ended = (deltas.ends != GOES_ON) & (deltas.ends != CUT)
+        for i, end in zip(indices[ended].tolist(), deltas.ends[ended].tolist(), strict=True):
+            self._complete(i, ENDS[end], deltas.version)
         return indices[ended], cut
 
-    def _check(self, engine: int, name: str, progress: TokenDeltas, indices: np.ndarray, found: np.ndarray) -> None:
-        wrong = (found != progress.keys) | (self.owner[indices] != engine) | self.finished[indices]
+    def _check(self, engine: int, name: str, deltas: TokenDeltas, indices: np.ndarray, found: np.ndarray) -> None:
+        wrong = (found != deltas.keys) | (self.owner[indices] != engine) | self.finished[indices]
         if wrong.any():
-            key = int(progress.keys[wrong][0])
-            raise RunError(f"rollout engine {name} tells of request {key}, which is not one of those it has")
-        if len(set(progress.keys.tolist())) < len(progress):
-            raise RunError(f"rollout engine {name} tells of one request twice at once")
-        apart = progress.starts != self.length[indices]
+            key = int(deltas.keys[wrong][0])
+            raise RunError(f"rollout engine {name} reports request {key}, which is not assigned to it")
+        if len(set(deltas.keys.tolist())) < len(deltas):
+            raise RunError(f"rollout engine {name} reports one request twice in one message")
+        apart = deltas.starts != self.length[indices]
         if apart.any():
             first = int(np.flatnonzero(apart)[0])
-            begin, have = int(progress.starts[first]), int(self.length[indices[first]])
-            what = "tokens are missing" if begin > have else "tokens came twice"
+            begin, have = int(deltas.starts[first]), int(self.length[indices[first]])
+            what = "tokens are missing" if begin > have else "tokens are repeated"
             raise RunError(
-                f"rollout engine {name} tells request {int(progress.keys[first])} from token {begin} on, but {have} are there: {what}"
+                f"rollout engine {name} reports request {int(deltas.keys[first])} from token {begin}, but {have} are recorded: {what}"
             )
-        if not len(progress.token_ids) == len(progress.logprobs) == int(progress.counts.sum()):
+        if not len(deltas.token_ids) == len(deltas.logprobs) == int(deltas.counts.sum()):
             raise RunError(
-                f"rollout engine {name} tells of {int(progress.counts.sum())} tokens with {len(progress.token_ids)} ids and "
-                f"{len(progress.logprobs)} log-probabilities"
+                f"rollout engine {name} reports {int(deltas.counts.sum())} tokens with {len(deltas.token_ids)} ids and "
+                f"{len(deltas.logprobs)} log-probabilities"
             )
 
     def _span(self, i: int, version: int, tokens: int) -> None:
@@ -134,7 +133,7 @@ class TokenLog:
             spans.append((version, tokens))
 
     def _joined(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and log-probabilities so far, copied: what they came in can go."""
+        """Return tokens and log-probabilities so far, copied so that the messages they came in can be freed."""
         pieces = self._pieces[i]
         if not pieces:
             return np.zeros(0, np.int32), np.zeros(0, np.float32)

@@ -1,4 +1,4 @@
-"""One vLLM engine in this process. With the sampler beside it, the only place that imports vLLM."""
+"""One vLLM engine in this process. Only this module, the sampler and the KV connector import vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import xxhash
@@ -33,34 +33,34 @@ from rlhfless_ray.weights.compare import differing
 from rlhfless_ray.weights.model_folder import content_addressed_folder, write_folder
 from rlhfless_ray.weights.tensor_file import Files, as_tensor
 
-# Read by vLLM when it is imported: engine and worker in this process, no telemetry, quiet.
+if TYPE_CHECKING:
+    from rlhfless_ray.rollout.keyed_sampler import KeyedSampler
+
+# vLLM reads these when it is imported: engine and worker in this process, no telemetry, errors only.
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-
-
-# Not a matter of taste, so it wins over what the environment says: `KeyedSampler` is a logits processor of vLLM's first model runner.
-# Where Triton finds a device, the second one is the default, and since vllm-project/vllm#56497 it refuses such a processor.
+# Overrides the environment, because `KeyedSampler` is a logits processor of vLLM's first model runner. With Triton and a device, the
+# second one is the default, and since vllm-project/vllm#56497 it refuses such a processor.
 REQUIRED = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-# On CPU the engine is eager. PyTorch's switch keeps functions that vLLM decorates from loading the compiler.
+# The engine is eager on CPU. This keeps functions that vLLM decorates from loading the compiler.
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
-# On GPU attention in float32 is Triton's (FlashAttention has none), whose products are TF32 unless told otherwise: 10 bits of fraction,
-# where torch's in the learner have 23.
+# On GPU, attention in float32 uses Triton (FlashAttention has no float32). Its products default to TF32, with 10 bits of fraction,
+# while the learner's have 23.
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}
-# Needed for audio and object detection only; vLLM and transformers do without where it is not installed. What else comes with vLLM
-# for GPUs may not: there it stays.
+# Not imported on CPU, because only audio and object detection need it. Packages that come with vLLM for GPUs may need it too.
 OPTIONAL = ("scipy",)
-COMPILER = ("torch._inductor.lowering",)  # vLLM mends it when it can be imported: half a second
+COMPILER = ("torch._inductor.lowering",)  # vLLM patches it if it can be imported, which takes half a second
 
 
 def prepare(on_cpu: bool = True, architectures: Sequence[str] = ()) -> None:
-    """Import all that an engine for such models will need: the slow part of a start, which needs neither lease nor device.
+    """Import everything that an engine for these models needs. This is the slow part of a start, and needs no lease or device.
 
-    The models' classes are registered with vLLM as loaded. It would start another Python to look at one that it has not seen on
-    this node before, lest its import touches a device of a process that is yet to fork: this one does not fork.
+    The models' classes are registered with vLLM as loaded. Otherwise vLLM would inspect each class in another Python process, so
+    that its import cannot touch a device before a fork. This process does not fork.
     """
     for name, value in {**ENVIRONMENT, **(EAGER if on_cpu else EXACT)}.items():
         os.environ.setdefault(name, value)
     os.environ.update(REQUIRED)
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the recipe's kv_cache_mb
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the recipe's kv_cache_mb
     if "vllm.v1.engine.llm_engine" in sys.modules:
         return
     with fast_imports((*OPTIONAL, *COMPILER) if on_cpu else ()):
@@ -75,16 +75,16 @@ def prepare(on_cpu: bool = True, architectures: Sequence[str] = ()) -> None:
 
 
 class VllmEngine:
-    """A vLLM engine that takes Requests and tells their Progress; weights come as {name: array}, by version.
+    """A vLLM engine that answers `Request`s with `TokenDeltas`. Weights are loaded as {name: array}, by version.
 
-    It starts without weights of its own (`version` is None) and refuses to generate until `load` was called.
+    It starts without weights (`version` is None) and refuses to generate until `load` was called.
     """
 
     def __init__(
         self, folder: Path, settings: EngineSettings, tokenizer: Callable[[], Any] | None = None, load_format: str = "dummy"
     ) -> None:
-        """`folder`: config.json and, where there is one, generation_config.json. `tokenizer`: loads it, for stop strings.
-        `load_format`: vLLM's, `auto` to load the folder's weights."""
+        """`folder`: contains config.json and perhaps generation_config.json. `tokenizer`: loads the tokenizer, for stop strings.
+        `load_format`: as in vLLM; "auto" loads the folder's weights."""
         on_cpu = settings.device == "cpu"
         prepare(on_cpu)
         from vllm import EngineArgs, LLMEngine
@@ -92,13 +92,13 @@ class VllmEngine:
         from rlhfless_ray.rollout.keyed_sampler import KeyedSampler
 
         self.version: int | None = None
-        self.fresh: list[VllmEngine] = []  # see `differing`
+        self.reference_engines: list[VllmEngine] = []  # see `differing`
         self.words = StopStrings(tokenizer)
         self.pages: PageStore | None = PageStore() if settings.prefix_kv else None
-        self.kept: dict[int, dict[bytes, np.ndarray]] = {}  # by ticket: pages of what was cut, by address
+        self.kept: dict[int, dict[bytes, np.ndarray]] = {}  # by ticket: pages of cut requests, by address
         self.steps: list[EngineStep] = []
-        self.spans: list[Span] = []  # what it did besides generating
-        self.stop_token_ids = stop_tokens(folder)
+        self.spans: list[Span] = []  # of commands
+        self.stop_token_ids = read_stop_tokens(folder)
         self.max_model_len = settings.max_model_len
         memory = (
             {"kv_cache_memory_bytes": settings.kv_cache_mb * 2**20}
@@ -125,14 +125,13 @@ class VllmEngine:
                 **memory,
             )
         )
-        sampler = KeyedSampler.latest
-        assert sampler is not None, "vLLM did not build the sampler"
-        self.sampler, self.live = sampler, RunningRequests(sampler)
+        self.sampler: KeyedSampler = self.engine.collective_rpc(cast(Any, _find_sampler))[0]
+        self.live = RunningRequests(self.sampler)
         self.on_cpu = on_cpu
         self._name_blocks()
 
     def _name_blocks(self) -> None:
-        """Blocks of KV have our names where their layers are one group, as those of a hybrid model are not."""
+        """Name KV blocks by the addresses of their pages, unless the layers form several groups, as in hybrid models."""
         core: Any = self.engine.engine_core.engine_core  # type: ignore[attr-defined]  # of a client in this process
         size = core.vllm_config.cache_config.block_size
         if len(core.scheduler.kv_cache_config.kv_cache_groups) != 1 or getattr(core.scheduler, "hash_block_size", size) != size:
@@ -142,10 +141,9 @@ class VllmEngine:
         core.request_block_hasher = BlockHasher(start, size, core.request_block_hasher)
 
     def load(self, version: int, weights: dict[str, np.ndarray]) -> None:
-        """Replace the weights in place. Requests after this carry `version` in their cache salt, so KV of older
-        weights is unreachable although it may still lie in the cache.
+        """Replace the weights in place. Raises ValueError if the model has weights that are not among them.
 
-        Raises ValueError when the model has weights that are not among them.
+        Later requests have `version` in their cache salt, so they cannot reach cached KV of older weights.
         """
         reload: Any = _reload
         missing = self.engine.collective_rpc(reload, args=(weights, self.on_cpu))[0]
@@ -155,59 +153,59 @@ class VllmEngine:
         self.version = version
 
     def differing(self, folder: Path, settings: EngineSettings, shapes: Mapping[str, Sequence[int]]) -> list[str]:
-        """Names of the tensors that this engine holds otherwise than one that loads the folder's weights; `shapes`: of these.
+        """Return the names of the tensors in which this engine differs from one that loads the folder. `shapes`: of its tensors.
 
-        On CPU a new engine loads them, by vLLM's own way. A device has no room for two: there this engine loads them again.
+        On CPU a new engine loads the folder with vLLM's own loader. A device has no room for two, so there this engine reloads.
         """
-        prints, fused_modules = cast(Any, _prints), cast(Any, _fused_modules)
-        found = self.engine.collective_rpc(prints)[0]
+        fingerprint, fused_modules = cast(Any, _fingerprint), cast(Any, _fused_modules)
+        found = self.engine.collective_rpc(fingerprint)[0]
         if self.on_cpu:
-            # kept, for an engine that ends takes down what all engines of a process share
-            self.fresh.append(VllmEngine(folder, replace(settings, prefix_kv=False, kv_cache_mb=16), load_format="auto"))
-            other = self.fresh[-1].engine
+            # kept, because an engine that ends destroys state shared by all engines of a process
+            self.reference_engines.append(VllmEngine(folder, replace(settings, prefix_kv=False, kv_cache_mb=16), load_format="auto"))
+            other = self.reference_engines[-1].engine
         else:
             other = self.engine
             other.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-        wanted = other.collective_rpc(prints)[0]
+        wanted = other.collective_rpc(fingerprint)[0]
         return differing(found, wanted, shapes, self.engine.collective_rpc(fused_modules)[0])
 
     def generate(
         self, requests: Iterable[Request], interval_s: float = float("inf"), control_queue: ControlQueue | None = None
     ) -> Iterator[TokenDeltas]:
-        """Yield the progress of all requests about every `interval_s` seconds until each has ended or been cut.
+        """Yield new tokens about every `interval_s` seconds until every request has ended or been cut.
 
-        Orders in `inbox` are carried out between two steps. What a cut request had is told at once, and so are the first
-        token of one that was added, and the end of one that is `awaited`: somebody waits for it. Raises RuntimeError without
-        weights, for a key that is at work already, and where tokens and log-probabilities do not match.
+        Commands of `control_queue` are carried out between two steps. The tokens of a cut request, the first token of an added
+        one and the end of an `awaited` one are yielded at once. Raises RuntimeError without weights, for a key that is running
+        already, and if tokens and log-probabilities do not match.
         """
         if self.version is None:
             raise RuntimeError("this engine has no weights yet: load a version first")
         self._add(requests)
-        fresh: set[int] = set()  # added by an order and without a token yet
+        fresh: set[int] = set()  # added by a command, without a token yet
         last = time.perf_counter()
         try:
             while True:
-                for order in control_queue.take() if control_queue else ():
-                    fresh |= self._carry_out(order)
-                    if order.cut:
-                        yield self._progress(self.version)
+                for command in control_queue.take() if control_queue else ():
+                    fresh |= self._carry_out(command)
+                    if command.cut:
+                        yield self._take_deltas(self.version)
                 if not self.live:
                     if control_queue is None or control_queue.close_if_empty():
                         return
                     continue
                 start = time.perf_counter()
-                self.sampler.count_nothing()
+                self.sampler.reset_counts()
                 outputs = self._step()
                 now = time.perf_counter()
                 drawn = self.sampler
                 self.steps.append(EngineStep(drawn.running, drawn.new_tokens, drawn.context_tokens, now - start))
-                awaited = self._note_ends(outputs)
-                begun = self.live.begun(fresh)
-                if begun or awaited or not self.live.decoding or now - last >= interval_s:
+                has_awaited = self._record_ends(outputs)
+                begun = self.live.find_begun(fresh)
+                if begun or has_awaited or not self.live.decoding or now - last >= interval_s:
                     fresh -= begun
-                    yield self._progress(self.version)
+                    yield self._take_deltas(self.version)
                     last = now
-        finally:  # if the caller stopped listening
+        finally:  # also if the caller stops iterating
             self.engine.abort_request([str(number) for number in self.live.rows])
             self.live.forget(self.live.rows)
             self.sampler.take()
@@ -224,25 +222,25 @@ class VllmEngine:
             where = "CPU" if self.on_cpu else "this GPU"
             raise RuntimeError(f"vLLM {vllm.__version__} cannot compute {names} on {where} ({one_line_with_type(error, 300)})") from error
 
-    def _progress(self, version: int) -> TokenDeltas:
-        progress = self.live.progress(version)
+    def _take_deltas(self, version: int) -> TokenDeltas:
+        deltas = self.live.take_deltas(version)
         if self.pages is None or not self.pages.computed:
-            return progress
-        begun = zip(progress.keys.tolist(), progress.counts.tolist(), strict=True)
+            return deltas
+        begun = zip(deltas.keys.tolist(), deltas.counts.tolist(), strict=True)
         known = {key: self.pages.computed.pop(str(key), None) for key, count in begun if count}
-        return replace(progress, computed={key: tokens for key, tokens in known.items() if tokens is not None})
+        return replace(deltas, computed={key: tokens for key, tokens in known.items() if tokens is not None})
 
-    def _carry_out(self, order: EngineCommand) -> set[int]:
-        """Numbers of the requests it adds. A cut of what is not here comes too late: how it ended was told."""
-        begin, names = time.time(), [str(key) for key in order.cut]
-        keep = self.pages is not None and not self.pages.refused and order.ticket
+    def _carry_out(self, command: EngineCommand) -> set[int]:
+        """Carry out a command, and return the numbers of the added requests. Cuts of requests that have ended are ignored."""
+        begin, names = time.time(), [str(key) for key in command.cut]
+        keep = self.pages is not None and not self.pages.refused and command.ticket
         if self.pages is not None and keep:
             self.pages.request_save(names)
-        self.engine.abort_request([str(number) for number in self.live.cut(order.cut)])
+        self.engine.abort_request([str(number) for number in self.live.cut(command.cut)])
         if self.pages is not None and keep:
-            self.kept[order.ticket] = self.pages.take_saved(names)
-        added = self._add(order.add)
-        self.spans.append(Span("transfer", order.what, begin, time.time()))
+            self.kept[command.ticket] = self.pages.take_saved(names)
+        added = self._add(command.add)
+        self.spans.append(Span("transfer", command.what, begin, time.time()))
         return added
 
     def _add(self, requests: Iterable[Request]) -> set[int]:
@@ -251,34 +249,39 @@ class VllmEngine:
 
         added = set()
         for request in requests:
-            number, before = self.live.take_up(request), len(request.generated)
-            extra: dict[str, Any] = {"key": number, "seed": request.seed, "temperature": request.temperature, "offset": before}
-            extra["top_p"] = request.top_p
+            number, before = self.live.add(request), len(request.generated)
+            extra: dict[str, Any] = {
+                "key": number,
+                "seed": request.seed,
+                "temperature": request.temperature,
+                "top_p": request.top_p,
+                "offset": before,
+            }
             ends = [*self.stop_token_ids, *request.stop_token_ids]
             if before < request.min_tokens:
                 extra |= {"min_tokens": request.min_tokens, "ends": ends}
             if self.pages is not None:
-                extra["name"] = str(request.key)  # by which the connector knows whose pages are asked for
+                extra["name"] = str(request.key)  # by which the connector finds its pages
             params = SamplingParams(
-                temperature=0.0,  # the sampler draws; vLLM only takes its pick
+                temperature=0.0,  # greedy: vLLM takes the token that the sampler drew
                 max_tokens=request.max_tokens - before,
                 stop_token_ids=ends,
                 ignore_eos=True,  # stop_token_ids holds the end-of-sequence tokens already
                 detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,  # what comes before is read from the sampler, at no cost per step
-                skip_clone=True,  # these are nobody else's
+                output_kind=RequestOutputKind.FINAL_ONLY,  # earlier tokens are read from the sampler, at no cost per step
+                skip_clone=True,  # these parameters are not shared
                 extra_args=extra,
             )
             tokens = [*request.token_ids, *request.generated]
-            # as vLLM's renderer would give it back, which looks at every prompt anew
+            # the form that vLLM's renderer returns, which would process every prompt again
             prompt: Any = {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt(self.version or 0)}
             self.engine.add_request(str(number), prompt, params)
             added.add(number)
         return added
 
-    def _note_ends(self, outputs: list[Any]) -> bool:
-        """Whether somebody waits for one of those that ended."""
-        awaited = self._note_words()
+    def _record_ends(self, outputs: list[Any]) -> bool:
+        """Record the requests that ended in a step, and return whether one of them is awaited."""
+        awaited = self._end_at_stop_words()
         for output in outputs:
             number, answer = int(output.request_id), output.outputs[0]
             if not output.finished or number not in self.live.rows or self.live.rows[number].ended is not None:
@@ -289,9 +292,11 @@ class VllmEngine:
             awaited |= self.live.rows[number].request.awaited
         return awaited
 
-    def _note_words(self) -> bool:
-        """Ends those that have come to one of their stop words, before vLLM says that they have come to their limit. Whether somebody
-        waits for one of them."""
+    def _end_at_stop_words(self) -> bool:
+        """End the requests that have generated a stop word, and return whether one of them is awaited.
+
+        This precedes vLLM's own ends, so that a stop word in the last token counts as "stop" and not as "length".
+        """
         found = []
         for number, row in self.live.rows.items():
             if row.request.stop and row.ended is None:
@@ -303,24 +308,26 @@ class VllmEngine:
         return any(self.live.rows[number].request.awaited for number in found)
 
     def take_steps(self) -> list[EngineStep]:
-        """The step records since the last call."""
+        """Return the step records since the last call."""
         steps, self.steps = self.steps, []
         return steps
 
     def take_spans(self) -> list[Span]:
-        """When orders were carried out, since the last call."""
+        """Return the spans of commands since the last call."""
         spans, self.spans = self.spans, []
         return spans
 
     def park(self) -> None:
-        """Give memory back while no lease is held: a device's whole, weights and all; on CPU, where vLLM ignores sleep, the KV
-        cache's. Raises RuntimeError while requests are at work."""
+        """Release memory while no lease is held: on GPU all of the device's, on CPU, where vLLM ignores sleep, the KV cache.
+
+        Raises RuntimeError while requests are running.
+        """
         if not self.on_cpu:
             self.version = None
             self.engine.sleep(level=2)
             return
-        if not self.engine.reset_prefix_cache():  # what it remembers would be found empty
-            raise RuntimeError("this engine has requests at work: it cannot give back their KV cache")
+        if not self.engine.reset_prefix_cache():  # its cached prefixes would be empty
+            raise RuntimeError("this engine has running requests, so it cannot release their KV cache")
         drop: Any = _drop_kv_cache
         self.engine.collective_rpc(drop)
 
@@ -329,32 +336,35 @@ class VllmEngine:
             self.engine.wake_up()
 
     def kept_on_device_mb(self) -> float:
-        """What a parked engine still has on its device. vLLM takes the memory away below its own pools without telling torch, which goes
-        on counting all of it as reserved: with the KV cache most of the device."""
+        """Return the device memory of a parked engine in MB.
+
+        vLLM frees the memory below its own pools without torch's knowledge. torch still counts it as reserved, which with the KV
+        cache is most of the device.
+        """
         if self.on_cpu:
             return 0.0
         import torch
         from vllm.device_allocator.cumem import CuMemAllocator
 
-        return reserved_outside_mb(torch.cuda.memory_snapshot(), sleeping_pools(CuMemAllocator.get_instance()))
+        return reserved_outside_mb(torch.cuda.memory_snapshot(), find_sleeping_pools(CuMemAllocator.get_instance()))
 
 
-def sleeping_pools(allocator: Any) -> set[tuple[int, int]]:
-    """Ids of the memory pools that vLLM puts to sleep: for each purpose one pool and its allocator, in later versions several."""
+def find_sleeping_pools(allocator: Any) -> set[tuple[int, int]]:
+    """Return the ids of the memory pools that vLLM puts to sleep: one per purpose, in later versions several."""
     found = [entry if isinstance(entry, list) else [entry] for entry in allocator.allocator_and_pools.values()]
     return {tuple(pool.id) for entries in found for pool, _ in entries}
 
 
 def model_folder(scratch: Path, files: Files, settings: EngineSettings) -> Path:
-    """Where an engine finds these files, config and tokenizer: in `scratch`, or on a device beside what vLLM keeps of its work.
+    """Write config and tokenizer to a folder for an engine: in `scratch` on CPU, in vLLM's cache on GPU.
 
-    There vLLM compiles the model and keeps that under a name which the folder's path is a part of. In a folder of another path each
-    engine would compile it anew, which is most of its start.
+    On GPU vLLM caches the compiled model under a name that contains the folder's path. With another path each engine would compile
+    again, which is most of its start.
     """
     if settings.device != "cpu":
         from vllm.envs import VLLM_CACHE_ROOT
 
-        with suppress(OSError):  # a home that cannot be written to: it compiles
+        with suppress(OSError):  # the cache cannot be written: compile
             return content_addressed_folder(Path(VLLM_CACHE_ROOT) / "rlhfless", files)
     return write_folder(scratch, files)
 
@@ -367,21 +377,28 @@ def _transfer_config(pages: PageStore | None) -> Any:
     return transfer_config(pages)
 
 
+def _find_sampler(worker: Any) -> KeyedSampler:
+    """Run in vLLM's worker: return the sampler that vLLM has built."""
+    from rlhfless_ray.rollout.keyed_sampler import KeyedSampler
+
+    return next(one for one in worker.model_runner.input_batch.logitsprocs.all if isinstance(one, KeyedSampler))
+
+
 def _reload(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) -> set[str]:
-    """Runs in vLLM's worker: load the weights, return the names of the parameters that got none."""
+    """Run in vLLM's worker: load the weights, and return the names of parameters that got none."""
 
     model = worker.get_model()
     missing = {name for name, _ in model.named_parameters()}
     load = model.load_weights
 
-    def remembered(named: Any) -> Any:
-        # while a model is loaded it lacks what vLLM computes from its weights afterwards, such as latent attention's W_UK_T
+    def load_and_record(named: Any) -> Any:
+        # during a load the model lacks what vLLM computes from its weights afterwards, such as latent attention's W_UK_T
         missing.intersection_update([name for name, _ in model.named_parameters()])
         loaded = load(named)
         missing.difference_update(missing if loaded is None else loaded)  # vLLM itself only warns
         return loaded
 
-    model.load_weights = remembered
+    model.load_weights = load_and_record
     if on_cpu:
         _forget_packed_experts(model)
     try:
@@ -389,7 +406,7 @@ def _reload(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) -> set[st
         worker.reload_weights(weights_iterator=named)
     finally:
         del model.load_weights
-    if on_cpu:  # a head tied to the embeddings keeps a packed copy of its own, which a reload passes over
+    if on_cpu:  # a head tied to the embeddings has its own packed copy, which a reload does not update
         seen = set()
         for module in model.modules():
             weight = getattr(module, "weight", None)
@@ -400,17 +417,22 @@ def _reload(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) -> set[st
 
 
 def _forget_packed_experts(model: Any) -> None:
-    """Make vLLM (0.32) pack fused experts for its CPU kernels again on a reload. It packs them only when it builds the kernel, and
-    would leave the plain weights where the kernel reads packed ones: wrong experts, without an error."""
+    """Make vLLM (0.32) pack fused experts for its CPU kernels again on a reload.
+
+    It packs them only when it builds the kernel. Otherwise a reload would leave plain weights where the kernel reads packed ones:
+    wrong experts, without an error.
+    """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
 
-def _prints(worker: Any) -> dict[str, np.ndarray]:
-    """Runs in vLLM's worker: a hash of each row (of experts, each one) of the model's parameters, by name. Of a linear layer whose
-    weights are packed out of sight, what it makes of fixed inputs stands in the place of its weights."""
+def _fingerprint(worker: Any) -> dict[str, np.ndarray]:
+    """Run in vLLM's worker: return a hash of each row (or expert) of the model's parameters, by name.
+
+    For linear layers whose packed weights cannot be read, the outputs for fixed inputs take their place.
+    """
     import torch
 
     found = {}
@@ -423,26 +445,25 @@ def _prints(worker: Any) -> dict[str, np.ndarray]:
         for name, module in model.named_modules():
             weight = getattr(module, "weight", None)
             if hasattr(module, "cpu_linear") and weight is not None and not weight.numel():
-                width = getattr(module, "input_size_per_partition", None) or module.input_size  # the latter of replicated layers
+                width = getattr(module, "input_size_per_partition", None) or module.input_size  # replicated layers have only the latter
                 inputs = torch.randn(2, width, generator=torch.Generator().manual_seed(0))
                 found[f"{name}.weight"] = module.cpu_linear(inputs.to(weight.dtype), weight, None).float().T.numpy()
     return found
 
 
 def _fused_modules(worker: Any) -> dict[str, list[str]]:
-    """Runs in vLLM's worker: its model's {fused module: those that it is made of}."""
+    """Run in vLLM's worker: return the model's {fused module: its parts}."""
     return dict(getattr(worker.get_model(), "packed_modules_mapping", None) or {})
 
 
 def _drop_kv_cache(worker: Any) -> None:
-    """Runs in vLLM's worker on CPU: its KV cache keeps its addresses and loses its pages, which come back, as zeros, when they are
-    written to."""
+    """Run in vLLM's worker on CPU: release the memory pages of the KV cache. Its addresses stay valid; the content becomes zero."""
     for start, size in {(s.data_ptr(), s.nbytes()) for s in (cache.untyped_storage() for cache in worker.model_runner.kv_caches)}:
         release_pages(start, size)
 
 
-def stop_tokens(folder: Path) -> list[int]:
-    """End-of-sequence token ids of a model folder, from generation_config.json, else config.json."""
+def read_stop_tokens(folder: Path) -> list[int]:
+    """Return the end-of-sequence token ids of a model folder, from generation_config.json, else config.json."""
     for name in ("generation_config.json", "config.json"):
         file = folder / name
         if file.is_file():

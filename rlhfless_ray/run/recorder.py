@@ -99,13 +99,13 @@ class RunRecorder:
             row |= {f"learn/{name}": value for name, value in stats.items()}
         row["tokens/per_s"] = row["tokens/generated"] / wall_s if wall_s else 0.0
         step.metrics = row
-        told = self.metrics.keep(row, _shown(step.samples))
+        kept = self.metrics.keep(row, _shown(step.samples))
         counted = self.counted
-        self.put_off(lambda: self._elsewhere(told, step.number, counted))
+        self.put_off(lambda: self._write_copies(kept, step.number, counted))
         self.progress.step(row)
 
-    def _elsewhere(self, told: dict[str, Any], number: int, counted: int) -> None:
-        self.metrics.copy(told)
+    def _write_copies(self, kept: dict[str, Any], number: int, counted: int) -> None:
+        self.metrics.copy(kept)
         self.ledger.append_to(self.folder.path / "ledger.csv")
         self.ledger.forget(counted)
         self.folder.write_status(steps_done=number)
@@ -116,7 +116,7 @@ class RunRecorder:
         kept = [*samples[:shown], *(s for s in samples[shown:] if s.error is not None)]
         self.folder.write_samples(step, kept, self.recipe.answer_column, name)
 
-    def of_samples(self, samples: list[Sample]) -> dict[str, Any]:
+    def summarize_samples(self, samples: list[Sample]) -> dict[str, Any]:
         """Return metrics of rewards and lengths for the step's row."""
         rewards = np.array([s.reward for s in samples if s.reward is not None])
         lengths = np.array([s.written_tokens for s in samples])
@@ -147,7 +147,7 @@ class RunRecorder:
         }
 
     def _penalized(self, scored: list[Sample]) -> dict[str, float]:
-        """Mean, deviation and deviation within groups of the rewards after length penalties, which advantages are made of."""
+        """Return statistics of the rewards after length penalties, from which advantages are computed."""
         if not scored:
             return {}
         rewards = np.array([_learned_reward(s) for s in scored])
@@ -155,15 +155,17 @@ class RunRecorder:
         return found | ({"reward/group_std": _group_std(scored)} if self.recipe.rollout.samples_per_prompt > 1 else {})
 
     def _longest_total(self) -> int:
-        """Tokens that prompt and response may have together."""
+        """Return the maximum number of tokens of prompt and response together."""
         rollout, agent = self.recipe.rollout, self.recipe.agent
         if agent.path and agent.max_tokens is not None:
             return agent.max_tokens
         return rollout.max_total_tokens or self.recipe.prompts.max_prompt_tokens + rollout.max_tokens
 
     def _of_phases(self, seconds: dict[str, float], wall_s: float, leases: Any) -> dict[str, float]:
-        """`learn` without the publishing inside it; `driver` is what no phase covers; `lease`, the waiting for slots, lies
-        inside rollout, learn and eval; `passes`, of policy, reference and critic over the rollout before the update, inside learn."""
+        """Return the seconds of each phase. `learn` excludes publishing. `driver` is the time outside of phases.
+
+        `lease`, waiting for slots, is part of rollout, learn and eval. `passes`, before the update, are part of learn.
+        """
         publish = seconds.get("publish", 0.0)
         phases = {
             **({"prefill": seconds["prefill"]} if "prefill" in seconds else {}),
@@ -221,7 +223,7 @@ class RunRecorder:
         from rlhfless_ray.report.timeline import write_timeline
 
         if self.reporter is not None:
-            self.reporter.kill()  # or it may write what was after what is
+            self.reporter.kill()  # otherwise it could replace the final report by an older one
             self.reporter.wait()
         full: list[DiskFull] = []
 

@@ -1,8 +1,8 @@
-"""Checks that engines and learner compute the same policy: the same log-probabilities of the same tokens under the same weights.
+"""Check that engines and learner compute the same policy: equal log-probabilities of the same tokens under the same weights.
 
-A tensor that an engine takes in a wrong form is not an error to vLLM. It samples from another policy, and importance weights hide how
-wrong that is. So the first samples under the first weight version, and those under the first one that an update made, are scored by
-the learner before it learns from them. Every step then compares all of its tokens at no cost, see `mismatch_metrics`.
+vLLM raises no error for a tensor that it loads in a wrong form. It samples from another policy, and importance weights hide how wrong
+that is. Therefore the learner scores the first samples under the first weight version, and those under the first updated version,
+before it learns from them. Later steps compare all their tokens at no cost, see `compare_mismatch`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Sample, UpdateStats, WeightVersion
 from rlhfless_ray.weights.checksum import listed
 
-# Mean |difference of log-probabilities| per token, in nats, up to which engine and learner agree. Measured on small random policies of ten
-# families against vLLM 0.32 on CPU: 4e-7 to 1e-6 in float32, 0.004 to 0.03 in bfloat16; wrong experts 0.01 to 0.8.
+# Tolerance of the mean |difference of log-probabilities| per token, in nats. Measured with small random policies of ten families and
+# vLLM 0.32 on CPU: 4e-7 to 1e-6 in float32, 0.004 to 0.03 in bfloat16; 0.01 to 0.8 with wrong experts.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
-# Rounding moves a sharp or badly conditioned policy further. Above the tolerance the learner scores the tokens again, with noise as large
-# as rounding behind every layer: engines were 0.8 to 2.8 times as far off as that moved it, wrong weights 30 times and more.
+# Rounding changes a sharp or badly conditioned policy more. Above the tolerance the learner therefore scores the tokens again, with noise
+# of the size of rounding after every layer. Correct engines differed by 0.8 to 2.8 times what that changed, wrong weights by 30 or more.
 ROUNDING = 8.0
-FARTHEST = 1.0  # nats that a token counts at most where top-p is used: rounding decides whether a token at its edge is in it
-SAMPLES = 8  # spread over the step
-TOKENS = 32  # of each; few enough for one call of the output head, which ZeRO 3 needs to be the same on every rank
-NAMING_S = 180.0  # to find out which tensors differ, once it is known that some do
+MAX_TOP_P_NATS = 1.0  # limit of a token's difference with top-p: rounding decides whether a token at its edge is included
+SAMPLES = 8  # compared, spread over the step
+TOKENS = 32  # compared of each; few enough for one call of the output head, which ZeRO 3 needs to be equal on every rank
+NAMING_S = 180.0  # timeout for finding the tensors that differ
 
 
-def mismatch_metrics(stats: UpdateStats, tolerance: float, top_p: float) -> dict[str, Any]:
-    """For the step's row: the tolerance of its mean mismatch, and whether that is above it (1) or not (0). Sampling with top-p raises
-    log-probabilities by -log(top_p) at most. Nothing where the learner trained on no token, and so compared none."""
+def compare_mismatch(stats: UpdateStats, tolerance: float, top_p: float) -> dict[str, Any]:
+    """Return the tolerance of a step's mean mismatch, and 1 if the mismatch is above it, else 0.
+
+    Sampling with top-p raises log-probabilities by at most -log(top_p). Empty if the learner trained on no token.
+    """
     if not stats.trained_tokens:
         return {}
     limit = tolerance - math.log(top_p)
@@ -46,7 +48,7 @@ def mismatch_metrics(stats: UpdateStats, tolerance: float, top_p: float) -> dict
 
 
 class Agreement:
-    """Checks the first samples of two weight versions: the one that the process begins with, and the first that it made by an update."""
+    """Checks the first samples under two weight versions: the process's first, and the first that an update made."""
 
     def __init__(self, context: RunContext, worker_groups: ColocatedGroups, engines: WorkerPool) -> None:
         self.context, self.worker_groups, self.engines = context, worker_groups, engines
@@ -54,23 +56,23 @@ class Agreement:
         self.tolerance = TOLERANCE[context.recipe.policy.dtype]
 
     def updated(self, stats: UpdateStats) -> None:
-        """The learner has made a step's update. The weights that come of the first one are checked, too, and so are the next samples
-        after a step that trained on no token, as while the policy is frozen: there the update compares nothing."""
+        """Record an update. The next check is due after the first one, and after updates without trained tokens, which compare nothing."""
         if stats.applied and not self.has_updated:
             self.is_due = self.has_updated = True
         elif not stats.trained_tokens:
             self.is_due = True
 
     def check(self, samples: Sequence[Sample], weights: WeightVersion, temperature: float, *, parks: bool) -> None:
-        """Compare some of these samples with what the learner, which holds `weights`, says of them. Does nothing if none is due.
+        """Let the learner score some of the samples if a check is due. It holds `weights`.
 
         Args:
-            temperature: that the samples were drawn with; 0 is greedy.
-            parks: whether the learner gives its leases back afterwards.
+            temperature: Sampling temperature; 0 is greedy.
+            parks: Whether the learner gives its leases back afterwards.
 
-        Raises RunError when they differ by more than the tolerance; with `rollout.agreement=warn` it is a message instead.
+        Raises:
+            RunError: If they differ by more than the tolerance. With `rollout.agreement=warn` this is a message instead.
         """
-        batch = sample_batch([s for s in samples if s.completion.versions == ((weights.version, len(s.completion.token_ids)),)])
+        batch = select_batch([s for s in samples if s.completion.versions == ((weights.version, len(s.completion.token_ids)),)])
         if not self.is_due or batch is None:
             return
         self.is_due = False
@@ -80,24 +82,24 @@ class Agreement:
             learner.slots = learner.ranks
             self.context.broker.staff(learner)
         found = learner.passed("agreement", batch, *drawn_from)["agreement"]
-        apart = distances(found, batch.logprobs, drawn_from[1])
+        apart = compute_distances(found, batch.logprobs, drawn_from[1])
         if not apart.mean() <= self.tolerance:
-            moved = distances(found, learner.passed("agreement", batch, *drawn_from, True)["agreement"], drawn_from[1])
+            moved = compute_distances(found, learner.passed("agreement", batch, *drawn_from, True)["agreement"], drawn_from[1])
             self.tolerance = float(np.nanmax([self.tolerance, ROUNDING * moved.mean()]))
         if not apart.mean() <= self.tolerance:
-            told = (
+            message = (
                 f"engines and learner do not agree under weight version {weights.version}: log-probabilities of the same "
                 f"{len(apart)} tokens differ by {apart.mean():.2g} nats in the mean, {apart.max():.2g} at most (tolerance of the mean "
                 f"in {recipe.policy.dtype}: {self.tolerance:.2g})"
             )
             if recipe.rollout.agreement == "end":
-                raise RunError(f"{told}; {self._which(weights)}")
-            self.context.record.progress.message(told)
+                raise RunError(f"{message}; {self._find_cause(weights)}")
+            self.context.record.progress.message(message)
         if parks:
             self.context.broker.put(learner.park())
 
-    def _which(self, weights: WeightVersion) -> str:
-        """Which tensors differ, for the message."""
+    def _find_cause(self, weights: WeightVersion) -> str:
+        """Find the tensors that differ, and return a sentence about them for the message."""
         try:
             model = self.worker_groups.learner.model()
             unknown = False
@@ -114,31 +116,31 @@ class Agreement:
             return describe_failure("finding the tensors that differ", error)
         if unknown:
             return (
-                "the tensors were published as the learner has them; what an engine made of them is not known, as it has left its "
-                "device. rollout.agreement=warn goes on all the same"
+                "the tensors were published as the learner has them; the engines' tensors are unknown, because they have left their "
+                "device. Set rollout.agreement=warn to continue anyway"
             )
         return (
-            "every tensor is as in a new engine that loads the model from a folder, so vLLM and transformers compute this "
-            f"architecture differently{_of_dtype(self.context.recipe)}; take another model, or go on all the same with "
-            "rollout.agreement=warn"
+            "every tensor equals that of a new engine that loads the model from a folder, so vLLM and transformers compute this "
+            f"architecture differently{_of_dtype(self.context.recipe)}; use another model, or set "
+            "rollout.agreement=warn to continue anyway"
         )
 
 
-def distances(a: np.ndarray, b: np.ndarray, top_p: float) -> np.ndarray:
-    """|a - b| (tokens,) float64 of log-probabilities; where top-p is used a token counts at most FARTHEST."""
+def compute_distances(a: np.ndarray, b: np.ndarray, top_p: float) -> np.ndarray:
+    """Return |a - b| (tokens,) float64 of log-probabilities. With top-p each is limited to MAX_TOP_P_NATS."""
     with np.errstate(invalid="ignore"):
         apart = np.abs(a.astype(np.float64) - b)
     if top_p < 1:
-        apart = np.where(np.isneginf(a) & np.isneginf(b), 0.0, np.minimum(apart, FARTHEST))
+        apart = np.where(np.isneginf(a) & np.isneginf(b), 0.0, np.minimum(apart, MAX_TOP_P_NATS))
     return apart
 
 
 def _of_dtype(recipe: Recipe) -> str:
-    return "" if recipe.policy.dtype == "float32" else f" or {recipe.policy.dtype} is too coarse for it"
+    return "" if recipe.policy.dtype == "float32" else f" or {recipe.policy.dtype} is too coarse"
 
 
-def sample_batch(samples: Sequence[Sample]) -> Batch | None:
-    """The first tokens of a few of these samples, spread over all of them; None where the policy wrote no token."""
+def select_batch(samples: Sequence[Sample]) -> Batch | None:
+    """Return the first tokens of a few samples, spread over all of them, or None if the policy wrote no token."""
     written = [sample for sample in samples if _count(sample)]
     if not written:
         return None
@@ -151,12 +153,12 @@ def sample_batch(samples: Sequence[Sample]) -> Batch | None:
 
 
 def _count(sample: Sample) -> int:
-    """Tokens of the policy."""
+    """Return the number of tokens of the policy."""
     return len(sample.completion.token_ids) if sample.action_mask is None else int(np.sum(sample.action_mask))
 
 
 def _end(sample: Sample) -> int:
-    """Where its first TOKENS tokens of the policy end."""
+    """Return the position after the first TOKENS tokens of the policy."""
     if sample.action_mask is None:
         return min(TOKENS, len(sample.completion.token_ids))
     return int(np.flatnonzero(sample.action_mask)[:TOKENS][-1]) + 1

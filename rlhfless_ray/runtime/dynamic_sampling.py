@@ -1,5 +1,7 @@
-"""Dynamic sampling: groups that teach nothing are left out of a step, and other prompts answered in their place (Yu et al. 2025,
-DAPO, section 3.2, arXiv 2503.14476)."""
+"""Dynamic sampling: drop groups without a learning signal, and answer other prompts in their place.
+
+Yu et al. 2025, DAPO, section 3.2, arXiv 2503.14476.
+"""
 
 from __future__ import annotations
 
@@ -17,33 +19,35 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Completion, Prompt, Sample
 
 Group = list[Sample]
-PLAIN = ("sample", "text", "reward", "error", "score", "extra_logs", "turns")  # of a sample, as they are in a checkpoint
+PLAIN = ("sample", "text", "reward", "error", "score", "extra_logs", "turns")  # a sample's fields that JSON can hold
 
 
 class DynamicSampling:
-    """`begin` → (`add` → `draw`) … → `take`, once a step. Groups that pass and find no place in it are kept for the next one."""
+    """`begin` → (`add` → `draw`) … → `take`, once per step. Surplus groups that pass are kept for the next step."""
 
     def __init__(self, recipe: Recipe, cursor: Cursor) -> None:
-        """Does nothing to a step where `algorithm.filter_range` is None."""
+        """With `algorithm.filter_range` None, steps are left as they are."""
         self.section, self.cursor = recipe.algorithm, cursor
         self.batch, self.count = recipe.prompts.batch_prompts, recipe.rollout.samples_per_prompt
-        self.ready: list[Group] = []  # that passed and were not learned from yet, in the order of their prompts
+        self.ready: list[Group] = []  # passed, and not used yet, in the order of their prompts
         self.begin()
 
     @property
     def first(self) -> int:
-        """Prompts that a step begins with."""
+        """Number of prompts that a step begins with."""
         return self.batch - len(self.ready)
 
     def begin(self) -> None:
         self.left_over = len(self.ready)
-        self.means: list[float] = []  # mean scores of the groups that were dropped in this step
+        self.means: list[float] = []  # mean scores of the groups dropped in this step
         self.dropped: list[Sample] = []
-        self.drawn = self.rounds = self.in_vain = 0
+        self.drawn = self.rounds = self.failed_in_a_row = 0
 
     def add(self, samples: list[Sample]) -> None:
-        """The scored responses of a round, whole groups in the order of their prompts. Raises RunError where nothing has passed
-        for too long."""
+        """Add the scored responses of a round, whole groups in the order of their prompts.
+
+        Raises RunError if no group has passed for too long.
+        """
         assert self.section.filter_range is not None
         low, high = self.section.filter_range
         groups = [samples[start : start + self.count] for start in range(0, len(samples), self.count)]
@@ -54,30 +58,32 @@ class DynamicSampling:
         for group, row, passes in zip(groups, scores, passed, strict=True):
             if passes:
                 self.ready.append(group)
-                self.in_vain = 0
+                self.failed_in_a_row = 0
             else:
                 self.dropped += group
                 self.means += [float(row[np.isfinite(row)].mean())] if np.isfinite(row).any() else []
-                self.in_vain += 1
-        if self.in_vain >= self.section.filter_patience * self.batch:
+                self.failed_in_a_row += 1
+        if self.failed_in_a_row >= self.section.filter_patience * self.batch:
             seen = f"from {min(self.means):g} to {max(self.means):g}" if self.means else "unknown"
             raise RunError(
-                f"algorithm.filter_range: of {self.in_vain} prompts in a row (algorithm.filter_patience {self.section.filter_patience} × "
-                f"prompts.batch_prompts) none has responses whose mean score lies between {low:g} and {high:g}; their means are "
-                f"{seen}; take other prompts, another reward or a wider range"
+                f"algorithm.filter_range: of {self.failed_in_a_row} prompts in a row (algorithm.filter_patience "
+                f"{self.section.filter_patience} × prompts.batch_prompts) none has responses whose mean score lies between {low:g} and "
+                f"{high:g}; their means are {seen}; take other prompts, another reward or a wider range"
             )
 
     def draw(self) -> list[int]:
-        """Rows of the prompts to be answered next, none where the step has all its groups. Where episodes end the batches, the last
-        of one has the groups that it has, one at least."""
+        """Return the rows of the prompts to answer next, or none if the step is complete.
+
+        If batches end with the episode, its last step may have fewer groups, but at least one.
+        """
         missing = self.batch - len(self.ready)
         if missing <= 0 or (self.ready and self.cursor.stops_at_epoch_end and self.cursor.is_epoch_boundary):
             return []
-        most = 2 * self.batch - 1 - len(self.ready)  # what is left over leaves the next step a prompt to begin with
+        most = 2 * self.batch - 1 - len(self.ready)  # so that surplus groups leave the next step at least one prompt
         return self.cursor.next(min(math.ceil(missing * self.section.filter_draw), most))
 
     def take(self) -> list[Sample]:
-        """The step's samples; those that are left over stay."""
+        """Return the step's samples. Surplus groups are kept."""
         mine, self.ready = self.ready[: self.batch], self.ready[self.batch :]
         return [
             replace(s, sample=n, completion=replace(s.completion, key=place * self.count + n))
@@ -86,7 +92,7 @@ class DynamicSampling:
         ]
 
     def fill(self, samples: list[Sample], answer: Callable[[list[int]], list[Sample]]) -> list[Sample]:
-        """A step's samples from those of its first round; `answer`: scored responses to the prompts of these rows."""
+        """Return a step's samples, given those of its first round. `answer`: generates scored responses to prompts, by row."""
         if self.section.filter_range is None:
             return samples
         self.begin()
@@ -96,7 +102,7 @@ class DynamicSampling:
         return self.take()
 
     def metrics(self) -> dict[str, Any]:
-        """Of the step that was filled last."""
+        """Return metrics of the last step."""
         if self.section.filter_range is None:
             return {}
         dropped = len(self.dropped) // self.count
@@ -114,18 +120,18 @@ class DynamicSampling:
     # ---- state ------------------------------------------------------------------------------------------------
 
     def state(self) -> list[dict[str, Any]]:
-        """The samples that are left over, as JSON."""
+        """Return the surplus samples as JSON-serialisable values."""
         return [_as_json(sample) for group in self.ready for sample in group]
 
     def restore(self, state: list[dict[str, Any]], prompts: list[Prompt]) -> None:
-        """`prompts`: those that rows are numbers of. The last ones go that a smaller batch has no place for."""
-        samples = [_of_json(row, prompts) for row in state]
+        """Restore surplus samples. `prompts`: by row. Groups beyond the batch size, which may be smaller now, are dropped."""
+        samples = [_from_json(row, prompts) for row in state]
         groups = [samples[start : start + self.count] for start in range(0, len(samples), self.count)]
         self.ready = [group for group in groups if len(group) == self.count][: self.batch - 1]
 
 
 def _score(sample: Sample) -> float:
-    """What a group is judged by, NaN where the sample has none."""
+    """Return the score by which groups are filtered, NaN if the sample has none."""
     score = sample.reward if sample.score is None else sample.score
     return math.nan if score is None else score
 
@@ -137,14 +143,14 @@ def _as_json(sample: Sample) -> dict[str, Any]:
     return {"row": sample.prompt.index, "completion": completion, "action_mask": mask, **{name: getattr(sample, name) for name in PLAIN}}
 
 
-def _of_json(row: dict[str, Any], prompts: list[Prompt]) -> Sample:
-    """The same sample: float32 survives JSON's decimals."""
-    told = row["completion"]
-    told |= {
-        "token_ids": np.array(told["token_ids"], np.int32),
-        "logprobs": np.array(told["logprobs"], np.float32),
-        "versions": tuple((version, tokens) for version, tokens in told["versions"]),
+def _from_json(row: dict[str, Any], prompts: list[Prompt]) -> Sample:
+    """Restore a sample exactly: JSON's decimals preserve float32."""
+    fields = row["completion"]
+    fields |= {
+        "token_ids": np.array(fields["token_ids"], np.int32),
+        "logprobs": np.array(fields["logprobs"], np.float32),
+        "versions": tuple((version, tokens) for version, tokens in fields["versions"]),
     }
     mask = None if row["action_mask"] is None else np.array(row["action_mask"], bool)
-    sample = Sample(prompts[row["row"]], completion=Completion(**told), action_mask=mask, **{name: row[name] for name in PLAIN})
+    sample = Sample(prompts[row["row"]], completion=Completion(**fields), action_mask=mask, **{name: row[name] for name in PLAIN})
     return replace(sample, turns=tuple((who, text) for who, text in sample.turns))

@@ -1,4 +1,4 @@
-"""Mean rewards on the prompts of an evaluation: sampled and greedy, the best of several responses, by data source."""
+"""Evaluate the policy: mean rewards of sampled and greedy responses, the best of several, and by data source."""
 
 from __future__ import annotations
 
@@ -22,37 +22,41 @@ def evaluate(
     step: int,
     check: Callable[[list[Sample], float], None] = lambda samples, temperature: None,
 ) -> dict[str, float]:
-    """{metric: value}; empty without held-out prompts. `check` gets the sampled responses, before they are scored, and their
-    temperature."""
+    """Return {metric: value}, empty without held-out prompts.
+
+    `check`: called with the sampled responses and their temperature before they are scored.
+    """
     if not prompts:
         return {}
     recipe = rollout.context.recipe
-    asked = asked_of(recipe)
+    asked = choose_sampling(recipe)
     with rollout.context.phases.phase("eval", "evaluating"):
         samples = rollout.answer(prompts, list(asked.values()), weights)
         check(samples[: len(prompts) * recipe.evaluate.samples_per_prompt], asked["sampled"][0])
-        with scoring.phase("eval_score"):  # its time is part of the evaluation's
+        with scoring.phase("eval_score"):  # its time is counted in the evaluation's
             scoring.score(samples, step, "evaluation")
-    found = accuracies(samples, asked)
+    found = compute_accuracies(samples, asked)
     sampled = samples[: len(prompts) * recipe.evaluate.samples_per_prompt]
     by_source: dict[str, list[Sample]] = {}
     for sample in sampled:
         by_source.setdefault(str(sample.prompt.row.get(recipe.evaluate.source_column, "default")), []).append(sample)
     if recipe.evaluate.path or list(by_source) != ["default"]:
         for source, part in by_source.items():
-            found |= of_source(source, part, recipe.evaluate.samples_per_prompt)
+            found |= compute_source_metrics(source, part, recipe.evaluate.samples_per_prompt)
     return found
 
 
-def asked_of(recipe: Recipe) -> Asked:
+def choose_sampling(recipe: Recipe) -> Asked:
     section = recipe.evaluate
     temperature = recipe.rollout.temperature if section.temperature is None else section.temperature
     return {"sampled": (temperature, section.samples_per_prompt), **({"greedy": (0.0, 1)} if section.greedy else {})}
 
 
-def accuracies(samples: list[Sample], asked: Asked) -> dict[str, float]:
-    """`samples`: of one temperature after the other, the responses to a prompt side by side. A temperature without any reward
-    has no accuracy."""
+def compute_accuracies(samples: list[Sample], asked: Asked) -> dict[str, float]:
+    """Return accuracies and lengths. `samples`: by temperature, the responses to a prompt adjacent.
+
+    A temperature without any reward has no accuracy.
+    """
     found = {
         "eval/length_mean": float(np.mean([s.written_tokens for s in samples])),
         "eval/truncated_share": float(np.mean([s.completion.finish_reason == "length" for s in samples])),
@@ -63,7 +67,7 @@ def accuracies(samples: list[Sample], asked: Asked) -> dict[str, float]:
     for name, (_, count) in asked.items():
         part = samples[start : start + prompts * count]
         start += prompts * count
-        one, best = passes(part, count)
+        one, best = compute_mean_and_best(part, count)
         if one is not None and best is not None:
             found[f"eval/accuracy_{name}"] = one
             if count > 1:
@@ -71,9 +75,9 @@ def accuracies(samples: list[Sample], asked: Asked) -> dict[str, float]:
     return found
 
 
-def of_source(source: str, samples: list[Sample], count: int) -> dict[str, float]:
-    """Of one data source; `count` responses to each prompt side by side."""
-    one, best = passes(samples, count)
+def compute_source_metrics(source: str, samples: list[Sample], count: int) -> dict[str, float]:
+    """Return the metrics of one data source, with `count` adjacent responses to each prompt."""
+    one, best = compute_mean_and_best(samples, count)
     found = {
         "length_mean": float(np.mean([s.written_tokens for s in samples])),
         "truncated_share": float(np.mean([s.completion.finish_reason == "length" for s in samples])),
@@ -83,9 +87,11 @@ def of_source(source: str, samples: list[Sample], count: int) -> dict[str, float
     return {f"eval/{source}/{name}": value for name, value in found.items()}
 
 
-def passes(samples: list[Sample], count: int) -> tuple[float | None, float | None]:
-    """Mean over prompts of their responses' mean reward, and of their best one. Responses that could not be scored are left
-    out; None where no prompt has any that could."""
+def compute_mean_and_best(samples: list[Sample], count: int) -> tuple[float | None, float | None]:
+    """Return the means over prompts of the mean and of the best reward of their responses.
+
+    Responses that could not be scored are left out. None if no prompt has a scored response.
+    """
     rewards = np.array([np.nan if s.reward is None else s.reward for s in samples], float).reshape(-1, count)
     rewards = rewards[np.isfinite(rewards).any(1)]
     if not len(rewards):

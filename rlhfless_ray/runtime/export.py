@@ -1,4 +1,4 @@
-"""The folders of models that a run makes: the policy's, its adapters', the critic's."""
+"""Write the model folders of a run: policy, adapters and critic."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from rlhfless_ray.weights.tensor_file import Files
 
 
 def policy_files(recipe: Recipe, folder: RunFolder, files: Files, snapshot: Files, learner: WorkerGroup) -> Files:
-    """The policy as Hugging Face's libraries load it: the learner's weights, or adapters, beside tokenizer and config.
+    """Return the policy as a Hugging Face model folder: the learner's weights or adapters, with tokenizer and config.
 
-    `files`: the folder of the policy that the run began with; `snapshot`: of the learner, which
-    converts the names of its weights into those that `save_pretrained` writes.
+    `files`: of the initial policy's folder. `snapshot`: the learner's files. `learner`: converts weight names into those that
+    `save_pretrained` writes.
     """
     if recipe.lora.rank:
         start = Path(recipe.policy.path) if recipe.policy.path else folder.path / "reference"
         return {**without_weights(files), **adapter_files(snapshot, str(start.resolve()))}
-    weights = snapshot.get("ema.safetensors", snapshot["model.safetensors"])  # the average, where one is kept
+    weights = snapshot.get("ema.safetensors", snapshot["model.safetensors"])  # the moving average, if there is one
     return with_weights(without_weights(files), learner.saved(weights))
 
 
 def write_models(recipe: Recipe, folder: RunFolder, files: Files, critic_files: Files | None, groups: ColocatedGroups) -> None:
-    """Write the models at the end of the run, into its folder and where `save.path` says.
+    """Write the final models into the run folder and to `save.path`.
 
-    `files`, `critic_files`: the folders that policy and critic began with; None: the critic began with the policy's.
+    `files`, `critic_files`: of the initial folders. `critic_files` None: the critic began as the policy.
     """
     save_path = recipe.save.path
     if recipe.lora.rank or recipe.ema.beta is not None:

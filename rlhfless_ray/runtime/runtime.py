@@ -1,4 +1,4 @@
-"""A run: its parts, their life, and the stages that `loop.py` calls.
+"""A training run: its setup and its end.
 
 with Runtime(recipe) as run:
     for step in run:
@@ -12,69 +12,57 @@ import json
 import platform
 import signal
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from placement.forecast.forecaster import Scenarios
-from placement.scaling.resize_policy import failed, slots_to_yield
 from rlhfless_ray.agent.load_agent import AgentSource
 from rlhfless_ray.agent.preflight_agent import dry_play
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.autoscaler.initial_speed import ANY_SPEED, expected_engine
-from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.disk_space import FULL, DiskFull
-from rlhfless_ray.common.errors import RunError, Stopped, one_line
+from rlhfless_ray.common.errors import Stopped, one_line
 from rlhfless_ray.common.step_timer import StepTimer
 from rlhfless_ray.functions.ledger import Ledger
-from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.output_scale import output_scale
-from rlhfless_ray.learn.pending import Pending
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.loop import steps
-from rlhfless_ray.prefix.step_prefixes import StepPrefixes
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.prompts.load_prompts import load_prompts
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.load_reward import load_reward
 from rlhfless_ray.reward.preflight_reward import dry_call
-from rlhfless_ray.rollout.overlap import OverlapScheduler
 from rlhfless_ray.run.checkpoints import Best, Checkpoints, swap_folder
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder, check_writable
 from rlhfless_ray.run.memory_check import check_ahead, check_on, lengths_of
 from rlhfless_ray.run.recorder import RunRecorder
-from rlhfless_ray.runtime.agreement import Agreement, mismatch_metrics
-from rlhfless_ray.runtime.driver_state import restore, state_of
+from rlhfless_ray.runtime.agreement import Agreement
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
-from rlhfless_ray.runtime.evaluation import evaluate
-from rlhfless_ray.runtime.export import policy_files, write_models
-from rlhfless_ray.runtime.pipeline import StepEnd
 from rlhfless_ray.runtime.stages import Stages
+from rlhfless_ray.runtime.step_operations import StepOperations
 from rlhfless_ray.runtime.worker_pools import ActorClasses, create_worker_pools
-from rlhfless_ray.types import Prompt, Sample, Step, UpdateStats, WeightVersion
+from rlhfless_ray.types import Step
 from rlhfless_ray.weights.load_policy import cache_policy, context_tokens, initial_policy, policy_tokenizer
 from rlhfless_ray.weights.model_folder import parameter_count, read_folder
 from rlhfless_ray.weights.tensor_file import Files
 
-FAILED_SAVE_S = 30.0  # for the learner's state to come, after a failure
-LOOK_EVERY_S = 5.0  # for nodes that are gone, where parked processes may have been
+FAILED_SAVE_S = 30.0  # timeout for the learner's state after a failure
 
 
-class Runtime:
+class Runtime(StepOperations):
     """A training run, as a context manager and an iterator over its steps.
 
-    Entering starts or joins Ray and prepares the pools. Iterating trains, one `Step` a turn. Leaving the block saves, releases every
-    lease and ends every process of the run, however the block ends. Leaving the loop by `break` saves a checkpoint first.
+    Entering starts or joins Ray and creates the pools. Iterating trains and yields one `Step` at a time. Leaving the block saves,
+    releases every lease and ends every process of the run, however the block ends. After a `break` a checkpoint is saved first.
 
     Args:
         recipe: The recipe.
         resume: Continue the newest run of this name from its checkpoint.
 
     Raises:
-        UserError: For mistakes in the recipe, the data or the files it names. The constructor finds all that can be found without
-            Ray.
+        UserError: For mistakes in the recipe, the data or the files it names. The constructor finds those that need no Ray.
 
     Examples:
         >>> from rlhfless_ray import Recipe, Runtime
@@ -117,18 +105,15 @@ class Runtime:
         self.dynamic_sampling = DynamicSampling(recipe, self.cursor)
         self.autoscaler = Autoscaler(recipe, ANY_SPEED)
         self.cluster = RayCluster(recipe, parameter_count(self.files))
-        self.cursor_done = self.cursor.state()  # after the last finished step: a stop inside a step repeats it whole
-        self.steps_done = 0
-        self.weights: WeightVersion | None = None
-        self.in_update = False
+        self.cursor_done = self.cursor.state()
         self._steps: Iterator[Step] | None = None
         self._stack = ExitStack()
 
-    # ---- life -------------------------------------------------------------------------------------------------
+    # ---- setup ------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.push(self._tells_what_is_left)
+            stack.push(self._raise_reported_error)
             if self.resume:
                 self.folder = RunFolder.resumed(self.recipe)
                 stack.enter_context(self.folder.locked())
@@ -136,7 +121,7 @@ class Runtime:
             stack.callback(self.cluster.stop)
             try:
                 self.cluster.start()
-            except SystemExit:  # what Ray's own handler, in place while it starts, makes of SIGTERM
+            except SystemExit:  # Ray's own handler, active while it starts, turns SIGTERM into this
                 raise Stopped(signal.SIGTERM) from None
             STOP.listen()
             STOP.check()
@@ -149,20 +134,20 @@ class Runtime:
             self.checkpoints = Checkpoints(self.recipe.checkpoint, self.folder.path)
             checkpoint = self.checkpoints.load() if self.resume else None
             self.steps_done = checkpoint[0] if checkpoint else 0
-            stack.push(self._told)
+            stack.push(self._end_folder)
             self.folder.begin(self.recipe, f"{platform.machine()}, {self.slots} {resource} slots", self.steps_done)
             self.ledger = Ledger(resource)
             self.ledger.name_of = self.cluster.node_name
             self.ledger.resume_from(self.folder.path / "ledger.csv", self.steps_done)
             self.record = RunRecorder(self.recipe, self.folder, self.ledger, self.steps_done)
-            stack.push(self._ended)
-            for said in filter(None, [*self.prompts.notes, note]):
-                self.record.progress.message(said)
+            stack.push(self._close_record)
+            for message in filter(None, [*self.prompts.notes, note]):
+                self.record.progress.message(message)
             self.phases = StepTimer(self.record.progress.phase)
             self.step = Step(self.steps_done)
-            self._hire(resource)
-            stack.push(self._released)
-            self._begin(checkpoint)
+            self._create_stages(resource)
+            stack.push(self._shut_down)
+            self._start(checkpoint)
             self._stack = stack.pop_all()
         return self
 
@@ -170,7 +155,7 @@ class Runtime:
         return self._stack.__exit__(*error)
 
     def __iter__(self) -> Iterator[Step]:
-        """The run's one iterator: a second loop goes on where the first one was left."""
+        """Return the run's only iterator: a second loop continues where the first one was left."""
         if self._steps is None:
             self._steps = steps(self)
         return self._steps
@@ -178,7 +163,7 @@ class Runtime:
     def actor_classes(self) -> ActorClasses:
         return ActorClasses.real()
 
-    def _hire(self, resource: str) -> None:
+    def _create_stages(self, resource: str) -> None:
         longest = max(len(p.token_ids) for p in itertools.chain(self.prompts.train, self.prompts.heldout))
         worker_pools = create_worker_pools(
             self.recipe,
@@ -211,8 +196,8 @@ class Runtime:
         self.agreement = Agreement(self.context, self.stages.learn.worker_groups, self.rollout) if computes else None
         self.rollout_stage, self.score_stage, self.learn_stage = self.stages.rollout, self.stages.score, self.stages.learn
 
-    def _begin(self, checkpoint: tuple[int, Files, dict[str, Any]] | None) -> None:
-        """Start the learner, and the engines' processes beside it; publish the first weights."""
+    def _start(self, checkpoint: tuple[int, Files, dict[str, Any]] | None) -> None:
+        """Start the learner and the engines' processes, and publish the first weights."""
         import ray
 
         from rlhfless_ray.functions.lease import places
@@ -220,7 +205,7 @@ class Runtime:
         with self.phases.phase("start", "starting the learner"):
             self.broker.staff(self.worker_group)
             home = self.worker_group.by_rank[0].slot
-            if self.leases.resource == "cpu":  # on GPU a guess: the device is known with the lease only
+            if self.leases.resource == "cpu":  # on GPU the device is unknown until there is a lease
                 for slot in places(self.leases.matching(self.recipe.rollout.nodes), home.node, self.context.max_actors):
                     self.rollout.prewarm(slot)
                 if self.learn_stage.worker_groups.reference is not None:
@@ -233,7 +218,7 @@ class Runtime:
                 self.files = self.worker_group.warm_start(ray.put(self.files), self.recipe)
                 cache_policy(self.recipe, self.files)
             self.record.progress.phase("loading the policy")
-            if self.recipe.keeps_start:  # the reference, or what adapters are for, is what the run began with, also after a resume
+            if self.recipe.keeps_start:  # reference and adapters need the initial policy, also after a resume
                 reference = self.folder.path / "reference"
                 if checkpoint and reference.is_dir():
                     self.files = read_folder(reference)
@@ -242,287 +227,47 @@ class Runtime:
             state = checkpoint[1] or None if checkpoint else None  # the first checkpoint of a given policy has no state
             self.worker_group.build(lambda: ray.put(self.files), self.cluster.private, ray.put(state) if state else None)
             if checkpoint:
-                restore(self, checkpoint[2])
+                self._restore_driver(checkpoint[2])
                 self.learn_stage.restore_files(checkpoint[1])
-                self._end_with_the_prompts(self.steps_done)
+                self._end_when_prompts_are_used_up(self.steps_done)
             self.weights = self.worker_group.publish(self.steps_done)
             self.broker.put(self.worker_group.park())
             self.learn_stage.worker_groups.open_critic(self.critic_files or self.files, self.cluster.private, state)
             self.learn_stage.worker_groups.open_reference(self.files, self.cluster.private)
             if self.stages.agents is not None:
                 self.stages.agents.check()
-        if checkpoint is None:  # a stop at any later moment finds something to resume from
-            self._save(learned=not self.recipe.policy.path)
+        if checkpoint is None:
+            self._save(learned=not self.recipe.policy.path)  # so that a stop at any later moment can be resumed
 
-    # ---- the stages, in the order of the loop -----------------------------------------------------------------
+    # ---- the end --------------------------------------------------------------------------------------------------
 
-    @property
-    def last_step(self) -> int:
-        return self.recipe.run.steps
-
-    def next_prompts(self) -> list[Prompt]:
-        return [self.prompts.train[i] for i in self.cursor.next(self.dynamic_sampling.first)]
-
-    def forecast(self, step: Step) -> Scenarios:
-        return self.autoscaler.forecast(step.prompts, step.number)
-
-    def plan(self, step: Step) -> RolloutPlan:
-        plan = self.autoscaler.plan(step.forecast, step.prompts, self.context.max_actors, step=step.number, warm=self.rollout_stage.warm)
-        if failed(plan.decision):
-            self.record.progress.message(f"step {step.number}: {plan.reason}")
-        return plan
-
-    def weigh_prefixes(self, step: Step) -> StepPrefixes | None:
-        if self.stages.prefix is None:
-            return None
-        steps_left = self.context.recipe.run.steps - step.number + 1
-        return self.stages.prefix.weigh([p.token_ids for p in step.prompts], self.rollout_stage.prompt_shares(step), steps_left)
-
-    def begin_step(self, step: Step) -> None:
-        STOP.check()
-        if self.ledger.step != step.number:  # else its engines work already
-            self.ledger.cut(step.number)
-            self.first_row = self.ledger.count
-        self.leases.waited_s = 0.0
-        self.step = step
-
-    def prefill(self, step: Step) -> StepPrefixes | None:
-        assert self.weights is not None
-        self.weights = self.learn_stage.worker_groups.safe(self.weights)
-        if self.stages.prefix is None or step.prefixes is None:
-            return None
-        return self.stages.prefix.prefill(step.prefixes, [p.token_ids for p in step.prompts], self.weights)
-
-    def rollout_phase(self, plan: RolloutPlan) -> AbstractContextManager[None]:
-        assert self.weights is not None
-        return self._accounted("rollout", self.rollout_stage.phase(plan, self.weights))
-
-    def generate(self, step: Step) -> list[Sample]:
-        assert self.weights is not None
-        count = self.recipe.rollout.samples_per_prompt
-        overlap = OverlapScheduler(self.score_stage, self.learn_stage, self.broker, len(step.prompts), count)
-        return self.rollout_stage.generate(step, self.weights, overlap)
-
-    def score_phase(self) -> AbstractContextManager[None]:
-        return self._accounted("score", self.score_stage.phase())
-
-    def score(self, samples: list[Sample]) -> int:
-        return self.score_stage.score(samples, self.step.number)
-
-    def refill_groups(self, step: Step) -> None:
-        step.answers = step.samples
-        asked = list(step.prompts)
-
-        def answer(rows: list[int]) -> list[Sample]:
-            more = Step(step.number, [self.prompts.train[i] for i in rows], list(asked))
-            asked.extend(more.prompts)
-            more.forecast = self.forecast(more)
-            more.plan = self.plan(more)
-            with self.rollout_phase(more.plan):
-                more.samples = self.generate(more)
-            with self.score_phase():
-                self.score(more.samples)
-            self.autoscaler.observe_samples(more.prompts, more.samples)
-            return more.samples
-
-        try:
-            step.samples = self.dynamic_sampling.fill(step.answers, answer)
-        except RunError:
-            self.record.samples(step.number, self.dynamic_sampling.dropped, "dropped")
-            raise
-        step.metrics |= self.dynamic_sampling.metrics()
-
-    def advantages(self, samples: list[Sample]) -> Batch:
-        if self.agreement is not None and self.weights is not None:
-            self.agreement.check(samples, self.weights, self.recipe.rollout.temperature, parks=False)
-        return self.learn_stage.advantages(samples)
-
-    def learn_phase(self) -> AbstractContextManager[None]:
-        return self._accounted("learn", self.learn_stage.phase(self.step.samples, self.step.number))
-
-    def start_update(self, batch: Batch) -> Pending[UpdateStats]:
-        self.in_update = True
-        update = self.learn_stage.start_update(batch, self.step.samples)
-        return Pending(lambda: self._updated(update))
-
-    def _updated(self, update: Pending[tuple[UpdateStats, dict[str, Any]]]) -> UpdateStats:
-        stats, sized = update.result()
-        self.in_update, self.unrecorded = False, True
-        self.quality |= sized
-        if self.agreement is not None:
-            self.agreement.updated(stats)
-            self.quality |= mismatch_metrics(stats, self.agreement.tolerance, self.recipe.rollout.top_p)
-        return stats
-
-    def observe_samples(self, step: Step) -> None:
-        self.record.samples(step.number, step.samples)
-        self.quality = self.record.of_samples(step.samples)
-        self.autoscaler.observe_samples(step.prompts, step.answers)
-        self.quality |= self.autoscaler.quality(step.forecast, step.answers, step.prompts, self.context.max_actors)
-        self.quality["epoch"] = self.cursor.epoch
-        if troubles := "; ".join(self.autoscaler.troubles):
-            self.autoscaler.troubles.clear()
-            self.quality["plan/trouble"] = troubles
-            self.record.progress.message(f"step {step.number}: {troubles}; planning goes on without it")
-        self.cursor_after = self.cursor.state()
-        self._end_with_the_prompts(step.number)
-
-    def _end_with_the_prompts(self, number: int) -> None:
-        """Filtered groups use up an episode's prompts before its number of steps: the step that takes the last one is the last."""
-        episodes = self.recipe.run.episodes
-        if episodes is not None and self.recipe.algorithm.filter_range is not None and self.cursor.epoch >= episodes:
-            self.recipe = self.recipe.model_copy(update={"run": self.recipe.run.model_copy(update={"steps": number})})
-
-    def publish(self, version: int) -> WeightVersion:
-        weights = self.learn_stage.publish(version)
-        self.broker.check("publish", self.stages.pools())
-        return weights
-
-    def evaluation_is_due(self, number: int) -> bool:
-        every = self.recipe.evaluate.every_steps
-        return number == self.recipe.run.steps or (every > 0 and number % every == 0)
-
-    def evaluate(self) -> dict[str, float]:
-        assert self.weights is not None
-        self.weights = self.learn_stage.worker_groups.safe(self.weights)
-        agreement, weights = self.agreement, self.weights
-
-        def check(samples: list[Sample], temperature: float) -> None:
-            if agreement is not None:
-                agreement.check(samples, weights, temperature, parks=True)
-
-        return evaluate(self.rollout_stage, self.score_stage, self.prompts.heldout, weights, self.step.number, check)
-
-    def record_evaluation(self, found: dict[str, float]) -> None:
-        self.phases.take()
-        self.owes_evaluation = False
-        self.best.of(found)  # a name that no evaluation has is better told now than in an hour
-        self.record.evaluation(self.steps_done, found)
-
-    def decide_end(self, step: Step, upcoming: Step | None) -> StepEnd:
-        """Engines of the next step start early unless somebody else may need their leases: a learner whose state is saved, another
-        run, or who computes the KV of prefixes."""
-        metric = self.best.of(step.evaluation)
-        best = self.best.improved(metric)
-        save = best or step.number % self.recipe.checkpoint.every_steps == 0 or step.number == self.recipe.run.steps
-        others_wait = not self.cluster.private and self.leases.others_wait()
-        prefixes = upcoming.prefixes if upcoming is not None else None
-        wanted = save or others_wait or (prefixes is not None and prefixes.choice.on)
-        return StepEnd(metric, best, save, others_wait, starts_next=upcoming is not None and not wanted)
-
-    def close_step(self, step: Step, end: StepEnd) -> dict[str, float]:
-        return self._close(step, end.starts_next)
-
-    def _close(self, step: Step, starts_next: bool = False) -> dict[str, float]:
-        self.steps_done, self.cursor_done, self.unrecorded = step.number, self.cursor_after, False
-        self.refill_done = self.dynamic_sampling.state()
-        step.phase_s, step.wall_s = self.phases.take()
-        step.phase_s["passes"] = self.learn_stage.passes_s
-        self.ledger.cut(step.number + starts_next)
-        own = self.ledger.totals_since(self.first_row)
-        self.costs = self.record.costs(own, self.first_row)
-        return own
-
-    def start_engines(self, upcoming: Step) -> None:
-        assert self.weights is not None
-        self.first_row = self.ledger.count
-        self.weights = self.learn_stage.worker_groups.safe(self.weights)
-        self.rollout_stage.begin(upcoming, self.weights)
-        self.rollout.expect(upcoming.plan.actors)
-
-    def record_step(self, step: Step, end: StepEnd) -> None:
-        self._write_row(step)
-        if end.save:
-            self._save(metric=end.metric, best=end.best, export=True)
-        for pool in (self.rollout, self.reward, *([self.stages.prefix.pool] if self.stages.prefix else [])):
-            pool.reap(self.autoscaler.keep_warm_s(pool.gaps_s, pool.hold_price), look_every_s=LOOK_EVERY_S)
-        decision = slots_to_yield(len(self.broker.free), 1, end.others_wait)
-        if decision.action == "Release":
-            self.broker.release(keep=decision.actors)
-        self.broker.check("the end of the step", self.stages.pools())
-
-    def _write_row(self, step: Step) -> None:
-        self.learn_stage.worker_groups.keep()
-        self.autoscaler.observe_step(step.phase_s, step.wall_s, len(step.samples))
-        self.stages.faults.step_done()
-        step.metrics |= {**self.stages.faults.take_metrics(), **self.worker_group.recovery.take_metrics()}
-        self.record.step(step, step.phase_s, step.wall_s, self.costs | self.quality, self.stages.replacements, self.leases)
-        self.record.put_off(self.autoscaler.settle)
-
-    def finish(self) -> None:
-        write_models(self.recipe, self.folder, self.files, self.critic_files, self.learn_stage.worker_groups)
-        self.finished = True
-
-    @contextmanager
-    def _accounted(self, where: str, phase: AbstractContextManager[None]) -> Iterator[None]:
-        """Run a phase, and check at its end that no lease was lost in it."""
-        with phase:
-            yield
-        self.broker.check(where, self.stages.pools())
-
-    # ---- state ------------------------------------------------------------------------------------------------
-
-    def _save(
-        self,
-        deadline_s: float | None = None,
-        *,
-        metric: tuple[str, float] | None = None,
-        best: bool = False,
-        export: bool = False,
-        learned: bool = True,
-    ) -> None:
-        """`metric`: of this step's evaluation; `best`: it is the best so far; `export`: a model folder may be written too; `learned`:
-        off where the learner's state is still that of the folder in `policy.path`."""
-        self.record.catch_up()  # or whoever resumes would lack rows of the ledger
-        learner = self.learn_stage.worker_groups.snapshot(deadline_s) | self.learn_stage.files() if learned else {}
-        state = state_of(self)
-        model = self._policy_files(learner) if (export or best) and self.checkpoints.exports else None
-        self.checkpoints.save(self.steps_done, learner, state, metric, model if export else None)
-        if best and metric is not None:
-            self.checkpoints.save_best(self.steps_done, learner, state, metric, model)
-        if self.recipe.checkpoint.resumable and learned:
-            self.learn_stage.worker_groups.saved(lambda: self.checkpoints.load()[1])
-        self.saved = self.steps_done
-        self.record.checkpointed()
-
-    def _policy_files(self, snapshot: Files) -> Files:
-        return policy_files(self.recipe, self.folder, self.files, snapshot, self.worker_group)
-
-    # ---- the end ----------------------------------------------------------------------------------------------
-
-    saved = -1  # the step of the newest checkpoint
-    refill_done: list[dict[str, Any]] = []  # noqa: RUF012, groups left over after the last finished step
-    unrecorded = False  # the learner has made a step that is not written down yet
-    owes_evaluation = True
-    finished = False
-
-    def _released(self, kind: Any, error: Any, trace: Any) -> None:
+    def _shut_down(self, kind: Any, error: Any, trace: Any) -> None:
         """Save what can be saved, end every process, give back every lease."""
         try:
             if isinstance(error, Stopped) or (error is None and not self.finished):
                 self._save_last_step(hurry=isinstance(error, Stopped) and error.signal_number == signal.SIGTERM)
-            elif error is not None and not self._is_of_checkpoints(error):
-                self._save_what_is_kept()
-        except Exception as failure:  # the checkpoint before stands; the leases must go all the same
+            elif error is not None and not self._has_no_space(error):
+                self._save_kept_state()
+        except Exception as failure:  # the last checkpoint remains valid, and the leases must be released anyway
             self.record.progress.message(f"no checkpoint at the stop: {one_line(failure, 300)}")
         finally:
             try:
-                self.folder.end(*self._outcome(error))  # before any word to Ray: it may be gone, and an answer take a minute
+                self.folder.end(*self._outcome(error))  # before any call to Ray: if Ray is gone, it may take a minute to return
             finally:
                 self.stages.close()
                 self.leases.release_all()
-                self.weights = None  # the last reference: its arrays lie on a node, which is not idle while they do
+                self.weights = None  # the last reference: a node that holds objects is not idle
                 self.learn_stage.worker_groups.forget()
 
-    def _is_of_checkpoints(self, error: Any) -> bool:
-        """Whether a checkpoint found no space: another one would find none either."""
+    def _has_no_space(self, error: Any) -> bool:
+        """Return whether a checkpoint failed for lack of space: another one would fail too."""
         return isinstance(error, DiskFull) and self.checkpoints.folder in (error.path, *error.path.parents)
 
     def _save_last_step(self, hurry: bool) -> None:
-        """The last whole step, if it is not saved yet. `hurry`: whoever asked for the stop kills soon."""
+        """Save the last finished step unless it is saved. `hurry`: the process will be killed soon."""
         STOP.acknowledge()
         if self.in_update:
-            self.record.progress.message("stopped inside an update: the checkpoint before it stands")
+            self.record.progress.message("stopped inside an update: the last checkpoint remains valid")
             return
         if self.unrecorded:
             self.owes_evaluation = self.evaluation_is_due(self.step.number) and not self.step.evaluation
@@ -531,43 +276,41 @@ class Runtime:
         if self.weights is not None and self.saved != self.steps_done:  # no weights yet: the learner was not built
             self._save(self.recipe.run.sigterm_s * 2 / 3 if hurry else None)
 
-    def _save_what_is_kept(self) -> None:
-        """After a failure: the last whole step, if it is not saved yet and its state lies outside of the learner, which may be what
-        failed. Nothing is started anew for it."""
+    def _save_kept_state(self) -> None:
+        """Save the last finished step after a failure, unless it is saved or its state is only in the learner, which may have failed."""
         if self.weights is None or self.unrecorded or self.saved == self.steps_done or not self.learn_stage.worker_groups.kept_now:
             return
         while self.record.later:
-            with suppress(DiskFull):  # rows may be given up, the checkpoint comes first
+            with suppress(DiskFull):  # the checkpoint is more important than rows
                 self.record.catch_up()
         self._save(FAILED_SAVE_S)
-        self.record.progress.message(f"step {self.steps_done} is saved: --resume goes on from there")
+        self.record.progress.message(f"step {self.steps_done} is saved: --resume continues from there")
 
     def _outcome(self, error: Any) -> tuple[str, str]:
-        """Status and reason for status.json."""
+        """Return status and reason for status.json."""
         if error is None:
             left = f"the loop was left after step {self.steps_done} of {self.recipe.run.steps}"
             return ("done", "") if self.finished else ("stopped", left)
-        return "stopped" if isinstance(error, (Stopped, KeyboardInterrupt, GeneratorExit)) else "failed", str(self._worded(error))
+        return "stopped" if isinstance(error, (Stopped, KeyboardInterrupt, GeneratorExit)) else "failed", str(self._reported_error(error))
 
-    def _told(self, kind: Any, error: Any, trace: Any) -> None:
-        """A run that ended before there was a record still says so."""
+    def _end_folder(self, kind: Any, error: Any, trace: Any) -> None:
+        """Write the status of a run that ended before it had a recorder."""
         if error is not None and self.folder.status.get("status") == "running":
             self.folder.end(*self._outcome(error))
 
-    def _ended(self, kind: Any, error: Any, trace: Any) -> None:
+    def _close_record(self, kind: Any, error: Any, trace: Any) -> None:
         self.record.close(*self._outcome(error))
 
-    def _tells_what_is_left(self, kind: Any, error: Any, trace: Any) -> None:
-        told = self._worded(error)
-        if told is not error:
-            raise told from error
+    def _raise_reported_error(self, kind: Any, error: Any, trace: Any) -> None:
+        reported = self._reported_error(error)
+        if reported is not error:
+            raise reported from error
 
-    def _worded(self, error: Any) -> Any:
-        """The error that is reported: it knows whether there is a checkpoint to continue from."""
+    def _reported_error(self, error: Any) -> Any:
+        """Return the error to report. A stop or a full disk says whether there is a checkpoint to continue from."""
         folder = getattr(self, "folder", None)  # a stop may come before there is one
-        told = error
-        if isinstance(error, OSError) and error.errno in FULL:  # from a place that does not know what it writes for
-            told = DiskFull(Path(error.filename or (folder.path if folder is not None else self.recipe.run.root)))
-        if isinstance(told, (Stopped, DiskFull)):
-            told.resumable = folder is not None and bool(Checkpoints(self.recipe.checkpoint, folder.path).list())
-        return told
+        if isinstance(error, OSError) and error.errno in FULL:  # raised by a library
+            error = DiskFull(Path(error.filename or (folder.path if folder is not None else self.recipe.run.root)))
+        if isinstance(error, (Stopped, DiskFull)):
+            error.resumable = folder is not None and bool(Checkpoints(self.recipe.checkpoint, folder.path).list())
+        return error

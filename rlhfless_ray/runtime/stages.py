@@ -1,4 +1,4 @@
-"""The stages of a run, made of its hired functions, and what they have in common to the end."""
+"""Create the stages of a run from its worker pools, and close them together."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stages:
-    faults: FailureBudget  # one budget for all
+    faults: FailureBudget  # shared by all functions
     prefix: PrefixStage | None
     rollout: RolloutStage
     score: ScoreStage
     learn: LearnStage
-    agents: AgentProcesses | None  # None: responses are of one turn
+    agents: AgentProcesses | None  # None: responses have one turn
 
     @classmethod
     def of(
@@ -48,7 +48,7 @@ class Stages:
         *,
         private: bool,
     ) -> Stages:
-        """`files`: the first policy's folder; `private`: nobody else is on this Ray."""
+        """`files`: of the initial policy's folder. `private`: whether this Ray serves no other run."""
         faults = worker_pools.faults
         score = (
             PrescoredStage(context, worker_pools.reward)
@@ -79,11 +79,11 @@ class Stages:
 
     @property
     def replacements(self) -> int:
-        """Processes that took the place of others so far."""
+        """Number of processes that were replaced so far."""
         return self.rollout.pool.replacements + self.score.pool.replacements + (self.agents.replaced if self.agents else 0)
 
     def close(self) -> None:
-        """End every process; their leases stay."""
+        """End every process. Their leases stay."""
         for pool in (self.rollout.pool, self.score.pool, *self.learn.worker_groups.pools()):
             pool.close()
         if self.prefix is not None:
@@ -93,7 +93,7 @@ class Stages:
 
 
 def _agents(context: RunContext, source: AgentSource, files: Files, longest_prompt_tokens: int, faults: FailureBudget) -> AgentProcesses:
-    """Started ahead, beside the learner."""
+    """Start the agents' processes, while the learner starts."""
     import ray
 
     recipe, resource = context.recipe, context.leases.resource

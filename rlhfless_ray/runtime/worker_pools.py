@@ -1,4 +1,4 @@
-"""The functions of a run and the leases they share, hired before anything is leased."""
+"""Create the worker pools of a run and the broker of their leases, before anything is leased."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from rlhfless_ray.functions.worker_pool import WorkerPool
     from rlhfless_ray.learn.worker_group import WorkerGroup
 
-GIVE_BACK_AFTER_S = 2.0  # to give 256 MB of KV cache back and touch it again takes 20 to 40 ms of a processor: 1 to 2 % of that
+GIVE_BACK_AFTER_S = 2.0  # releasing 256 MB of KV cache and touching it again takes 20-40 ms of CPU time, 1-2 % of that
 
 
 @dataclass(frozen=True)
 class ActorClasses:
-    """The classes behind the functions. Benchmarks of control overhead put replayed ones in their place."""
+    """The actor classes of the functions. Benchmarks of control overhead replace them by replayed ones."""
 
     rollout: type
     reward: type
     learner: type
-    prefill: type | None = None  # None: these engines keep no pages
+    prefill: type | None = None  # None: the engines keep no pages
     critic: type | None = None
     reference: type | None = None
-    computes: bool = True  # engines and learner compute a policy; replayed ones have no log-probabilities to compare
+    computes: bool = True  # whether engines and learner compute a policy, so that log-probabilities can be compared
 
     @classmethod
     def real(cls) -> ActorClasses:
@@ -56,7 +56,7 @@ class ActorClasses:
 @dataclass(frozen=True)
 class WorkerPools:
     broker: SlotBroker
-    faults: FailureBudget  # one budget for all
+    faults: FailureBudget  # shared by all functions
     rollout: WorkerPool
     reward: WorkerPool
     worker_group: WorkerGroup
@@ -77,10 +77,10 @@ def create_worker_pools(
     actors: ActorClasses,
     say: Callable[[str], None],
 ) -> WorkerPools:
-    """The pools, all empty. Everything an instance needs goes along as bytes: a node has none of the driver's files.
+    """Create the pools, all empty. Instances get everything they need as bytes, because nodes lack the driver's files.
 
-    `files`: the first policy's folder; `folder`: the run's, whose path and time name its leases on a shared cluster. `say`: shows
-    a message to the user.
+    `files`: of the initial policy's folder. `folder`: of the run; its path and the time name the run's leases on a shared cluster.
+    `say`: callback for log messages.
     """
     import ray
 
@@ -108,33 +108,15 @@ def create_worker_pools(
     unshared = unsupported(json.loads(bytes(files["config.json"]))) if wanted else None
     config = ray.put(without_weights(files))
     engine = engine_settings(recipe, longest_prompt_tokens, resource, wanted and unshared is None)
-    ranks = itertools.cycle(range(recipe.learner.ranks))  # a gang starts whole, also when it starts anew
-    source = ray.put(reward_source)  # a reward model's weights are in it
+    source = ray.put(reward_source)  # may contain a reward model's weights
 
-    def start_engine(slot: Any) -> Any:
-        return start_actor(actors.rollout, slot, resource, {}, config, engine)
+    def starter(cls: type | None, *arguments: Any) -> Callable[[Any], Any]:
+        assert cls is not None
+        return lambda slot: start_actor(cls, slot, resource, {}, *arguments)
 
-    def start_prefill(slot: Any) -> Any:
-        assert actors.prefill is not None
-        return start_actor(actors.prefill, slot, resource, {}, config, engine)
-
-    def start_reward(slot: Any) -> Any:
-        return start_actor(actors.reward, slot, resource, {}, source, recipe.reward.timeout_s, resource)
-
-    critic_ranks = itertools.cycle(range(recipe.critic.ranks))
-
-    def start_learner(slot: Any) -> Any:
-        return start_actor(actors.learner, slot, resource, {}, learner_settings(recipe, next(ranks), resource))
-
-    def start_critic(slot: Any) -> Any:
-        assert actors.critic is not None
-        return start_actor(actors.critic, slot, resource, {}, critic_settings(recipe, next(critic_ranks), resource))
-
-    reference_ranks = itertools.cycle(range(recipe.reference.ranks))
-
-    def start_reference(slot: Any) -> Any:
-        assert actors.reference is not None
-        return start_actor(actors.reference, slot, resource, {}, reference_settings(recipe, next(reference_ranks), resource))
+    def pool(kind: str, start: Callable[[Any], Any], *, on_device: bool, **options: Any) -> WorkerPool:
+        keep_s = recipe.functions.keep_alive_s
+        return WorkerPool(kind, start, leases, ledger, keep_s, on_device=on_device, faults=faults, parked_memory=parked, **options)
 
     snapshot_steps = snapshot_every_steps(recipe, parameter_count(files))
     if snapshot_steps == 0 and recipe.checkpoint.memory_every_steps is None:
@@ -143,40 +125,42 @@ def create_worker_pools(
             "lost learner continues from the newest checkpoint (checkpoint.memory_every_steps)"
         )
 
-    def worker_group(kind: str, start: Callable[[Any], Any], ranks: int, name: str) -> WorkerGroup:
-        memory = parked if kind == "reference" else None  # a learner's memory is its state, and stays
-        pool = WorkerPool(
+    def worker_group(kind: str, cls: type | None, settings: Callable[..., Any], ranks: int, name: str) -> WorkerGroup:
+        assert cls is not None
+        numbers = itertools.cycle(range(ranks))  # all ranks of a group start together, also after a loss
+        group_pool = WorkerPool(
             kind,
-            start,
+            lambda slot: start_actor(cls, slot, resource, {}, settings(recipe, next(numbers), resource)),
             leases,
             ledger,
             float("inf"),
             on_device=True,
             leave_s=recipe.learner.deadline_s,
             faults=faults,
-            parked_memory=memory,
+            parked_memory=parked if kind == "reference" else None,  # a learner's memory is its state, which must stay
         )
-        return WorkerGroup(pool, ranks, recipe.learner, broker, name, Recovery(snapshot_steps, say))
+        return WorkerGroup(group_pool, ranks, recipe.learner, broker, name, Recovery(snapshot_steps, say))
 
-    def pool(kind: str, start: Callable[[Any], Any], *, on_device: bool, **more: Any) -> WorkerPool:
-        keep_s = recipe.functions.keep_alive_s
-        return WorkerPool(kind, start, leases, ledger, keep_s, on_device=on_device, faults=faults, parked_memory=parked, **more)
+    def engine_pool(kind: str, cls: type | None, **options: Any) -> WorkerPool:
+        return pool(kind, starter(cls, config, engine), on_device=True, give_back_after_s=GIVE_BACK_AFTER_S, **options)
 
+    reward = starter(actors.reward, source, recipe.reward.timeout_s, resource)
+    has_critic, has_reference = recipe.algorithm.has_critic, recipe.has_reference
     return WorkerPools(
         broker,
         faults,
-        pool("rollout", start_engine, on_device=True, labels=recipe.rollout.nodes, give_back_after_s=GIVE_BACK_AFTER_S),
-        pool(reward_source.pool_kind, start_reward, on_device=reward_source.on_device),
-        worker_group("learn", start_learner, recipe.learner.ranks, "learner"),
-        pool("prefill", start_prefill, on_device=True, give_back_after_s=GIVE_BACK_AFTER_S) if wanted else None,
-        worker_group("critic", start_critic, recipe.critic.ranks, "critic") if recipe.algorithm.has_critic else None,
-        worker_group("reference", start_reference, recipe.reference.ranks, "reference") if recipe.has_reference else None,
-        f"this policy's KV cannot be shared, and what moves between engines is computed again: {unshared}" if unshared else None,
+        engine_pool("rollout", actors.rollout, labels=recipe.rollout.nodes),
+        pool(reward_source.pool_kind, reward, on_device=reward_source.on_device),
+        worker_group("learn", actors.learner, learner_settings, recipe.learner.ranks, "learner"),
+        engine_pool("prefill", actors.prefill) if wanted else None,
+        worker_group("critic", actors.critic, critic_settings, recipe.critic.ranks, "critic") if has_critic else None,
+        worker_group("reference", actors.reference, reference_settings, recipe.reference.ranks, "reference") if has_reference else None,
+        f"this policy's KV cannot be shared, and contexts of moved responses are computed again: {unshared}" if unshared else None,
     )
 
 
 def prices(recipe: Recipe, resource: str, leases: LeaseManager) -> Callable[[str], float]:
-    """Node id → money for an hour of one of its slots."""
+    """Return a function from node id to the price per hour of one of its slots."""
     usual = recipe.price.gpu_slot_per_hour if resource == "gpu" else recipe.price.cpu_slot_per_hour
     special = recipe.price.rollout_slot_per_hour
     if special is None:

@@ -53,7 +53,7 @@ def test_an_engine_answers_every_request_with_its_recorded_length_and_a_record_f
 
 def written(requests: list[Request], parts: list) -> dict:
     token_log = TokenLog(requests)
-    token_log.give(np.arange(len(requests)), 0)
+    token_log.assign(np.arange(len(requests)), 0)
     for progress, _, _ in parts:
         token_log.accept(0, "replayed", progress)
     return token_log.completions
@@ -70,7 +70,7 @@ def test_an_engine_cuts_and_goes_on_as_told(monkeypatch):
     first, second = Request(0, (1, 2), 0, 64, 1.0), Request(1, (1, 2), 1, 64, 1.0)
     call = engine.rollout(7, [first], 0.01, 1)
     parts = [next(call)]
-    assert not engine.tell(6, EngineCommand(cut=(0,))) and engine.tell(7, EngineCommand((0,), (second,), "move"))
+    assert not engine.enqueue(6, EngineCommand(cut=(0,))) and engine.enqueue(7, EngineCommand((0,), (second,), "move"))
     parts += list(call)
     token_log = TokenLog([first, second])
     token_log.owner[:] = 0
@@ -78,7 +78,7 @@ def test_an_engine_cuts_and_goes_on_as_told(monkeypatch):
     assert [i for _, cut in ends for i in cut] == [0] and not token_log.finished[0] and 0 < token_log.length[0] < 50
     assert token_log.completions[1].finish_reason == "length" and len(token_log.completions[1].token_ids) == 64
     assert [span.activity for _, _, spans in parts for span in spans].count("transfer") == 1
-    token_log.give(np.array([0]), 0)
+    token_log.assign(np.array([0]), 0)
     for progress, _, _ in engine.rollout(8, [token_log.request(0)], 0.01, 1):
         token_log.accept(0, "replayed", progress)
     assert len(token_log.completions[0].token_ids) == 50 and token_log.completions[0].finish_reason == "stop"

@@ -571,7 +571,7 @@ def test_a_setting_that_the_recipe_refuses_is_named_by_its_flag():
     assert problem(found).startswith("--elastic.rollout.min_actors, --vllm_num_engines: ")
     several = of(BASE + " --prompt_data /d.jsonl,/e.csv")
     assert str(by_flag(several, UserError("prompts.path /e.csv: no such file"))).startswith("--prompt_data: prompts.path /e.csv")
-    resumed = UserError("run.steps: runs/x has done 3 steps already, more than 2; raise it, or start anew without --resume")
+    resumed = UserError("run.steps: runs/x has done 3 steps already, more than 2; raise it, or start without --resume")
     assert str(by_flag(translate([*BASE.split(), "--load_checkpoint"], {}), resumed)).startswith("--load_checkpoint: run.steps: ")
     small = UserError("rollout.kv_cache_mb: 64 hold no whole sequence")
     assert str(by_flag(several, small)).startswith("--elastic.rollout.kv_cache_mb: rollout.kv_cache_mb: ")

@@ -69,12 +69,9 @@ def test_a_resize_uses_free_leases_and_puts_the_others_back(broker: SlotBroker) 
 def test_leases_of_idle_instances_are_lent_only_while_they_are_idle(broker: SlotBroker) -> None:
     a, b = broker.leases.grant("a", "a")  # type: ignore[attr-defined]
     broker.put([a])
-    with broker.lending(lambda: [b]):
-        assert broker.reclaim() == [a, b]
-        assert broker.reclaim() == [], "an idle engine is parked once"
-    with broker.lending(lambda: [b]):
-        pass
-    assert broker.reclaim() == []
+    broker.lend_idle(lambda: [b])
+    assert broker.reclaim() == [a, b]
+    assert broker.reclaim() == [], "an idle engine is parked once"
     broker.lend_idle(lambda: [b])
     broker.keep_idle()
     assert broker.reclaim() == []

@@ -224,24 +224,20 @@ def engines(ray_cluster):
 
 
 def roll_out(pool: WorkerPool, version: int, give_back=lambda *_: None, shares: int = 1) -> None:
-    from rlhfless_ray.rollout.driver import run_rollout
+    from rlhfless_ray.rollout.driver import RolloutDriver
 
     requests = [Request(key, (1,), 0, 4, 1.0) for key in range(4)]
-    dealt = np.array_split(np.arange(4), shares)
-    run_rollout(
+    RolloutDriver(
         pool,
         requests,
-        dealt,
         np.ones(4),
         WeightVersion(version, None),
         interval_s=0.1,
-        deadline_s=120.0,
         silence_s=60.0,
         needed_next=0,
         drained=lambda tail_s, needed: Release(0, "not needed"),
         give_back=give_back,
-        on_progress=lambda *_: None,
-    )
+    ).run(np.array_split(np.arange(4), shares), deadline_s=120.0)
 
 
 def test_an_engine_that_left_its_device_loads_again_what_it_had(engines):
@@ -266,12 +262,13 @@ def test_a_drained_engine_leaves_its_device_before_its_lease_goes(engines):
         order.extend([*ray.get(drained.actor.told.remote(), timeout=120), "release"])
         engines.leases.release(leases)
 
-    autoscaler = SimpleNamespace(terms=SimpleNamespace(cold_start=SimpleNamespace(observe=lambda *_: None)))
+    terms = SimpleNamespace(cold_start=SimpleNamespace(observe=lambda *_: None))
+    autoscaler = SimpleNamespace(terms=terms, safely=None)
     recipe: Any = SimpleNamespace(functions=FunctionsConfig(), rollout=RolloutConfig())
     leases: Any = SimpleNamespace(release=release)
     context = RunContext(recipe, engines.ledger, SlotBroker(leases), None, None, autoscaler, 2)  # type: ignore[arg-type]
     stage = RolloutStage(context, engines, None, None, 0)  # type: ignore[arg-type]
     ray.get(drained.opened, timeout=120)
-    roll_out(engines, 3, shares=1, give_back=stage.drained)
+    roll_out(engines, 3, shares=1, give_back=stage.give_back)
     assert order == ["load 3", "park", "release"] and drained.version is None and drained in engines.parked
     assert [instance.version for instance in engines.working] == [3]

@@ -50,7 +50,7 @@ def engine_class() -> type:
                     found[key][0] += progress.token_ids[bounds[i] : bounds[i + 1]].tolist()
                     found[key][1] += progress.logprobs[bounds[i] : bounds[i + 1]].tolist()
                     if cut_after and len(found[key][0]) == cut_after:
-                        control_queue.tell(0, EngineCommand(cut=(key,)))
+                        control_queue.put(0, EngineCommand(cut=(key,)))
             return {key: (np.array(tokens), np.array(logprobs)) for key, (tokens, logprobs) in found.items()}
 
         def kept(self, version: int, keys: list[int]) -> Any:

@@ -16,7 +16,6 @@ from placement.speed.cost_terms import Term
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequest, MigrationRequests
 from rlhfless_ray.rollout.token_log import TokenLog
-from rlhfless_ray.runtime.driver_state import restore
 from rlhfless_ray.types import EngineStep
 from tests.conftest import samples, small_recipe
 
@@ -31,7 +30,7 @@ class ToAndFro(MigrationPolicy):
         wishes: list[MigrationRequest] = []
         for source, target in zip(engines, reversed(engines), strict=True):
             decoding = np.flatnonzero(~token_log.finished & (token_log.owner == source) & (token_log.length > 0))
-            wishes += self.by_way(decoding, token_log, source, target, "to and fro") if source != target else []
+            wishes += self.choose_methods(decoding, token_log, source, target, "to and fro") if source != target else []
         return MigrationRequests(tuple(wishes), time_saved_s=1.0)
 
 
@@ -69,7 +68,7 @@ def test_a_run_with_the_service_on_makes_the_same_samples_whatever_is_killed(no_
         assert run.stages.prefix is not None
         told, costs = run.checkpoints.load()[2], run.stages.prefix.speed.costs()
         run.stages.prefix.speed, stage.migration = PrefixSpeed.first_guess(1.0, 10**9), MigrationPolicy("auto", 0.7, carries=True)
-        restore(run, told)  # as a resumed run does
+        run._restore_driver(told)  # as a resumed run does
         assert run.stages.prefix.speed.costs() == costs and told["moves"].keys() == {"prefill", "pages"}
     assert moved["moved"] >= moved["moved_by_pages"] > 0 and moved["move_fallbacks"] < moved["moved_by_pages"], moved
     for number in range(1, 5):

@@ -156,7 +156,7 @@ def test_what_a_reward_function_logs_is_averaged_over_the_samples_that_have_it()
     record = RunRecorder.__new__(RunRecorder)
     record.recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}})
     samples = [sample(0, 1.0, a=2.0), sample(0, 0.0), sample(1, 0.5, a=4.0), sample(1, None, a=9.0)]
-    found = record.of_samples(samples)
+    found = record.summarize_samples(samples)
     assert found["reward/logs/a"] == 3.0 and found["reward/score_mean"] == 0.5 and found["length/total_mean"] == 6.0
     assert found["reward/penalized_mean"] == found["reward/mean"] == 0.5 and found["reward/penalized_std"] == found["reward/std"]
     assert found["reward/return_mean"] == pytest.approx(np.mean([0.5, 0.0, 0.0])) and found["reward/std"] == np.std([1, 0, 0.5], ddof=1)
@@ -185,7 +185,7 @@ def test_rewards_and_lengths_are_those_of_openrlhf_with_length_penalties() -> No
         samples.append(Sample(prompt, i % 3, done, reward=float(rewards[i]), penalized=float(after[i])))
     record = RunRecorder.__new__(RunRecorder)
     record.recipe = recipe
-    found = renamed({"step": 1, "learn/policy_loss": 0.0, **record.of_samples(samples)})
+    found = renamed({"step": 1, "learn/policy_loss": 0.0, **record.summarize_samples(samples)})
     assert found["train/reward"] == found["train/rollout/reward_mean"] == pytest.approx(0.25)
     assert found["train/rollout/reward_std"] == pytest.approx(0.557617723941803, rel=1e-6)
     assert found["train/group_reward_std"] == pytest.approx(0.6035638451576233, rel=1e-6)
@@ -194,9 +194,9 @@ def test_rewards_and_lengths_are_those_of_openrlhf_with_length_penalties() -> No
     assert _shown(samples[1:]) == ("p", 0.25)
     together = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "rollout": {"max_tokens": 19, "max_total_tokens": 20}}
     record.recipe = Recipe.parse(together)
-    assert record.of_samples(samples)["length/full_share"] == 0.5
+    assert record.summarize_samples(samples)["length/full_share"] == 0.5
     record.recipe = Recipe.parse({"prompts": {"task": "chain"}, "agent": {"path": "agent.py", "max_tokens": 16}})
-    assert record.of_samples(samples)["length/full_share"] == pytest.approx(5 / 6)
+    assert record.summarize_samples(samples)["length/full_share"] == pytest.approx(5 / 6)
 
 
 def test_of_several_optimizer_steps_the_rate_to_come_and_the_last_norm_are_told() -> None:

@@ -47,7 +47,7 @@ def put(engine: Any, weights: dict[str, np.ndarray]) -> int:
 
 def answer(engine: Any, asked: list[Request], **options: Any) -> dict[int, Completion]:
     token_log = TokenLog(asked)
-    token_log.give(np.arange(len(asked)), 0)
+    token_log.assign(np.arange(len(asked)), 0)
     for progress in engine.generate(asked, **options):
         token_log.accept(0, "engine", progress)
     assert not token_log.missing

@@ -151,7 +151,7 @@ class EngineHost:
         finally:
             actor.engine.load = load
         token_log = TokenLog(requests)
-        token_log.give(np.arange(len(requests)), 0)
+        token_log.assign(np.arange(len(requests)), 0)
         for progress, _, _ in actor.rollout(version, requests, float("inf"), 1):
             token_log.accept(0, "engine", progress)
         return token_log.completions

@@ -57,15 +57,15 @@ class Relay:
     def send(self, indices: list[int], engine: int) -> None:
         if not indices:
             return
-        asked = self.token_log.give(np.array(indices), engine)
-        if self.calls[engine] is not None and self.control_queue[engine].tell(self.epoch, EngineCommand(add=tuple(asked))):
+        asked = self.token_log.assign(np.array(indices), engine)
+        if self.calls[engine] is not None and self.control_queue[engine].put(self.epoch, EngineCommand(add=tuple(asked))):
             return
         self.control_queue[engine].open(self.epoch)
         self.calls[engine] = self.engines[engine].generate(asked, 0.0, self.control_queue[engine])
 
     def cut(self, i: int, target: int) -> None:
         source = int(self.token_log.owner[i])
-        if self.control_queue[source].tell(self.epoch, EngineCommand(cut=(self.asked[i].key,))):
+        if self.control_queue[source].put(self.epoch, EngineCommand(cut=(self.asked[i].key,))):
             self.aim[i] = target
 
     def turn(self) -> None:
@@ -220,17 +220,17 @@ def test_a_continuation_that_is_thrown_out_of_the_cache_keeps_its_place(
 def test_orders_for_another_call_are_nobodys(engines: list[Any], whole: Callable[..., Any]) -> None:
     asked = requests(6, seed=50)
     control_queue = ControlQueue()
-    assert not control_queue.tell(1, EngineCommand(cut=(0,)))
+    assert not control_queue.put(1, EngineCommand(cut=(0,)))
     control_queue.open(2)
-    assert not control_queue.tell(1, EngineCommand(cut=(0,))) and control_queue.tell(
+    assert not control_queue.put(1, EngineCommand(cut=(0,))) and control_queue.put(
         2, EngineCommand(cut=(99,))
     )  # a key that is not here: nothing happens
     token_log = TokenLog(asked)
-    token_log.give(np.arange(len(asked)), 0)
+    token_log.assign(np.arange(len(asked)), 0)
     for progress in engines[0].generate(asked, 0.0, control_queue):
         token_log.accept(0, "engine", progress)
     assert_same(token_log.completions, whole(asked))
-    assert not control_queue.tell(2, EngineCommand(cut=(0,)))  # the call is over
+    assert not control_queue.put(2, EngineCommand(cut=(0,)))  # the call is over
     assert control_queue.take() == []
 
 
@@ -240,23 +240,23 @@ def test_the_first_token_of_an_added_request_is_told_at_once(engines: list[Any])
     control_queue = ControlQueue()
     control_queue.open(1)
     call = engines[0].generate([replace(first, max_tokens=200)], 3600.0, control_queue)
-    control_queue.tell(1, EngineCommand(cut=(12345,)))
+    control_queue.put(1, EngineCommand(cut=(12345,)))
     assert next(call).keys.tolist() == []  # an order to cut is answered at once, whatever there is
-    control_queue.tell(1, EngineCommand(add=(second,)))
+    control_queue.put(1, EngineCommand(add=(second,)))
     told = next(call)
     assert dict(zip(told.keys.tolist(), told.counts.tolist(), strict=True))[second.key] == 1
-    with pytest.raises(RuntimeError, match=f"request {second.key} is at work"):
-        control_queue.tell(1, EngineCommand(add=(second,)))
+    with pytest.raises(RuntimeError, match=f"request {second.key} is running"):
+        control_queue.put(1, EngineCommand(add=(second,)))
         next(call)
     assert not engines[0].live and not engines[0].engine.has_unfinished_requests()
 
 
 def test_the_time_an_order_takes_is_told_apart_from_work() -> None:
-    from rlhfless_ray.rollout.engine_actor import around
+    from rlhfless_ray.rollout.engine_actor import fill_between
     from rlhfless_ray.types import Span
 
     move = Span("transfer", "move 3 sequences to rollout-2", 4.0, 4.5)
-    assert around([move], "generate", 3.0, 6.0) == [Span("work", "generate", 3.0, 4.0), move, Span("work", "generate", 4.5, 6.0)]
+    assert fill_between([move], "generate", 3.0, 6.0) == [Span("work", "generate", 3.0, 4.0), move, Span("work", "generate", 4.5, 6.0)]
 
 
 def test_work_of_keeping_log_probabilities_grows_with_the_tokens_only(sampling: Any) -> None:

@@ -302,15 +302,15 @@ def test_no_response_ends_before_its_least_tokens(engine: Any) -> None:
 
 
 def test_several_stop_tokens(tmp_path: Any) -> None:
-    from rlhfless_ray.rollout.vllm_engine import stop_tokens
+    from rlhfless_ray.rollout.vllm_engine import read_stop_tokens
 
-    assert stop_tokens(tmp_path) == []
+    assert read_stop_tokens(tmp_path) == []
     (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
-    assert stop_tokens(tmp_path) == [3]
+    assert read_stop_tokens(tmp_path) == [3]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 5]}')
-    assert stop_tokens(tmp_path) == [4, 5]
+    assert read_stop_tokens(tmp_path) == [4, 5]
     (tmp_path / "generation_config.json").write_text("{}")
-    assert stop_tokens(tmp_path) == [3]
+    assert read_stop_tokens(tmp_path) == [3]
 
 
 def test_tokens_are_streamed(engine: Any, answers: dict[int, Completion]) -> None:

@@ -7,7 +7,9 @@ import pytest
 
 from placement.speed.cost_terms import Term
 from placement.speed.decode_speed import Speed
-from rlhfless_ray.rollout.migration_policy import MigrationPolicy, how_to_move
+from rlhfless_ray.autoscaler.autoscaler import Autoscaler
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.rollout.migration_policy import MigrationPolicy, choose_method
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import EngineStep, Request
 
@@ -38,7 +40,6 @@ def test_tau_hands_on_the_rest_of_an_engine_of_which_that_share_has_finished() -
     state = progressed(owner, [50] * 12, [4, 5, 6, 8])
     wishes = begun("tau", [100.0] * 12).decide(state, [3, 5, 8], [])
     assert [(w.requests.tolist(), w.source, w.target) for w in wishes.moves] == [([7], 5, 8)]
-    assert wishes.emptied == (5,)
     assert begun("tau", [100.0] * 12, tau=0.9).decide(state, [3, 5, 8], []).moves == ()
 
 
@@ -46,7 +47,7 @@ def test_auto_puts_the_tail_on_one_engine_when_leases_matter_and_leaves_it_when_
     owner = [0] * 8 + [1] * 8
     state = progressed(owner, [100] * 16, [*range(7), *range(8, 15)])
     cheap = begun("auto", [150.0] * 16, second=0.2).decide(state, [0, 1], [])
-    assert len(cheap.moves) == 1 and len(cheap.moves[0].requests) == 1 and len(cheap.emptied) == 1
+    assert len(cheap.moves) == 1 and len(cheap.moves[0].requests) == 1
     assert {cheap.moves[0].source, cheap.moves[0].target} == {0, 1} and cheap.reason
     assert begun("auto", [150.0] * 16, second=1e6).decide(state, [0, 1], []).moves == ()
 
@@ -100,9 +101,9 @@ def test_the_speed_is_that_of_the_newest_steps() -> None:
 
 def test_a_context_goes_the_quicker_way() -> None:
     prefill, pages = Term(0.01, 1e-4), Term(0.05, 1e-6)
-    assert how_to_move(100, prefill).name == "prefill" and how_to_move(100, prefill).seconds == pytest.approx(0.02)
-    assert how_to_move(100, prefill, pages).name == "prefill"
-    assert how_to_move(1000, prefill, pages).name == "pages"
+    assert choose_method(100, prefill).name == "prefill" and choose_method(100, prefill).seconds == pytest.approx(0.02)
+    assert choose_method(100, prefill, pages).name == "prefill"
+    assert choose_method(1000, prefill, pages).name == "pages"
 
 
 def test_each_of_a_crowd_goes_its_own_way_and_what_has_no_token_has_no_pages() -> None:
@@ -110,36 +111,37 @@ def test_each_of_a_crowd_goes_its_own_way_and_what_has_no_token_has_no_pages() -
     migration.prefill, migration.pages = Term(0.01, 1e-4), Term(0.05, 1e-6)
     state = progressed([0] * 4, [0, 100, 1000, 2000], [])
     state.prompt[0] = 5000
-    wishes = migration.by_way(np.arange(4), state, 0, 1, "a whim")
+    wishes = migration.choose_methods(np.arange(4), state, 0, 1, "a whim")
     assert [(w.requests.tolist(), w.how) for w in wishes] == [([0, 1], "prefill"), ([2, 3], "pages")]
     assert migration._work_s(np.array([100.0, 1000.0])) == pytest.approx(1e-6 * 1000)  # nothing is known of prefill yet
     without = MigrationPolicy("auto", 0.7)
-    assert [w.how for w in without.by_way(np.arange(4), state, 0, 1, "a whim")] == ["prefill"]
+    assert [w.how for w in without.choose_methods(np.arange(4), state, 0, 1, "a whim")] == ["prefill"]
 
 
 def test_the_way_is_that_of_what_was_measured() -> None:
     """From seeds that say otherwise: pages, then prefill once pages take long; one that is not tried has to wait as the other has."""
     migration = MigrationPolicy("auto", 0.7, carries=True)
     context = np.array([50.0, 400.0, 3000.0] * 8)
-    assert migration._way(200).name == "prefill"
+    assert migration._choose_method(200).name == "prefill"
     for tokens in context:
         migration.observe(tokens, 0.5 + 1e-3 * tokens, "prefill")
-    assert migration._way(200).name == "pages"
+    assert migration._choose_method(200).name == "pages"
     for tokens in context:
         migration.observe(tokens, 4.0, "pages")
-    assert migration._way(200).name == "prefill" and migration._way(20_000).name == "pages"
+    assert migration._choose_method(200).name == "prefill" and migration._choose_method(20_000).name == "pages"
     again = MigrationPolicy("auto", 0.7, carries=True)
     again.restore(migration.state())
-    assert [again._way(n) for n in (200, 20_000)] == [migration._way(n) for n in (200, 20_000)]
+    assert [again._choose_method(n) for n in (200, 20_000)] == [migration._choose_method(n) for n in (200, 20_000)]
     MigrationPolicy("auto", 0.7).restore(migration.state())  # where pages are not carried any more
     machine = MigrationPolicy("auto", 0.7, carries=True)
     for tokens in context:
         machine.observe(tokens, 10 * machine.prefill.seed @ (1, tokens), "prefill")  # a slow machine, nothing more
-    assert [machine._way(n).name for n in (100, 3000)] == ["prefill", "pages"]
+    assert [machine._choose_method(n).name for n in (100, 3000)] == ["prefill", "pages"]
 
 
 def test_a_decision_that_fails_ends_the_moves_of_its_rollout_and_not_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
-    migration = MigrationPolicy("auto", 0.7)
+    autoscaler = Autoscaler(Recipe.parse({"prompts": {"task": "sort"}, "reward": {"function": "task"}}), SPEED)
+    migration = MigrationPolicy("auto", 0.7, safely=autoscaler.safely)
     slow = Speed(0.001, 0.002)
     migration.begin(forecasts([1000.0] * 16), slow, 100.0)
     crowd = progressed([0] * 16, [10] * 16, [])
@@ -147,6 +149,6 @@ def test_a_decision_that_fails_ends_the_moves_of_its_rollout_and_not_the_rollout
         patched.setattr(migration, "_best", lambda *_: 1 / 0)
         assert not migration.decide(crowd, [0, 1], []).moves
     assert not migration.decide(crowd, [0, 1], []).moves, "not asked again in this rollout"
-    assert migration.trouble == "deciding on moves failed (ZeroDivisionError: division by zero)"
+    assert autoscaler.troubles == ["deciding on moves failed (ZeroDivisionError: division by zero)"]
     migration.begin(forecasts([1000.0] * 16), slow, 100.0)
-    assert migration.decide(crowd, [0, 1], []).moves and migration.trouble is None
+    assert migration.decide(crowd, [0, 1], []).moves

@@ -61,8 +61,8 @@ def engine_class(hears: bool = True) -> type:
         def pid(self) -> int:
             return os.getpid()
 
-        def tell(self, epoch: int, order: EngineCommand) -> bool:
-            return hears and self.control_queue.tell(epoch, order)
+        def enqueue(self, epoch: int, command: EngineCommand) -> bool:
+            return hears and self.control_queue.put(epoch, command)
 
         def rollout(self, epoch: int, requests: list[Request], interval_s: float, threads: int) -> Iterator[Any]:
             self.control_queue.open(epoch)
@@ -151,7 +151,7 @@ class RunContext:
             self.leases.release(self.pool.park(instance))
 
     def run(self, lengths: list[int], shares: list[list[int]], **options: Any) -> Any:
-        from rlhfless_ray.rollout.driver import run_rollout
+        from rlhfless_ray.rollout.driver import RolloutDriver
 
         on_progress = options.pop("on_progress", lambda *_: None)
 
@@ -162,18 +162,17 @@ class RunContext:
 
         requests = [Request(key, (1, 2, 3), length, 10**6, 1.0) for key, length in enumerate(lengths)]
         given = {"silence_s": 30.0, "drained": lambda tail_s, needed: Hold(1, "kept"), "on_progress": paced, **options}
-        stream = run_rollout(
+        driver = RolloutDriver(
             self.pool,
             requests,
-            [np.array(share) for share in shares],
             np.array(lengths, float),
             WeightVersion(4, None),
             interval_s=INTERVAL_S,
-            deadline_s=300.0,
             needed_next=1,
             give_back=self.give_back,
             **given,
         )
+        stream = driver.run([np.array(share) for share in shares], deadline_s=300.0)
         for key, length in enumerate(lengths):
             done = stream.completions[key]
             assert done.token_ids.tolist() == [token(length, p) for p in range(length)]
@@ -330,7 +329,7 @@ def test_an_engine_left_with_nothing_is_given_back_at_once_and_the_ledger_says_w
         def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> MigrationRequests:
             wishes = super().decide(token_log, engines, steps)
             whole = [np.concatenate([wish.requests for wish in wishes.moves])] if wishes.moves else []
-            return MigrationRequests(tuple(MigrationRequest(part, 0, 1, "a whim") for part in whole), 1.0, (0,), "a whim")
+            return MigrationRequests(tuple(MigrationRequest(part, 0, 1, "a whim") for part in whole), 1.0, "a whim")
 
     stream = context.run([300] * 4, [[0, 1, 2], [3]], migration=Together(whim), drained=lambda tail_s, needed: Release(0, "not needed"))
     assert [name for name, _ in context.given] == [first.id] and first in context.pool.parked
@@ -349,7 +348,7 @@ def test_a_move_that_only_saves_a_lease_is_not_made_when_the_lease_would_be_held
 
     class Saver(Whims):
         def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> MigrationRequests:
-            return MigrationRequests(super().decide(token_log, engines, steps).moves, 0.0, (0,), "saves a lease")
+            return MigrationRequests(super().decide(token_log, engines, steps).moves, 0.0, "saves a lease")
 
     saver = Saver(lambda token_log, engines: [(0, 1)] if not token_log.finished[0] else [])
     assert context.run([120, 120], [[0], [1]], migration=saver).moved == []

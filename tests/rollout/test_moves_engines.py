@@ -82,27 +82,26 @@ def pool(ray_cluster: None) -> Iterator[WorkerPool]:
 def roll_out(pool: WorkerPool) -> Any:
     import ray
 
-    from rlhfless_ray.rollout.driver import run_rollout
+    from rlhfless_ray.rollout.driver import RolloutDriver
 
     weights = weights_of(FILES["A"])
     ref, total = ray.put(weights), checksum(weights)
 
     def run(version: int, **options: Any) -> Any:
-        given = {"migration": None, "on_progress": lambda *_: None, "silence_s": 60.0, **options}
+        given = {"migration": None, "silence_s": 60.0, **options}
         shares = np.array_split(np.arange(len(ASKED)), len(pool.working))
-        return run_rollout(
+        driver = RolloutDriver(
             pool,
             ASKED,
-            shares,
             np.full(len(ASKED), 100.0),
             WeightVersion(version, ref, total),
             interval_s=0.05,
-            deadline_s=400.0,
             needed_next=2,
             drained=lambda tail_s, needed: Hold(1, "kept"),
             give_back=lambda *_: None,
             **given,
         )
+        return driver.run(shares, deadline_s=400.0)
 
     return run
 

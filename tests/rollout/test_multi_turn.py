@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.listener import RolloutListener
-from rlhfless_ray.rollout.requests import step_requests
+from rlhfless_ray.rollout.requests import make_step_requests
 from rlhfless_ray.types import Prompt, Sample, WeightVersion
 from rlhfless_ray.weights.checksum import checksum
 from rlhfless_ray.weights.model_folder import without_weights
@@ -103,7 +102,6 @@ def pool(ray_cluster: None, files: dict[str, bytes]) -> Iterator[WorkerPool]:
 def play(pool: WorkerPool, files: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Sample]]]:
     import ray
 
-    from rlhfless_ray.rollout.driver import run_rollout
     from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
 
     path = tmp_path_factory.mktemp("agent") / "agent.py"
@@ -120,15 +118,15 @@ def play(pool: WorkerPool, files: dict[str, bytes], tmp_path_factory: pytest.Tem
         rows = task("chain").rows(4, 5, "train")
         tokenizer = _tokenizer(files)
         prompts = [Prompt(k, r["prompt"], tuple(tokenizer(r["prompt"])["input_ids"])) for k, r in enumerate(rows)]
-        requests = [replace(one, **sampling) for one in step_requests(RECIPE, 3, prompts)]
+        requests = [replace(one, **sampling) for one in make_step_requests(RECIPE, 3, prompts)]
         asked = [(prompts[r.key // COUNT].text, (labels or [""] * 8)[r.key]) for r in requests]
         samples = EpisodeSamples(prompts, COUNT, 1)
         listener = RolloutListener(samples, None, lambda _: [], 0.0)
-        run_rollout(
-            pool, requests, [np.array(s) for s in shares], np.full(8, 24.0), version, interval_s=0.05, deadline_s=300.0,
-            silence_s=120.0, needed_next=2, drained=lambda tail_s, needed: Hold(1, "kept"), give_back=lambda *_: None,
-            on_progress=on_progress, listener=listener, agents=partial(MultiTurnRollout, agents, asked),
+        driver = MultiTurnRollout(
+            agents, asked, pool, requests, np.full(8, 24.0), version, interval_s=0.05, silence_s=120.0, needed_next=2,
+            drained=lambda tail_s, needed: Hold(1, "kept"), give_back=lambda *_: None, on_progress=on_progress, listener=listener,
         )  # fmt: skip
+        driver.run([np.array(s) for s in shares], deadline_s=300.0)
         return samples.all()
 
     yield run

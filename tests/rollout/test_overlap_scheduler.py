@@ -129,14 +129,14 @@ def sample(key: int, tokens: int = 3) -> Sample:
 def test_complete_groups_are_scored_then_learned_and_the_rest_is_left_for_later() -> None:
     tail, scoring, worker_group, learning = parts()
     samples = [sample(key) for key in range(6)]
-    tail.heard(samples[:3])
+    tail.add_samples(samples[:3])
     tail.poll(1.0)
     assert not scoring.asked, "no slot yet"
     assert tail.wants_slot()
-    tail.take(["slot"])
+    tail.broker.put(["slot"])
     tail.poll(1.0)
     assert scoring.asked == samples[:3] and scoring.total == 6 and tail.refs() == ["score"] and not tail.broker.free
-    tail.heard(samples[3:4])
+    tail.add_samples(samples[3:4])
     scoring.answer()
     tail.poll(1.0)  # the slot comes back and goes to what has come since
     assert scoring.asked == samples[:4] and not worker_group.batches
@@ -171,8 +171,8 @@ def test_a_step_begins_with_nothing_learned() -> None:
 
 def test_a_device_that_holds_gradients_is_kept() -> None:
     tail, scoring, worker_group, learning = parts("gpu")
-    tail.heard([sample(key) for key in range(4)])
-    tail.take(["a", "b"])
+    tail.add_samples([sample(key) for key in range(4)])
+    tail.broker.put(["a", "b"])
     tail.poll(1.0)
     scoring.answer()
     tail.poll(1.0)
@@ -187,7 +187,7 @@ def test_a_device_that_holds_gradients_is_not_given_to_the_reference() -> None:
     tail, _, worker_group, learning = parts("gpu", {"kl": {"coefficient": 0.1}}, reference=reference)
     samples = ended(tail, range(4))
     tail.by_group = {0: samples[:2], 1: samples[2:]}
-    tail.take(["a", "b"])
+    tail.broker.put(["a", "b"])
     tail.poll(1.0)
     reference.done = True
     tail.poll(1.0)
@@ -210,8 +210,8 @@ def test_where_it_would_not_be_exact_nothing_is_learned_ahead_and_the_reason_is_
         assert inexact(recipe.algorithm, recipe.learner, recipe.lora) == obstacle(recipe)
         return
     tail, scoring, worker_group, _ = parts(overlap="off")
-    tail.heard([sample(key) for key in range(2)])
-    tail.take(["slot"])
+    tail.add_samples([sample(key) for key in range(2)])
+    tail.broker.put(["slot"])
     tail.poll(1.0)
     scoring.answer()
     tail.poll(1.0)
@@ -226,7 +226,7 @@ def ended(tail: OverlapScheduler, keys: range) -> list[Sample]:
     samples = [sample(key) for key in keys]
     for one in samples:
         one.reward = 1.0 + one.completion.key
-    tail.heard(samples)
+    tail.add_samples(samples)
     tail.unscored = []  # whoever scores them is not looked at here
     return samples
 
@@ -236,7 +236,7 @@ def test_what_has_ended_is_passed_over_by_each_gang_in_turn_and_the_rest_in_the_
     tail, _, learner, learning = parts(algorithm=PPO, critic=critic, reference=reference)
     samples = ended(tail, range(3))
     assert tail.wants_slot()
-    tail.take(["slot"])
+    tail.broker.put(["slot"])
     tail.poll(0.05)
     assert not reference.passes, "they would not be done in the seconds that are left"
     tail.poll(1.0)  # one micro-batch has two of them, with a prompt token each
@@ -283,7 +283,7 @@ def test_gradients_wait_for_what_the_reference_says_of_their_samples() -> None:
     tail, _, worker_group, learning = parts(algorithm={"kl": {"coefficient": 0.1}}, reference=reference)
     samples = ended(tail, range(4))
     tail.by_group = {0: samples[:2], 1: samples[2:]}
-    tail.take(["slot"])
+    tail.broker.put(["slot"])
     tail.poll(1.0)
     assert not worker_group.batches and reference.passes == [("reference", [0, 0])]
     reference.done = True
@@ -305,9 +305,9 @@ def test_a_short_sample_before_a_long_one_waits_for_nothing() -> None:
     reference = Gang()
     tail, *_ = parts(algorithm={"kl": {"coefficient": 0.1}}, reference=reference)
     ended(tail, range(2))
-    tail.heard([sample(2, tokens=2), sample(3, tokens=30)])
+    tail.add_samples([sample(2, tokens=2), sample(3, tokens=30)])
     tail.unscored = []
-    tail.take(["slot"])
+    tail.broker.put(["slot"])
     tail.poll(1.0)
     reference.done = True
     tail.poll(1.0)
@@ -317,7 +317,7 @@ def test_a_short_sample_before_a_long_one_waits_for_nothing() -> None:
 def test_a_gang_that_dies_in_the_tail_is_asked_again_in_the_learn_phase() -> None:
     tail, _, worker_group, learning = parts(algorithm={"updates_per_step": 2, "kl": {"coefficient": 0.1}}, lora=2)
     samples = ended(tail, range(4))
-    tail.take(["slot"])
+    tail.broker.put(["slot"])
     worker_group.dies = worker_group.done = True
     tail.poll(1.0)
     assert tail.refs() == [] and learning.done_ahead() == ["slot"] and tail.metrics()["overlap/logprobs"] == 0
@@ -325,7 +325,7 @@ def test_a_gang_that_dies_in_the_tail_is_asked_again_in_the_learn_phase() -> Non
     assert batch.old is None and batch.reference is None, "nothing was passed over ahead: the update does so itself"
     worker_group.dies = False
     tail.poll(1.0)
-    tail.take(["slot"])
+    tail.broker.put(["slot"])
     tail.poll(1.0)
     worker_group.done = True
     tail.poll(1.0)

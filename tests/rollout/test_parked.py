@@ -54,7 +54,7 @@ def test_an_engine_at_work_keeps_its_cache(engine: Any) -> None:
     before = answer(engine, asked)
     at_work = engine.generate(asked, 0.0)
     next(at_work)
-    with pytest.raises(RuntimeError, match="at work"):
+    with pytest.raises(RuntimeError, match="running requests"):
         engine.park()
     at_work.close()
     assert_same(answer(engine, asked), before)

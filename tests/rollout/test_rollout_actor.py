@@ -67,12 +67,12 @@ def test_what_a_parked_engine_keeps_on_its_device_is_not_what_torch_thinks(
     import torch
 
     from rlhfless_ray.local.process_memory import own_memory_mb
-    from rlhfless_ray.rollout.vllm_engine import VllmEngine, sleeping_pools
+    from rlhfless_ray.rollout.vllm_engine import VllmEngine, find_sleeping_pools
 
     weights, cache = ((SimpleNamespace(id=(0, number)), None) for number in (1, 2))
     pools = {"weights": [weights], "kv_cache": [cache]} if several else {"weights": weights, "kv_cache": cache}
     allocator = SimpleNamespace(allocator_and_pools=pools)
-    assert sleeping_pools(allocator) == {(0, 1), (0, 2)}
+    assert find_sleeping_pools(allocator) == {(0, 1), (0, 2)}
     sizes = {(0, 0): 300, (0, 1): 6_000, (0, 2): 60_000, (1, 0): 200}  # MB: the last is of CUDA graphs
     cumem = SimpleNamespace(CuMemAllocator=SimpleNamespace(get_instance=lambda: allocator))
     monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", cumem)

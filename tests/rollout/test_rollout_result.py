@@ -69,7 +69,7 @@ def engine_class(fails_in: str) -> type:
     ],
 )
 def test_a_failed_engine_says_in_one_line_what_failed_first(ray_cluster, fails_in, said):
-    from rlhfless_ray.rollout.driver import run_rollout
+    from rlhfless_ray.rollout.driver import RolloutDriver
 
     ledger = Ledger("cpu", 1.0)
     leases = LeaseManager("cpu", ledger, 60.0, f"stream{time.time_ns()}")
@@ -78,20 +78,17 @@ def test_a_failed_engine_says_in_one_line_what_failed_first(ray_cluster, fails_i
     try:
         pool.resize(1, [])
         with pytest.raises(RunError, match=said) as raised:
-            run_rollout(
+            RolloutDriver(
                 pool,
                 [Request(0, (1,), 0, 4, 1.0)],
-                [np.array([0])],
                 np.array([4.0]),
                 WeightVersion(4, None),
                 interval_s=0.1,
-                deadline_s=60.0,
                 silence_s=60.0,
                 needed_next=1,
                 drained=lambda tail_s, needed: Hold(1, "kept"),
                 give_back=lambda *_: None,
-                on_progress=lambda *_: None,
-            )
+            ).run([np.array([0])], deadline_s=60.0)
         assert "\n" not in str(raised.value)
         if fails_in in ("open", "constructor"):  # asked directly, as at the end of a phase
             with pytest.raises(RunError, match=said.replace("^rollout engine ", "^").replace("$", "")):

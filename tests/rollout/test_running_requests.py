@@ -50,7 +50,7 @@ def test_every_token_is_told_once_whatever_comes_between(seed: int) -> None:
             key = int(rng.integers(100))
             if key not in live.number:
                 before = tuple(truth.setdefault(key, []))
-                draws.outputs[live.take_up(request(key, before))] = []
+                draws.outputs[live.add(request(key, before))] = []
                 told.setdefault(key, [])
         elif what < 0.75 and keys:
             for key in rng.permutation(keys).tolist():
@@ -66,14 +66,14 @@ def test_every_token_is_told_once_whatever_comes_between(seed: int) -> None:
         elif what < 0.85 and keys:
             live.cut([int(rng.choice(keys)), 12345])
         else:
-            progress = live.progress(3)
+            progress = live.take_deltas(3)
             bounds = progress.bounds
             for key, start, begin, end in zip(progress.keys.tolist(), progress.starts.tolist(), bounds, bounds[1:], strict=False):
                 assert start == len(told[key])
                 told[key] += zip(progress.token_ids[begin:end].tolist(), progress.logprobs[begin:end].tolist(), strict=True)
             assert all(key not in live.number for key in progress.keys[progress.ends != GOES_ON].tolist())
     live.cut(live.number)
-    last = live.progress(3)
+    last = live.take_deltas(3)
     for key, begin, end in zip(last.keys.tolist(), last.bounds, last.bounds[1:], strict=False):
         told[key] += zip(last.token_ids[begin:end].tolist(), last.logprobs[begin:end].tolist(), strict=True)
     assert told == {key: [(token, -float(token)) for token in tokens] for key, tokens in truth.items()}
@@ -83,25 +83,25 @@ def test_every_token_is_told_once_whatever_comes_between(seed: int) -> None:
 def test_ends_are_told_as_they_are() -> None:
     draws = SampledTokens()
     live = RunningRequests(draws)
-    first, second, third = (live.take_up(request(key)) for key in (7, 8, 9))
+    first, second, third = (live.add(request(key)) for key in (7, 8, 9))
     for number in (first, second, third):
         draws.draw(number, 5)
     live.end(first, [5], STOP)
     assert live.cut([7, 8]) == [first, second] and live.decoding == 1  # 7 had ended by itself
-    assert dict(zip(*(a.tolist() for a in (live.progress(1).keys, np.array([STOP, CUT, GOES_ON]))), strict=True)) == {7: 1, 8: 3, 9: 0}
-    assert live.begun({second, third}) == {second, third} and sorted(live.number) == [9]
+    assert dict(zip(*(a.tolist() for a in (live.take_deltas(1).keys, np.array([STOP, CUT, GOES_ON]))), strict=True)) == {7: 1, 8: 3, 9: 0}
+    assert live.find_begun({second, third}) == {second, third} and sorted(live.number) == [9]
 
 
 def test_what_does_not_match_is_an_error_that_names_the_request() -> None:
     draws = SampledTokens()
     live = RunningRequests(draws)
-    number = live.take_up(request(7))
-    with pytest.raises(RuntimeError, match="request 7 is at work"):
-        live.take_up(request(7))
+    number = live.add(request(7))
+    with pytest.raises(RuntimeError, match="request 7 is running"):
+        live.add(request(7))
     draws.outputs[number] = [4]
     with pytest.raises(RuntimeError, match="request 7: the sampler kept no log-probability"):
-        live.progress(1)
+        live.take_deltas(1)
     draws.outputs[number] = [4, 4]
     draws.drawn = [(number, 0, -1.0), (number, 1, -1.0)]
-    with pytest.raises(RuntimeError, match="request 7: vLLM took back a token"):
-        live.progress(1)
+    with pytest.raises(RuntimeError, match="request 7: vLLM drew a token again"):
+        live.take_deltas(1)

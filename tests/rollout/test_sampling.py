@@ -90,15 +90,15 @@ def test_temperature_zero_is_the_argmax_at_temperature_one(sampling: ModuleType)
 @settings(max_examples=50, deadline=None)
 def test_a_stream_does_not_depend_on_how_much_of_it_is_asked_for(sampling: ModuleType, seed: int, some: int, more: int) -> None:
     """A request that is cut after `some` tokens goes on with the noise it would have had."""
-    whole = sampling.uniforms(seed, some + more)
+    whole = sampling.draw_uniforms(seed, some + more)
     np.testing.assert_array_equal(whole, np.random.Generator(np.random.Philox(key=seed)).random(some + more))
-    np.testing.assert_array_equal(sampling.uniforms(seed, some), whole[:some])
-    np.testing.assert_array_equal(sampling.uniforms(seed, more, some), whole[some:])
+    np.testing.assert_array_equal(sampling.draw_uniforms(seed, some), whole[:some])
+    np.testing.assert_array_equal(sampling.draw_uniforms(seed, more, some), whole[some:])
     assert ((whole >= 0) & (whole < 1)).all()
 
 
 def test_streams_of_neighbouring_seeds_are_unrelated(sampling: ModuleType) -> None:
-    streams = np.stack([sampling.uniforms(seed, 2000) for seed in range(20)])
+    streams = np.stack([sampling.draw_uniforms(seed, 2000) for seed in range(20)])
     correlation = np.corrcoef(streams)[np.triu_indices(20, 1)]
     assert np.abs(correlation).max() < 5 / np.sqrt(2000)
     assert len(np.unique(streams)) == streams.size
@@ -127,7 +127,7 @@ def test_rows_follow_the_batch_when_it_is_reordered(sampling: ModuleType) -> Non
         keys, positions, _ = sampler.records[-1]
         for key, position, token in zip(keys.tolist(), positions.tolist(), drawn, strict=True):
             assert position == len(outputs[key])
-            assert token == int(sampling.uniforms(key, 9)[position] * 1000)
+            assert token == int(sampling.draw_uniforms(key, 9)[position] * 1000)
         return keys.tolist()
 
     outputs: dict[int, list[int]] = {key: [0] * (key % 3) for key in range(10, 20)}
@@ -162,7 +162,7 @@ def test_before_the_least_tokens_what_ends_a_response_is_masked_as_vllm_masks_it
     logits[:, 3] += 6  # or the mask would hardly be seen
     masked = theirs.apply(logits.clone())
     assert torch.isneginf(masked).sum(-1).tolist() == [2, 2, 0, 0]
-    noise = torch.tensor([sampling.uniforms(i, 9, offset)[len(output)] for i, output in enumerate(outputs)])
+    noise = torch.tensor([sampling.draw_uniforms(i, 9, offset)[len(output)] for i, output in enumerate(outputs)])
     tokens, logprobs = sampling.draw(masked, torch.full((4,), 0.8), noise)
     drawn = sampler.apply(logits.clone()).argmax(-1)
     assert torch.equal(drawn, tokens) and torch.equal(sampler.records[-1][2], logprobs)

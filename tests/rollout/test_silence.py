@@ -35,7 +35,6 @@ def rollout_with(leases: Any) -> RolloutDriver:
         listener=None,
         migration=None,
         start_s=1.0,
-        renew=lambda *_: None,
     )
 
 
@@ -45,13 +44,13 @@ def test_a_silent_engine_whose_node_does_not_answer_is_gone_and_that_is_no_bug(m
     rollout = rollout_with(SimpleNamespace(deadline_s=60.0, lose=lambda node: asked.append(node) or node == "lost"))
     for number, (node, heard_s) in enumerate({"lost": now - 10, "there": now - 10, "talking": now}.items()):
         engine: Any = SimpleNamespace(slot=SimpleNamespace(node=node), started=True)
-        rollout.launches.running[node] = EngineCall(engine, number, 1, set(), heard_s, started=True)
-    rollout.looked_s = now - 10
+        rollout.calls.running[node] = EngineCall(engine, number, 1, set(), heard_s, started=True)
+    rollout.probed_s = now - 10
     monkeypatch.setattr(ray, "wait", lambda refs, **_: ([], refs))
-    monkeypatch.setattr(rollout, "gone", lambda launch, cause, why: ended.append((launch.instance.slot.node, cause)))
-    rollout.listen()
-    assert ended == [("lost", FailureCause.NODE_LOST)] and list(rollout.launches.running) == ["there", "talking"]
-    rollout.listen()
+    monkeypatch.setattr(rollout, "handle_loss", lambda call, cause, why: ended.append((call.instance.slot.node, cause)))
+    rollout.remove_silent()
+    assert ended == [("lost", FailureCause.NODE_LOST)] and list(rollout.calls.running) == ["there", "talking"]
+    rollout.remove_silent()
     assert sorted(asked) == ["lost", "there"], "it is not asked again at once"
 
 
@@ -63,8 +62,8 @@ def test_an_engine_that_ray_ended_for_its_nodes_memory_is_one_that_died(monkeypa
         raise OutOfMemoryError("2 worker(s) were killed due to the node running low on memory.\nTop 10 memory users: …")
 
     answers = iter(["a reference"])
-    rollout.launches.running[answers] = EngineCall(cast(Any, SimpleNamespace(loading=None)), 0, 1, set(), 0.0, started=True)
+    rollout.calls.running[answers] = EngineCall(cast(Any, SimpleNamespace(loading=None)), 0, 1, set(), 0.0, started=True)
     monkeypatch.setattr(ray, "get", get)
-    monkeypatch.setattr(rollout, "died", lambda launch, error: died.append(reason_of(error)))
-    rollout.hear(answers)
-    assert died == ["2 worker(s) were killed due to the node running low on memory."] and not rollout.launches.running
+    monkeypatch.setattr(rollout, "handle_death", lambda call, error: died.append(reason_of(error)))
+    rollout.receive(answers)
+    assert died == ["2 worker(s) were killed due to the node running low on memory."] and not rollout.calls.running

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhfless_ray.rollout.stop_strings import BEYOND, StopStrings
+from rlhfless_ray.rollout.stop_strings import EXTRA_TOKENS, StopStrings
 
 
 class Letters:
@@ -35,4 +35,4 @@ def test_however_long_a_response_its_newest_tokens_are_looked_at() -> None:
     assert words.found([*long, *b"end"], ("end", "no")) and not words.found([*b"end", *long], ("end",))
     assert words.found([*b"nd"], ("end",), before=(*long, ord("e"))), "it began on another engine"
     assert words.found([], ("end",), before=(*long, *b"end")) and not words.found([], ("end",))
-    assert max(letters.read) == len("end") + BEYOND
+    assert max(letters.read) == len("end") + EXTRA_TOKENS

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.rollout.token_deltas import CUT, ENDS, GOES_ON, LENGTH, STOP, TokenDeltas
-from rlhfless_ray.rollout.token_log import NOBODY, TokenLog
+from rlhfless_ray.rollout.token_log import NO_ENGINE, TokenLog
 from rlhfless_ray.types import Completion, Request
 
 
@@ -26,7 +26,7 @@ def said(version: int, *news: tuple[int, int, list[int], int]) -> TokenDeltas:
 
 def begun(*keys: int) -> TokenLog:
     token_log = TokenLog(asked(*keys))
-    token_log.give(np.arange(len(keys)), 0)
+    token_log.assign(np.arange(len(keys)), 0)
     return token_log
 
 
@@ -50,12 +50,12 @@ def test_a_response_is_the_same_in_whatever_pieces_it_came(seed: int) -> None:
         ended, cut = token_log.accept(engine, "e", said(version, *news))
         assert [token_log.requests[i].key for i in ended] == [key for key, *_, end in news if end in (STOP, LENGTH)]
         assert [token_log.requests[i].key for i in cut] == [key for key, *_, end in news if end == CUT]
-        assert all(token_log.owner[i] == NOBODY for i in cut)
+        assert all(token_log.owner[i] == NO_ENGINE for i in cut)
         if rng.random() < 0.5:  # to another engine, all of them
             engine += 1
-            token_log.give(np.flatnonzero(~token_log.finished), engine)
+            token_log.assign(np.flatnonzero(~token_log.finished), engine)
         else:
-            token_log.give(cut, engine)
+            token_log.assign(cut, engine)
     for key in keys:
         done = token_log.completions[key]
         assert done.token_ids.tolist() == whole[key] and done.token_ids.dtype == np.int32
@@ -69,7 +69,7 @@ def test_what_goes_on_carries_everything_of_the_request() -> None:
     token_log = begun(4, 9)
     token_log.accept(0, "e", said(1, (9, 0, [7, 8], GOES_ON)))
     token_log.accept(0, "e", said(1, (9, 2, [6], CUT)))
-    assert token_log.give(np.array([0, 1]), 3) == [
+    assert token_log.assign(np.array([0, 1]), 3) == [
         Request(4, (1, 2, 3), 5, 64, 1.0),
         Request(9, (1, 2, 3), 5, 64, 1.0, generated=(7, 8, 6)),
     ]
@@ -79,11 +79,11 @@ def test_what_goes_on_carries_everything_of_the_request() -> None:
 @pytest.mark.parametrize(
     ("engine", "told", "message"),
     [
-        (0, (4, 3, [1], GOES_ON), "rollout-7 tells request 4 from token 3 on, but 2 are there: tokens are missing"),
-        (0, (4, 1, [1], GOES_ON), "rollout-7 tells request 4 from token 1 on, but 2 are there: tokens came twice"),
-        (1, (4, 2, [1], GOES_ON), "rollout-7 tells of request 4, which is not one of those it has"),
-        (0, (5, 0, [1], GOES_ON), "rollout-7 tells of request 5, which is not one of those it has"),
-        (0, (9, 1, [1], GOES_ON), "rollout-7 tells of request 9, which is not one of those it has"),
+        (0, (4, 3, [1], GOES_ON), "rollout-7 reports request 4 from token 3, but 2 are recorded: tokens are missing"),
+        (0, (4, 1, [1], GOES_ON), "rollout-7 reports request 4 from token 1, but 2 are recorded: tokens are repeated"),
+        (1, (4, 2, [1], GOES_ON), "rollout-7 reports request 4, which is not assigned to it"),
+        (0, (5, 0, [1], GOES_ON), "rollout-7 reports request 5, which is not assigned to it"),
+        (0, (9, 1, [1], GOES_ON), "rollout-7 reports request 9, which is not assigned to it"),
     ],
 )
 def test_nothing_is_taken_that_does_not_fit(engine: int, told: tuple, message: str) -> None:
@@ -98,7 +98,7 @@ def test_one_request_twice_at_once_and_missing_log_probabilities_are_refused() -
     token_log = begun(4)
     with pytest.raises(RunError, match="one request twice"):
         token_log.accept(0, "e", said(1, (4, 0, [1], GOES_ON), (4, 0, [1], GOES_ON)))
-    with pytest.raises(RunError, match="of 2 tokens with 2 ids and 1 log-prob"):
+    with pytest.raises(RunError, match="reports 2 tokens with 2 ids and 1 log-prob"):
         token_log.accept(0, "e", TokenDeltas.of(1, [(4, 0, 2, GOES_ON)], [1, 2], np.zeros(1)))
     with pytest.raises(ValueError, match="same key"):
         TokenLog(asked(1, 1))
@@ -112,7 +112,7 @@ def test_requests_that_come_one_by_one_are_as_if_they_had_come_at_once() -> None
     one_by_one = begun(3)
     for request in asked(*range(4, 60)):
         assert one_by_one.add(request) == request.key - 3
-    one_by_one.give(np.arange(1, 57), 0)
+    one_by_one.assign(np.arange(1, 57), 0)
     at_once = begun(*range(3, 60))
     for token_log in (one_by_one, at_once):
         token_log.accept(0, "e", said(1, (3, 0, [7], STOP), (40, 0, [7, 8], GOES_ON), (59, 0, [9], CUT)))

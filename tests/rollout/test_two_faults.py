@@ -43,7 +43,7 @@ class Pool:
 
     def engine(self, node: str) -> Any:
         call = Call(self.said)
-        actor = SimpleNamespace(rollout=call, tell=call, load=call)
+        actor = SimpleNamespace(rollout=call, enqueue=call, load=call)
         return SimpleNamespace(
             id=f"engine-{len(self.log)}",
             actor=actor,
@@ -52,7 +52,6 @@ class Pool:
             loading=None,
             version=1,
             started=True,
-            fetched="",
             state=None,
         )
 
@@ -85,7 +84,6 @@ def rollout_on(pool: Any, requests: int, migration: Any = None) -> RolloutDriver
         listener=None,
         migration=migration,
         start_s=-1.0,
-        renew=lambda *_: None,
     )
 
 
@@ -94,13 +92,13 @@ def test_an_engine_that_dies_on_a_drained_node_is_not_replaced_while_others_go_o
     """Its lease goes with the node: to wait for another one, while the run itself may hold all there are, would end the run."""
     pool = Pool(["a", "b"], draining)
     rollout = rollout_on(pool, 2, migration=SimpleNamespace())
-    first, second = (rollout.launches.number(engine) for engine in pool.working)
-    rollout.begin(first, np.array([0]))
-    rollout.begin(second, np.array([1]))
-    launch = rollout.launches.of(first)
-    assert launch is not None
-    rollout.launches.running = {ref: one for ref, one in rollout.launches.running.items() if one is not launch}
-    rollout.gone(launch, FailureCause.DIED, "killed")
+    first, second = (rollout.calls.number(engine) for engine in pool.working)
+    rollout.assign(first, np.array([0]))
+    rollout.assign(second, np.array([1]))
+    call = rollout.calls.find(first)
+    assert call is not None
+    rollout.calls.running = {ref: one for ref, one in rollout.calls.running.items() if one is not call}
+    rollout.handle_loss(call, FailureCause.DIED, "killed")
     assert pool.log == log and rollout.token_log.owner.tolist() == [second, second]
 
 
@@ -108,16 +106,16 @@ def test_what_was_to_leave_an_engine_that_died_alone_leaves_no_more() -> None:
     """Who waited for it would wait till its end: no move is decided on meanwhile, and a notice for its node is not heeded."""
     pool = Pool(["a", "b"], set())
     rollout = rollout_on(pool, 1)
-    first, second = (rollout.launches.number(engine) for engine in list(pool.working))
-    rollout.begin(first, np.array([0]))
-    rollout.moving.cut(MigrationRequest(np.array([0]), first, second, "test"))
+    first, second = (rollout.calls.number(engine) for engine in list(pool.working))
+    rollout.assign(first, np.array([0]))
+    rollout.migrations.start(MigrationRequest(np.array([0]), first, second, "test"))
     pool.working.pop()  # where it was to go died too
-    launch = rollout.launches.of(first)
-    assert launch is not None and 0 in rollout.moving.leaving
-    rollout.launches.running.clear()
-    rollout.gone(launch, FailureCause.DIED, "killed")
-    assert pool.log == ["replaced"] and not rollout.moving.leaving
-    assert rollout.token_log.owner.tolist() == [rollout.launches.number(pool.working[0])]
+    call = rollout.calls.find(first)
+    assert call is not None and 0 in rollout.migrations.leaving
+    rollout.calls.running.clear()
+    rollout.handle_loss(call, FailureCause.DIED, "killed")
+    assert pool.log == ["replaced"] and not rollout.migrations.leaving
+    assert rollout.token_log.owner.tolist() == [rollout.calls.number(pool.working[0])]
 
 
 def test_what_was_to_leave_an_engine_that_begins_again_leaves_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,15 +124,14 @@ def test_what_was_to_leave_an_engine_that_begins_again_leaves_no_more(monkeypatc
     pool = Pool(["a", "b"], set())
     rollout = rollout_on(pool, 1)
     rollout.weights = WeightVersion(1, "ref", 0, "a", "copy")
-    first, second = (rollout.launches.number(engine) for engine in pool.working)
-    rollout.begin(first, np.array([0]))
-    pool.working[0].fetched = "ref"
-    rollout.moving.cut(MigrationRequest(np.array([0]), first, second, "test"))
-    launch = rollout.launches.of(first)
-    assert launch is not None
-    rollout.launches.running.clear()
-    assert rollout.weights_lost(launch) and rollout.launches.of(first) is not None
-    assert not rollout.moving.leaving
+    first, second = (rollout.calls.number(engine) for engine in pool.working)
+    rollout.assign(first, np.array([0]))
+    rollout.migrations.start(MigrationRequest(np.array([0]), first, second, "test"))
+    call = rollout.calls.find(first)
+    assert call is not None
+    rollout.calls.running.clear()
+    assert rollout.load_copy(call) and rollout.calls.find(first) is not None
+    assert not rollout.migrations.leaving
 
 
 def test_where_all_engines_are_to_leave_a_slot_elsewhere_is_had_though_ray_takes_some_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +151,6 @@ def test_where_all_engines_are_to_leave_a_slot_elsewhere_is_had_though_ray_takes
     pool.leases.notices, pool.leases.living = lambda: {"a"}, lambda leases: leases
     pool.assign_leases = lambda leases: pool.working.append(pool.engine(leases[0].slot.node))
     rollout = rollout_on(pool, 1)
-    rollout.begin(rollout.launches.number(pool.working[0]), np.array([0]))
-    rollout.evacuate()
+    rollout.assign(rollout.calls.number(pool.working[0]), np.array([0]))
+    rollout.evacuate_draining()
     assert [engine.slot.node for engine in pool.working] == ["a", "b"]

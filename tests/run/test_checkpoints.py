@@ -63,7 +63,7 @@ def test_a_limit_in_bytes_leaves_the_newest(tmp_path: Path) -> None:
 def test_one_best_stays_beside_the_others(tmp_path: Path) -> None:
     kept, best = store(tmp_path, keep=1, save_hf=True), Best("")
     for step, value in [(1, 0.3), (2, 0.6), (3, 0.5)]:
-        metric = best.of({"eval/a/pass1": value, "eval/a/pass4": 0.9, "eval/length_mean": 3.0})
+        metric = best.read_metric({"eval/a/pass1": value, "eval/a/pass4": 0.9, "eval/length_mean": 3.0})
         assert metric == ("eval_a_pass1", value)
         if best.improved(metric):
             kept.save_best(step, LEARNER, {}, metric, MODEL)
@@ -76,21 +76,21 @@ def test_one_best_stays_beside_the_others(tmp_path: Path) -> None:
 def test_an_evaluation_that_could_not_score_the_metrics_source_ends_no_run() -> None:
     for name in ("eval_a_pass1", ""):
         best, later = Best(name), {"eval/a/length_mean": 3.0, "eval/b/pass1": 0.9}
-        assert best.of({"eval/a/pass1": 0.5, "eval/b/pass1": 0.1}) == ("eval_a_pass1", 0.5)
-        assert best.of(later) is None, "and no other source stands in for it"
+        assert best.read_metric({"eval/a/pass1": 0.5, "eval/b/pass1": 0.1}) == ("eval_a_pass1", 0.5)
+        assert best.read_metric(later) is None, "and no other source stands in for it"
         resumed = Best("eval_a_pass1")
         resumed.value = 0.5
-        assert resumed.of(later) is None
+        assert resumed.read_metric(later) is None
 
 
 def test_a_metric_goes_by_its_name_there_and_here(tmp_path: Path) -> None:
     evaluation = {"eval/a/pass1": 0.25, "eval/accuracy_sampled": 0.5, "eval/length_mean": 3.0}
     for name, value in [("eval_a_pass1", 0.25), ("eval/a/pass1", 0.25), ("accuracy_sampled", 0.5), ("eval_response_length_mean", 3.0)]:
-        found = Best(name).of(evaluation)
+        found = Best(name).read_metric(evaluation)
         assert found is not None and found[1] == value
-    assert Best("none").of(evaluation) is None and Best("").of({}) is None
+    assert Best("none").read_metric(evaluation) is None and Best("").read_metric({}) is None
     with pytest.raises(UserError, match="the evaluation has no `eval_b_pass1`, only"):
-        Best("eval_b_pass1").of(evaluation)
+        Best("eval_b_pass1").read_metric(evaluation)
 
 
 def test_models_only_where_nothing_is_to_be_resumed(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.requests import evaluation_requests
-from rlhfless_ray.runtime.evaluation import accuracies, asked_of, of_source, passes
+from rlhfless_ray.rollout.requests import make_evaluation_requests
+from rlhfless_ray.runtime.evaluation import choose_sampling, compute_accuracies, compute_mean_and_best, compute_source_metrics
 from rlhfless_ray.types import Completion, Prompt, Sample
 
 
@@ -18,16 +18,16 @@ def sample(reward: float | None, tokens: int = 3, finish: str = "stop", prompt: 
 
 def test_pass1_is_the_mean_and_passk_the_best_of_each_prompt() -> None:
     rewards = [[0.0, 1.0, 0.5], [0.0, 0.0, 0.25], [None, None, None], [None, 1.0, 0.0]]
-    found = passes([sample(r) for group in rewards for r in group], 3)
+    found = compute_mean_and_best([sample(r) for group in rewards for r in group], 3)
     known = [[r for r in group if r is not None] for group in rewards]
     known = [group for group in known if group]
     assert found == (pytest.approx(np.mean([np.mean(g) for g in known])), pytest.approx(np.mean([max(g) for g in known])))
-    assert passes([sample(None)] * 4, 2) == (None, None)
+    assert compute_mean_and_best([sample(None)] * 4, 2) == (None, None)
 
 
 def test_sampled_and_greedy_responses_are_told_apart() -> None:
     sampled, greedy = [sample(r) for r in (0.0, 1.0, 0.0, 0.0)], [sample(1.0, 9, "length"), sample(0.0)]
-    found = accuracies(sampled + greedy, {"sampled": (0.6, 2), "greedy": (0.0, 1)})
+    found = compute_accuracies(sampled + greedy, {"sampled": (0.6, 2), "greedy": (0.0, 1)})
     assert found == {
         "eval/length_mean": 4.0,
         "eval/truncated_share": pytest.approx(1 / 6),
@@ -36,7 +36,7 @@ def test_sampled_and_greedy_responses_are_told_apart() -> None:
         "eval/pass2": 0.5,
         "eval/accuracy_greedy": 0.5,
     }
-    assert of_source("gsm8k", sampled, 2) == {
+    assert compute_source_metrics("gsm8k", sampled, 2) == {
         "eval/gsm8k/length_mean": 3.0,
         "eval/gsm8k/truncated_share": 0.0,
         "eval/gsm8k/pass1": 0.25,
@@ -52,10 +52,10 @@ def test_requests_of_an_evaluation_lie_prompt_by_prompt() -> None:
         "rollout": {"max_tokens": 8, "max_total_tokens": 10},
     }
     recipe = Recipe.parse(tree)
-    asked = asked_of(recipe)
+    asked = choose_sampling(recipe)
     assert asked == {"sampled": (0.5, 2), "greedy": (0.0, 1)}
     prompts = [Prompt(7, "p", (1,)), Prompt(9, "q", (1, 2, 3, 4))]
-    found = evaluation_requests(recipe, prompts, list(asked.values()))
+    found = make_evaluation_requests(recipe, prompts, list(asked.values()))
     assert [r.key for r in found] == list(range(6)) and [r.temperature for r in found] == [0.5] * 4 + [0.0] * 2
     assert [len(r.token_ids) for r in found] == [1, 1, 4, 4, 1, 4] and [r.max_tokens for r in found] == [8, 8, 6, 6, 8, 6]
     assert len({r.seed for r in found[:4]}) == 4

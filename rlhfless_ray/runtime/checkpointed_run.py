@@ -1,0 +1,117 @@
+"""A run's checkpoints: what the driver saves beside the learner's state, and how it is restored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhfless_ray.autoscaler.autoscaler import Autoscaler
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.learn.learn_stage import LearnStage
+from rlhfless_ray.learn.worker_group import WorkerGroup
+from rlhfless_ray.prompts.cursor import Cursor
+from rlhfless_ray.prompts.load_prompts import PromptSet
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.rollout.rollout_stage import RolloutStage
+from rlhfless_ray.run.checkpoints import Best, Checkpoints
+from rlhfless_ray.run.folder import RunFolder
+from rlhfless_ray.run.recorder import RunRecorder
+from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
+from rlhfless_ray.runtime.export import policy_files
+from rlhfless_ray.runtime.stages import Stages
+from rlhfless_ray.types import WeightVersion
+from rlhfless_ray.weights.tensor_file import Files
+
+
+class CheckpointedRun:
+    """The parts of a run whose state is saved. `Runtime` creates them."""
+
+    recipe: Recipe
+    folder: RunFolder
+    files: Files  # of the initial policy's folder
+    checkpoints: Checkpoints
+    record: RunRecorder
+    prompts: PromptSet
+    cursor: Cursor
+    dynamic_sampling: DynamicSampling
+    autoscaler: Autoscaler
+    stages: Stages
+    rollout_stage: RolloutStage
+    learn_stage: LearnStage
+    worker_group: WorkerGroup
+    best: Best
+    weights: WeightVersion | None = None
+    steps_done = 0
+    saved = -1  # step of the newest checkpoint
+    owes_evaluation = True  # whether one is due before the next step: the first, or one that a stop interrupted
+    # after the last finished step, because a stop inside a step repeats the whole step:
+    cursor_done: dict[str, Any]
+    refill_done: list[dict[str, Any]] = []  # noqa: RUF012, surplus groups
+
+    def _driver_state(self) -> dict[str, Any]:
+        """Return the driver's state after the last finished step as JSON-serialisable values."""
+        return {
+            "step": self.steps_done,
+            "version": self.weights.version if self.weights else 0,
+            "cursor": self.cursor_done,
+            "refill": self.refill_done,
+            "autoscaler": self.autoscaler.state(),
+            "learning": self.learn_stage.state(),
+            "moves": self.rollout_stage.state(),
+            "prefix": self.stages.prefix.speed.state() if self.stages.prefix is not None else {},
+            "skipped_in_a_row": self.worker_group.skipped_in_a_row,
+            "owes_evaluation": self.owes_evaluation,
+            "best_value": self.best.value,
+            "run_folder": str(self.folder.path.resolve()),
+        }
+
+    def _restore_driver(self, state: dict[str, Any]) -> None:
+        """Restore a driver's state. Raises UserError if it is from another version of this program."""
+        self.cursor.restore(state["cursor"])
+        self.cursor_done = self.cursor.state()
+        if self.recipe.algorithm.filter_range is not None:
+            self.dynamic_sampling.restore(state.get("refill", []), self.prompts.train)
+            self.refill_done = self.dynamic_sampling.state()
+        try:
+            self.autoscaler.restore(state["autoscaler"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"--resume: the checkpoint's planner state is of another version of this program ({error}); start a new run under another "
+                "run.name"
+            ) from None
+        self.learn_stage.restore(state.get("learning", {}))
+        self.rollout_stage.restore(state.get("moves", {}))
+        if self.stages.prefix is not None:
+            self.stages.prefix.speed.restore(state.get("prefix", {}))
+        self.worker_group.skipped_in_a_row = state["skipped_in_a_row"]
+        self.owes_evaluation = state.get("owes_evaluation", self.steps_done == 0)
+        if not self.owes_evaluation:  # a stop before the next step must not write the checkpoint again, which would lose its metric
+            self.saved = self.steps_done
+        self.best.value = state.get("best_value")
+
+    def _save(
+        self,
+        deadline_s: float | None = None,
+        *,
+        metric: tuple[str, float] | None = None,
+        best: bool = False,
+        export: bool = False,
+        learned: bool = True,
+    ) -> None:
+        """Save a checkpoint.
+
+        `metric`: of this step's evaluation. `best`: whether it is the best so far. `export`: write a model folder if the recipe
+        asks for it. `learned`: False if the learner's state is still that of the folder in `policy.path`, so that no state is saved.
+        """
+        self.record.catch_up()  # a resumed run needs all rows of the ledger
+        learner = self.learn_stage.worker_groups.snapshot(deadline_s) | self.learn_stage.files() if learned else {}
+        state = self._driver_state()
+        model = None
+        if (export or best) and self.checkpoints.exports:
+            model = policy_files(self.recipe, self.folder, self.files, learner, self.worker_group)
+        self.checkpoints.save(self.steps_done, learner, state, metric, model if export else None)
+        if best and metric is not None:
+            self.checkpoints.save_best(self.steps_done, learner, state, metric, model)
+        if self.recipe.checkpoint.resumable and learned:
+            self.learn_stage.worker_groups.saved(lambda: self.checkpoints.load()[1])
+        self.saved = self.steps_done
+        self.record.checkpointed()

@@ -1,0 +1,284 @@
+"""The operations of a step that `loop.py` calls, in its order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from placement.forecast.forecaster import Scenarios
+from placement.scaling.resize_policy import failed, slots_to_yield
+from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
+from rlhfless_ray.common.deadlines import STOP
+from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.common.step_timer import StepTimer
+from rlhfless_ray.functions.broker import SlotBroker
+from rlhfless_ray.functions.lease import LeaseManager
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.pending import Pending
+from rlhfless_ray.local.cluster import RayCluster
+from rlhfless_ray.prefix.step_prefixes import StepPrefixes
+from rlhfless_ray.reward.score_stage import ScoreStage
+from rlhfless_ray.rollout.overlap import OverlapScheduler
+from rlhfless_ray.run.context import RunContext
+from rlhfless_ray.runtime.agreement import Agreement, compare_mismatch
+from rlhfless_ray.runtime.checkpointed_run import CheckpointedRun
+from rlhfless_ray.runtime.evaluation import evaluate
+from rlhfless_ray.runtime.export import write_models
+from rlhfless_ray.types import Prompt, Sample, Step, UpdateStats, WeightVersion
+from rlhfless_ray.weights.tensor_file import Files
+
+LOOK_EVERY_S = 5.0  # interval of looking for lost nodes with parked processes
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """What to do at the end of a step."""
+
+    metric: tuple[str, float] | None  # (name, value) of its evaluation, by which checkpoints are compared
+    best: bool  # whether the metric is the best so far
+    save: bool  # whether a checkpoint is due
+    others_wait: bool  # whether another run on the cluster waits for slots
+    starts_next: bool  # whether engines of the next step may take the free leases now
+
+
+class StepOperations(CheckpointedRun):
+    """A run as `loop.py` sees it. `Runtime` creates the parts."""
+
+    cluster: RayCluster
+    ledger: Ledger
+    broker: SlotBroker
+    leases: LeaseManager
+    phases: StepTimer
+    context: RunContext
+    rollout: WorkerPool
+    reward: WorkerPool
+    score_stage: ScoreStage
+    agreement: Agreement | None
+    critic_files: Files | None
+    step: Step  # the one that runs now
+    cursor_after: dict[str, Any]  # the cursor's state after this step
+    quality: dict[str, Any]  # metrics of this step's samples, forecast and update
+    costs: dict[str, Any]  # metrics of this step's leases
+    first_row: int  # the ledger's first row of this step
+    in_update = False  # whether the learner makes an update
+    unrecorded = False  # whether the learner has made an update that is not recorded yet
+    finished = False
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last step. Filtered groups can lower it by using up an episode's prompts early."""
+        return self.recipe.run.steps
+
+    def next_prompts(self) -> list[Prompt]:
+        return [self.prompts.train[i] for i in self.cursor.next(self.dynamic_sampling.first)]
+
+    def forecast(self, step: Step) -> Scenarios:
+        return self.autoscaler.forecast(step.prompts, step.number)
+
+    def plan(self, step: Step) -> RolloutPlan:
+        plan = self.autoscaler.plan(step.forecast, step.prompts, self.context.max_actors, step=step.number, warm=self.rollout_stage.warm)
+        if failed(plan.decision):
+            self.record.progress.message(f"step {step.number}: {plan.reason}")
+        return plan
+
+    def weigh_prefixes(self, step: Step) -> StepPrefixes | None:
+        """Decide whether sharing the KV of prompt prefixes pays for the plan. Returns None without prefix KV in this run."""
+        if self.stages.prefix is None:
+            return None
+        steps_left = self.context.recipe.run.steps - step.number + 1
+        return self.stages.prefix.weigh([p.token_ids for p in step.prompts], self.rollout_stage.assign_prompts(step), steps_left)
+
+    def begin_step(self, step: Step) -> None:
+        STOP.check()
+        if self.ledger.step != step.number:  # otherwise its engines have started already
+            self.ledger.cut(step.number)
+            self.first_row = self.ledger.count
+        self.leases.waited_s = 0.0
+        self.step = step
+
+    def prefill(self, step: Step) -> StepPrefixes | None:
+        assert self.weights is not None
+        self.weights = self.learn_stage.worker_groups.safe(self.weights)
+        if self.stages.prefix is None or step.prefixes is None:
+            return None
+        return self.stages.prefix.prefill(step.prefixes, [p.token_ids for p in step.prompts], self.weights)
+
+    def rollout_phase(self, plan: RolloutPlan) -> AbstractContextManager[None]:
+        assert self.weights is not None
+        return self._accounted("rollout", self.rollout_stage.phase(plan, self.weights))
+
+    def generate(self, step: Step) -> list[Sample]:
+        assert self.weights is not None
+        count = self.recipe.rollout.samples_per_prompt
+        overlap = OverlapScheduler(self.score_stage, self.learn_stage, self.broker, len(step.prompts), count)
+        return self.rollout_stage.generate(step, self.weights, overlap)
+
+    def score_phase(self) -> AbstractContextManager[None]:
+        return self._accounted("score", self.score_stage.phase())
+
+    def score(self, samples: list[Sample]) -> int:
+        return self.score_stage.score(samples, self.step.number)
+
+    def refill_groups(self, step: Step) -> None:
+        """Replace groups without a learning signal, see `DynamicSampling`. Does nothing without algorithm.filter_range."""
+        step.answers = step.samples
+        asked = list(step.prompts)
+
+        def answer(rows: list[int]) -> list[Sample]:
+            more = Step(step.number, [self.prompts.train[i] for i in rows], list(asked))
+            asked.extend(more.prompts)
+            more.forecast = self.forecast(more)
+            more.plan = self.plan(more)
+            with self.rollout_phase(more.plan):
+                more.samples = self.generate(more)
+            with self.score_phase():
+                self.score(more.samples)
+            self.autoscaler.observe_samples(more.prompts, more.samples)
+            return more.samples
+
+        try:
+            step.samples = self.dynamic_sampling.fill(step.answers, answer)
+        except RunError:
+            self.record.samples(step.number, self.dynamic_sampling.dropped, "dropped")
+            raise
+        step.metrics |= self.dynamic_sampling.metrics()
+
+    def advantages(self, samples: list[Sample]) -> Batch:
+        if self.agreement is not None and self.weights is not None:
+            self.agreement.check(samples, self.weights, self.recipe.rollout.temperature, parks=False)
+        return self.learn_stage.advantages(samples)
+
+    def learn_phase(self) -> AbstractContextManager[None]:
+        return self._accounted("learn", self.learn_stage.phase(self.step.samples, self.step.number))
+
+    def start_update(self, batch: Batch) -> Pending[UpdateStats]:
+        """Update the critic, if there is one, and start the policy's update."""
+        self.in_update = True
+        update = self.learn_stage.start_update(batch, self.step.samples)
+        return Pending(lambda: self._updated(update))
+
+    def _updated(self, update: Pending[tuple[UpdateStats, dict[str, Any]]]) -> UpdateStats:
+        stats, sized = update.result()
+        self.in_update, self.unrecorded = False, True
+        self.quality |= sized
+        if self.agreement is not None:
+            self.agreement.updated(stats)
+            self.quality |= compare_mismatch(stats, self.agreement.tolerance, self.recipe.rollout.top_p)
+        return stats
+
+    def observe_samples(self, step: Step) -> None:
+        """Record the samples, and update the length forecasts for the next plan."""
+        self.record.samples(step.number, step.samples)
+        self.quality = self.record.summarize_samples(step.samples)
+        self.autoscaler.observe_samples(step.prompts, step.answers)
+        self.quality |= self.autoscaler.quality(step.forecast, step.answers, step.prompts, self.context.max_actors)
+        self.quality["epoch"] = self.cursor.epoch
+        if troubles := "; ".join(self.autoscaler.troubles):
+            self.autoscaler.troubles.clear()
+            self.quality["plan/trouble"] = troubles
+            self.record.progress.message(f"step {step.number}: {troubles}; planning continues without it")
+        self.cursor_after = self.cursor.state()
+        self._end_when_prompts_are_used_up(step.number)
+
+    def _end_when_prompts_are_used_up(self, number: int) -> None:
+        """Make this step the last one if filtered groups have used up the last episode's prompts early."""
+        episodes = self.recipe.run.episodes
+        if episodes is not None and self.recipe.algorithm.filter_range is not None and self.cursor.epoch >= episodes:
+            self.recipe = self.recipe.model_copy(update={"run": self.recipe.run.model_copy(update={"steps": number})})
+
+    def publish(self, version: int) -> WeightVersion:
+        weights = self.learn_stage.publish(version)
+        self.broker.check("publish", self.stages.pools())
+        return weights
+
+    def evaluation_is_due(self, number: int) -> bool:
+        every = self.recipe.evaluate.every_steps
+        return number == self.recipe.run.steps or (every > 0 and number % every == 0)
+
+    def evaluate(self) -> dict[str, float]:
+        assert self.weights is not None
+        self.weights = self.learn_stage.worker_groups.safe(self.weights)
+        agreement, weights = self.agreement, self.weights
+
+        def check(samples: list[Sample], temperature: float) -> None:
+            if agreement is not None:
+                agreement.check(samples, weights, temperature, parks=True)
+
+        return evaluate(self.rollout_stage, self.score_stage, self.prompts.heldout, weights, self.step.number, check)
+
+    def record_evaluation(self, found: dict[str, float]) -> None:
+        self.phases.take()
+        self.owes_evaluation = False
+        self.best.read_metric(found)  # raises now, and not in an hour, if no evaluation has the metric
+        self.record.evaluation(self.steps_done, found)
+
+    def decide_end(self, step: Step, upcoming: Step | None) -> StepEnd:
+        """Decide what to do at the end of a step.
+
+        Engines of the next step start early unless their leases may be needed: by a learner whose state is saved (it may be lost),
+        by another run, or for computing prefix KV.
+        """
+        metric = self.best.read_metric(step.evaluation)
+        best = self.best.improved(metric)
+        save = best or step.number % self.recipe.checkpoint.every_steps == 0 or step.number == self.recipe.run.steps
+        others_wait = not self.cluster.private and self.leases.others_wait()
+        prefixes = upcoming.prefixes if upcoming is not None else None
+        wanted = save or others_wait or (prefixes is not None and prefixes.choice.on)
+        return StepEnd(metric, best, save, others_wait, starts_next=upcoming is not None and not wanted)
+
+    def close_step(self, step: Step, end: StepEnd) -> dict[str, float]:
+        """Mark the step as done, so that a stop saves it. Returns its cost in slot-seconds and money."""
+        return self._close(step, end.starts_next)
+
+    def _close(self, step: Step, starts_next: bool = False) -> dict[str, float]:
+        self.steps_done, self.cursor_done, self.unrecorded = step.number, self.cursor_after, False
+        self.refill_done = self.dynamic_sampling.state()
+        step.phase_s, step.wall_s = self.phases.take()
+        step.phase_s["passes"] = self.learn_stage.passes_s
+        self.ledger.cut(step.number + starts_next)
+        own = self.ledger.totals_since(self.first_row)
+        self.costs = self.record.costs(own, self.first_row)
+        return own
+
+    def start_engines(self, upcoming: Step) -> None:
+        """Start the next step's engines under the free leases, without waiting until they have loaded the weights."""
+        assert self.weights is not None
+        self.first_row = self.ledger.count
+        self.weights = self.learn_stage.worker_groups.safe(self.weights)
+        self.rollout_stage.begin(upcoming, self.weights)
+        self.rollout.expect(upcoming.plan.actors)
+
+    def record_step(self, step: Step, end: StepEnd) -> None:
+        """Record the step, save a checkpoint if it is due, and yield slots to waiting runs."""
+        self._write_row(step)
+        if end.save:
+            self._save(metric=end.metric, best=end.best, export=True)
+        for pool in (self.rollout, self.reward, *([self.stages.prefix.pool] if self.stages.prefix else [])):
+            pool.reap(self.autoscaler.keep_warm_s(pool.gaps_s, pool.hold_price), look_every_s=LOOK_EVERY_S)
+        decision = slots_to_yield(len(self.broker.free), 1, end.others_wait)
+        if decision.action == "Release":
+            self.broker.release(keep=decision.actors)
+        self.broker.check("the end of the step", self.stages.pools())
+
+    def _write_row(self, step: Step) -> None:
+        self.learn_stage.worker_groups.keep()
+        self.autoscaler.observe_step(step.phase_s, step.wall_s, len(step.samples))
+        self.stages.faults.step_done()
+        step.metrics |= {**self.stages.faults.take_metrics(), **self.worker_group.recovery.take_metrics()}
+        self.record.step(step, step.phase_s, step.wall_s, self.costs | self.quality, self.stages.replacements, self.leases)
+        self.record.put_off(self.autoscaler.settle)
+
+    def finish(self) -> None:
+        write_models(self.recipe, self.folder, self.files, self.critic_files, self.learn_stage.worker_groups)
+        self.finished = True
+
+    @contextmanager
+    def _accounted(self, where: str, phase: AbstractContextManager[None]) -> Iterator[None]:
+        """Run a phase, and check at its end that it lost no lease."""
+        with phase:
+            yield
+        self.broker.check(where, self.stages.pools())
