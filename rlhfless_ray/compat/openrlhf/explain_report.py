@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +13,6 @@ from rlhfless_ray.compat.openrlhf.flag_table import KINDS, RULES
 from rlhfless_ray.compat.openrlhf.flags import all_flags, flags_of, history, newest, span_text, versions
 from rlhfless_ray.compat.openrlhf.memory import memory_lines, needs_of
 from rlhfless_ray.compat.openrlhf.normalise import targets
-from rlhfless_ray.compat.openrlhf.recipe_keys import NEEDED, Installed
 from rlhfless_ray.compat.openrlhf.resources import slots_of
 from rlhfless_ray.compat.openrlhf.translate import HINT, HONOURED, NO_EFFECT, Outcome, Translation, supported_today
 
@@ -158,15 +156,5 @@ def flags_today() -> str:
     )
 
 
-def missing_keys() -> str:
-    """The recipe keys that full coverage needs and the installed recipe lacks, as a table."""
-    installed = Installed()
-    rows = [key for key in NEEDED if not installed.knows(key.name)]
-    return "\n".join(f"{key.name:<36} {key.type:<28} {key.default!r:<22} {key.meaning}" for key in rows)
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--missing"]:
-        print(missing_keys())
-    else:
-        DOCUMENT.write_text(document(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    DOCUMENT.write_text(document(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")

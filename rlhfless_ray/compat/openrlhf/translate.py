@@ -76,7 +76,7 @@ def translate(tokens: Sequence[str], environment: Mapping[str, str] = os.environ
     for flag, decided in values.given.items():
         found.flags.append(_combined(flag, [told.get(name) or Outcome(flag, HONOURED) for name in decided]))
     found.missing = [
-        Outcome(values.spelled(name), REFUSED, _section_missing(name, values, installed) or outcome.why)
+        Outcome(values.spelled(name), REFUSED, outcome.why)
         for name, outcome in told.items()
         if outcome.status == REFUSED and name not in values.said
     ]
@@ -115,15 +115,6 @@ def _tell(rule: Rule, v: Values, installed: Installed, found: Translation) -> Ou
         return Outcome(rule.name, REFUSED, said or (wants if all(map(installed.knows, lacking)) else f"not supported yet; {wants}"))
     found.settings |= accepted
     return Outcome(rule.name, HONOURED, names(settings))
-
-
-def _section_missing(name: str, v: Values, installed: Installed) -> str:
-    """One reason for all defaults that are about something the recipe does not have at all, such as a critic."""
-    lacking = installed.lacks(rule_of()[name].settings(v))
-    sections = {key.partition(".")[0] for key in lacking if installed.lacks_section(key)}
-    if len(sections) != 1 or not all(map(installed.lacks_section, lacking)):
-        return ""
-    return f"not supported yet; the recipe has no section `{sections.pop()}`"
 
 
 def _wants(lacking: list[str], settings: dict[str, Any], installed: Installed) -> str:
