@@ -138,7 +138,7 @@ def test_an_unknown_key_without_a_neighbour_names_none() -> None:
         ("rollout.samples_per_prompt", 1, "at least 2"),
         ("rollout.min_actors", 3, "must not exceed rollout.max_actors"),
         ("rollout.min_tokens", 257, "rollout.min_tokens: must not exceed rollout.max_tokens"),
-        ("reward.overlong_limit_tokens", 9, "reward.overlong_buffer_tokens: its limit and what counts are set, but it is not"),
+        ("reward.overlong_limit_tokens", 9, "reward.overlong_buffer_tokens: overlong_limit_tokens or overlong_feedback needs it"),
         ("reward.overlong_buffer_tokens", 257, "reward.overlong_buffer_tokens: must not exceed rollout.max_tokens"),
         ("critic.normalize", True, "critic: algorithm.advantage.estimator group_norm has no critic"),
         ("algorithm.updates_per_step", 33, "must not exceed prompts.batch_prompts"),
@@ -151,7 +151,7 @@ def test_an_unknown_key_without_a_neighbour_names_none() -> None:
         ("functions.keep_alive_s", float("nan"), "`functions.keep_alive_s`"),
         ("evaluate.prompts", 10**12, "`evaluate.prompts`: input should be less than or equal to 1000000"),
         ("prompts.rows", 10**12, "`prompts.rows`: input should be less than or equal to 1000000"),
-        ("algorithm.kl", 3, "`algorithm.kl`: a section with keys such as `coefficient`, not a value (got 3)"),
+        ("algorithm.kl", 3, "`algorithm.kl`: expected a section with keys such as `coefficient`, not a value (got 3)"),
     ],
 )
 def test_wrong_types_ranges_and_combinations(key: str, value: Any, said: str) -> None:
@@ -240,7 +240,7 @@ def test_an_estimator_without_groups_takes_single_samples() -> None:
 
 
 def test_combinations_across_sections() -> None:
-    assert "only built-in tasks make their own policy" in refused(("prompts.task", ""), ("prompts.path", "x.jsonl"))
+    assert "only built-in tasks create their own policy" in refused(("prompts.task", ""), ("prompts.path", "x.jsonl"))
     said = refused(("prompts.task", ""), ("prompts.path", "x.jsonl"), ("policy.path", "m"))
     assert "`task` needs a built-in task" in said
     Recipe.parse(merged(("policy.dtype", "bfloat16"), ("learner.zero_stage", 1)))
@@ -249,7 +249,7 @@ def test_combinations_across_sections() -> None:
 def test_a_section_that_is_a_value() -> None:
     with pytest.raises(UserError) as error:
         Recipe.parse({**BASE, "rollout": 3})
-    assert str(error.value) == "recipe: `rollout`: a section with keys such as `samples_per_prompt`, not a value (got 3)"
+    assert str(error.value) == "recipe: `rollout`: expected a section with keys such as `samples_per_prompt`, not a value (got 3)"
 
 
 # ---- files and overrides ----------------------------------------------------------------------------------------
@@ -322,8 +322,8 @@ def test_the_system_prompt_of_gsm8k_is_whole() -> None:
         ("rollout=3", "`rollout`"),
         ("rollout..temperature=1", "unknown key"),
         ("run=3", "`run`"),
-        ("run.steps=true", "`run.steps`: a number is wanted"),
-        ("learner.grad_clip=yes", "a number is wanted"),
+        ("run.steps=true", "`run.steps`: expected a number"),
+        ("learner.grad_clip=yes", "expected a number"),
     ],
 )
 def test_wrong_overrides(tmp_path: Path, override: str, said: str) -> None:
@@ -339,7 +339,7 @@ def test_wrong_overrides(tmp_path: Path, override: str, said: str) -> None:
         ("a: [\n", "not valid YAML"),
         ("just words", "expected sections"),
         ("1: 2\n" + YAML, "keys should be strings (got 1)"),
-        (YAML + "run: {steps: 3, seed: 1, steps: 4}\n", "the key `steps` is there twice"),
+        (YAML + "run: {steps: 3, seed: 1, steps: 4}\n", "the key `steps` occurs twice"),
     ],
 )
 def test_wrong_files(tmp_path: Path, text: str, said: str) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rlhfless_ray.recipe.section import MOST_ROWS, Section
+from rlhfless_ray.recipe.section import MAX_ROWS, Section
 
 
 def _one_gap(template: str) -> str:
@@ -45,7 +45,7 @@ class PromptsConfig(Section):
     """System turn put before each prompt when `template` is `chat`."""
     add_bos: bool = True
     """For `template: none`: begin with the tokenizer's beginning-of-text token, if it has one."""
-    rows: int = Field(4096, ge=1, le=MOST_ROWS)
+    rows: int = Field(4096, ge=1, le=MAX_ROWS)
     """Rows a built-in task generates for training."""
     batch_prompts: int = Field(32, ge=1)
     """Prompts per step."""
@@ -80,7 +80,7 @@ class EvaluateConfig(Section):
     """A data set to evaluate on, as in `prompts.path`, or several separated by commas. Empty: held-out rows."""
     split: str = Field("train", min_length=1)
     """Split of that data set."""
-    prompts: int = Field(256, ge=0, le=MOST_ROWS)
+    prompts: int = Field(256, ge=0, le=MAX_ROWS)
     """Number of held-out prompts. Built-in tasks generate them; of a file the last rows are held out of training. The prompts of
     `path` are all used. 0 turns evaluation off in any case."""
     every_steps: int = Field(0, ge=0)
