@@ -165,23 +165,23 @@ def test_wrong_types_ranges_and_combinations(key: str, value: Any, said: str) ->
         ({"advantage.gamma": 0.9}, "algorithm.advantage.gamma: group_norm does not discount, so it must be 1"),
         ({"advantage.estimator": "rloo", "advantage.normalize_std": False}, "which rloo does not do"),
         ({"loss.kind": "gspo"}, "algorithm.loss_mean: gspo is a loss of sequences, so it must be `sequence`"),
-        ({"loss.ratio_to": "sampler"}, "algorithm.loss.ratio_to: is about gspo's ratio"),
+        ({"loss.ratio_to": "sampler"}, "algorithm.loss.ratio_to: only gspo uses it"),
         ({"loss.ratio_to": "sampler", "loss.kind": "gspo", "loss_mean": "sequence"}, "set algorithm.importance_cap 0"),
-        ({"loss.correction_level": "token"}, "algorithm.importance_cap: must be 0 where algorithm.loss.correction_level"),
+        ({"loss.correction_level": "token"}, "algorithm.importance_cap: must be 0, because algorithm.loss.correction_level"),
         ({"loss.correction_level": "seq", "loss.correction_mode": "clip", "importance_cap": 0}, "so `clip` needs algorithm.loss"),
         ({"loss.correction_level": "token", "loss.correction_gating": "tv", "loss.correction_low": 0.1}, "it must be 0 with tv"),
         ({"loss.correction_level": "token", "loss.correction_low": 6}, "loss.correction_low: must not exceed algorithm.loss."),
         ({"loss.dual_clip": 1}, "`algorithm.loss.dual_clip`: input should be greater than 1"),
-        ({"kl.target": 0.1}, "algorithm.kl.target: needs an algorithm.kl.coefficient above 0"),
+        ({"kl.target": 0.1}, "algorithm.kl.target: needs an initial algorithm.kl.coefficient above 0"),
         ({"kl.target": 0.1, "kl.coefficient": 0.1, "kl.horizon": 51}, "algorithm.kl.horizon: must exceed a fifth of a step's 256 samples"),
         ({"kl.place": "reward", "kl.unbiased_gradient": True, "kl.coefficient": 0.1}, "algorithm.kl.unbiased_gradient"),
         ({"batch_samples": 8, "updates_per_step": 2}, "algorithm.batch_samples: set either this or algorithm.updates_per_step"),
-        ({"advantage.lambd": 0.9}, "algorithm.advantage.lambd: is about gae, group_norm has none"),
+        ({"advantage.lambd": 0.9}, "algorithm.advantage.lambd: only gae uses it, so with group_norm it must be 1"),
         ({"batch_samples": 257}, "algorithm.batch_samples: must not exceed prompts.batch_prompts"),
-        ({"remainder": "carry"}, "algorithm.remainder: is about algorithm.batch_samples; set it, or leave this out"),
+        ({"remainder": "carry"}, "algorithm.remainder: needs algorithm.batch_samples; set it, or leave this out"),
         (
             {"advantage.estimator": "gae", "advantage.whiten": False, "advantage.normalize_std": False},
-            "algorithm.advantage.normalize_std: is about whitening, which algorithm.advantage.whiten turns off",
+            "algorithm.advantage.normalize_std: applies to whitening, which algorithm.advantage.whiten turns off",
         ),
     ],
 )
@@ -218,8 +218,8 @@ def test_critic_and_schedules() -> None:
     section = recipe.critic_learner
     assert (section.ranks, section.zero_stage, section.schedule) == (2, 2, "cosine_with_min_lr")
     assert (section.decay_all, section.learning_rate, recipe.learner.learning_rate) == (False, 9e-6, 1e-6)
-    assert "learner.warmup_steps: is for the schedule `constant`" in refused(("learner.warmup_steps", 3), ("learner.schedule", "linear"))
-    assert "learner.warmup_share: `constant` has none" in refused(("learner.warmup_share", 0.1))
+    assert "learner.warmup_steps: applies to the schedule" in refused(("learner.warmup_steps", 3), ("learner.schedule", "linear"))
+    assert "learner.warmup_share: the schedule `constant` has no warm-up" in refused(("learner.warmup_share", 0.1))
     assert "`learner.schedule`: input should be" in refused(("learner.schedule", "cosin"))
     many = merged(("run.steps", 7), ("algorithm.epochs", 3), ("algorithm.batch_samples", 100))
     assert Recipe.parse(many).optimizer_steps == 7 * 3 * 3, "256 samples in parts of 100"

@@ -88,7 +88,7 @@ class Recipe(Section):
     watch: WatchConfig = WatchConfig()
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Recipe:
+    def _check_combinations(self) -> Recipe:
         if sum(map(bool, (self.prompts.task, self.prompts.path, self.prompts.paths))) != 1:
             raise ValueError("prompts: set exactly one of `task` (built in) and `path` (a file) or `paths` (several)")
         if self.evaluate.path and self.prompts.task:

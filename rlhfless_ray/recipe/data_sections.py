@@ -57,21 +57,21 @@ class PromptsConfig(Section):
     """Shuffle every epoch, by the run's seed."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> PromptsConfig:
+    def _check_mix(self) -> PromptsConfig:
         if self.probabilities is not None:
             if len(self.probabilities) != len(self.paths):
                 raise ValueError(
-                    f"prompts.probabilities: {len(self.probabilities)} of them for {len(self.paths)} data sets in prompts.paths"
+                    f"prompts.probabilities: {len(self.probabilities)} numbers for {len(self.paths)} data sets in prompts.paths"
                 )
             if any(share <= 0 for share in self.probabilities) or abs(sum(self.probabilities) - 1) > 1e-6:
                 raise ValueError("prompts.probabilities: must be positive and add up to 1")
         if self.input_template is not None and self.template == "chat":
-            raise ValueError("prompts.input_template: the chat template takes its place; set prompts.template none, or leave it out")
+            raise ValueError("prompts.input_template: the chat template replaces it; set prompts.template to none, or leave it out")
         return self
 
     @property
     def sources(self) -> list[str]:
-        """The data sets; none where a built-in task makes the rows."""
+        """The data sets; none if a built-in task generates the rows."""
         return self.paths or ([self.path] if self.path else [])
 
 

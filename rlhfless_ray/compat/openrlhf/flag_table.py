@@ -420,15 +420,12 @@ RULES: tuple[Rule, ...] = (
 )
 
 ALWAYS: dict[str, Any] = {
-    "learner.ranks_may_shrink": True,
     "watch.metric_names": "openrlhf",
     "prompts.add_bos": False,
     "reward.timeout_s": 180.0,  # of OpenRLHF's HTTP client; its reward functions have no limit
     "rollout.min_tokens": 1,  # as in OpenRLHF's SamplingParams in every version
 }
-"""Settings that no flag decides: what OpenRLHF does in any case, its metric names, and fewer ranks on a smaller cluster.
-
-The recipe does not have all of these keys yet."""
+"""Settings that no flag decides: what OpenRLHF always does, and its metric names."""
 
 
 @cache

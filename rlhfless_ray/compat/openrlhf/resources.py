@@ -32,11 +32,9 @@ def slots_of(found: Translation) -> Slots:
     rollout = Recipe.model_fields["rollout"].default
     most_engines, fewest_engines = setting("rollout.max_actors", rollout.max_actors), setting("rollout.min_actors", rollout.min_actors)
     ranks = setting("learner.ranks", 1)
-    rank = setting("learner.tensor_parallel", 1) * setting("learner.ring_attention", 1)
     other_models = {"ref": v.has_reference and not v["ds.lora.rank"], "critic": v.has_critic, "reward": not v.external_reward}
     others = [v.ranks(model) for model, used in other_models.items() if used]
-    fewest_ranks = rank if found.settings.get("learner.ranks_may_shrink") else ranks
-    fewest = max(fewest_engines * engine, fewest_ranks, setting("critic.ranks", 1), setting("reference.ranks", 1))
+    fewest = max(fewest_engines * engine, ranks, setting("critic.ranks", 1), setting("reference.ranks", 1))
     return Slots(fewest, max(most_engines * engine, ranks, *others), openrlhf_gpus(v))
 
 

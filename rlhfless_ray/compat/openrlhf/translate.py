@@ -85,9 +85,8 @@ def translate(tokens: Sequence[str], environment: Mapping[str, str] = os.environ
         for name, outcome in outcomes.items()
         if outcome.status == REFUSED and name not in values.set_by
     ]
-    found.settings |= installed.accepted(ALWAYS)
+    found.settings |= ALWAYS | found.own
     found.wanted |= ALWAYS | found.own
-    found.settings |= found.own
     found.settings.setdefault("run.name", _run_name(found.values))
     _keep_secrets(found)
     return found
