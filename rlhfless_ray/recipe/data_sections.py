@@ -1,4 +1,4 @@
-"""Sections about the rows of data sets: what is trained on, and what is evaluated."""
+"""Recipe sections of the data for training and evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections about how the policy learns."""
+"""Recipe sections of the algorithm and the learners."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections about who answers, how, and how that is scored."""
+"""Recipe sections of policy, rollout, agent and reward."""
 
 from __future__ import annotations
 

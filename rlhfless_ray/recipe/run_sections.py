@@ -1,4 +1,4 @@
-"""Sections about a run as a whole: where it happens, what it may cost, what it leaves behind."""
+"""Recipe sections of the whole run: cluster, cost, checkpoints and metrics."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ decides is refused with the name of that flag.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -67,21 +67,18 @@ def separate(tokens: Sequence[str]) -> tuple[list[str], list[tuple[str, str | No
     return theirs, ours, version
 
 
-def own_settings(
-    ours: list[tuple[str, str | None]], known: Callable[[str], bool], keys: list[str], owned: dict[str, str]
-) -> dict[str, Any]:
+def own_settings(ours: list[tuple[str, str | None]], keys: list[str], owned: dict[str, str]) -> dict[str, Any]:
     """Return {recipe key: value}. Raises UserError for an unknown key, and for one that a flag of OpenRLHF decides.
 
     Args:
-        known: returns whether the recipe has a key.
-        keys: all keys, to suggest the nearest name.
+        keys: all keys of the recipe.
         owned: keys that a flag of OpenRLHF decides, with that flag.
     """
     settings: dict[str, Any] = {}
     for flag, text in ours:
-        key = _key(flag, known)
+        key = _find_key(flag, keys)
         if key is None:
-            raise UserError(_unknown(flag, keys))
+            raise UserError(_describe_unknown(flag, keys))
         if key in owned:
             raise UserError(f"{flag}: OpenRLHF's {owned[key]} sets this; use that flag")
         try:
@@ -91,7 +88,7 @@ def own_settings(
     return settings
 
 
-def _key(flag: str, known: Callable[[str], bool]) -> str | None:
+def _find_key(flag: str, keys: list[str]) -> str | None:
     prefix, _, name = flag[2:].partition(".")
     if prefix == "prefix":
         candidates = [f"rollout.prefix_{name}"]
@@ -99,10 +96,10 @@ def _key(flag: str, known: Callable[[str], bool]) -> str | None:
         candidates = [name]
     else:
         candidates = [f"{section}.{name}" for section in SHORT]
-    return next((key for key in candidates if known(key)), None)
+    return next((key for key in candidates if key in keys), None)
 
 
-def _unknown(flag: str, keys: list[str]) -> str:
+def _describe_unknown(flag: str, keys: list[str]) -> str:
     if flag.startswith("--prefix."):
         offered = [key.replace("rollout.prefix_", "--prefix.") for key in keys if key.startswith("rollout.prefix_")]
     else:

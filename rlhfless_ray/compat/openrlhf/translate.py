@@ -76,7 +76,7 @@ def translate(tokens: Sequence[str], environment: Mapping[str, str] = os.environ
     installed = Installed()
     about = [*_about_dialect(line), *_other_defaults(line, values), *other_meanings(line, values)]
     found = Translation(line, values, notes=[*about, *notes, *departures(values)])
-    found.own = own_settings(ours, installed.knows, installed.keys, owned_keys())
+    found.own = own_settings(ours, installed.keys, owned_keys())
     outcomes = {rule.name: _apply_rule(rule, values, installed, found) for rule in RULES}
     for flag, decided in values.given.items():
         found.flags.append(_combined(flag, [outcomes.get(name) or Outcome(flag, HONOURED) for name in decided]))
