@@ -138,7 +138,7 @@ def test_an_unknown_key_without_a_neighbour_names_none() -> None:
         ("rollout.samples_per_prompt", 1, "at least 2"),
         ("rollout.min_actors", 3, "must not exceed rollout.max_actors"),
         ("rollout.min_tokens", 257, "rollout.min_tokens: must not exceed rollout.max_tokens"),
-        ("reward.overlong_limit_tokens", 9, "reward.overlong_buffer_tokens: its limit and what counts are set, but it is not"),
+        ("reward.overlong_limit_tokens", 9, "reward.overlong_buffer_tokens: overlong_limit_tokens or overlong_feedback needs it"),
         ("reward.overlong_buffer_tokens", 257, "reward.overlong_buffer_tokens: must not exceed rollout.max_tokens"),
         ("critic.normalize", True, "critic: algorithm.advantage.estimator group_norm has no critic"),
         ("algorithm.updates_per_step", 33, "must not exceed prompts.batch_prompts"),
@@ -151,7 +151,7 @@ def test_an_unknown_key_without_a_neighbour_names_none() -> None:
         ("functions.keep_alive_s", float("nan"), "`functions.keep_alive_s`"),
         ("evaluate.prompts", 10**12, "`evaluate.prompts`: input should be less than or equal to 1000000"),
         ("prompts.rows", 10**12, "`prompts.rows`: input should be less than or equal to 1000000"),
-        ("algorithm.kl", 3, "`algorithm.kl`: a section with keys such as `coefficient`, not a value (got 3)"),
+        ("algorithm.kl", 3, "`algorithm.kl`: expected a section with keys such as `coefficient`, not a value (got 3)"),
     ],
 )
 def test_wrong_types_ranges_and_combinations(key: str, value: Any, said: str) -> None:
@@ -165,23 +165,23 @@ def test_wrong_types_ranges_and_combinations(key: str, value: Any, said: str) ->
         ({"advantage.gamma": 0.9}, "algorithm.advantage.gamma: group_norm does not discount, so it must be 1"),
         ({"advantage.estimator": "rloo", "advantage.normalize_std": False}, "which rloo does not do"),
         ({"loss.kind": "gspo"}, "algorithm.loss_mean: gspo is a loss of sequences, so it must be `sequence`"),
-        ({"loss.ratio_to": "sampler"}, "algorithm.loss.ratio_to: is about gspo's ratio"),
+        ({"loss.ratio_to": "sampler"}, "algorithm.loss.ratio_to: only gspo uses it"),
         ({"loss.ratio_to": "sampler", "loss.kind": "gspo", "loss_mean": "sequence"}, "set algorithm.importance_cap 0"),
-        ({"loss.correction_level": "token"}, "algorithm.importance_cap: must be 0 where algorithm.loss.correction_level"),
+        ({"loss.correction_level": "token"}, "algorithm.importance_cap: must be 0, because algorithm.loss.correction_level"),
         ({"loss.correction_level": "seq", "loss.correction_mode": "clip", "importance_cap": 0}, "so `clip` needs algorithm.loss"),
         ({"loss.correction_level": "token", "loss.correction_gating": "tv", "loss.correction_low": 0.1}, "it must be 0 with tv"),
         ({"loss.correction_level": "token", "loss.correction_low": 6}, "loss.correction_low: must not exceed algorithm.loss."),
         ({"loss.dual_clip": 1}, "`algorithm.loss.dual_clip`: input should be greater than 1"),
-        ({"kl.target": 0.1}, "algorithm.kl.target: needs an algorithm.kl.coefficient above 0"),
+        ({"kl.target": 0.1}, "algorithm.kl.target: needs an initial algorithm.kl.coefficient above 0"),
         ({"kl.target": 0.1, "kl.coefficient": 0.1, "kl.horizon": 51}, "algorithm.kl.horizon: must exceed a fifth of a step's 256 samples"),
         ({"kl.place": "reward", "kl.unbiased_gradient": True, "kl.coefficient": 0.1}, "algorithm.kl.unbiased_gradient"),
         ({"batch_samples": 8, "updates_per_step": 2}, "algorithm.batch_samples: set either this or algorithm.updates_per_step"),
-        ({"advantage.lambd": 0.9}, "algorithm.advantage.lambd: is about gae, group_norm has none"),
+        ({"advantage.lambd": 0.9}, "algorithm.advantage.lambd: only gae uses it, so with group_norm it must be 1"),
         ({"batch_samples": 257}, "algorithm.batch_samples: must not exceed prompts.batch_prompts"),
-        ({"remainder": "carry"}, "algorithm.remainder: is about algorithm.batch_samples; set it, or leave this out"),
+        ({"remainder": "carry"}, "algorithm.remainder: needs algorithm.batch_samples; set it, or leave this out"),
         (
             {"advantage.estimator": "gae", "advantage.whiten": False, "advantage.normalize_std": False},
-            "algorithm.advantage.normalize_std: is about whitening, which algorithm.advantage.whiten turns off",
+            "algorithm.advantage.normalize_std: applies to whitening, which algorithm.advantage.whiten turns off",
         ),
     ],
 )
@@ -218,8 +218,8 @@ def test_critic_and_schedules() -> None:
     section = recipe.critic_learner
     assert (section.ranks, section.zero_stage, section.schedule) == (2, 2, "cosine_with_min_lr")
     assert (section.decay_all, section.learning_rate, recipe.learner.learning_rate) == (False, 9e-6, 1e-6)
-    assert "learner.warmup_steps: is for the schedule `constant`" in refused(("learner.warmup_steps", 3), ("learner.schedule", "linear"))
-    assert "learner.warmup_share: `constant` has none" in refused(("learner.warmup_share", 0.1))
+    assert "learner.warmup_steps: applies to the schedule" in refused(("learner.warmup_steps", 3), ("learner.schedule", "linear"))
+    assert "learner.warmup_share: the schedule `constant` has no warm-up" in refused(("learner.warmup_share", 0.1))
     assert "`learner.schedule`: input should be" in refused(("learner.schedule", "cosin"))
     many = merged(("run.steps", 7), ("algorithm.epochs", 3), ("algorithm.batch_samples", 100))
     assert Recipe.parse(many).optimizer_steps == 7 * 3 * 3, "256 samples in parts of 100"
@@ -240,7 +240,7 @@ def test_an_estimator_without_groups_takes_single_samples() -> None:
 
 
 def test_combinations_across_sections() -> None:
-    assert "only built-in tasks make their own policy" in refused(("prompts.task", ""), ("prompts.path", "x.jsonl"))
+    assert "only built-in tasks create their own policy" in refused(("prompts.task", ""), ("prompts.path", "x.jsonl"))
     said = refused(("prompts.task", ""), ("prompts.path", "x.jsonl"), ("policy.path", "m"))
     assert "`task` needs a built-in task" in said
     Recipe.parse(merged(("policy.dtype", "bfloat16"), ("learner.zero_stage", 1)))
@@ -249,7 +249,7 @@ def test_combinations_across_sections() -> None:
 def test_a_section_that_is_a_value() -> None:
     with pytest.raises(UserError) as error:
         Recipe.parse({**BASE, "rollout": 3})
-    assert str(error.value) == "recipe: `rollout`: a section with keys such as `samples_per_prompt`, not a value (got 3)"
+    assert str(error.value) == "recipe: `rollout`: expected a section with keys such as `samples_per_prompt`, not a value (got 3)"
 
 
 # ---- files and overrides ----------------------------------------------------------------------------------------
@@ -322,8 +322,8 @@ def test_the_system_prompt_of_gsm8k_is_whole() -> None:
         ("rollout=3", "`rollout`"),
         ("rollout..temperature=1", "unknown key"),
         ("run=3", "`run`"),
-        ("run.steps=true", "`run.steps`: a number is wanted"),
-        ("learner.grad_clip=yes", "a number is wanted"),
+        ("run.steps=true", "`run.steps`: expected a number"),
+        ("learner.grad_clip=yes", "expected a number"),
     ],
 )
 def test_wrong_overrides(tmp_path: Path, override: str, said: str) -> None:
@@ -339,7 +339,7 @@ def test_wrong_overrides(tmp_path: Path, override: str, said: str) -> None:
         ("a: [\n", "not valid YAML"),
         ("just words", "expected sections"),
         ("1: 2\n" + YAML, "keys should be strings (got 1)"),
-        (YAML + "run: {steps: 3, seed: 1, steps: 4}\n", "the key `steps` is there twice"),
+        (YAML + "run: {steps: 3, seed: 1, steps: 4}\n", "the key `steps` occurs twice"),
     ],
 )
 def test_wrong_files(tmp_path: Path, text: str, said: str) -> None:

@@ -130,7 +130,7 @@ class AgentProcesses:
                 process.playing.pop(event.key, None)
             process.with_agent.discard(event.key)
             yield process.epoch, event
-        if not process.playing:  # nobody may collect the end of the call
+        if not process.playing:  # the end of the call may never be collected
             self._book_cpu_time(process)
 
     def answer(self, epoch: int, answers: Iterable[tuple[tuple[int, ...], TurnReply]]) -> None:
@@ -170,10 +170,8 @@ class AgentProcesses:
         batch = process.batches.pop(0)
         process.playing, process.epoch, process.is_single = {one.key: one for one in batch}, next(_epochs), len(batch) == 1
         process.unbooked_since_s = time.time() if process.booked_cpu_s else process.unbooked_since_s
-        process.with_agent, process.last_event_s = (
-            set(process.playing),
-            time.monotonic() + self.deadline_s,
-        )  # the process may have to start first
+        process.with_agent = set(process.playing)
+        process.last_event_s = time.monotonic() + self.deadline_s  # the process may have to start first
         process.generator = process.actor.play.options(num_returns="streaming").remote(process.epoch, batch)
 
     def _replace(self, process: _AgentProcess, key: int | None, cause: FailureCause, why: str) -> Iterator[tuple[int, EpisodeEnd]]:

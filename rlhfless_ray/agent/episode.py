@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.reward.values import to_finite_float, to_float
+from rlhfless_ray.reward.values import to_finite_float, to_float, unwrap
 from rlhfless_ray.types import Completion, Prompt, Sample
 
 MAX_TOKEN_ID = np.iinfo(np.int32).max
@@ -101,12 +101,3 @@ def _check(ranges: list[tuple[int, int]], tokens: int) -> None:
         before = end
     if ranges[0][0] == 0:
         raise BadEpisode("the first action begins at token 0: there is no observation before it")
-
-
-def unwrap(value: Any) -> Any:
-    """Unwrap a number from a tensor, array or list with one element."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    while isinstance(value, (list, tuple)) and len(value) == 1:
-        value = value[0]
-    return value

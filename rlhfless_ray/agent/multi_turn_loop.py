@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-from rlhfless_ray.agent.episode import unwrap
+from rlhfless_ray.reward.values import unwrap
 
 # parameters that define the sampling distribution, with the values that leave it unchanged
 SAMPLING_DEFAULTS: dict[str, tuple[Any, ...]] = {

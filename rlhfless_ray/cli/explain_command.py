@@ -1,4 +1,4 @@
-"""`rlhfless explain -- COMMAND`: what becomes of an OpenRLHF command line, before it costs anything."""
+"""`rlhfless explain -- COMMAND`: show how an OpenRLHF command is read, without running it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import json
 
 import typer
 
-from rlhfless_ray.cli.passthrough import options
+from rlhfless_ray.cli.passthrough import split_options
 from rlhfless_ray.common.errors import UserError
 
 
 def explain(ctx: typer.Context) -> None:
-    """Say what becomes of an OpenRLHF command: rlhfless explain [--json] -- python3 -m openrlhf.cli.train_ppo_ray …
+    """Show how a command is read: rlhfless explain [--json] -- python3 -m openrlhf.cli.train_ppo_ray …
 
-    Prints its dialect, the slots it asks for at most and at least, what is honoured, read as a hint, without effect or
-    refused, and the recipe. The command may be whole, with `ray job submit … --`, `srun` or `bash -c` around it, a launch
-    script, or flags alone. `rlhfless explain --flags` lists every flag of the newest version and what this version of
-    rlhfless still lacks for it. Exit code 0 when the command would run, 2 when not.
+    Prints its dialect, the slots that it needs, the recipe, and which flags are honoured, read as hints, without effect or
+    refused. The command may be a whole one, with `ray job submit … --`, `srun` or `bash -c` around it, a launch script, or
+    flags alone. `rlhfless explain --flags` lists every flag of the newest version, and the recipe keys that it still lacks.
+    Exit code 0 if the command would run, 2 if not.
     """
-    chosen, argv = options(ctx.args, "--json", "--flags")
+    chosen, argv = split_options(ctx.args, "--json", "--flags")
     from rlhfless_ray.compat.openrlhf.explain_report import as_data, explanation, flags_today
     from rlhfless_ray.compat.openrlhf.memory import too_large_here, width_note
     from rlhfless_ray.compat.openrlhf.resources import fit
@@ -33,12 +33,12 @@ def explain(ctx: typer.Context) -> None:
 
     launch = find(argv)
     if launch.launcher != LAUNCHER:
-        raise UserError(f"openrlhf.cli.{launch.launcher}: only {LAUNCHER} is explained; run it with rlhfless run")
+        raise UserError(f"openrlhf.cli.{launch.launcher}: `explain` reads {LAUNCHER} only; start this launcher with `rlhfless run`")
     try:
         found = translate(launch.flags)
     except Unreadable as error:
         raise UserError(f"{error} (read as OpenRLHF {error.version})") from None
-    fewer = "" if is_submission(argv) else fit(found)  # a job runs elsewhere
+    fewer = "" if is_submission(argv) else fit(found)  # a job runs on another machine
     if fewer:
         found.notes.append(fewer)
     found.notes += width_note(found)

@@ -1,4 +1,4 @@
-"""The frontier as a small self-contained SVG: opens in any browser, needs no drawing library."""
+"""Draw the frontier as a self-contained SVG, without a drawing library."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ CHOSEN = "#c03a4b"
 
 
 def frontier_svg(plans: Sequence[Plan], bounds: Bounds, chosen: int, *, cost: str, title: str) -> str:
-    """Time to the right, cost upwards, coloured by actors; dashed: the lower bounds; a ring: plan number `chosen`. `cost`:
-    its unit."""
+    """Draw cost against time, coloured by the number of actors, with dashed lower bounds and a ring around plan `chosen`.
+
+    `cost`: label of the cost axis.
+    """
     times, costs = [p.time_s for p in plans], [p.cost for p in plans]
     x_ticks, y_ticks = _ticks(min(bounds.time_s, *times), max(times)), _ticks(0.0, max([bounds.cost, *costs]))
     x_low, x_high, y_high = x_ticks[0], x_ticks[-1], y_ticks[-1]
@@ -46,7 +48,7 @@ def frontier_svg(plans: Sequence[Plan], bounds: Bounds, chosen: int, *, cost: st
         f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 14}" text-anchor="middle">rollout time (s)</text>',
         f'<text transform="translate(18 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">{escape(cost)}</text>',
     ]
-    # between two points no plan is faster than the right one and cheaper than the left one: stairs, not slopes
+    # stairs, because no plan lies between two neighbours
     stairs = f"M{x(times[0]):.1f} {y(costs[0]):.1f}" + "".join(f"H{x(t):.1f}V{y(c):.1f}" for t, c in zip(times[1:], costs[1:], strict=True))
     parts.append(f'<path d="{stairs}" fill="none" stroke="#bbb"/>')
     most = max(p.actors for p in plans)
@@ -76,7 +78,7 @@ def frontier_svg(plans: Sequence[Plan], bounds: Bounds, chosen: int, *, cost: st
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers from at most `low` to at least `high`, five or so."""
+    """Return about five round numbers from at most `low` to at least `high`."""
     span = max(high - low, 1e-9 * max(abs(high), 1e-9), 1e-12)
     raw = span / 5
     unit = 10.0 ** math.floor(math.log10(raw))

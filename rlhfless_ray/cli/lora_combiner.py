@@ -1,4 +1,4 @@
-"""`python -m rlhfless_ray.cli.lora_combiner`: a LoRA adapter merged into its base model, with OpenRLHF's flags of every version."""
+"""`python -m rlhfless_ray.cli.lora_combiner`: merge a LoRA adapter into its base model, with the flags of every OpenRLHF version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhfless_ray.common.errors import UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Exit code 2 for a mistake in the command line, a folder that is no model or no adapter, and one that does not fit."""
+    """Merge. Exit code 2 for a mistake in the command line, an invalid folder, or an adapter that does not fit the model."""
     from rlhfless_ray.cli.main import guarded
 
     parser = argparse.ArgumentParser(prog="lora_combiner", description="Merge a LoRA adapter into its base model.")
@@ -36,7 +36,7 @@ def combine(base: Path, adapter: Path, output: Path, is_reward_model: bool, dtyp
     from rlhfless_ray.weights.model_folder import read_folder, without_weights, write_folder
 
     if output.resolve() in (base.resolve(), adapter.resolve()):
-        raise UserError(f"--output_path {output}: is the folder of the model or the adapter; name another")
+        raise UserError(f"--output_path {output}: this is the folder of the model or the adapter; give another one")
     with name_setting_in_errors("--model_path"):
         files = read_folder(base)
     print(f"merging {adapter} into {base}")

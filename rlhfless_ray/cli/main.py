@@ -1,4 +1,4 @@
-"""`rlhfless train | plan | report`: errors become one sentence and an exit code."""
+"""The `rlhfless` command: subcommands, and errors as one sentence with an exit code."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def train(
 
 @app.command()
 def report(run: Annotated[Path, typer.Argument(help="A run folder, finished, stopped or crashed.")]) -> None:
-    """Write report.html and timeline.json anew from what the run folder holds."""
+    """Write report.html and timeline.json again from the files of a run folder."""
     if not run.is_dir():
         raise UserError(f"{run}: no such run folder")
     if not any((run / name).is_file() for name in ("status.json", "recipe.yaml", "metrics.jsonl", "ledger.csv")):
@@ -80,28 +80,31 @@ def main() -> None:
 
 
 def guarded(action: Callable[[], None], usage: Callable[[], str] = str) -> NoReturn:
-    """Do it and end the process: exit code 2 for a user's mistake, 1 for a failed run, 128 + signal when stopped. `usage`: what stands
-    before a mistake, as argparse has it."""
+    """Run an action and end the process.
+
+    Exit code 2 means a user's mistake, 1 a failed run, and 128 + signal a stopped one. `usage`: returns a text before a mistake,
+    as argparse prints it.
+    """
     code = 0
     try:
         action()
     except UserError as error:
-        _say(f"{usage()}error: {error}")
+        _print_error(f"{usage()}error: {error}")
         code = 2
     except RunError as error:
-        _say(f"run failed: {error}")
+        _print_error(f"run failed: {error}")
         code = 1
     except Stopped as stop:
         left = f"continue with {stop.continue_with}" if stop.resumable else "there is nothing to resume from yet"
-        _say(f"stopped: leases are freed; {left}")
+        _print_error(f"stopped: all leases are released; {left}")
         code = 128 + stop.signal_number
     except KeyboardInterrupt:
-        _say("interrupted")
+        _print_error("interrupted")
         code = 128 + signal.SIGINT
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # libraries' exit hooks (vLLM, wandb, Ray) may linger: everything of ours is closed already
+    os._exit(code)  # exit hooks of vLLM, wandb and Ray may hang, and everything of a run is closed already
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     print(text, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Commands whose arguments are somebody else's command line: nothing in it is ours to parse."""
+"""Subcommands whose arguments are another program's command line, which is not parsed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typer.core import TyperCommand
 
 
 class PassthroughCommand(TyperCommand):
-    """Leaves its arguments as they are, `--` included, in `ctx.args`."""
+    """Keep the arguments unchanged, `--` included, in `ctx.args`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or args[0] in ("--help", "-h"):
@@ -19,8 +19,8 @@ class PassthroughCommand(TyperCommand):
         return ctx.args
 
 
-def options(args: list[str], *known: str) -> tuple[set[str], list[str]]:
-    """Our own switches at the front, and what follows them (after `--` where there is one)."""
+def split_options(args: list[str], *known: str) -> tuple[set[str], list[str]]:
+    """Return the known switches at the front, and the arguments after them and after an optional `--`."""
     chosen = set()
     rest = list(args)
     while rest and rest[0] in known:

@@ -1,4 +1,4 @@
-"""`rlhfless plan`: what would you do with these lengths on this hardware?"""
+"""`rlhfless plan`: plans for given response lengths on given hardware."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from placement import Bounds, Choice, Objective, Plan, Pool
     from placement.forecast.recorded_lengths import Recorded
 
-SHOWN = 14  # rows of the table
-MOST_SCENARIOS, MOST_DRAWS = 10_000, 50_000_000  # seconds, and 400 MB: nothing is learned from more
+MAX_TABLE_ROWS = 14
+MAX_SCENARIOS, MAX_DRAWS = 10_000, 50_000_000  # a few seconds and 400 MB; more changes no plan
 
 
 def plan(
@@ -37,7 +37,7 @@ def plan(
     budget: Annotated[float | None, typer.Option(help="Take the fastest plan that costs at most this.")] = None,
     knee: Annotated[bool, typer.Option("--knee", help="Take the plan where going faster begins to cost more than it gains.")] = False,
     scenarios: Annotated[
-        int, typer.Option(help="0: these lengths are known. S: they are last time's; plan for S draws of the next ones.")
+        int, typer.Option(help="0: plan for exactly these lengths. S: they are the last step's; plan for S draws of the next ones.")
     ] = 0,
     max_tokens: Annotated[int | None, typer.Option(help="Length at which responses are cut, with --scenarios.")] = None,
     column: Annotated[str | None, typer.Option(help="Column or key of the lengths.")] = None,
@@ -49,29 +49,29 @@ def plan(
         list[str] | None,
         typer.Option(
             help="Another kind of actor for the same plan, as key=value,… of actors, device, model, speed (with : for ,), "
-            "tensor_parallel, price, start, preempt, capacity; what it does not name is as above. May be given again.",
+            "tensor_parallel, price, start, preempt, capacity. Keys that are missing are as above. Repeat it for more pools.",
             show_default=False,
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the scenarios.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the groups of the chosen plan.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Also draw the frontier into this .svg.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the frontier into this .svg file.")] = None,
 ) -> None:
-    """Show the cost/speed frontier of a rollout of these lengths, and the plan that a goal takes from it."""
+    """Show the frontier of time and cost of a rollout with these lengths, and the plan that a goal selects."""
     from placement import NotFeasible, choose
     from placement.forecast.recorded_lengths import read_lengths
     from rlhfless_ray.cli.plan_pools import PoolOptions
 
     if scenarios < 0:
-        raise UserError(f"--scenarios: 0 or more, got {scenarios}")
+        raise UserError(f"--scenarios: must be 0 or more, got {scenarios}")
     if seed < 0:
-        raise UserError(f"--seed: 0 or more, got {seed}")
+        raise UserError(f"--seed: must be 0 or more, got {seed}")
     if plot is not None and plot.suffix.lower() != ".svg":
-        raise UserError(f"--plot {plot}: plots are written as .svg")
+        raise UserError(f"--plot {plot}: give a file name that ends in .svg")
     objective = _objective(prefer, deadline, budget, knee)
     wish = PoolOptions(actors, speed, device, model, tensor_parallel, price, start, preempt, capacity)
     if (actors is None) == (devices is None):
-        raise UserError("say how much there may be: either --actors or --devices")
+        raise UserError("give either --actors or --devices, the maximum number of them")
     if devices is not None and (pool or tensor_parallel != 1):
         raise UserError("--devices tries every width for one kind of device; give --actors with --pool or --tensor-parallel")
     if devices is not None:
@@ -84,13 +84,13 @@ def plan(
         recorded = read_lengths(lengths, column)
     except ValueError as error:
         raise UserError(str(error)) from None
-    if scenarios * len(recorded.tokens) > MOST_DRAWS or scenarios > MOST_SCENARIOS:
+    if scenarios * len(recorded.tokens) > MAX_DRAWS or scenarios > MAX_SCENARIOS:
         raise UserError(
             f"--scenarios {scenarios}: with {len(recorded.tokens)} responses at most "
-            f"{min(MOST_SCENARIOS, MOST_DRAWS // len(recorded.tokens))} can be planned on"
+            f"{min(MAX_SCENARIOS, MAX_DRAWS // len(recorded.tokens))} can be planned on"
         )
     if max_tokens is not None and not scenarios:
-        raise UserError("--max-tokens: known lengths are as long as they are; it goes with --scenarios")
+        raise UserError("--max-tokens: known lengths are not cut; give it with --scenarios only")
     if max_tokens is not None and recorded.tokens.max() > max_tokens:
         raise UserError(f"--max-tokens {max_tokens}: the longest of these responses has {recorded.tokens.max():.0f}")
     drawn = _scenarios(recorded, scenarios, seed, max_tokens) if scenarios else recorded.tokens
@@ -112,7 +112,10 @@ def plan(
 
 
 def _frontier(drawn: np.ndarray, prompts: np.ndarray, pools: list[Pool], sets: list[list[int]]) -> tuple[list[Plan], Bounds]:
-    """Plans on any one of these sets of pools (widths of the same devices exclude each other), and the bounds over all."""
+    """Return the best plans, each on one of these sets of pools, and the lower bounds of all sets.
+
+    Pools with different widths of the same devices exclude each other, so each is a set of its own.
+    """
     from dataclasses import replace
 
     from placement import frontier, rollout_bounds
@@ -138,7 +141,7 @@ def _objective(prefer: float | None, deadline: float | None, budget: float | Non
         if value is not None
     ]
     if len(given) > 1:
-        raise UserError(f"{given[0]} and {given[1]}: a plan has one goal, give one of them")
+        raise UserError(f"{given[0]} and {given[1]}: a plan has one goal; give one of them")
     try:
         return Objective(0.5 if not given else prefer, deadline, budget, knee)
     except ValueError as error:
@@ -146,7 +149,7 @@ def _objective(prefer: float | None, deadline: float | None, budget: float | Non
 
 
 def _scenarios(recorded: Recorded, count: int, seed: int, max_tokens: int | None) -> np.ndarray:
-    """(n, count): what the same prompts will probably do the next time, by what they did; cut at `max_tokens`."""
+    """Draw `count` forecasts of the same prompts' next lengths, cut at `max_tokens`. Returns shape (responses, count)."""
     import numpy as np
 
     from placement.forecast.forecaster import LengthForecaster
@@ -165,7 +168,7 @@ def _scenarios(recorded: Recorded, count: int, seed: int, max_tokens: int | None
     return drawn
 
 
-def _row(plan: Plan, bounds: Bounds) -> dict[str, Any]:
+def _plan_tree(plan: Plan, bounds: Bounds) -> dict[str, Any]:
     sizes = [len(group) for group in plan.groups]
     return {
         "time_s": plan.time_s,
@@ -179,7 +182,7 @@ def _row(plan: Plan, bounds: Bounds) -> dict[str, Any]:
     }
 
 
-def _kind(pool: Pool) -> dict[str, Any]:
+def _pool_tree(pool: Pool) -> dict[str, Any]:
     speed = pool.speed
     return {
         "actors": pool.max_actors,
@@ -202,28 +205,28 @@ def _tree(recorded: Recorded, scenarios: int, pools: list[Pool], plans: list[Pla
             "max": float(recorded.tokens.max()),
         },
         "scenarios": scenarios,
-        "pools": [_kind(pool) for pool in pools],
+        "pools": [_pool_tree(pool) for pool in pools],
         "bounds": {"time_s": bounds.time_s, "cost": bounds.cost, "reason": bounds.reason},
-        "frontier": [_row(plan, bounds) for plan in plans],
+        "frontier": [_plan_tree(plan, bounds) for plan in plans],
         "chosen": {
             "index": choice.index,
             "reason": choice.reason,
-            **_row(choice.plan, bounds),
+            **_plan_tree(choice.plan, bounds),
             "groups": [group.tolist() for group in choice.plan.groups],
             "pools": list(choice.plan.pools),
         },
     }
 
 
-def _shown(count: int, chosen: int) -> list[int]:
-    """Both ends, the chosen point, and others evenly between."""
-    if count <= SHOWN:
+def _rows_to_show(count: int, chosen: int) -> list[int]:
+    """Return the rows to show: both ends, the chosen one, and others evenly spaced."""
+    if count <= MAX_TABLE_ROWS:
         return list(range(count))
-    evenly = {round(i * (count - 1) / (SHOWN - 1)) for i in range(SHOWN)}
+    evenly = {round(i * (count - 1) / (MAX_TABLE_ROWS - 1)) for i in range(MAX_TABLE_ROWS)}
     return sorted(evenly | {chosen})
 
 
-def _words(pool: Pool) -> str:
+def _describe_pool(pool: Pool) -> str:
     speed = pool.speed
     steps = [f"{speed.base_s * 1e3:.3g} ms", f"{speed.per_seq_s * 1e6:.3g} µs per sequence"]
     steps += [f"{speed.per_ctx_s * 1e9:.3g} ns per context token"] if speed.per_ctx_s else []
@@ -246,17 +249,17 @@ def _show(recorded: Recorded, scenarios: int, pools: list[Pool], plans: list[Pla
     known = f"{scenarios} scenarios of their next visit" if scenarios else "lengths known"
     console.print(
         f"{n} responses to {prompts} prompts, mean {recorded.tokens.mean():.0f}, longest {recorded.tokens.max():.0f} tokens; {known}"
-        + ("" if several else f"; {_words(pools[0])}")
+        + ("" if several else f"; {_describe_pool(pools[0])}")
     )
     for i, pool in enumerate(pools if several else ()):
-        console.print(f"pool {i}: {_words(pool)}; {pool.price:g} per device-second")
+        console.print(f"pool {i}: {_describe_pool(pool)}; {pool.price:g} per device-second")
     table = Table()
     middle = ("count × pool",) if several else ("largest", "smallest")
     for name in ("", "time (s)", "cost", "actors", *middle, "+ time", "+ cost"):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = _shown(len(plans), choice.index)
+    rows = _rows_to_show(len(plans), choice.index)
     for i in rows:
-        row = _row(plans[i], bounds)
+        row = _plan_tree(plans[i], bounds)
         over = "" if row["cost_over_bound"] is None else f"{max(0.0, row['cost_over_bound'] - 1):.1%}"
         sizes = [str(row["largest_group"]), str(row["smallest_group"])]
         kinds = [" + ".join(f"{count} × {pool}" for pool, count in row["actors_of_pools"].items())]

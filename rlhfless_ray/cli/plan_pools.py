@@ -1,4 +1,4 @@
-"""The pools that `rlhfless plan` plans on, from what its options say."""
+"""Read the pools of `rlhfless plan` from its options."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from placement import Pool
 
 
-LEAST_STEP_S, MOST_STEP_S = 1e-9, 1e6
-MOST = 10**9  # actors, devices, KV tokens
-WIDEST = 8  # devices of a node: between nodes an engine's all-reduces take other links than the roofline knows
+MIN_STEP_S, MAX_STEP_S = 1e-9, 1e6
+MAX_COUNT = 10**9  # actors, devices, KV tokens
+MAX_WIDTH = 8  # devices of a node: the roofline does not know the links between nodes
 
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """One kind of actor as a user describes it; names are those of the options."""
+    """One kind of actor as given by the options of the same names."""
 
     actors: int | None = None
     speed: str | None = None
@@ -33,7 +33,7 @@ class PoolOptions:
     capacity: int | None = None
 
     def other(self, text: str) -> PoolOptions:
-        """The same with what `key=value,key=value` changes. Raises UserError for an unknown key or a value of another kind."""
+        """Return a copy with the changes of `key=value,key=value`. Raises UserError for an unknown key or wrong type."""
         kinds: dict[str, type] = {
             "actors": int,
             "speed": str,
@@ -57,7 +57,7 @@ class PoolOptions:
                 changes[key] = kinds[key](value)
             except ValueError:
                 raise UserError(f"--pool {text}: `{key}` cannot be {value!r}") from None
-        if "speed" in changes:  # a comma separates the keys here
+        if "speed" in changes:  # because a comma separates the keys
             changes["speed"] = changes["speed"].replace(":", ",")
             changes.update(device=None, model=None)
         elif {"device", "model"} & set(changes):
@@ -65,22 +65,22 @@ class PoolOptions:
         return replace(self, **changes)
 
     def pool(self, name: str = "") -> Pool:
-        """Raises UserError for what no actor can be; `name` says of which pool."""
+        """Return the pool. Raises UserError for an impossible value; `name` begins the message."""
         from placement import Pool, Speed
 
         if self.actors is None or self.actors < 1:
-            raise UserError(f"{name}--actors: at least one actor is needed, got {self.actors}")
+            raise UserError(f"{name}--actors: must be at least 1, got {self.actors}")
         if (self.speed is None) == (self.device is None and self.model is None):
-            raise UserError(f"{name}say how fast an actor decodes: either --speed base,per_seq[,per_ctx] or --device and --model")
+            raise UserError(f"{name}give an actor's speed: either --speed base,per_seq[,per_ctx], or --device and --model")
         if self.tensor_parallel < 1:
-            raise UserError(f"{name}--tensor-parallel: at least 1, got {self.tensor_parallel}")
+            raise UserError(f"{name}--tensor-parallel: must be at least 1, got {self.tensor_parallel}")
         for what, option in (("actors", "--actors"), ("tensor_parallel", "--tensor-parallel"), ("capacity", "--capacity")):
-            if (getattr(self, what) or 0) > MOST:
-                raise UserError(f"{name}{option}: at most {MOST:,}")
+            if (getattr(self, what) or 0) > MAX_COUNT:
+                raise UserError(f"{name}{option}: must be at most {MAX_COUNT:,}")
         if not 0 < self.price < math.inf:
             raise UserError(f"{name}--price must be finite and above 0, got {self.price:g}")
         if self.capacity is not None and self.capacity < 1:
-            raise UserError(f"{name}--capacity: at least 1 token, got {self.capacity}")
+            raise UserError(f"{name}--capacity: must be at least 1 token, got {self.capacity}")
         for what in ("start", "preempt"):
             if not 0 <= getattr(self, what) < math.inf:
                 raise UserError(f"{name}--{what} must be finite and not negative, got {getattr(self, what):g}")
@@ -92,14 +92,11 @@ class PoolOptions:
                 numbers = []
             if len(numbers) not in (2, 3) or not all(0 <= x < math.inf for x in numbers):
                 raise UserError(f"{name}--speed {self.speed}: give base,per_seq or base,per_seq,per_ctx in seconds, such as 0.0085,3e-5")
-            if not (sum(numbers[:2]) >= LEAST_STEP_S and sum(numbers) <= MOST_STEP_S):
-                raise UserError(
-                    f"{name}--speed {self.speed}: no decode step takes that; base and per_seq together are {LEAST_STEP_S:g} to "
-                    f"{MOST_STEP_S:g} s"
-                )
+            if not (sum(numbers[:2]) >= MIN_STEP_S and sum(numbers) <= MAX_STEP_S):
+                raise UserError(f"{name}--speed {self.speed}: base and per_seq together must be {MIN_STEP_S:g} to {MAX_STEP_S:g} s")
             return Pool(Speed(*numbers), self.price, most, self.start, self.preempt, self.capacity, width)
         if self.device is None or self.model is None:
-            raise UserError(f"{name}--device and --model belong together: the speed follows from both")
+            raise UserError(f"{name}give --device and --model together: the speed follows from both")
         from placement.catalog import catalog
         from placement.speed.roofline import check_width, decode_speed, kv_capacity
 
@@ -112,14 +109,16 @@ class PoolOptions:
         return Pool(decode_speed(the_model, the_device, width), self.price, most, self.start, self.preempt, holds, width)
 
     def widths(self, devices: int) -> list[Pool]:
-        """A pool for every tensor-parallel width (powers of two up to WIDEST) with which so many devices can hold the model.
-        Raises UserError where there is none."""
+        """Return a pool for every tensor-parallel width with which the devices can hold the model.
+
+        Widths are powers of two up to MAX_WIDTH. Raises UserError if none is possible.
+        """
         if devices < 1:
-            raise UserError(f"--devices: at least one device is needed, got {devices}")
+            raise UserError(f"--devices: must be at least 1, got {devices}")
         if self.device is None or self.model is None:
-            raise UserError("--devices needs --device and --model: how fast an actor of several devices is follows from both")
+            raise UserError("--devices needs --device and --model: the speed of an actor with several devices follows from both")
         found, refused = [], None
-        for width in (2**k for k in range(min(devices, WIDEST).bit_length())):
+        for width in (2**k for k in range(min(devices, MAX_WIDTH).bit_length())):
             try:
                 found.append(replace(self, tensor_parallel=width, actors=devices // width).pool())
             except UserError as error:

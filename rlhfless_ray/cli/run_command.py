@@ -1,4 +1,4 @@
-"""`rlhfless run -- COMMAND` and `rlhfless submit OPTIONS -- COMMAND`: OpenRLHF's commands, unmodified."""
+"""`rlhfless run -- COMMAND` and `rlhfless submit OPTIONS -- COMMAND`: start unmodified OpenRLHF commands."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ import shutil
 
 import typer
 
-from rlhfless_ray.cli.passthrough import options
+from rlhfless_ray.cli.passthrough import split_options
 from rlhfless_ray.common.errors import UserError
 
 
 def run(ctx: typer.Context) -> None:
-    """Run a command with our launcher in OpenRLHF's place: rlhfless run [--dry-run] -- python3 -m openrlhf.cli.train_ppo_ray …
+    """Run a command with this project's launcher instead of OpenRLHF's: rlhfless run [--dry-run] -- python3 -m openrlhf.cli.train_ppo_ray …
 
-    The launcher is replaced where it can be seen in the command; in scripts that the command starts, an import hook on
-    PYTHONPATH finds it, also where the working folder is an OpenRLHF checkout. `ray job submit` is handled as by
-    `rlhfless submit`. `--dry-run` prints the command.
+    A launcher in the command itself is replaced. In scripts that the command starts, an import hook on PYTHONPATH replaces it,
+    even if the working folder is an OpenRLHF checkout. `ray job submit` is handled as by `rlhfless submit`. `--dry-run` only
+    prints the command.
     """
-    chosen, argv = options(ctx.args, "--dry-run")
+    chosen, argv = split_options(ctx.args, "--dry-run")
     from rlhfless_ray.compat.openrlhf.command import is_submission, replaced, submission, with_shim
 
     if not argv:
-        raise UserError("rlhfless run: name a command, for example rlhfless run -- python3 -m openrlhf.cli.train_ppo_ray …")
+        raise UserError("rlhfless run: give a command, for example rlhfless run -- python3 -m openrlhf.cli.train_ppo_ray …")
     _start(submission(argv) if is_submission(argv) else replaced(argv), with_shim(dict(os.environ)), dry="--dry-run" in chosen)
 
 
 def submit(ctx: typer.Context) -> None:
     """Submit a command as a Ray job: rlhfless submit [--no-package] [--dry-run] [OPTIONS of ray job submit] -- COMMAND
 
-    The flags are read here first: a mistake in them costs no job. Our packages travel with the job; `--no-package` where
-    they are installed on the cluster already.
+    Flags are checked before the job is submitted. The job takes this project's packages along; `--no-package` leaves them out
+    if the cluster has them. `--dry-run` only prints the command.
     """
-    chosen, rest = options(ctx.args, "--dry-run", "--no-package")
+    chosen, rest = split_options(ctx.args, "--dry-run", "--no-package")
     from rlhfless_ray.compat.openrlhf.command import submission
 
     if rest[:3] == ["ray", "job", "submit"]:
@@ -42,12 +42,12 @@ def submit(ctx: typer.Context) -> None:
         rest = ["--", *rest] if rest and not rest[0].startswith("-") else rest
     if "--" not in rest or rest[-1] == "--":
         raise UserError("rlhfless submit: expected [OPTIONS of ray job submit] -- COMMAND")
-    _read_first(rest[rest.index("--") + 1 :])
+    _check_flags(rest[rest.index("--") + 1 :])
     _start(submission(["ray", "job", "submit", *rest], ship="--no-package" not in chosen), dict(os.environ), dry="--dry-run" in chosen)
 
 
-def _read_first(argv: list[str]) -> None:
-    """Raises UserError for a command line that would end the job at once."""
+def _check_flags(argv: list[str]) -> None:
+    """Raise UserError for a command line with which the job would end at once."""
     from rlhfless_ray.compat.openrlhf.command import INSIDE, find
     from rlhfless_ray.compat.openrlhf.dialect import Unreadable
     from rlhfless_ray.compat.openrlhf.flags import LAUNCHER

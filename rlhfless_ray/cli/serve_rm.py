@@ -1,4 +1,4 @@
-"""`python -m rlhfless_ray.cli.serve_rm`: a reward model over HTTP, with the flags of OpenRLHF's server, in both spellings.
+"""`python -m rlhfless_ray.cli.serve_rm`: serve a reward model over HTTP, with the flags of every OpenRLHF version.
 
 It listens on loopback unless --host says otherwise; OpenRLHF's listens on every address.
 """
@@ -16,7 +16,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serves until it is interrupted. Exit code 2 for a mistake in the command line or a folder that is no reward model."""
+    """Serve until interrupted. Exit code 2 for a mistake in the command line, or a folder without a reward model."""
     from rlhfless_ray.cli.main import guarded
 
     parser = _parser()
@@ -31,7 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--reward.normalize_enable", "--normalize_reward", dest="normalize", action="store_true", help="mean and std of config.json")
     add("--ds.value_head_prefix", "--value_head_prefix", dest="head", default="score", help="name of the scalar head")
     add("--data.max_len", "--max_len", dest="max_len", type=int, default=2048, help="tokens of a text that are read")
-    add("--port", type=int, default=5000, help="0: any that is free; it is printed")
+    add("--port", type=int, default=5000, help="0: any free port, which is printed")
     add("--host", default="127.0.0.1")
     add("--ds.param_dtype", "--param_dtype", dest="dtype", choices=list(DTYPES), default="bf16")
     add("--bf16", dest="dtype", action="store_const", const="bf16", help="the default")
@@ -49,11 +49,11 @@ def _parser() -> argparse.ArgumentParser:
 def _serve(asked: argparse.Namespace) -> None:
     for given, flag in ((asked.four_bit, "load_in_4bit"), (asked.use_ms, "use_ms")):
         if given:
-            raise UserError(f"--{flag}: is not supported here; leave it out and give a local folder of full-precision weights")
+            raise UserError(f"--{flag} is not supported; leave it out and give a local folder of full-precision weights")
     if asked.max_len < 1 or (asked.batch_size is not None and asked.batch_size < 1):
         raise UserError("--max_len and --batch_size must be at least 1")
     if not 0 <= asked.port < 65536:
-        raise UserError(f"--port {asked.port}: a port is from 0 to 65535")
+        raise UserError(f"--port {asked.port}: must be from 0 to 65535")
     import torch
 
     from rlhfless_ray.reward.reward_server import PATH, TextScorer, create_server

@@ -20,26 +20,26 @@ def simulate(
         Path | None, typer.Argument(help="A setting in YAML: device, nodes, model, lengths or trace, …", show_default=False)
     ] = None,
     setting: Annotated[
-        str | None, typer.Option("--setting", help="A setting that ships, by name; `list` shows them.", show_default=False)
+        str | None, typer.Option("--setting", help="A built-in setting by name; `list` shows all names.", show_default=False)
     ] = None,
     policy: Annotated[
         list[str] | None,
         typer.Option(
             "--policy",
-            help="A policy to run (fixed, fixed+, global-cut, ours, oracle, …); may be given again. All by default.",
+            help="A policy to run (fixed, fixed+, global-cut, ours, oracle, …); repeat it for several. Default: all.",
             show_default=False,
         ),
     ] = None,
     prefer: Annotated[
-        float | None, typer.Option("--prefer", help="0 cheapest … 1 fastest, instead of the setting's own.", show_default=False)
+        float | None, typer.Option("--prefer", help="From 0 (cheapest) to 1 (fastest), instead of the setting's value.", show_default=False)
     ] = None,
     seeds: Annotated[int, typer.Option("--seeds", help="Workloads to average over.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write a picture of time against cost.", show_default=False)] = None,
 ) -> None:
-    """Simulate training steps of a setting under fixed, elastic and clairvoyant policies; nothing is run but arithmetic."""
+    """Simulate training steps of a setting under fixed, elastic and clairvoyant policies, without running anything."""
     if (spec is None) == (setting is None):
-        raise UserError("name either a YAML file or --setting NAME; `rlhfless simulate --setting list` shows those that ship")
+        raise UserError("give either a YAML file or --setting NAME; `rlhfless simulate --setting list` shows the built-in ones")
     if seeds < 1:
         raise UserError(f"--seeds must be at least 1, not {seeds}")
     from placement import simulate as simulator
@@ -64,7 +64,7 @@ def simulate(
 
 
 def summary(runs: list[SimulatedRun]) -> dict[str, Any]:
-    """Means and standard deviations over runs (seeds): seconds per step, device-seconds held and worked, and the bounds."""
+    """Return means and standard deviations over seeds: seconds per step, device-seconds held and worked, and the bounds."""
     import numpy as np
 
     setting = runs[0].setting
@@ -134,7 +134,7 @@ def _table(runs: list[SimulatedRun]) -> None:
 
 
 def _plot(runs: list[SimulatedRun], path: Path) -> None:
-    """Mean time against mean full cost of each policy, and the bounds."""
+    """Draw each policy's mean full cost against its mean time, and the bounds."""
     try:
         import matplotlib
 

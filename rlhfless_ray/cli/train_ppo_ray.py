@@ -1,4 +1,4 @@
-"""`python -m rlhfless_ray.cli.train_ppo_ray`: OpenRLHF's launcher of the same name, its flags unchanged, every dialect."""
+"""`python -m rlhfless_ray.cli.train_ppo_ray`: train with the flags of OpenRLHF's launcher of this name, of any version."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from rlhfless_ray.compat.openrlhf.flags import newest
 from rlhfless_ray.compat.openrlhf.parsers import PROGRAM, usage
 
 HELP = """
-Every flag of OpenRLHF 0.8.0 to {newest} is accepted; the usage above is that of {newest}. Our own settings are
---elastic.FIELD (sections functions and objective of a recipe), --elastic.SECTION.FIELD and --prefix.FIELD;
---elastic.dialect VERSION reads the line as that version alone. `rlhfless explain -- COMMAND` says what becomes of each flag."""
+Every flag of OpenRLHF 0.8.0 to {newest} is accepted; the usage above is that of {newest}. Recipe settings
+are --elastic.FIELD (sections functions and objective), --elastic.SECTION.FIELD and --prefix.FIELD.
+--elastic.dialect VERSION accepts the flags of that version only. `rlhfless explain -- COMMAND` shows how each flag is read."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Exit code 0 after the final save, 2 for a mistake in the command line or in what it names (usage and the flag on stderr), 1
-    for a failed run."""
+    """Train. Exit code 0 after the final save, 1 for a failed run, and 2 for a mistake, with usage and flag on stderr."""
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     if any(re.fullmatch(r"-h|--h(e(lp?)?)?", token) for token in tokens):
         print(usage(newest()) + HELP.format(newest=newest()))
         return
     from rlhfless_ray.cli.main import guarded
 
-    guarded(lambda: _train(tokens), lambda: f"{usage(_dialect(tokens))}{PROGRAM}: ")
+    guarded(lambda: _train(tokens), lambda: f"{usage(_find_dialect(tokens))}{PROGRAM}: ")
 
 
 def _train(tokens: Sequence[str]) -> None:
@@ -64,8 +63,8 @@ def _train(tokens: Sequence[str]) -> None:
     print(f"report: {(run.folder.path / 'report.html').resolve()}")
 
 
-def _dialect(tokens: Sequence[str]) -> str:
-    """Whose usage to show."""
+def _find_dialect(tokens: Sequence[str]) -> str:
+    """Return the version whose usage is shown."""
     from rlhfless_ray.compat.openrlhf.dialect import read
     from rlhfless_ray.compat.openrlhf.elastic_flags import separate
 

@@ -13,7 +13,7 @@ from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.common.estimators import ESTIMATORS
 from rlhfless_ray.recipe.data_sections import EvaluateConfig, PromptsConfig
 from rlhfless_ray.recipe.learn_sections import AlgorithmConfig, CriticConfig, EmaConfig, LearnerConfig, LoraConfig, ReferenceConfig
-from rlhfless_ray.recipe.reading import apply, known_keys, read_yaml, sentence
+from rlhfless_ray.recipe.reading import apply_override, describe_mistake, known_keys, read_yaml
 from rlhfless_ray.recipe.rollout_sections import AgentConfig, PolicyConfig, RewardConfig, RolloutConfig, WarmStartConfig
 from rlhfless_ray.recipe.run_sections import (
     CheckpointConfig,
@@ -88,28 +88,28 @@ class Recipe(Section):
     watch: WatchConfig = WatchConfig()
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Recipe:
+    def _check_combinations(self) -> Recipe:
         if sum(map(bool, (self.prompts.task, self.prompts.path, self.prompts.paths))) != 1:
             raise ValueError("prompts: set exactly one of `task` (built in) and `path` (a file) or `paths` (several)")
         if self.evaluate.path and self.prompts.task:
-            raise ValueError("evaluate.path: a built-in task makes its own held-out rows; leave it out")
+            raise ValueError("evaluate.path: a built-in task generates its own held-out rows; leave it out")
         if self.prompts.sources and not self.policy.path:
-            raise ValueError("policy.path: name a local Hugging Face model folder; only built-in tasks make their own policy")
+            raise ValueError("policy.path: name a local Hugging Face model folder; only built-in tasks create their own policy")
         estimator, samples = self.algorithm.advantage.estimator, self.rollout.samples_per_prompt
         if samples < ESTIMATORS[estimator].least_samples:
             raise ValueError(f"rollout.samples_per_prompt: {estimator} compares the responses to one prompt, so it must be at least 2")
         if samples < 2 and self.algorithm.filter_range is not None:
-            raise ValueError("rollout.samples_per_prompt: algorithm.filter_range is about groups, so it must be at least 2")
-        frozen = CriticConfig(freeze_policy_steps=self.critic.freeze_policy_steps)  # holds for the policy, with and without a critic
+            raise ValueError("rollout.samples_per_prompt: algorithm.filter_range compares groups, so it must be at least 2")
+        frozen = CriticConfig(freeze_policy_steps=self.critic.freeze_policy_steps)  # it applies to the policy, with and without a critic
         if self.critic != frozen and not self.algorithm.has_critic:
             raise ValueError(f"critic: algorithm.advantage.estimator {estimator} has no critic, so leave its settings out")
         if self.reference != ReferenceConfig() and not self.has_reference:
             why = "lora.rank makes it the policy without its adapters" if self.lora.rank else "algorithm.kl.coefficient is 0"
             raise ValueError(f"reference: {why}, so leave its settings out")
         if self.lora.rank and self.ema.beta is not None:
-            raise ValueError("ema.beta: an average of adapters is not that of the weights they make; leave it out with lora.rank")
+            raise ValueError("ema.beta: an average of adapters is not the average of the merged weights; leave it out with lora.rank")
         if self.lora != LoraConfig() and not self.lora.rank:
-            raise ValueError("lora: its settings are about adapters, which there are with a lora.rank above 0")
+            raise ValueError("lora: lora.rank is 0, so there are no adapters; set it, or leave the section out")
         if self.rollout.min_tokens > self.rollout.max_tokens:
             raise ValueError("rollout.min_tokens: must not exceed rollout.max_tokens")
         buffer, limit = self.reward.overlong_buffer_tokens, self.reward.overlong_limit_tokens
@@ -118,16 +118,18 @@ class Recipe(Section):
                 f"reward.overlong_buffer_tokens: must not exceed {'reward.overlong_limit_tokens' if limit else 'rollout.max_tokens'}"
             )
         if buffer is None and (limit is not None or self.reward.overlong_feedback):
-            raise ValueError("reward.overlong_buffer_tokens: its limit and what counts are set, but it is not; set it, or leave them out")
+            raise ValueError(
+                "reward.overlong_buffer_tokens: overlong_limit_tokens or overlong_feedback needs it; set it, or leave them out"
+            )
         if (self.algorithm.batch_samples or 1) > self.prompts.batch_prompts * samples and self.algorithm.remainder != "carry":
             raise ValueError(
                 "algorithm.batch_samples: must not exceed prompts.batch_prompts × rollout.samples_per_prompt, unless algorithm.remainder "
                 "is carry"
             )
         kl, step_samples = self.algorithm.kl, self.prompts.batch_prompts * samples
-        if kl.target is not None and 5 * kl.horizon <= step_samples:  # a step takes off a fifth of samples / horizon at most
+        if kl.target is not None and 5 * kl.horizon <= step_samples:  # one step changes it by at most a fifth of samples / horizon
             raise ValueError(
-                f"algorithm.kl.horizon: must exceed a fifth of a step's {step_samples} samples, or one step could turn the sign of the "
+                f"algorithm.kl.horizon: must exceed a fifth of a step's {step_samples} samples, or one step could change the sign of the "
                 "coefficient"
             )
         if self.rollout.min_actors > self.rollout.max_actors:
@@ -217,7 +219,7 @@ class Recipe(Section):
         if not isinstance(tree, dict):
             raise UserError(f"recipe {path}: expected sections such as `rollout:` at the top, found {type(tree).__name__}")
         for override in overrides:
-            apply(tree, override)
+            apply_override(tree, override)
         run = tree.get("run")
         if run is None or (isinstance(run, dict) and not run.get("name")):
             tree["run"] = {**(run or {}), "name": re.sub(r"[^\w.-]+", "-", path.stem).lstrip(".-")}
@@ -228,7 +230,7 @@ class Recipe(Section):
         """Validate a nested dict.
 
         Raises:
-            UserError: With one sentence on the first mistake; `where` says in the message what was read.
+            UserError: For the first mistake. Its message begins with `where`.
 
         Examples:
             >>> Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "rolout": {}})
@@ -239,7 +241,7 @@ class Recipe(Section):
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
-            raise UserError(f"{where}: {sentence(cls, error)}") from None
+            raise UserError(f"{where}: {describe_mistake(cls, error)}") from None
 
     def to_yaml(self) -> str:
         """Return the whole recipe as YAML, defaults included."""

@@ -1,4 +1,4 @@
-"""Sections about the rows of data sets: what is trained on, and what is evaluated."""
+"""Recipe sections of the data for training and evaluation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rlhfless_ray.recipe.section import MOST_ROWS, Section
+from rlhfless_ray.recipe.section import MAX_ROWS, Section
 
 
 def _one_gap(template: str) -> str:
@@ -45,7 +45,7 @@ class PromptsConfig(Section):
     """System turn put before each prompt when `template` is `chat`."""
     add_bos: bool = True
     """For `template: none`: begin with the tokenizer's beginning-of-text token, if it has one."""
-    rows: int = Field(4096, ge=1, le=MOST_ROWS)
+    rows: int = Field(4096, ge=1, le=MAX_ROWS)
     """Rows a built-in task generates for training."""
     batch_prompts: int = Field(32, ge=1)
     """Prompts per step."""
@@ -57,21 +57,21 @@ class PromptsConfig(Section):
     """Shuffle every epoch, by the run's seed."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> PromptsConfig:
+    def _check_mix(self) -> PromptsConfig:
         if self.probabilities is not None:
             if len(self.probabilities) != len(self.paths):
                 raise ValueError(
-                    f"prompts.probabilities: {len(self.probabilities)} of them for {len(self.paths)} data sets in prompts.paths"
+                    f"prompts.probabilities: {len(self.probabilities)} numbers for {len(self.paths)} data sets in prompts.paths"
                 )
             if any(share <= 0 for share in self.probabilities) or abs(sum(self.probabilities) - 1) > 1e-6:
                 raise ValueError("prompts.probabilities: must be positive and add up to 1")
         if self.input_template is not None and self.template == "chat":
-            raise ValueError("prompts.input_template: the chat template takes its place; set prompts.template none, or leave it out")
+            raise ValueError("prompts.input_template: the chat template replaces it; set prompts.template to none, or leave it out")
         return self
 
     @property
     def sources(self) -> list[str]:
-        """The data sets; none where a built-in task makes the rows."""
+        """The data sets; none if a built-in task generates the rows."""
         return self.paths or ([self.path] if self.path else [])
 
 
@@ -80,7 +80,7 @@ class EvaluateConfig(Section):
     """A data set to evaluate on, as in `prompts.path`, or several separated by commas. Empty: held-out rows."""
     split: str = Field("train", min_length=1)
     """Split of that data set."""
-    prompts: int = Field(256, ge=0, le=MOST_ROWS)
+    prompts: int = Field(256, ge=0, le=MAX_ROWS)
     """Number of held-out prompts. Built-in tasks generate them; of a file the last rows are held out of training. The prompts of
     `path` are all used. 0 turns evaluation off in any case."""
     every_steps: int = Field(0, ge=0)

@@ -1,4 +1,4 @@
-"""Sections about how the policy learns."""
+"""Recipe sections of the algorithm and the learners."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class LossConfig(Section):
     mismatch of the two, and no weights correct for it."""
 
     @model_validator(mode="after")
-    def _a_band(self) -> LossConfig:
+    def _check_band(self) -> LossConfig:
         name = "algorithm.loss.correction"
         if self.correction_level == "off":
             return self
@@ -102,9 +102,9 @@ class AlgorithmConfig(Section):
     batch_samples: int | None = Field(None, ge=1)
     """Samples of one optimizer step, drawn from the shuffled rollout batch, in `updates_per_step`'s place. See `remainder`."""
     remainder: Literal["short", "carry", "drop"] = "short"
-    """Samples that do not fill an optimizer step of `batch_samples`. `short`: they make a step of their own, with fewer samples;
-    `carry`: they are learned from in the first step of the next rollout, and are kept in checkpoints; `drop`: nobody learns from
-    them. With `carry` a rollout may have fewer samples than a step."""
+    """Samples that do not fill an optimizer step of `batch_samples`. `short`: they make a smaller step of their own. `carry`: they
+    join the first optimizer step of the next rollout, and checkpoints keep them. `drop`: they are not learned from. With `carry`
+    a rollout may have fewer samples than a step."""
     filter_range: tuple[float, float] | None = None
     """Drop prompts whose responses' mean score is not strictly inside this range, and answer others in the same step until it has
     `prompts.batch_prompts`. The reward counts if the function gives no score. At the end of an episode a step may have fewer
@@ -122,38 +122,38 @@ class AlgorithmConfig(Section):
     """Distance to the initial policy."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> AlgorithmConfig:
+    def _check_combinations(self) -> AlgorithmConfig:
         name = self.advantage.estimator
         if self.advantage.gamma != 1 and not ESTIMATORS[name].discounts:
             raise ValueError(f"algorithm.advantage.gamma: {name} does not discount, so it must be 1")
         if self.advantage.lambd != 1 and not self.has_critic:
-            raise ValueError(f"algorithm.advantage.lambd: is about gae, {name} has none, so it must be 1")
+            raise ValueError(f"algorithm.advantage.lambd: only gae uses it, so with {name} it must be 1")
         if not self.advantage.normalize_std and not self.advantage.whitens:
             why = f"{name} does not do" if self.advantage.whiten is None else "algorithm.advantage.whiten turns off"
-            raise ValueError(f"algorithm.advantage.normalize_std: is about whitening, which {why}; leave it out")
+            raise ValueError(f"algorithm.advantage.normalize_std: applies to whitening, which {why}; leave it out")
         if self.loss.kind == "gspo" and self.loss_mean != "sequence":
             raise ValueError("algorithm.loss_mean: gspo is a loss of sequences, so it must be `sequence`")
         if self.loss.ratio_to == "sampler" and self.loss.kind != "gspo":
-            raise ValueError("algorithm.loss.ratio_to: is about gspo's ratio; set algorithm.loss.kind gspo, or leave it out")
+            raise ValueError("algorithm.loss.ratio_to: only gspo uses it; set algorithm.loss.kind to gspo, or leave it out")
         if self.loss.ratio_to == "sampler" and (self.importance_cap > 0 or self.loss.correction_level != "off"):
             raise ValueError(
                 "algorithm.loss.ratio_to: a ratio to the sampler needs no weights; set algorithm.importance_cap 0 and leave "
                 "algorithm.loss.correction_level off"
             )
         if self.loss.correction_level != "off" and self.importance_cap > 0:
-            raise ValueError("algorithm.importance_cap: must be 0 where algorithm.loss.correction_level corrects instead")
+            raise ValueError("algorithm.importance_cap: must be 0, because algorithm.loss.correction_level is set")
         if self.kl.target is not None and not self.kl.coefficient:
-            raise ValueError("algorithm.kl.target: needs an algorithm.kl.coefficient above 0 to begin with")
+            raise ValueError("algorithm.kl.target: needs an initial algorithm.kl.coefficient above 0")
         if self.kl.unbiased_gradient and self.kl.place == "reward":
-            raise ValueError("algorithm.kl.unbiased_gradient: is about the KL as a loss; with algorithm.kl.place reward leave it out")
+            raise ValueError("algorithm.kl.unbiased_gradient: applies to the KL as a loss; leave it out with algorithm.kl.place reward")
         if self.filter_range is not None and self.filter_range[0] >= self.filter_range[1]:
             raise ValueError("algorithm.filter_range: the first must be smaller than the second")
         if self.filter_range is None and (self.filter_draw, self.filter_patience) != (1.0, 10):
-            raise ValueError("algorithm.filter_range: filter_draw and filter_patience are about it; set it, or leave them out")
+            raise ValueError("algorithm.filter_range: filter_draw and filter_patience need it; set it, or leave them out")
         if self.batch_samples is not None and self.updates_per_step > 1:
             raise ValueError("algorithm.batch_samples: set either this or algorithm.updates_per_step")
         if self.remainder != "short" and self.batch_samples is None:
-            raise ValueError("algorithm.remainder: is about algorithm.batch_samples; set it, or leave this out")
+            raise ValueError("algorithm.remainder: needs algorithm.batch_samples; set it, or leave this out")
         return self
 
     @property
@@ -213,15 +213,15 @@ class LearnerConfig(Section):
     """An update that takes longer ends the run."""
 
     @model_validator(mode="after")
-    def _one_warm_up(self) -> LearnerConfig:
+    def _check_warmup(self) -> LearnerConfig:
         if self.warmup_steps and self.schedule != "constant":
-            raise ValueError(f"learner.warmup_steps: is for the schedule `constant`; with {self.schedule} set learner.warmup_share")
+            raise ValueError(f"learner.warmup_steps: applies to the schedule `constant`; with {self.schedule} set learner.warmup_share")
         if self.warmup_share and self.schedule == "constant":
-            raise ValueError("learner.warmup_share: `constant` has none; set learner.schedule to `constant_with_warmup`")
+            raise ValueError("learner.warmup_share: the schedule `constant` has no warm-up; set learner.schedule to `constant_with_warmup`")
         return self
 
     @model_validator(mode="after")
-    def _offloads_shards(self) -> LearnerConfig:
+    def _check_offload(self) -> LearnerConfig:
         if self.optimizer_offload and self.zero_stage == 0:
             raise ValueError("learner.optimizer_offload: needs a learner.zero_stage of 1, 2 or 3")
         return self
@@ -233,8 +233,8 @@ class CriticConfig(Section):
     ranks: int = Field(1, ge=1)
     """Number of the critic's data-parallel ranks. ZeRO stage, micro-batches, threads and deadline are the learner's."""
     value_head: str = Field("score", min_length=1)
-    """Name of the scalar head's weights in that folder; `value_head_prefix` in its config.json goes before it. Where the folder has no
-    such weights they are drawn."""
+    """Name of the scalar head's weights in that folder; `value_head_prefix` in its config.json goes before it. Weights that
+    the folder lacks are drawn."""
     normalize: bool = False
     """Normalize values as `reward.normalize` does rewards: with the mean and std in the config.json of the critic's folder, in
     passes and in the loss. The saved critic keeps both numbers in its config and its head as it is."""
@@ -282,9 +282,9 @@ class LoraConfig(Section):
     """Ends of the names of the layers that get an adapter. `all-linear`: every linear layer except the output head."""
 
     @model_validator(mode="after")
-    def _all_or_names(self) -> LoraConfig:
+    def _check_target_modules(self) -> LoraConfig:
         if "all-linear" in self.target_modules and len(self.target_modules) > 1:
-            raise ValueError("lora.target_modules: `all-linear` stands alone; leave it or the names out")
+            raise ValueError("lora.target_modules: `all-linear` includes all other names; leave it out, or the names")
         return self
 
 

@@ -1,4 +1,4 @@
-"""A recipe's keys and the mistakes people make in it, told in one sentence."""
+"""Read a recipe's YAML, list its keys, and describe a mistake in one sentence."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from rlhfless_ray.common.errors import UserError
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-    """A key that is there twice is a mistake; YAML readers keep the last one."""
+    """Reject duplicate keys, of which YAML readers keep the last one."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key `{key.value}` is there twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"the key `{key.value}` occurs twice", key.start_mark)
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
 
 
 def read_yaml(text: str) -> Any:
-    """Raises yaml.YAMLError."""
+    """Parse YAML without duplicate keys. Raises yaml.YAMLError."""
     return yaml.load(text, _Loader)
 
 
-def apply(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one `section.key=value` in a recipe's tree. Raises UserError."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"override `{override}`: expected section.key=value, for example rollout.temperature=0.7")
@@ -38,7 +39,7 @@ def apply(tree: dict[str, Any], override: str) -> None:
     except yaml.YAMLError:
         raise UserError(f"override `{override}`: the value is not valid YAML") from None
     if "#" in text and (value is None or isinstance(value, str)) and not text.lstrip().startswith(("'", '"')):
-        value = text.strip()  # a command line has no comments: YAML would leave out what comes after ` #`
+        value = text.strip()  # a command line has no comments, which YAML would cut off after ` #`
     *parents, leaf = key.split(".")
     node = tree
     for parent in parents:
@@ -51,7 +52,8 @@ def apply(tree: dict[str, Any], override: str) -> None:
     node[leaf] = value if text != "" else ""
 
 
-def sentence(model: type[BaseModel], error: ValidationError) -> str:
+def describe_mistake(model: type[BaseModel], error: ValidationError) -> str:
+    """Describe the first mistake of a validation error in one sentence, with its key and value."""
     first = error.errors()[0]
     path = [str(part) for part in first["loc"]]
     dotted = ".".join(path)
@@ -60,7 +62,8 @@ def sentence(model: type[BaseModel], error: ValidationError) -> str:
         return f"unknown key `{dotted}`" + (f"; did you mean `{nearest}`?" if nearest else "")
     section = _section(model, path)
     if section is not None and first["type"] in ("model_type", "model_attributes_type"):
-        return f"`{dotted}`: a section with keys such as `{next(iter(section.model_fields))}`, not a value (got {first.get('input')!r})"
+        example = next(iter(section.model_fields))
+        return f"`{dotted}`: expected a section with keys such as `{example}`, not a value (got {first.get('input')!r})"
     message = first["msg"].removeprefix("Value error, ")
     if not dotted:
         return message
@@ -70,7 +73,7 @@ def sentence(model: type[BaseModel], error: ValidationError) -> str:
 
 
 def _section(model: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
-    """The section at a dotted path, None where there is none."""
+    """Return the section at a path of keys, or None."""
     for part in path:
         info = model.model_fields.get(part)
         found = info.annotation if info is not None else None
@@ -81,7 +84,7 @@ def _section(model: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every dotted key of the recipe."""
+    """Return every dotted key of the recipe, sections included."""
     keys: list[str] = []
     for name, info in model.model_fields.items():
         dotted = f"{prefix}{name}"

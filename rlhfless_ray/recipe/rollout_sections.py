@@ -1,4 +1,4 @@
-"""Sections about who answers, how, and how that is scored."""
+"""Recipe sections of policy, rollout, agent and reward."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ class RolloutConfig(Section):
     killed, and other engines continue its responses."""
 
     def response_tokens(self, prompt_tokens: int) -> int:
-        """The longest response that a prompt of so many tokens may have."""
+        """Return the length of the longest response to a prompt of `prompt_tokens` tokens."""
         left = self.max_tokens if self.max_total_tokens is None else self.max_total_tokens - prompt_tokens
         return min(self.max_tokens, left)
 
     def longest_tokens(self, longest_prompt_tokens: int) -> int:
-        """The longest sequence that there may be."""
+        """Return the length of the longest possible sequence."""
         return min(longest_prompt_tokens + self.max_tokens, self.max_total_tokens or longest_prompt_tokens + self.max_tokens)
 
 
@@ -125,7 +125,7 @@ class RewardConfig(Section):
     """A local Hugging Face folder of a model with a scalar head and the policy's tokenizer. The reward is its value at the last
     token."""
     value_head: str = "score"
-    """Name of that head's weights. `value_head_prefix` in the model's config.json goes before it."""
+    """Name of that head's weights. `value_head_prefix` in the model's config.json takes precedence."""
     normalize: bool = False
     """Normalize rewards by the mean and std in the model's config.json."""
     ranks: int = Field(1, ge=1)
@@ -157,7 +157,7 @@ class RewardConfig(Section):
     """Factor on the reward of responses cut off at `rollout.max_tokens`. A negative number replaces the reward."""
 
     @model_validator(mode="after")
-    def _a_range(self) -> RewardConfig:
+    def _check_range(self) -> RewardConfig:
         if self.clip_range is not None and self.clip_range[0] > self.clip_range[1]:
             raise ValueError("reward.clip_range: the lower end must not exceed the upper one")
         return self

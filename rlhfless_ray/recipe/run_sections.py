@@ -1,4 +1,4 @@
-"""Sections about a run as a whole: where it happens, what it may cost, what it leaves behind."""
+"""Recipe sections of the whole run: cluster, cost, checkpoints and metrics."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class ObjectiveConfig(Section):
     """A resize may cost at most this share of what it is expected to save while it lasts."""
 
     @model_validator(mode="after")
-    def _one_goal(self) -> ObjectiveConfig:
+    def _check_goal(self) -> ObjectiveConfig:
         named = [name for name in ("deadline_s", "budget", "knee") if getattr(self, name)]
         if len(named) > 1:
-            raise ValueError(f"set one of `{named[0]}` and `{named[1]}`, a plan has one goal")
+            raise ValueError(f"set one of `{named[0]}` and `{named[1]}`: a plan has one goal")
         return self
 
 
@@ -109,7 +109,7 @@ class CheckpointConfig(Section):
     max_gib: float = Field(float("inf"), gt=0, allow_inf_nan=True)
     """Checkpoints are also removed while all of them take more than this. The newest always stays."""
     resume: bool = False
-    """Continue from the newest checkpoint if there is one, as `--resume` does; otherwise start anew."""
+    """Continue from the newest checkpoint if there is one, as `--resume` does; otherwise start from step 1."""
     best_metric: str = "none"
     """Metric of the evaluation whose best value gets a checkpoint of its own, which is kept, such as `eval_gsm8k_pass1` or
     `accuracy_sampled`. Empty: the first `*_pass1`, else `accuracy_sampled`. `none`: there is no such checkpoint."""
@@ -120,7 +120,7 @@ class CheckpointConfig(Section):
     """Off, with `path`: write model folders only. Such a run cannot be resumed."""
 
     @model_validator(mode="after")
-    def _needs_a_path(self) -> CheckpointConfig:
+    def _check_path(self) -> CheckpointConfig:
         for name, wanted in (("save_hf", self.save_hf), ("resumable", not self.resumable)):
             if wanted and not self.path:
                 raise ValueError(f"checkpoint.{name}: needs a folder in checkpoint.path")

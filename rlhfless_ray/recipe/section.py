@@ -1,4 +1,4 @@
-"""What every section of a recipe is, and types that several use."""
+"""The base class of a recipe's sections, and types that several of them use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-MOST_ROWS = 1_000_000  # that a built-in task generates: half a minute's work
+MAX_ROWS = 1_000_000  # that a built-in task generates, in half a minute
 NUMBERS = (int, float, int | None, float | None)
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -20,15 +20,15 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _yes_is_no_number(cls: type[Self], value: Any, info: ValidationInfo) -> Any:
-        """Python takes `true` for 1."""
+    def _reject_booleans_as_numbers(cls: type[Self], value: Any, info: ValidationInfo) -> Any:
+        """Reject `true` for a number, which Python takes for 1."""
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in NUMBERS:
-            raise ValueError("a number is wanted, not true or false")
+            raise ValueError("expected a number, not true or false")
         return value
 
 
 def _yaml_word(value: Any) -> Any:
-    """YAML reads bare `on` and `off` as true and false; where a setting has the words, the words are meant."""
+    """Convert true and false, as YAML reads bare `on` and `off`, back to the words."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 

@@ -70,6 +70,16 @@ def line(xs: Sequence[Any], ys: Sequence[Any], name: str, colour: str, **more: A
     return trace | {"marker": {"size": 5, "color": colour}, "cliponaxis": False} | more
 
 
+def lines(rows: Sequence[Row], metrics: Iterable[tuple[str, str, str, str]], **more: Any) -> list[Row]:
+    """Return a line trace of each metric that the run has. `metrics`: (key, name, colour, dash)."""
+    return [
+        line(xs, ys, name, colour, style={"dash": dash}, **more)
+        for key, name, colour, dash in metrics
+        for xs, ys in [series(rows, key)]
+        if xs
+    ]
+
+
 def band(rows: Sequence[Row], low: str, high: str, name: str, colour: str) -> list[Row]:
     """Return the traces of the area between two metrics."""
     both = [row for row in rows if finite(row.get(low)) is not None and finite(row.get(high)) is not None]
@@ -198,15 +208,12 @@ def forecast(rows: Sequence[Row]) -> Chart | None:
 
 def calibration(rows: Sequence[Row]) -> Chart | None:
     """Draw how often true lengths are inside the forecast's intervals, and how well it separates the longest tenth."""
-    data = []
-    for key, name, colour, style in (
-        ("coverage_90", "inside the 90 % interval", "@rollout", {}),
-        ("coverage_50", "inside the 50 % interval", "@learn", {}),
-        ("auc_longest", "longest tenth recognised (AUC)", "@score", {"dash": "dot"}),
-    ):
-        xs, ys = series(rows, f"forecast/{key}")
-        if xs:
-            data.append(line(xs, ys, name, colour, style=style, width=1.8, hovertemplate="%{y:.1%}"))
+    metrics = (
+        ("forecast/coverage_90", "inside the 90 % interval", "@rollout", "solid"),
+        ("forecast/coverage_50", "inside the 50 % interval", "@learn", "solid"),
+        ("forecast/auc_longest", "longest tenth recognised (AUC)", "@score", "dot"),
+    )
+    data = lines(rows, metrics, width=1.8, hovertemplate="%{y:.1%}")
     if not data:
         return None
     note = "A calibrated forecast has 90 % and 50 % of the true lengths inside its intervals; an AUC of 50 % is chance."

@@ -79,18 +79,18 @@ class Metrics:
                 self._say(f"step {row.get('step')}: {key} is {bad[key]}, written as null (said once per metric)")
         self._owed += json.dumps(row, allow_nan=False, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
         self._append()
-        told = self._for_sinks(row)
-        return {**told, SAMPLE: sample} if sample is not None and "train/policy_loss" in told else told
+        copied = self._for_sinks(row)
+        return {**copied, SAMPLE: sample} if sample is not None and "train/policy_loss" in copied else copied
 
     def _append(self) -> None:
         """Write the rows that are not in the file yet, or keep them for the end of the run. Raises DiskFull."""
         append(self.path, self._owed)
         self._owed = b""
 
-    def copy(self, told: dict[str, Any]) -> None:
+    def copy(self, copied: dict[str, Any]) -> None:
         """Send a row to TensorBoard and Weights & Biases, if they are on."""
-        for label in list(self._sinks) if told else ():
-            self._guard(label, lambda sink: sink.write(told))
+        for label in list(self._sinks) if copied else ():
+            self._guard(label, lambda sink: sink.write(copied))
 
     def _for_sinks(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return the part of a row for other destinations under their names; empty if there is none."""

@@ -1,9 +1,8 @@
-"""A step's metrics under the names that OpenRLHF logs them by. Only values of the same meaning are renamed; what it does not log
-keeps its name.
+"""Rename a step's metrics to the names in OpenRLHF's logs.
 
-Meanings are those of OpenRLHF 0.11.2: rewards are after length penalties, `response_clip_ratio` is the share of samples whose prompt and
-response together reach `--data.max_len`, and of an update of several optimizer steps `actor_lr` and `actor_grad_norm` are the last values,
-the rate being that of the step to come.
+Only metrics with the meaning of OpenRLHF 0.11.2 are renamed; the others keep their names. In that version rewards include length
+penalties. `response_clip_ratio` is the share of samples whose prompt and response together reach `--data.max_len`. After several
+optimizer steps `actor_grad_norm` is that of the last one, and `actor_lr` the rate of the next one.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def renamed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _timing(row: dict[str, Any]) -> dict[str, float]:
-    """Seconds of a step's four parts, and their sum. What is none of them, such as an evaluation, is in none."""
+    """Return the seconds of a step's four parts, and their sum, which excludes evaluations and the like."""
 
     def seconds(*phases: str) -> float:
         return sum(row.get(f"phase/{phase}_s") or 0.0 for phase in phases)

@@ -6,7 +6,7 @@ import html
 import textwrap
 from collections.abc import Sequence
 
-from rlhfless_ray.report.charts import Chart, Row, line, rounded, series
+from rlhfless_ray.report.charts import Chart, Row, line, lines, rounded, series
 from rlhfless_ray.report.cost_charts import total
 from rlhfless_ray.report.formatting import finite, number
 
@@ -17,15 +17,13 @@ def decided(rows: Sequence[Row]) -> list[Row]:
 
 
 def tokens(rows: Sequence[Row]) -> Chart | None:
-    rows, data = decided(rows), []
-    for key, name, colour, dash in (
-        ("asked_tokens", "asked", "@muted", "dot"),
-        ("off_tokens", "computed if off", "@learn", "solid"),
-        ("distinct_tokens", "distinct", "@score", "dash"),
-    ):
-        xs, ys = series(rows, f"prefix/{key}")
-        if xs:
-            data.append(line(xs, ys, name, colour, style={"dash": dash}, width=1.6, mode="lines", hovertemplate="%{y:,.0f} tokens"))
+    rows = decided(rows)
+    metrics = (
+        ("prefix/asked_tokens", "asked", "@muted", "dot"),
+        ("prefix/off_tokens", "computed if off", "@learn", "solid"),
+        ("prefix/distinct_tokens", "distinct", "@score", "dash"),
+    )
+    data = lines(rows, metrics, width=1.6, mode="lines", hovertemplate="%{y:,.0f} tokens")
     for key, name, colour, symbol in (
         ("computed_tokens", "computed once", "@rollout", "circle"),
         ("loaded_tokens", "loaded", "@eval", "diamond"),
@@ -80,14 +78,12 @@ def saved(rows: Sequence[Row]) -> Chart | None:
 
 def break_even(rows: Sequence[Row]) -> Chart | None:
     """Draw the length of the prefix shared by all prompts of a step, and the length needed to pay."""
-    rows, data = decided(rows), []
-    for key, name, colour, dash in (
-        ("header_tokens", "shared by all prompts", "@rollout", "solid"),
-        ("break_even_tokens", "needed to pay", "@learn", "dash"),
-    ):
-        xs, ys = series(rows, f"prefix/{key}")
-        if xs:
-            data.append(line(xs, ys, name, colour, style={"dash": dash}, width=1.8, hovertemplate="%{y:,.0f} tokens"))
+    rows = decided(rows)
+    metrics = (
+        ("prefix/header_tokens", "shared by all prompts", "@rollout", "solid"),
+        ("prefix/break_even_tokens", "needed to pay", "@learn", "dash"),
+    )
+    data = lines(rows, metrics, width=1.8, hovertemplate="%{y:,.0f} tokens")
     never = sum(finite(row.get("prefix/break_even_tokens")) is None for row in rows)
     if not data:
         return None
@@ -100,30 +96,30 @@ def break_even(rows: Sequence[Row]) -> Chart | None:
 
 def sentences(rows: Sequence[Row]) -> list[str]:
     """Return sentences about decisions, results and moves of KV pages; empty if there were none."""
-    told = [row for row in rows if row.get("prefix/reason") and "prefix/on" in row]
-    said = []
-    if told:
-        on = sum(bool(finite(row["prefix/on"])) for row in told)
-        said.append(f"On in {on} of {len(told)} steps. Step {told[-1]['step']}: {told[-1]['prefix/reason']}.")
+    explained = [row for row in rows if row.get("prefix/reason") and "prefix/on" in row]
+    texts = []
+    if explained:
+        on, last = sum(bool(finite(row["prefix/on"])) for row in explained), explained[-1]
+        texts.append(f"On in {on} of {len(explained)} steps. Step {last['step']}: {last['prefix/reason']}.")
     computed, distinct = (
         total(rows, "prefix/computed_tokens"),
         sum(finite(row.get("prefix/distinct_tokens")) or 0.0 for row in rows if row.get("prefix/computed_tokens") is not None),
     )
     if computed and distinct:
         without = sum(finite(row.get("prefix/off_tokens")) or 0.0 for row in rows if row.get("prefix/computed_tokens") is not None)
-        said.append(
+        texts.append(
             f"In these steps prefill instances computed {number(rounded(computed))} tokens of {number(rounded(distinct))} distinct "
             f"ones; engines by themselves would have computed {number(rounded(without))}."
         )
     if lost := sum(total(rows, f"prefix/{name}") or 0.0 for name in ("lost", "foreign", "damaged", "failed", "no_room")):
-        said.append(f"Bundles or pages that were lost, refused or without room: {number(lost)}; what they held was computed.")
+        texts.append(f"Bundles or pages that were lost, refused or without room: {number(lost)}; what they held was computed.")
     if moved := total(rows, "rollout/moved"):
         pages, back = (total(rows, f"rollout/{name}") or 0.0 for name in ("moved_by_pages", "move_fallbacks"))
-        said.append(
+        texts.append(
             f"{number(moved)} responses moved between engines, {number(pages)} of them with their KV pages"
             + (f", {number(back)} of which had to be computed again all the same." if back else ".")
         )
-    return said
+    return texts
 
 
 def _reason(row: Row) -> str:

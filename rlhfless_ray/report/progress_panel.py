@@ -77,7 +77,7 @@ def line(row: dict[str, Any], steps: int) -> str:
 
 
 def mismatched(row: dict[str, Any]) -> str:
-    """How far the step's engines and learner were apart."""
+    """Describe the difference between engines and learner in this step."""
     mean, limit = finite(row.get("learn/mismatch_mean")), finite(row.get("learn/mismatch_tolerance"))
     return f"mismatch of engine and learner: {'not finite' if mean is None else f'{mean:.2g}'} nats (tolerance {number(limit)})"
 

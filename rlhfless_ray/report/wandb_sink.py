@@ -73,13 +73,13 @@ class WandbRun:
             say(f"Weights & Biases: {run.url}")
 
     def write(self, row: dict[str, Any]) -> None:
-        told: dict[str, Any] = {key: value for key, value in row.items() if isinstance(value, (int, float))}
+        logged: dict[str, Any] = {key: value for key, value in row.items() if isinstance(value, (int, float))}
         for key, shown in row.items():
             if isinstance(shown, Shown):
                 self._samples.append((row["step"], *shown))
                 del self._samples[:-MAX_SAMPLES]
-                told[key] = self._wandb.Table(columns=COLUMNS, data=self._samples)  # a table that grew is not written again: a new one
-        self._run.log(told)
+                logged[key] = self._wandb.Table(columns=COLUMNS, data=self._samples)  # a table is logged only once
+        self._run.log(logged)
 
     def close(self) -> None:
         self._run.finish()

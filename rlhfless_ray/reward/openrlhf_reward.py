@@ -16,7 +16,7 @@ from typing import Any
 from rlhfless_ray.reward.source import Decode, Score, Source, Worker
 from rlhfless_ray.reward.time_limit import TimeLimit, TimeLimitExceeded
 from rlhfless_ray.reward.user_file import UserFile, function_of
-from rlhfless_ray.reward.values import describe_exception, timeout_message, to_finite_float, to_float
+from rlhfless_ray.reward.values import describe_exception, timeout_message, to_finite_float, to_float, unwrap
 from rlhfless_ray.types import Sample
 
 CONTRACT = "def {name}(queries, prompts, labels, **kwargs)"
@@ -160,18 +160,9 @@ def per_sample(values: Any, count: int, name: str, one_for_all: bool = False) ->
         values = [values]
         if count > 1 and not one_for_all:
             raise BadReturn(f"one value as `{name}` for {count} queries")
-    flat = [_single(value) for value in values]
+    flat = [unwrap(value) for value in values]
     if one_for_all and len(flat) == 1:
         flat *= count
     if len(flat) != count:
         raise BadReturn(f"{len(flat)} values in `{name}` for {count} {'query' if count == 1 else 'queries'}")
     return flat
-
-
-def _single(value: Any) -> Any:
-    """Unwrap arrays and lists with one element, such as the rows of a tensor of shape (n, 1)."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    while isinstance(value, (list, tuple)) and len(value) == 1:
-        value = value[0]
-    return value

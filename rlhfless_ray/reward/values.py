@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import one_line_with_type
 
@@ -30,6 +30,15 @@ def to_float(value: object) -> float:
         return float(value)  # type: ignore[arg-type]
     except OverflowError:
         raise ValueError("a number too large for a float") from None
+
+
+def unwrap(value: Any) -> Any:
+    """Unwrap arrays, tensors and lists with one element, such as the rows of a tensor of shape (n, 1)."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    while isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    return value
 
 
 def timeout_message(timeout_s: float) -> str:

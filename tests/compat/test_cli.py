@@ -105,7 +105,7 @@ def test_the_launcher_hands_its_recipe_to_the_runtime(monkeypatch, capsys):
             return iter([1, 2])
 
     monkeypatch.setattr(rlhfless_ray.runtime.runtime, "Runtime", Recording)
-    monkeypatch.setattr(Installed, "_does_so_anyway", lambda self, key, value: not self.knows(key))
+    monkeypatch.setattr(Installed, "_does_anyway", lambda self, key, value: not self.knows(key))
     monkeypatch.setenv("WANDB_API_KEY", "")
     monkeypatch.delenv("WANDB_API_KEY")
     key = "0123456789abcdef" * 3

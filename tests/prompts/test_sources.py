@@ -133,7 +133,7 @@ def test_a_mix_is_the_one_of_interleave_datasets(tmp_path: Path) -> None:
     assert found == list(expected)
     assert {row["question"] for row in found} == {row["question"] for part in content.values() for row in part}  # none is lost
     assert len(read_sources(paths, "train", "prompts", probabilities=[0.7, 0.3], seed=-3)) >= 14  # any seed is one
-    for wrong, said in [([0.5], "1 of them for 2 data sets"), ([0.5, 0.6], "add up to 1"), ([0.0, 1.0], "must be positive")]:
+    for wrong, said in [([0.5], "1 numbers for 2 data sets"), ([0.5, 0.6], "add up to 1"), ([0.0, 1.0], "must be positive")]:
         with pytest.raises(UserError, match=said):
             loaded({"paths": paths, "probabilities": wrong})
 
@@ -153,7 +153,7 @@ def test_an_input_template_goes_around_the_prompt(tmp_path: Path) -> None:
     for wrong in ("no gap", "{} {}", "{name}", "{"):
         with pytest.raises(UserError, match=r"one {} where the prompt goes"):
             loaded({"path": path, "input_template": wrong})
-    with pytest.raises(UserError, match="the chat template takes its place"):
+    with pytest.raises(UserError, match="the chat template replaces it"):
         loaded({"path": path, "input_template": "{}", "template": "chat"})
 
 

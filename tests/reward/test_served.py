@@ -113,7 +113,7 @@ def test_the_command_serves_on_loopback_with_flags_of_any_version(folder: Path, 
     [
         (["--reward_pretrain", "/nowhere"], "error: --reward.model_name_or_path: /nowhere is not a folder"),
         (["--reward_pretrain", "FOLDER", "--value_head_prefix", "v"], "no scalar head `v`; it has `score`"),
-        (["--reward_pretrain", "FOLDER", "--load_in_4bit"], "error: --load_in_4bit: is not supported here"),
+        (["--reward_pretrain", "FOLDER", "--load_in_4bit"], "error: --load_in_4bit is not supported"),
         ([], "the following arguments are required: --reward.model_name_or_path/--reward_pretrain"),
     ],
 )

@@ -153,7 +153,7 @@ def test_settings() -> None:
     assert "filter_range" in (obstacle(recipe()) or "")
     for changes, said in (
         ({"filter_range": [1.0, 0.0]}, "the first must be smaller"),
-        ({"filter_range": None, "filter_draw": 1.5}, "are about it"),
+        ({"filter_range": None, "filter_draw": 1.5}, "filter_patience need it"),
         ({"filter_draw": 2.0}, "filter_draw"),
     ):
         with pytest.raises(UserError, match=said):

@@ -1,12 +1,16 @@
-"""OpenRLHF command lines, every dialect from 0.8.0 to 0.11.2 → settings of a recipe.
+"""Translate OpenRLHF command lines of versions 0.8.0 to 0.11.2 into settings of a recipe.
 
-command.py    where in a command the launcher is; what to run instead        shim/   the same for unmodified scripts
-flags.py      the facts: every flag of every version (data/*.json)
-parsers.py    a real argparse parser for each version
-dialect.py    which version a command is written in; mixtures of versions
-own.py        our own settings, --elastic.* and --prefix.*
-canonical.py  any dialect → the names of the newest version
-checks.py     the launcher's own validations
-table.py      newest name → recipe keys (keys.py: what they mean)
-translate.py  all of it together                                             page.py, resources.py   how it is told
+command.py         find the launcher in a command, and the command to run instead
+shell.py           read launch scripts without running them (shell_flow.py, shell_values.py)
+shim/              replace the launcher in unmodified scripts
+flags.py           every flag of every version (data/*.json)
+parsers.py         an argparse parser for each version
+dialect.py         find the version that a command is written for
+elastic_flags.py   this project's own flags, --elastic.* and --prefix.*
+normalise.py       convert any version's flags to the newest names
+checks.py          the launcher's own validations
+flag_table.py      newest name → recipe keys (flag_semantics.py, recipe_keys.py)
+translate.py       combine all of these
+departures.py      notes on what this runtime or another version does differently
+explain_report.py  text for the user (resources.py, memory.py)
 """

@@ -1,4 +1,4 @@
-"""Whole commands: where OpenRLHF's launcher is in one, and what to run in its place."""
+"""Find OpenRLHF's launcher in a whole command, and replace it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhfless_ray.compat.openrlhf.flags import LAUNCHER, launchers
 from rlhfless_ray.compat.openrlhf.shell import simple_commands
 
 OURS = (LAUNCHER, "serve_rm", "lora_combiner")
-"""Launchers that have a module of the same name in rlhfless_ray.cli."""
+"""Launchers with a module of the same name in rlhfless_ray.cli."""
 MODULE = re.compile(r"(?:openrlhf|rlhfless_ray)\.cli\.(\w+)")
 FILE = re.compile(r"(?:\S*/)?(?:openrlhf|rlhfless_ray)/cli/(\w+)\.py")
 INSIDE = re.compile(rf"{MODULE.pattern}|{FILE.pattern}")
@@ -31,31 +31,33 @@ PACKAGES = ("rlhfless_ray", "placement")
 class LaunchCommand:
     launcher: str
     flags: list[str]
-    """What follows the launcher: its own command line."""
+    """The launcher's own command line."""
 
 
 def find(argv: Sequence[str]) -> LaunchCommand:
-    """The launcher in a command: bare, behind `ray job submit … --`, `srun`, `bash -c '…'`, or in a script named there. Flags
-    alone are the PPO launcher's. Raises UserError where there is none, or one that is not covered."""
+    """Find the launcher in a command: bare, after `ray job submit … --` or `srun`, in `bash -c '…'`, or in a script that it names.
+
+    Flags alone belong to the PPO launcher. Raises UserError if there is no launcher, or one that is not covered.
+    """
     if argv and argv[0].startswith("--"):
         return LaunchCommand(LAUNCHER, list(argv))
     found = _locate(list(argv))
     if found is None:
         raise UserError(
-            f"`{' '.join(argv)[:80]}`: no launcher of OpenRLHF in it; expected a command such as python3 -m openrlhf.cli.{LAUNCHER} …"
+            f"`{' '.join(argv)[:80]}`: no launcher of OpenRLHF in it; give a command such as python3 -m openrlhf.cli.{LAUNCHER} …"
         )
-    covered(found.launcher)
+    check_covered(found.launcher)
     return found
 
 
-def covered(launcher: str) -> None:
-    """Raises UserError for a launcher that only OpenRLHF itself runs."""
+def check_covered(launcher: str) -> None:
+    """Raise UserError for a launcher that only OpenRLHF itself runs."""
     if launcher in OURS:
         return
     if launcher == "train_ppo":
         raise UserError(f"openrlhf.cli.train_ppo: OpenRLHF had it until 0.6.1; start openrlhf.cli.{LAUNCHER} instead")
     if launcher in launchers():
-        raise UserError(f"openrlhf.cli.{launcher} is not covered: it is no Ray program; run it with OpenRLHF itself")
+        raise UserError(f"openrlhf.cli.{launcher} is not covered, because it is not a Ray program; run it with OpenRLHF itself")
     raise UserError(f"openrlhf.cli.{launcher}: OpenRLHF has no such launcher")
 
 
@@ -67,7 +69,7 @@ def _locate(argv: list[str], environment: Mapping[str, str] = os.environ) -> Lau
         if here:
             return LaunchCommand(here[1], argv[index + 1 :])
         if " " in token or "\n" in token:
-            if INSIDE.search(token) and token[0] not in "$`":  # the commands of a substitution come by themselves
+            if INSIDE.search(token) and token[0] not in "$`":  # the commands of a substitution are read on their own
                 return _in_shell(token, environment, argv[index + 2 :] if before.startswith("-") and before.endswith("c") else None)
         elif token.endswith((".sh", ".bash", ".slurm", ".sbatch")) and Path(token).is_file():
             return _in_shell(Path(token).read_text(encoding="utf-8", errors="replace"), environment, argv[index + 1 :])
@@ -76,7 +78,7 @@ def _locate(argv: list[str], environment: Mapping[str, str] = os.environ) -> Lau
 
 def _in_shell(text: str, environment: Mapping[str, str], arguments: list[str] | None) -> LaunchCommand | None:
     commands = simple_commands(text, environment, arguments)
-    commands.sort(key=lambda command: command.words[0] in PRINTS)  # where a script shows its command before it starts it
+    commands.sort(key=lambda command: command.words[0] in PRINTS)  # a script may print its command before it runs it
     found = [launch for words, handed in commands if (launch := _locate(words, handed))]
     ours = [launch for launch in found if launch.launcher == LAUNCHER and launch.flags[:1] not in (["--help"], ["-h"])]
     return next(iter(ours or found), None)
@@ -86,35 +88,34 @@ def _in_shell(text: str, environment: Mapping[str, str], arguments: list[str] | 
 
 
 def replaced(argv: Sequence[str]) -> list[str]:
-    """The same command with our launchers in place of OpenRLHF's wherever they can be seen; a bare `python` that starts one
-    directly becomes this interpreter."""
+    """Replace OpenRLHF's launchers in a command with this project's. A bare `python` that starts one becomes this interpreter."""
     done: list[str] = []
     for index, token in enumerate(argv):
         before = argv[index - 1] if index else ""
         module = before in MODULE_FLAGS and MODULE.fullmatch(token)
         if module or re.fullmatch(rf"-m{MODULE.pattern}", token):
-            done.append(_ours(token))
+            done.append(_with_own_launchers(token))
         elif FILE.fullmatch(token) and FILE.fullmatch(token)[1] in OURS:  # type: ignore[index]
             done += ["-m", f"rlhfless_ray.cli.{FILE.fullmatch(token)[1]}"]  # type: ignore[index]
         elif (" " in token or "\n" in token) and INSIDE.search(token):
-            done.append(_ours(token))
+            done.append(_with_own_launchers(token))
             continue
         else:
             done.append(token)
             continue
         if re.fullmatch(r"python[\d.]*", done[0]):
             done[0] = sys.executable
-        return [*done, *argv[index + 1 :]]  # what follows are flags and their values
+        return [*done, *argv[index + 1 :]]  # the rest are flags and their values
     return done
 
 
-def _ours(text: str) -> str:
+def _with_own_launchers(text: str) -> str:
     text = re.sub(rf"\bopenrlhf\.cli\.({'|'.join(OURS)})\b", r"rlhfless_ray.cli.\1", text)
     return re.sub(rf"(?<![\w./-])(?:[\w.-]*/)*openrlhf/cli/({'|'.join(OURS)})\.py", r"-m rlhfless_ray.cli.\1", text)
 
 
 def shim_folder() -> Path:
-    """A folder for PYTHONPATH: Python started with it runs `-m openrlhf.cli.train_ppo_ray` as ours."""
+    """Return the folder that makes `python -m openrlhf.cli.train_ppo_ray` run this project's launcher when on PYTHONPATH."""
     return Path(__file__).resolve().parent / "shim"
 
 
@@ -132,10 +133,11 @@ def is_submission(argv: Sequence[str]) -> bool:
 
 
 def submission(argv: Sequence[str], *, ship: bool = True) -> list[str]:
-    """A `ray job submit … -- …` command with our launcher. `ship`: our packages travel with the job (runtime_env `py_modules`);
-    without, they must be installed on the cluster. What the runtime_env says already stays.
+    """Return a `ray job submit … -- …` command with this project's launcher. The rest of its runtime_env is kept.
 
-    Raises UserError where the command is none, or its runtime_env cannot be read."""
+    `ship`: upload this project's packages with the job (runtime_env `py_modules`). Otherwise the cluster must have them.
+    Raises UserError for another command, and for a runtime_env that cannot be read.
+    """
     if not is_submission(argv):
         raise UserError("expected `ray job submit OPTIONS -- COMMAND`")
     cut = list(argv).index("--")
@@ -150,7 +152,7 @@ def submission(argv: Sequence[str], *, ship: bool = True) -> list[str]:
         if not isinstance(modules, list):
             raise UserError(f"--runtime-env-json: py_modules must be a list, got `{modules}`")
         runtime_env["py_modules"] = [*modules, *(str(package_root() / name) for name in PACKAGES)]
-    if not any("rlhfless_ray" in token for token in entry):  # hidden in a script: the shim finds it, from where it is on the cluster
+    if not any("rlhfless_ray" in token for token in entry):  # the launcher is in a script: use the cluster's own shim
         entry = ["python3", "-m", "rlhfless_ray", "run", "--", *entry]
     if runtime_env:
         options += ["--runtime-env-json", json.dumps(runtime_env)]
@@ -158,7 +160,7 @@ def submission(argv: Sequence[str], *, ship: bool = True) -> list[str]:
 
 
 def _take_runtime_env(options: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """The options without --runtime-env-json and --runtime-env, and what these hold."""
+    """Return the options without --runtime-env-json and --runtime-env, and the content of these two."""
     kept: list[str] = []
     runtime_env: dict[str, Any] = {}
     index = 0

@@ -1,4 +1,4 @@
-"""What is told before a run: where it learns differently here on purpose, and where another version would."""
+"""Notes before a run: what this runtime learns differently on purpose, and what another version would."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rlhfless_ray.compat.openrlhf.normalise import Values
 
 
 def departures(v: Values) -> list[str]:
-    """One sentence each."""
+    """Return a sentence for each difference from OpenRLHF."""
     return [*_frozen(v), *_remainder(v)]
 
 
 def other_meanings(line: CommandLine, v: Values) -> list[str]:
-    """Flags that say the same in other versions which accept the line, and are learned from differently there."""
+    """Return notes on flags that mean something else in other versions that accept the line."""
     differing: dict[tuple[str, str], list[str]] = {}
     for version in line.accepted_by:
         there = replace(v, version=version)
@@ -26,8 +26,8 @@ def other_meanings(line: CommandLine, v: Values) -> list[str]:
             if rule.kind in ("exact", "cond") and not rule.idle(v) and (changed := _changed(rule.settings(v), rule.settings(there))):
                 differing.setdefault((v.spelled(rule.name), changed), []).append(version)
     return [
-        f"{flag}: OpenRLHF {span_text(where[0], where[-1])} accepts this command too and means {changed}; --elastic.dialect VERSION "
-        "takes that"
+        f"{flag}: OpenRLHF {span_text(where[0], where[-1])} accepts this command too and means {changed}; choose that with "
+        "--elastic.dialect VERSION"
         for (flag, changed), where in differing.items()
     ]
 
@@ -41,7 +41,7 @@ def _frozen(v: Values) -> list[str]:
     steps = m.frozen_steps(v["critic.freezing_steps"], v).get("critic.freeze_policy_steps", 0)
     if not steps:
         return []
-    without = "" if v.has_critic else f" and, as there is no critic with {v.estimator}, nothing else is"
+    without = "" if v.has_critic else f" (with {v.estimator} there is no critic, so nothing else is trained either)"
     carries = m.optimizer_steps(v["train.batch_size"], v).get("algorithm.remainder") == "carry"
     but = ", but for what the last of these steps carries over" if carries and v.has_critic else ""
     return [
@@ -56,9 +56,9 @@ def _remainder(v: Values) -> list[str]:
         return []
     said = f"{v.spelled('train.batch_size')}: it does not divide the {samples} samples of a rollout; "
     if found["algorithm.remainder"] == "drop":
-        return [f"{said}with {v.named('train.dynamic_batch_enable')} nobody learns from the other {samples % v['train.batch_size']}"]
+        return [f"{said}with {v.named('train.dynamic_batch_enable')} the other {samples % v['train.batch_size']} are dropped"]
     return [
-        f"{said}what is left is learned from in the first optimizer step of the next rollout, and is kept in checkpoints; the step's "
-        "mean is over all of its samples (OpenRLHF keeps the gradients, and loses them at a stop; from 0.11 on it weighs the left "
-        "samples as if they were a whole step)"
+        f"{said}the rest is used in the first optimizer step of the next rollout, and is kept in checkpoints; that step's mean is "
+        "over all of its samples (OpenRLHF keeps gradients instead and loses them at a stop; from 0.11 on it weighs the rest like a "
+        "whole step)"
     ]

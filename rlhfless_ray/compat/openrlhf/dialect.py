@@ -1,11 +1,11 @@
-"""Which version a command line is written in, and mixtures of versions.
+"""Find the version that a command line is written for, and read lines that mix versions.
 
-A version that accepts the whole line is its dialect: the one that knows most of the flags by their full names and, of
-those, the newest. Where none accepts it, the version that knows most of the flags is the base; flags of other versions
-keep the definition nearest to it.
+The dialect of a line is a version that accepts all of it: the one that has most of the flags by their full names, then the
+newest. If no version accepts the line, the version that has most of its flags is the base. Flags of other versions then keep
+the definition nearest to the base.
 
-Of the versions that know every flag, abbreviated or not, the full names choose one, and its parser reads the abbreviations. What it
-calls ambiguous is refused with the candidates, also where an older version has a single flag that begins so.
+The dialect's parser reads abbreviations. One that is ambiguous there is refused with its candidates, even if an older version
+has only one flag that begins so.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from rlhfless_ray.compat.openrlhf.flags import (
 )
 from rlhfless_ray.compat.openrlhf.parsers import Given, Refused, parse, parser_of
 
-MOST_READINGS = 64  # of a line with several ambiguous abbreviations
+MAX_READINGS = 64  # tried for a line with several ambiguous abbreviations
 
 
 class Unreadable(UserError):
-    """A command line that no version reads: `version` is the one it is nearest to, the text says why and what to write."""
+    """No version can read the command line. `version`: the nearest one, whose usage is shown."""
 
     def __init__(self, message: str, version: str) -> None:
         super().__init__(message)
@@ -47,15 +47,15 @@ class Unreadable(UserError):
 
 @dataclass
 class CommandLine:
-    """A command line, read."""
+    """A parsed command line."""
 
     version: str
-    """The dialect: its defaults hold."""
+    """The dialect, whose defaults apply."""
     given: Given
     accepted_by: list[str] = field(default_factory=list)
-    """Every version that accepts the whole line, oldest first; empty for a mixture."""
+    """Versions that accept the whole line, oldest first; empty for a mixture."""
     foreign: list[Spec] = field(default_factory=list)
-    """Flags that the dialect does not have, or not in this form, as the version nearest to it defines them."""
+    """Definitions of flags that the dialect lacks or defines otherwise, each from the version nearest to it."""
 
     @property
     def mixed(self) -> bool:
@@ -63,7 +63,7 @@ class CommandLine:
 
 
 def read(tokens: Sequence[str], version: str | None = None) -> CommandLine:
-    """Read a command line; with `version`, as that version and no other. Raises Unreadable."""
+    """Parse a command line. `version`: accept this version only. Raises Unreadable."""
     if version is not None:
         return _strictly(tokens, version)
     names = _option_names(tokens)
@@ -79,12 +79,12 @@ def read(tokens: Sequence[str], version: str | None = None) -> CommandLine:
 
 
 def _reads(version: str, tokens: Sequence[str], names: list[str]) -> bool:
-    """Whether a version's parser accepts the line with some full name in place of each ambiguous abbreviation."""
+    """Return whether a version accepts the line with some full name for each ambiguous abbreviation."""
     known = flags_of(version)
-    if not all(_resolve(name, known) for name in names):  # spares building parsers that cannot accept it
+    if not all(_resolve(name, known) for name in names):  # avoids building parsers that cannot accept the line
         return False
     places = [(index, name, _one_of_each_form(_resolve(name, known), known)) for index, name, _ in _options(tokens) if name != "--help"]
-    for flags in itertools.islice(itertools.product(*(candidates for *_, candidates in places)), MOST_READINGS):
+    for flags in itertools.islice(itertools.product(*(candidates for *_, candidates in places)), MAX_READINGS):
         line = list(tokens)
         for (index, name, _), flag in zip(places, flags, strict=True):
             line[index] = flag + line[index][len(name) :]
@@ -97,7 +97,7 @@ def _reads(version: str, tokens: Sequence[str], names: list[str]) -> bool:
 
 
 def _one_of_each_form(flags: list[str], known: dict[str, Spec]) -> list[str]:
-    """Of flags whose values are read alike, the first."""
+    """Return the first of each group of flags whose values are parsed alike."""
     forms: dict[tuple[object, ...], str] = {}
     for flag in flags:
         forms.setdefault(_form(known[flag]), flag)
@@ -105,23 +105,23 @@ def _one_of_each_form(flags: list[str], known: dict[str, Spec]) -> list[str]:
 
 
 def _form(spec: Spec) -> tuple[object, ...]:
-    """How a parser reads the values of a flag."""
+    """Return what decides how a parser reads the flag's values."""
     return spec.type, spec.action, spec.choices, spec.nargs
 
 
 def _meaning(flags: list[str]) -> tuple[str, ...] | None:
-    """The newest names that a single flag decides; None where there is not exactly one flag. One that has no newest name means itself."""
+    """Return the newest names of a single flag, or its own name if there are none. None unless there is exactly one flag."""
     return (renamed(flags[0]) or (flags[0],)) if len(flags) == 1 else None
 
 
 def _ambiguous(name: str, within: Sequence[str]) -> str:
-    """What to say of an abbreviation of several flags."""
+    """Return the error message for an abbreviation of several flags."""
     which = _candidates(name, within)
     return f"ambiguous option: {name} could match {which}; write the full name, or name the version with --elastic.dialect VERSION"
 
 
 def _candidates(name: str, within: Sequence[str]) -> str:
-    """The flags of these versions (oldest first) that a name abbreviates, each with the versions that have it."""
+    """List the flags that a name abbreviates in these versions (oldest first), each with its versions."""
     found: dict[str, list[str]] = {}
     for version in within:
         for flag in _resolve(name, flags_of(version)):
@@ -169,8 +169,10 @@ def _mixture(tokens: Sequence[str], names: list[str]) -> CommandLine:
 
 
 def _definitions(given: list[str], base: str) -> Iterator[tuple[Spec, ...]]:
-    """A definition for each flag given; the nearest to `base` first. Only those that read values differently are tried:
-    a threshold was one value, then two, then either."""
+    """Yield combinations of definitions of the given flags, those nearest to `base` first.
+
+    Definitions that parse values alike count once. They differ for a threshold, which was one value, then two, then either.
+    """
     choices = []
     for flag in given:
         by_reading: dict[tuple[object, ...], Spec] = {}
@@ -183,8 +185,10 @@ def _definitions(given: list[str], base: str) -> Iterator[tuple[Spec, ...]]:
 
 
 def _in_mixture(name: str, base: str) -> str:
-    """The full name of an abbreviation in a line that no version reads: what the base's parser makes of it. Empty: no version has a flag
-    that begins so. Raises Unreadable where the base has none or several, or where another version's parser would read another."""
+    """Return the full name of an abbreviation in a line that no version accepts, or an empty string if no flag begins so.
+
+    Raises Unreadable unless the base version has exactly one such flag and every other version means the same by it.
+    """
     found = [flags for version in versions() if (flags := _resolve(name, flags_of(version)))]
     if not found:
         return ""
@@ -201,7 +205,7 @@ def _in_mixture(name: str, base: str) -> str:
 
 
 def _options(tokens: Sequence[str]) -> list[tuple[int, str, bool]]:
-    """(index, name, whether a value follows an equals sign) of every token that argparse would take for an option."""
+    """Return (index, name, whether a value follows an equals sign) of the tokens that argparse takes for options."""
     found = []
     for index, token in enumerate(tokens):
         if token == "--":
@@ -218,7 +222,7 @@ def _option_names(tokens: Sequence[str]) -> list[str]:
 
 
 def _resolve(name: str, known: dict[str, Spec]) -> list[str]:
-    """What argparse takes a name for: itself, or all flags that it abbreviates."""
+    """Return the flag of this name, or else all flags that it abbreviates."""
     if name in known:
         return [name]
     return [flag for flag in known if flag.startswith(name)]
@@ -233,7 +237,7 @@ def _with_advice(message: str, flags: list[str]) -> str:
 
 @cache
 def advice(flag: str) -> str:
-    """One sentence on a flag that is not accepted: who had it, and what to write instead."""
+    """Return a sentence on a flag that is not accepted: which versions had it, and what to write instead."""
     spans = history(flag)
     if spans:
         had = f"{flag}: OpenRLHF {span_text(spans[0].since, spans[-1].until)} had it"
@@ -249,7 +253,7 @@ def advice(flag: str) -> str:
 def _nearest_text(flag: str) -> str:
     words = set(flag.strip("-").replace(".", "_").split("_"))
 
-    def shared(name: str) -> float:  # the same words in another order are nearer than similar letters
+    def shared(name: str) -> float:  # the same words in another order count more than similar letters
         own = set(name.strip("-").replace(".", "_").split("_"))
         return len(words & own) / len(words | own) + difflib.SequenceMatcher(None, flag, name).ratio()
 
@@ -275,7 +279,7 @@ REPLACED = {
 
 
 def instead_of(flag: str) -> str:
-    """The newest version's way to say what a flag says; empty: nothing, it had no effect. A current flag is its own."""
+    """Return what to write for a flag in the newest version, or an empty string if it had no effect."""
     if flag in flags_of(newest()):
         return flag
     return REPLACED.get(flag) or " and ".join(renamed(flag))

@@ -1,14 +1,14 @@
-"""Our own settings on an OpenRLHF command line: --elastic.* and --prefix.*. No flag of theirs begins so, in any version.
+"""Recipe settings on an OpenRLHF command line: --elastic.* and --prefix.*, which no version of OpenRLHF uses.
 
-`--elastic.FIELD` is a field of the recipe's `functions` or `objective`; `--elastic.SECTION.FIELD` one of the sections in
-SECTIONS; `--prefix.kv` is `rollout.prefix_kv`, as `--prefix.FIELD` is any `rollout.prefix_FIELD`. Values are YAML. A switch needs
-no value. What a flag of OpenRLHF decides stays its own: such a field is refused with the flag's name.
+`--elastic.FIELD` sets a field of the recipe's `functions` or `objective`, and `--elastic.SECTION.FIELD` one of a section in
+SECTIONS. `--prefix.FIELD` sets `rollout.prefix_FIELD`. Values are YAML; a switch needs none. A field that a flag of OpenRLHF
+decides is refused with the name of that flag.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -38,7 +38,7 @@ DIALECT = "--elastic.dialect"
 
 
 def separate(tokens: Sequence[str]) -> tuple[list[str], list[tuple[str, str | None]], str | None]:
-    """OpenRLHF's own tokens; ours as (flag, text or None for a switch); the dialect that is asked for, or None."""
+    """Return OpenRLHF's tokens, own settings as (flag, text or None for a switch), and the requested dialect or None."""
     theirs: list[str] = []
     ours: list[tuple[str, str | None]] = []
     version = None
@@ -67,18 +67,20 @@ def separate(tokens: Sequence[str]) -> tuple[list[str], list[tuple[str, str | No
     return theirs, ours, version
 
 
-def own_settings(
-    ours: list[tuple[str, str | None]], known: Callable[[str], bool], keys: list[str], owned: dict[str, str]
-) -> dict[str, Any]:
-    """Recipe key → value. `known` tells whether the recipe has a key, `keys` are all of them (for the nearest name), and
-    `owned` are keys that a flag of OpenRLHF decides. Raises UserError for an unknown or owned one."""
+def own_settings(ours: list[tuple[str, str | None]], keys: list[str], owned: dict[str, str]) -> dict[str, Any]:
+    """Return {recipe key: value}. Raises UserError for an unknown key, and for one that a flag of OpenRLHF decides.
+
+    Args:
+        keys: all keys of the recipe.
+        owned: keys that a flag of OpenRLHF decides, with that flag.
+    """
     settings: dict[str, Any] = {}
     for flag, text in ours:
-        key = _key(flag, known)
+        key = _find_key(flag, keys)
         if key is None:
-            raise UserError(_unknown(flag, keys))
+            raise UserError(_describe_unknown(flag, keys))
         if key in owned:
-            raise UserError(f"{flag}: {owned[key]} decides that; write {owned[key]}")
+            raise UserError(f"{flag}: OpenRLHF's {owned[key]} sets this; use that flag")
         try:
             settings[key] = True if text is None else yaml.safe_load(text)
         except yaml.YAMLError:
@@ -86,7 +88,7 @@ def own_settings(
     return settings
 
 
-def _key(flag: str, known: Callable[[str], bool]) -> str | None:
+def _find_key(flag: str, keys: list[str]) -> str | None:
     prefix, _, name = flag[2:].partition(".")
     if prefix == "prefix":
         candidates = [f"rollout.prefix_{name}"]
@@ -94,10 +96,10 @@ def _key(flag: str, known: Callable[[str], bool]) -> str | None:
         candidates = [name]
     else:
         candidates = [f"{section}.{name}" for section in SHORT]
-    return next((key for key in candidates if known(key)), None)
+    return next((key for key in candidates if key in keys), None)
 
 
-def _unknown(flag: str, keys: list[str]) -> str:
+def _describe_unknown(flag: str, keys: list[str]) -> str:
     if flag.startswith("--prefix."):
         offered = [key.replace("rollout.prefix_", "--prefix.") for key in keys if key.startswith("rollout.prefix_")]
     else:

@@ -1,8 +1,7 @@
-"""What `rlhfless explain` says, and the tables of docs/openrlhf.md (`python -m …explain_report` writes them)."""
+"""Texts of `rlhfless explain`, and the tables of docs/openrlhf.md, which `python -m …explain_report` writes."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,23 +13,22 @@ from rlhfless_ray.compat.openrlhf.flag_table import KINDS, RULES
 from rlhfless_ray.compat.openrlhf.flags import all_flags, flags_of, history, newest, span_text, versions
 from rlhfless_ray.compat.openrlhf.memory import memory_lines, needs_of
 from rlhfless_ray.compat.openrlhf.normalise import targets
-from rlhfless_ray.compat.openrlhf.recipe_keys import NEEDED, Installed
 from rlhfless_ray.compat.openrlhf.resources import slots_of
 from rlhfless_ray.compat.openrlhf.translate import HINT, HONOURED, NO_EFFECT, Outcome, Translation, supported_today
 
 
 def explanation(found: Translation) -> str:
-    """Dialect, slots, what is honoured, reinterpreted, without effect or refused, and the recipe."""
+    """Describe the dialect, the slots, the outcomes of all flags, and the recipe."""
     slots = slots_of(found)
     lines = [
-        f"dialect     {dialect(found)}",
+        f"dialect     {describe_dialect(found)}",
         f"slots       at least {slots.at_least}, at most {slots.at_most} at once (OpenRLHF would hold {slots.openrlhf_gpus} GPUs for the "
         "whole run)",
         f"honoured    {len(found.with_status(HONOURED))} of {len(found.flags)} flags: "
         + (" ".join(outcome.flag for outcome in found.with_status(HONOURED)) or "none"),
     ]
     lines += _block("memory", memory_lines(found))
-    lines += _block("hints", [f"{_said(found, outcome.flag)}: {outcome.why}" for outcome in found.with_status(HINT)])
+    lines += _block("hints", [f"{_as_given(found, outcome.flag)}: {outcome.why}" for outcome in found.with_status(HINT)])
     idle = found.with_status(NO_EFFECT)
     if idle:
         lines.append(f"no effect   {' '.join(outcome.flag for outcome in idle)}")
@@ -38,14 +36,14 @@ def explanation(found: Translation) -> str:
         lines.append("our own     " + ", ".join(f"{key} = {value}" for key, value in found.own.items()))
     lines += _block("notes", found.notes)
     lines += _block("refused", [f"{flags}: {why}" for flags, why in _grouped(found.refused)])
-    lines.append("recipe" + (" (what can be honoured of it)" if found.refused else ""))
+    lines.append("recipe" + (" (without the refused flags)" if found.refused else ""))
     lines += ["  " + line for line in yaml.safe_dump(found.tree, sort_keys=False, allow_unicode=True).splitlines()]
     return "\n".join(lines)
 
 
 def summary(found: Translation) -> list[str]:
-    """What a run says of its command line before it starts: a few lines, no flag by flag noise."""
-    lines = [f"command line of OpenRLHF {dialect(found)}"]
+    """Describe the command line in a few lines, before a run starts."""
+    lines = [f"command line of OpenRLHF {describe_dialect(found)}"]
     lines += [f"{flags} read as: {why}" for flags, why in _grouped(found.with_status(HINT))]
     idle = found.with_status(NO_EFFECT)
     if idle:
@@ -53,7 +51,7 @@ def summary(found: Translation) -> list[str]:
     return lines + found.notes
 
 
-def dialect(found: Translation) -> str:
+def describe_dialect(found: Translation) -> str:
     line = found.line
     if line.mixed:
         return f"{line.version}, mixed with flags of other versions: {' '.join(spec.flag for spec in line.foreign)}"
@@ -62,7 +60,7 @@ def dialect(found: Translation) -> str:
 
 
 def as_data(found: Translation) -> dict[str, Any]:
-    """The explanation for a program: JSON types only."""
+    """Return the explanation as JSON types."""
     slots = slots_of(found)
     return {
         "dialect": found.line.version,
@@ -78,7 +76,7 @@ def as_data(found: Translation) -> dict[str, Any]:
     }
 
 
-def _said(found: Translation, flag: str) -> str:
+def _as_given(found: Translation, flag: str) -> str:
     value = found.line.given.values.get(flag)
     if value is True:
         return flag
@@ -86,7 +84,7 @@ def _said(found: Translation, flag: str) -> str:
 
 
 def _grouped(outcomes: Iterable[Outcome]) -> list[tuple[str, str]]:
-    """Flags with the same reason together."""
+    """Group flags by reason."""
     by_reason: dict[str, list[str]] = {}
     for outcome in outcomes:
         by_reason.setdefault(outcome.why, []).append(outcome.flag)
@@ -98,7 +96,7 @@ def _block(title: str, entries: list[str]) -> list[str]:
 
 
 def _ranges(some: list[str]) -> str:
-    """Versions in a row as one range."""
+    """Format versions, with consecutive ones as a range."""
     known, parts, start = versions(), [], 0
     for index in range(1, len(some) + 1):
         if index == len(some) or known.index(some[index]) != known.index(some[index - 1]) + 1:
@@ -114,7 +112,7 @@ DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "openrlhf.md"
 
 
 def flag_table() -> str:
-    """Every flag of the newest version: its older names, what becomes of it, the recipe keys it decides."""
+    """Return a table of the newest version's flags: older names, class, and recipe keys."""
     older: dict[str, list[str]] = {}
     for flag in all_flags():
         for name in targets(flag):
@@ -135,20 +133,20 @@ def flag_table() -> str:
 
 
 def classes() -> dict[str, str]:
-    """Newest name → its flag's class, or that the recipe cannot say yet what it asks for beyond its default."""
+    """Return {newest name: its class, or that the recipe does not support it yet}."""
     lacking = supported_today()
     return {rule.name: "not supported yet" if rule.kind in ("exact", "cond") and lacking[rule.name] else KINDS[rule.kind] for rule in RULES}
 
 
 def document(text: str) -> str:
-    """The page with its generated part made anew."""
+    """Return the page with its generated part replaced."""
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
     return f"{head}{BEGIN}\n\n{flag_table()}\n\n{END}{tail}"
 
 
 def flags_today() -> str:
-    """Every flag with its class and whether the installed recipe has all it needs."""
+    """List every flag with its class and the recipe keys that it still lacks."""
     lacking = supported_today()
     width = max(len(flag) for flag in flags_of(newest()))
     return "\n".join(
@@ -158,15 +156,5 @@ def flags_today() -> str:
     )
 
 
-def missing_keys() -> str:
-    """The recipe keys that full coverage needs and the installed recipe lacks, as a table."""
-    installed = Installed()
-    rows = [key for key in NEEDED if not installed.knows(key.name)]
-    return "\n".join(f"{key.name:<36} {key.type:<28} {key.default!r:<22} {key.meaning}" for key in rows)
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--missing"]:
-        print(missing_keys())
-    else:
-        DOCUMENT.write_text(document(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    DOCUMENT.write_text(document(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")

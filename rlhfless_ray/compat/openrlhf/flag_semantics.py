@@ -1,9 +1,8 @@
-"""What the values of a command line come to: when a flag has no effect, the settings it makes, how a hint is read."""
+"""Meaning of flags: when one has no effect, which settings a value makes, and what to say of a resource hint."""
 
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,7 @@ def no_checkpoints(v: Values) -> str:
 
 
 def no_generate_batch(v: Values) -> str:
-    return f"nothing reads it in OpenRLHF {v.version}" if v.since("0.9.1") and not v.since(SAMPLE_BUFFER_SINCE) else ""
+    return f"OpenRLHF {v.version} does not read it" if v.since("0.9.1") and not v.since(SAMPLE_BUFFER_SINCE) else ""
 
 
 def no_muon(model: str) -> Callable[[Values], str]:
@@ -90,13 +89,13 @@ def dataset(x: str | None, v: Values) -> dict[str, Any]:
 
 
 def probabilities(v: Values) -> list[float] | None:
-    """Of one data set the whole of it is drawn, in its order."""
+    """Return the shares of several data sets. A single one is read in its order, so it has none."""
     shares = [float(part) for part in (v["data.prompt_probs"] or "").split(",") if part]
     return shares if len(shares) > 1 else None
 
 
 def optimizer_steps(x: int, v: Values) -> dict[str, Any]:
-    """Where it does not divide the rollout, gradients of the rest stay for the next one; with dynamic batches nobody learns from it."""
+    """If the batch does not divide the rollout, the rest is carried to the next one. With dynamic batches it is dropped."""
     samples = v["rollout.batch_size"] * v["rollout.n_samples_per_prompt"]
     if samples == x:
         return {"algorithm.updates_per_step": 1}
@@ -109,33 +108,33 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "BF16": "bfloat16", "F16": "flo
 
 
 def param_dtype(x: str, v: Values) -> dict[str, Any]:
-    """`checkpoint`, what no --bf16 meant before 0.9.2, is read from the model's folder."""
+    """Return the dtype. `checkpoint`, the meaning of no --bf16 before 0.9.2, is read from the model's folder."""
     dtype = stored_dtype(Path(v["actor.model_name_or_path"])) if x == "checkpoint" else x
     return {"policy.dtype": DTYPES.get(dtype or x, dtype or x)}
 
 
 def unknown_dtype(v: Values) -> str:
-    """Why a dtype is refused that is nobody's choice."""
+    """Return why the default dtype is refused, or an empty string if the model's folder names one."""
     if param_dtype(v["ds.param_dtype"], v)["policy.dtype"] != "checkpoint":
         return ""
-    return f"{v['actor.model_name_or_path']} is no folder that tells the dtype its weights are stored in; give --bf16"
+    return f"`{v['actor.model_name_or_path']}` is not a folder from which the dtype of its weights can be read; give --bf16"
 
 
 def stored_dtype(folder: Path) -> str | None:
-    """As transformers' `auto`: what config.json says, else the first floating-point weight's; None: neither tells."""
+    """Return the dtype in config.json, else that of the first floating-point weight, as transformers' `auto`. None if unknown."""
+    from rlhfless_ray.weights.model_folder import stored_tensors
+
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if said := config.get("dtype") or config.get("torch_dtype"):
-            return str(said).removeprefix("torch.")
-        with min(folder.glob("*.safetensors")).open("rb") as file:
-            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-    except (OSError, ValueError, struct.error):
+    except (OSError, ValueError):
         return None
-    return next((entry["dtype"] for entry in header.values() if entry.get("dtype") in DTYPES), None)
+    if configured := config.get("dtype") or config.get("torch_dtype"):
+        return str(configured).removeprefix("torch.")
+    return next((entry["dtype"] for entry in stored_tensors(folder).values() if entry["dtype"] in DTYPES), None)
 
 
 def zero_stage(x: int, v: Values) -> dict[str, Any]:
-    """Without a stage DeepSpeed keeps float32 weights beside bfloat16 ones too; here stage 1 does. Offload needs a stage too."""
+    """Raise stage 0 to 1 for bfloat16, whose float32 weights only a stage keeps here, and for offload."""
     needs_one = v["ds.adam_offload"] or param_dtype(v["ds.param_dtype"], v)["policy.dtype"] == "bfloat16"
     return {"learner.zero_stage": max(x, 1) if needs_one and x == 0 else x}
 
@@ -153,7 +152,7 @@ def correction(x: Any, v: Values) -> dict[str, Any]:
     low, high = v[THRESHOLD][0], v[THRESHOLD][-1]
     if v[LEVEL] == "off":
         return {"algorithm.importance_cap": 0.0}
-    if v["actor.policy_loss_type"] == "gspo":  # the switch changes its ratio there; bands are for the other loss
+    if v["actor.policy_loss_type"] == "gspo":  # there the switch changes the ratio, without a band
         return {"algorithm.importance_cap": 0.0, "algorithm.loss.ratio_to": "sampler"}
     if (v[LEVEL], v[MODE], v[GATING], low) == ("token", "clip", "ratio", 0):
         return {"algorithm.importance_cap": high}
@@ -169,13 +168,13 @@ def correction(x: Any, v: Values) -> dict[str, Any]:
 
 
 def loss_mean(x: str, v: Values) -> dict[str, Any]:
-    """KL loss and entropy bonus are means over tokens in every version, whatever the policy loss is a mean over."""
-    sequence = x == "seq-mean-token-mean" or v["actor.policy_loss_type"] == "gspo"  # gspo is a loss of sequences
+    """Return the policy loss's mean. KL loss and entropy bonus are means over tokens in every version."""
+    sequence = x == "seq-mean-token-mean" or v["actor.policy_loss_type"] == "gspo"
     return {"algorithm.loss_mean": "sequence", "algorithm.regularization_mean": "token"} if sequence else {"algorithm.loss_mean": "token"}
 
 
 def frozen_steps(x: int, v: Values) -> dict[str, Any]:
-    """The policy is trained where the step's number is above the flag's: counted from 1 up to 0.9.0, from 0 since."""
+    """The policy is trained in steps above the flag's number. Steps are counted from 1 up to 0.9.0, and from 0 since."""
     frozen = max(x if before(v, STEPS_FROM_ZERO_SINCE) else x + 1, 0)
     return {"critic.freeze_policy_steps": frozen} if frozen or v.has_critic else {}
 
@@ -185,17 +184,17 @@ def whitened(v: Values) -> bool:
 
 
 def estimator(x: str, v: Values) -> dict[str, Any]:
-    """Up to 0.8.4 rloo was whitened over the batch too."""
+    """Whiten rloo's advantages as versions up to 0.8.4 do."""
     return {"algorithm.advantage.estimator": x} | ({"algorithm.advantage.whiten": True} if x == "rloo" and whitened(v) else {})
 
 
 def kl_estimator(x: str, v: Values) -> dict[str, Any]:
-    """Up to 0.8.5 the estimates of a token were not cut."""
+    """Leave a token's KL estimate unlimited, as versions up to 0.8.5 do."""
     return {"algorithm.kl.estimator": x} | ({"algorithm.kl.limit": None} if before(v, KL_CUT_SINCE) else {})
 
 
 def overlong(x: int | None, v: Values) -> dict[str, Any]:
-    """The penalty is full at the longest response, and without a limit of its own at the longest sequence."""
+    """The penalty is full at the response limit, or without one at the longest sequence."""
     found: dict[str, Any] = {"reward.overlong_buffer_tokens": x}
     if x is not None and v["rollout.max_new_tokens"] is None:
         found["reward.overlong_limit_tokens"] = v["data.max_len"]
@@ -205,7 +204,7 @@ def overlong(x: int | None, v: Values) -> dict[str, Any]:
 
 
 def normalized(x: bool, v: Values) -> dict[str, Any]:
-    """Of reward model and critic, each with the numbers in its own config."""
+    """Normalize reward model and critic, each with the numbers in its own config."""
     return ({} if v.external_reward else {"reward.normalize": x}) | ({"critic.normalize": x} if v.has_critic else {})
 
 
@@ -218,7 +217,7 @@ def reward_source(x: str | None, v: Values) -> dict[str, Any]:
 
 
 def agent(x: str | None, v: Values) -> dict[str, Any]:
-    """Each turn may take what is left of the whole length; no other limit holds there."""
+    """A turn is limited only by what is left of the whole length."""
     return {"agent.path": x, "agent.max_tokens": v["data.max_len"]} if x else {"agent.path": ""}
 
 
@@ -244,7 +243,7 @@ def decay(section: str) -> Callable[[float, Values], dict[str, Any]]:
 
 def schedule(model: str, section: str) -> Callable[[Any, Values], dict[str, Any]]:
     def make(x: Any, v: Values) -> dict[str, Any]:
-        """Without warm-up a constant rate is what the recipe has; everything else is a schedule over all steps."""
+        """A constant rate without warm-up is the recipe's own. Anything else is a schedule over all steps."""
         name, warmup = v[f"{model}.lr_scheduler"], v[f"{model}.lr_warmup_ratio"]
         if section == "learner" and (name == "constant" or (name == "constant_with_warmup" and not warmup)):
             return {"learner.warmup_steps": 0}
@@ -268,7 +267,7 @@ def size(model: str, section: str) -> Callable[[Any, Values], dict[str, Any]]:
 
 
 def takes(model: str, what: str) -> Callable[[Values], str]:
-    """How the slots of a model are read."""
+    """Return a function that says how a model's size is read."""
 
     def reading(v: Values) -> str:
         if model == "actor":
@@ -293,10 +292,10 @@ def width(v: Values) -> str:
 
 def engines(v: Values) -> str:
     if not v.engines:
-        return "OpenRLHF cannot run without a number of engines; here the plan of each step decides"
+        return "OpenRLHF needs a number of engines; here the plan of each step decides"
     return f"{v.engines} engines at most; the plan of each step decides how many there are"
 
 
-SHARED = "functions hand each other their slots here, whoever shares a GPU there"
-PARKED = "who has no work gives its device back anyway"
+SHARED = "functions pass slots to each other here, so models need not share a GPU"
+PARKED = "a process without work gives its device back in any case"
 BUDGET = "bounds memory; the loss is normalised over the whole optimizer step, so it changes no result"

@@ -1,6 +1,6 @@
-"""What each of the newest version's flags asks of a recipe. One row per flag; the order is that of the launcher's sections.
+"""Recipe keys of each flag of the newest version, one row per flag in the launcher's order.
 
-Whether a flag is honoured is not said here: translate.py asks the installed recipe whether it has the keys.
+The table does not say whether a flag is supported: translate.py asks the installed recipe for the keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KINDS: dict[Kind, str] = {
     "cond": "honoured or refused by name",
     "error": "refused",
 }
-MANY_ROWS = 10**8  # OpenRLHF's "all of them"
+ALL_ROWS = 10**8  # OpenRLHF's value for "all rows"
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Rule:
     """The newest version's flag without its dashes."""
     kind: Kind
     keys: tuple[str, ...] = ()
-    """Recipe keys it may decide."""
+    """Recipe keys that it may set."""
     make: Callable[[Any, Values], dict[str, Any]] | None = None
-    """Its value → settings. None: the value itself is the first key's."""
+    """Converts the value to settings. None: the first key gets the value."""
     idle: Callable[[Values], str] = lambda v: ""
-    """Why it has no effect on this command line, in OpenRLHF either; empty: it has one."""
+    """Returns why the flag has no effect on a command line in OpenRLHF, or an empty string if it has one."""
     reading: Callable[[Values], str] | None = None
-    """How a hint is read, or why a flag has no effect or is refused."""
+    """Returns how a hint is read, or why a flag has no effect here or is refused."""
 
     def settings(self, v: Values) -> dict[str, Any]:
         if self.make is not None:
@@ -53,6 +53,7 @@ def _row(name: str, kind: Kind, keys: str = "", make: Any = None, *, idle: Any =
     return Rule(name, kind, tuple(keys.split()), make, idle or (lambda v: ""), said)
 
 
+PULLED = "engines pull weights by version and checksum, so no collective is set up"
 CORRECTION_KEYS = " ".join(
     [
         "algorithm.importance_cap",
@@ -73,7 +74,7 @@ def _optimizer_rows(model: str, section: str) -> list[Rule]:
         return unused(v) or ("" if v[f"{model}.lr_scheduler"] == "cosine_with_min_lr" else "only cosine_with_min_lr has a floor")
 
     schedule = " ".join(map(key, ("schedule", "warmup_share", "min_rate_share"))) + (" learner.warmup_steps" if model == "actor" else "")
-    placeholder = "OpenRLHF itself hands it to nobody"
+    placeholder = "OpenRLHF does not use it"
     return [
         _row(f"{model}.optim", "cond", key("optimizer"), idle=unused),
         _row(f"{model}.muon.lr", "cond", key("muon_learning_rate"), idle=m.no_muon(model)),
@@ -111,12 +112,12 @@ RULES: tuple[Rule, ...] = (
     *[_row(f"train.{name}", "hint", reading=m.SHARED) for name in ("colocate_actor_ref", "colocate_critic_reward", "colocate_all")],
     _row("vllm.num_engines", "hint", "rollout.max_actors", lambda x, v: {"rollout.max_actors": x} if x else {}, reading=m.engines),
     _row("vllm.tensor_parallel_size", "hint", "rollout.tensor_parallel", reading=m.width),
-    _row("vllm.sync_backend", "hint", reading="weights are pulled by version and checksum, no collective is set up"),
-    _row("vllm.sync_with_ray", "noop", reading="weights are pulled by version and checksum, no collective is set up"),
+    _row("vllm.sync_backend", "hint", reading=PULLED),
+    _row("vllm.sync_with_ray", "noop", reading=PULLED),
     _row("vllm.enable_prefix_caching", "hint", reading="always on, salted with the weight version"),
-    _row("vllm.enforce_eager", "noop", reading="engines choose"),
+    _row("vllm.enforce_eager", "noop", reading="engines choose the mode themselves"),
     _row("vllm.enable_sleep", "hint", reading=m.PARKED),
-    _row("vllm.gpu_memory_utilization", "hint", "rollout.gpu_memory_share", reading="share of a GPU's memory one engine takes"),
+    _row("vllm.gpu_memory_utilization", "hint", "rollout.gpu_memory_share", reading="share of a GPU's memory that one engine takes"),
     # importance correction
     _row(LEVEL, "exact", CORRECTION_KEYS, m.correction),
     _row(MODE, "exact", CORRECTION_KEYS, m.correction, idle=m.no_correction),
@@ -166,7 +167,7 @@ RULES: tuple[Rule, ...] = (
         idle=m.no_evaluation,
     ),
     _row("ds.use_universal_ckpt", "noop", reading="a checkpoint holds weights by name and is read with any number of ranks"),
-    _row("local_rank", "noop", reading="ranks are Ray's business"),
+    _row("local_rank", "noop", reading="Ray assigns ranks"),
     # the learner's memory and speed
     _row(
         "ds.zero_stage",
@@ -185,14 +186,14 @@ RULES: tuple[Rule, ...] = (
         "ds.adam_offload",
         "hint",
         "learner.optimizer_offload",
-        reading="moments and float32 weights of policy and critic stay in host memory, where torch's AdamW makes the update",
+        reading="moments and float32 weights of policy and critic stay in host memory, where torch's AdamW updates them",
     ),
     _row(
         "ds.attn_implementation",
         "hint",
         "policy.attention",
         reading=lambda v: (
-            f"attention kernel {v['ds.attn_implementation']} where the recipe can say so, else the model's own: equal up to rounding"
+            f"attention kernel {v['ds.attn_implementation']} if the recipe can set it, else the model's, equal up to rounding"
         ),
     ),
     _row("ds.experts_implementation", "cond", "policy.experts"),
@@ -200,7 +201,7 @@ RULES: tuple[Rule, ...] = (
     _row("ds.grad_accum_dtype", "noop", reading="gradients are accumulated in float32"),
     _row("ds.overlap_comm", "noop", reading="speed only"),
     _row("actor.gradient_checkpointing_reentrant", "noop", reading="speed and memory only"),
-    _row("data.disable_fast_tokenizer", "noop", reading="transformers 5 has one tokenizer class for each model, whatever is asked for"),
+    _row("data.disable_fast_tokenizer", "noop", reading="transformers 5 has one tokenizer class for each model"),
     _row("data.dataloader_num_workers", "noop", reading="prompts are tokenized before the run"),
     _row("ds.enable_sleep", "hint", reading=m.PARKED),
     _row("ds.tensor_parallel_size", "cond", "learner.tensor_parallel"),
@@ -214,7 +215,7 @@ RULES: tuple[Rule, ...] = (
         idle=lambda v: "" if v["train.dynamic_batch_enable"] else "micro-batches are counted in samples",
         reading=m.BUDGET,
     ),
-    _row("ds.load_in_4bit", "error", reading="4-bit base weights are outside what this runtime trains"),
+    _row("ds.load_in_4bit", "error", reading="4-bit base weights are outside what this runtime trains; leave it out"),
     # adapters
     _row("ds.lora.rank", "cond", "lora.rank"),
     _row("ds.lora.alpha", "cond", "lora.alpha", idle=m.no_lora),
@@ -241,7 +242,7 @@ RULES: tuple[Rule, ...] = (
     _row("train.max_epochs", "exact", "algorithm.epochs"),
     _row("data.max_len", "exact", "prompts.max_prompt_tokens rollout.max_tokens rollout.max_total_tokens", m.lengths),
     _row("rollout.max_new_tokens", "exact", "rollout.max_tokens rollout.max_total_tokens prompts.max_prompt_tokens", m.lengths),
-    _row("data.max_samples", "exact", "prompts.max_rows", lambda x, v: {"prompts.max_rows": x if x < MANY_ROWS else None}),
+    _row("data.max_samples", "exact", "prompts.max_rows", lambda x, v: {"prompts.max_rows": x if x < ALL_ROWS else None}),
     # the loss
     _row(
         "actor.eps_clip",
@@ -385,10 +386,10 @@ RULES: tuple[Rule, ...] = (
     _row(
         "logger.wandb.run_name",
         "exact",
-        "watch.run_name",  # the run folder's name, too, where it is said
+        "watch.run_name",  # and the run folder's name, if the command gives one
         idle=lambda v: (
             ""
-            if v["logger.wandb.key"] or v["logger.tensorboard_dir"] or "logger.wandb.run_name" in v.said
+            if v["logger.wandb.key"] or v["logger.tensorboard_dir"] or "logger.wandb.run_name" in v.set_by
             else "Weights & Biases and TensorBoard are off"
         ),
     ),
@@ -419,14 +420,12 @@ RULES: tuple[Rule, ...] = (
 )
 
 ALWAYS: dict[str, Any] = {
-    "learner.ranks_may_shrink": True,
     "watch.metric_names": "openrlhf",
     "prompts.add_bos": False,
-    "reward.timeout_s": 180.0,  # of its HTTP client; its reward functions have no limit
-    "rollout.min_tokens": 1,  # `min_tokens` of its SamplingParams in every version
+    "reward.timeout_s": 180.0,  # of OpenRLHF's HTTP client; its reward functions have no limit
+    "rollout.min_tokens": 1,  # as in OpenRLHF's SamplingParams in every version
 }
-"""What no flag says and a drop-in needs, as soon as the recipe can say it: start smaller where the cluster is; metric names;
-prompts' tokens without those that a tokenizer adds; a first token that ends nothing."""
+"""Settings that no flag decides: what OpenRLHF always does, and its metric names."""
 
 
 @cache
@@ -435,5 +434,5 @@ def rule_of() -> dict[str, Rule]:
 
 
 def owned_keys() -> dict[str, str]:
-    """Recipe keys that a flag decides → that flag; hints are not owned, our own settings may say it better."""
+    """Return {recipe key: the flag that decides it}. Hints decide nothing, so --elastic.* may set their keys."""
     return {key: f"--{rule.name}" for rule in RULES if rule.kind in ("exact", "cond") for key in rule.keys}

@@ -1,4 +1,4 @@
-"""What the flags of OpenRLHF's launchers are, version by version. Facts only: names, types, defaults, choices, arity."""
+"""Flags of OpenRLHF's launchers in each version: names, types, defaults, choices and arity."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ TYPES: dict[str | None, Any] = {None: None, "int": int, "float": float}
 
 @dataclass(frozen=True)
 class Spec:
-    """One flag as the versions `since` to `until` define it."""
+    """Definition of a flag in the versions `since` to `until`."""
 
     flag: str
     since: str
     until: str
     type: str | None = None
-    """None: text."""
+    """`int`, `float`, or None for text."""
     default: Any = field(default=None, hash=False)
     action: str = "store"
     dest: str = ""
@@ -38,7 +38,7 @@ def _data(name: str) -> dict[str, Any]:
 
 
 def versions() -> list[str]:
-    """Oldest first."""
+    """Return all versions, oldest first."""
     return _data(LAUNCHER)["versions"]
 
 
@@ -48,13 +48,13 @@ def newest() -> str:
 
 @cache
 def place(version: str) -> int:
-    """How many versions are older."""
+    """Return the number of older versions."""
     return versions().index(version)
 
 
 @cache
 def history(flag: str) -> tuple[Spec, ...]:
-    """Every definition a flag ever had, oldest first; empty: no version from 0.8.0 on has it."""
+    """Return every definition of a flag, oldest first; none if no version from 0.8.0 on has it."""
     return tuple(_spec(flag, **span) for span in _data(LAUNCHER)["flags"].get(flag, ()))
 
 
@@ -71,7 +71,7 @@ def _spec(flag: str, *, since: str, until: str, **more: Any) -> Spec:
 
 @cache
 def flags_of(version: str) -> dict[str, Spec]:
-    """Every flag of one version."""
+    """Return the flags of one version."""
     found = {}
     for flag in _data(LAUNCHER)["flags"]:
         spec = spec_at(flag, version)
@@ -88,7 +88,7 @@ def spec_at(flag: str, version: str) -> Spec | None:
 
 
 def nearest_spec(flag: str, version: str) -> Spec | None:
-    """The definition nearest in time to `version` (of two equally near ones the newer); None: no version has the flag."""
+    """Return the definition nearest to `version`, the newer of two; None if no version has the flag."""
 
     def distance(spec: Spec) -> tuple[int, int]:
         if place(spec.until) < place(version):
@@ -99,17 +99,17 @@ def nearest_spec(flag: str, version: str) -> Spec | None:
 
 
 def all_flags() -> list[str]:
-    """Every flag that any version has."""
+    """Return the flags of all versions."""
     return list(_data(LAUNCHER)["flags"])
 
 
 def renamed(flag: str) -> tuple[str, ...]:
-    """The names 0.10.2 gave to a flag of the flat dialects; empty for one that it dropped or that was gone before."""
+    """Return the names that 0.10.2 gave to an older flag; none for a flag that was removed."""
     return tuple(_data(LAUNCHER)["dotted"].get(flag, ()))
 
 
 def other_launchers(flag: str) -> list[tuple[str, str, str]]:
-    """(launcher, first version, last version) of OpenRLHF's other launchers that have a flag of this name."""
+    """Return (launcher, first version, last version) of other launchers that have a flag of this name."""
     found = []
     for launcher, spans in _data("other_launchers")["launchers"].items():
         for span, names in spans.items():
@@ -120,7 +120,7 @@ def other_launchers(flag: str) -> list[tuple[str, str, str]]:
 
 
 def launchers() -> list[str]:
-    """Every launcher module of openrlhf.cli in any version."""
+    """Return the launcher modules of openrlhf.cli in all versions."""
     return [LAUNCHER, *_data("other_launchers")["launchers"]]
 
 

@@ -1,4 +1,4 @@
-"""Memory that a command's models need on each device, told before any cluster is known, and whether this machine has it."""
+"""Estimate the device memory that a command's models need, and check whether this machine has it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from rlhfless_ray.run.memory_check import Model, Need
 
 COMMON_GB = 80  # of an A100 or H100
-COMMON_BYTES = COMMON_GB * 2**30  # what is sold as 80 GB has 79.2 to 80 GiB
+COMMON_BYTES = COMMON_GB * 2**30  # devices sold as 80 GB have 79.2 to 80 GiB
 
 
 def memory_lines(found: Translation) -> list[str]:
-    """What each function needs on its device, or nothing where the models' sizes are not known on this machine."""
+    """Describe what each function needs on its device. Empty if the models' sizes are not known on this machine."""
     return [f"{need.who} needs {need} on its device" for need in needs_of(found)]
 
 
@@ -31,7 +31,7 @@ def needs_of(found: Translation) -> list[Need]:
 
 
 def width_note(found: Translation) -> list[str]:
-    """Whether one common device holds an engine for which the command asks several."""
+    """Say whether one common device can hold an engine for which the command requests several devices."""
     v = found.values
     need = next((need for need in needs_of(found) if need.is_engine), None)
     if v["vllm.tensor_parallel_size"] == 1 or need is None:
@@ -42,7 +42,7 @@ def width_note(found: Translation) -> list[str]:
 
 
 def too_large_here(found: Translation, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Why the command's models cannot fit this machine, or None. Also None for a command that runs on another cluster."""
+    """Return why the models do not fit this machine. None if they do, or if the command runs on another cluster."""
     from rlhfless_ray.run.memory_check import check_ahead
 
     recipe, _ = _sized(found)
@@ -56,12 +56,12 @@ def too_large_here(found: Translation, environment: Mapping[str, str] = os.envir
 
 
 def _sized(found: Translation) -> tuple[Recipe | None, dict[str, Model]]:
-    """The recipe, of what can be honoured, and its models' sizes."""
+    """Return the recipe of the honoured flags, or None if it is invalid, and its models' sizes."""
     from rlhfless_ray.recipe import Recipe
     from rlhfless_ray.run.memory_check import models_of
 
     try:
         recipe = Recipe.parse(found.tree)
-    except UserError:  # `problem` says it
+    except UserError:  # `problem` reports it
         return None, {}
     return recipe, models_of(recipe, fetch=False)

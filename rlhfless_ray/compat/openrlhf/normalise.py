@@ -1,7 +1,7 @@
-"""Any dialect → values in the names of the newest version (without the dashes), defaults those of the dialect.
+"""Convert flags of any dialect to the names of the newest version (without dashes), with the dialect's defaults.
 
-Two names are ours: `data.prompt_max_len` is the prompt's own limit of the versions before 0.9.8 (None: it has none of its
-own), and `ds.param_dtype` may be `checkpoint`, what leaving out --bf16 meant before 0.9.2: the dtype the weights are stored in.
+Two of them exist in no version. `data.prompt_max_len` is the prompt limit of versions before 0.9.8 (None: no separate limit).
+`ds.param_dtype` may be `checkpoint`, the dtype of the stored weights: before 0.9.2 that was the meaning of a missing --bf16.
 """
 
 from __future__ import annotations
@@ -37,47 +37,47 @@ TARGETS: dict[str, tuple[str, ...]] = {
     **{flag: (LEVEL, MODE) for flag in (*ENABLE, *KIND)},
 }
 STAMPED = history("--logger.wandb.run_name")[-1].default  # a name with the time in it
-SAMPLE_BUFFER_SINCE = "0.10.0"  # of samples beyond a rollout, which asynchronous training takes from
+SAMPLE_BUFFER_SINCE = "0.10.0"  # samples beyond a rollout are kept for asynchronous training
 BEST_CHECKPOINT_SINCE, QUEUE_FLAG_SINCE, ONE_LENGTH_SINCE = "0.9.9", "0.9.1", "0.9.8"
 
 
 @dataclass
 class Values:
-    """What a command line means. Indexed by newest name without dashes."""
+    """Values of a command line by newest name without dashes."""
 
     version: str
     value: dict[str, Any]
-    said: dict[str, list[str]] = field(default_factory=dict)
-    """Newest name → the flags of the command line that decide it, as they are spelled there in full. Missing: the default holds."""
+    set_by: dict[str, list[str]] = field(default_factory=dict)
+    """Newest name → full names of the command line's flags that decide it. Names at their default are missing."""
     given: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Every flag of the command line → the newest names it decides; none for one that had no effect anywhere."""
+    """Flag of the command line → the newest names that it decides; none for a flag without effect in every version."""
 
     def __getitem__(self, name: str) -> Any:
         return self.value[name]
 
     def named(self, name: str) -> str:
-        """A newest name as the command line or, if it does not say it, its dialect spells it."""
-        if name in self.said:
-            return " and ".join(self.said[name])
+        """Return the flag for a newest name, as in the command line or else as in its dialect."""
+        if name in self.set_by:
+            return " and ".join(self.set_by[name])
         return next((flag for flag in flags_of(self.version) if name in targets(flag)), f"--{name}")
 
     def spelled(self, name: str) -> str:
-        """The same; a default is said to be one."""
-        return self.named(name) + ("" if name in self.said else f" (default {shown(self.value[name])})")
+        """Return `named`, and mark a default as one."""
+        return self.named(name) + ("" if name in self.set_by else f" (default {shown(self.value[name])})")
 
     def since(self, version: str) -> bool:
-        """Whether the dialect is this version or a newer one."""
+        """Return whether the dialect is this version or a newer one."""
         return place(self.version) >= place(version)
 
     def world(self, model: str) -> int:
-        """GPUs of `actor`, `critic`, `ref` or `reward`."""
+        """Return the number of GPUs of `actor`, `critic`, `ref` or `reward`."""
         return self[f"{model}.num_nodes"] * self[f"{model}.num_gpus_per_node"]
 
     def ranks(self, model: str) -> int:
-        """Processes of it here, at most. Where the line does not say, the default of 8 GPUs is no wish to have more than the actor."""
+        """Return the maximum number of the model's processes. A default of 8 GPUs does not mean more than the actor has."""
         own = self.world(model)
-        said = model == "actor" or {f"{model}.num_nodes", f"{model}.num_gpus_per_node"} & self.said.keys()
-        return own if said else min(own, self.world("actor"))
+        is_set = model == "actor" or {f"{model}.num_nodes", f"{model}.num_gpus_per_node"} & self.set_by.keys()
+        return own if is_set else min(own, self.world("actor"))
 
     @property
     def estimator(self) -> str:
@@ -111,7 +111,7 @@ def shown(value: Any) -> str:
 
 
 def targets(flag: str) -> tuple[str, ...]:
-    """The newest names a flag of any version decides."""
+    """Return the newest names that a flag of any version decides."""
     if flag in TARGETS:
         return TARGETS[flag]
     if flag in flags_of(newest()):
@@ -120,7 +120,7 @@ def targets(flag: str) -> tuple[str, ...]:
 
 
 def canonical(line: CommandLine, environment: Mapping[str, str] = os.environ) -> Values:
-    """Raises UserError where two spellings of one setting disagree."""
+    """Return the values of a command line. Raises UserError if two spellings of one setting disagree."""
     values = Values(line.version, defaults(line.version, environment))
     for flag in line.given.order:
         if flag == "-h":
@@ -133,12 +133,12 @@ def canonical(line: CommandLine, environment: Mapping[str, str] = os.environ) ->
                 value = _typed(name, line.given.values[flag])
             except ValueError:
                 raise UserError(f"{flag}: expected numbers, got {shown(line.given.values[flag])}") from None
-            _say(values, name, value, flag)
+            _set(values, name, value, flag)
     given = line.given.values
     if "--flash_attn" in given:
-        _say(values, "ds.attn_implementation", "flash_attention_2", "--flash_attn")
+        _set(values, "ds.attn_implementation", "flash_attention_2", "--flash_attn")
     if "--bf16" in given:
-        _say(values, "ds.param_dtype", "bf16", "--bf16")
+        _set(values, "ds.param_dtype", "bf16", "--bf16")
     _lengths(values, line)
     _correction(values, line)
     if values["logger.wandb.run_name"] == STAMPED:
@@ -147,7 +147,7 @@ def canonical(line: CommandLine, environment: Mapping[str, str] = os.environ) ->
 
 
 def defaults(version: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Every newest name's default in a dialect; what a dialect does not know is as it was fixed there."""
+    """Return every newest name's default in a dialect. Names that the dialect lacks get the value that was fixed there."""
     value: dict[str, Any] = {PROMPT_LIMIT: None}
     for known in (flags_of(newest()), flags_of(version)):
         for flag, spec in known.items():
@@ -170,7 +170,7 @@ def defaults(version: str, environment: Mapping[str, str] = os.environ) -> dict[
 
 
 def _typed(name: str, value: Any) -> Any:
-    """As the newest version types it: one threshold is an upper bound, the texts of 0.8.1 are numbers, 1e8 rows are whole."""
+    """Convert a value to the newest version's type: a single threshold is an upper bound, and 0.8.1 has numbers as text."""
     kind = TYPES[history(f"--{name}")[-1].type]
     if name == THRESHOLD and not isinstance(value, list):
         value = [value]
@@ -181,34 +181,34 @@ def _typed(name: str, value: Any) -> Any:
     return value
 
 
-def _say(values: Values, name: str, value: Any, flag: str) -> None:
-    said = values.said.setdefault(name, [])
-    if said and values.value[name] != value:
+def _set(values: Values, name: str, value: Any, flag: str) -> None:
+    flags = values.set_by.setdefault(name, [])
+    if flags and values.value[name] != value:
         both = "" if name == LOGIN else f" ({shown(values.value[name])} and {shown(value)})"
-        raise UserError(f"{said[0]} and {flag}: two spellings of one setting disagree{both}; give one")
+        raise UserError(f"{flags[0]} and {flag}: two spellings of one setting disagree{both}; give one")
     values.value[name] = value
-    if flag not in said:
-        said.append(flag)
+    if flag not in flags:
+        flags.append(flag)
 
 
 def _lengths(values: Values, line: CommandLine) -> None:
-    """Before 0.9.8: one limit for the prompt and one for the response, whose sum is the engine's context if --max_len is silent."""
+    """Apply the two limits of versions before 0.9.8, for prompt and response. Their sum is the default of --max_len."""
     given = line.given.values
     if "--generate_max_len" in given:
-        _say(values, "rollout.max_new_tokens", given["--generate_max_len"], "--generate_max_len")
+        _set(values, "rollout.max_new_tokens", given["--generate_max_len"], "--generate_max_len")
     if "--prompt_max_len" in given:
-        _say(values, PROMPT_LIMIT, given["--prompt_max_len"], "--prompt_max_len")
+        _set(values, PROMPT_LIMIT, given["--prompt_max_len"], "--prompt_max_len")
     prompt, response = values[PROMPT_LIMIT], values["rollout.max_new_tokens"]
-    if "data.max_len" in values.said or prompt is None or response is None:
+    if "data.max_len" in values.set_by or prompt is None or response is None:
         return
     flags: list[str] = [flag for flag in ("--prompt_max_len", "--generate_max_len") if flag in given]
     values.value["data.max_len"] = prompt + response
     if flags:
-        values.said["data.max_len"] = flags
+        values.set_by["data.max_len"] = flags
 
 
 def _correction(values: Values, line: CommandLine) -> None:
-    """The switch and the kind of 0.8.9 to 0.11.1 → level and mode (gating is always the ratio there)."""
+    """Convert the switch and kind of 0.8.9 to 0.11.1 to level and mode. Gating was always the ratio."""
     given = line.given.values
     switch = next((flag for flag in ENABLE if flag in given), None)
     if switch is None:
@@ -217,5 +217,5 @@ def _correction(values: Values, line: CommandLine) -> None:
     kind = "icepop" if kind_flag == "--use_icepop" else given.get(kind_flag, "tis") if kind_flag else "tis"
     level, mode = CORRECTION[kind]
     for flag in filter(None, (switch, kind_flag)):
-        _say(values, LEVEL, level, flag)
-        _say(values, MODE, mode, flag)
+        _set(values, LEVEL, level, flag)
+        _set(values, MODE, mode, flag)

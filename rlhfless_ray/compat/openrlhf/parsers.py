@@ -1,4 +1,4 @@
-"""A real argparse parser for each version: abbreviations, `--flag=value`, repeats and arity are argparse's own."""
+"""An argparse parser for each version, which handles abbreviations, `--flag=value`, repeats and arity."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ PROGRAM = "train_ppo_ray.py"
 
 
 class Refused(Exception):
-    """What argparse would have printed before it exits with code 2."""
+    """The message that argparse would print before it exits with code 2."""
 
 
 @dataclass
 class Given:
-    """What a command line says, in the names it was said in."""
+    """Flags and values of a command line, under the names used there."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    """Flag → its value; of a repeated flag the last one."""
+    """Flag → value; a repeated flag has its last one."""
     order: list[str] = field(default_factory=list)
-    """Flags as they were met, each once."""
+    """Flags in their order, each once."""
 
 
 class _Store(argparse.Action):
@@ -33,7 +33,7 @@ class _Store(argparse.Action):
 
 
 class _Set(argparse.Action):
-    """store_true and store_false: the flag was given."""
+    """Record that a store_true or store_false flag was given."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS)
@@ -56,7 +56,7 @@ class FlagParser(argparse.ArgumentParser):
 
 @cache
 def parser_of(version: str, others: tuple[Spec, ...] = ()) -> FlagParser:
-    """The parser of one version; definitions of other versions may be added to its own or take their place (for mixtures)."""
+    """Return the parser of one version. `others`: definitions of other versions that are added or replace its own."""
     parser = FlagParser(prog=PROGRAM, argument_default=argparse.SUPPRESS, add_help=False)
     parser.add_argument("-h", "--help", action=_Set)
     for spec in {**flags_of(version), **{spec.flag: spec for spec in others}}.values():
@@ -70,7 +70,7 @@ def parser_of(version: str, others: tuple[Spec, ...] = ()) -> FlagParser:
 
 
 def parse(parser: FlagParser, tokens: Sequence[str]) -> Given:
-    """Raises Refused with argparse's sentence."""
+    """Parse tokens. Raises Refused with argparse's message."""
     namespace = argparse.Namespace(given=Given())
     parser.parse_args(list(tokens), namespace)
     return namespace.given

@@ -1,4 +1,4 @@
-"""Slots a command asks for here, at most and at least, beside the GPUs that OpenRLHF would hold for the whole run."""
+"""Count the slots that a command needs here, and the GPUs that OpenRLHF would hold for the whole run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhfless_ray.local.machine_memory import visible_gpus
 
 
 class Slots(NamedTuple):
-    """A slot is a GPU where the cluster has any, else a core."""
+    """Numbers of slots. A slot is a GPU if the cluster has any, else a core."""
 
     at_least: int
     at_most: int
@@ -20,28 +20,26 @@ class Slots(NamedTuple):
 
 
 def slots_of(found: Translation) -> Slots:
-    """Phases take turns, so the largest of them counts. The learner's number of ranks does not change its results."""
+    """Return the slots of the largest phase, because phases take turns."""
 
-    def wish(key: str, otherwise: int) -> int:
+    def setting(key: str, otherwise: int) -> int:
         return int(found.settings.get(key, otherwise))
 
     v = found.values
-    engine = wish("rollout.tensor_parallel", 1)
+    engine = setting("rollout.tensor_parallel", 1)
     from rlhfless_ray.recipe import Recipe
 
     rollout = Recipe.model_fields["rollout"].default
-    most_engines, fewest_engines = wish("rollout.max_actors", rollout.max_actors), wish("rollout.min_actors", rollout.min_actors)
-    ranks = wish("learner.ranks", 1)
-    rank = wish("learner.tensor_parallel", 1) * wish("learner.ring_attention", 1)
-    there = {"ref": v.has_reference and not v["ds.lora.rank"], "critic": v.has_critic, "reward": not v.external_reward}
-    others = [v.ranks(model) for model, used in there.items() if used]
-    fewest_ranks = rank if found.settings.get("learner.ranks_may_shrink") else ranks
-    fewest = max(fewest_engines * engine, fewest_ranks, wish("critic.ranks", 1), wish("reference.ranks", 1))
+    most_engines, fewest_engines = setting("rollout.max_actors", rollout.max_actors), setting("rollout.min_actors", rollout.min_actors)
+    ranks = setting("learner.ranks", 1)
+    other_models = {"ref": v.has_reference and not v["ds.lora.rank"], "critic": v.has_critic, "reward": not v.external_reward}
+    others = [v.ranks(model) for model, used in other_models.items() if used]
+    fewest = max(fewest_engines * engine, ranks, setting("critic.ranks", 1), setting("reference.ranks", 1))
     return Slots(fewest, max(most_engines * engine, ranks, *others), openrlhf_gpus(v))
 
 
 def openrlhf_gpus(v: Values) -> int:
-    """GPUs in OpenRLHF's placement groups: every group and engine that is not colocated has its own."""
+    """Return the GPUs in OpenRLHF's placement groups. Every group and engine that is not colocated has its own."""
     alone = not v["train.colocate_all"]
     total = v.world("actor")
     if v.has_reference and alone and not v["train.colocate_actor_ref"]:
@@ -57,7 +55,7 @@ def openrlhf_gpus(v: Values) -> int:
 
 
 def slots_here(settings: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> int | None:
-    """Slots of the private cluster that a run would start on this machine; None: it joins another one."""
+    """Return the slots of the private cluster that a run would start here, or None if it joins another cluster."""
     if settings.get("cluster.address") or environment.get("RAY_ADDRESS"):
         return None
     gpus = visible_gpus(environment)
@@ -67,12 +65,12 @@ def slots_here(settings: Mapping[str, Any], environment: Mapping[str, str] = os.
 
 
 def fit(found: Translation, environment: Mapping[str, str] = os.environ) -> str:
-    """Start with as many ranks as there are slots where more are asked for (OpenRLHF waits for ever). Says so, or nothing."""
-    here, said = slots_here(found.settings, environment), []
+    """Reduce numbers of ranks to the available slots, for which OpenRLHF would wait forever. Returns a note, or an empty string."""
+    here, notes = slots_here(found.settings, environment), []
     for name in ("learner", "critic", "reference"):
         key = f"{name}.ranks"
         ranks = int(found.settings.get(key, 1))
         if here is not None and ranks > here and key not in found.own:
             found.settings[key] = here
-            said.append(f"{ranks} ranks of the {name} are asked for and {here} slots exist: it starts with {here}, with the same results")
-    return "; ".join(said)
+            notes.append(f"{ranks} ranks of the {name} are asked for and {here} slots exist: it starts with {here}, with the same results")
+    return "; ".join(notes)

@@ -1,7 +1,9 @@
-"""As much of a shell's grammar as launch scripts use: words, quotes, variables and arrays, functions, commands one after another.
+"""Read the commands of a launch script without running it.
 
-Nothing is executed. A substitution `$(…)` other than of `echo` and `expr` and a variable without a value stay as they are
-written; the commands in a substitution are read too. Of a loop the first round is read; where a test cannot be decided every branch is.
+Bash itself, even without a PATH, would carry out redirections, builtins, and programs named by their path. This module evaluates
+the part of the grammar that launch scripts use: words, quotes, variables, arrays, functions, `if`, `case` and loops.
+A variable without a value stays as written, and so does a substitution `$(…)` except of `echo` and `expr`. The commands inside
+a substitution are read too. Only the first iteration of a loop is read. If a test cannot be is_success, every branch is read.
 """
 
 from __future__ import annotations
@@ -12,20 +14,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from rlhfless_ray.compat.openrlhf.shell_flow import Flow, decided
-from rlhfless_ray.compat.openrlhf.shell_values import NAME, Expansion, Scope, expansion, fields, printed
+from rlhfless_ray.compat.openrlhf.shell_flow import Flow, is_success
+from rlhfless_ray.compat.openrlhf.shell_values import NAME, Expansion, Scope, expand, output_of, split_fields
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[(\w+)\])?(\+?)=")
 DECLARES = ("export", "declare", "local", "readonly", "typeset")
 FUNCTION = re.compile(r"(?:function\s+)?([A-Za-z_][\w-]*)\s*\(\s*\)\s*\{|function\s+([A-Za-z_][\w-]*)\s*\{")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "a": "\a"}
-DEEPEST = 20  # calls of functions within one another
+MAX_CALL_DEPTH = 20  # of functions that call functions
 
 
 class Command(NamedTuple):
     words: list[str]
     environment: dict[str, str]
-    """What it is handed: exported variables."""
+    """Exported variables, and assignments in front of the command."""
 
 
 @dataclass
@@ -35,16 +37,18 @@ class Reader:
     at: int = 0
     commands: list[Command] = field(default_factory=list)
     inner: list[Command] = field(default_factory=list)
-    """Commands in substitutions of the command that is being read."""
+    """Commands in the substitutions of the current command."""
     words: list[str] = field(default_factory=list)
     word: str | None = None
-    """Under construction; None between words."""
+    """The word that is being built, or None between words."""
     flow: Flow = field(default_factory=Flow)
 
 
 def simple_commands(text: str, environment: Mapping[str, str] = os.environ, arguments: Sequence[str] | None = None) -> list[Command]:
-    """The commands of a script or of a `bash -c` text in the order they are written, as lists of words, without
-    assignments and redirections. `arguments`: of the script, None where they are not known. Functions that nothing calls come last."""
+    """Return the commands of a script or of a `bash -c` text in their order, without assignments and redirections.
+
+    The commands of functions that are never called come last. `arguments`: the script's own, None if they are unknown.
+    """
     scope = Scope({name: [value] for name, value in environment.items()}, set(environment), None if arguments is None else list(arguments))
     commands = _read(text, scope, [])
     for name in [name for name in scope.functions if name not in scope.called]:
@@ -62,7 +66,7 @@ def _read(text: str, scope: Scope, commands: list[Command]) -> list[Command]:
 
 
 def words_of(text: str, scope: Scope) -> list[str]:
-    """Of a text that is one command's words."""
+    """Split and expand a text that is part of one command."""
     reader = Reader(text, scope)
     while reader.at < len(reader.text):
         _step(reader)
@@ -73,23 +77,23 @@ def words_of(text: str, scope: Scope) -> list[str]:
 def _step(r: Reader) -> None:
     char, rest = r.text[r.at], r.text[r.at :]
     if r.word is None and not r.words and (function := FUNCTION.match(rest)):
-        _function(r, function[1] or function[2], r.at + function.end())
+        _define_function(r, function[1] or function[2], r.at + function.end())
     elif rest.startswith("\\\n"):
         r.at += 2
     elif char in " \t":
         _end_word(r)
         r.at += 1
     elif char in "\n;&|()":
-        _operator(r)
+        _end_at_operator(r)
     elif char == "#" and r.word is None:
         r.at += len(rest.partition("\n")[0])
     elif char in "<>":
-        _redirection(r)
+        _skip_redirection(r)
     elif char == "\\":
         _add(r, rest[1:2])
         r.at += 2
     elif rest.startswith("$'"):
-        _ansi(r)
+        _ansi_quoted(r)
     elif char == "'":
         literal = rest[1:].partition("'")[0]
         _add(r, literal)
@@ -97,15 +101,15 @@ def _step(r: Reader) -> None:
     elif char == '"':
         _double_quoted(r)
     elif char == "$":
-        found = _expansion(r)
+        found = _expand(r)
         r.at = found.end
         if found.is_whole:
             _add_words(r, found.values)
         else:
-            _add_split(r, " ".join(found.values))
+            _add_unquoted(r, " ".join(found.values))
     elif char == "`":
         inner = rest[1:].partition("`")[0]
-        r.inner += _apart(r.scope, inner)
+        r.inner += _read_substitution(r.scope, inner)
         _add(r, f"`{inner}`")
         r.at += len(inner) + 2
     else:
@@ -113,21 +117,21 @@ def _step(r: Reader) -> None:
         r.at += 1
 
 
-def _expansion(r: Reader) -> Expansion:
-    found = expansion(r.text, r.at, r.scope, words_of)
+def _expand(r: Reader) -> Expansion:
+    found = expand(r.text, r.at, r.scope, words_of)
     text = r.text[r.at : found.end]
     if not text.startswith("$(") or text.startswith("$(("):
         return found
-    inner = _apart(r.scope, text[2:-1])
+    inner = _read_substitution(r.scope, text[2:-1])
     r.inner += inner
-    lines = [printed(command.words) for command in inner]
+    lines = [output_of(command.words) for command in inner]
     if not lines or None in lines:
         return found
     return Expansion(["\n".join(filter(None, lines))], found.end)
 
 
-def _apart(scope: Scope, text: str) -> list[Command]:
-    """The commands of a substitution; what it assigns does not last."""
+def _read_substitution(scope: Scope, text: str) -> list[Command]:
+    """Return the commands of a substitution. Its assignments hold only inside it, as in a subshell."""
     return _read(text, replace(scope, variables={**scope.variables}, exported={*scope.exported}), [])
 
 
@@ -142,11 +146,11 @@ def _add_words(r: Reader, values: Sequence[str]) -> None:
         _add(r, value)
 
 
-def _add_split(r: Reader, text: str) -> None:
-    """An expansion without quotes is split into words."""
+def _add_unquoted(r: Reader, text: str) -> None:
+    """Add an unquoted expansion, which the shell splits into words."""
     if r.word is not None and text[:1].isspace():
         _end_word(r)
-    _add_words(r, fields(text))
+    _add_words(r, split_fields(text))
 
 
 def _end_word(r: Reader) -> None:
@@ -156,24 +160,24 @@ def _end_word(r: Reader) -> None:
 
 
 def _end_command(r: Reader, ends: str = "\n") -> None:
-    """`ends`: the operator behind it."""
+    """Finish the current command. `ends`: the operator after it."""
     _end_word(r)
-    words, r.words = r.flow.keywords(r.words, ends, r.scope), []
+    words, r.words = r.flow.strip_keywords(r.words, ends, r.scope), []
     inner, r.inner = r.inner, []
     if r.flow.runs:
         r.commands += inner
     if not words or not r.flow.runs:
         return
     negated = words[0] == "!"
-    words, environment, result = _assigned(r, words[negated:])
+    words, environment, result = _apply_assignments(r, words[negated:])
     if words:
-        result = decided(words)
-        _command(r, words, environment)
-    r.flow.finished(result if result is None else result != negated)
+        result = is_success(words)
+        _run_command(r, words, environment)
+    r.flow.record_status(result if result is None else result != negated)
 
 
-def _assigned(r: Reader, words: list[str]) -> tuple[list[str], dict[str, str], bool | None]:
-    """The words behind assignments; what these put into the environment of the command; their status."""
+def _apply_assignments(r: Reader, words: list[str]) -> tuple[list[str], dict[str, str], bool | None]:
+    """Apply leading assignments. Returns the words after them, the command's environment, and the exit status."""
     scope, environment = r.scope, r.scope.environment()
     if words and words[0] in DECLARES:
         options = {word for word in words[1:] if word.startswith("-")}
@@ -189,7 +193,7 @@ def _assigned(r: Reader, words: list[str]) -> tuple[list[str], dict[str, str], b
 
 
 def _assign(r: Reader, word: str) -> str:
-    """Its variable's name; empty where it is no assignment."""
+    """Apply one assignment. Returns the variable's name, or an empty string if the word is no assignment."""
     match = ASSIGNMENT.match(word)
     if match is None:
         return ""
@@ -203,13 +207,13 @@ def _assign(r: Reader, word: str) -> str:
     return name
 
 
-def _command(r: Reader, words: list[str], environment: dict[str, str]) -> None:
+def _run_command(r: Reader, words: list[str], environment: dict[str, str]) -> None:
     scope = r.scope
     if words[0] == "shift" and scope.arguments is not None:
         scope.arguments = scope.arguments[int(words[1]) if words[1:2] and words[1].isdigit() else 1 :]
     elif words[0] == "eval":
         _read(" ".join(words[1:]), scope, r.commands)
-    elif words[0] in scope.functions and scope.depth < DEEPEST:
+    elif words[0] in scope.functions and scope.depth < MAX_CALL_DEPTH:
         scope.called.add(words[0])
         before, scope.arguments = scope.arguments, words[1:]
         scope.depth += 1
@@ -222,18 +226,18 @@ def _command(r: Reader, words: list[str], environment: dict[str, str]) -> None:
         r.commands.append(Command(words, environment))
 
 
-def _operator(r: Reader) -> None:
+def _end_at_operator(r: Reader) -> None:
     match = ASSIGNMENT.fullmatch(r.word) if r.word else None
     if r.text[r.at] == "(" and match:
-        _array(r, match[1], append=bool(match[3]))
+        _assign_array(r, match[1], append=bool(match[3]))
         return
     name = next((two for two in ("&&", "||", ";;") if r.text.startswith(two, r.at)), r.text[r.at])
     _end_command(r, name)
-    r.flow.operator(name)
+    r.flow.end_at(name)
     r.at += len(name)
 
 
-def _array(r: Reader, name: str, *, append: bool) -> None:
+def _assign_array(r: Reader, name: str, *, append: bool) -> None:
     inner = Reader(r.text, r.scope, r.at + 1)
     while inner.at < len(r.text) and r.text[inner.at] != ")":
         if r.text[inner.at] == "\n":
@@ -242,15 +246,15 @@ def _array(r: Reader, name: str, *, append: bool) -> None:
         else:
             _step(inner)
     _end_word(inner)
-    r.words = r.flow.keywords(r.words, "", r.scope)  # of an `if` the `then` before it
+    r.words = r.flow.strip_keywords(r.words, "", r.scope)  # a `then` may stand before the assignment
     if r.flow.runs:
         r.scope.variables[name] = [*(r.scope.variables.get(name, []) if append else []), *inner.words]
-        r.flow.finished(True)
+        r.flow.record_status(True)
     r.at, r.word = inner.at + 1, None
 
 
-def _function(r: Reader, name: str, at: int) -> None:
-    """Its text is read where it is called."""
+def _define_function(r: Reader, name: str, at: int) -> None:
+    """Store a function's text, which is read at each call."""
     copy = Scope({**r.scope.variables}, set(), None)
     body, depth = Reader(r.text, copy, at), 0
     while body.at < len(body.text):
@@ -260,25 +264,25 @@ def _function(r: Reader, name: str, at: int) -> None:
         if depth < 0:
             break
         _step(body)
-    end = len(r.text) - (len(body.text) - body.at)  # a here-document took what was before it away
+    end = len(r.text) - (len(body.text) - body.at)  # reading a here-document removes the text before it
     r.scope.functions[name] = r.text[at:end]
     r.at = end + 1
 
 
-def _redirection(r: Reader) -> None:
+def _skip_redirection(r: Reader) -> None:
     if r.word is not None and r.word.isdigit():
         r.word = None
     heredoc = re.match(r"<<-?\s*(['\"]?)(\w+)\1", r.text[r.at :])
     if heredoc:
-        _heredoc(r, heredoc[2], r.at + heredoc.end(), literal=bool(heredoc[1]))
+        _read_heredoc(r, heredoc[2], r.at + heredoc.end(), literal=bool(heredoc[1]))
         return
     target = re.match(r"(<<<|>>|[<>])&?\s*(\"[^\"]*\"|'[^']*'|[^\s;&|()]*)", r.text[r.at :])
     assert target is not None
     r.at += target.end()
 
 
-def _heredoc(r: Reader, mark: str, at: int, *, literal: bool) -> None:
-    """What `read … NAME` reads is that variable's value, and what a shell reads are commands; else it is somebody's data."""
+def _read_heredoc(r: Reader, mark: str, at: int, *, literal: bool) -> None:
+    """Read a here-document: the value of `read … NAME`, or the commands of a shell. Other commands' input is skipped."""
     _end_word(r)
     line = r.text.find("\n", at)
     begin = len(r.text) if line < 0 else line + 1
@@ -291,11 +295,11 @@ def _heredoc(r: Reader, mark: str, at: int, *, literal: bool) -> None:
     if r.words[:1] == ["read"] and NAME.fullmatch(r.words[-1]):
         r.scope.variables[r.words[-1]] = [body.strip()]
     elif any(word.rpartition("/")[2] in ("bash", "sh") for word in r.words):
-        r.words.append(body)  # as if it stood behind -c
+        r.words.append(body)  # as the text of `bash -c`
     r.text, r.at = r.text[at:begin] + r.text[found.end() if found else len(r.text) :], 0
 
 
-def _ansi(r: Reader) -> None:
+def _ansi_quoted(r: Reader) -> None:
     _add(r, "")
     r.at += 2
     while r.at < len(r.text) and r.text[r.at] != "'":
@@ -320,11 +324,11 @@ def _double_quoted(r: Reader) -> None:
             r.at += 2
         elif char == "$":
             alone = r.at == begin
-            found = _expansion(r)
+            found = _expand(r)
             r.at = found.end
             _add_words(r, found.values if found.is_list else [" ".join(found.values)])
             if alone and found.is_list and not found.values and r.text[r.at : r.at + 1] == '"':
-                r.word = was  # an empty array is no word at all
+                r.word = was  # an empty array makes no word
         else:
             _add(r, char)
             r.at += 1

@@ -1,4 +1,4 @@
-"""Which commands of a script run: `if`, `case`, loops, `&&` and `||`, as far as their tests are about texts and numbers."""
+"""Decide which commands of a script run: `if`, `case`, loops, `&&` and `||` with tests of texts and numbers."""
 
 from __future__ import annotations
 
@@ -16,58 +16,58 @@ UNSET = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
 
 @dataclass
 class _Frame:
-    """An `if`, `case` or loop that is open."""
+    """An open `if`, `case` or loop."""
 
     kind: str
     active: bool = True
     taken: bool = False
-    """One of its branches ran for certain."""
+    """Whether one of its branches certainly ran."""
     subject: str | None = None
-    """Of a `case`; None: not known."""
+    """The word that a `case` compares; None if unknown."""
     wants_pattern: bool = False
     hit: bool = False
     ends_on: bool | None = None
-    """Of a loop with a test: the status that ends it."""
+    """The status of its test that ends a loop."""
 
 
 @dataclass
 class Flow:
     frames: list[_Frame] = field(default_factory=list)
     status: bool | None = None
-    """Of the last command that ran; None: not known."""
+    """Whether the last command succeeded; None if unknown."""
     guarded: bool = False
-    """What comes next does not run: it stands behind `&&` or `||`."""
+    """Whether `&&` or `||` skips the next command."""
     joined: str = ""
 
     @property
     def runs(self) -> bool:
         return not self.guarded and all(frame.active for frame in self.frames)
 
-    def operator(self, name: str) -> None:
-        """Behind a command."""
+    def end_at(self, name: str) -> None:
+        """Handle the operator after a command."""
         self.joined = name if name in ("&&", "||") else ""
         self.guarded = (name == "&&" and self.status is False) or (name == "||" and self.status is True)
         if name == ";;" and self.frames and self.frames[-1].kind == "case":
             self.frames[-1].wants_pattern, self.frames[-1].active = True, False
 
-    def finished(self, status: bool | None) -> None:
-        """A command ran."""
+    def record_status(self, status: bool | None) -> None:
+        """Record the status of a command that ran."""
         if self.joined and self.status is None and status is (self.joined == "&&"):
             status = None
         self.status = status
 
-    def keywords(self, words: list[str], ends: str, scope: Scope) -> list[str]:
-        """A command's words without the keywords before it; none where it is a pattern or the head of a loop."""
+    def strip_keywords(self, words: list[str], ends: str, scope: Scope) -> list[str]:
+        """Handle leading keywords and return the words after them. Patterns and the heads of loops leave none."""
         while words:
             top = self.frames[-1] if self.frames else None
             if top is not None and top.wants_pattern and words[0] != "esac":
-                self._pattern(top, words, ends)
+                self._match_pattern(top, words, ends)
                 return []
             word, rest = words[0], words[1:]
             if word == "if":
                 self.frames.append(_Frame("if"))
             elif word in ("then", "elif", "else") and top is not None and top.kind == "if":
-                self._branch(top, word)
+                self._enter_branch(top, word)
             elif word in ("fi", "done", "esac") and top is not None:
                 self.frames.pop()
             elif word in ("while", "until", "for", "select"):
@@ -88,7 +88,7 @@ class Flow:
             words = rest
         return words
 
-    def _branch(self, frame: _Frame, word: str) -> None:
+    def _enter_branch(self, frame: _Frame, word: str) -> None:
         if word == "then":
             frame.active = not frame.taken and self.status is not False
             frame.taken |= frame.active and self.status is True
@@ -96,7 +96,7 @@ class Flow:
             frame.active = not frame.taken
         self.guarded, self.status = False, None
 
-    def _pattern(self, frame: _Frame, words: list[str], ends: str) -> None:
+    def _match_pattern(self, frame: _Frame, words: list[str], ends: str) -> None:
         if ends in (")", "|"):
             frame.hit |= frame.subject is None or any(fnmatch.fnmatchcase(frame.subject, word) for word in words)
         if ends == ")":
@@ -105,8 +105,8 @@ class Flow:
             frame.wants_pattern = frame.hit = False
 
 
-def decided(words: list[str]) -> bool | None:
-    """Whether a command succeeds, None where that cannot be said: `true`, `false` and tests of texts and numbers."""
+def is_success(words: list[str]) -> bool | None:
+    """Return whether a command succeeds: `true`, `false`, and tests of texts and numbers. None if unknown."""
     if words[0] in ("true", ":"):
         return True
     if words[0] == "false":
@@ -145,7 +145,7 @@ def _test(words: list[str], *, globs: bool) -> bool | None:
 
 
 def _text(word: str) -> str | None:
-    """A word as a test sees it: a variable without a value is empty there; None: a substitution is in it."""
+    """Return a word as a test sees it: a variable without a value is empty. None if it holds a substitution."""
     if UNSET.fullmatch(word):
         return ""
     return None if "$" in word or "`" in word else word

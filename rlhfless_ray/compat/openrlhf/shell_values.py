@@ -1,4 +1,4 @@
-"""Values of a shell's `$…`: variables and arrays, positional ones, what may stand in braces, and sums."""
+"""Expand a shell's `$…`: variables, arrays, arguments, `${…}` forms and arithmetic."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ BRACED = re.compile(r"(#?)([A-Za-z_]\w*|\d+|[@*#])(?:\[([@*]|\w+)\])?(?:(:?[-=+?
 
 @dataclass
 class Scope:
-    """What a script knows while it is read."""
+    """State of a script while it is read."""
 
     variables: dict[str, list[str]]
     exported: set[str]
     arguments: list[str] | None
-    """$1 and so on; None: not known."""
+    """$1, $2, …; None if unknown."""
     functions: dict[str, str] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
     depth: int = 0
@@ -42,15 +42,15 @@ class Scope:
 class Expansion:
     values: list[str]
     end: int
-    """Where it ends in the text."""
+    """Position after it in the text."""
     is_list: bool = False
-    """Each value is a word of its own within quotes too: an array's elements, all arguments."""
+    """Whether each value is a word of its own even within quotes, as for `"${array[@]}"`."""
     is_whole: bool = False
-    """The values are words already, whatever spaces they hold."""
+    """Whether each value is a word already, so that its spaces do not split it."""
 
 
-def expansion(text: str, at: int, scope: Scope, words_of: Callable[[str, Scope], list[str]]) -> Expansion:
-    """The values of the `$…` there. `words_of`: reads words, where some stand in braces."""
+def expand(text: str, at: int, scope: Scope, words_of: Callable[[str, Scope], list[str]]) -> Expansion:
+    """Expand the `$…` at a position. `words_of`: splits words inside braces."""
     rest = text[at:]
     if sum_ := re.match(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)", rest):
         return Expansion([_arithmetic(scope, sum_[1]) or sum_[0]], at + sum_.end(), is_whole=True)
@@ -59,15 +59,15 @@ def expansion(text: str, at: int, scope: Scope, words_of: Callable[[str, Scope],
         return Expansion([rest[:end]], at + end, is_whole=True)
     if rest.startswith("${"):
         end = _closing(rest, "{", "}")
-        return _braced(rest[:end], at + end, scope, words_of)
+        return _expand_braced(rest[:end], at + end, scope, words_of)
     plain = re.match(r"\$([A-Za-z_]\w*|\d|[@*#])", rest)
     if plain is None:
         return Expansion([rest[:1]], at + 1)
-    return _braced(f"${{{plain[1]}}}", at + plain.end(), scope, words_of, unknown=plain[0])
+    return _expand_braced(f"${{{plain[1]}}}", at + plain.end(), scope, words_of, unknown=plain[0])
 
 
 def _closing(text: str, opens: str, closes: str) -> int:
-    """Behind the mark that closes what the second character opens."""
+    """Return the position after the bracket that closes the first one."""
     depth = 0
     for index, char in enumerate(text):
         depth += (char == opens) - (char == closes)
@@ -76,8 +76,8 @@ def _closing(text: str, opens: str, closes: str) -> int:
     return len(text)
 
 
-def _braced(whole: str, end: int, scope: Scope, words_of: Callable[[str, Scope], list[str]], unknown: str = "") -> Expansion:
-    """`whole`: with dollar and braces, which stays where its variable has no value, or `unknown` does."""
+def _expand_braced(whole: str, end: int, scope: Scope, words_of: Callable[[str, Scope], list[str]], unknown: str = "") -> Expansion:
+    """Expand `whole`, a `${…}`. If its variable has no value, it stays as written, or becomes `unknown`."""
     parts = BRACED.fullmatch(whole[2:-1])
     if parts is None:
         return Expansion([whole], end, is_whole=True)
@@ -112,12 +112,12 @@ def _braced(whole: str, end: int, scope: Scope, words_of: Callable[[str, Scope],
     if kind and kind[0] in "%#/":
         texts = argument.partition("/")[::2] if kind[0] == "/" else (argument, "")
         pattern, by = (" ".join(words_of(text, scope)) for text in texts)
-        values = [_changed(value, kind, pattern, by) for value in values]
+        values = [_edit(value, kind, pattern, by) for value in values]
     return Expansion(values, end, is_list)
 
 
 def _slice(values: list[str], bounds: list[int], every: bool, name: str) -> list[str]:
-    """`:OFFSET` or `:OFFSET:LENGTH` of a list's elements (arguments count from 1) or of a text."""
+    """Apply `:OFFSET` or `:OFFSET:LENGTH` to a list's elements (arguments count from 1) or to a text."""
     begin = bounds[0] - (name in ("@", "*") and bounds[0] > 0)
 
     def part(whole: list[str] | str) -> list[str] | str:
@@ -127,8 +127,8 @@ def _slice(values: list[str], bounds: list[int], every: bool, name: str) -> list
     return list(part(values)) if every else [str(part("".join(values)))]
 
 
-def fields(text: str) -> list[str]:
-    """The words an expansion without quotes is split into; what a substitution says is not known and taken for one."""
+def split_fields(text: str) -> list[str]:
+    """Split an unquoted expansion into words. The unknown output of a substitution counts as one word."""
     words, at = [""], 0
     while at < len(text):
         end = at + 1
@@ -144,8 +144,8 @@ def fields(text: str) -> list[str]:
     return [word for word in words if word]
 
 
-def printed(words: list[str]) -> str | None:
-    """What a command prints, as far as that is said here: `echo`, and `expr` of two numbers. None: not known."""
+def output_of(words: list[str]) -> str | None:
+    """Return what `echo`, or `expr` of two numbers, prints. None for other commands."""
     if words[0] == "echo" and not any(word.startswith("-") and word[1:].strip("neE") == "" for word in words[1:2]):
         return " ".join(words[1:])
     if words[:2] == ["echo", "-n"]:
@@ -155,8 +155,8 @@ def printed(words: list[str]) -> str | None:
     return None
 
 
-def _changed(value: str, kind: str, pattern: str, by: str) -> str:
-    """What `%`, `#` and `/` make of it: a part that the pattern matches taken off its end or its beginning, or replaced."""
+def _edit(value: str, kind: str, pattern: str, by: str) -> str:
+    """Apply `%`, `#` or `/`: remove the end or beginning that a pattern matches, or replace a match."""
     places = range(len(value) + 1)
     if kind[0] == "%":
         cuts = [i for i in places if fnmatch.fnmatchcase(value[i:], pattern)]
@@ -172,7 +172,7 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 
 
 def _arithmetic(scope: Scope, text: str) -> str:
-    """The value of whole numbers and variables that hold some, under + - * / %; empty: anything else."""
+    """Evaluate + - * / % of whole numbers and variables. Returns an empty string for anything else."""
     known = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", lambda name: "".join(scope.variables.get(name[1], ["?"])[:1]), text)
     known = re.sub(r"\$\{?(\d)\}?", lambda name: "".join(scope.values(name[1]) or ["?"]), known)
     try:

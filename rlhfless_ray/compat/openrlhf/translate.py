@@ -1,4 +1,4 @@
-"""A command line → settings of a recipe, and what became of every flag. Nothing is lost: each flag given is in one list."""
+"""Translate a command line into settings of a recipe, with an outcome for every flag."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from rlhfless_ray.compat.openrlhf.normalise import LOGIN, STAMPED, Values, canon
 from rlhfless_ray.compat.openrlhf.recipe_keys import Installed, names, nested
 
 HONOURED, HINT, NO_EFFECT, REFUSED = "honoured", "hint", "no effect", "refused"
-RANK = (NO_EFFECT, HINT, HONOURED, REFUSED)  # of a flag that decides several things the last of these
+RANK = (NO_EFFECT, HINT, HONOURED, REFUSED)  # a flag that decides several names gets the last of their outcomes
 
 
 @dataclass
 class Outcome:
-    """What became of one flag, as it was spelled or, for a default, as the dialect spells it."""
+    """Outcome of one flag, spelled as in the command line or, for a default, as in its dialect."""
 
     flag: str
     status: str
@@ -36,18 +36,18 @@ class Translation:
     line: CommandLine
     values: Values
     settings: dict[str, Any] = field(default_factory=dict)
-    """Dotted recipe key → value; only keys that the installed recipe accepts."""
+    """Dotted recipe key → value, of the keys that the installed recipe accepts."""
     wanted: dict[str, Any] = field(default_factory=dict)
-    """The same with the keys it would need."""
+    """The same, including keys that the recipe lacks."""
     flags: list[Outcome] = field(default_factory=list)
-    """One for every flag of the command line, in its order."""
+    """One outcome for each flag of the command line, in its order."""
     missing: list[Outcome] = field(default_factory=list)
-    """Refusals because of a default that the installed recipe cannot follow."""
+    """Refused defaults, which the installed recipe cannot follow."""
     notes: list[str] = field(default_factory=list)
     own: dict[str, Any] = field(default_factory=dict)
-    """Settings of ours, --elastic.* and --prefix.*; part of `settings`."""
+    """Settings from --elastic.* and --prefix.*, which are also in `settings`."""
     secrets: dict[str, str] = field(default_factory=dict)
-    """Environment of the run: what must not be written into a recipe."""
+    """Environment variables of the run that must not be written into a recipe."""
 
     def with_status(self, status: str) -> list[Outcome]:
         return [outcome for outcome in self.flags if outcome.status == status]
@@ -58,12 +58,17 @@ class Translation:
 
     @property
     def tree(self) -> dict[str, Any]:
-        """Nested, as Recipe.parse takes it."""
+        """The settings as a nested dict for Recipe.parse."""
         return nested(self.settings)
 
 
 def translate(tokens: Sequence[str], environment: Mapping[str, str] = os.environ) -> Translation:
-    """Raises dialect.Unreadable for a line no version reads, UserError for one that OpenRLHF's own checks stop."""
+    """Translate a command line.
+
+    Raises:
+        Unreadable: If no version accepts the line.
+        UserError: If OpenRLHF's own checks reject it.
+    """
     theirs, ours, version = separate(tokens)
     line = read(theirs, version)
     values = canonical(line, environment)
@@ -71,35 +76,34 @@ def translate(tokens: Sequence[str], environment: Mapping[str, str] = os.environ
     installed = Installed()
     about = [*_about_dialect(line), *_other_defaults(line, values), *other_meanings(line, values)]
     found = Translation(line, values, notes=[*about, *notes, *departures(values)])
-    found.own = own_settings(ours, installed.knows, installed.keys, owned_keys())
-    told = {rule.name: _tell(rule, values, installed, found) for rule in RULES}
+    found.own = own_settings(ours, installed.keys, owned_keys())
+    outcomes = {rule.name: _apply_rule(rule, values, installed, found) for rule in RULES}
     for flag, decided in values.given.items():
-        found.flags.append(_combined(flag, [told.get(name) or Outcome(flag, HONOURED) for name in decided]))
+        found.flags.append(_combined(flag, [outcomes.get(name) or Outcome(flag, HONOURED) for name in decided]))
     found.missing = [
-        Outcome(values.spelled(name), REFUSED, _section_missing(name, values, installed) or outcome.why)
-        for name, outcome in told.items()
-        if outcome.status == REFUSED and name not in values.said
+        Outcome(values.spelled(name), REFUSED, outcome.why)
+        for name, outcome in outcomes.items()
+        if outcome.status == REFUSED and name not in values.set_by
     ]
-    found.settings |= installed.accepted(ALWAYS)
+    found.settings |= ALWAYS | found.own
     found.wanted |= ALWAYS | found.own
-    found.settings |= found.own
     found.settings.setdefault("run.name", _run_name(found.values))
     _keep_secrets(found)
     return found
 
 
-def _tell(rule: Rule, v: Values, installed: Installed, found: Translation) -> Outcome:
-    """What becomes of one newest name; its settings go into `found`."""
-    said = rule.reading(v) if rule.reading else ""
+def _apply_rule(rule: Rule, v: Values, installed: Installed, found: Translation) -> Outcome:
+    """Add the settings of one newest name to `found` and return its outcome."""
+    reading = rule.reading(v) if rule.reading else ""
     idle = rule.idle(v)
     if idle:
         return Outcome(rule.name, NO_EFFECT, f"without effect in OpenRLHF too: {idle}")
     if rule.kind == "error":
         if v[rule.name] == defaults(v.version, {})[rule.name]:
             return Outcome(rule.name, NO_EFFECT, "the default")
-        return Outcome(rule.name, REFUSED, said)
+        return Outcome(rule.name, REFUSED, reading)
     if rule.kind == "noop":
-        return Outcome(rule.name, NO_EFFECT, said)
+        return Outcome(rule.name, NO_EFFECT, reading)
     settings = rule.settings(v)
     found.wanted |= settings
     accepted = installed.accepted(settings)
@@ -108,22 +112,13 @@ def _tell(rule: Rule, v: Values, installed: Installed, found: Translation) -> Ou
         if wrong:
             return Outcome(rule.name, REFUSED, f"{names(wrong)} does not take {shown(settings[wrong[0]])}")
         found.settings |= accepted
-        return Outcome(rule.name, HINT, said)
+        return Outcome(rule.name, HINT, reading)
     lacking = installed.lacks(settings)
     if lacking:
-        wants = f"the recipe {_wants(lacking, settings, installed)}"  # of a key that is there, the value is what nobody can take
-        return Outcome(rule.name, REFUSED, said or (wants if all(map(installed.knows, lacking)) else f"not supported yet; {wants}"))
+        wants = f"the recipe {_wants(lacking, settings, installed)}"
+        return Outcome(rule.name, REFUSED, reading or (wants if all(map(installed.knows, lacking)) else f"not supported yet; {wants}"))
     found.settings |= accepted
     return Outcome(rule.name, HONOURED, names(settings))
-
-
-def _section_missing(name: str, v: Values, installed: Installed) -> str:
-    """One reason for all defaults that are about something the recipe does not have at all, such as a critic."""
-    lacking = installed.lacks(rule_of()[name].settings(v))
-    sections = {key.partition(".")[0] for key in lacking if installed.lacks_section(key)}
-    if len(sections) != 1 or not all(map(installed.lacks_section, lacking)):
-        return ""
-    return f"not supported yet; the recipe has no section `{sections.pop()}`"
 
 
 def _wants(lacking: list[str], settings: dict[str, Any], installed: Installed) -> str:
@@ -133,9 +128,9 @@ def _wants(lacking: list[str], settings: dict[str, Any], installed: Installed) -
 
 
 def _combined(flag: str, outcomes: list[Outcome]) -> Outcome:
-    """One flag may decide several newest names (--max_norm: the actor's and the critic's)."""
+    """Combine the outcomes of the newest names that one flag decides, such as both `max_norm` for --max_norm."""
     if not outcomes:
-        return Outcome(flag, NO_EFFECT, "without effect in OpenRLHF too: nothing reads it")
+        return Outcome(flag, NO_EFFECT, "without effect in OpenRLHF too, which does not read it")
     status = max((outcome.status for outcome in outcomes), key=RANK.index)
     whys = dict.fromkeys(outcome.why for outcome in outcomes if outcome.status == status and outcome.why)
     return Outcome(flag, status, "; ".join(whys))
@@ -146,57 +141,57 @@ def _about_dialect(line: CommandLine) -> list[str]:
     for spec in line.foreign:
         instead = instead_of(spec.flag)
         notes.append(
-            f"{spec.flag}: read as OpenRLHF {span_text(spec.since, spec.until)} has it"
-            + (f"; in {newest()} that is {instead}" if instead and instead != spec.flag else "")
+            f"{spec.flag}: read as in OpenRLHF {span_text(spec.since, spec.until)}"
+            + (f"; {newest()} calls it {instead}" if instead and instead != spec.flag else "")
         )
     return notes
 
 
 def _other_defaults(line: CommandLine, v: Values) -> list[str]:
-    """A command that several versions accept has the newest one's defaults: those of the others that would matter are said."""
+    """Return a note on the defaults of other versions that accept the command too, if they would change the recipe."""
     differing: dict[tuple[str, str], list[str]] = {}
-    own = defaults(line.version, {})  # a value may be another: the launcher fills some in
+    own = defaults(line.version, {})  # not `v.value`, into which the launcher fills some values
     for version in line.accepted_by:
         for name, value in defaults(version, {}).items():
             rule = rule_of().get(name)
-            if name in v.said or rule is None or rule.kind not in ("exact", "cond") or rule.idle(v) or value in (own[name], STAMPED):
+            if name in v.set_by or rule is None or rule.kind not in ("exact", "cond") or rule.idle(v) or value in (own[name], STAMPED):
                 continue
             if rule.settings(v) != rule.settings(replace(v, value={**v.value, name: value})):
                 differing.setdefault((name, shown(value)), []).append(version)
     if not differing:
         return []
-    told = [f"{v.named(name)} {text or 'empty'} ({span_text(where[0], where[-1])})" for (name, text), where in differing.items()]
-    return [f"other versions accept this command too, with other defaults: {', '.join(told)}; --elastic.dialect VERSION takes them"]
+    parts = [f"{v.named(name)} {text or 'empty'} ({span_text(where[0], where[-1])})" for (name, text), where in differing.items()]
+    return [f"other versions accept this command too, with other defaults: {', '.join(parts)}; choose one with --elastic.dialect VERSION"]
 
 
 def _run_name(v: Values) -> str:
-    """Of the run's folder: what Weights & Biases calls the run where that was said, else the launcher's name."""
-    if "logger.wandb.run_name" not in v.said:
+    """Return the run folder's name: the Weights & Biases run name if the command gives one, else the launcher's name."""
+    if "logger.wandb.run_name" not in v.set_by:
         return LAUNCHER
     return re.sub(r"[^\w.-]+", "-", v["logger.wandb.run_name"]).strip("-.") or LAUNCHER
 
 
 def _keep_secrets(found: Translation) -> None:
     key = found.values[LOGIN]
-    if key and re.fullmatch(r"[\w-]{32,}", key):  # anything else just turns logging on, as scripts write `True`
+    if key and re.fullmatch(r"[\w-]{32,}", key):  # other values, such as `True`, only turn logging on
         found.secrets["WANDB_API_KEY"] = key
 
 
 def supported_today() -> dict[str, str]:
-    """Newest name → the recipe keys that the installed recipe lacks for it; empty text: none."""
+    """Return {newest name: the recipe keys it needs that the installed recipe lacks, or an empty string}."""
     installed = Installed()
     return {rule.name: ", ".join(key for key in rule.keys if not installed.knows(key)) for rule in RULES}
 
 
 def refusals(found: Translation) -> UserError | None:
-    """One sentence that names every flag that keeps the command from running; None: it runs."""
+    """Return an error that names every refused flag, or None if the command can run."""
     if not found.refused:
         return None
     return UserError("; ".join(f"{outcome.flag}: {outcome.why}" for outcome in found.refused))
 
 
 def recipe_of(found: Translation) -> Any:
-    """The recipe of a translation without refusals. Raises UserError with the flag that set what the recipe does not take."""
+    """Return the recipe of a translation without refusals. Raises UserError, which names the flag of an invalid value."""
     from rlhfless_ray.recipe import Recipe
 
     try:
@@ -206,12 +201,12 @@ def recipe_of(found: Translation) -> Any:
 
 
 def by_flag(found: Translation, error: UserError) -> UserError:
-    """The same mistake with the flags that set the recipe keys it names, or with the one that would."""
+    """Return the error with the flags that set the recipe keys it names, or with the flag that could set them."""
     from rlhfless_ray.run.memory_check import DoesNotFit
 
     text = str(error).replace("prompts.path ", "prompts.paths ") if "prompts.paths" in found.settings else str(error)
     keys = [key for key in found.settings if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", text)]
-    if re.search(r"--resume\b", text):  # our own flag for going on from a checkpoint
+    if re.search(r"--resume\b", text):  # the option of `rlhfless train` for checkpoint.resume
         keys.append("checkpoint.resume")
     flags = [f"--elastic.{key}" for key in keys if key in found.own]
     for rule in RULES:
@@ -226,7 +221,7 @@ def by_flag(found: Translation, error: UserError) -> UserError:
 
 
 def problem(found: Translation) -> str | None:
-    """Why the recipe that comes out is none; None: it is one."""
+    """Return why the translated recipe is invalid, or None if it is valid."""
     try:
         recipe_of(found)
     except UserError as error:

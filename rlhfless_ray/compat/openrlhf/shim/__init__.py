@@ -1,1 +1,1 @@
-"""A folder for PYTHONPATH. It holds no `openrlhf` package: see sitecustomize.py."""
+"""Folder for PYTHONPATH. It has no `openrlhf` package; sitecustomize.py says why."""

@@ -1,11 +1,11 @@
-"""What a launcher that only OpenRLHF itself runs says where OpenRLHF is not installed."""
+"""Stand in for a launcher that needs OpenRLHF itself, if OpenRLHF is not installed: print an error and exit."""
 
 import sys
 
 name = next((argument for argument in sys.orig_argv if "openrlhf.cli." in argument), "this launcher").removeprefix("-m")
 if name == "openrlhf.cli.train_ppo":
-    said = ": OpenRLHF had it until 0.6.1; start openrlhf.cli.train_ppo_ray instead"
+    message = ": OpenRLHF had it until 0.6.1; start openrlhf.cli.train_ppo_ray instead"
 else:
-    said = " is not covered by rlhfless_ray: it is no Ray program; install OpenRLHF to run it"
-print(f"error: {name}{said}", file=sys.stderr)
+    message = " is not covered by rlhfless_ray, because it is not a Ray program; install OpenRLHF to run it"
+print(f"error: {name}{message}", file=sys.stderr)
 sys.exit(2)

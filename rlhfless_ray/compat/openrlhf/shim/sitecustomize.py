@@ -1,8 +1,8 @@
 """With this folder on PYTHONPATH, `python -m openrlhf.cli.train_ppo_ray` runs rlhfless_ray.
 
-Python imports this file at its start. A finder, asked before any folder is searched, answers for the launchers only. So an
-installed OpenRLHF, or a checkout of it in the working folder, keeps everything else: `-m` looks in that folder first, and a
-package named openrlhf in here would lose there. Python processes that start no launcher are left as they are.
+Python imports this file at its start. It installs a finder that runs before any folder is searched and finds the launchers only.
+The rest of an installed OpenRLHF, or of a checkout in the working folder, stays in use. A package named openrlhf in this folder
+would not work, because `-m` searches the working folder first. Python processes that start no launcher do not change.
 """
 
 import importlib.machinery
@@ -16,7 +16,7 @@ OURS = ("train_ppo_ray", "serve_rm", "lora_combiner")
 
 
 class Launchers:
-    """Finds openrlhf.cli.<launcher> as the module of that name in rlhfless_ray.cli, and its parents where there are none."""
+    """Find openrlhf.cli.<launcher> in rlhfless_ray.cli, and its parent packages if they do not exist."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
@@ -42,17 +42,17 @@ class Launchers:
         return None
 
 
-def _next_sitecustomize():
-    """Whatever would have been imported in this file's place."""
+def _run_next_sitecustomize():
+    """Run the sitecustomize module that this file hides."""
     others = [folder for folder in sys.path if os.path.abspath(folder or ".") != HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-STARTED = [argument.removeprefix("-m") for argument in getattr(sys, "orig_argv", ())]  # an older Python is left alone
+STARTED = [argument.removeprefix("-m") for argument in getattr(sys, "orig_argv", ())]  # Python 3.9 and older has no orig_argv
 if any(argument.startswith("openrlhf.cli.") for argument in STARTED):
     sys.meta_path.insert(0, Launchers)
 if any(argument.startswith("rlhfless_ray.cli.") for argument in STARTED) and ROOT not in sys.path:
     sys.path.append(ROOT)
-_next_sitecustomize()
+_run_next_sitecustomize()
