@@ -18,15 +18,16 @@ from typing import Any
 import pytest
 import yaml
 from filelock import FileLock
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import rlhfless_ray  # noqa: F401 - sets what has to be set before grpc is loaded
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 
-settings.register_profile("same", derandomize=True)  # what passed here passes everywhere
-settings.register_profile("search")  # `pytest --hypothesis-profile=search` looks for more
+# No deadline and no complaint about slow draws: both measure a busy machine. What passed here passes everywhere.
+settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("search", settings.get_profile("same"), derandomize=False)  # `--hypothesis-profile=search` looks for more
 settings.load_profile("same")
 
 REWARD = '''

@@ -62,7 +62,7 @@ def check(plans: list[Plan], lengths: np.ndarray, speed: Speed, actors: int) -> 
 @given(
     st.integers(0, 10**6), st.integers(1, 8), st.sampled_from([1, 2, 8]), st.floats(1e-3, 0.05), st.floats(1e-5, 1e-2), st.integers(1, 8)
 )
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=16)
 def test_few_sequences_match_every_contiguous_partition(
     seed: int, n: int, columns: int, base_s: float, per_seq_s: float, actors: int
 ) -> None:

@@ -72,18 +72,17 @@ def read(tokens: Sequence[str], version: str | None = None) -> CommandLine:
         return _mixture(tokens, names)
     best = max(readers, key=lambda v: (sum(name in flags_of(v) for name in names), place(v)))
     for name in names:
-        if len(_resolve(name, flags_of(best))) > 1:
+        if len(_resolve(name, best)) > 1:
             raise Unreadable(_ambiguous(name, readers), best)
-    accepted = {v: parse(parser_of(v), tokens) for v in readers if all(len(_resolve(name, flags_of(v))) == 1 for name in names)}
+    accepted = {v: parse(parser_of(v), tokens) for v in readers if all(len(_resolve(name, v)) == 1 for name in names)}
     return CommandLine(best, accepted[best], [v for v in accepted if accepted[v] == accepted[best]])
 
 
 def _reads(version: str, tokens: Sequence[str], names: list[str]) -> bool:
     """Whether a version's parser accepts the line with some full name in place of each ambiguous abbreviation."""
-    known = flags_of(version)
-    if not all(_resolve(name, known) for name in names):  # spares building parsers that cannot accept it
+    if not all(_resolve(name, version) for name in names):  # spares building parsers that cannot accept it
         return False
-    places = [(index, name, _one_of_each_form(_resolve(name, known), known)) for index, name, _ in _options(tokens) if name != "--help"]
+    places = [(index, name, _one_of_each_form(name, version)) for index, name, _ in _options(tokens) if name != "--help"]
     for flags in itertools.islice(itertools.product(*(candidates for *_, candidates in places)), MOST_READINGS):
         line = list(tokens)
         for (index, name, _), flag in zip(places, flags, strict=True):
@@ -96,11 +95,11 @@ def _reads(version: str, tokens: Sequence[str], names: list[str]) -> bool:
     return False
 
 
-def _one_of_each_form(flags: list[str], known: dict[str, Spec]) -> list[str]:
-    """Of flags whose values are read alike, the first."""
+def _one_of_each_form(name: str, version: str) -> list[str]:
+    """Of the flags that a name stands for and whose values are read alike, the first."""
     forms: dict[tuple[object, ...], str] = {}
-    for flag in flags:
-        forms.setdefault(_form(known[flag]), flag)
+    for flag in _resolve(name, version):
+        forms.setdefault(_form(flags_of(version)[flag]), flag)
     return list(forms.values())
 
 
@@ -109,7 +108,7 @@ def _form(spec: Spec) -> tuple[object, ...]:
     return spec.type, spec.action, spec.choices, spec.nargs
 
 
-def _meaning(flags: list[str]) -> tuple[str, ...] | None:
+def _meaning(flags: Sequence[str]) -> tuple[str, ...] | None:
     """The newest names that a single flag decides; None where there is not exactly one flag. One that has no newest name means itself."""
     return (renamed(flags[0]) or (flags[0],)) if len(flags) == 1 else None
 
@@ -124,7 +123,7 @@ def _candidates(name: str, within: Sequence[str]) -> str:
     """The flags of these versions (oldest first) that a name abbreviates, each with the versions that have it."""
     found: dict[str, list[str]] = {}
     for version in within:
-        for flag in _resolve(name, flags_of(version)):
+        for flag in _resolve(name, version):
             found.setdefault(flag, []).append(version)
     return ", ".join(f"{flag} ({span_text(having[0], having[-1])})" for flag, having in found.items())
 
@@ -135,15 +134,14 @@ def _strictly(tokens: Sequence[str], version: str) -> CommandLine:
     try:
         return CommandLine(version, parse(parser_of(version), tokens), [version])
     except Refused as refused:
-        unknown = [name for name in _option_names(tokens) if not _resolve(name, flags_of(version))]
+        unknown = [name for name in _option_names(tokens) if not _resolve(name, version)]
         raise Unreadable(_with_advice(str(refused), unknown), version) from None
 
 
 def _mixture(tokens: Sequence[str], names: list[str]) -> CommandLine:
     def known_by(version: str) -> tuple[int, int, int]:
-        known = flags_of(version)
-        exact = sum(name in known for name in names)
-        return exact, sum(bool(_resolve(name, known)) for name in names), place(version)
+        exact = sum(name in flags_of(version) for name in names)
+        return exact, sum(bool(_resolve(name, version)) for name in names), place(version)
 
     base = max(versions(), key=known_by)
     known = flags_of(base)
@@ -185,10 +183,10 @@ def _definitions(given: list[str], base: str) -> Iterator[tuple[Spec, ...]]:
 def _in_mixture(name: str, base: str) -> str:
     """The full name of an abbreviation in a line that no version reads: what the base's parser makes of it. Empty: no version has a flag
     that begins so. Raises Unreadable where the base has none or several, or where another version's parser would read another."""
-    found = [flags for version in versions() if (flags := _resolve(name, flags_of(version)))]
+    found = [flags for version in versions() if (flags := _resolve(name, version))]
     if not found:
         return ""
-    here = _resolve(name, flags_of(base))
+    here = _resolve(name, base)
     if not here:
         raise Unreadable(
             f"unrecognized arguments: {name} abbreviates no flag of OpenRLHF {base}, which most of the line is written for; it could match "
@@ -217,11 +215,12 @@ def _option_names(tokens: Sequence[str]) -> list[str]:
     return [name for _, name, _ in _options(tokens) if name != "--help"]
 
 
-def _resolve(name: str, known: dict[str, Spec]) -> list[str]:
-    """What argparse takes a name for: itself, or all flags that it abbreviates."""
-    if name in known:
-        return [name]
-    return [flag for flag in known if flag.startswith(name)]
+@cache
+def _resolve(name: str, version: str) -> tuple[str, ...]:
+    """What a version's argparse takes a name for: itself, or all flags that it abbreviates."""
+    if name in flags_of(version):
+        return (name,)
+    return tuple(flag for flag in flags_of(version) if flag.startswith(name))
 
 
 # ---------------------------------------------------------------- what to write instead

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 UNSET = object()
 
@@ -205,9 +208,21 @@ class Installed:
 
 
 def _valid(key: str, value: Any) -> bool:
+    from pydantic import ValidationError
+
+    try:
+        _validator(key).validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+@cache
+def _validator(key: str) -> TypeAdapter[Any]:
+    """Return what checks a value of a recipe's key. To build it takes longer than to check a value."""
     from typing import Annotated
 
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import TypeAdapter
 
     from rlhfless_ray.recipe import Recipe
 
@@ -217,11 +232,7 @@ def _valid(key: str, value: Any) -> bool:
         section = section.model_fields[parent].annotation
     info = section.model_fields[leaf]
     kind: Any = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
-    try:
-        TypeAdapter(kind).validate_python(value)
-    except ValidationError:
-        return False
-    return True
+    return TypeAdapter(kind)
 
 
 def nested(settings: dict[str, Any]) -> dict[str, Any]:
