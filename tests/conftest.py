@@ -234,7 +234,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callabl
     """A folder that costs minutes to make, for all processes that the tests are spread over: the first to need it makes it."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
-    with FileLock(f"{folder}.lock", timeout=580):
+    with FileLock(f"{folder}.lock", timeout=880):
         if not (folder / "made").exists():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()

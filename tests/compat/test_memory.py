@@ -14,7 +14,7 @@ from rlhfless_ray.compat.openrlhf.translate import translate
 from rlhfless_ray.run import memory_check as sizes
 from tests.conftest import ROOT, command, environment
 from tests.placement.test_memory import LLAMA_70B, QWEN_7B
-from tests.test_sizes import ENORMOUS, folder
+from tests.test_memory_check import ENORMOUS, folder
 
 LINE = "--prompt_data /d.jsonl --remote_rm_url /r.py --advantage_estimator rloo --n_samples_per_prompt 4 --vllm_num_engines 2 --bf16"
 NEW = (
