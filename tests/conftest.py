@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import gc
+import importlib
+import io
 import json
 import os
 import shutil
@@ -11,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,20 @@ def command(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
         env=environment(),
         **more,
     )
+
+
+def command_here(*arguments: str, module: str = "rlhfless_ray.cli.main") -> subprocess.CompletedProcess[str]:
+    """Run `rlhfless …`, or the `main` of another module, in this process and return what it said. Spares a process and its imports;
+    for commands that start nothing."""
+    said, complained = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(said), redirect_stderr(complained):
+        patched.setattr(sys, "argv", ["rlhfless", *arguments])
+        patched.setattr(os, "_exit", sys.exit)
+        patched.delenv("RAY_ADDRESS", raising=False)
+        patched.chdir(ROOT)
+        with pytest.raises(SystemExit) as ended:
+            importlib.import_module(module).main()
+    return subprocess.CompletedProcess(arguments, ended.value.code or 0, said.getvalue(), complained.getvalue())  # type: ignore[arg-type]
 
 
 def environment() -> dict[str, str]:

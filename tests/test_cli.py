@@ -13,7 +13,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.tiny_model import scratch_policy
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.weights.model_folder import write_folder
-from tests.conftest import ROOT, command, environment, small_recipe, write_recipe
+from tests.conftest import ROOT, command, command_here, environment, small_recipe, write_recipe
 
 
 def sentence(done: subprocess.CompletedProcess) -> str:
@@ -52,7 +52,7 @@ def test_resuming_what_never_ran(tmp_path):
 
 
 def test_a_report_of_a_folder_that_is_no_run(tmp_path):
-    done = command("report", str(tmp_path))
+    done = command_here("report", str(tmp_path))
     assert done.returncode == 2 and "not a run folder" in sentence(done)
     assert list(tmp_path.iterdir()) == []
 
