@@ -36,12 +36,15 @@ demo: install
 check: install
 	@$(MAKE) --no-print-directory -j 2 lint types pure
 
-# Everything that CI needs. The other tests wait for Ray much of the time: a third process fills two cores, where there is memory for it.
-# What fails among them is run once more, alone: a test that fails only beside others on a busy machine is named and does not fail CI.
-test: check
-	@$(BIN)/python -m pytest -q -n $(WORKERS) -m "not pure" || { \
+# $(1): processes, $(2): markers. What fails is run once more, alone: a test that fails only beside others on a busy machine is named
+# and does not fail CI.
+pytest = $(BIN)/python -m pytest -q -n $(1) -m $(2) || { \
 	  echo "the tests that failed, once more, alone:"; \
-	  $(BIN)/python -m pytest -q -m "not pure" --last-failed --last-failed-no-failures none; }
+	  $(BIN)/python -m pytest -q -m $(2) --last-failed --last-failed-no-failures none; }
+
+# Everything that CI needs. The other tests wait for Ray much of the time: a third process fills two cores, where there is memory for it.
+test: check
+	@$(call pytest,$(WORKERS),"not pure")
 
 lint: install
 	@$(BIN)/ruff check $(CODE)
@@ -51,7 +54,7 @@ types: install
 	@$(BIN)/mypy rlhfless_ray placement
 
 pure: install
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m pure
+	@export OMP_NUM_THREADS=1; $(call pytest,2,pure)
 
 wheel: install
 	@$(BIN)/python -m build --wheel --no-isolation --outdir dist .

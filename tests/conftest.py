@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import gc
+import importlib
+import io
 import json
 import os
 import shutil
@@ -11,22 +13,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from filelock import FileLock
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import rlhfless_ray  # noqa: F401 - sets what has to be set before grpc is loaded
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 
-settings.register_profile("same", derandomize=True)  # what passed here passes everywhere
-settings.register_profile("search")  # `pytest --hypothesis-profile=search` looks for more
+# No deadline and no complaint about slow draws: both measure a busy machine. What passed here passes everywhere.
+settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("search", settings.get_profile("same"), derandomize=False)  # `--hypothesis-profile=search` looks for more
 settings.load_profile("same")
 
 REWARD = '''
@@ -79,6 +82,20 @@ def command(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
         env=environment(),
         **more,
     )
+
+
+def command_here(*arguments: str, module: str = "rlhfless_ray.cli.main") -> subprocess.CompletedProcess[str]:
+    """Run `rlhfless …`, or the `main` of another module, in this process and return what it said. Spares a process and its imports;
+    for commands that start nothing."""
+    said, complained = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(said), redirect_stderr(complained):
+        patched.setattr(sys, "argv", ["rlhfless", *arguments])
+        patched.setattr(os, "_exit", sys.exit)
+        patched.delenv("RAY_ADDRESS", raising=False)
+        patched.chdir(ROOT)
+        with pytest.raises(SystemExit) as ended:
+            importlib.import_module(module).main()
+    return subprocess.CompletedProcess(arguments, ended.value.code or 0, said.getvalue(), complained.getvalue())  # type: ignore[arg-type]
 
 
 def environment() -> dict[str, str]:
@@ -233,7 +250,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callabl
     """A folder that costs minutes to make, for all processes that the tests are spread over: the first to need it makes it."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
-    with FileLock(f"{folder}.lock", timeout=580):
+    with FileLock(f"{folder}.lock", timeout=880):
         if not (folder / "made").exists():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()

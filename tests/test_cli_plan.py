@@ -18,7 +18,7 @@ from placement.forecast.forecaster import LengthForecaster
 from rlhfless_ray.cli.frontier_svg import _ticks
 from rlhfless_ray.cli.main import app
 from rlhfless_ray.common.errors import UserError
-from tests.conftest import command
+from tests.conftest import command_here
 
 SPEED = ("--actors", "6", "--speed", "0.0085,3e-5")
 
@@ -220,11 +220,11 @@ def test_goals_that_cannot_be_met_say_the_nearest_that_can(grouped: Path, capsys
 
 
 def test_exit_codes_and_one_sentence(tmp_path: Path) -> None:
-    done: subprocess.CompletedProcess[str] = command("plan", str(tmp_path / "nothing.json"), *SPEED)
+    done: subprocess.CompletedProcess[str] = command_here("plan", str(tmp_path / "nothing.json"), *SPEED)
     assert done.returncode == 2 and "no such file" in done.stderr and "Traceback" not in done.stderr
     path = tmp_path / "a.json"
     path.write_text("[5, 6, 7]")
-    done = command("plan", str(path), *SPEED, "--json")
+    done = command_here("plan", str(path), *SPEED, "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["lengths"]["max"] == 7
 
 

@@ -82,7 +82,7 @@ def test_defaults_are_valid_and_survive_yaml() -> None:
     assert set(known_keys(Recipe)) >= {"run.seed", "algorithm.kl.estimator", "rollout"}
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.text(string.printable + "äß→", max_size=30), st.integers(-(2**70), 2**70), st.floats(0, 1e9, exclude_min=True))
 def test_any_value_survives_yaml(text: str, seed: int, rate: float) -> None:
     changes = [("prompts.system", text), ("run.seed", seed), ("learner.learning_rate", rate), ("learner.betas", [0.5, 0.9])]

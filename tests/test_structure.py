@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return [component for component in found if len(component) > 1]
 
 
+@cache
 def graph_of(package: str) -> dict[str, set[str]]:
     known = modules(package)
     return {name: imports(name, path, known) for name, path in known.items()}

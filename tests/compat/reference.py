@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hypothesis import strategies as st
 
@@ -29,9 +27,20 @@ def definitions(version: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+class Refused(Exception):
+    """What argparse exits with code 2 for."""
+
+
+class ReferenceParser(argparse.ArgumentParser):
+    """Raise what argparse would print, without the usage before it: to format that costs more than to read a line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Refused(message)
+
+
 @cache
 def reference_parser(version: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="train_ppo_ray.py")
+    parser = ReferenceParser(prog="train_ppo_ray.py")
     for flag, span in definitions(version).items():
         if span.get("action"):
             parser.add_argument(flag, action=span["action"], dest=span.get("dest", flag[2:]))
@@ -44,13 +53,10 @@ def reference_parser(version: str) -> argparse.ArgumentParser:
 
 def reference_parse(version: str, tokens: list[str]) -> dict[str, Any] | str:
     """What that version's namespace holds, or the sentence it exits with."""
-    said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            return vars(reference_parser(version).parse_args(tokens))
-    except SystemExit as stop:
-        assert stop.code == 2, said.getvalue()
-        return said.getvalue().rpartition("error: ")[2].strip()
+        return vars(reference_parser(version).parse_args(tokens))
+    except Refused as refused:
+        return str(refused)
 
 
 def values_of(span: dict[str, Any]) -> st.SearchStrategy[list[str]]:

@@ -12,9 +12,9 @@ import pytest
 from rlhfless_ray.compat.openrlhf.memory import memory_lines, too_large_here, width_note
 from rlhfless_ray.compat.openrlhf.translate import translate
 from rlhfless_ray.run import memory_check as sizes
-from tests.conftest import ROOT, command, environment
+from tests.conftest import ROOT, command_here, environment
 from tests.placement.test_memory import LLAMA_70B, QWEN_7B
-from tests.test_sizes import ENORMOUS, folder
+from tests.test_memory_check import ENORMOUS, folder
 
 LINE = "--prompt_data /d.jsonl --remote_rm_url /r.py --advantage_estimator rloo --n_samples_per_prompt 4 --vllm_num_engines 2 --bf16"
 NEW = (
@@ -73,18 +73,18 @@ def test_explain_tells_the_sizes_of_what_a_job_will_need(tmp_path):
     model = folder(tmp_path / "70b", LLAMA_70B)
     job = ["ray", "job", "submit", "--", "python3", "-m", "openrlhf.cli.train_ppo_ray"]
     flags = line(model, "--vllm_tensor_parallel_size", "2", "--lora_rank", "8")
-    done = command("explain", "--", *job, *flags)
+    done = command_here("explain", "--", *job, *flags)
     assert "memory      an engine needs at least 141.4 GB (141.1 GB weights, 0.3 GB KV" in done.stdout, done.stderr
     assert "a learner rank needs at least 141.1 GB on its device" in done.stdout
     assert "one device of 80 GB does not hold it: there the run is refused before it starts" in done.stdout
     assert "does not run: " not in done.stdout and done.returncode == 0
-    told = json.loads(command("explain", "--json", "--", *job, *flags).stdout)
+    told = json.loads(command_here("explain", "--json", "--", *job, *flags).stdout)
     assert told["memory"][0] == {"function": "an engine", "bytes": 2 * 70_553_706_496 + 2 * 80 * 8 * 128 * 2 * 1025} and told["runs"]
 
 
 def test_what_this_machine_cannot_hold_exits_with_two(tmp_path):
     flags = line(folder(tmp_path / "big", ENORMOUS), "--vllm_tensor_parallel_size", "2")
-    done = command("explain", "--", "python3", "-m", "openrlhf.cli.train_ppo_ray", *flags)
+    done = command_here("explain", "--", "python3", "-m", "openrlhf.cli.train_ppo_ray", *flags)
     assert done.returncode == 2 and "\ndoes not run: --pretrain" in done.stdout and " GB" in done.stdout.splitlines()[-1], done.stderr
     run = subprocess.run(
         [sys.executable, "-m", "rlhfless_ray.cli.train_ppo_ray", *flags], capture_output=True, text=True, timeout=120, cwd=tmp_path,

@@ -145,6 +145,7 @@ def test_the_reference_names_every_key_and_command() -> None:
         assert f"## rlhfless {name}" in page
 
 
+@pytest.mark.slow
 def test_the_site_builds_strictly_and_asks_the_network_for_nothing(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     environment = make_scratch(tmp_path) | {"NO_MKDOCS_2_WARNING": "1"}

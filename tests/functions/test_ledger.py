@@ -217,7 +217,7 @@ EVENT = st.tuples(
 
 
 @given(st.lists(EVENT, max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_every_leased_second_is_billed_exactly_once(events: list[tuple[str, str, int, int, int, str]]) -> None:
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:

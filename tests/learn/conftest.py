@@ -90,7 +90,7 @@ def run_gangs(folder: Path, jobs: dict[int, dict[str, Any]]) -> dict[int, list[d
             start_new_session=True,
         )
     try:
-        code = process.wait(timeout=500)
+        code = process.wait(timeout=800)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

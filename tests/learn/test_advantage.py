@@ -40,7 +40,7 @@ def by_hand(rewards: np.ndarray, normalize_std: bool) -> np.ndarray:
 
 
 @given(reward_groups(), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_equals_the_loop_over_groups(rewards: np.ndarray, normalize_std: bool) -> None:
     found = group_advantages(rewards, normalize_std)
     # the difference of nearly equal rewards is known to rounding only, and divided by as little as 1e-6
@@ -77,7 +77,7 @@ def test_integer_and_boolean_rewards_work(normalize_std: bool) -> None:
 
 
 @given(reward_groups())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_leave_one_out_compares_with_the_others(rewards: np.ndarray) -> None:
     found = leave_one_out(rewards)
     for row, out in zip(rewards.tolist(), found.tolist(), strict=True):

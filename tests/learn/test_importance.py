@@ -55,7 +55,7 @@ def by_hand(c: Correction, learner: list[float], sampler: list[float]) -> tuple[
 
 
 @given(LENGTHS, st.integers(0, 50), st.sampled_from(UNITS), st.sampled_from(GATES), st.sampled_from(UNITS), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_equals_the_loop(lengths: list[int], seed: int, weight: str, gate: str, unit: str, cut: bool) -> None:
     divergence = gate in ("tv", "binary_kl")
     low, high = (0.0, 0.1) if divergence else (0.7, 1.4)

@@ -15,7 +15,7 @@ RATIO_ADVANTAGE = st.tuples(st.floats(0.01, 20), st.floats(-3, 3))
 
 
 @given(st.lists(RATIO_ADVANTAGE, min_size=1, max_size=10), st.floats(1.01, 10))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_dual_clip_by_cases(pairs: list[tuple[float, float]], dual: float) -> None:
     assume(all(abs(r - edge) > 1e-9 for r, _ in pairs for edge in (0.8, 1.3, dual)))  # at a corner the slope is anything between
     ratios, advantages = (torch.tensor(x, dtype=torch.float64) for x in zip(*pairs, strict=True))
@@ -87,7 +87,7 @@ def test_gspo_is_the_papers_objective(lengths: list[int], seed: int) -> None:
 
 
 @given(st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3), st.floats(-3, 3)), min_size=1, max_size=10), st.floats(0.05, 2))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_value_loss_by_cases(rows: list[tuple[float, float, float]], clip: float) -> None:
     values, old, returns = (torch.tensor(x, dtype=torch.float64) for x in zip(*rows, strict=True))
     loss, clipped = value_loss(values, old, returns, clip)

@@ -23,7 +23,7 @@ def gsm8k_lengths(samples: int, seed: int) -> np.ndarray:
 
 
 @given(LENGTHS, st.integers(1, 200), st.integers(1, 4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_partition_budget_and_ranks(lengths: np.ndarray, budget: int, ranks: int) -> None:
     for form in (packed, padded):
         dealt = form(lengths, budget, ranks)

@@ -11,7 +11,7 @@ from rlhfless_ray.learn.reward_shaping import clipped, overlong_penalty, stop_pr
 
 
 @given(st.integers(0, 200), st.integers(1, 200), st.integers(0, 100), st.floats(0, 3))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_overlong_penalty_has_dapos_three_pieces(length: int, most: int, buffer: int, factor: float) -> None:
     """Equation 13 of DAPO, times a factor."""
     if buffer > most:
@@ -44,7 +44,7 @@ def test_clipped() -> None:
 
 
 @given(st.lists(st.lists(st.booleans(), max_size=7), min_size=1, max_size=6), st.floats(-0.5, 1), st.integers(0, 9))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_token_rewards_equal_the_loop_from_behind(masks: list[list[bool]], coefficient: float, seed: int) -> None:
     lengths = np.array([len(m) for m in masks])
     rng = np.random.default_rng(seed)

@@ -138,7 +138,7 @@ def test_one_scenario_is_a_known_length() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(2, 40), st.integers(1, 8))
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=10)
 def test_more_actors_are_not_worse_and_bounds_hold(seed: int, n: int, actors: int) -> None:
     lengths, speed = draws(seed, n, 8), Speed(0.01, 0.001)
     few, more = (frontier(lengths, speed, max_actors=k) for k in (actors, actors + 1))

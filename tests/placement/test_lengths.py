@@ -104,7 +104,7 @@ def test_a_drifting_policy_is_followed_also_for_prompts_seen_long_ago() -> None:
 
 
 @given(st.lists(st.lists(st.integers(1, 900), min_size=1, max_size=5), min_size=1, max_size=6), st.floats(0.1, 1.0))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_history_is_an_exponential_mean_and_the_spread_a_weighted_variance(groups: list[list[int]], weight: float) -> None:
     history = LengthHistory(weight, 10)
     mean = inverse = variance = freedom = None

@@ -40,7 +40,7 @@ def job(lengths: np.ndarray, speed: Speed = SPEED, actors: int = 64, **more: flo
     st.sampled_from([0.0, 1e-7, 1e-5]),
     st.floats(0.01, 3.0),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_a_static_partition_takes_the_time_of_the_formula(
     rows: list[tuple[int, int, int]], base: float, per_seq: float, per_ctx: float, interval: float
 ) -> None:

@@ -68,7 +68,7 @@ def test_phases_are_flops_over_peak_and_efficiency() -> None:
 
 @pytest.fixture(scope="module", params=["grpo", "ppo"])
 def everything(request: pytest.FixtureRequest):
-    return simulate(small(algorithm=request.param, prompts=6, prefer=0.7), seed=3)
+    return simulate(small(algorithm=request.param, prompts=4, prefer=0.7), seed=3)
 
 
 def test_holds_add_up_to_the_cost_and_fit_the_cluster(everything) -> None:

@@ -62,7 +62,7 @@ def test_steps_that_are_all_alike() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 64), st.floats(1e-5, 1.0)), min_size=8, max_size=60))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_never_negative(pairs: list[tuple[int, float]]) -> None:
     running, seconds = (np.array(x) for x in zip(*pairs, strict=True))
     fit = SpeedFit(Speed(0.01, 1e-4))

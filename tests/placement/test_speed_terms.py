@@ -139,7 +139,7 @@ def test_a_rollout_is_predicted_from_another_loads_records() -> None:
     st.floats(0, 1),
     st.floats(0, 1e-3),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_never_negative_never_nonsense(rows: list, base: float, per_seq: float, per_ctx: float) -> None:
     running, seconds, context = (np.array(x) for x in zip(*rows, strict=True))
     fit = SpeedFit(Speed(base, per_seq, per_ctx))

@@ -35,15 +35,18 @@ class ToAndFro(MigrationPolicy):
 
 
 def longer(folder: Path, name: str, **overrides: Any) -> Recipe:
-    """Responses so long that there is something to move, also where the driver looks late at what the engines do."""
-    return Recipe.parse(small_recipe(folder, run__name=name, rollout__max_tokens=96, evaluate__prompts=2, **overrides))
+    """Responses so long that there is something to move, also where the driver looks late at what the engines do. More steps than are
+    compared, for a machine on which four do not suffice for a move."""
+    return Recipe.parse(small_recipe(folder, run__name=name, run__steps=12, rollout__max_tokens=96, evaluate__prompts=2, **overrides))
 
 
 def test_a_run_with_the_service_on_makes_the_same_samples_whatever_is_killed(no_ray: None, tmp_path: Path) -> None:
     """As one without service and moves. Before step 2 the prefill instance is killed, and before step 4 the replica that owns the
     pages."""
     with Runtime(longer(tmp_path, "plain", rollout__prefix_kv="off", rollout__migrate="off")) as plain:
-        assert [step.number for step in plain] == [1, 2, 3, 4]
+        for step in plain:
+            if step.number == 4:
+                break
     recipe = longer(
         tmp_path, "served", rollout__prefix_kv="on", rollout__min_actors=2, rollout__stream_interval_s=0.02, functions__elastic=False
     )
@@ -65,6 +68,8 @@ def test_a_run_with_the_service_on_makes_the_same_samples_whatever_is_killed(no_
                 assert kill(prefill_instances(run), np.random.default_rng(0))
             if step.number == 3:
                 assert kill_index(run, None, None)
+            if step.number >= 4 and moved["move_fallbacks"] < moved["moved_by_pages"]:
+                break
         assert run.stages.prefix is not None
         told, costs = run.checkpoints.load()[2], run.stages.prefix.speed.costs()
         run.stages.prefix.speed, stage.migration = PrefixSpeed.first_guess(1.0, 10**9), MigrationPolicy("auto", 0.7, carries=True)

@@ -293,7 +293,6 @@ def test_moves_without_end_change_nothing(context: RunContext) -> None:
 
 
 def test_a_death_among_moves_loses_nothing(context: RunContext) -> None:
-    context.pool.resize(3, [], need=3)
     rng = np.random.default_rng(2)
 
     def whim(token_log: Any, engines: list[int]) -> list[tuple[int, int]]:
@@ -301,8 +300,13 @@ def test_a_death_among_moves_loses_nothing(context: RunContext) -> None:
         return [(int(i), int(rng.choice(engines))) for i in live[rng.random(len(live)) < 0.5]]
 
     lengths = [int(n) for n in rng.integers(150, 300, 12)]
-    stream = context.run(lengths, [list(range(a, 12, 3)) for a in range(3)], migration=Whims(whim), on_progress=killer(context, 1, at=15))
-    assert stream.replaced == 1 and len(stream.moved) > 5
+    shares, moved, runs = [list(range(a, 12, 3)) for a in range(3)], 0, 0
+    while moved <= 5 and runs < 5:  # on a busy machine few moves fit into one
+        context.pool.resize(3, [], need=3)
+        stream = context.run(lengths, shares, migration=Whims(whim), on_progress=killer(context, 1, at=15))
+        assert stream.replaced == 1
+        moved, runs = moved + len(stream.moved), runs + 1
+    assert moved > 5
 
 
 @pytest.mark.parametrize("context", [False], indirect=True)

@@ -72,18 +72,17 @@ def read(tokens: Sequence[str], version: str | None = None) -> CommandLine:
         return _mixture(tokens, names)
     best = max(readers, key=lambda v: (sum(name in flags_of(v) for name in names), place(v)))
     for name in names:
-        if len(_resolve(name, flags_of(best))) > 1:
+        if len(_resolve(name, best)) > 1:
             raise Unreadable(_ambiguous(name, readers), best)
-    accepted = {v: parse(parser_of(v), tokens) for v in readers if all(len(_resolve(name, flags_of(v))) == 1 for name in names)}
+    accepted = {v: parse(parser_of(v), tokens) for v in readers if all(len(_resolve(name, v)) == 1 for name in names)}
     return CommandLine(best, accepted[best], [v for v in accepted if accepted[v] == accepted[best]])
 
 
 def _reads(version: str, tokens: Sequence[str], names: list[str]) -> bool:
     """Return whether a version accepts the line with some full name for each ambiguous abbreviation."""
-    known = flags_of(version)
-    if not all(_resolve(name, known) for name in names):  # avoids building parsers that cannot accept the line
+    if not all(_resolve(name, version) for name in names):  # avoids building parsers that cannot accept the line
         return False
-    places = [(index, name, _one_of_each_form(_resolve(name, known), known)) for index, name, _ in _options(tokens) if name != "--help"]
+    places = [(index, name, _one_of_each_form(name, version)) for index, name, _ in _options(tokens) if name != "--help"]
     for flags in itertools.islice(itertools.product(*(candidates for *_, candidates in places)), MAX_READINGS):
         line = list(tokens)
         for (index, name, _), flag in zip(places, flags, strict=True):
@@ -96,11 +95,11 @@ def _reads(version: str, tokens: Sequence[str], names: list[str]) -> bool:
     return False
 
 
-def _one_of_each_form(flags: list[str], known: dict[str, Spec]) -> list[str]:
-    """Return the first of each group of flags whose values are parsed alike."""
+def _one_of_each_form(name: str, version: str) -> list[str]:
+    """Return the first of each group of flags that a name stands for and whose values are parsed alike."""
     forms: dict[tuple[object, ...], str] = {}
-    for flag in flags:
-        forms.setdefault(_form(known[flag]), flag)
+    for flag in _resolve(name, version):
+        forms.setdefault(_form(flags_of(version)[flag]), flag)
     return list(forms.values())
 
 
@@ -109,7 +108,7 @@ def _form(spec: Spec) -> tuple[object, ...]:
     return spec.type, spec.action, spec.choices, spec.nargs
 
 
-def _meaning(flags: list[str]) -> tuple[str, ...] | None:
+def _meaning(flags: Sequence[str]) -> tuple[str, ...] | None:
     """Return the newest names of a single flag, or its own name if there are none. None unless there is exactly one flag."""
     return (renamed(flags[0]) or (flags[0],)) if len(flags) == 1 else None
 
@@ -124,7 +123,7 @@ def _candidates(name: str, within: Sequence[str]) -> str:
     """List the flags that a name abbreviates in these versions (oldest first), each with its versions."""
     found: dict[str, list[str]] = {}
     for version in within:
-        for flag in _resolve(name, flags_of(version)):
+        for flag in _resolve(name, version):
             found.setdefault(flag, []).append(version)
     return ", ".join(f"{flag} ({span_text(having[0], having[-1])})" for flag, having in found.items())
 
@@ -135,15 +134,14 @@ def _strictly(tokens: Sequence[str], version: str) -> CommandLine:
     try:
         return CommandLine(version, parse(parser_of(version), tokens), [version])
     except Refused as refused:
-        unknown = [name for name in _option_names(tokens) if not _resolve(name, flags_of(version))]
+        unknown = [name for name in _option_names(tokens) if not _resolve(name, version)]
         raise Unreadable(_with_advice(str(refused), unknown), version) from None
 
 
 def _mixture(tokens: Sequence[str], names: list[str]) -> CommandLine:
     def known_by(version: str) -> tuple[int, int, int]:
-        known = flags_of(version)
-        exact = sum(name in known for name in names)
-        return exact, sum(bool(_resolve(name, known)) for name in names), place(version)
+        exact = sum(name in flags_of(version) for name in names)
+        return exact, sum(bool(_resolve(name, version)) for name in names), place(version)
 
     base = max(versions(), key=known_by)
     known = flags_of(base)
@@ -189,10 +187,10 @@ def _in_mixture(name: str, base: str) -> str:
 
     Raises Unreadable unless the base version has exactly one such flag and every other version means the same by it.
     """
-    found = [flags for version in versions() if (flags := _resolve(name, flags_of(version)))]
+    found = [flags for version in versions() if (flags := _resolve(name, version))]
     if not found:
         return ""
-    here = _resolve(name, flags_of(base))
+    here = _resolve(name, base)
     if not here:
         raise Unreadable(
             f"unrecognized arguments: {name} abbreviates no flag of OpenRLHF {base}, which most of the line is written for; it could match "
@@ -221,11 +219,12 @@ def _option_names(tokens: Sequence[str]) -> list[str]:
     return [name for _, name, _ in _options(tokens) if name != "--help"]
 
 
-def _resolve(name: str, known: dict[str, Spec]) -> list[str]:
-    """Return the flag of this name, or else all flags that it abbreviates."""
-    if name in known:
-        return [name]
-    return [flag for flag in known if flag.startswith(name)]
+@cache
+def _resolve(name: str, version: str) -> tuple[str, ...]:
+    """Return the flag of this name in a version, or else all flags that it abbreviates."""
+    if name in flags_of(version):
+        return (name,)
+    return tuple(flag for flag in flags_of(version) if flag.startswith(name))
 
 
 # ---------------------------------------------------------------- what to write instead

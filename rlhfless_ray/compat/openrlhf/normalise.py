@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cache
 from typing import Any
 
 from rlhfless_ray.common.errors import UserError
@@ -110,6 +111,7 @@ def shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
+@cache
 def targets(flag: str) -> tuple[str, ...]:
     """Return the newest names that a flag of any version decides."""
     if flag in TARGETS:

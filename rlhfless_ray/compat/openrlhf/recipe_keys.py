@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Annotated, Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -52,6 +53,16 @@ class Installed:
 
 
 def _is_valid(key: str, value: Any) -> bool:
+    try:
+        _validator(key).validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+@cache
+def _validator(key: str) -> TypeAdapter[Any]:
+    """Return the validator of a recipe's key. Building it takes longer than validating a value."""
     from rlhfless_ray.recipe import Recipe
 
     section: Any = Recipe
@@ -60,11 +71,7 @@ def _is_valid(key: str, value: Any) -> bool:
         section = section.model_fields[parent].annotation
     info = section.model_fields[leaf]
     kind: Any = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
-    try:
-        TypeAdapter(kind).validate_python(value)
-    except ValidationError:
-        return False
-    return True
+    return TypeAdapter(kind)
 
 
 def nested(settings: dict[str, Any]) -> dict[str, Any]:

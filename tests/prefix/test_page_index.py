@@ -22,7 +22,7 @@ def ask(index: PageIndex, prompts: list[tuple[int, ...]], version: str = "v", pr
     return trie, jobs
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(asked=questions, cap=st.integers(0, 12), size=st.integers(1, 4), producers=st.integers(1, 3))
 def test_under_any_questions(asked: list[list[tuple[int, ...]]], cap: int, size: int, producers: int) -> None:
     index = PageIndex(cap * PAGE, size)
@@ -45,7 +45,7 @@ def test_under_any_questions(asked: list[list[tuple[int, ...]]], cap: int, size:
             assert all(trie.nodes[n].address in there for n in path if trie.nodes[n].address in index.by_address)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple), min_size=1, max_size=8),
     before=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple), max_size=4), producers=st.integers(1, 4),

@@ -36,7 +36,7 @@ def source(text: str, batch_samples: int = 3) -> QuerySource:
     return QuerySource(UserFile("rewards.py", text), "reward_func", "answer", batch_samples)
 
 
-def worker(text: str, timeout_s: float = 2.0, batch_samples: int = 3) -> QueryWorker:
+def worker(text: str, timeout_s: float = 30.0, batch_samples: int = 3) -> QueryWorker:
     return pickle.loads(pickle.dumps(source(text, batch_samples))).worker(timeout_s)
 
 
@@ -69,7 +69,7 @@ def reward_func(queries, prompts, labels, **kwargs):
     for i, row in enumerate([{"answer": 5}, {"answer": "6"}, {}]):
         sample = Sample(Prompt(i, "<1>", (1,), row), 0, completion, text="without special tokens")
         made.append(given.item(i, sample, lambda ids: "<1>" + "".join(str(token) for token in ids[1:])))
-    assert [score.reward for score in given.worker(1.0).score(made)] == [3795.0, 3796.0, 379.0], "batch of 3, tokens 7 and 9, label"
+    assert [score.reward for score in given.worker(30.0).score(made)] == [3795.0, 3796.0, 379.0], "batch of 3, tokens 7 and 9, label"
     assert QuerySource(given.file, "reward_func", "").item(0, Sample(Prompt(0, "", ()), 0, completion), str)[3] == ""
 
 
@@ -84,7 +84,7 @@ def reward_func(queries, prompts, labels):
         if query == "slow":
             time.sleep(30)
         if query == "swallow":
-            for _ in range(6):
+            for _ in range(15):
                 try:
                     time.sleep(0.1)
                 except:
@@ -94,19 +94,19 @@ def reward_func(queries, prompts, labels):
 
 
 @pytest.mark.parametrize(
-    ("bad", "error"),
+    ("bad", "error", "timeout_s"),
     [
-        ("raise", "KeyError: 'key' (rewards.py, line 6)"),
-        ("exit", "SystemExit: 2 (rewards.py, line 8)"),
-        ("slow", "took longer than reward.timeout_s = 0.2 s"),
-        ("swallow", "took longer than reward.timeout_s = 0.2 s"),
-        ("nan", "`reward_func` returned nan, not a finite number"),
-        ("none", "`reward_func` returned NoneType None, not a number"),
+        ("raise", "KeyError: 'key' (rewards.py, line 6)", 30.0),
+        ("exit", "SystemExit: 2 (rewards.py, line 8)", 30.0),
+        ("slow", "took longer than reward.timeout_s = 0.5 s", 0.5),
+        ("swallow", "took longer than reward.timeout_s = 0.5 s", 0.5),
+        ("nan", "`reward_func` returned nan, not a finite number", 30.0),
+        ("none", "`reward_func` returned NoneType None, not a number", 30.0),
     ],
 )
-def test_the_sample_at_fault_is_found_in_its_batch(bad: str, error: str) -> None:
+def test_the_sample_at_fault_is_found_in_its_batch(bad: str, error: str, timeout_s: float) -> None:
     start = time.monotonic()
-    scores = worker(BAD_SAMPLE, 0.2).score(items("a", bad, "ccc", "dddd"))
+    scores = worker(BAD_SAMPLE, timeout_s).score(items("a", bad, "ccc", "dddd"))
     assert [(s.key, s.reward) for s in scores] == [(10, 1.0), (11, None), (12, 3.0), (13, 4.0)]
     assert scores[1].error == error and time.monotonic() - start < 25
 
@@ -164,4 +164,4 @@ def test_mistakes_are_named_when_the_file_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         QuerySource.load(str(tmp_path / "none.py"), "reward_func", "answer", 1)
     file.write_text(FORMS["dict"])
-    assert QuerySource.load(str(file), "reward_func", "answer", 1).worker(1.0).score(items("abc"))[0].reward == 3.0
+    assert QuerySource.load(str(file), "reward_func", "answer", 1).worker(30.0).score(items("abc"))[0].reward == 3.0

@@ -10,6 +10,8 @@ import pytest
 
 from tests.conftest import environment
 
+pytestmark = pytest.mark.slow  # each starts a pytest of its own
+
 PURE = '''
 import contextlib
 import subprocess

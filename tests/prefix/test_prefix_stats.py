@@ -12,7 +12,7 @@ from rlhfless_ray.prefix.prefix_stats import prefix_demand
 prompt = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(tuple)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(prompts=st.lists(prompt, min_size=1, max_size=6), block=st.integers(1, 4), data=st.data())
 def test_demand_counts_what_engines_would_do(prompts: list[tuple[int, ...]], block: int, data: st.DataObject) -> None:
     shares = data.draw(st.lists(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=8), min_size=1, max_size=3))

@@ -31,7 +31,7 @@ def reward_func(queries, prompts, labels):
 """
 
 
-def called(text: str, batch_samples: int = 1, timeout_s: float = 2.0) -> None:
+def called(text: str, batch_samples: int = 1, timeout_s: float = 30.0) -> None:
     source = QuerySource(UserFile("mine.py", text), "reward_func", "answer", batch_samples)
     dry_call(source, PROMPTS, load_tokenizer(tokenizer_files(), False), timeout_s)
 
@@ -55,7 +55,7 @@ def test_a_good_file_passes(batch_samples: int, capfd: pytest.CaptureFixture[str
 )
 def test_what_fails_for_every_response_is_named(body: str, words: str) -> None:
     with pytest.raises(UserError, match=rf"^reward.function mine.py:reward_func: .*{words}"):
-        called(f"def reward_func(queries, prompts, labels):\n    {body}\n", timeout_s=0.3)
+        called(f"def reward_func(queries, prompts, labels):\n    {body}\n", timeout_s=0.3 if "sleep" in body else 30.0)
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ with open({str(note)!r}, "a") as file:
     file.write(f"{{subprocess.Popen(['sleep', '300']).pid}} ")
 {GOOD}""")
     started = [int(one) for one in note.read_text().split()]
-    end = time.monotonic() + 20
+    end = time.monotonic() + 90
     while (left := [one for one in started if lives(one)]) and time.monotonic() < end:
         time.sleep(0.01)
     assert started and not left
