@@ -266,3 +266,23 @@ def test_devices_are_joined_to_engines_of_every_width_and_none_is_used_twice(gro
 def test_figures_beyond_reason_are_refused_before_anything_is_planned(grouped: Path, options: tuple[object, ...], said: str) -> None:
     with pytest.raises(UserError, match=said):
         run(grouped, *SPEED, *options)
+
+
+def test_memory_of_a_recipe(tmp_path: Path, capsys) -> None:
+    """494 M parameters in bfloat16 at ZeRO 1: 18 bytes each while they are trained, 2 in an engine."""
+    model = tmp_path / "model"
+    model.mkdir()
+    shape = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
+    config = {"model_type": "qwen2", "vocab_size": 151_936, "tie_word_embeddings": True, **shape}
+    (model / "config.json").write_text(json.dumps(config))
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        f"policy: {{path: {model}, dtype: bfloat16}}\nlearner: {{zero_stage: 1}}\nprompts: {{path: p}}\nreward: {{function: math}}"
+    )
+    told = said(capsys, recipe, "--memory")
+    needs = {(need["what"], need["one_process"]): need["bytes"] for need in told["needs"]}
+    assert needs["the learner's update", False] == pytest.approx(18 * 494_032_768)
+    assert needs["an engine", True] == 2 * 494_032_768 + 256 * 2**20
+    run(recipe, "--memory", "rollout.kv_cache_mb=512")
+    text = capsys.readouterr().out
+    assert "494 M parameters in bfloat16" in text and "1.5 GB" in text and "every need fits this machine" in text

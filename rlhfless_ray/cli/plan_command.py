@@ -21,7 +21,8 @@ MAX_SCENARIOS, MAX_DRAWS = 10_000, 50_000_000  # a few seconds and 400 MB; more 
 
 
 def plan(
-    lengths: Annotated[Path, typer.Argument(help="Response tokens: .json, .jsonl or .csv, or a run folder.")],
+    lengths: Annotated[Path, typer.Argument(help="Response tokens: .json, .jsonl or .csv, or a run folder. With --memory: a recipe.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="With --memory: settings of the recipe, as section.key=value.")] = None,
     actors: Annotated[int | None, typer.Option(help="Maximum number of actors.")] = None,
     devices: Annotated[
         int | None, typer.Option(help="Maximum number of devices, instead of --actors; the planner chooses the engines' width.")
@@ -56,8 +57,16 @@ def plan(
     seed: Annotated[int, typer.Option(help="Seed of the scenarios.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the groups of the chosen plan.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw the frontier into this .svg file.")] = None,
+    memory: Annotated[bool, typer.Option("--memory", help="Show the memory that a recipe's functions need, instead of plans.")] = False,
 ) -> None:
     """Show the frontier of time and cost of a rollout with these lengths, and the plan that a goal selects."""
+    if memory:
+        from rlhfless_ray.cli.memory_table import show_memory
+
+        show_memory(lengths, overrides or [], as_json)
+        return
+    if overrides:
+        raise UserError(f"unexpected argument {overrides[0]}: settings of a recipe can only be given with --memory")
     from placement import NotFeasible, choose
     from placement.forecast.recorded_lengths import read_lengths
     from rlhfless_ray.cli.plan_pools import PoolOptions

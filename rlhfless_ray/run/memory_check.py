@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SMALL_BYTES = 4e9  # smaller needs fit every node and device in use, so the cluster is not asked
 ASK_S = 60.0  # timeout of queries of nodes' memory
-TOLD_BYTES = 5e7  # smaller parts of a need are not listed: they would read 0.0 GB
+MIN_LISTED_BYTES = 5e7  # smaller parts of a need are not listed: they would read 0.0 GB
 CPU, GPU = "cpu", "gpu"
 
 
@@ -43,7 +43,7 @@ class Model:
     """A model folder's size.
 
     `key`: the recipe's key that names it. `body`: parameters without the output head. `stored`: bytes of its weights on disk,
-    which the driver reads completely.
+    which pass through the object store whole.
     """
 
     key: str
@@ -115,7 +115,7 @@ class Need:
         return self.who == "an engine"
 
     def __str__(self) -> str:
-        told = [f"{gb(size)} {what}" for what, size in self.parts if size >= TOLD_BYTES]
+        told = [f"{gb(size)} {what}" for what, size in self.parts if size >= MIN_LISTED_BYTES]
         return f"at least {gb(self.bytes)}" + (f" ({', '.join(told)})" if len(told) > 1 else "")
 
 
@@ -166,7 +166,7 @@ def device_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths = Le
         kv = memory.kv_bytes(policy.config, recipe.longest_tokens(lengths.longest_prompt), width)
         parts = (("weights", policy.parameters * width), (_of_kv(recipe, lengths), kv))
         found.append(Need("an engine", policy.key, parts, True, recipe.rollout.gpu_memory_share))
-    for name, model, rank, _ in _gangs(recipe, models, lengths):
+    for name, model, rank, _ in _training_groups(recipe, models, lengths):
         found.append(Need(f"a {name} rank", model.key, rank.on_device, True))
     if policy and recipe.has_reference:
         found.append(Need("a reference rank", policy.key, (("weights", policy.parameters * width),), True))
@@ -184,9 +184,8 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
     policy = models.get("policy")
     if policy is None:
         return []
-    width, worker_groups = memory.VALUE_BYTES[recipe.policy.dtype], _gangs(recipe, models, lengths)
-    stored = sum({model.key: model.stored for model in models.values()}.values())
-    driver = (("in the driver", stored),) if has_driver else ()
+    width, worker_groups = memory.VALUE_BYTES[recipe.policy.dtype], _training_groups(recipe, models, lengths)
+    driver: tuple[tuple[str, int], ...] = ()
     filters = recipe.run.episodes is not None and recipe.algorithm.filter_range is not None  # then the last step may be the first
     learned = recipe.run.steps > 1 and not filters  # the first update makes the moments, and engines work once more after it
     idle = {name: (f"in the {name}", ranks * (rank.idle if learned else rank.loaded)) for name, _, rank, ranks in worker_groups}
@@ -196,7 +195,9 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
     for name, model, rank, ranks in worker_groups:
         found.append(Need(f"a {name} rank", model.key, ((f"in the {name}", rank.opening),), True))
         several = "" if ranks == 1 else f" in its {ranks} ranks"
-        found.append(Need(f"loading the {name}{several}", model.key, (*opened, (f"in the {name}", ranks * rank.opening))))
+        passed_on = (("in the object store", model.stored),) if has_driver else ()  # the driver only maps the folder's files
+        loading = (*opened, *passed_on, (f"in the {name}", ranks * rank.opening))
+        found.append(Need(f"loading the {name}{several}", model.key, loading))
         opened = (*opened, idle[name])
         if recipe.run.steps > 0:
             others = tuple(part for other, part in idle.items() if other != name)
@@ -225,7 +226,7 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
     return found
 
 
-def _gangs(recipe: Recipe, models: dict[str, Model], lengths: Lengths) -> list[tuple[str, Model, memory.RankMemory, int]]:
+def _training_groups(recipe: Recipe, models: dict[str, Model], lengths: Lengths) -> list[tuple[str, Model, memory.RankMemory, int]]:
     """(name, model, memory of a rank, ranks) of those that train."""
     width, section = memory.VALUE_BYTES[recipe.policy.dtype], recipe.learner
     found = []
