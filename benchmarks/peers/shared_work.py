@@ -44,6 +44,11 @@ class SharedWork:
     rows: int = 1024
     temperature: float = 1.0
     seed: int = 0
+    vocabulary: int = 0  # rows of the embedding; 0: the tokenizer's
+    heads: int = 0  # 0: as wide as HEAD_WIDTH
+    kv_heads: int = 0  # 0: as many as heads
+    tied: bool = False
+    dtype: str = "float32"  # of the weights in the folder
 
     @property
     def samples(self) -> int:
@@ -76,6 +81,22 @@ class Files:
 
 
 SMALL = SharedWork("0.7M", hidden=128, intermediate=384, layers=3, micro_sequences=64)
+# the shape of Qwen2.5-0.5B: 494 M parameters
+HALF_BILLION = SharedWork(
+    "494M",
+    hidden=896,
+    intermediate=4864,
+    layers=24,
+    micro_sequences=4,
+    prompts=4,
+    group=4,
+    max_tokens=64,
+    vocabulary=151_936,
+    heads=14,
+    kv_heads=2,
+    tied=True,
+    dtype="bfloat16",
+)
 LARGE = SharedWork("11M", hidden=384, intermediate=1024, layers=6, micro_sequences=64)
 
 
@@ -95,22 +116,22 @@ def _write_policy(work: SharedWork, folder: Path) -> int:
         clean_up_tokenization_spaces=False,
     )
     config = Qwen2Config(
-        vocab_size=len(vocabulary) - 1,  # all but the end of the sequence
+        vocab_size=work.vocabulary or len(vocabulary) - 1,  # all but the end of the sequence
         hidden_size=work.hidden,
         intermediate_size=work.intermediate,
         num_hidden_layers=work.layers,
-        num_attention_heads=work.hidden // HEAD_WIDTH,
-        num_key_value_heads=work.hidden // HEAD_WIDTH,
+        num_attention_heads=work.heads or work.hidden // HEAD_WIDTH,
+        num_key_value_heads=work.kv_heads or work.heads or work.hidden // HEAD_WIDTH,
         max_position_embeddings=CONTEXT_TOKENS,
         use_sliding_window=False,
-        tie_word_embeddings=False,
+        tie_word_embeddings=work.tied,
         initializer_range=0.5 * work.hidden**-0.5,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
     )
     torch.manual_seed(work.seed)
-    model = Qwen2ForCausalLM(config)
+    model = Qwen2ForCausalLM(config).to(getattr(torch, work.dtype))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
