@@ -167,7 +167,7 @@ def activation_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int) -
 
 @dataclass(frozen=True)
 class Training:
-    """How a gang trains a model: its ranks, ZeRO stage, bytes of a weight, and what is kept off the device or not trained."""
+    """How a worker group trains a model: its ranks, ZeRO stage, bytes of a weight, and what is kept off the device or not trained."""
 
     ranks: int = 1
     zero_stage: int = 0
@@ -223,7 +223,7 @@ def snapshot_bytes(parameters: int, value_bytes: int) -> int:
 
 
 def rank_memory(parameters: int, training: Training, activations: int = 0) -> RankMemory:
-    """What a rank of a gang holds (ZeRO, arXiv 1910.02054, section 5).
+    """Return what a rank of a worker group holds (ZeRO, arXiv 1910.02054, section 5).
 
     Stage 1 shards the optimizer's state, stage 2 the gradients too, stage 3 the weights too. Each rank still loads the whole
     model onto its device before stage 3 shards it (`opening`). Gradients at stage 1 count as sharded: DeepSpeed's stage 1 may

@@ -143,7 +143,7 @@ def test_what_was_on_a_lost_node_is_replaced_elsewhere_or_dropped(nodes):
         while passing.node_id in node_slots("cpu") and time.monotonic() < deadline:
             time.sleep(0.2)
         assert passing.node_id not in node_slots("cpu")
-        assert pool.reap() == 1 and not pool.parked
+        assert pool.end_expired() == 1 and not pool.parked
         new = pool.replace(pool.working[0])
         assert new.slot.node in node_slots("cpu") and pool.working == [new] and len(leases.held) == 1
         assert ray.get(new.actor.ping.remote(), timeout=60) == "here"

@@ -196,14 +196,14 @@ class LeaseManager:
             self.slot_mbs[node] = (self.memory_mb(node) or float("inf")) / max(1, self.matching({}).get(node, 1))
         return self.slot_mbs[node]
 
-    def gone(self, nodes: list[str]) -> list[str]:
+    def lost_nodes(self, nodes: list[str]) -> list[str]:
         """Return those of `nodes` that no longer exist, checked now."""
         if nodes:
             self._look()
         alive = {node["NodeID"] for node in self.nodes if node["Alive"]} - self.lost
         return [node for node in nodes if node not in alive]
 
-    def lose(self, node: str) -> bool:
+    def confirm_lost(self, node: str) -> bool:
         """Check a node whose processes do not respond, and return whether it is lost. Ray takes up to half a minute to notice."""
         if not node_answers(node):
             self.lost.add(node)
@@ -271,14 +271,14 @@ class LeaseManager:
         self.withdraw(list(self.asked.values()))
         self.release(list(self.held.values()))
 
-    def living(self, leases: list[Lease]) -> list[Lease]:
+    def without_lost(self, leases: list[Lease]) -> list[Lease]:
         """Return the leases whose nodes exist and stay, and release the others.
 
         Ray moves the placement group of a lost node, so such a lease would be on another node.
         """
         there = {node["NodeID"] for node in self.seen_nodes() if node["Alive"]} if leases else set()
         missing = {lease.slot.node for lease in leases} - there  # or added since the last query
-        gone = set(self.gone(sorted(missing))) | (missing & self.draining())
+        gone = set(self.lost_nodes(sorted(missing))) | (missing & self.draining())
         self.release([lease for lease in leases if lease.slot.node in gone])
         return [lease for lease in leases if lease.slot.node not in gone]
 

@@ -174,7 +174,7 @@ class Ledger:
             )
         )
 
-    def cut(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Begin a step: close and reopen all holdings, so that each row belongs to one step."""
         now = time.time()
         for key, holding in list(self.open.items()):

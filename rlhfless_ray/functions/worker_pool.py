@@ -91,7 +91,7 @@ class WorkerPool:
         instances must be staffed within the lease deadline, and for more it waits `wait_s`. `begin`: called with each instance
         as soon as it has its lease.
         """
-        spare = self.leases.living(spare)
+        spare = self.leases.without_lost(spare)
         while len(self.working) > count:
             spare = [*spare, *self.park(self.working[-1])]
         spare = self.begin(count, spare, begin)
@@ -239,7 +239,7 @@ class WorkerPool:
             instance.kept_mb = told["memory_mb"]
             self.ledger.spans([lease.id for lease in instance.leases], told["spans"])
 
-    def reap(self, worth_s: float = float("inf"), look_every_s: float = 0.0) -> int:
+    def end_expired(self, worth_s: float = float("inf"), look_every_s: float = 0.0) -> int:
         """End parked instances whose keep-alive is over, that are not worth keeping, or whose node is gone; return their number.
 
         Ray is queried at most every `look_every_s`, because that takes milliseconds. Other instances release memory when it is
@@ -249,7 +249,7 @@ class WorkerPool:
         lost: set[str] = set()
         if self.parked and now - self.looked_s >= look_every_s:
             self.looked_s = now
-            lost = set(self.leases.gone([i.slot.node for i in self.parked])) | self.leases.draining()
+            lost = set(self.leases.lost_nodes([i.slot.node for i in self.parked])) | self.leases.draining()
         over = [i for i in self.parked if now - i.parked_since_s > keep_s or i.slot.node in lost]
         for instance in over:
             self.end(instance)
@@ -277,7 +277,7 @@ class WorkerPool:
         """
         end = time.monotonic() + KNOWN_S
         while True:
-            if any(self.leases.lose(node) for node in {instance.slot.node for instance in instances}):
+            if any(self.leases.confirm_lost(node) for node in {instance.slot.node for instance in instances}):
                 return FailureCause.NODE_LOST
             ended = [for_memory for alive, for_memory in (actor_state(i.actor) for i in instances) if not alive]
             if ended:
@@ -291,12 +291,12 @@ class WorkerPool:
 
         Raises RunError, with `why`, when the failure budget is used up. `cause`: if it is known already.
         """
-        leases = self.leases.living(self._handle_loss(instance, why, cause))
+        leases = self.leases.without_lost(self._handle_loss(instance, why, cause))
         if not leases:
             leases = self.leases.take(1, self.kind, [other.slot.node for other in self.parked], labels=self.labels)
         return self.assign_leases(leases)
 
-    def lose(self, instance: Instance, why: str = "", cause: FailureCause | None = None) -> None:
+    def end_lost(self, instance: Instance, why: str = "", cause: FailureCause | None = None) -> None:
         """Remove a failed instance without replacement, and release its leases. Raises as `replace` does."""
         self.leases.release(self._handle_loss(instance, why, cause))
 

@@ -1,1 +1,1 @@
-"""Learning: advantages, losses and the learner gang."""
+"""Learning: advantages, losses and the learner."""

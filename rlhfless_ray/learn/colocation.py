@@ -1,4 +1,4 @@
-"""The gangs of a run: the learner, and a critic and a reference where there are any. They work in turns, under the same leases."""
+"""The worker groups of a run, learner, critic and reference, which take turns under the same leases."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rlhfless_ray.types import WeightVersion
 from rlhfless_ray.weights.model_folder import with_weights
 from rlhfless_ray.weights.tensor_file import Content, Files
 
-OF_CRITIC = "critic_"  # names of a checkpoint's files begin with it
-APART_S = 2.0  # for devices that nobody works on
+OF_CRITIC = "critic_"  # prefix of the critic's files in a checkpoint
+APART_S = 2.0  # timeout for devices of the reference's own
 
 
 class ColocatedGroups:
     def __init__(self, context: RunContext, learner: WorkerGroup, critic: WorkerGroup | None, reference: WorkerGroup | None) -> None:
         self.context, self.learner, self.critic, self.reference = context, learner, critic, reference
-        self.keeps_gradients = False  # the learner has some, made ahead: on GPU it stays on its devices
+        self.keeps_gradients = False  # the learner has accumulated gradients: on GPU it stays on its devices
 
     @property
     def alone(self) -> bool:
-        """Whether nobody but the learner works in the phase."""
+        """Whether the learner is the only worker group."""
         return self.critic is None and self.reference is None
 
     @property
@@ -34,28 +34,28 @@ class ColocatedGroups:
         return self.learners if self.reference is None else [*self.learners, self.reference]
 
     def turn(self, worker_group: WorkerGroup) -> None:
-        """It works from here on, under the slots of the one that worked before it."""
+        """Give the worker group its leases, those of the group that worked before it first."""
         context = self.context
         for other in self.all:
-            holds = other is self.learner and self.keeps_gradients and context.leases.resource == "gpu"  # gradients, on its devices
+            holds = other is self.learner and self.keeps_gradients and context.leases.resource == "gpu"  # gradients are on its devices
             if other is not worker_group and other.working and not holds:
                 context.broker.put(other.park())
         if not worker_group.working:  # on GPU it may have kept its devices, with gradients on them
             context.broker.staff(worker_group)
-        # the learner comes after the others: what it will want is kept for it
+        # the learner works after the others: keep the leases that it will need
         kept = 0 if worker_group is self.learner else max(0, self.learner.slots - sum(len(i.leases) for i in worker_group.by_rank))
         context.broker.release(keep=kept)
 
     @property
     def learner_nodes(self) -> set[str]:
-        """The nodes of the learner's ranks, where its weights come from and its slots are."""
+        """The nodes of the learner's ranks, where its weights are published."""
         return {instance.slot.node for instance in self.learner.by_rank}
 
     @property
     def learner_slots(self) -> int:
         return self.learner.slots
 
-    # ---- their life -------------------------------------------------------------------------------------------
+    # ---- models and state -------------------------------------------------------------------------------------
 
     def safe(self, weights: WeightVersion) -> WeightVersion:
         """Return the version once engines cannot lose it, see `WorkerGroup.safe`. Call between phases: it may need leases."""
@@ -65,7 +65,7 @@ class ColocatedGroups:
         return safe
 
     def open_reference(self, files: Files, loopback: bool) -> None:
-        """Load the policy that the run began with, from its files, and park it."""
+        """Load the initial policy into the reference, and park it."""
         if self.reference is None:
             return
         import ray
@@ -82,7 +82,7 @@ class ColocatedGroups:
         context.broker.put([*self.reference.park(), *held])
 
     def open_critic(self, files: Files, loopback: bool, checkpoint: Files | None) -> None:
-        """Load it from a model folder's files, or go on from a checkpoint's, and park it."""
+        """Load the critic from a model folder's files, or from those of a checkpoint, and park it."""
         if self.critic is None:
             return
         import ray
@@ -93,7 +93,7 @@ class ColocatedGroups:
         self.context.broker.put(self.critic.park())
 
     def snapshot(self, deadline_s: float | None = None) -> Files:
-        """Files of all that learns; the critic's have names of their own."""
+        """Return the files of learner and critic. Those of the critic have a prefix."""
         asked = [(worker_group, worker_group.ask_snapshot()) for worker_group in self.learners]
         found: Files = {}
         for worker_group, refs in asked:
@@ -103,16 +103,16 @@ class ColocatedGroups:
 
     @property
     def kept_now(self) -> bool:
-        """Whether the state of now lies outside of the processes, or will in a moment."""
+        """Whether every learning group has a snapshot of its current state, possibly a pending one."""
         return all(worker_group.recovery.has_now for worker_group in self.learners)
 
     def keep(self) -> None:
-        """The state of now, outside of the processes, if it is time to."""
+        """Start the snapshots that are due."""
         for worker_group in self.learners:
             worker_group.keep()
 
     def saved(self, load: Callable[[], Files]) -> None:
-        """What `snapshot` gave is on disk now; `load` reads it."""
+        """Remember that the current state is on disk, where `load` reads it."""
         self.learner.recovery.saved(load)
         if self.critic is not None:
             self.critic.recovery.saved(lambda: _of_critic(load()))
@@ -121,16 +121,16 @@ class ColocatedGroups:
         return [worker_group.pool for worker_group in self.all]
 
     def forget(self) -> None:
-        """The processes are gone."""
+        """Drop all references after the processes have ended."""
         for worker_group in self.all:
             worker_group.forget()
 
     def policy_model(self, files: Files) -> Files:
-        """The policy as a model folder, adapters merged; `files`: tokenizer and whatever else goes with it."""
+        """Return the policy's model folder, adapters merged. `files`: tokenizer and other files for it."""
         return with_weights(files, self._merged(self.learner))
 
     def critic_model(self, files: Files) -> Files:
-        """The same of the critic."""
+        """Return the critic's model folder, adapters merged. `files`: tokenizer and other files for it."""
         assert self.critic is not None
         adapts = self.context.recipe.lora.rank > 0
         weights = self._merged(self.critic) if adapts else self.critic.saved(self.critic.snapshot()["model.safetensors"])

@@ -1,4 +1,4 @@
-"""The critic: one rank of the gang that learns what the policy's responses are going to return."""
+"""One rank of the critic, which learns to predict the returns of responses."""
 
 from __future__ import annotations
 

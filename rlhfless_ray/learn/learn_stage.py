@@ -1,4 +1,4 @@
-"""The learning of a step: advantages, the update by the gang, and the weights it publishes."""
+"""The learn stage of a step: advantages, the update by the learner, and the published weights."""
 
 from __future__ import annotations
 
@@ -56,21 +56,21 @@ class LearnStage:
     # ---- ahead, while engines work ----------------------------------------------------------------------------
 
     def begin(self, samples: int = 0) -> None:
-        """A step of so many samples begins: of the first ones there may be passes and gradients before its learn phase."""
+        """Begin a step. Passes and gradients of its first samples may be computed before the learn phase."""
         self.learned, self.worker_groups.keeps_gradients = set(), False
         self.passes.begin(samples)
 
     @property
     def wants_slot(self) -> bool:
-        """Whether there may be work for a slot before the learn phase."""
+        """Return whether a slot may have work before the learn phase."""
         return self.obstacle is None or self.passes.waiting
 
     def fits(self, leases: list[Lease]) -> bool:
-        """Whether gradients could be accumulated under these leases, without asking for more."""
+        """Return whether these leases are enough to accumulate gradients."""
         return self.obstacle is None and not self.refs and self.worker_group.fits(leases)
 
     def some(self, groups: list[list[Sample]], seconds: float) -> list[Sample]:
-        """Of complete groups, about a micro-batch for each rank, if there are enough and they would be done in `seconds`."""
+        """Return complete groups for about a micro-batch per rank, or nothing if there are too few or they take more than `seconds`."""
         most = self.context.recipe.learner.micro_batch_tokens * self.worker_group.ranks
         found: list[Sample] = []
         tokens, full = 0, False
@@ -84,7 +84,7 @@ class LearnStage:
         return found if enough else []
 
     def accumulate(self, samples: list[Sample], leases: list[Lease]) -> list[Lease]:
-        """Accumulate gradients of complete groups under some of the leases; returns the others."""
+        """Accumulate gradients of complete groups under some of the leases. Returns the other leases."""
         self.worker_group.slots = self.worker_group.ranks
         left = self.worker_group.assign_leases(leases) if not self.worker_group.working else leases
         self.refs = self.worker_group.accumulate(self.advantages(samples))
@@ -96,7 +96,7 @@ class LearnStage:
         return [*self.worker_group.pending(self.refs), *self.passes.pending()]
 
     def done_ahead(self, wait: bool = False) -> list[Lease]:
-        """The leases back, once what was asked for is there. On GPU the gang keeps them: gradients stay on its devices."""
+        """Collect finished gradients, and return their leases. On GPU the learner keeps them, because gradients are on its devices."""
         leases = self.passes.done(wait)
         if not self.refs or (self.worker_group.pending(self.refs) and not wait):
             return leases
@@ -186,7 +186,7 @@ class LearnStage:
                     context.broker.put(worker_group.park())
 
     def start_update(self, batch: Batch, samples: list[Sample]) -> Pending[tuple[UpdateStats, dict[str, Any]]]:
-        """Update the critic, if there is one, and start the learner's update. Its result: statistics, and metrics of the gangs.
+        """Update the critic, if there is one, and start the learner's update. Its result: statistics, and metrics of both.
 
         A stop signal waits from here until the result is there: an update that is half done cannot be saved.
         """
@@ -257,12 +257,12 @@ class LearnStage:
         return {"kl_coefficient": self.controller.coefficient}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """An adapted coefficient goes on where it was; a fixed one is the recipe's."""
+        """Restore an adaptive KL coefficient; a fixed one keeps the recipe's value."""
         if isinstance(self.controller, AdaptiveKL) and "kl_coefficient" in state:
             self.controller = replace(self.controller, coefficient=state["kl_coefficient"])
 
     def files(self) -> Files:
-        """The same, of what is too large for JSON."""
+        """Return the state that is too large for JSON, as files."""
         return {} if self.left is None else {FILE: as_bytes(self.left)}
 
     def restore_files(self, files: Files) -> None:

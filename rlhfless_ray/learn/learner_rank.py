@@ -1,4 +1,4 @@
-"""The learner: one rank of the gang that turns batches into updates of the policy."""
+"""One rank of the learner, which turns batches into updates of the policy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WEIGHTED = 3  # of SUMS, the first ones: weighted as the loss is; the others cou
 
 
 class LearnerRank:
-    """A plain class: the gang wraps it in a Ray actor, a test or a debugger calls it as it is."""
+    """A plain class: runs wrap it in a Ray actor, tests and debuggers call it directly."""
 
     def __init__(self, settings: RankSettings) -> None:
         self.settings = settings

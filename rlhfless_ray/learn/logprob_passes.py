@@ -1,7 +1,7 @@
-"""What a gang says of samples before the update: learner and reference their log-probabilities, the critic its values.
+"""Forward passes over samples before the update: log-probabilities of learner and reference, values of the critic.
 
-It hangs on a sample and the step's weights only. So samples that have ended are looked at while others are still being answered,
-on slots that engines have left; in the learn phase the others follow.
+Results depend on the sample and the step's weights only. Finished samples can therefore be computed while engines still generate
+others, on slots that engines have released. The learn phase computes the rest.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Sample
 
-WORTH = 4  # a fourth of a step's samples is worth a pass of its own, however few tokens they have
+WORTH = 4  # a quarter of a step's samples is worth a pass, even with few tokens
 
 
 class Passes:
-    """`begin` → (`heard` → `look` → `done`) … → `of`, once a step."""
+    """Call `begin`, then `heard`, `look` and `done` repeatedly, then `of`, in every step."""
 
     def __init__(self, context: RunContext, worker_group: WorkerGroup, what: str, names: tuple[str, ...], ahead: bool) -> None:
-        """`what`: the gang's call, `logprobs` with the names of what it is to give (see `overlap.passes`), `reference` or `values`.
-        `ahead`: whether samples are looked at before the learn phase."""
+        """`what`: the method to call, `logprobs` (with `names` of results, see `overlap.passes`), `reference` or `values`. `ahead`:
+        whether samples are computed before the learn phase."""
         self.context, self.worker_group, self.what, self.names, self.ahead = context, worker_group, what, names, ahead
         self.more = (names,) if what == "logprobs" else ()
-        self.per_token_s: float | None = None  # of a pass under one lease a rank, as measured
+        self.per_token_s: float | None = None  # measured with one lease per rank
         self.begin(0)
 
     def begin(self, samples: int) -> None:
-        """A step of so many samples begins."""
+        """Begin a step with this number of samples."""
         self.samples = samples
         self.waiting: list[Sample] = []
         self.asked: list[Sample] = []  # by `refs`
@@ -44,12 +44,12 @@ class Passes:
     # ---- ahead, while engines work ----------------------------------------------------------------------------
 
     def heard(self, samples: list[Sample]) -> None:
-        """These have come to their end."""
+        """Queue finished samples."""
         if self.ahead:
             self.waiting += samples
 
     def look(self, leases: list[Lease], seconds: float) -> list[Lease]:
-        """Begin with some that wait, under some of the leases, if they would be done in `seconds`; returns the other leases."""
+        """Start a pass over queued samples if it would take at most `seconds`. Returns the leases that it does not use."""
         if self.refs or not self.waiting or not self.worker_group.fits(leases):
             return leases
         count, tokens = self._some(seconds)
@@ -63,7 +63,7 @@ class Passes:
         return left
 
     def _some(self, seconds: float) -> tuple[int, int]:
-        """How many of those that wait: about a micro-batch for each rank, if that is worth it and fits; and their tokens."""
+        """Return the number of samples for a pass and their tokens: about a micro-batch per rank, or (0, 0) if it does not pay or fit."""
         most = self.context.recipe.learner.micro_batch_tokens * self.worker_group.ranks
         count = tokens = 0
         full = False
@@ -76,14 +76,14 @@ class Passes:
         return (count, tokens) if worth and self._takes_s(tokens) <= seconds else (0, 0)
 
     def _takes_s(self, tokens: int) -> float:
-        """Before one was measured: what a whole update would take."""
+        """Predict the seconds of a pass: as measured, or those of a whole update before the first measurement."""
         return self.context.autoscaler.learner.predict(1, tokens) if self.per_token_s is None else self.per_token_s * tokens
 
     def pending(self) -> list[Any]:
         return self.worker_group.pending(self.refs)
 
     def done(self, wait: bool = False) -> list[Lease]:
-        """The leases back, once what was asked for is there. On GPU the gang keeps them: it has work on its devices soon."""
+        """Collect a finished pass, and return its leases. On GPU the worker group keeps them, because it needs its devices soon."""
         if not self.refs or (self.pending() and not wait):
             return []
         refs, self.refs = self.refs, []
@@ -101,8 +101,10 @@ class Passes:
     # ---- the learn phase --------------------------------------------------------------------------------------
 
     def of(self, samples: list[Sample], batch: Batch, turn: Callable[[WorkerGroup], None]) -> dict[str, np.ndarray]:
-        """By name, per response token of `batch`, which is of these samples. Those that are not known yet are asked for now; `turn`
-        gives the gang its leases."""
+        """Return results by name, per response token of `batch`, which consists of these samples.
+
+        Missing results are computed now; `turn` gives the worker group its leases.
+        """
         keys = [sample.completion.key for sample in samples]
         later = np.array([i for i, key in enumerate(keys) if key not in self.known], np.int64)
         told = {key: self.known[key] for key in keys if key in self.known}
@@ -119,7 +121,7 @@ class Passes:
 
 
 class StepPasses:
-    """Those of reference, learner and critic, as far as the recipe wants them."""
+    """The passes of reference, learner and critic that the recipe needs."""
 
     def __init__(
         self,
@@ -130,7 +132,7 @@ class StepPasses:
         *,
         with_gradients: bool,
     ) -> None:
-        """`with_gradients`: gradients go ahead, and with them what they need of the learner."""
+        """`with_gradients`: gradients are computed ahead too, and with them the log-probabilities that they need."""
         recipe = context.recipe
         self.obstacle = passes_obstacle(recipe)
         self.reference: Passes | None = None
@@ -150,7 +152,7 @@ class StepPasses:
         return [one for one in (self.reference, self.logprobs, self.values) if one is not None]
 
     def let_learn(self, samples: list[Sample]) -> bool:
-        """Whether what their gradients need of others than the learner is there."""
+        """Return whether the results that these samples' gradients need from other groups are there."""
         return self.reference is None or all(sample.completion.key in self.reference.known for sample in samples)
 
     def begin(self, samples: int) -> None:
@@ -163,7 +165,7 @@ class StepPasses:
 
     @property
     def waiting(self) -> bool:
-        """Whether there are samples to look at."""
+        """Whether samples are queued."""
         return any(one.waiting for one in self.each)
 
     def look(self, leases: list[Lease], seconds: float) -> list[Lease]:
@@ -178,6 +180,6 @@ class StepPasses:
         return [lease for one in self.each for lease in one.done(wait)]
 
     def metrics(self) -> dict[str, Any]:
-        """Samples that were looked at ahead, and why none where none may be."""
+        """Return the number of samples computed ahead, and the reason if none may be."""
         found: dict[str, Any] = {f"overlap/{one.what}": len(one.known) + len(one.asked) for one in self.each}
         return {**found, "overlap/passes_obstacle": self.obstacle or ""} if found else {}

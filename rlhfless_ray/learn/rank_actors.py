@@ -1,4 +1,4 @@
-"""The processes of learner, critic and reference: one rank each, wrapped so that a gang can start, join and ask it."""
+"""Ray actors for ranks of learner, critic and reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RankActor:
-    """What all have. `rank`: a Learner, a Critic or a Reference."""
+    """The base of all rank actors. `rank`: a LearnerRank, CriticRank or ReferenceRank."""
 
     imports = "import torch and deepspeed"
 
@@ -41,7 +41,7 @@ class RankActor:
         return {"memory_mb": own_memory_mb(), "spans": [self.imported]}
 
     def rendezvous(self, loopback: bool) -> tuple[str, int]:
-        """An address and a free port for the gang's process group, on this (rank 0's) node."""
+        """An address and a free port for the process group, on this node, that of rank 0."""
         import ray
 
         address = "127.0.0.1" if loopback else ray.util.get_node_ip_address()

@@ -1,5 +1,4 @@
-"""The reference: one rank of the gang that says how likely the policy that the run began with finds what is sampled now. It learns
-nothing: what it says hangs on the sample only."""
+"""One rank of the reference: log-probabilities of samples under the initial policy. It does not learn."""
 
 from __future__ import annotations
 

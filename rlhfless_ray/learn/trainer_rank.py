@@ -1,4 +1,4 @@
-"""One rank of a gang that trains a model: a DeepSpeed engine whose gradients add up until a step is made of them."""
+"""One rank that trains a model: a DeepSpeed engine that accumulates gradients until a step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UNDECAYED = ("bias", "layernorm.weight", "layer_norm.weight", "norm.weight", "ln
 
 
 class TrainerRank:
-    """`open` → `backward` … `step` → `weights`, `snapshot`. Every rank calls the same in the same order."""
+    """Call `open`, then `backward` and `step`, then `weights` or `snapshot`. Every rank makes the same calls in the same order."""
 
     def __init__(self, settings: RankSettings) -> None:
         self.settings, self.section = settings, settings.learner

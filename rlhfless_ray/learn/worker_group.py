@@ -1,4 +1,4 @@
-"""A gang, of learner, critic or reference: its ranks' instances, staffed with leases for their work and parked in between."""
+"""The worker group of learner, critic or reference: one instance per rank, with leases while it works and parked in between."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ DEATH_S = 15.0  # until a rank's death is known, after others have failed for it
 
 
 class WorkerGroup:
-    """`staff` → `update`, `publish`, `snapshot` → `park`. The optimizer lives in the instances, which stay parked.
+    """Call `assign_leases`, then `update`, `publish` or `snapshot`, then `park`. The instances keep the optimizer while they are parked.
 
-    When a rank's process or node is lost, all ranks start anew, wherever there are leases, and go back to where they were: the
-    caller only sees that it took longer. Raises RunError when that happens more often than functions.max_replacements allows.
+    If the process or node of a rank is lost, all ranks restart wherever there are leases and return to the state before. The caller
+    only notices that it took longer. Raises RunError if this happens more often than functions.max_replacements allows.
     """
 
     def __init__(
@@ -48,9 +48,8 @@ class WorkerGroup:
         name: str = "learner",
         recovery: Recovery | None = None,
     ) -> None:
-        """`section`: of the recipe, for what all gangs share: threads, deadline, patience with skipped steps. `broker`: gets
-        the leases of lost ranks, and lends those that a gang lacks. `name`: in messages. `recovery`: default one that keeps
-        every step's state and says nothing."""
+        """`section`: settings that all worker groups share: threads, deadline, number of skipped updates. `broker`: gets the leases of
+        lost ranks and lends missing ones. `name`: for messages. `recovery`: by default every step has a snapshot and no messages."""
         self.pool, self.ranks, self.broker, self.name = pool, ranks, broker, name
         more_threads = section.max_slots_per_rank if pool.leases.resource == "cpu" else 1
         self.slots = ranks * more_threads
@@ -59,15 +58,14 @@ class WorkerGroup:
         self.skipped_in_a_row = 0
         self.by_rank: list[Instance] = []
         self.recovery = Recovery(1) if recovery is None else recovery
-        self.files: Callable[[], Any] | None = None  # reference to the policy's files, once the ranks have loaded it
+        self.files: Callable[[], Any] | None = None  # makes a reference to the policy's files, once the ranks have loaded them
         self.loopback = False
-        self.converts = False  # its checkpoints name tensors otherwise than model folders do, see `TrainerRank.converts`
+        self.converts = False  # whether checkpoints and model folders name tensors differently, see `TrainerRank.converts`
         self.scheduler = GangScheduler(pool, ranks, broker, name)
-        self.coming: list[list[Any]] = []  # (weights, what tells of them) of each rank, asked for with the update before
+        self.coming: list[list[Any]] = []  # (weights, digests) of each rank, requested together with the update before
 
     def assign_leases(self, spare: list[Lease]) -> list[Lease]:
-        """Hand leases to the ranks, see `GangScheduler.take`; ranks that were lost are as they were when this returns. The rest of the
-        leases."""
+        """Assign leases to the ranks, see `GangScheduler.take`, and restore lost ranks. Returns the leases that are left."""
         while True:
             if self._ended:
                 self._end()
@@ -75,7 +73,7 @@ class WorkerGroup:
                 self.recovery.settle(SETTLE_S)
                 self.handle_loss(LearnerLost(f"the {self.name}'s node is drained"), FailureCause.NODE_DRAINED)
                 spare = self._living_leases(spare)
-            given, spare = spare, []  # those that are not taken are kept for the next try when ranks turn out to be lost
+            given, spare = spare, []  # leases that are not taken stay in `spare` for the next attempt if ranks turn out to be lost
             try:
                 shares, spare = self.scheduler.take(self.by_rank, given, self.slots // self.ranks)
                 self._hand(shares)
@@ -87,12 +85,12 @@ class WorkerGroup:
                 return spare
 
     def _assign_free_leases(self) -> None:
-        """After a loss: hand the run's free leases to the ranks, and put back the rest."""
+        """After a loss: assign the run's free leases to the ranks, and put back the rest."""
         self.broker.put(self.assign_leases(self._living_leases([])))
 
     def _living_leases(self, spare: list[Lease]) -> list[Lease]:
-        """These and the broker's free leases, without those of lost or drained nodes."""
-        return self.pool.leases.living([*spare, *self.broker.take()])
+        """Return these and the broker's free leases, without those of lost or drained nodes."""
+        return self.pool.leases.without_lost([*spare, *self.broker.take()])
 
     def _hand(self, shares: list[list[Lease]]) -> None:
         staffed = [self.pool.assign_leases(share) for share in shares]
@@ -102,7 +100,7 @@ class WorkerGroup:
             raise RunError(f"the {self.name}'s leases fit other processes than those that hold its state")
 
     def _begin(self) -> None:
-        """The ranks have their leases: now they start, come back to where they were lost, or return to their devices."""
+        """Start the ranks, which have their leases: restore them if they were lost, or return them to their devices."""
         starting = [i for i in self.by_rank if i.state is State.STARTING]
         if starting:
             self._opened()
@@ -116,9 +114,9 @@ class WorkerGroup:
 
     def _opened(self) -> None:
         for instance in self.by_rank:
-            told = self._all([instance.opened], f"the {self.name}'s start")[0]
-            instance.memory_mb = told["memory_mb"]
-            self._spans(instance, told["spans"])
+            reply = self._all([instance.opened], f"the {self.name}'s start")[0]
+            instance.memory_mb = reply["memory_mb"]
+            self._spans(instance, reply["spans"])
 
     def park(self) -> list[Lease]:
         return self.pool.park_all()
@@ -129,36 +127,36 @@ class WorkerGroup:
         return bool(self.pool.working)
 
     def fits(self, leases: list[Lease]) -> bool:
-        """Whether these leases are enough for every rank, or the ranks have theirs."""
+        """Return whether these leases are enough for every rank, or the ranks have leases already."""
         return self.working or (bool(self.by_rank) and not self._ended and len(self.scheduler.own(self.by_rank, leases)[0]) == self.ranks)
 
     def prewarm(self, slot: Slot) -> None:
-        """Start a process ahead of its lease; of several ranks none, for they would have to come in their order."""
+        """Start a process ahead of its lease, unless there are several ranks: their processes must start in order."""
         if self.ranks == 1:
             self.pool.prewarm(slot)
 
     def forget(self) -> None:
-        """At the end: what is referred to lies on nodes that are to become idle."""
+        """Drop all references at the end, so that the nodes that hold the objects become idle."""
         self.by_rank, self.files, self.recovery = [], None, Recovery(0)
 
     # ---- loss -------------------------------------------------------------------------------------------------
 
     def handle_loss(self, lost: LearnerLost, cause: FailureCause | None = None) -> None:
-        """End every rank: what they hold together is whole or lost. The next `staff` starts them anew."""
+        """End every rank, because they hold their state together. The next `assign_leases` restarts them."""
         cause = cause or lost.cause or self.pool.cause(*self.by_rank)
         self.recovery.restarts += 1
-        self.recovery.say(f"{lost}: the {self.name} starts anew from its newest state")
+        self.recovery.say(f"{lost}: the {self.name} restarts from its newest snapshot")
         leases = [lease for instance in self.by_rank for lease in instance.leases]
         slots = [instance.slot for instance in self.by_rank]
         self._end()
-        self.broker.put(self.pool.leases.living(leases))
+        self.broker.put(self.pool.leases.without_lost(leases))
         self.pool.faults.count(f"a {self.name} process", cause, f"{lost}; continue from the last checkpoint with --resume")
         if not cause.is_preemption:
             self.prewarm(slots[0])
 
     @property
     def _ended(self) -> bool:
-        """Whether processes were ended, for the memory that they held without work, which only those are that hold no state."""
+        """Whether idle processes were ended to free memory. Only processes without state are."""
         return any(instance.state is State.GONE for instance in self.by_rank)
 
     def _end(self) -> None:
@@ -167,9 +165,9 @@ class WorkerGroup:
         self.by_rank, self.coming = [], []
 
     def _come_back(self) -> None:
-        """New processes get the newest state, and again what the lost ones were given since."""
+        """Give new processes the newest snapshot, and the batches that the lost ones got since."""
         began_s = time.monotonic()
-        for instance in list(self.pool.parked):  # started ahead elsewhere than there was a lease
+        for instance in list(self.pool.parked):  # prewarmed on other slots than the leased ones
             self.pool.end(instance)
         self._join(self.recovery.newest())
         for what, batch in self.recovery.since:
@@ -179,11 +177,11 @@ class WorkerGroup:
         self.recovery.seconds += time.monotonic() - began_s
 
     def _surely(self, ask: Callable[[], list[Any]], what: str) -> list[Any]:
-        """What the ranks reply, asked again of new ones when one was lost."""
+        """Return the ranks' replies. If a rank is lost, restart and ask again."""
         return self._begun(ask, what).result()
 
     def _begun(self, ask: Callable[[], list[Any]], what: str) -> Pending[list[Any]]:
-        """The same, but the ranks are waited for only when its result is."""
+        """Do the same in the background: only `result` waits for the ranks."""
         asked = [ask()]
 
         def result() -> list[Any]:
@@ -206,7 +204,7 @@ class WorkerGroup:
         return content
 
     def build(self, files: Callable[[], Any], loopback: bool, state: Any) -> None:
-        """Load the model (or a checkpoint's state) into every rank and join them. `files`: makes a reference to the model's."""
+        """Load the model, or a checkpoint's `state`, into every rank and connect the ranks. `files`: makes a reference to its files."""
         self.files, self.loopback, self.recovery.whole = files, loopback, state
         try:
             self._join(state)
@@ -216,7 +214,7 @@ class WorkerGroup:
 
     def _join(self, state: Any) -> None:
         assert self.files is not None
-        place = self._all([self.by_rank[0].actor.rendezvous.remote(self.loopback)], f"the {self.name} gang's address")[0]
+        place = self._all([self.by_rank[0].actor.rendezvous.remote(self.loopback)], f"the {self.name} worker group's address")[0]
         files = self.files()
         refs = [i.actor.build.remote(files, place, len(i.leases), state) for i in self.by_rank]
         told = self._all(refs, f"the {self.name} to load its model")
@@ -226,12 +224,14 @@ class WorkerGroup:
         self.converts = bool(told[0].get("converts"))
 
     def update(self, batch: Batch) -> Any:
-        """One update on every rank; all of them report the same UpdateStats, or CriticStats. Raises RunError after too many skipped
-        in a row."""
+        """Make one update on every rank. Returns UpdateStats or CriticStats, which are the same on all ranks.
+
+        Raises RunError after too many skipped updates in a row.
+        """
         return self.start_update(batch).result()
 
     def start_update(self, batch: Batch, *, publishes: bool = False) -> Pending[Any]:
-        """Start `update`. `publishes`: `publish` comes next, so the ranks go on to that at once."""
+        """Start an update. `publishes`: `publish` follows, so the ranks prepare the weights at once."""
 
         def ask() -> list[Any]:
             refs = self.ask("update", batch)
@@ -255,13 +255,13 @@ class WorkerGroup:
         return stats
 
     def model(self) -> Content:
-        """Whole weights as a safetensors file, adapters merged. The ranks hold their leases."""
+        """Return the complete weights as a safetensors file, adapters merged. Needs leases."""
         replies = self._surely(lambda: [i.actor.model.remote() for i in self.by_rank], f"the {self.name}'s weights")
         self._book(spans for _, spans in replies)
         return replies[0][0]
 
     def saved(self, content: Content) -> Content:
-        """A checkpoint's safetensors file as a model folder has it. Works without leases, as `snapshot`."""
+        """Convert a checkpoint's safetensors file to that of a model folder. Works without leases, as `snapshot` does."""
         if not self.converts:
             return content
         if not self.by_rank:
@@ -270,46 +270,44 @@ class WorkerGroup:
         return self._surely(lambda: [self.by_rank[0].actor.saved.remote(content)], f"the {self.name}'s model file")[0]
 
     def config(self) -> bytes:
-        """config.json of a critic's model."""
+        """Return config.json of a critic's model."""
         return self._surely(lambda: [self.by_rank[0].actor.config.remote()], "the critic's config")[0]
 
     def passed(self, what: str, batch: Batch, *more: Any) -> dict[str, np.ndarray]:
-        """Per response token, under the current weights, by name: `logprobs` of a learner (`more`: the names, see
-        `overlap.passes`), `reference` of a reference, `values` of a critic. Each rank says it of its share, and 0 of the others."""
+        """Compute values per response token under the current weights, by name: `logprobs` of a learner (`more`: the names, see
+        `overlap.passes`), `reference` of a reference, `values` of a critic. Each rank computes its share and returns 0 elsewhere."""
         replies = self._surely(lambda: self.ask(what, batch, *more), f"the {self.name}'s {what}")
         self._book(spans for _, spans in replies)
         return _together(replies)
 
     def ask(self, what: str, batch: Batch, *more: Any) -> list[Any]:
-        """Call `what` of every rank, which says it of the batch; references, such as `answered` takes."""
+        """Call method `what` of every rank with the batch. Returns references for `answered`."""
         shared = ray.put(batch)
         return [getattr(i.actor, what).remote(shared, len(i.leases), *more) for i in self.by_rank]
 
     def accumulate(self, batch: Batch) -> list[Any]:
-        """Gradients of a part of a step, on every rank; references for `accumulated`."""
+        """Accumulate gradients of a part of a step on every rank. Returns references for `accumulated`."""
         self.recovery.did("accumulate", batch)
         return self.ask("accumulate", batch)
 
     def pending(self, refs: list[Any]) -> list[Any]:
-        """Those that are not there yet."""
+        """Return the references that are not ready yet."""
         return ray.wait(refs, num_returns=len(refs), timeout=0)[1] if refs else []
 
     def accumulated(self, refs: list[Any]) -> None:
-        """Wait for them. The ranks still hold the leases that they work under. When one of them was lost, nobody waits for its
-        successor: it accumulates them again when it is staffed next."""
+        """Wait for gradients. The ranks still hold their leases. A lost rank's successor accumulates again when it gets leases."""
         if replies := self._heard(refs, "gradients"):
             self._book(replies)
 
     def answered(self, refs: list[Any], what: str) -> tuple[dict[str, np.ndarray], float] | None:
-        """The same of what was asked for by `ask`, and the seconds that the slowest rank took; None when a rank was lost: whoever
-        needs it asks again."""
+        """Wait for replies to `ask`. Returns them with the seconds of the slowest rank, or None if a rank was lost: ask again."""
         if not (replies := self._heard(refs, what)):
             return None
         self._book(spans for _, spans in replies)
         return _together(replies), max(sum(span.to_s - span.from_s for span in spans) for _, spans in replies)
 
     def _heard(self, refs: list[Any], what: str) -> list[Any]:
-        """The replies, none when a rank was lost."""
+        """Return the replies, or an empty list if a rank was lost."""
         try:
             return self._all(refs, f"the {self.name}'s {what}")
         except LearnerLost as lost:
@@ -317,14 +315,17 @@ class WorkerGroup:
             return []
 
     def publish(self, version: int) -> WeightVersion:
-        """The current weights as a version that engines can pull. The arrays stay in the object store of the first rank's node;
-        where that is not the driver's, a copy is made there that nobody waits for."""
+        """Publish the current weights as a version that engines can pull.
+
+        The arrays stay in the object store of the first rank's node. If that is another node than the driver's, a copy is made
+        there in the background.
+        """
         weights: list[Any] = []
 
         def ask() -> list[Any]:
             refs, self.coming = self.coming or self._weights(), []
             weights[:] = [refs[0][0]]
-            return [told for _, told in refs]
+            return [digests for _, digests in refs]
 
         replies = self._surely(ask, "the learner to publish weights")
         self._book(spans for _, spans in replies)
@@ -354,29 +355,29 @@ class WorkerGroup:
                     raise RunError(f"the {self.name} published other weights as version {weights.version} the second time") from None
                 weights = again
             else:
-                if not self.pool.leases.lose(weights.node):
+                if not self.pool.leases.confirm_lost(weights.node):
                     return weights
                 self.recovery.say(f"weight version {weights.version} was lost with its node: engines load the copy")
                 weights = replace(weights, ref=weights.copy, copy=None)
         return weights
 
     def keep(self) -> None:
-        """Have the state of now kept outside of the ranks, if it is time to. Nobody waits; it needs no lease."""
+        """Start a snapshot of the current state if one is due. Does not wait, and needs no lease."""
         if self.recovery.is_due and self.by_rank:
             replies = [i.actor.keep.options(num_returns=2).remote() for i in self.by_rank]
             self.recovery.take(replies, self.by_rank[0].slot.node)
 
     def ask_snapshot(self) -> list[Any]:
-        """References for `snapshot`; none where the state is kept already."""
+        """Return references for `snapshot`, or an empty list if there is a snapshot of the current state already."""
         return [] if self.recovery.has_now else self._snapshots()
 
     def _snapshots(self) -> list[Any]:
         return [i.actor.snapshot.remote() for i in self.by_rank]
 
     def snapshot(self, deadline_s: float | None = None, asked: list[Any] | None = None) -> Files:
-        """Model, optimizer and random state as files. Works without leases too: it reads memory, on the host."""
+        """Return model, optimizer and random state as files. Works without leases, because it only reads host memory."""
         if (kept := self.recovery.current(deadline_s or self.deadline_s)) is not None:
-            with suppress(*GONE):  # lost where it lay: the ranks have it still
+            with suppress(*GONE):  # its node was lost: the ranks still have the state
                 return get(kept, deadline_s or self.deadline_s, f"the {self.name}'s snapshot")
         working = self.working
         while True:
@@ -410,7 +411,7 @@ class WorkerGroup:
             raise LearnerLost(f"{what} failed: a {self.name} process died: {reason_of(error)}") from error
 
     def _book(self, spans: Iterable[list[Any]]) -> None:
-        """What every rank did, in the order of the ranks, to the ledger."""
+        """Record the spans of every rank, in order of rank, in the ledger."""
         for instance, own in zip(self.by_rank, spans, strict=True):
             self._spans(instance, own)
 
@@ -419,12 +420,12 @@ class WorkerGroup:
 
 
 def _together(replies: list[Any]) -> dict[str, np.ndarray]:
-    """What all ranks said, each of its share."""
+    """Add up the replies of all ranks, each of which covers its own share."""
     return {name: sum((said[name] for said, _ in replies[1:]), first) for name, first in replies[0][0].items()}
 
 
 def _death(refs: list[Any]) -> BaseException | None:
-    """What one of these calls says of the death of its process, if that is heard of within a few seconds."""
+    """Return the error of a call whose process died, if Ray reports that within a few seconds."""
     end = time.monotonic() + DEATH_S
     for ref in refs:
         try:

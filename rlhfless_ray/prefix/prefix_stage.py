@@ -169,7 +169,7 @@ class PrefixStage:
                 self.context.leases.release(leases)
             elif why:
                 failed.append(why)
-                self.pool.lose(instance, why)
+                self.pool.end_lost(instance, why)
         return failed
 
     def _remove_failed(self) -> None:
@@ -181,7 +181,7 @@ class PrefixStage:
             except RayTaskError:  # the instance is alive
                 continue
             except (*GONE, RunError) as error:
-                self.pool.lose(instance, reason_of(error))
+                self.pool.end_lost(instance, reason_of(error))
 
     def _account(self, step: StepPrefixes, wall_s: float) -> None:
         done = step.prepared.done

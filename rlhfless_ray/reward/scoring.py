@@ -134,8 +134,8 @@ class Scoring:
             cause = self.pool.cause(worker)
             suspect = self.samples[call.remaining[0][0]] if one_by_one and not cause.is_preemption else None
             one_by_one = one_by_one or not cause.is_preemption
-            if suspect is None and not can_wait and not self.pool.leases.living(worker.leases):
-                self.pool.lose(worker, _loss_reason(self.timeout_s), cause)
+            if suspect is None and not can_wait and not self.pool.leases.without_lost(worker.leases):
+                self.pool.end_lost(worker, _loss_reason(self.timeout_s), cause)
                 self.unassigned.append((call.remaining, one_by_one))
                 return
             worker = _replace_worker(self.pool, worker, suspect, self.timeout_s, cause)

@@ -286,7 +286,7 @@ class RolloutDriver:
             return
         if len(leaving) == len(self.pool.working):
             took = self.pool.leases.take(1, self.pool.kind, need=0, wait_s=GRANT_S, labels=self.pool.labels)
-            for lease in self.pool.leases.living(took):
+            for lease in self.pool.leases.without_lost(took):
                 self.pool.assign_leases([lease])
                 fetch_weights(self.pool, self.weights)
         stay = [number for number in self.calls.available() if self.calls.engines[number] not in leaving]
@@ -336,7 +336,7 @@ class RolloutDriver:
             return set()
         self.probed_s = now
         silent = {call.instance.slot.node for call in self.calls.running.values() if now - call.heard_s > SILENT_S}
-        return {node for node in silent if self.pool.leases.lose(node)}
+        return {node for node in silent if self.pool.leases.confirm_lost(node)}
 
     def handle_death(self, call: EngineCall, error: Exception) -> None:
         """Handle the death of an engine's process. Raises RunError if its constructor raised: the next process would raise too."""
@@ -367,12 +367,12 @@ class RolloutDriver:
         self.calls.spread(orphans, others, self.expected)
         self.cancel_moves(orphans.tolist())
         node = instance.slot.node  # leases of a drained node are released: waiting for others, which engines may hold, does not pay
-        is_usable = not self.pool.leases.gone([node]) and node not in self.pool.leases.draining()
+        is_usable = not self.pool.leases.lost_nodes([node]) and node not in self.pool.leases.draining()
         if is_usable and self.migration is not None and self.tail_s() > self.start_s:
             self.pool.replace(instance, why, cause)  # a move gives it requests as soon as it can work
             fetch_weights(self.pool, self.weights)
         else:
-            self.pool.lose(instance, why, cause)
+            self.pool.end_lost(instance, why, cause)
             if is_usable:
                 self.pool.prewarm(instance.slot)  # for the next rollout
 

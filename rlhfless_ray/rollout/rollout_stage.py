@@ -69,7 +69,7 @@ class RolloutStage:
         """Start engines of a planned step before its phase: they take free leases and load the weights."""
         context = self.context
         with self._warm_start_timed():
-            free = context.leases.living(context.broker.take())
+            free = context.leases.without_lost(context.broker.take())
             context.broker.put(self.pool.begin(step.plan.actors, free, partial(fetch_into, weights=weights)))
         context.broker.lend_idle(partial(self._reclaim, list(self.pool.working)))
 

@@ -50,6 +50,6 @@ class RunContext:
         try:
             record(instance)
         except ProcessLost as error:
-            pool.lose(instance, str(error))
+            pool.end_lost(instance, str(error))
             return False
         return True

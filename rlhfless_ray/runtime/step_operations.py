@@ -95,7 +95,7 @@ class StepOperations(CheckpointedRun):
     def begin_step(self, step: Step) -> None:
         STOP.check()
         if self.ledger.step != step.number:  # otherwise its engines have started already
-            self.ledger.cut(step.number)
+            self.ledger.begin_step(step.number)
             self.first_row = self.ledger.count
         self.leases.waited_s = 0.0
         self.step = step
@@ -239,7 +239,7 @@ class StepOperations(CheckpointedRun):
         self.refill_done = self.dynamic_sampling.state()
         step.phase_s, step.wall_s = self.phases.take()
         step.phase_s["passes"] = self.learn_stage.passes_s
-        self.ledger.cut(step.number + starts_next)
+        self.ledger.begin_step(step.number + starts_next)
         own = self.ledger.totals_since(self.first_row)
         self.costs = self.record.costs(own, self.first_row)
         return own
@@ -258,7 +258,7 @@ class StepOperations(CheckpointedRun):
         if end.save:
             self._save(metric=end.metric, best=end.best, export=True)
         for pool in (self.rollout, self.reward, *([self.stages.prefix.pool] if self.stages.prefix else [])):
-            pool.reap(self.autoscaler.keep_warm_s(pool.gaps_s, pool.hold_price), look_every_s=LOOK_EVERY_S)
+            pool.end_expired(self.autoscaler.keep_warm_s(pool.gaps_s, pool.hold_price), look_every_s=LOOK_EVERY_S)
         decision = slots_to_yield(len(self.broker.free), 1, end.others_wait)
         if decision.action == "Release":
             self.broker.release(keep=decision.actors)

@@ -47,7 +47,7 @@ def test_nodes_are_called_by_their_names(clock: Clock) -> None:
     ledger.park("B", "f00d", "0", "score", 1.0)
     for step in (1, 2):
         clock.now += 1
-        ledger.cut(step)
+        ledger.begin_step(step)
     assert {row.node for row in ledger.rows} == {"host"} and len(ledger.rows) == 4
 
 
@@ -59,11 +59,11 @@ def test_work_without_a_lease_costs_money_and_no_slot_seconds(clock: Clock, tmp_
     ledger = Ledger("gpu", 3600.0)
     ledger.core_per_hour = 360.0
     ledger.hold("L", "node", "0", "rollout", "A")
-    ledger.cut(1)
+    ledger.begin_step(1)
     clock.now += 10
     ledger.spans(["L"], [work(0, 10)])
     ledger.unleased("agent", "agent-1", "node", START + 2, START + 10, 1.5, "agents play")
-    ledger.cut(2)
+    ledger.begin_step(2)
     assert [(row.step, row.resource, row.seconds, row.money) for row in ledger.rows if row.kind == "agent"] == [(1, "cpu", 1.5, 0.15)]
     assert ledger.totals() == {"busy_slot_s": 10.0, "full_slot_s": 10.0, "idle_share": 0.0, "money": 10.15}
     assert ledger.unleased_core_s("agent", 0) == 1.5 and ledger.unleased_core_s("rollout", 0) == 0
@@ -134,7 +134,7 @@ def test_parked_memory_is_shown_and_not_billed(clock: Clock) -> None:
     ledger.park("A", "n", "0", "rollout", 1800.04)
     clock.now += 3
     ledger.park("A", "n", "0", "rollout", 5.0)  # it is parked already
-    ledger.cut(1)
+    ledger.begin_step(1)
     clock.now += 1
     ledger.unpark("A")
     assert [(short(row)[2:], row.slots, row.memory_mb, row.money) for row in ledger.rows] == [
@@ -149,7 +149,7 @@ def test_parked_memory_that_has_a_price_is_billed_by_what_is_kept(clock: Clock) 
     ledger.parked_share = 0.5
     ledger.park("A", "n", "0", "rollout", 800.0)
     clock.now += 2
-    ledger.cut(1)
+    ledger.begin_step(1)
     clock.now += 4
     ledger.kept("A", 200.0, 0.25)  # told late, true since the step began
     ledger.kept("B", 1.0, 1.0)  # is not parked
@@ -172,7 +172,7 @@ def test_parked_memory_costs_its_part_of_what_goes_with_a_slot(clock: Clock) -> 
     ledger.park("B", "elsewhere", "0", "rollout", 800.0)
     ledger.park("C", "n", "0", "rollout", 0.0)
     assert ledger.hold_price("AC") == pytest.approx(0.05) and ledger.hold_price("B") == ledger.hold_price("D") == 0.0
-    ledger.cut(1)
+    ledger.begin_step(1)
     ledger.kept("A", 400.0, 0.5)
     clock.now += 10
     ledger.close()
@@ -186,13 +186,13 @@ def test_a_cut_gives_every_row_one_step(clock: Clock) -> None:
     ledger.hold("L", "n", "0", "rollout", "A")
     clock.now += 2
     ledger.spans(["L"], [work(1, 2)])
-    ledger.cut(1)
+    ledger.begin_step(1)
     first = len(ledger.rows)
     clock.now += 2
     ledger.spans(["L"], [work(1.5, 3)])  # it began in the step before, where it was not known yet
     ledger.hold("M", "n", "1", "score", "B")
     clock.now += 1
-    ledger.cut(2)
+    ledger.begin_step(2)
     assert [short(row) for row in ledger.rows] == [
         ("L", "A", "idle", 0, 0, 1),
         ("L", "A", "work", 0, 1, 2),
@@ -243,7 +243,7 @@ def test_every_leased_second_is_billed_exactly_once(events: list[tuple[str, str,
                 ledger.spans([lease], [work(begin, begin + length * TICK, activity)])
             elif what == "cut":
                 step += 1
-                ledger.cut(step)
+                ledger.begin_step(step)
             elif what == "park":
                 ledger.park(instance, "n", "0", "rollout", 1.0)
                 parked.add(instance)
@@ -277,10 +277,10 @@ def three_steps(clock: Clock, path: Path) -> Ledger:
     ledger = Ledger("cpu", 7.0)
     ledger.hold("L", "n", "0", "rollout", "A")
     for step in (1, 2, 3):
-        ledger.cut(step)
+        ledger.begin_step(step)
         clock.now += 1.123456
         ledger.spans(["L"], [Span("work", "", clock.now - 1, clock.now)])
-        ledger.cut(step)
+        ledger.begin_step(step)
         ledger.append_to(path)
     ledger.close()
     return ledger
@@ -309,7 +309,7 @@ def test_what_is_on_disk_and_counted_need_not_stay_in_memory(clock: Clock, tmp_p
         clock.now += 1
         for ledger in both:
             ledger.spans(["L"], [Span("work", "", clock.now - 0.5, clock.now)])
-            ledger.cut(step)
+            ledger.begin_step(step)
         assert lean.totals_since(first) == whole.totals_since(first)
         assert lean.held_slot_s("rollout", first) == whole.held_slot_s("rollout", first) == 1.0
         lean.forget(lean.count)
@@ -335,7 +335,7 @@ def test_resume_keeps_what_was_paid_for_steps_that_are_done_again(clock: Clock, 
     ledger.resume_from(path, last_step=2)
     assert ledger.rows == [replace(row, repeated=int(row.step == 3)) for row in before.rows]
     assert ledger.totals() == totals_of(before.rows), "not a second of the step that is repeated is forgotten"
-    ledger.cut(3)
+    ledger.begin_step(3)
     ledger.hold("M", "n", "0", "rollout", "B")
     clock.now += 2
     ledger.close()

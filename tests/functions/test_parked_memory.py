@@ -75,7 +75,7 @@ def test_short_gaps_keep_everything(pool: WorkerPool) -> None:
     instance = opened(pool)
     pool.gaps_s.extend([1.0, 2.0, 60.0])
     spare = pool.park_all()
-    pool.reap()
+    pool.end_expired()
     assert parks(instance) == 0
     pool.resize(1, spare, need=1)
     assert parked_rows(pool) == [(100.0, 1.0)]
@@ -87,7 +87,7 @@ def test_long_gaps_give_back_at_once_and_are_billed_from_then_on_by_what_stays(p
         pool.gaps_s.extend([9.0] * 5)
         spare = pool.park_all()
         ray.get(instance.giving_back, timeout=WAIT_S)
-        pool.reap()
+        pool.end_expired()
         pool.resize(1, spare, need=1)
         assert instance.kept_mb is None and instance.memory_mb == 100.0
     assert parks(instance) == 2 and parked_rows(pool) == [(25.0, 0.25)] * 2
@@ -97,10 +97,10 @@ def test_one_that_lay_for_long_gives_back_later(pool: WorkerPool) -> None:
     instance = opened(pool)
     pool.leases.release(pool.park_all())
     instance.parked_since_s -= 10.0
-    pool.reap()
+    pool.end_expired()
     ray.get(instance.giving_back, timeout=WAIT_S)
-    pool.reap()
-    pool.reap()
+    pool.end_expired()
+    pool.end_expired()
     assert parks(instance) == 1
     pool.ledger.close()
     assert parked_rows(pool) == [(100.0, 1.0), (25.0, 0.25)]
@@ -127,7 +127,7 @@ def test_no_more_is_started_ahead_or_kept_than_a_node_has_memory_for(pool: Worke
     (message,) = said
     assert "hold 1120 MB: it is not started ahead, functions.parked_mb allows 620 MB" in message
     ray.get(first.giving_back, timeout=WAIT_S)
-    pool.reap()
+    pool.end_expired()
     second = pool.prewarm(leases[1].slot)
     assert second is not None, "the first has told how little it holds"
     spare = pool.resize(2, leases, need=2)
@@ -160,7 +160,7 @@ def test_one_that_cannot_says_why(pool: WorkerPool) -> None:
     pool.park_all()
     ray.wait([instance.giving_back], timeout=WAIT_S)
     with pytest.raises(RunError, match=r"could not release memory: no"):
-        pool.reap()
+        pool.end_expired()
 
 
 def test_one_that_died_meanwhile_is_no_error(pool: WorkerPool) -> None:
@@ -172,5 +172,5 @@ def test_one_that_died_meanwhile_is_no_error(pool: WorkerPool) -> None:
             ray.get(instance.actor.park.remote(), timeout=WAIT_S)
     pool.park_all()
     ray.wait([instance.giving_back], timeout=WAIT_S)
-    pool.reap()
+    pool.end_expired()
     assert instance.kept_mb is None

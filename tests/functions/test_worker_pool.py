@@ -129,7 +129,7 @@ def test_keep_alive_ends_parked_processes_only(pool):
     pool.leases.release(pool.resize(1, [], need=1))
     pool.keep_alive_s = 0.0
     time.sleep(0.01)
-    assert pool.reap() == 1 and not pool.parked and len(pool.working) == 1
+    assert pool.end_expired() == 1 and not pool.parked and len(pool.working) == 1
     deadline = time.monotonic() + 60
     while lives(gone) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -157,7 +157,7 @@ def test_a_node_that_is_lost_while_a_process_starts_on_it_is_no_error_of_the_run
     ray.wait([prewarmed.giving_back], timeout=60)
     with pytest.raises(ActorUnschedulableError):
         ray.get(prewarmed.giving_back)
-    pool.reap()
+    pool.end_expired()
     pool.end(prewarmed)
     pool.resize(1, [], need=1)
     instance = pool.working[0]

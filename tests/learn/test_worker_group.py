@@ -48,13 +48,13 @@ class Cluster(LeaseManager):
                 got.append(self.lease(found, self.free[found].pop(0)))
         return got
 
-    def gone(self, nodes: list[str]) -> list[str]:
+    def lost_nodes(self, nodes: list[str]) -> list[str]:
         return [node for node in nodes if node not in self.free]
 
-    def living(self, leases: list[Lease]) -> list[Lease]:
+    def without_lost(self, leases: list[Lease]) -> list[Lease]:
         return leases
 
-    def lose(self, node: str) -> bool:
+    def confirm_lost(self, node: str) -> bool:
         return node not in self.free
 
     def with_room(self, nodes: list[str]) -> list[str]:
@@ -245,7 +245,7 @@ def test_an_update_is_asked_at_once_and_again_when_a_rank_was_lost(monkeypatch):
 def test_free_leases_of_a_lost_node_are_not_given_to_new_ranks(monkeypatch):
     cluster = Cluster("cpu", {"here": []})
     worker_group = gang_on(cluster, Slot("here", 0))
-    monkeypatch.setattr(cluster, "living", lambda leases: [lease for lease in leases if lease.slot.node in cluster.free])
+    monkeypatch.setattr(cluster, "without_lost", lambda leases: [lease for lease in leases if lease.slot.node in cluster.free])
     worker_group.broker.put([cluster.lease("lost", 0), cluster.lease("here", 0), cluster.lease("here", 1)])
     worker_group._assign_free_leases()
     assert nodes_of(worker_group) == [["here"]] and [lease.slot for lease in worker_group.broker.free] == [Slot("here", 1)]

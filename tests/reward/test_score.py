@@ -76,7 +76,7 @@ class FakePool:
         self.faults.count("reward-1", cause, why)
         return self.new()
 
-    def lose(self, worker: Any, why: str, cause: FailureCause) -> None:
+    def end_lost(self, worker: Any, why: str, cause: FailureCause) -> None:
         self.faults.count("reward-1", cause, why)
         self.working.remove(worker)
 

@@ -39,7 +39,7 @@ class Pool:
         self.said: list[Any] = []
         self.log: list[str] = []
         self.working = [self.engine(node) for node in nodes]
-        self.leases = SimpleNamespace(gone=lambda nodes: [], draining=lambda: draining, deadline_s=60.0)
+        self.leases = SimpleNamespace(lost_nodes=lambda nodes: [], draining=lambda: draining, deadline_s=60.0)
 
     def engine(self, node: str) -> Any:
         call = Call(self.said)
@@ -55,7 +55,7 @@ class Pool:
             state=None,
         )
 
-    def lose(self, instance: Any, why: str, cause: FailureCause) -> None:
+    def end_lost(self, instance: Any, why: str, cause: FailureCause) -> None:
         self.log.append("lost")
         self.working.remove(instance)
 
