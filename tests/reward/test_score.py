@@ -261,7 +261,7 @@ def test_a_reward_model_and_a_reward_file_score_in_real_pools(ray_cluster, tmp_p
 def test_a_worker_whose_node_is_lost_while_engines_work_is_not_waited_for() -> None:
     """They may hold every slot that is remaining: its share is scored with what is scored next."""
     pool, samples = FakePool(1), samples_of("lost", "bb", "ccc")
-    pool.causes, pool.leases.living = [FailureCause.NODE_LOST], lambda leases: []
+    pool.causes, pool.leases.without_lost = [FailureCause.NODE_LOST], lambda leases: []
     scoring = Scoring(pool, 0.01, 1)
     scoring.add(samples[:2])
     assert scoring.collect(can_wait=False) and not scoring.running and not pool.working and pool.faults.counts[FailureCause.NODE_LOST] == 1
@@ -275,7 +275,7 @@ def test_a_worker_whose_node_is_lost_while_engines_work_is_not_waited_for() -> N
 
 def test_a_worker_that_dies_while_engines_work_is_replaced_under_its_lease() -> None:
     pool, samples = FakePool(1), samples_of("die", "bb")
-    pool.leases.living = lambda leases: ["its own"]
+    pool.leases.without_lost = lambda leases: ["its own"]
     scoring = Scoring(pool, 0.01, 1)
     scoring.add(samples)
     assert scoring.collect(can_wait=False) and scoring.running and pool.faults.used == 1

@@ -148,7 +148,7 @@ def test_where_all_engines_are_to_leave_a_slot_elsewhere_is_had_though_ray_takes
     monkeypatch.setattr(lease, "remove_placement_group", lambda group: None)
     pool: Any = Pool(["a"], {"a"})
     pool.labels, pool.leases = {}, LeaseManager("cpu", Ledger("cpu", 1.0), 60.0, "test")
-    pool.leases.notices, pool.leases.living = lambda: {"a"}, lambda leases: leases
+    pool.leases.notices, pool.leases.without_lost = lambda: {"a"}, lambda leases: leases
     pool.assign_leases = lambda leases: pool.working.append(pool.engine(leases[0].slot.node))
     rollout = rollout_on(pool, 1)
     rollout.assign(rollout.calls.number(pool.working[0]), np.array([0]))
