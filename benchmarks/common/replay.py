@@ -215,7 +215,7 @@ class ReplayedLearner:
         script = Script.read(files)
         self.learn_s = script.learn_s / script.clock
         if state is not None:
-            self.digest, self.updates = state["model.safetensors"], int(state["updates"])
+            self.digest, self.updates = bytes(state["model.safetensors"]), int(state["updates"])
         return {"memory_mb": 1.0, "spans": []}
 
     def accumulate(self, batch: Any, threads: int) -> list[Span]:
@@ -236,6 +236,9 @@ class ReplayedLearner:
 
     def snapshot(self) -> dict[str, bytes]:
         return {"model.safetensors": self.digest, "updates": str(self.updates).encode()}
+
+    def model(self) -> tuple[bytes, list[Span]]:
+        return self.digest, []
 
     def keep(self) -> tuple[dict[str, bytes], tuple[float, int]]:
         return self.snapshot(), (0.0, len(self.digest))
