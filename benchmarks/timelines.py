@@ -132,19 +132,20 @@ def picture_of(report: Path, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
-    parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument("--cores", type=int, default=2, help="slots of the pool; above the machine's cores they share these")
+    parser.add_argument("--name", default="timelines", help="of the result and of the picture")
     parser.add_argument("--prefer", type=float, default=0.5)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--drop", type=int, default=4, help="first steps of a run that are not steady state")
     parser.add_argument("--first", type=int, default=24, help="first step to draw")
     parser.add_argument("--shown", type=int, default=4, help="number of steps to draw")
     parser.add_argument("--timeout-s", type=float, default=1200.0, help="longest time for one run")
-    parser.add_argument("--draw", action="store_true", help="run nothing; draw results/timelines.json again")
+    parser.add_argument("--draw", action="store_true", help="run nothing; draw results/<name>.json again")
     parser.add_argument("--report", action="store_true", help="also take a picture of the elastic run's report")
     parser.add_argument("--quick", action="store_true", help="a few steps: shows that it runs; the picture goes to results/quick/")
     options = parser.parse_args()
     if options.draw:
-        draw(json.loads((FOLDER / "timelines.json").read_text()), IMAGES / "timelines.svg")
+        draw(json.loads((FOLDER / f"{options.name}.json").read_text()), IMAGES / f"{options.name}.svg")
         return
     if options.quick:
         options.steps, options.drop, options.first, options.shown = 4, 1, 2, 2
@@ -170,13 +171,13 @@ def main() -> None:
         tokens = {name: mode.pop("tokens") for name, mode in found.items()}
         if tokens["fixed"] != tokens["elastic"]:
             raise RuntimeError("the two runs generated different numbers of tokens, so they cannot be compared")
-        path = save("timelines", {**content, "modes": found}, console=console, quick=options.quick)  # before any picture changes
+        path = save(options.name, {**content, "modes": found}, console=console, quick=options.quick)  # before any picture changes
         if options.report:
             picture_of(scratch / "elastic" / "quickstart" / "report.html", images / "report.png")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    draw(json.loads(path.read_text()), images / "timelines.svg")
-    console.print(f"drawn: {(images / 'timelines.svg').relative_to(ROOT)}", highlight=False)
+    draw(json.loads(path.read_text()), images / f"{options.name}.svg")
+    console.print(f"drawn: {(images / f'{options.name}.svg').relative_to(ROOT)}", highlight=False)
 
 
 if __name__ == "__main__":
