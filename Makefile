@@ -68,7 +68,6 @@ docs: install
 docs-check: install docs
 	@$(BIN)/python -m docs.check
 
-# The pictures of README and docs, from four runs of this checkout. That of the report needs chromium. Run it on an idle machine.
+# The pictures of README and docs, from two runs of this checkout. That of the report needs chromium. Run it on an idle machine.
 pictures: install
-	@$(BIN)/python -m benchmarks.timelines --name wide_pool --recipe recipes/wide_pool.yaml --cores 4
 	@$(BIN)/python -m benchmarks.timelines $(if $(shell command -v chromium),--report)

@@ -80,7 +80,7 @@ def main() -> None:
             Target("peak memory over TRL's, in its quicker setting", mine["peak_mb"] / quicker["peak_mb"], most=1.1, unit="×"),
             Target("time of a step over TRL's", mine["step_s"] / quicker["step_s"], most=0.6, unit="×"),
         ]
-    show_targets(targets, console)
+    show_targets(console, targets)
     save("real_size", {"parameters": files.parameters, "runs": runs}, targets, console=console, quick=options.no_trl)
 
 
