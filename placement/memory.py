@@ -71,7 +71,7 @@ def parameter_count(config: Mapping[str, Any], head: bool = True) -> int | None:
         total = sum(_layer(config, family, number) for number in range(layers)) + hidden + vocabulary * hidden
         if head and not config.get("tie_word_embeddings", family.get("tie_word_embeddings", False)):
             total += vocabulary * hidden
-    except (TypeError, ValueError):  # a value of another kind: whoever loads the model says so
+    except (TypeError, ValueError):  # an invalid value, which loading the model will report
         return None
     return total
 

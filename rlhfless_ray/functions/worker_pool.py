@@ -41,13 +41,15 @@ class WorkerPool:
         faults: FailureBudget | None = None,
         parked_memory: WarmMemoryBudget | None = None,
     ) -> None:
-        """`start(slot)` makes the actor; its `open(threads)` must return {"memory_mb": …, "spans": […]}.
+        """Create an empty pool.
 
-        `on_device`: on GPU its instances hold device memory, which their `park()` gives back within `leave_s` before a lease
-        is taken from them. It returns the same as `open`, with what stays on the device counted in. `labels`: that the nodes
-        it works on must have. `give_back_after_s`: who is parked for longer than that gives memory back where there is no device
-        to leave, by the same `park()`, which then needs no lease and for which nobody waits; at once where the gaps so far say so.
-        `faults`: the run's budget (default: one of its own); `parked_memory`: what the pools of a run may hold without work.
+        `start(slot)` creates an actor. Its `open(threads)` must return {"memory_mb": …, "spans": […]}.
+        `on_device`: on GPU, instances hold device memory. Their `park()` releases it within `leave_s` before they lose a lease, and
+        returns what `open` does, including memory that stays on the device.
+        `labels`: node labels that slots must have.
+        `give_back_after_s`: on CPU, instances that are parked for longer release memory in the background, by the same `park()`. They
+        do so at once if earlier gaps were that long.
+        `faults`: the run's failure budget (default: a new one). `parked_memory`: limits what the run's idle processes hold.
         """
         self.kind = kind
         self.start = start

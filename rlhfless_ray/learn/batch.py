@@ -21,7 +21,7 @@ class Batch:
     tokens (Σ length,) int64; prompt_lengths and lengths (n,) int64, `lengths` with the response; groups (n,) int64, the
     prompt's position. mask (Σ (length - prompt length),) bool: which tokens after the prompts the policy wrote; None: all. Only
     these are learned from, the others are context. Per token of the policy, (Σ response length,) float32: logprobs of the
-    sampler; advantages; and, None where nobody needs them or they are not known yet, `old`: log-probabilities of the learner
+    sampler; advantages; and, None if they are not needed or not known yet, `old`: log-probabilities of the learner
     before the step, `reference`: of the policy that the run began with, `values`: the critic's, `returns`: what it is to learn.
     `kl_coefficient`: of this step, where it is not the recipe's. `steps`: sequence indices of each optimizer step, where they do not
     follow from the recipe's section `algorithm` alone (see `carry.py`); an index may come again in another step.

@@ -111,9 +111,9 @@ class LearnStage:
         return sample.completion.key // self.context.recipe.rollout.samples_per_prompt
 
     def advantages(self, samples: list[Sample]) -> Batch:
-        """The learner's batch, of whole groups; samples without a reward and those learned ahead are not in it.
+        """Return the learner's batch of whole groups, without samples that have no reward or were learned ahead.
 
-        Inside the phase: whoever has to say something of the batch before the learner learns it looks at it first.
+        Call it inside the phase. Reference, learner and critic first compute what the update needs of the batch.
         """
         recipe = self.context.recipe
         samples = [sample for sample in samples if sample.completion.key not in self.learned]

@@ -44,7 +44,7 @@ def return_to_device(engine: Any, stage: int, device: torch.device, hosted: bool
         _move_parts(engine, device, hosted)
     engine.reload_states()
     if stage in (1, 2):
-        link_moments(engine)  # DeepSpeed links the weights anew, but not their moments
+        link_moments(engine)  # DeepSpeed links the weights again, but not their moments
         if hosted:
             _move_scratch(engine, device)
     _move_frozen(engine, device)

@@ -21,10 +21,12 @@ def obstacle(recipe: Recipe) -> str | None:
 
 
 def passes(algorithm: AlgorithmConfig, lora: LoraConfig, samples: int) -> tuple[str, ...]:
-    """What an update of so many samples begins with, of every token, by the learner: `old`, its log-probabilities before the first
-    optimizer step; `reference`, those of the policy that the run began with, where that is the learner's model without its adapters
-    (else the reference is a function of its own). Sections of the recipe. Each hangs on its sample and the step's weights only, so
-    it is the same, to rounding, whenever it is computed."""
+    """Return the names of the learner's forward passes before an update of `samples` samples.
+
+    `old`: log-probabilities before the first optimizer step. `reference`: those of the initial policy, if that is the learner's model
+    without its adapters (otherwise the reference is a worker group of its own). Each depends on its sample and the step's weights
+    only. It is the same, up to rounding, whenever it is computed.
+    """
     kl, most = algorithm.kl, algorithm.batch_samples
     several = algorithm.updates_per_step > 1 or algorithm.epochs > 1 or (most is not None and most < samples)
     several |= algorithm.remainder == "carry"  # a sample may be learned from after steps of its own rollout
@@ -63,7 +65,7 @@ def inexact(algorithm: AlgorithmConfig, learner: LearnerConfig, lora: LoraConfig
     if algorithm.filter_range is not None:
         return "algorithm.filter_range: which groups are learned from is known when all are scored"
     if lora.dropout:
-        return "lora.dropout: what is left out of a sample hangs on its place in the whole batch"
+        return "lora.dropout: what is left out of a sample depends on its place in the whole batch"
     if learner.zero_stage == 3:
         return "learner.zero_stage 3: DeepSpeed offers no place to divide its gradients before the step"
     return None

@@ -293,8 +293,8 @@ class TrainerRank:
         }
 
     def snapshot_bytes(self) -> dict[str, Content] | None:
-        """`snapshot` as safetensors files, which travel through Ray to wherever the run folder is. They are views of the live state:
-        whoever keeps them in this process sees the next update in them."""
+        """`snapshot` as safetensors files, which travel through Ray to wherever the run folder is. They are views of the live state,
+        so the next update changes copies that stay in this process."""
         state = self.snapshot()
         if state is None:
             return None

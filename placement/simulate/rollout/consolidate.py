@@ -21,7 +21,7 @@ class Consolidate:
     """Spread live sequences evenly over as many actors as the square-root law asks for, never more than before.
 
     It forecasts nothing. `prefer` sets cost_weight. Where moves cost time it moves only when the law's number changes,
-    and then as few sequences as balance needs. Where moves are free it spreads anew at every replan.
+    and then as few sequences as balance needs. Where moves are free it spreads all requests again at every replan.
     """
 
     manner = "evenly"
@@ -57,7 +57,7 @@ class CrudeMix(Consolidate):
 
     So sequences that are likely long decode on lightly loaded actors. The expectation is the mean of the scenarios that
     are still possible, and a short guess for a sequence that outlived all of its own. Where moves cost time it splits
-    anew only when the law's number changes.
+    again only when the law's number changes.
     """
 
     manner = "in shares of 1 to 6, the likely-long on the light ones,"
