@@ -135,3 +135,26 @@ def test_what_needs_a_path_says_so() -> None:
     for setting in ({"save_hf": True}, {"resumable": False}):
         with pytest.raises(ValueError, match=r"needs a folder in checkpoint.path"):
             CheckpointConfig(**setting)
+
+
+def test_the_first_checkpoint_may_have_no_state_of_the_learner(tmp_path: Path) -> None:
+    kept = store(tmp_path)
+    kept.save(0, {}, {"step": 0})
+    assert kept.load() == (0, {}, {"step": 0})
+
+
+def test_copies_in_memory_are_made_where_two_fit_a_quarter_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter's state has 12 bytes in float32 and 14 in bfloat16; adapters are small; a number in the recipe counts anyway."""
+    from rlhfless_ray.local import machine_memory
+
+    monkeypatch.setattr(machine_memory, "host_memory_bytes", lambda: 24 * 10**9)
+
+    def every(parameters: int, **changes: Any) -> int:
+        recipe = Recipe.parse({"prompts": {"path": "p"}, "policy": {"path": "m"}, "reward": {"function": "math"}} | changes)
+        return machine_memory.snapshot_every_steps(recipe, parameters)
+
+    assert every(250_000_000) == 1 and every(250_000_001) == 0
+    narrow = {"policy": {"path": "m", "dtype": "bfloat16"}, "learner": {"zero_stage": 1}}
+    assert every(214_000_000, **narrow) == 1 and every(215_000_000, **narrow) == 0
+    assert every(70 * 10**9, lora={"rank": 8}, **narrow) == 1
+    assert every(70 * 10**9, checkpoint={"memory_every_steps": 3}) == 3 and every(10, checkpoint={"memory_every_steps": 0}) == 0
