@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def combine(base: Path, adapter: Path, output: Path, is_reward_model: bool, dtype: str) -> None:
     from rlhfless_ray.reward.reward_model import name_setting_in_errors
     from rlhfless_ray.weights.adapter import Adapter, merge_folder
-    from rlhfless_ray.weights.model_folder import read_folder, without_weights, write_folder
+    from rlhfless_ray.weights.model_folder import config_of, read_folder, without_weights, write_folder
 
     if output.resolve() in (base.resolve(), adapter.resolve()):
         raise UserError(f"--output_path {output}: this is the folder of the model or the adapter; give another one")
@@ -44,7 +44,7 @@ def combine(base: Path, adapter: Path, output: Path, is_reward_model: bool, dtyp
         found = Adapter.read(adapter)
         merge_folder(base, found, output, dtype, "score" if is_reward_model else "")
     rest = without_weights(files)
-    config = json.loads(bytes(rest["config.json"]))
+    config = config_of(rest)
     config["dtype"] = dtype
     config.pop("torch_dtype", None)
     rest["config.json"] = json.dumps(config, indent=2).encode()

@@ -6,7 +6,6 @@ sequence and in OpenRLHF's reward models.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from rlhfless_ray.learn.output_scale import output_scale
 from rlhfless_ray.reward.source import Decode, Score, Source, Worker
 from rlhfless_ray.reward.values import to_finite_float
 from rlhfless_ray.types import Sample
-from rlhfless_ray.weights.model_folder import WEIGHTS, read_folder, write_folder
+from rlhfless_ray.weights.model_folder import WEIGHTS, config_of, read_folder, write_folder
 from rlhfless_ray.weights.tensor_file import Content, Files, read_header
 
 if TYPE_CHECKING:
@@ -136,7 +135,7 @@ def find_head(files: Files, name: str, normalize: bool) -> Head:
     Raises UserError for a missing head, naming the candidates, and for a head with several scores.
     """
     try:
-        config = json.loads(bytes(files["config.json"]))
+        config = config_of(files)
     except ValueError:
         raise UserError(f"{KEY}: its config.json is not valid JSON") from None
     name = config.get("value_head_prefix") or name

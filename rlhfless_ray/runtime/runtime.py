@@ -8,7 +8,6 @@ with Runtime(recipe) as run:
 from __future__ import annotations
 
 import itertools
-import json
 import platform
 import signal
 from collections.abc import Iterator
@@ -45,7 +44,7 @@ from rlhfless_ray.runtime.step_operations import StepOperations
 from rlhfless_ray.runtime.worker_pools import ActorClasses, create_worker_pools
 from rlhfless_ray.types import Step
 from rlhfless_ray.weights.load_policy import cache_policy, context_tokens, initial_policy, policy_tokenizer
-from rlhfless_ray.weights.model_folder import parameter_count, read_folder
+from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
 from rlhfless_ray.weights.tensor_file import Files
 
 FAILED_SAVE_S = 30.0  # timeout for the learner's state after a failure
@@ -87,7 +86,7 @@ class Runtime(StepOperations):
         self.files, self.owes_warm_start = initial_policy(recipe)
         self.critic_files = read_folder(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
         if recipe.critic.normalize:
-            output_scale(json.loads(bytes((self.critic_files or self.files)["config.json"])), "critic.path", "critic.normalize")
+            output_scale(config_of(self.critic_files or self.files), "critic.path", "critic.normalize")
         self.tokenizer = policy_tokenizer(recipe, self.files)
         self.prompts = load_prompts(recipe, self.tokenizer, context_tokens(self.files))
         self.reward_source = load_reward(recipe, self.tokenizer)

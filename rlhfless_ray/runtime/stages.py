@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.reward.source import Source
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.run.context import RunContext
-from rlhfless_ray.weights.model_folder import without_weights
+from rlhfless_ray.weights.model_folder import config_of, without_weights
 from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ def _prefix(context: RunContext, worker_pools: WorkerPools, files: Files, privat
         rollout.prefix_kv,
         run_id=context.leases.run_id,
         block_size=rollout.block_size,
-        page_bytes=page_bytes(json.loads(bytes(files["config.json"])), size, rollout.block_size),
+        page_bytes=page_bytes(config_of(files), size, rollout.block_size),
         store_bytes=int(ray.cluster_resources().get("object_store_memory", 0)),
         blocked=worker_pools.prefix_blocked,
         max_instances=context.max_actors,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from rlhfless_ray.prefix.supported_models import unsupported
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.engine_settings import engine_settings
 from rlhfless_ray.weights.load_policy import check_kv_cache
-from rlhfless_ray.weights.model_folder import parameter_count, without_weights
+from rlhfless_ray.weights.model_folder import config_of, parameter_count, without_weights
 from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def create_worker_pools(
     ledger.parked_share, ledger.slot_mb = recipe.price.parked_share, leases.slot_mb
     ledger.core_per_hour = recipe.price.cpu_slot_per_hour
     wanted = recipe.rollout.prefix_kv != "off" and actors.prefill is not None
-    unshared = unsupported(json.loads(bytes(files["config.json"]))) if wanted else None
+    unshared = unsupported(config_of(files)) if wanted else None
     config = ray.put(without_weights(files))
     engine = engine_settings(recipe, longest_prompt_tokens, resource, wanted and unshared is None)
     source = ray.put(reward_source)  # may contain a reward model's weights

@@ -20,7 +20,7 @@ from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.task_tokenizer import TaskTokenizer
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.weights.model_folder import KEPT_SUFFIXES, is_safetensors, read_folder, write_folder
+from rlhfless_ray.weights.model_folder import KEPT_SUFFIXES, config_of, is_safetensors, read_folder, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
 VERSION = 4  # increase it when learn/warm_start.py, learn/tiny_model.py or a task changes the result
@@ -230,6 +230,6 @@ def text_config(files: Files) -> dict[str, Any]:
 
 def _config(files: Files) -> Any:
     try:
-        return json.loads(bytes(files["config.json"]))
+        return config_of(files)
     except ValueError:
         raise UserError("policy.path: its config.json is not valid JSON") from None

@@ -41,6 +41,11 @@ def read_content(file: Path) -> Content:
     return FileParts.map(file) if file.suffix == WEIGHTS and file.stat().st_size else file.read_bytes()
 
 
+def config_of(files: Files) -> Any:
+    """Parse a folder's config.json. Raises ValueError if it is not valid JSON."""
+    return json.loads(bytes(files["config.json"]))
+
+
 def is_safetensors(content: Content) -> bool:
     """Return whether the content is a safetensors file of the length that its header declares."""
     return read_header(content) is not None
@@ -99,7 +104,7 @@ def with_weights(files: Files, weights: Content) -> Files:
             counts[entry["dtype"]] = counts.get(entry["dtype"], 0) + math.prod(entry["shape"])
     files = {**files, "model.safetensors": weights}
     if counts and "config.json" in files:
-        config, dtype = json.loads(bytes(files["config.json"])), DTYPES[max(counts, key=lambda name: counts[name])]
+        config, dtype = config_of(files), DTYPES[max(counts, key=lambda name: counts[name])]
         names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]
         if any(config.get(name) != dtype for name in names):
             files["config.json"] = json.dumps({**config, **dict.fromkeys(names, dtype)}, indent=2).encode()
