@@ -29,6 +29,7 @@ from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.runtime.export import put_files
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.weights.remote_folder import writer
 from tests.conftest import ROOT, environment, small_recipe, write_recipe
 
 MIB = 2**20
@@ -121,8 +122,8 @@ def test_each_writer_names_its_path_and_leaves_the_old_file(folder: RunFolder, f
     store, state = Checkpoints(recipe.checkpoint, folder.path), {"model.safetensors": b"w" * 5000}
     work: dict[str, tuple[Path, Callable[[], object]]] = {
         "samples": (folder.path / "samples" / "step_1.jsonl", lambda: folder.write_samples(1, [a_sample()], "answer")),
-        "checkpoint": (folder.path / "checkpoints" / "step_2", lambda: store.save(2, state, {"step": 2})),
-        "model": (folder.path / "model", lambda: folder.write_model(state)),
+        "checkpoint": (folder.path / "checkpoints" / "step_2", lambda: store.save(2, writer(state), {"step": 2})),
+        "model": (folder.path / "model", lambda: folder.write_model(writer(state))),
         "export": (folder.path / "out" / "model.safetensors", lambda: put_files(folder.path / "out", state)),
         "status": (folder.path / "status.json", lambda: folder.write_status(steps_done=1)),
         "report": (folder.path / "report.html", lambda: write_report(folder.path)),
@@ -271,7 +272,7 @@ def test_the_status_says_how_to_go_on_as_the_command_does(folder: RunFolder) -> 
     full_disks = DiskFull(folder.path / "x"), OSError(errno.ENOSPC, "No space left on device", "/somewhere/file")
     for error in full_disks:
         assert run._outcome(error)[0] == "failed" and run._outcome(error)[1].endswith("then start the run again")
-    Checkpoints(run.recipe.checkpoint, folder.path).save(1, {}, {})
+    Checkpoints(run.recipe.checkpoint, folder.path).save(1, writer({}), {})
     for error in full_disks:
         assert run._outcome(error)[1].endswith("then continue the run with --resume")
 
@@ -282,7 +283,7 @@ def test_an_error_from_a_library_becomes_the_same_sentence(folder: RunFolder) ->
     error = OSError(errno.ENOSPC, "No space left on device", "/somewhere/file")
     with pytest.raises(DiskFull, match=r"/somewhere/file cannot be written: the disk is full .* start the run again$"):
         run._raise_reported_error(OSError, error, None)
-    Checkpoints(run.recipe.checkpoint, folder.path).save(1, {}, {})
+    Checkpoints(run.recipe.checkpoint, folder.path).save(1, writer({}), {})
     with pytest.raises(DiskFull, match=r"then continue the run with --resume$"):
         run._raise_reported_error(OSError, error, None)
     run._raise_reported_error(OSError, OSError(errno.EIO, "Input/output error"), None)
@@ -319,17 +320,17 @@ def test_a_full_file_system_keeps_files_and_has_a_place_for_the_status(small_dis
     folder.begin(recipe, "machine", 0)
     record = record_of(folder)
     store = Checkpoints(recipe.checkpoint, folder.path)
-    store.save(1, {"model.safetensors": b"w" * MIB}, {"step": 1})
+    store.save(1, writer({"model.safetensors": b"w" * MIB}), {"step": 1})
     record.metrics.write({"step": 1})
     fill(small_disk / "filler")
     with pytest.raises(DiskFull):
-        store.save(2, {"model.safetensors": b"w" * MIB}, {"step": 2})
+        store.save(2, writer({"model.safetensors": b"w" * MIB}), {"step": 2})
     with pytest.raises(DiskFull):
         for step in range(2, 100):
             record.metrics.write({"step": step, "text": "x" * 500})
     record.close("failed", "the disk is full")
     assert status(folder)["status"] == "failed"
-    assert [step for step, _ in store.list()] == [1] and store.load()[1] == {"model.safetensors": b"w" * MIB}
+    assert [step for step, _ in store.list()] == [1] and store.load()[1].files == {"model.safetensors": b"w" * MIB}
     rows, torn = read_rows(folder.path / "metrics.jsonl")
     assert not torn and [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert hidden(folder.path) == []

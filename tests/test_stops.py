@@ -33,6 +33,7 @@ from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.types import Step
+from rlhfless_ray.weights.remote_folder import writer
 from tests.conftest import small_recipe
 from tests.run.test_run_folder import store
 
@@ -138,7 +139,7 @@ class Ended:
         run.phases = SimpleNamespace(take=lambda: ({}, 1.0), phase=lambda *_: nullcontext())
         pool = SimpleNamespace(close=lambda: self.did.append(f"close as {self.status()}"), replacements=0)
         run.rollout = run.reward = pool
-        run.worker_group = SimpleNamespace(snapshot=self.snapshot, ask_snapshot=list, skipped_in_a_row=0, pool=pool, ranks=1)
+        run.worker_group = SimpleNamespace(save=self.save, ask_save=lambda *_: [], skipped_in_a_row=0, pool=pool, ranks=1)
         run.worker_group.by_rank = [SimpleNamespace(leases=[None])]
         run.worker_group.recovery, run.worker_group.forget, run.worker_group.keep = Recovery(1), lambda: None, lambda: None
         run.leases = SimpleNamespace(release_all=lambda: None)
@@ -159,9 +160,9 @@ class Ended:
         run.stages = Stages(FailureBudget(3), None, rollout, rollout, run.learn_stage, None)  # type: ignore[arg-type]
         run.learn_stage.plan = SimpleNamespace(reason="")  # type: ignore[assignment]
 
-    def snapshot(self, deadline_s: float | None = None, refs: Any = None) -> dict[str, bytes]:
+    def save(self, folder: Path, deadline_s: float | None = None, prefix: str = "", refs: Any = None) -> dict[str, str]:
         self.did.append(f"snapshot within {deadline_s}")
-        return {"model.safetensors": b""}
+        return writer({"model.safetensors": b""})(folder)
 
     def status(self) -> str:
         return json.loads((self.run.folder.path / "status.json").read_text())["status"]
@@ -312,7 +313,7 @@ def test_a_sigterm_while_ray_starts_is_a_stop(tmp_path: Path, monkeypatch: pytes
         run.__enter__()
     assert caught.value.signal_number == signal.SIGTERM and left == [True] and not caught.value.resumable
     folder = RunFolder.create(run.recipe)
-    store(folder, 1).save(2, {}, {})
+    store(folder, 1).save(2, writer({}), {})
     run.resume = True
     with pytest.raises(Stopped) as caught:
         run.__enter__()

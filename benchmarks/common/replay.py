@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from placement.speed.decode_speed import Speed
+from rlhfless_ray.learn.rank_actors import StateSource, merged_files
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.reward.scoring import RewardActor
 from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
@@ -27,6 +28,7 @@ from rlhfless_ray.rollout.token_deltas import CUT, GOES_ON, LENGTH, STOP, TokenD
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.runtime.worker_pools import ActorClasses
 from rlhfless_ray.types import EngineStep, Request, Span, UpdateStats
+from rlhfless_ray.weights.remote_folder import Delivery, deliver, read_files, sees
 
 SCRIPT = "replay.json"  # lies in the policy's folder, so it reaches every instance the way the policy's files do
 
@@ -211,11 +213,12 @@ class ReplayedLearner:
     def rendezvous(self, loopback: bool) -> tuple[str, int]:
         return "", 0
 
-    def build(self, files: dict[str, bytes], place: Any, threads: int, state: dict[str, bytes] | None) -> dict[str, Any]:
+    def build(self, files: dict[str, bytes], place: Any, threads: int, state: StateSource) -> dict[str, Any]:
         script = Script.read(files)
         self.learn_s = script.learn_s / script.clock
         if state is not None:
-            self.digest, self.updates = bytes(state["model.safetensors"]), int(state["updates"])
+            saved = read_files(*state) if isinstance(state, tuple) else merged_files(state)
+            self.digest, self.updates = bytes(saved["model.safetensors"]), int(bytes(saved["learner.json"]))
         return {"memory_mb": 1.0, "spans": []}
 
     def accumulate(self, batch: Any, threads: int) -> list[Span]:
@@ -234,14 +237,20 @@ class ReplayedLearner:
     def weights(self) -> tuple[dict[str, np.ndarray], tuple[int, list[Span]]]:
         return {"weight": np.frombuffer(self.digest, np.uint8)}, (int.from_bytes(self.digest), [])
 
-    def snapshot(self) -> dict[str, bytes]:
-        return {"model.safetensors": self.digest, "updates": str(self.updates).encode()}
+    def _state(self) -> dict[str, bytes]:
+        return {"model.safetensors": self.digest, "learner.json": str(self.updates).encode()}
 
-    def model(self) -> tuple[bytes, list[Span]]:
-        return self.digest, []
+    def sees(self, folder: str, sizes: dict[str, int]) -> bool:
+        return sees(folder, sizes)
+
+    def save(self, folder: str, prefix: str) -> Delivery:
+        return deliver({prefix + name: content for name, content in self._state().items()}, folder)
+
+    def save_model(self, folder: str, trained: bool) -> tuple[Delivery, list[Span]]:
+        return deliver({"model.safetensors": self.digest}, folder), []
 
     def keep(self) -> tuple[dict[str, bytes], tuple[float, int]]:
-        return self.snapshot(), (0.0, len(self.digest))
+        return self._state(), (0.0, len(self.digest))
 
     def park(self) -> dict[str, Any]:
         return {"memory_mb": 1.0, "spans": []}

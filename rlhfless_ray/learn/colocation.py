@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import WeightVersion
-from rlhfless_ray.weights.model_folder import with_weights
-from rlhfless_ray.weights.tensor_file import Content, Files
+from rlhfless_ray.weights.remote_folder import StoredFiles
+from rlhfless_ray.weights.tensor_file import Files
 
+LEARNER_FILES = ("model", "optimizer", "learner.json", "ema", "adapter_")  # beginnings of their names
 OF_CRITIC = "critic_"  # prefix of the critic's files in a checkpoint
 APART_S = 2.0  # timeout for devices of the reference's own
 
@@ -81,25 +83,27 @@ class ColocatedGroups:
         self.reference.build(lambda: ray.put(files), loopback, None)
         context.broker.put([*self.reference.park(), *held])
 
-    def open_critic(self, files: Files, loopback: bool, checkpoint: Files | None) -> None:
+    def open_critic(self, files: Files, loopback: bool, checkpoint: StoredFiles | None) -> None:
         """Load the critic from a model folder's files, or from those of a checkpoint, and park it."""
         if self.critic is None:
             return
         import ray
 
-        state = None if checkpoint is None else _of_critic(checkpoint)
+        state = checkpoint and _of_critic(checkpoint)
         self.turn(self.critic)
-        self.critic.build(lambda: ray.put(files), loopback, ray.put(state) if state else None)
+        self.critic.build(lambda: ray.put(files), loopback, state)
         self.context.broker.put(self.critic.park())
 
-    def snapshot(self, deadline_s: float | None = None) -> Files:
-        """Return the files of learner and critic. Those of the critic have a prefix."""
-        asked = [(worker_group, worker_group.ask_snapshot()) for worker_group in self.learners]
-        found: Files = {}
-        for worker_group, refs in asked:
-            prefix = OF_CRITIC if worker_group is self.critic else ""
-            found |= {prefix + name: content for name, content in worker_group.snapshot(deadline_s, refs).items()}
-        return found
+    def save(self, folder: Path, deadline_s: float | None = None) -> dict[str, str]:
+        """Put the state of learner and critic into a folder, and return the files' checksums. The critic's files have a prefix."""
+        asked = [(group, prefix, group.ask_save(folder, prefix)) for group, prefix in self._prefixes()]
+        sums: dict[str, str] = {}
+        for group, prefix, refs in asked:
+            sums |= group.save(folder, deadline_s, prefix, refs)
+        return sums
+
+    def _prefixes(self) -> list[tuple[WorkerGroup, str]]:
+        return [(group, OF_CRITIC if group is self.critic else "") for group in self.learners]
 
     @property
     def kept_now(self) -> bool:
@@ -111,9 +115,9 @@ class ColocatedGroups:
         for worker_group in self.learners:
             worker_group.keep()
 
-    def saved(self, load: Callable[[], Files]) -> None:
-        """Remember that the current state is on disk, where `load` reads it."""
-        self.learner.recovery.saved(load)
+    def saved(self, load: Callable[[], StoredFiles]) -> None:
+        """Remember that the current state is on disk, where `load` finds it."""
+        self.learner.recovery.saved(lambda: of_learner(load()))
         if self.critic is not None:
             self.critic.recovery.saved(lambda: _of_critic(load()))
 
@@ -125,23 +129,28 @@ class ColocatedGroups:
         for worker_group in self.all:
             worker_group.forget()
 
-    def policy_model(self, files: Files) -> Files:
-        """Return the policy's model folder, adapters merged. `files`: tokenizer and other files for it."""
-        return with_weights(files, self._merged(self.learner))
+    def save_policy(self, folder: Path) -> dict[str, str]:
+        """Put the policy's weights as a model folder has them, adapters merged, into a folder. Returns the files' checksums."""
+        return self._merged(self.learner, folder)
 
-    def critic_model(self, files: Files) -> Files:
-        """Return the critic's model folder, adapters merged. `files`: tokenizer and other files for it."""
+    def save_critic(self, folder: Path) -> dict[str, str]:
+        """Put the critic's weights, adapters merged, and its config.json into a folder. Returns the files' checksums."""
         assert self.critic is not None
-        adapts = self.context.recipe.lora.rank > 0
-        weights = self._merged(self.critic) if adapts else self.critic.saved(self.critic.snapshot()["model.safetensors"])
-        return {**files, "config.json": self.critic.config(), "model.safetensors": weights}
+        (folder / "config.json").write_bytes(self.critic.config())
+        return self._merged(self.critic, folder)
 
-    def _merged(self, worker_group: WorkerGroup) -> Content:
+    def _merged(self, worker_group: WorkerGroup, folder: Path) -> dict[str, str]:
         self.turn(worker_group)
-        weights = worker_group.model()
+        sums = worker_group.save_model(folder)
         self.context.broker.put(worker_group.park())
-        return weights
+        return sums
 
 
-def _of_critic(files: Files) -> Files:
-    return {name.removeprefix(OF_CRITIC): content for name, content in files.items() if name.startswith(OF_CRITIC)}
+def of_learner(stored: StoredFiles) -> StoredFiles:
+    """Return the learner's files among a checkpoint's."""
+    return StoredFiles(stored.folder, {name: content for name, content in stored.files.items() if name.startswith(LEARNER_FILES)})
+
+
+def _of_critic(stored: StoredFiles) -> StoredFiles:
+    files = {name.removeprefix(OF_CRITIC): content for name, content in stored.files.items() if name.startswith(OF_CRITIC)}
+    return StoredFiles(stored.folder, files, OF_CRITIC)

@@ -1,66 +1,89 @@
-"""Weights and optimizer state by parameter name, whole, whatever the number of ranks and the ZeRO stage.
+"""Weights and optimizer state by parameter name, of each rank the part that it holds, for every ZeRO stage.
 
-Checkpoints written from these dicts can be read with another number of ranks or another stage.
+Together the ranks' parts are the whole state. It can be read with another number of ranks or another stage.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlhfless_ray.weights.layout import even_share
+from rlhfless_ray.weights.shards import Shards
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"  # the float32 weights behind bfloat16 ones: most updates are smaller than a bfloat16 step
 
 
-def full_weights(engine: Any, stage: int, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
-    """{parameter name: whole tensor, on CPU}, of the wanted ones. Every rank must call it at ZeRO 3 (it gathers)."""
-    import deepspeed
-
+def parameter_sizes(engine: Any, stage: int) -> dict[str, int]:
+    """Return {name: elements} of the model's state, of whole tensors also where ZeRO 3 has sharded them."""
     module = engine.module.model
     if stage < 3:
-        return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items() if wanted(name)}
+        return {name: tensor.numel() for name, tensor in module.state_dict().items()}
+    return {name: parameter.ds_numel for name, parameter in module.named_parameters()}
+
+
+def whole_weights(engine: Any, stage: int, owner: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return {parameter name: whole tensor, on CPU} of the parameters that `owner` assigns to this rank.
+
+    Every rank must call it at ZeRO 3, where one parameter after the other is gathered.
+    """
+    import deepspeed
+
+    module, rank = engine.module.model, torch.distributed.get_rank()
+    if stage < 3:
+        return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items() if owner.get(name) == rank}
     weights = {}
     for name, parameter in module.named_parameters():
-        if not wanted(name):
+        if name not in owner:
             continue
         with deepspeed.zero.GatheredParameters([parameter]):
-            weights[name] = parameter.detach().cpu().clone()
+            if owner[name] == rank:
+                weights[name] = parameter.detach().cpu().clone()
     return weights
 
 
-def full_moments(engine: Any, stage: int) -> dict[str, Tensor]:
-    """{"<moment>.<parameter name>": whole float32 tensor, on CPU} of what is trained; empty before the first step. A policy in
-    bfloat16 has its float32 weights beside the moments, as "master.<parameter name>". Tensors are views of the live state where one
-    rank has it whole on the host."""
+def held_moments(engine: Any, stage: int) -> dict[str, tuple[int, Tensor]]:
+    """Return {"<moment>.<parameter name>": (first element, flat float32 tensor on CPU)} of this rank's part of what is trained.
+
+    Moments are missing before the first step. A policy in bfloat16 has its float32 weights beside them, as
+    "master.<parameter name>". At stage 0, where every rank holds everything, each takes an even share. Tensors are views of the live
+    state where that is on the host.
+    """
     found = {}
     stepped = bool(plain_optimizer(engine).state)  # DeepSpeed cannot be asked before the first step
     for name, parameter in _trained(engine):
-        for moment in MOMENTS if stepped else ():
-            plain = plain_optimizer(engine).state.get(parameter, {})
-            value = plain.get(moment) if stage == 0 else _whole(engine, stage, parameter, moment)
-            if value is not None:
-                found[f"{moment}.{name}"] = value.detach().float().cpu()
-        if parameter.dtype != torch.float32:
-            found[f"{MASTER}.{name}"] = _whole(engine, stage, parameter, None).detach().float().cpu()
+        kinds = [*(MOMENTS if stepped else ()), *([MASTER] if parameter.dtype != torch.float32 else [])]
+        for kind in kinds:
+            start, part = _part(engine, stage, parameter, kind)
+            if stage == 0:
+                start, end = even_share(part.numel(), torch.distributed.get_world_size(), torch.distributed.get_rank())
+                part = part[start:end]
+            if part.numel():
+                found[f"{kind}.{name}"] = start, part.detach().float().cpu()
     return found
 
 
-def _whole(engine: Any, stage: int, parameter: Tensor, moment: str | None) -> Tensor:
-    """A whole moment (None: the float32 weight). Every rank must call it. DeepSpeed's getters make a copy also for a single rank."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+def _part(engine: Any, stage: int, parameter: Any, kind: str) -> tuple[int, Tensor]:
+    """Return this rank's part of a moment or of a float32 weight: its first element, and a flat view of the live state."""
+    if stage == 0:
+        return 0, plain_optimizer(engine).state[parameter][kind].view(-1)
+    key = None if kind == MASTER else kind
+    if stage == 3:
+        part, _ = engine.optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False, optim_state_key=key)
+        start = min(part.numel() * engine.optimizer._get_param_partition_rank(parameter), parameter.ds_numel)
+        return start, part.view(-1)[: parameter.ds_numel - start]  # the ranks' parts are padded
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:  # the other ranks have it
+        return 0, torch.empty(0)
+    return mapping.lp_fragment_address.start, mapping.get_hp_fragment(key).view(-1)
 
-    if stage < 3 and torch.distributed.get_world_size() == 1 and (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
-        part = mapping.get_hp_fragment(moment)
-        if part.numel() == parameter.numel():
-            return part.reshape(parameter.shape)
-    return safe_get_full_fp32_param(parameter) if moment is None else safe_get_full_optimizer_state(parameter, moment)
 
-
-def _trained(engine: Any) -> Iterator[tuple[str, Tensor]]:
+def _trained(engine: Any) -> Iterator[tuple[str, Any]]:
     return ((name, parameter) for name, parameter in engine.module.model.named_parameters() if parameter.requires_grad)
 
 
@@ -80,8 +103,8 @@ def link_moments(engine: Any) -> None:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def restore_moments(engine: Any, stage: int, moments: dict[str, Tensor], steps: int) -> None:
-    """Put back what `full_moments` took, and the number of optimizer steps done."""
+def restore_moments(engine: Any, stage: int, moments: Shards, steps: int) -> None:
+    """Put this rank's part back of what `held_moments` took from all ranks, and the number of optimizer steps done."""
     optimizer = plain_optimizer(engine)
     stepped = any(key.startswith(MOMENTS) for key in moments)
     if stepped:  # DeepSpeed and torch make the state in the first step only
@@ -91,28 +114,9 @@ def restore_moments(engine: Any, stage: int, moments: dict[str, Tensor], steps: 
         if stage in (1, 2):
             engine.optimizer._lazy_init_hp_params_optimizer_state()
     for name, parameter in _trained(engine):
-        for moment in MOMENTS if stepped else ():
-            _put(engine, stage, parameter, moments[f"{moment}.{name}"], moment)
-        if f"{MASTER}.{name}" in moments:
-            _put(engine, stage, parameter, moments[f"{MASTER}.{name}"], None)
+        kinds = [*(MOMENTS if stepped else ()), *([MASTER] if f"{MASTER}.{name}" in moments and stage else [])]
+        for kind in kinds:
+            start, part = _part(engine, stage, parameter, kind)
+            part.data.copy_(moments.read(f"{kind}.{name}", start, start + part.numel()))
     for parameter, state in optimizer.state.items():
         state["step"] = torch.tensor(float(steps), device=parameter.device)  # a fused step reads it there
-
-
-def _put(engine: Any, stage: int, parameter: Tensor, value: Tensor, moment: str | None) -> None:
-    """Write a whole moment (None: the float32 weight) to where this rank keeps its part."""
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
-    value = value.to(parameter.device, torch.float32)
-    if stage == 0:
-        plain_optimizer(engine).state[parameter][moment].copy_(value)
-    elif stage == 3:  # DeepSpeed's own setter fails where the ranks' parts are padded
-        zero = engine.optimizer
-        part, _ = zero._get_fp32_opt_state_partition(parameter, release_swap_buffers=False, optim_state_key=moment)
-        start = part.numel() * zero._get_param_partition_rank(parameter)
-        piece = value.flatten()[start : start + part.numel()]
-        part[: piece.numel()].data.copy_(piece)
-    elif moment is None:
-        safe_set_full_fp32_param(parameter, value)
-    else:
-        safe_set_full_optimizer_state(parameter, value, moment)

@@ -11,11 +11,22 @@ import numpy as np
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.local.fast_imports import fast_imports
 from rlhfless_ray.types import CriticStats, Span, UpdateStats
-from rlhfless_ray.weights.tensor_file import Content, Files
+from rlhfless_ray.weights.remote_folder import Delivery, deliver, read_files, sees
+from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
     from rlhfless_ray.learn.rank_settings import RankSettings, ReferenceSettings
     from rlhfless_ray.recipe import Recipe
+
+
+StateSource = tuple[str, dict[str, int], str] | list[Any] | None  # arguments of `read_files`, or references to files
+
+
+def merged_files(refs: list[Any]) -> Files:
+    """Return the files that the ranks made, which stay in shared memory."""
+    import ray
+
+    return {name: content for files in ray.get(refs) for name, content in files.items()}
 
 
 class RankActor:
@@ -49,31 +60,41 @@ class RankActor:
             probe.bind(("", 0))
             return address, probe.getsockname()[1]
 
-    def build(self, files: Files, rendezvous: tuple[str, int], threads: int, state: Files | None) -> dict[str, Any]:
-        from rlhfless_ray.learn.trainer_rank import state_from_bytes
+    def build(self, files: Files, rendezvous: tuple[str, int], threads: int, state: StateSource) -> dict[str, Any]:
+        """Load the model. `state`: what a stopped run had, from a folder that `sees` confirmed, or as references to every rank's files."""
+        from rlhfless_ray.learn.trainer_rank import read_state
         from rlhfless_ray.local.process_memory import own_memory_mb
 
-        spans = self.rank.open(files, rendezvous, threads, None if state is None else state_from_bytes(state))
-        trainer = getattr(self.rank, "trainer", None)  # a reference has none
-        return {"memory_mb": own_memory_mb(), "spans": spans, "converts": trainer is not None and trainer.converts}
+        saved = None
+        if state is not None:
+            saved = read_state(read_files(*state) if isinstance(state, tuple) else merged_files(state))
+        spans = self.rank.open(files, rendezvous, threads, saved)
+        return {"memory_mb": own_memory_mb(), "spans": spans}
 
-    def saved(self, content: Content) -> Content:
-        """See `Trainer.saved_bytes`. It reads memory only."""
-        return self.rank.trainer.saved_bytes(content)
+    def sees(self, folder: str, sizes: dict[str, int]) -> bool:
+        return sees(folder, sizes)
 
-    def snapshot(self) -> Files | None:
-        return self.rank.trainer.snapshot_bytes()
+    def save(self, folder: str, prefix: str) -> Delivery:
+        """Write this rank's files of a checkpoint into a folder of the driver's, or return them."""
+        return deliver({prefix + name: content for name, content in self.rank.trainer.state_files().items()}, folder)
 
-    def model(self) -> tuple[Content | None, list[Span]]:
-        """The whole model's weights as a safetensors file, adapters merged; from rank 0."""
+    def save_model(self, folder: str, trained: bool) -> tuple[Delivery, list[Span]]:
+        """Do the same with the weights of a model folder, see `TrainerRank.model_files`."""
         start = time.time()
-        return self.rank.trainer.model_bytes(), [Span("transfer", "write the model", start, time.time())]
+        delivery = deliver(self.rank.trainer.model_files(trained=trained), folder)
+        return delivery, [Span("transfer", "write the model", start, time.time())]
 
-    def keep(self) -> tuple[Files | None, tuple[float, int]]:
-        """Two return values: the snapshot, which stays where it is until it is needed, and its processor seconds and bytes."""
+    def model(self) -> tuple[Files, list[Span]]:
+        """The files of the whole model's weights, adapters merged; from rank 0."""
+        start = time.time()
+        return self.rank.trainer.model_files(), [Span("transfer", "write the model", start, time.time())]
+
+    def keep(self) -> tuple[Files, tuple[float, int]]:
+        """Two return values: this rank's files of a checkpoint, which stay where they are until they are needed, and their processor
+        seconds and bytes."""
         start = time.thread_time()
-        files = self.snapshot()
-        return files, (time.thread_time() - start, sum(map(len, (files or {}).values())))
+        files = self.rank.trainer.state_files()
+        return files, (time.thread_time() - start, sum(map(len, files.values())))
 
     def park(self) -> dict[str, Any]:
         """Leave the device. What stays there, a library's buffers, is counted as memory kept warm, and named."""

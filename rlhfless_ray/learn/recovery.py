@@ -16,7 +16,9 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.replicate import copy_to_driver_node
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.weights.tensor_file import Files
+from rlhfless_ray.weights.remote_folder import StoredFiles
+
+Snapshot = StoredFiles | list[Any] | None  # on disk, or references to the files of every rank
 
 
 class LearnerLost(RunError):
@@ -34,10 +36,10 @@ class Recovery:
         `every_steps`: updates between two in-memory snapshots; 0: only checkpoints on disk. `say`: callback for log messages.
         """
         self.every_steps, self.say = every_steps, say
-        self.whole: Any = None  # reference to the newest complete snapshot; None: the policy's files are the state
-        self.load: Callable[[], Any] | None = None  # reads the snapshot if it is on disk
+        self.whole: Snapshot = None  # the newest complete snapshot; None: the policy's files are the state
+        self.load: Callable[[], StoredFiles] | None = None  # finds the snapshot if it is on disk
         self.since: list[tuple[str, Batch]] = []  # "accumulate" and "update" calls after the snapshot
-        self.coming: tuple[int, list[Any], Any] | None = None  # pending snapshot: calls before it, references to wait for, its state
+        self.coming: tuple[int, list[Any], list[Any]] | None = None  # pending snapshot: calls before it, references to wait for, its state
         self.restarts = self.redone = 0
         self.seconds = 0.0  # spent on restoring lost learners
         self.reported: tuple[float, ...] = 0, 0, 0.0  # these three, as far as metrics have them
@@ -61,11 +63,12 @@ class Recovery:
         """Whether there is a snapshot of the current state, possibly a pending one."""
         return not self.updates and (self.coming is not None or self.whole is not None)
 
-    def take(self, replies: list[list[Any]], node: str) -> None:
-        """Begin to keep a snapshot. `replies`: (state, its cost) of each rank; the state is that of the first rank, on `node`."""
+    def take(self, replies: list[list[Any]], nodes: list[str]) -> None:
+        """Begin to keep a snapshot. `replies`: (files, their cost) of each rank; `nodes`: the ranks' nodes, where the files lie."""
         self.settle(5.0)
-        state, there = copy_to_driver_node(replies[0][0], node)
-        self.coming = len(self.since), [cost for _, cost in replies] + there, state
+        copies = [copy_to_driver_node(files, node) for (files, _), node in zip(replies, nodes, strict=True)]
+        waits = [cost for _, cost in replies] + [done for _, there in copies for done in there]
+        self.coming = len(self.since), waits, [copy for copy, _ in copies]
 
     def settle(self, seconds: float = 0.0) -> None:
         """Make the pending snapshot the newest one if it is complete. Waits at most this many seconds for it."""
@@ -76,26 +79,27 @@ class Recovery:
             return
         self.coming = None
         try:
-            self.snapshot_s, self.snapshot_bytes = ray.get(refs)[0]
+            costs = ray.get(refs)[: len(state)]
+            self.snapshot_s, self.snapshot_bytes = max(seconds for seconds, _ in costs), sum(size for _, size in costs)
         except RayError:
             return  # a rank died before it was complete: the snapshot before stays
         self.whole = state
         del self.since[:calls]
 
-    def saved(self, load: Callable[[], Files]) -> None:
-        """Restart from a checkpoint of the current state, which `load` reads, unless snapshots are kept in memory."""
+    def saved(self, load: Callable[[], StoredFiles]) -> None:
+        """Restart from a checkpoint of the current state, which `load` finds, unless snapshots are kept in memory."""
         if not self.every_steps:
-            self.whole, self.load, self.since = None, lambda: ray.put(load()), []
+            self.whole, self.load, self.since = None, load, []
 
-    def newest(self) -> Any:
-        """Return a reference to the newest complete snapshot, or None if training has not changed the initial weights."""
+    def newest(self) -> Snapshot:
+        """Return the newest complete snapshot, or None if training has not changed the initial weights."""
         self.settle(10.0)
         return self.load() if self.load is not None else self.whole
 
-    def current(self, seconds: float) -> Any:
-        """Return a reference to a snapshot of the current state, or None. Waits at most this many seconds for a pending one."""
+    def current(self, seconds: float) -> list[Any] | None:
+        """Return references to a snapshot of the current state in memory, or None. Waits this many seconds at most for a pending one."""
         self.settle(seconds)
-        return None if self.coming or self.updates else self.whole
+        return None if self.coming or self.updates or not isinstance(self.whole, list) else self.whole
 
     def take_metrics(self) -> dict[str, Any]:
         """Return metrics of the recoveries since the last call, and the cost of the newest snapshot."""

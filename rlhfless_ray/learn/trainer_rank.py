@@ -21,19 +21,22 @@ from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.ema import ema_update
 from rlhfless_ray.learn.lora import LoraAdapters, live_name, trained
 from rlhfless_ray.learn.offload import leave_device, return_to_device
-from rlhfless_ray.learn.optimizer_state import full_moments, full_weights, link_moments, plain_optimizer, restore_moments
+from rlhfless_ray.learn.optimizer_state import held_moments, link_moments, parameter_sizes, plain_optimizer, restore_moments, whole_weights
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.schedule import rate
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.adapter import WEIGHTS as ADAPTER
-from rlhfless_ray.weights.saved_names import is_converted, saved_state
-from rlhfless_ray.weights.tensor_file import Content, FileParts, as_numpy, load_tensors, save_tensors
+from rlhfless_ray.weights.layout import whole_tensors
+from rlhfless_ray.weights.model_folder import split_files
+from rlhfless_ray.weights.saved_names import saved_state
+from rlhfless_ray.weights.shards import Shards, save_intervals, shard_name
+from rlhfless_ray.weights.tensor_file import Files, as_numpy, iterate_tensors, load_tensors, save_tensors
 
 UNDECAYED = ("bias", "layernorm.weight", "layer_norm.weight", "norm.weight", "ln_f.weight")  # parts of names, as OpenRLHF has them
 
 
 class TrainerRank:
-    """Call `open`, then `backward` and `step`, then `weights` or `snapshot`. Every rank makes the same calls in the same order."""
+    """Call `open`, then `backward` and `step`, then `weights` or `state_files`. Every rank makes the same calls in the same order."""
 
     def __init__(self, settings: RankSettings) -> None:
         self.settings, self.section = settings, settings.learner
@@ -46,12 +49,13 @@ class TrainerRank:
         self.average: dict[str, Tensor] | None = None  # of the weights, in float32 on rank 0's host, where one is kept
         self.linked = False  # ZeRO 1 and 2 know the moments of all parameters
         self.away = False  # parked on a GPU's host
-        self.kept: dict[str, Any] | None = None  # the snapshot while away, where it cannot be made there
+        self.kept: dict[str, Any] = {}  # `_state` while away, where it cannot be made there
+        self.kept_whole: dict[str, Any] = {}
 
     # ---- life -------------------------------------------------------------------------------------------------
 
     def open(self, wrapped: nn.Module, state: dict[str, Any] | None, lora: LoraAdapters | None = None) -> None:
-        """`wrapped.model`: what is trained and published; `join_gang` comes before. `state`: see `snapshot`. `lora`: the model's
+        """`wrapped.model`: what is trained and published; `join_gang` comes before. `state`: see `read_state`. `lora`: the model's
         adapters, where these alone are trained."""
         import deepspeed
 
@@ -229,9 +233,7 @@ class TrainerRank:
 
     def _average(self, start: dict[str, Tensor] | None = None) -> None:
         """Take the weights of now into their average; or, with `start`, begin with it, with the weights where it is empty."""
-        if self.rank and self.stage < 3:
-            return
-        weights = {name: x for name, x in full_weights(self.engine, self.stage).items() if not self._is_tied(name)}
+        weights = self._weights_of(dict.fromkeys(self._stored(), 0))
         if self.rank:
             return
         if start is not None:
@@ -246,71 +248,88 @@ class TrainerRank:
         """Tied weights appear twice in a state dict; files and engines want the one they load."""
         return name == "lm_head.weight" and getattr(self.engine.module.model.config, "tie_word_embeddings", False)
 
+    def _stored(self) -> dict[str, int]:
+        """Return {name: elements} of the weights that a checkpoint has: of adapters alone where these are trained."""
+        sizes = parameter_sizes(self.engine, self.stage)
+        return {name: size for name, size in sizes.items() if not self._is_tied(name) and (self.lora is None or self.lora.is_trained(name))}
+
+    def _weights_of(self, owner: dict[str, int]) -> dict[str, Tensor]:
+        return whole_weights(self.engine, self.stage, owner)
+
     def weights(self) -> dict[str, np.ndarray] | None:
         """{name in a file: array} from rank 0, see `saved_state`; the other ranks take part and return None."""
-        found = self._whole()
+        found = self._merged()
         return None if found is None else {k: as_numpy(v) for k, v in found.items()}
 
-    def model_bytes(self) -> FileParts | None:
-        """The same as a safetensors file."""
-        found = self._whole()
-        return None if found is None else save_tensors(found, {"format": "pt"})
-
-    def _whole(self) -> dict[str, Tensor] | None:
-        found = full_weights(self.engine, self.stage)
+    def _merged(self) -> dict[str, Tensor] | None:
+        """Return the weights that engines get, adapters merged, from rank 0. Every rank must call it."""
+        found = self._weights_of(dict.fromkeys(parameter_sizes(self.engine, self.stage), 0))
         if self.rank:
             return None
         found = found if self.lora is None else self.lora.merged(found)
         return saved_state(self.engine.module.model, {name: tensor for name, tensor in found.items() if not self._is_tied(name)})
 
-    @property
-    def converts(self) -> bool:
-        """Whether files and engines have other names or shapes than the model in memory, by which a checkpoint names its tensors.
-        Not of a model with adapters: its checkpoint has no weights of the base."""
-        return self.lora is None and is_converted(self.engine.module.model)
+    def model_files(self, *, trained: bool = False) -> Files:
+        """Return the model's weights as the safetensors files of a Hugging Face folder, from rank 0; {} from others.
 
-    def saved_bytes(self, content: Content) -> FileParts:
-        """Of a safetensors file with the model's own names, one as `save_pretrained` names its tensors."""
-        return save_tensors(saved_state(self.engine.module.model, load_tensors(content)), {"format": "pt"})
+        Every rank must call it. They are views of the live state where the host has it whole.
 
-    def snapshot(self) -> dict[str, Any] | None:
-        """Everything a stopped run needs to go on, by parameter name: see `open`. From rank 0; others return None. Where adapters
-        are trained, the weights are theirs alone: the base is in the files that the run began with."""
-        return self.kept if self.away and self.stage else self._state()
-
-    def _state(self) -> dict[str, Any] | None:
-        """The live state, not a copy of it, where the host has it whole."""
-        weights = full_weights(self.engine, self.stage, *(() if self.lora is None else (self.lora.is_trained,)))
-        moments = full_moments(self.engine, self.stage)
+        Args:
+            trained: what the learner trains, by itself: adapters, or the weights' moving average if there is one. Needs no device.
+                Otherwise the current weights, adapters merged.
+        """
+        if not trained:
+            found = self._merged()
+            return {} if found is None else split_files(found)
+        state = self._state(whole=True)
         if self.rank:
-            return None
+            return {}
+        if self.lora is not None:
+            return self.lora.files(state["weights"])
+        return split_files(saved_state(self.engine.module.model, state["average"] or state["weights"]))
+
+    def _state(self, whole: bool = False) -> dict[str, Any]:
+        """Return this rank's part of what a stopped run needs to go on. The parts of all ranks together are everything.
+
+        Tensors are views of the live state where the host has it, not copies. Where adapters are trained, the weights are theirs
+        alone: the base is in the files that the run began with. `whole`: rank 0 has all weights.
+        """
+        if self.away and self.stage:
+            return self.kept_whole if whole else self.kept
+        stored = self._stored()
+        alone = whole or self.lora is not None
+        weights = self._weights_of(dict.fromkeys(stored, 0) if alone else whole_tensors(stored, self.ranks))
         return {
             "weights": weights,
-            "moments": moments,
+            "moments": held_moments(self.engine, self.stage),
             "average": self.average or {},
             "optimizer_steps": self.optimizer_steps,
             "rng": torch.get_rng_state(),
         }
 
-    def snapshot_bytes(self) -> dict[str, Content] | None:
-        """`snapshot` as safetensors files, which travel through Ray to wherever the run folder is. They are views of the live state,
-        so the next update changes copies that stay in this process."""
-        state = self.snapshot()
-        if state is None:
-            return None
+    def state_files(self) -> Files:
+        """Return this rank's files of a checkpoint. `read_state` reads those of all ranks, also for another number of ranks.
+
+        They are views of the live state, so the next update changes copies that stay in this process. Needs no device.
+        """
+        state = self._state()
+        files: Files = {}
         if self.lora is None:
-            weights = {name: tensor for name, tensor in state["weights"].items() if not self._is_tied(name)}
-            model: dict[str, Content] = {"model.safetensors": save_tensors(weights, {"format": "pt"})}
+            files[shard_name("model", self.rank, self.ranks)] = save_tensors(state["weights"], {"format": "pt"})
+        elif self.rank == 0:
+            files |= self.lora.files(state["weights"])
+        own = {"rng": state["rng"]} if self.rank == 0 else {}
+        if self.ranks == 1:
+            shapes = dict(self.engine.module.model.named_parameters())
+            whole = {key: part.view(_shape(shapes[key.split(".", 1)[1]])) for key, (_, part) in state["moments"].items()}
+            files[shard_name("optimizer", 0, 1)] = save_tensors({**whole, **own})
         else:
-            model = self.lora.files(state["weights"])
-        numbers = {"optimizer_steps": state["optimizer_steps"]}
-        average = {"ema.safetensors": save_tensors(state["average"], {"format": "pt"})} if state["average"] else {}
-        return {
-            **average,
-            **model,
-            "optimizer.safetensors": save_tensors({**state["moments"], "rng": state["rng"]}),
-            "learner.json": json.dumps(numbers).encode(),
-        }
+            files[shard_name("optimizer", self.rank, self.ranks)] = save_intervals(state["moments"], own)
+        if self.rank == 0:
+            files["learner.json"] = json.dumps({"optimizer_steps": state["optimizer_steps"]}).encode()
+            if state["average"]:
+                files["ema.safetensors"] = save_tensors(state["average"], {"format": "pt"})
+        return files
 
     # ---- between updates --------------------------------------------------------------------------------------
 
@@ -322,6 +341,7 @@ class TrainerRank:
         start = time.time()
         if self.stage:
             self.kept = copy.deepcopy(self._state())
+            self.kept_whole = self.kept if self.ranks == 1 else copy.deepcopy(self._state(whole=True))
         leave_device(self.engine, self.stage, self.hosted)
         self.away = True
         gc.collect()
@@ -334,7 +354,7 @@ class TrainerRank:
             return []
         start = time.time()
         return_to_device(self.engine, self.stage, self.device, self.hosted)
-        self.away, self.kept = False, None
+        self.away, self.kept, self.kept_whole = False, {}, {}
         return [Span("transfer", "return to device", start, time.time())]
 
 
@@ -350,14 +370,19 @@ def _loss_scale(optimizer: Any, scale: float) -> Iterator[None]:
             optimizer.custom_loss_scaler = False
 
 
-def state_from_bytes(files: dict[str, Content]) -> dict[str, Any]:
-    """The inverse of `TrainerRank.snapshot_bytes`. Weights and moments are views of the files, which may be read-only."""
-    moments = load_tensors(files["optimizer.safetensors"])
-    rng = moments.pop("rng")
+def _shape(parameter: Tensor) -> torch.Size:
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def read_state(files: Files) -> dict[str, Any]:
+    """Read the files that `TrainerRank.state_files` returned on all ranks. Tensors are views of the files, which may be read-only."""
+    moments = Shards(content for name, content in sorted(files.items()) if name.startswith("optimizer"))
     average = load_tensors(files["ema.safetensors"]) if "ema.safetensors" in files else {}
     if ADAPTER in files:
         weights = {live_name(name): tensor for name, tensor in load_tensors(files[ADAPTER]).items()}
     else:
-        weights = load_tensors(files["model.safetensors"])
+        shards = [content for name, content in sorted(files.items()) if name.startswith("model") and name.endswith(".safetensors")]
+        weights = {name: tensor for content in shards for name, tensor in iterate_tensors(content)}
     numbers = json.loads(bytes(files["learner.json"]))
-    return {"weights": weights, "moments": moments, "rng": rng.clone(), "average": {k: v.clone() for k, v in average.items()}, **numbers}
+    rng = moments.whole("rng").clone()
+    return {"weights": weights, "moments": moments, "rng": rng, "average": {k: v.clone() for k, v in average.items()}, **numbers}

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,18 +23,20 @@ from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.gang_scheduling import GangScheduler, homes_of
 from rlhfless_ray.learn.pending import Pending
-from rlhfless_ray.learn.recovery import LearnerLost, Recovery
+from rlhfless_ray.learn.rank_actors import StateSource
+from rlhfless_ray.learn.recovery import LearnerLost, Recovery, Snapshot
 from rlhfless_ray.recipe import LearnerConfig, Recipe
 from rlhfless_ray.types import WeightVersion
 from rlhfless_ray.weights.checksum import combined
-from rlhfless_ray.weights.tensor_file import Content, Files
+from rlhfless_ray.weights.remote_folder import Delivery, StoredFiles, receive
+from rlhfless_ray.weights.tensor_file import Files
 
 SETTLE_S = 10.0  # for the state that was asked for last, before its node goes
 DEATH_S = 15.0  # until a rank's death is known, after others have failed for it
 
 
 class WorkerGroup:
-    """Call `assign_leases`, then `update`, `publish` or `snapshot`, then `park`. The instances keep the optimizer while they are parked.
+    """Call `assign_leases`, then `update`, `publish` or `save`, then `park`. The instances keep the optimizer while they are parked.
 
     If the process or node of a rank is lost, all ranks restart wherever there are leases and return to the state before. The caller
     only notices that it took longer. Raises RunError if this happens more often than functions.max_replacements allows.
@@ -60,7 +63,6 @@ class WorkerGroup:
         self.recovery = Recovery(1) if recovery is None else recovery
         self.files: Callable[[], Any] | None = None  # makes a reference to the policy's files, once the ranks have loaded them
         self.loopback = False
-        self.converts = False  # whether checkpoints and model folders name tensors differently, see `TrainerRank.converts`
         self.scheduler = GangScheduler(pool, ranks, broker, name)
         self.coming: list[list[Any]] = []  # (weights, digests) of each rank, requested together with the update before
 
@@ -203,8 +205,8 @@ class WorkerGroup:
         self._spans(first, spans)
         return content
 
-    def build(self, files: Callable[[], Any], loopback: bool, state: Any) -> None:
-        """Load the model, or a checkpoint's `state`, into every rank and connect the ranks. `files`: makes a reference to its files."""
+    def build(self, files: Callable[[], Any], loopback: bool, state: StoredFiles | None) -> None:
+        """Load the model, and a checkpoint's `state`, into every rank and connect the ranks. `files`: makes a reference to its files."""
         self.files, self.loopback, self.recovery.whole = files, loopback, state
         try:
             self._join(state)
@@ -212,16 +214,25 @@ class WorkerGroup:
             self.handle_loss(lost)
             self._assign_free_leases()
 
-    def _join(self, state: Any) -> None:
+    def _join(self, state: Snapshot) -> None:
         assert self.files is not None
+        source = self._source(state)
         place = self._all([self.by_rank[0].actor.rendezvous.remote(self.loopback)], f"the {self.name} worker group's address")[0]
         files = self.files()
-        refs = [i.actor.build.remote(files, place, len(i.leases), state) for i in self.by_rank]
+        refs = [i.actor.build.remote(files, place, len(i.leases), source) for i in self.by_rank]
         told = self._all(refs, f"the {self.name} to load its model")
         self._book(one["spans"] for one in told)
         for instance, one in zip(self.by_rank, told, strict=True):
             instance.memory_mb = one["memory_mb"]
-        self.converts = bool(told[0].get("converts"))
+
+    def _source(self, state: Snapshot) -> StateSource:
+        """Return from where the ranks read: the folder itself if all of them see it, so that no copy of it is in memory."""
+        if not isinstance(state, StoredFiles):
+            return state
+        where = str(state.folder.resolve()), state.sizes
+        if all(self._all([i.actor.sees.remote(*where) for i in self.by_rank], f"the {self.name} to look for {state.folder}")):
+            return *where, state.prefix
+        return [ray.put(state.files)]
 
     def update(self, batch: Batch) -> Any:
         """Make one update on every rank. Returns UpdateStats or CriticStats, which are the same on all ranks.
@@ -254,20 +265,25 @@ class WorkerGroup:
             )
         return stats
 
-    def model(self) -> Content:
-        """Return the complete weights as a safetensors file, adapters merged. Needs leases."""
+    def model(self) -> Files:
+        """Return the files of the complete weights as a model folder has them, adapters merged. Needs leases."""
         replies = self._surely(lambda: [i.actor.model.remote() for i in self.by_rank], f"the {self.name}'s weights")
         self._book(spans for _, spans in replies)
         return replies[0][0]
 
-    def saved(self, content: Content) -> Content:
-        """Convert a checkpoint's safetensors file to that of a model folder. Works without leases, as `snapshot` does."""
-        if not self.converts:
-            return content
+    def save_model(self, folder: Path, *, trained: bool = False) -> dict[str, str]:
+        """Put the files of the weights into a folder, and return their checksums.
+
+        `trained`: what the learner trains, see `TrainerRank.model_files`, which needs no lease. Otherwise the complete weights,
+        adapters merged, which needs leases. Raises OSError if the disk is full.
+        """
         if not self.by_rank:
             self.pool.leases.release(self.assign_leases([]))
             self.pool.leases.release(self.park())
-        return self._surely(lambda: [self.by_rank[0].actor.saved.remote(content)], f"the {self.name}'s model file")[0]
+        ask = lambda: [i.actor.save_model.remote(str(folder.resolve()), trained) for i in self.by_rank]  # noqa: E731
+        replies = self._surely(ask, f"the {self.name}'s model files")
+        self._book(spans for _, spans in replies)
+        return receive([delivery for delivery, _ in replies], folder)
 
     def config(self) -> bytes:
         """Return config.json of a critic's model."""
@@ -365,33 +381,38 @@ class WorkerGroup:
         """Start a snapshot of the current state if one is due. Does not wait, and needs no lease."""
         if self.recovery.is_due and self.by_rank:
             replies = [i.actor.keep.options(num_returns=2).remote() for i in self.by_rank]
-            self.recovery.take(replies, self.by_rank[0].slot.node)
+            self.recovery.take(replies, homes_of(self.by_rank))
 
-    def ask_snapshot(self) -> list[Any]:
-        """Return references for `snapshot`, or an empty list if there is a snapshot of the current state already."""
-        return [] if self.recovery.has_now else self._snapshots()
+    def ask_save(self, folder: Path, prefix: str = "") -> list[Any]:
+        """Return references for `save`, or an empty list if there is a snapshot of the current state already."""
+        return [] if self.recovery.has_now else self._asked(folder, prefix)
 
-    def _snapshots(self) -> list[Any]:
-        return [i.actor.snapshot.remote() for i in self.by_rank]
+    def _asked(self, folder: Path, prefix: str) -> list[Any]:
+        return [i.actor.save.remote(str(folder.resolve()), prefix) for i in self.by_rank]
 
-    def snapshot(self, deadline_s: float | None = None, asked: list[Any] | None = None) -> Files:
-        """Return model, optimizer and random state as files. Works without leases, because it only reads host memory."""
-        if (kept := self.recovery.current(deadline_s or self.deadline_s)) is not None:
+    def save(self, folder: Path, deadline_s: float | None = None, prefix: str = "", asked: list[Any] | None = None) -> dict[str, str]:
+        """Put model, optimizer and random state into a folder as files, and return their checksums.
+
+        Every rank writes its own files. Works without leases, because the state is in host memory. Raises OSError if the disk is full.
+        """
+        deadline_s = deadline_s or self.deadline_s
+        if (kept := self.recovery.current(deadline_s)) is not None:
             with suppress(*GONE):  # its node was lost: the ranks still have the state
-                return get(kept, deadline_s or self.deadline_s, f"the {self.name}'s snapshot")
+                found = get(kept, deadline_s, f"the {self.name}'s snapshot")
+                return receive([Delivery(files={prefix + name: x for name, x in files.items()}) for files in found], folder)
         working = self.working
         while True:
             try:
                 if not self.by_rank:
                     self._assign_free_leases()
-                refs, asked = asked or self._snapshots(), None
-                found = self._all(refs, f"the {self.name}'s snapshot", deadline_s)[0]
+                refs, asked = asked or self._asked(folder, prefix), None
+                found = self._all(refs, f"the {self.name}'s checkpoint", deadline_s)
             except LearnerLost as lost:
                 self.handle_loss(lost)
             else:
                 if not working:
                     self.broker.put(self.park())
-                return found
+                return receive(found, folder)
 
     def _all(self, refs: list[Any], what: str, deadline_s: float | None = None) -> list[Any]:
         try:

@@ -19,7 +19,7 @@ from rlhfless_ray.rollout.token_deltas import TokenDeltas
 from rlhfless_ray.types import EngineStep, Request, Span
 from rlhfless_ray.weights.checksum import combined, damaged, digests, listed
 from rlhfless_ray.weights.model_folder import write_folder
-from rlhfless_ray.weights.tensor_file import Content, Files
+from rlhfless_ray.weights.tensor_file import Files
 
 PAGES_S = 5.0  # timeout for the KV pages of a moved request; computing them takes no longer
 
@@ -77,25 +77,26 @@ class RolloutActor:
         self.engine.load(version, weights)
         return [Span("transfer", f"load version {version}", start, time.time())]
 
-    def differing(self, model: Content, published: Mapping[str, int] | None) -> tuple[list[str], list[str] | None]:
+    def differing(self, model: Files, published: Mapping[str, int] | None) -> tuple[list[str], list[str] | None]:
         """Find the tensors that may explain different log-probabilities of engine and learner.
 
         Args:
-            model: The learner's weights as a safetensors file, see `Trainer.model_bytes`.
+            model: The safetensors files of the learner's weights, see `TrainerRank.model_files`.
             published: The digest of each tensor of the version that the engine has loaded.
 
         Returns:
-            Names of the tensors whose published values differ from the file, and of those in which this engine differs from a new
-            one that loads the file. The latter is None if the former is not empty, or if this engine has no weights any more.
+            Names of the tensors whose published values differ from the files, and of those in which this engine differs from a new
+            one that loads the files. The latter is None if the former is not empty, or if this engine has no weights any more.
         """
         from rlhfless_ray.weights.tensor_file import as_numpy, load_tensors
 
-        arrays = {name: as_numpy(tensor) for name, tensor in load_tensors(model).items()}
+        stored = (content for name, content in model.items() if name.endswith(".safetensors"))
+        arrays = {name: as_numpy(tensor) for content in stored for name, tensor in load_tensors(content).items()}
         wrong = damaged(digests(arrays), published) if published else []
         if wrong or self.engine is None or self.engine.version is None:
             return wrong, None
         with tempfile.TemporaryDirectory(prefix="rlhfless-compare-") as name:
-            folder = write_folder(Path(name), {**self.files, "model.safetensors": model})
+            folder = write_folder(Path(name), {**self.files, **model})
             return wrong, self.engine.differing(folder, self.settings, {name: array.shape for name, array in arrays.items()})
 
     def rollout(

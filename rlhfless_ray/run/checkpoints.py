@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from rlhfless_ray.common.disk_space import replace_file, writing
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe.run_sections import CheckpointConfig
 from rlhfless_ray.report.openrlhf_names import renamed
-from rlhfless_ray.weights.model_folder import read_content, write_folder
-from rlhfless_ray.weights.tensor_file import Content, Files, parts_of
+from rlhfless_ray.weights.model_folder import read_content
+from rlhfless_ray.weights.remote_folder import StoredFiles, Writer
+from rlhfless_ray.weights.tensor_file import checksum
 
 DRIVER, METRIC, LATEST = "driver.json", "metric.json", "latest"
 BEST = "best_"
@@ -48,12 +49,12 @@ class Checkpoints:
         return self.elsewhere is not None and (self.section.save_hf or not self.section.resumable)
 
     def save(
-        self, step: int, learner: Files, driver: dict[str, Any], metric: tuple[str, float] | None = None, model: Files | None = None
+        self, step: int, learner: Writer, driver: dict[str, Any], metric: tuple[str, float] | None = None, model: Writer | None = None
     ) -> None:
         """Write a checkpoint, and remove others beyond the recipe's limits.
 
-        `metric`: name and value of the evaluation at this step. `model`: files of a Hugging Face folder, which are written too if
-        the recipe asks for it.
+        `learner`: writes the learner's files. `metric`: name and value of the evaluation at this step. `model`: writes a Hugging Face
+        folder, which is written too if the recipe asks for it.
         """
         if self.elsewhere is not None and model is not None and self.exports:
             swap_folder(self.elsewhere / f"global_step{step}_hf", model)
@@ -66,7 +67,7 @@ class Checkpoints:
         for left_over in self.folder.glob(f".{self.prefix}*"):  # left by a killed process
             shutil.rmtree(left_over, ignore_errors=True)
 
-    def save_best(self, step: int, learner: Files, driver: dict[str, Any], metric: tuple[str, float], model: Files | None) -> None:
+    def save_best(self, step: int, learner: Writer, driver: dict[str, Any], metric: tuple[str, float], model: Writer | None) -> None:
         """Write the best checkpoint, which replaces the former best one."""
         path = self.folder / f"{BEST}{self.prefix}{step}"
         if self.elsewhere is not None and model is not None and self.exports:
@@ -80,13 +81,17 @@ class Checkpoints:
                 if old != path:
                     _remove(old)
 
-    def _write(self, path: Path, learner: Files, driver: dict[str, Any], metric: tuple[str, float] | None) -> None:
+    def _write(self, path: Path, learner: Writer, driver: dict[str, Any], metric: tuple[str, float] | None) -> None:
         with writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)
-        named = {} if metric is None else {"metric_key": metric[0], "metric_value": metric[1]}
-        metric_file = {METRIC: json.dumps(named).encode()} if named else {}
-        sums = {name: _sum(content) for name, content in learner.items()}
-        swap_folder(path, {**learner, DRIVER: json.dumps({**driver, SUMS: sums}).encode(), **metric_file})
+
+        def write(folder: Path) -> None:
+            sums = learner(folder)
+            if metric is not None:
+                (folder / METRIC).write_text(json.dumps({"metric_key": metric[0], "metric_value": metric[1]}))
+            (folder / DRIVER).write_text(json.dumps({**driver, SUMS: sums}))
+
+        swap_folder(path, write)
 
     def _evict(self, stays: Path) -> None:
         """Remove surplus checkpoints: those without a metric first, then the worst, then the oldest."""
@@ -119,8 +124,8 @@ class Checkpoints:
             return None
         return found[-1]
 
-    def load(self) -> tuple[int, Files, dict[str, Any]]:
-        """Load the newest checkpoint: step, the learner's files, and the driver's state."""
+    def load(self) -> tuple[int, StoredFiles, dict[str, Any]]:
+        """Load the newest checkpoint: step, the learner's files, which are mapped, and the driver's state."""
         found = self.newest()
         if found is None:
             raise UserError(f"--resume: no checkpoint in {self.folder}; start without --resume")
@@ -128,12 +133,12 @@ class Checkpoints:
         files = {file.name: read_content(file) for file in path.iterdir() if file.name not in (DRIVER, METRIC)}
         driver = driver_state(path)
         for name, expected in driver.pop(SUMS, {}).items():  # older checkpoints have no checksums
-            if _sum(files.get(name, b"")) != expected:
+            if checksum(files.get(name, b"")) != expected:
                 raise UserError(
                     f"--resume: {path / name} is not what was written there (did the machine lose power, or the disk fail?); remove "
                     f"{path} to continue from the one before"
                 )
-        return step, files, driver
+        return step, StoredFiles(path, files), driver
 
 
 class Best:
@@ -189,13 +194,6 @@ def driver_state(path: Path) -> dict[str, Any]:
         raise UserError(f"--resume: {path} is not a complete checkpoint; remove it to continue from the one before") from None
 
 
-def _sum(content: Content) -> str:
-    digest = xxhash.xxh3_64()
-    for part in parts_of(content).parts:
-        digest.update(part.data)
-    return digest.hexdigest()
-
-
 def _remove(path: Path) -> None:
     gone = path.with_name(f".{path.name}.gone")  # renamed first, so that no partial checkpoint is visible
     shutil.rmtree(gone, ignore_errors=True)
@@ -203,21 +201,23 @@ def _remove(path: Path) -> None:
     shutil.rmtree(gone)
 
 
-def swap_folder(path: Path, files: Files) -> Path:
-    """Replace a folder by renames. Raises DiskFull and leaves the old folder.
+def swap_folder(path: Path, write: Callable[[Path], Any]) -> Path:
+    """Replace a folder by renames. `write` fills the new one. Raises DiskFull and leaves the old folder.
 
     A killed process leaves the old folder or the new one. Between the two renames the old one has the suffix `.old-<pid>`.
     """
-    temporary, old = (path.with_name(f".{path.name}.{kind}-{os.getpid()}") for kind in ("tmp", "old"))
+    # the name is unique, so that a process that sees it sees this file system
+    temporary, old = (path.with_name(f".{path.name}.{kind}-{os.getpid()}-{uuid.uuid4().hex[:8]}") for kind in ("tmp", "old"))
     for left_over in path.parent.glob(f".{path.name}.*-*"):
         shutil.rmtree(left_over, ignore_errors=True)
     with writing(path):
         try:
-            write_folder(temporary, files)
+            temporary.mkdir(parents=True)
+            write(temporary)
             if path.exists():
                 os.rename(path, old)
             os.replace(temporary, path)
-        except OSError:
+        except BaseException:
             if old.exists() and not path.exists():
                 os.rename(old, path)
             shutil.rmtree(temporary, ignore_errors=True)  # frees space that others need now

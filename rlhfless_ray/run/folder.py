@@ -9,7 +9,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -238,9 +238,9 @@ class RunFolder:
             folder.mkdir(exist_ok=True)
         replace_file(folder / f"{name}_{step}.jsonl", ("\n".join(lines) + "\n").encode())
 
-    def write_model(self, files: Files) -> Path:
-        """Write the final model by one rename, so that it is never partial."""
-        return swap_folder(self.path / "model", files)
+    def write_model(self, write: Callable[[Path], Any]) -> Path:
+        """Write the final model by one rename, so that it is never partial. `write` fills the folder."""
+        return swap_folder(self.path / "model", write)
 
 
 def check_writable(folder: Path, setting: str) -> None:

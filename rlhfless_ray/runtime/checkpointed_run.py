@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
@@ -16,9 +17,10 @@ from rlhfless_ray.run.checkpoints import Best, Checkpoints
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
-from rlhfless_ray.runtime.export import policy_files
+from rlhfless_ray.runtime.export import trained_policy
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.types import WeightVersion
+from rlhfless_ray.weights.remote_folder import writer
 from rlhfless_ray.weights.tensor_file import Files
 
 
@@ -103,11 +105,14 @@ class CheckpointedRun:
         asks for it. `learned`: False if the learner's state is still that of the folder in `policy.path`, so that no state is saved.
         """
         self.record.catch_up()  # a resumed run needs all rows of the ledger
-        learner = self.learn_stage.worker_groups.snapshot(deadline_s) | self.learn_stage.files() if learned else {}
+
+        def learner(folder: Path) -> dict[str, str]:
+            if not learned:
+                return {}
+            return self.learn_stage.worker_groups.save(folder, deadline_s) | writer(self.learn_stage.files())(folder)
+
         state = self._driver_state()
-        model = None
-        if (export or best) and self.checkpoints.exports:
-            model = policy_files(self.recipe, self.folder, self.files, learner, self.worker_group)
+        model = trained_policy(self.recipe, self.folder, self.files, self.worker_group) if self.checkpoints.exports else None
         self.checkpoints.save(self.steps_done, learner, state, metric, model if export else None)
         if best and metric is not None:
             self.checkpoints.save_best(self.steps_done, learner, state, metric, model)

@@ -1,4 +1,4 @@
-"""Write the model folders of a run: policy, adapters and critic."""
+"""Write the model folders of a run: policy, adapters and critic. Weights go from the rank that has them straight into the folder."""
 
 from __future__ import annotations
 
@@ -9,22 +9,44 @@ from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.folder import RunFolder, put_files
-from rlhfless_ray.weights.adapter import adapter_files
-from rlhfless_ray.weights.model_folder import with_weights, without_weights
+from rlhfless_ray.weights.adapter import CONFIG as ADAPTER_CONFIG
+from rlhfless_ray.weights.adapter import with_base
+from rlhfless_ray.weights.model_folder import WEIGHTS, read_content, with_dtype, without_weights, write_folder
+from rlhfless_ray.weights.remote_folder import Writer
 from rlhfless_ray.weights.tensor_file import Files
 
 
-def policy_files(recipe: Recipe, folder: RunFolder, files: Files, snapshot: Files, learner: WorkerGroup) -> Files:
-    """Return the policy as a Hugging Face model folder: the learner's weights or adapters, with tokenizer and config.
+def model_folder(weights: Writer, files: Files) -> Writer:
+    """Return a writer of a Hugging Face model folder. `weights`: writes the weights. `files`: config, tokenizer and others for it."""
 
-    `files`: of the initial policy's folder. `snapshot`: the learner's files. `learner`: converts weight names into those that
-    `save_pretrained` writes.
+    def write(folder: Path) -> dict[str, str]:
+        sums = weights(folder)
+        written = {path.name: read_content(path) for path in folder.iterdir()}
+        if ADAPTER_CONFIG not in written:
+            stored = (content for name, content in written.items() if name.endswith(WEIGHTS))
+            write_folder(folder, with_dtype({**files, **{k: v for k, v in written.items() if k == "config.json"}}, stored))
+        else:
+            write_folder(folder, files)
+        return sums
+
+    return write
+
+
+def trained_policy(recipe: Recipe, folder: RunFolder, files: Files, learner: WorkerGroup) -> Writer:
+    """Return a writer of the policy as a Hugging Face model folder: weights, their moving average, or adapters.
+
+    `files`: of the initial policy's folder.
     """
-    if recipe.lora.rank:
-        start = Path(recipe.policy.path) if recipe.policy.path else folder.path / "reference"
-        return {**without_weights(files), **adapter_files(snapshot, str(start.resolve()))}
-    weights = snapshot.get("ema.safetensors", snapshot["model.safetensors"])  # the moving average, if there is one
-    return with_weights(without_weights(files), learner.saved(weights))
+
+    def weights(target: Path) -> dict[str, str]:
+        sums = learner.save_model(target, trained=True)
+        if recipe.lora.rank:
+            base = Path(recipe.policy.path) if recipe.policy.path else folder.path / "reference"
+            config = target / ADAPTER_CONFIG
+            config.write_bytes(with_base(config.read_bytes(), str(base.resolve())))
+        return sums
+
+    return model_folder(weights, without_weights(files))
 
 
 def write_models(recipe: Recipe, folder: RunFolder, files: Files, critic_files: Files | None, groups: ColocatedGroups) -> None:
@@ -32,20 +54,20 @@ def write_models(recipe: Recipe, folder: RunFolder, files: Files, critic_files: 
 
     `files`, `critic_files`: of the initial folders. `critic_files` None: the critic began as the policy.
     """
-    save_path = recipe.save.path
-    if recipe.lora.rank or recipe.ema.beta is not None:
-        policy = policy_files(recipe, folder, files, groups.learner.snapshot(), groups.learner)
-    else:  # without the optimizer's state, which is several times as large
-        policy = groups.policy_model(without_weights(files))
+    save_path, others = recipe.save.path, without_weights(files)
+    trained = trained_policy(recipe, folder, files, groups.learner)
     if recipe.lora.rank:
-        swap_folder(folder.path / "adapter", policy)
-        folder.write_model(groups.policy_model(without_weights(files)))
+        saved = swap_folder(folder.path / "adapter", trained)
+        folder.write_model(model_folder(groups.save_policy, others))
     else:
-        folder.write_model(policy)
+        saved = folder.write_model(trained if recipe.ema.beta is not None else model_folder(groups.save_policy, others))
     if save_path:
-        put_files(Path(save_path), policy)
+        put_files(Path(save_path), _files(saved))
     if recipe.critic.save:
-        critic = groups.critic_model(without_weights(critic_files or files))
-        swap_folder(folder.path / "critic", critic)
+        critic = swap_folder(folder.path / "critic", model_folder(groups.save_critic, without_weights(critic_files or files)))
         if save_path:
-            put_files(Path(save_path.rstrip("/") + "_critic"), critic)
+            put_files(Path(save_path.rstrip("/") + "_critic"), _files(critic))
+
+
+def _files(folder: Path) -> Files:
+    return {path.name: read_content(path) for path in sorted(folder.iterdir())}

@@ -24,6 +24,7 @@ from rlhfless_ray.common.disk_space import FULL, DiskFull
 from rlhfless_ray.common.errors import Stopped, one_line
 from rlhfless_ray.common.step_timer import StepTimer
 from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.learn.colocation import of_learner
 from rlhfless_ray.learn.output_scale import output_scale
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.loop import steps
@@ -45,7 +46,7 @@ from rlhfless_ray.runtime.worker_pools import ActorClasses, create_worker_pools
 from rlhfless_ray.types import Step
 from rlhfless_ray.weights.load_policy import cache_policy, context_tokens, initial_policy, policy_tokenizer
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
-from rlhfless_ray.weights.tensor_file import Files
+from rlhfless_ray.weights.remote_folder import StoredFiles, writer
 
 FAILED_SAVE_S = 30.0  # timeout for the learner's state after a failure
 
@@ -195,7 +196,7 @@ class Runtime(StepOperations):
         self.agreement = Agreement(self.context, self.stages.learn.worker_groups, self.rollout) if computes else None
         self.rollout_stage, self.score_stage, self.learn_stage = self.stages.rollout, self.stages.score, self.stages.learn
 
-    def _start(self, checkpoint: tuple[int, Files, dict[str, Any]] | None) -> None:
+    def _start(self, checkpoint: tuple[int, StoredFiles, dict[str, Any]] | None) -> None:
         """Start the learner and the engines' processes, and publish the first weights."""
         import ray
 
@@ -222,12 +223,12 @@ class Runtime(StepOperations):
                 if checkpoint and reference.is_dir():
                     self.files = read_folder(reference)
                 else:
-                    swap_folder(reference, self.files)
-            state = checkpoint[1] or None if checkpoint else None  # the first checkpoint of a given policy has no state
-            self.worker_group.build(lambda: ray.put(self.files), self.cluster.private, ray.put(state) if state else None)
+                    swap_folder(reference, writer(self.files))
+            state = checkpoint[1] if checkpoint and checkpoint[1].files else None  # the first checkpoint of a given policy has no state
+            self.worker_group.build(lambda: ray.put(self.files), self.cluster.private, state and of_learner(state))
             if checkpoint:
                 self._restore_driver(checkpoint[2])
-                self.learn_stage.restore_files(checkpoint[1])
+                self.learn_stage.restore_files(checkpoint[1].files)
                 self._end_when_prompts_are_used_up(self.steps_done)
             self.weights = self.worker_group.publish(self.steps_done)
             self.broker.put(self.worker_group.park())

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.weights.tensor_file import Content
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,10 +97,9 @@ class Adapter:
         return sorted((self.pairs.keys() | self.whole.keys()) - self.used)
 
 
-def adapter_files(files: Mapping[str, Content], base: str) -> dict[str, Content]:
-    """Return the adapter's files among a checkpoint's, with the base model's name in the config."""
-    config = {**json.loads(bytes(files[CONFIG])), "base_model_name_or_path": base}
-    return {CONFIG: json.dumps(config, indent=2, sort_keys=True).encode(), WEIGHTS: files[WEIGHTS]}
+def with_base(config: bytes, base: str) -> bytes:
+    """Return an adapter's config with the base model's name in it."""
+    return json.dumps({**json.loads(config), "base_model_name_or_path": base}, indent=2, sort_keys=True).encode()
 
 
 def _scale(config: Mapping[str, Any], module: str) -> float:

@@ -7,14 +7,20 @@ import json
 import math
 import struct
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.weights.tensor_file import Content, FileParts, Files, parts_of, read_header
+from rlhfless_ray.weights.tensor_file import Content, FileParts, Files, parts_of, read_header, save_tensors, write_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KEPT_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".py")
 WEIGHTS = ".safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_FILE_BYTES = 5 * 10**9  # of weights that are written: what `save_pretrained` takes for a limit too, ten times less than a hub allows
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -79,7 +85,7 @@ def stored_tensors(path: Path) -> dict[str, Any]:
 
 def _loaded_files(path: Path) -> list[str]:
     """Return the files that transformers loads. A folder may hold its weights twice: in one file, and in shards or other formats."""
-    index = path / "model.safetensors.index.json"
+    index = path / INDEX
     if (path / "model.safetensors").is_file():
         return ["model.safetensors"]
     try:
@@ -93,16 +99,38 @@ def without_weights(files: Files) -> Files:
     return {name: content for name, content in files.items() if not name.endswith((WEIGHTS, ".index.json"))}
 
 
-def with_weights(files: Files, weights: Content) -> Files:
-    """Return a model folder's files with these weights (safetensors) as model.safetensors.
+def split_files(tensors: Mapping[str, Tensor], most_bytes: int = MAX_FILE_BYTES) -> Files:
+    """Lay weights out as `save_pretrained` names its files: one, or several of at most `most_bytes` with an index."""
+    groups: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if groups[-1] and size + tensor.nbytes > most_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][name] = tensor
+        size += tensor.nbytes
+    if len(groups) == 1:
+        return {"model.safetensors": save_tensors(groups[0], {"format": "pt"})}
+    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group},
+    }
+    files: Files = {name: save_tensors(group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)}
+    return {**files, INDEX: json.dumps(index, indent=2).encode()}
+
+
+def with_dtype(files: Files, weights: Iterable[Content]) -> Files:
+    """Return a model folder's other files for these weights (safetensors).
 
     As in transformers' `save_pretrained`, config.json names their dtype: that of most elements.
     """
     counts: dict[str, int] = {}
-    for entry in (read_header(weights) or {}).values():
-        if entry["dtype"] in DTYPES:
-            counts[entry["dtype"]] = counts.get(entry["dtype"], 0) + math.prod(entry["shape"])
-    files = {**files, "model.safetensors": weights}
+    for content in weights:
+        for entry in (read_header(content) or {}).values():
+            if entry["dtype"] in DTYPES:
+                counts[entry["dtype"]] = counts.get(entry["dtype"], 0) + math.prod(entry["shape"])
+    files = dict(files)
     if counts and "config.json" in files:
         config, dtype = config_of(files), DTYPES[max(counts, key=lambda name: counts[name])]
         names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]
@@ -140,6 +168,5 @@ def content_addressed_folder(root: Path, files: Files) -> Path:
 def write_folder(path: Path, files: Files) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        with (path / name).open("wb") as file:
-            parts_of(content).write(file)
+        write_file(path / name, content)
     return path

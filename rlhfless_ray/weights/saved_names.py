@@ -26,14 +26,3 @@ def saved_state(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     return revert_weight_conversion(model, {name: tensor for name, tensor in state.items() if name not in ignored})
-
-
-def is_converted(model: Any) -> bool:
-    """Whether live and saved state of this model differ."""
-    import torch
-
-    names = dict.fromkeys(model.state_dict())
-    # Only names and shapes matter here. A converter needs the real shape, which a parameter sharded by ZeRO 3 keeps in `ds_shape`.
-    shapes = {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
-    found = saved_state(model, {name: torch.empty(shapes[name], device="meta") for name in names})
-    return {name: tensor.shape for name, tensor in found.items()} != shapes

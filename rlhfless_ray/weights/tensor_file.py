@@ -13,9 +13,10 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import numpy as np
+import xxhash
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,10 +50,6 @@ class FileParts:
 
     __hash__ = None  # type: ignore[assignment]  # as the arrays, which may change
 
-    def write(self, file: BinaryIO) -> None:
-        for part in self.parts:
-            file.write(part.data)
-
     def at(self, start: int, end: int) -> np.ndarray:
         """Return the bytes from `start` to `end`: a view where they lie in one part."""
         found, offset = [], 0
@@ -76,13 +73,43 @@ def read_header(content: Content) -> dict[str, dict] | None:
     """Return a safetensors header's entry for each tensor, or None if the header does not match the content's length."""
     whole = parts_of(content)
     try:
-        (size,) = struct.unpack("<Q", whole.at(0, 8).tobytes())
-        header = json.loads(whole.at(8, 8 + size).tobytes())
+        size, header = _header(whole)
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         ends = [entry["data_offsets"][1] for entry in tensors.values()]
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError):
         return None
     return tensors if len(whole) == 8 + size + max(ends, default=0) else None
+
+
+def read_metadata(content: Content) -> dict[str, str]:
+    """Return a safetensors file's own metadata. Raises ValueError if the file is incomplete."""
+    try:
+        return _header(parts_of(content))[1].get("__metadata__", {})
+    except (struct.error, IndexError):
+        raise ValueError("a safetensors file is incomplete") from None
+
+
+def _header(whole: FileParts) -> tuple[int, dict[str, dict]]:
+    (size,) = struct.unpack("<Q", whole.at(0, 8).tobytes())
+    return size, json.loads(whole.at(8, 8 + size).tobytes())
+
+
+def checksum(content: Content) -> str:
+    """Return the xxh3 checksum of a file's content."""
+    digest = xxhash.xxh3_64()
+    for part in parts_of(content).parts:
+        digest.update(part.data)
+    return digest.hexdigest()
+
+
+def write_file(path: Path, content: Content) -> str:
+    """Write a file, and return its checksum. Each part is read once for both."""
+    digest = xxhash.xxh3_64()
+    with path.open("wb") as file:
+        for part in parts_of(content).parts:
+            digest.update(part.data)
+            file.write(part.data)
+    return digest.hexdigest()
 
 
 def save_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileParts:

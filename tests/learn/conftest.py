@@ -293,9 +293,15 @@ class Cases:
         self.continued = run_gangs(self.folder / "second", {ranks: self.second(ranks) for ranks in (1, 2)})
 
     def result(self, name: str, ranks: int, rank: int = 0) -> dict[str, Any]:
-        found = (self.continued if " of " in name else self.results)[ranks][rank][name]
-        assert "error" not in found, found["error"]
-        return found
+        """What a rank found. Its snapshots have the files of all ranks."""
+        every = [of_rank[name] for of_rank in (self.continued if " of " in name else self.results)[ranks]]
+        for found in every:
+            assert "error" not in found, found["error"]
+        snapshots: dict[Any, dict[str, bytes]] = {}
+        for found in every:
+            for when, files in found.get("snapshots", {}).items():
+                snapshots.setdefault(when, {}).update(files)
+        return {**every[rank], "snapshots": snapshots}
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ start from, `looks`: names of what to ask of `logprobs` before each update, `pas
 then given,
 `early`: how many groups of each batch are accumulated ahead, one at a time, `snapshots`: after how many
 updates to take one, `parks`: whether to leave the device after each, `device`. The result holds `stats` per update and,
-from rank 0, `weights` after each update, and `snapshots` as {updates done: files}; on GPU `memory` as (bytes at work,
+from rank 0, `weights` after each update, and `snapshots` as {updates done: this rank's files}; on GPU `memory` as (bytes at work,
 bytes away) per update.
 """
 
@@ -53,7 +53,7 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
 
     from rlhfless_ray.learn.learner_rank import LearnerRank
     from rlhfless_ray.learn.reference_rank import ReferenceRank
-    from rlhfless_ray.learn.trainer_rank import state_from_bytes
+    from rlhfless_ray.learn.trainer_rank import read_state
 
     settings: RankSettings = replace(case["settings"], rank=rank, device=case.get("device", "cpu"))
     assert settings.learner.ranks == ranks
@@ -71,7 +71,7 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
     def together(shares: dict[str, np.ndarray]) -> dict[str, np.ndarray]:  # what a gang does with the answers of its ranks
         return {name: learner.trainer.over_ranks(torch.from_numpy(share)).numpy() for name, share in shares.items()}
 
-    learner.open(case["files"], ("127.0.0.1", port), 1, None if state is None else state_from_bytes(state))
+    learner.open(case["files"], ("127.0.0.1", port), 1, None if state is None else read_state(state))
     found: dict[str, Any] = {
         "stats": [],
         "weights": [],
@@ -84,7 +84,7 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
         "adds_in": getattr(learner.trainer.engine.optimizer, "gradient_accumulation_dtype", None),
     }
     if 0 in case.get("snapshots", ()):
-        found["snapshots"][0] = _copied(learner.trainer.snapshot_bytes())
+        found["snapshots"][0] = _copied(learner.trainer.state_files())
     for number, batch in enumerate(case["batches"], 1):
         if reference is not None and len(batch):
             told = together({"reference": reference.logprobs(batch, 1)[0]})["reference"]
@@ -103,13 +103,13 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
         weights, _ = learner.weights()  # arrays of the live parameters: Ray would copy them
         found["weights"].append(_values(weights))
         if number in case.get("snapshots", ()):
-            found["snapshots"][number] = _copied(learner.trainer.snapshot_bytes())
+            found["snapshots"][number] = _copied(learner.trainer.state_files())
         if case.get("parks"):
             at_work = torch.cuda.memory_allocated()  # 0 on CPU
             learner.leave_device()
             found["memory"].append((at_work, torch.cuda.memory_allocated()))
             if number in case.get("snapshots", ()):
-                found["snapshots"][f"{number} away"] = _copied(learner.trainer.snapshot_bytes())
+                found["snapshots"][f"{number} away"] = _copied(learner.trainer.state_files())
             learner.return_to_device()
     learner.trainer.engine.destroy()
     return found
@@ -120,12 +120,12 @@ def run_critic(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[s
     import torch
 
     from rlhfless_ray.learn.critic_rank import CriticRank
-    from rlhfless_ray.learn.trainer_rank import state_from_bytes
+    from rlhfless_ray.learn.trainer_rank import read_state
 
     critic = CriticRank(replace(case["settings"], rank=rank))
     assert critic.ranks == ranks
     state = case.get("state")
-    critic.open(case["files"], ("127.0.0.1", port), 1, None if state is None else state_from_bytes(state))
+    critic.open(case["files"], ("127.0.0.1", port), 1, None if state is None else read_state(state))
     found: dict[str, Any] = {"stats": [], "weights": [], "values": [], "snapshots": {}, "config": critic.config()}
     found["rng"] = torch.get_rng_state().numpy()
     for number, batch in enumerate(case["batches"], 1):
@@ -133,10 +133,10 @@ def run_critic(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[s
         found["values"].append(values.copy())
         found["stats"].append(critic.update(replace(batch, values=values), 1)[0])
         weights = critic.trainer.weights()
-        found["model"] = _copied(critic.trainer.model_bytes())
+        found["model"] = _copied(critic.trainer.model_files())
         found["weights"].append(_values(weights))
         if number in case.get("snapshots", ()):
-            found["snapshots"][number] = _copied(critic.trainer.snapshot_bytes())
+            found["snapshots"][number] = _copied(critic.trainer.state_files())
         critic.leave_device()
         critic.return_to_device()
     critic.trainer.engine.destroy()

@@ -21,10 +21,12 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name
 from rlhfless_ray.learn.policy_model import load_critic
 from rlhfless_ray.recipe import LoraConfig
-from rlhfless_ray.weights.adapter import adapter_files
+from rlhfless_ray.weights.adapter import CONFIG, with_base
 from rlhfless_ray.weights.model_folder import write_folder
+from rlhfless_ray.weights.shards import Shards, shard_name
 
 SECTION = LoraConfig(rank=3, alpha=7)
+OPTIMIZER = [shard_name("optimizer", rank, 2) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("name", ["lora", "bf16 lora"])
@@ -64,7 +66,7 @@ def test_the_critic_has_adapters_too(cases: Any, stage: int, tmp_path: Path) -> 
     for ranks in (1, 2):
         found = cases.result(f"critic lora/{stage}", ranks)
         assert distance(found["weights"][-1], wanted, start) < 1e-3
-        whole = load_tensors(found["model"])
+        whole = load_tensors(found["model"]["model.safetensors"])
         assert same({name: x.numpy() for name, x in whole.items()}, found["weights"][-1])
 
 
@@ -99,12 +101,12 @@ def test_leaving_the_device_changes_nothing(cases: Any, ranks: int) -> None:
 def test_a_snapshot_is_an_adapter_that_peft_loads_and_the_combiner_merges(cases: Any, tmp_path: Path) -> None:
     found = cases.result("lora/3", 2)
     files = found["snapshots"][1]
-    assert set(files) == {"adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors", "learner.json"}
-    moments = [name for name in load_tensors(files["optimizer.safetensors"]) if name != "rng"]
+    assert set(files) == {"adapter_config.json", "adapter_model.safetensors", *OPTIMIZER, "learner.json"}
+    moments = [name for name in Shards(files[name] for name in OPTIMIZER) if name != "rng"]
     assert moments and all(".lora_" in name for name in moments)
     base, folder = write_folder(tmp_path / "base", cases.files), tmp_path / "adapter"
     write_folder(base, {"tokenizer.json": b"{}"})
-    write_folder(folder, adapter_files(files, str(base)))
+    write_folder(folder, {**files, CONFIG: with_base(files[CONFIG], str(base))})
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
     merged = PeftModel.from_pretrained(load(cases.files), folder).merge_and_unload()
     by_peft = {name: p.detach().numpy() for name, p in merged.named_parameters()}

@@ -19,6 +19,7 @@ from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.recovery import LearnerLost
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.weights.remote_folder import Delivery
 
 
 class Cluster(LeaseManager):
@@ -251,15 +252,18 @@ def test_free_leases_of_a_lost_node_are_not_given_to_new_ranks(monkeypatch):
     assert nodes_of(worker_group) == [["here"]] and [lease.slot for lease in worker_group.broker.free] == [Slot("here", 1)]
 
 
-def test_a_kept_state_that_was_lost_is_asked_of_the_ranks(monkeypatch):
+def test_a_kept_state_that_was_lost_is_asked_of_the_ranks(monkeypatch, tmp_path):
     """They have it still."""
     worker_group = gang_on(Cluster("cpu", {"a": [0]}), Slot("a", 0))
-    worker_group.recovery.whole = "kept"
+    worker_group.recovery.whole = ["kept"]
 
     def get(ref, deadline_s, what):
-        assert ref == "kept"
+        assert ref == ["kept"]
         raise ObjectLostError("00", "", "")
 
     monkeypatch.setattr("rlhfless_ray.learn.worker_group.get", get)
-    worker_group.by_rank[0].actor.snapshot = SimpleNamespace(remote=lambda: lambda: {"model.safetensors": b"w"})
-    assert worker_group.recovery.has_now and worker_group.snapshot(1.0, worker_group.ask_snapshot()) == {"model.safetensors": b"w"}
+    delivery = Delivery(files={"model.safetensors": b"w"})
+    worker_group.by_rank[0].actor.save = SimpleNamespace(remote=lambda *_: lambda: delivery)
+    assert worker_group.recovery.has_now and worker_group.ask_save(tmp_path) == []
+    assert worker_group.save(tmp_path, 1.0).keys() == {"model.safetensors"}
+    assert (tmp_path / "model.safetensors").read_bytes() == b"w"

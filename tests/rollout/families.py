@@ -11,6 +11,7 @@ import numpy as np
 
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.rollout.engine_settings import EngineSettings
+from rlhfless_ray.weights.tensor_file import load_tensors
 
 VOCABULARY, EOS = 96, 1
 ORDER = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "llama", "gemma3")  # a mixture first: vLLM makes the groups it needs only then
@@ -100,7 +101,8 @@ class LearnerHost:
 
         self.learners[name] = LearnerRank(settings)
         self.learners[name].open(files, ("127.0.0.1", self.port), 1)
-        return self.learners[name].trainer.converts
+        trainer = self.learners[name].trainer
+        return trainer.weights().keys() != load_tensors(trainer.state_files()["model.safetensors"]).keys()
 
     def weights(self, name: str) -> dict[str, np.ndarray]:
         return self.learners[name].weights()[0]
@@ -111,13 +113,13 @@ class LearnerHost:
     def logprobs(self, name: str, batch: Any, top_p: float = 1.0) -> np.ndarray:
         return self.learners[name].agreement(batch, 1.0, top_p, 1)[0]
 
-    def model(self, name: str) -> bytes:
-        return bytes(self.learners[name].trainer.model_bytes())
+    def model(self, name: str) -> dict[str, bytes]:
+        return {file: bytes(content) for file, content in self.learners[name].trainer.model_files().items()}
 
     def exported(self, name: str) -> tuple[bytes, bytes]:
         """The checkpoint's file of weights, and the same for a model folder."""
-        content = self.learners[name].trainer.snapshot_bytes()["model.safetensors"]
-        return bytes(content), bytes(self.learners[name].trainer.saved_bytes(content))
+        trainer = self.learners[name].trainer
+        return tuple(bytes(files["model.safetensors"]) for files in (trainer.state_files(), trainer.model_files(trained=True)))
 
 
 class EngineHost:

@@ -12,9 +12,11 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import CheckpointConfig, Recipe
 from rlhfless_ray.run.checkpoints import Best, Checkpoints
 from rlhfless_ray.run.folder import RunFolder
+from rlhfless_ray.weights.remote_folder import writer
 
-LEARNER = {"model.safetensors": b"w" * 10, "optimizer.safetensors": b"o" * 10}
-MODEL = {"config.json": b"{}", "model.safetensors": b"w" * 10}
+FILES = {"model.safetensors": b"w" * 10, "optimizer.safetensors": b"o" * 10}
+LEARNER = writer(FILES)
+MODEL = writer({"config.json": b"{}", **FILES})
 
 
 def store(tmp_path: Path, **section: Any) -> Checkpoints:
@@ -36,8 +38,9 @@ def test_folders_and_the_name_of_the_newest(tmp_path: Path) -> None:
         "metric_key": "eval_x_pass1",
         "metric_value": 0.6,
     }
-    assert kept.load() == (6, LEARNER, {"step": 6})
-    assert names(tmp_path / "ckpt" / "global_step2_hf") == sorted(MODEL)
+    step, stored, driver = kept.load()
+    assert (step, stored.files, driver) == (6, FILES, {"step": 6})
+    assert names(tmp_path / "ckpt" / "global_step2_hf") == sorted(["config.json", *FILES])
 
 
 def test_first_go_those_without_metric_then_the_worst_then_the_oldest(tmp_path: Path) -> None:
@@ -139,8 +142,9 @@ def test_what_needs_a_path_says_so() -> None:
 
 def test_the_first_checkpoint_may_have_no_state_of_the_learner(tmp_path: Path) -> None:
     kept = store(tmp_path)
-    kept.save(0, {}, {"step": 0})
-    assert kept.load() == (0, {}, {"step": 0})
+    kept.save(0, writer({}), {"step": 0})
+    step, stored, driver = kept.load()
+    assert (step, stored.files, driver) == (0, {}, {"step": 0})
 
 
 def test_copies_in_memory_are_made_where_two_fit_a_quarter_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from rlhfless_ray.run import folder as module
 from rlhfless_ray.run.checkpoints import Checkpoints, driver_state
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.weights.remote_folder import Writer, writer
 
 # not "fork": this process may have threads of Ray, and its child would wait for ever for a lock that one of them held
 APART = multiprocessing.get_context("forkserver")
@@ -35,8 +36,12 @@ def store(folder: RunFolder, keep: int = 2) -> Checkpoints:
     return Checkpoints(CheckpointConfig(keep=keep), folder.path)
 
 
-def learner(size: int = 10, content: bytes = b"w") -> dict[str, bytes]:
+def files(size: int = 10, content: bytes = b"w") -> dict[str, bytes]:
     return {"model.safetensors": content * size, "optimizer.safetensors": b"o" * size}
+
+
+def learner(size: int = 10, content: bytes = b"w") -> Writer:
+    return writer(files(size, content))
 
 
 # ---- names ------------------------------------------------------------------------------------------------------
@@ -181,7 +186,8 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
     assert store(folder).list() == []
     driver = {"step": 3, "cursor": [1, 2.5, None], "history": {"7": 0.1 + 0.2}}
     store(folder, 1).save(3, learner(1000), driver)
-    assert store(RunFolder(tmp_path)).load() == (3, learner(1000), driver)
+    step, stored, found = store(RunFolder(tmp_path)).load()
+    assert (step, stored.files, found) == (3, files(1000), driver)
 
 
 @pytest.mark.parametrize("keep", [1, 2, 5])
@@ -197,9 +203,10 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    store(folder, 2).save(2, {**learner(), "extra": b""}, {"a": 1})
+    store(folder, 2).save(2, writer({**files(), "extra": b""}), {"a": 1})
     store(folder, 2).save(2, learner(content=b"n"), {"a": 2})
-    assert store(folder).load() == (2, learner(content=b"n"), {"a": 2})
+    step, stored, driver = store(folder).load()
+    assert (step, stored.files, driver) == (2, files(content=b"n"), {"a": 2})
 
 
 @pytest.mark.parametrize("spoilt", ["gone", "{torn"])
@@ -226,10 +233,11 @@ def test_a_file_that_lost_its_content_is_named(tmp_path: Path, left: bytes | Non
 def test_a_checkpoint_without_checksums_is_taken_as_it_is(tmp_path: Path) -> None:
     store(RunFolder(tmp_path), 2).save(4, learner(), {"a": 1})
     (tmp_path / "checkpoints" / "step_4" / "driver.json").write_text('{"a": 1}')
-    assert store(RunFolder(tmp_path)).load() == (4, learner(), {"a": 1})
+    step, stored, driver = store(RunFolder(tmp_path)).load()
+    assert (step, stored.files, driver) == (4, files(), {"a": 1})
 
 
-@pytest.mark.parametrize("dies_in", ["write_folder", "replace", "rmtree"])
+@pytest.mark.parametrize("dies_in", ["writer", "replace", "rmtree"])
 @pytest.mark.parametrize("step", [5, 6])
 def test_dying_at_any_point_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_in: str, step: int) -> None:
     """Also while step 5 itself is saved again, as a run does that is stopped right after it was resumed."""
@@ -239,8 +247,7 @@ def test_dying_at_any_point_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pyt
     def die(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    def torn(path: Path, files: dict[str, bytes]) -> None:
-        path.mkdir(parents=True)
+    def torn(path: Path) -> None:
         (path / "model.safetensors").write_bytes(b"w")
         die()
 
@@ -250,15 +257,16 @@ def test_dying_at_any_point_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pyt
             die()
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        if dies_in == "write_folder":
-            patch.setattr(saving, "write_folder", torn)
+        write = learner(content=b"n")
+        if dies_in == "writer":
+            write = torn  # type: ignore[assignment]
         else:
             where = (saving.os, "replace", die) if dies_in == "replace" else (saving.shutil, "rmtree", half_removed)
             patch.setattr(*where)
-        store(folder, 1).save(step, learner(content=b"n"), {"step": step})
+        store(folder, 1).save(step, write, {"step": step})
     if not (dies_in == "replace" and step == 5):  # the one instant in which the old one is aside and the new one not there
-        found, files, driver = store(RunFolder(tmp_path)).load()
-        assert driver == {"step": found} and files in (learner(), learner(content=b"n"))
+        found, stored, driver = store(RunFolder(tmp_path)).load()
+        assert driver == {"step": found} and stored.files in (files(), files(content=b"n"))
     assert all(len(list(path.iterdir())) == 3 for _, path in store(RunFolder(tmp_path)).list())
     store(folder, 1).save(7, learner(), {"step": 7})
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_7"], "what was left over is cleared away"
@@ -295,8 +303,8 @@ def test_a_killed_process_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
 
 def test_the_model_is_replaced_whole(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.write_model({"config.json": b"1", "old.txt": b""})
-    path = folder.write_model({"config.json": b"2", "model.safetensors": b"\x00"})
+    folder.write_model(writer({"config.json": b"1", "old.txt": b""}))
+    path = folder.write_model(writer({"config.json": b"2", "model.safetensors": b"\x00"}))
     assert {p.name: p.read_bytes() for p in path.iterdir()} == {"config.json": b"2", "model.safetensors": b"\x00"}
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 

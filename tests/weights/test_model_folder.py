@@ -10,10 +10,13 @@ from rlhfless_ray.weights.model_folder import (
     content_addressed_folder,
     parameter_count,
     read_folder,
-    with_weights,
+    split_files,
+    stored_tensors,
+    with_dtype,
     without_weights,
     write_folder,
 )
+from rlhfless_ray.weights.tensor_file import load_tensors
 
 COMPLETE = {
     "config.json": b"{}",
@@ -107,8 +110,23 @@ def test_the_config_of_a_model_tells_the_dtype_of_its_weights(config: dict, dtyp
 
     weights = save({"a": torch.zeros(8, dtype=getattr(torch, dtype)), "norm": torch.zeros(2), "ids": torch.zeros(99, dtype=torch.int64)})
     files = {"config.json": json.dumps(config).encode(), "tokenizer.json": b"{}"}
-    found = with_weights(files, weights)
-    assert found["model.safetensors"] == weights and found["tokenizer.json"] == b"{}"
+    found = with_dtype(files, [weights])
+    assert found["tokenizer.json"] == b"{}"
     assert json.loads(found["config.json"]) == {**config, **told}
     assert json.loads(files["config.json"]) == config
-    assert with_weights({}, weights) == {"model.safetensors": weights}
+    assert with_dtype({}, [weights]) == {}
+
+
+def test_large_models_are_split_as_save_pretrained_splits_them(tmp_path: Path) -> None:
+    import torch
+
+    tensors = {f"layer.{n}": torch.arange(n, n + 100, dtype=torch.float32) for n in range(5)}
+    files = split_files(tensors, most_bytes=900)
+    assert sorted(files) == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)] + ["model.safetensors.index.json"]
+    write_folder(tmp_path, files)
+    assert stored_tensors(tmp_path).keys() == tensors.keys()
+    found = {
+        name: tensor for key, content in files.items() if key.endswith(".safetensors") for name, tensor in load_tensors(content).items()
+    }
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert list(split_files(tensors)) == ["model.safetensors"]

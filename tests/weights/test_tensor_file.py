@@ -12,7 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import torch as library
 
-from rlhfless_ray.weights.tensor_file import BFLOAT16, FileParts, as_numpy, as_tensor, load_tensors, parts_of, read_header, save_tensors
+from rlhfless_ray.weights.tensor_file import (
+    BFLOAT16,
+    FileParts,
+    as_numpy,
+    as_tensor,
+    checksum,
+    load_tensors,
+    parts_of,
+    read_header,
+    save_tensors,
+    write_file,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
 
@@ -50,8 +61,7 @@ def test_nothing_is_copied(tmp_path: Path) -> None:
     assert content.parts[1].ctypes.data == weight.data_ptr()
     buffers: list[pickle.PickleBuffer] = []
     assert len(pickle.dumps(content, protocol=5, buffer_callback=buffers.append)) < 2000 and len(buffers) == 2
-    with (tmp_path / "file").open("wb") as file:
-        content.write(file)
+    assert write_file(tmp_path / "file", content) == checksum(bytes(content))
     mapped = FileParts.map(tmp_path / "file")
     (only,) = load_tensors(mapped).values()
     assert torch.equal(only, weight) and isinstance(mapped.parts[0].base, np.memmap)

@@ -1,0 +1,68 @@
+"""Which rank holds what, as pure functions: intervals of flattened tensors, and whole tensors by rank.
+
+An interval is (start, end) in elements of a tensor that is flattened in C order. A layout gives each rank its intervals of each
+tensor. Ranks may hold the same elements, and a rank may hold none of a tensor.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+
+Interval = tuple[int, int]
+
+
+def even_share(elements: int, ranks: int, rank: int) -> Interval:
+    """Return a rank's interval if a tensor is divided among all ranks, in sizes that differ by at most one element."""
+    return elements * rank // ranks, elements * (rank + 1) // ranks
+
+
+def whole_tensors(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Assign whole tensors to ranks so that the largest load is small: the largest tensor first, to the rank with the least.
+
+    Args:
+        sizes: {tensor name: size}, in any unit.
+
+    Returns: {tensor name: rank}, the same in every process.
+    """
+    loads = [(0, rank) for rank in range(ranks)]
+    owner = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + sizes[name], rank))
+        owner[name] = rank
+    return owner
+
+
+def pieces(needed: Interval, held: Sequence[Interval]) -> list[tuple[int, Interval]]:
+    """Return what to read from which holder so that the needed interval is complete and no element is read twice.
+
+    Args:
+        needed: the interval to put together.
+        held: the holders' intervals. They may overlap.
+
+    Returns: (index in `held`, interval), in order. Raises ValueError if an element has no holder.
+    """
+    found, at = [], needed[0]
+    while at < needed[1]:
+        reach, holder = max(((end, index) for index, (start, end) in enumerate(held) if start <= at), default=(at, -1))
+        if reach <= at:
+            raise ValueError(f"elements {at} to {min((s for s, _ in held if s > at), default=needed[1])} are in no part")
+        end = min(reach, needed[1])
+        found.append((holder, (at, end)))
+        at = end
+    return found
+
+
+def missing_elements(needed: Iterable[Interval], held: Sequence[Interval]) -> int:
+    """Return how many needed elements a receiver lacks: the least that any transfer to it moves."""
+    return sum(end - start - _covered((start, end), held) for start, end in needed)
+
+
+def _covered(interval: Interval, held: Sequence[Interval]) -> int:
+    count, at = 0, interval[0]
+    for start, end in sorted(held):
+        start, end = max(start, at), min(end, interval[1])
+        if start < end:
+            count, at = count + end - start, end
+    return count

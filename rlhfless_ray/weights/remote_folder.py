@@ -1,0 +1,73 @@
+"""Folders that a worker writes or reads in place where it sees the same file system as the driver. Elsewhere files travel through Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from errno import ENOSPC
+from pathlib import Path
+
+from rlhfless_ray.common.disk_space import FULL
+from rlhfless_ray.weights.model_folder import read_content
+from rlhfless_ray.weights.tensor_file import Files, write_file
+
+Writer = Callable[[Path], dict[str, str]]  # puts files into an existing folder, and returns {file name: checksum}
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What became of a worker's files."""
+
+    sums: dict[str, str] = field(default_factory=dict)  # checksums of the files that are in the folder
+    files: Files = field(default_factory=dict)  # for the driver to write, because the worker does not see the folder
+    disk_full: bool = False
+
+
+def deliver(files: Files, folder: str) -> Delivery:
+    """On the worker: write the files into the driver's folder if this machine sees it. Its name is unique."""
+    if not Path(folder).is_dir():
+        return Delivery(files=files)
+    try:
+        return Delivery(sums={name: write_file(Path(folder) / name, content) for name, content in files.items()})
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        return Delivery(disk_full=True)
+
+
+def receive(deliveries: list[Delivery], folder: Path) -> dict[str, str]:
+    """On the driver: complete the folder, and return {file name: checksum}. Raises OSError if a disk is full."""
+    sums: dict[str, str] = {}
+    for delivery in deliveries:
+        if delivery.disk_full:
+            raise OSError(ENOSPC, "no space left on device", str(folder))
+        sums |= delivery.sums | {name: write_file(folder / name, content) for name, content in delivery.files.items()}
+    return sums
+
+
+def writer(files: Files) -> Writer:
+    """Return a writer of files that the driver has."""
+    return lambda folder: receive([Delivery(files=files)], folder)
+
+
+@dataclass(frozen=True)
+class StoredFiles:
+    """Files of a folder on the driver's file system: their content is mapped, and read where it is used."""
+
+    folder: Path
+    files: Files
+    prefix: str = ""  # of the names in the folder, which those in `files` lack
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {self.prefix + name: len(content) for name, content in self.files.items()}
+
+
+def sees(folder: str, sizes: Mapping[str, int]) -> bool:
+    """On the worker: whether this machine has the folder, with files of these sizes."""
+    return all((path := Path(folder, name)).is_file() and path.stat().st_size == size for name, size in sizes.items())
+
+
+def read_files(folder: str, sizes: Mapping[str, int], prefix: str) -> Files:
+    """On the worker: map the folder's files, without the prefix of their names."""
+    return {name.removeprefix(prefix): read_content(Path(folder, name)) for name in sizes}

@@ -1,0 +1,85 @@
+"""Layouts and transfers: any layout to any other, bit for bit what gathering and slicing gives."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhfless_ray.weights.layout import even_share, missing_elements, pieces, whole_tensors
+from rlhfless_ray.weights.shards import Shards, save_intervals, shard_name
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
+    """A number of elements, and intervals that cover them all, with overlaps, in any order."""
+    elements = draw(st.integers(1, 60))
+    cuts = sorted({0, elements, *draw(st.lists(st.integers(0, elements), max_size=6))})
+    spare = st.tuples(st.integers(0, elements), st.integers(0, elements)).map(lambda pair: (min(pair), max(pair)))
+    intervals = [*itertools.pairwise(cuts), *draw(st.lists(spare, max_size=4))]
+    return elements, draw(st.permutations(intervals))
+
+
+@given(layouts(), st.data())
+def test_any_interval_is_put_together_from_any_layout(layout: tuple[int, list[tuple[int, int]]], data: st.DataObject) -> None:
+    elements, held = layout
+    start = data.draw(st.integers(0, elements))
+    end = data.draw(st.integers(start, elements))
+    values = np.arange(elements)
+    plan = pieces((start, end), held)
+    found = [values[held[holder][0] : held[holder][1]][a - held[holder][0] : b - held[holder][0]] for holder, (a, b) in plan]
+    np.testing.assert_array_equal(np.concatenate([[], *found]), values[start:end])
+
+
+@given(layouts(), st.data())
+def test_what_is_missing_is_counted_element_by_element(layout: tuple[int, list[tuple[int, int]]], data: st.DataObject) -> None:
+    elements, intervals = layout
+    held = data.draw(st.lists(st.sampled_from(intervals), max_size=3))
+    start = data.draw(st.integers(0, elements))
+    end = data.draw(st.integers(start, elements))
+    owned = {x for a, b in held for x in range(a, b)}
+    assert missing_elements([(start, end)], held) == len(set(range(start, end)) - owned)
+
+
+@given(st.integers(0, 200), st.integers(1, 9))
+def test_even_shares_cover_every_element_once(elements: int, ranks: int) -> None:
+    shares = [even_share(elements, ranks, rank) for rank in range(ranks)]
+    assert [x for start, end in shares for x in range(start, end)] == list(range(elements))
+    assert max(end - start for start, end in shares) - min(end - start for start, end in shares) <= 1
+
+
+@given(st.dictionaries(st.text("abc", min_size=1, max_size=4), st.integers(0, 50), max_size=12), st.integers(1, 5))
+def test_whole_tensors_are_balanced(sizes: dict[str, int], ranks: int) -> None:
+    owner = whole_tensors(sizes, ranks)
+    assert owner.keys() == sizes.keys() and set(owner.values()) <= set(range(ranks))
+    loads = [sum(size for name, size in sizes.items() if owner[name] == rank) for rank in range(ranks)]
+    assert max(loads) <= sum(sizes.values()) / ranks + max(sizes.values(), default=0)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.booleans())
+def test_shards_of_any_number_of_ranks_are_read_by_any_other(writers: int, readers: int, sizes: list[int], half: bool) -> None:
+    dtype = torch.bfloat16 if half else torch.float32
+    whole = {f"w{i}": torch.randn(size, generator=torch.Generator().manual_seed(i)).to(dtype) for i, size in enumerate(sizes)}
+    files = {}
+    for rank in range(writers):
+        shares = {name: even_share(x.numel(), writers, rank) for name, x in whole.items()}
+        parts = {name: (a, whole[name][a:b]) for name, (a, b) in shares.items() if b > a}
+        files[shard_name("optimizer", rank, writers)] = save_intervals(parts, {"rng": torch.arange(3)} if rank == 0 else {})
+    shards = Shards(bytes(content) for content in files.values())
+    for rank in range(readers):
+        for name, x in whole.items():
+            a, b = even_share(x.numel(), readers, rank)
+            assert torch.equal(shards.read(name, a, b), x[a:b])
+    assert torch.equal(shards.whole("rng"), torch.arange(3)) and set(shards) == {*whole, "rng"}
+
+
+def test_a_missing_part_is_named() -> None:
+    shards = Shards([save_intervals({"w": (2, torch.arange(4.0))}, {})])
+    with pytest.raises(ValueError, match="w: elements 0 to 2 are in no part"):
+        shards.read("w", 0, 6)
+    with pytest.raises(ValueError, match="w: elements 6 to 9 are in no part"):
+        shards.read("w", 3, 9)
