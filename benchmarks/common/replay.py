@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from placement.speed.decode_speed import Speed
-from rlhfless_ray.learn.rank_actors import StateSource, merged_files
+from rlhfless_ray.learn.rank_actors import Source, merged_files
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.reward.scoring import RewardActor
 from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
@@ -213,8 +213,8 @@ class ReplayedLearner:
     def rendezvous(self, loopback: bool) -> tuple[str, int]:
         return "", 0
 
-    def build(self, files: dict[str, bytes], place: Any, threads: int, state: StateSource) -> dict[str, Any]:
-        script = Script.read(files)
+    def build(self, files: Source, place: Any, threads: int, state: Source | None) -> dict[str, Any]:
+        script = Script.read(read_files(*files) if isinstance(files, tuple) else merged_files(files))
         self.learn_s = script.learn_s / script.clock
         if state is not None:
             saved = read_files(*state) if isinstance(state, tuple) else merged_files(state)

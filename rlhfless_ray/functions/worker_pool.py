@@ -209,6 +209,7 @@ class WorkerPool:
         return self.ledger.hold_price(instance.id for instance in self.parked)
 
     def _give_back(self, instance: Instance) -> None:
+        instance.version = None  # an engine releases its weights too
         instance.giving_back = instance.actor.park.remote()
 
     def _gave_back(self, instance: Instance) -> None:

@@ -10,7 +10,6 @@ from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import WeightVersion
 from rlhfless_ray.weights.remote_folder import StoredFiles
-from rlhfless_ray.weights.tensor_file import Files
 
 LEARNER_FILES = ("model", "optimizer", "learner.json", "ema", "adapter_")  # beginnings of their names
 OF_CRITIC = "critic_"  # prefix of the critic's files in a checkpoint
@@ -66,12 +65,10 @@ class ColocatedGroups:
             self.context.broker.put(self.learner.park())
         return safe
 
-    def open_reference(self, files: Files, loopback: bool) -> None:
+    def open_reference(self, files: StoredFiles, loopback: bool) -> None:
         """Load the initial policy into the reference, and park it."""
         if self.reference is None:
             return
-        import ray
-
         context, held, ranks = self.context, [], self.reference.ranks
         if context.leases.resource == "gpu":  # gradients made ahead keep the learner's devices: it shares them only if there are no others
             held = context.broker.take()
@@ -80,18 +77,16 @@ class ColocatedGroups:
                 context.broker.put(held)
                 held = []
         self.turn(self.reference)
-        self.reference.build(lambda: ray.put(files), loopback, None)
+        self.reference.build(files, loopback, None)
         context.broker.put([*self.reference.park(), *held])
 
-    def open_critic(self, files: Files, loopback: bool, checkpoint: StoredFiles | None) -> None:
-        """Load the critic from a model folder's files, or from those of a checkpoint, and park it."""
+    def open_critic(self, files: StoredFiles, loopback: bool, checkpoint: StoredFiles | None) -> None:
+        """Load the critic from a model folder, or from a checkpoint, and park it."""
         if self.critic is None:
             return
-        import ray
-
         state = checkpoint and _of_critic(checkpoint)
         self.turn(self.critic)
-        self.critic.build(lambda: ray.put(files), loopback, state)
+        self.critic.build(files, loopback, state)
         self.context.broker.put(self.critic.park())
 
     def save(self, folder: Path, deadline_s: float | None = None) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from rlhfless_ray.learn.rank_settings import CriticSettings
 from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.learn.update_stats import merged, nothing, untouched
 from rlhfless_ray.types import CriticStats, Span
-from rlhfless_ray.weights.model_folder import write_folder
+from rlhfless_ray.weights.model_folder import as_folder
 from rlhfless_ray.weights.tensor_file import Files
 
 SUMS = ("loss", "values", "returns", "clipped")
@@ -37,13 +36,13 @@ class CriticRank:
         self.trainer = TrainerRank(settings)
         self.device = self.trainer.device
 
-    def open(self, files: Files, rendezvous: tuple[str, int], threads: int, state: dict[str, Any] | None = None) -> list[Span]:
-        """Build the engine from a model folder's files, as `Learner.open`."""
+    def open(self, files: Files | Path, rendezvous: tuple[str, int], threads: int, state: dict[str, Any] | None = None) -> list[Span]:
+        """Build the engine from a model folder or its files, as `Learner.open`."""
         start = time.time()
         torch.set_num_threads(threads)
         self.trainer.join_gang(rendezvous)
-        with tempfile.TemporaryDirectory(prefix="rlhfless-critic-") as name:
-            folder, policy = write_folder(Path(name), files), self.settings.policy
+        with as_folder(files) as folder:
+            policy = self.settings.policy
             model = load_critic(folder, policy.dtype, policy.trust_remote_code, self.critic.value_head, self.seed)
         scale = output_scale(model.config.to_dict(), "critic.path", "critic.normalize") if self.critic.normalize else (0.0, 1.0)
         section = self.settings.lora

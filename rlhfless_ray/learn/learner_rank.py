@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.learn.update_stats import merged, nothing, untouched
 from rlhfless_ray.types import Span, UpdateStats
-from rlhfless_ray.weights.model_folder import write_folder
+from rlhfless_ray.weights.model_folder import as_folder
 from rlhfless_ray.weights.tensor_file import Files
 
 SUMS = ("loss", "policy_loss", "kl", "entropy", "clipped", "importance", "capped", "mismatch", "ppo_kl", "sampler_kl", "reference_gap")
@@ -50,16 +49,15 @@ class LearnerRank:
 
     # ---- life -------------------------------------------------------------------------------------------------
 
-    def open(self, files: Files, rendezvous: tuple[str, int], threads: int, state: dict[str, Any] | None = None) -> list[Span]:
-        """Build the engine from a model folder's files; `state` (see `TrainerRank.snapshot`) continues a stopped run.
+    def open(self, files: Files | Path, rendezvous: tuple[str, int], threads: int, state: dict[str, Any] | None = None) -> list[Span]:
+        """Build the engine from a model folder or its files; `state` (see `TrainerRank.snapshot`) continues a stopped run.
 
         rendezvous: address and port of rank 0.
         """
         start = time.time()
         torch.set_num_threads(threads)
         self.trainer.join_gang(rendezvous)
-        with tempfile.TemporaryDirectory(prefix="rlhfless-policy-") as name:
-            folder = write_folder(Path(name), files)
+        with as_folder(files) as folder:
             policy = self.settings.policy
             model = load_model(folder, policy.dtype, policy.trust_remote_code)
             check_head(model)

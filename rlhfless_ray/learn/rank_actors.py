@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
 
 
-StateSource = tuple[str, dict[str, int], str] | list[Any] | None  # arguments of `read_files`, or references to files
+Source = tuple[str, dict[str, int], str] | list[Any]  # arguments of `read_files`, or references to files
 
 
 def merged_files(refs: list[Any]) -> Files:
@@ -60,15 +61,16 @@ class RankActor:
             probe.bind(("", 0))
             return address, probe.getsockname()[1]
 
-    def build(self, files: Files, rendezvous: tuple[str, int], threads: int, state: StateSource) -> dict[str, Any]:
-        """Load the model. `state`: what a stopped run had, from a folder that `sees` confirmed, or as references to every rank's files."""
+    def build(self, files: Source, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
+        """Load the model, and what a stopped run had: each from a folder that `sees` confirmed, or as references to files."""
         from rlhfless_ray.learn.trainer_rank import read_state
         from rlhfless_ray.local.process_memory import own_memory_mb
 
         saved = None
         if state is not None:
             saved = read_state(read_files(*state) if isinstance(state, tuple) else merged_files(state))
-        spans = self.rank.open(files, rendezvous, threads, saved)
+        model = Path(files[0]) if isinstance(files, tuple) else merged_files(files)
+        spans = self.rank.open(model, rendezvous, threads, saved)
         return {"memory_mb": own_memory_mb(), "spans": spans}
 
     def sees(self, folder: str, sizes: dict[str, int]) -> bool:

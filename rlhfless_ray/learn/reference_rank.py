@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import tempfile
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model, passed
 from rlhfless_ray.learn.rank_settings import ReferenceSettings
 from rlhfless_ray.types import Span
-from rlhfless_ray.weights.model_folder import write_folder
+from rlhfless_ray.weights.model_folder import as_folder
 from rlhfless_ray.weights.tensor_file import Files
 
 
@@ -27,12 +26,11 @@ class ReferenceRank:
         self.device = torch.device("cuda" if settings.device == "gpu" else "cpu")
         self.model: TokenLogprobs | None = None
 
-    def open(self, files: Files, rendezvous: tuple[str, int], threads: int, state: None = None) -> list[Span]:
-        """Load a model folder's files, as `Learner.open`; there is no other state."""
+    def open(self, files: Files | Path, rendezvous: tuple[str, int], threads: int, state: None = None) -> list[Span]:
+        """Load a model folder or its files, as `Learner.open`; there is no other state."""
         start = time.time()
         torch.set_num_threads(threads)
-        with tempfile.TemporaryDirectory(prefix="rlhfless-reference-") as name:
-            folder = write_folder(Path(name), files)
+        with as_folder(files) as folder:
             model = load_model(folder, self.settings.dtype, self.settings.trust_remote_code)
         self.model = TokenLogprobs(model).eval().requires_grad_(False).to(self.device)
         return [Span("start", "open reference", start, time.time())]

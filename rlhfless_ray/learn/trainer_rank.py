@@ -24,6 +24,7 @@ from rlhfless_ray.learn.offload import leave_device, return_to_device
 from rlhfless_ray.learn.optimizer_state import held_moments, link_moments, parameter_sizes, plain_optimizer, restore_moments, whole_weights
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.schedule import rate
+from rlhfless_ray.local.process_memory import release_free_heap
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.adapter import WEIGHTS as ADAPTER
 from rlhfless_ray.weights.layout import whole_tensors
@@ -32,6 +33,8 @@ from rlhfless_ray.weights.saved_names import saved_state
 from rlhfless_ray.weights.shards import Shards, save_intervals, shard_name
 from rlhfless_ray.weights.tensor_file import Files, as_numpy, iterate_tensors, load_tensors, save_tensors
 
+LARGE_PARAMETERS = 50_000_000  # from here on what an update leaves on the heap is worth the milliseconds to release it
+BUCKET_ELEMENTS = 50_000_000  # gradients that are reduced at once: DeepSpeed's default takes 4 GB of buffers for a model of 0.5 B
 UNDECAYED = ("bias", "layernorm.weight", "layer_norm.weight", "norm.weight", "ln_f.weight")  # parts of names, as OpenRLHF has them
 
 
@@ -47,6 +50,7 @@ class TrainerRank:
         self.engine: Any = None
         self.lora: LoraAdapters | None = None
         self.average: dict[str, Tensor] | None = None  # of the weights, in float32 on rank 0's host, where one is kept
+        self.is_large = False  # whether memory is released after each step
         self.linked = False  # ZeRO 1 and 2 know the moments of all parameters
         self.away = False  # parked on a GPU's host
         self.kept: dict[str, Any] = {}  # `_state` while away, where it cannot be made there
@@ -67,6 +71,7 @@ class TrainerRank:
                 missing = sorted(set(missing) & set(trained(model)))  # the base is that of the files
             if unexpected or set(missing) - {"lm_head.weight"}:
                 raise ValueError(f"the checkpoint is of another model: {(unexpected or missing)[0]} is in one of them only")
+        self.is_large = self.device.type == "cpu" and sum(p.numel() for p in model.parameters()) >= LARGE_PARAMETERS
         model.train()
         if self.section.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -96,6 +101,8 @@ class TrainerRank:
                     "stage": shards,
                     "overlap_comm": False,
                     "contiguous_gradients": True,
+                    "reduce_bucket_size": BUCKET_ELEMENTS,
+                    "allgather_bucket_size": BUCKET_ELEMENTS,
                     "offload_optimizer": {"device": "cpu" if self.hosted else "none", "pin_memory": self.device.type == "cuda"},
                 },
                 "steps_per_print": 10**9,
@@ -210,6 +217,8 @@ class TrainerRank:
                 self.engine.step()
             norm = float(self.engine.get_global_grad_norm())
             applied = bool(self.engine.was_step_applied())
+        if self.is_large:
+            release_free_heap()  # activations and buffers, which engines may need until the next update
         if applied:
             self.optimizer_steps += 1
             if self.settings.ema_beta is not None:

@@ -23,7 +23,7 @@ from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.gang_scheduling import GangScheduler, homes_of
 from rlhfless_ray.learn.pending import Pending
-from rlhfless_ray.learn.rank_actors import StateSource
+from rlhfless_ray.learn.rank_actors import Source
 from rlhfless_ray.learn.recovery import LearnerLost, Recovery, Snapshot
 from rlhfless_ray.recipe import LearnerConfig, Recipe
 from rlhfless_ray.types import WeightVersion
@@ -61,7 +61,7 @@ class WorkerGroup:
         self.skipped_in_a_row = 0
         self.by_rank: list[Instance] = []
         self.recovery = Recovery(1) if recovery is None else recovery
-        self.files: Callable[[], Any] | None = None  # makes a reference to the policy's files, once the ranks have loaded them
+        self.files: StoredFiles | None = None  # of the model, once the ranks have loaded it
         self.loopback = False
         self.scheduler = GangScheduler(pool, ranks, broker, name)
         self.coming: list[list[Any]] = []  # (weights, digests) of each rank, requested together with the update before
@@ -205,8 +205,8 @@ class WorkerGroup:
         self._spans(first, spans)
         return content
 
-    def build(self, files: Callable[[], Any], loopback: bool, state: StoredFiles | None) -> None:
-        """Load the model, and a checkpoint's `state`, into every rank and connect the ranks. `files`: makes a reference to its files."""
+    def build(self, files: StoredFiles, loopback: bool, state: StoredFiles | None) -> None:
+        """Load the model, and a checkpoint's `state`, into every rank and connect the ranks. `files`: the model folder's."""
         self.files, self.loopback, self.recovery.whole = files, loopback, state
         try:
             self._join(state)
@@ -216,22 +216,22 @@ class WorkerGroup:
 
     def _join(self, state: Snapshot) -> None:
         assert self.files is not None
-        source = self._source(state)
         place = self._all([self.by_rank[0].actor.rendezvous.remote(self.loopback)], f"the {self.name} worker group's address")[0]
-        files = self.files()
+        files, source = self._source(self.files), self._source(state)
         refs = [i.actor.build.remote(files, place, len(i.leases), source) for i in self.by_rank]
         told = self._all(refs, f"the {self.name} to load its model")
         self._book(one["spans"] for one in told)
         for instance, one in zip(self.by_rank, told, strict=True):
             instance.memory_mb = one["memory_mb"]
 
-    def _source(self, state: Snapshot) -> StateSource:
+    def _source(self, state: Snapshot) -> Source | None:
         """Return from where the ranks read: the folder itself if all of them see it, so that no copy of it is in memory."""
         if not isinstance(state, StoredFiles):
             return state
-        where = str(state.folder.resolve()), state.sizes
-        if all(self._all([i.actor.sees.remote(*where) for i in self.by_rank], f"the {self.name} to look for {state.folder}")):
-            return *where, state.prefix
+        if state.folder is not None:
+            where = str(state.folder.resolve()), state.sizes
+            if all(self._all([i.actor.sees.remote(*where) for i in self.by_rank], f"the {self.name} to look for {state.folder}")):
+                return *where, state.prefix
         return [ray.put(state.files)]
 
     def update(self, batch: Batch) -> Any:

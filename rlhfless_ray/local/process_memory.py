@@ -55,14 +55,19 @@ def release_pages(start: int, size: int) -> None:
         raise OSError(number, f"{(end - begin) >> 20} MB could not be released: {os.strerror(number)}")
 
 
+def release_free_heap() -> None:
+    """Return freed heap memory to the system. The C library keeps it for later."""
+    libc = _libc()
+    if hasattr(libc, "malloc_trim"):  # glibc
+        libc.malloc_trim(ctypes.c_size_t(0))
+
+
 def release_unused_memory() -> None:
     """Release free heap memory and unmodified pages of mapped files, mostly of libraries.
 
     The kernel keeps such pages while memory is plentiful, and maps them again when they are used.
     """
-    libc = _libc()
-    if hasattr(libc, "malloc_trim"):  # glibc
-        libc.malloc_trim(ctypes.c_size_t(0))
+    release_free_heap()
     with Path("/proc/self/smaps").open() as lines:
         for start, size in list(clean_file_mappings(lines)):
             release_pages(start, size)

@@ -159,7 +159,7 @@ class RolloutActor:
                 self._add_pages(bundle)
 
     def park(self) -> dict[str, Any]:
-        """Release memory: on GPU the device's with the weights, on CPU the KV cache and unused pages of the process."""
+        """Release the memory of weights and KV cache, and on CPU unused pages of the process."""
         from rlhfless_ray.local.process_memory import release_unused_memory, report_parked_memory
 
         start = time.time()

@@ -318,18 +318,18 @@ class VllmEngine:
         return spans
 
     def park(self) -> None:
-        """Release memory while no lease is held: on GPU all of the device's, on CPU, where vLLM ignores sleep, the KV cache.
+        """Release the memory of weights and KV cache while no lease is held: `load` comes before any other work.
 
         Raises RuntimeError while requests are running.
         """
-        if not self.on_cpu:
-            self.version = None
-            self.engine.sleep(level=2)
-            return
-        if not self.engine.reset_prefix_cache():  # its cached prefixes would be empty
+        if self.on_cpu and not self.engine.reset_prefix_cache():  # its cached prefixes would be empty
             raise RuntimeError("this engine has running requests, so it cannot release their KV cache")
-        drop: Any = _drop_kv_cache
-        self.engine.collective_rpc(drop)
+        self.version = None
+        if self.on_cpu:  # where vLLM ignores sleep
+            drop: Any = _drop_memory
+            self.engine.collective_rpc(drop)
+        else:
+            self.engine.sleep(level=2)
 
     def unpark(self) -> None:
         if not self.on_cpu:
@@ -456,10 +456,22 @@ def _fused_modules(worker: Any) -> dict[str, list[str]]:
     return dict(getattr(worker.get_model(), "packed_modules_mapping", None) or {})
 
 
-def _drop_kv_cache(worker: Any) -> None:
-    """Run in vLLM's worker on CPU: release the memory pages of the KV cache. Its addresses stay valid; the content becomes zero."""
-    for start, size in {(s.data_ptr(), s.nbytes()) for s in (cache.untyped_storage() for cache in worker.model_runner.kv_caches)}:
+def _drop_memory(worker: Any) -> None:
+    """Run in vLLM's worker on CPU: release the memory of the KV cache and of the weights, which a reload makes anew.
+
+    Addresses of tensors stay valid; their content becomes zero. Packed weights of linear layers belong to their kernels, which go.
+    """
+    model = worker.get_model()
+    for module in model.modules():
+        if hasattr(module, "cpu_linear"):
+            module.cpu_linear = _without_weights
+    tensors = [*worker.model_runner.kv_caches, *model.parameters()]
+    for start, size in {(s.data_ptr(), s.nbytes()) for s in (tensor.untyped_storage() for tensor in tensors)}:
         release_pages(start, size)
+
+
+def _without_weights(*_: Any) -> Any:
+    raise RuntimeError("this engine was parked without its weights, and has loaded none since")
 
 
 def read_stop_tokens(folder: Path) -> list[int]:

@@ -27,6 +27,7 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.learn.colocation import of_learner
 from rlhfless_ray.learn.output_scale import output_scale
 from rlhfless_ray.local.cluster import RayCluster
+from rlhfless_ray.local.memory_watch import MemoryWatch
 from rlhfless_ray.loop import steps
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.prompts.load_prompts import load_prompts
@@ -44,7 +45,7 @@ from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.runtime.step_operations import StepOperations
 from rlhfless_ray.runtime.worker_pools import ActorClasses, create_worker_pools
 from rlhfless_ray.types import Step
-from rlhfless_ray.weights.load_policy import cache_policy, context_tokens, initial_policy, policy_tokenizer
+from rlhfless_ray.weights.load_policy import cache_policy, cached_folder, context_tokens, initial_policy, policy_tokenizer
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
 from rlhfless_ray.weights.remote_folder import StoredFiles, writer
 
@@ -112,6 +113,8 @@ class Runtime(StepOperations):
     # ---- setup ------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        import ray
+
         with ExitStack() as stack:
             stack.push(self._raise_reported_error)
             if self.resume:
@@ -147,6 +150,8 @@ class Runtime(StepOperations):
             self.step = Step(self.steps_done)
             self._create_stages(resource)
             stack.push(self._shut_down)
+            self.memory = MemoryWatch(private=self.cluster.private, job=ray.get_runtime_context().get_job_id())
+            stack.callback(self.memory.close)
             self._start(checkpoint)
             self._stack = stack.pop_all()
         return self
@@ -225,19 +230,28 @@ class Runtime(StepOperations):
                 else:
                     swap_folder(reference, writer(self.files))
             state = checkpoint[1] if checkpoint and checkpoint[1].files else None  # the first checkpoint of a given policy has no state
-            self.worker_group.build(lambda: ray.put(self.files), self.cluster.private, state and of_learner(state))
+            policy = StoredFiles(self._policy_folder(), self.files)
+            self.worker_group.build(policy, self.cluster.private, state and of_learner(state))
             if checkpoint:
                 self._restore_driver(checkpoint[2])
                 self.learn_stage.restore_files(checkpoint[1].files)
                 self._end_when_prompts_are_used_up(self.steps_done)
             self.weights = self.worker_group.publish(self.steps_done)
             self.broker.put(self.worker_group.park())
-            self.learn_stage.worker_groups.open_critic(self.critic_files or self.files, self.cluster.private, state)
-            self.learn_stage.worker_groups.open_reference(self.files, self.cluster.private)
+            of_critic = StoredFiles(Path(self.recipe.critic.path), self.critic_files) if self.critic_files else policy
+            self.learn_stage.worker_groups.open_critic(of_critic, self.cluster.private, state)
+            self.learn_stage.worker_groups.open_reference(policy, self.cluster.private)
             if self.stages.agents is not None:
                 self.stages.agents.check()
         if checkpoint is None:
             self._save(learned=not self.recipe.policy.path)  # so that a stop at any later moment can be resumed
+
+    def _policy_folder(self) -> Path | None:
+        """Return the folder that the initial policy's files are in, if they are on disk."""
+        if self.recipe.keeps_start:
+            return self.folder.path / "reference"
+        path = self.recipe.policy.path
+        return cached_folder(path) if path else None
 
     # ---- the end --------------------------------------------------------------------------------------------------
 

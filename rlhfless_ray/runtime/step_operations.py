@@ -20,6 +20,7 @@ from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.pending import Pending
 from rlhfless_ray.local.cluster import RayCluster
+from rlhfless_ray.local.memory_watch import MemoryWatch, memory_metrics
 from rlhfless_ray.prefix.step_prefixes import StepPrefixes
 from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.rollout.overlap import OverlapScheduler
@@ -49,6 +50,7 @@ class StepOperations(CheckpointedRun):
     """A run as `loop.py` sees it. `Runtime` creates the parts."""
 
     cluster: RayCluster
+    memory: MemoryWatch
     ledger: Ledger
     broker: SlotBroker
     leases: LeaseManager
@@ -269,6 +271,7 @@ class StepOperations(CheckpointedRun):
         self.autoscaler.observe_step(step.phase_s, step.wall_s, len(step.samples))
         self.stages.faults.step_done()
         step.metrics |= {**self.stages.faults.take_metrics(), **self.worker_group.recovery.take_metrics()}
+        step.metrics |= memory_metrics(self.memory.take())
         self.record.step(step, step.phase_s, step.wall_s, self.costs | self.quality, self.stages.replacements, self.leases)
         self.record.put_off(self.autoscaler.settle)
 

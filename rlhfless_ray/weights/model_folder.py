@@ -7,7 +7,8 @@ import json
 import math
 import struct
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +164,16 @@ def content_addressed_folder(root: Path, files: Files) -> Path:
             if not path.is_dir():  # otherwise another process has written it meanwhile
                 raise
     return path
+
+
+@contextmanager
+def as_folder(model: Files | Path) -> Iterator[Path]:
+    """Give a model folder's path, for the block alone if it was given as files."""
+    if isinstance(model, Path):
+        yield model
+        return
+    with tempfile.TemporaryDirectory(prefix="rlhfless-model-") as name:
+        yield write_folder(Path(name), model)
 
 
 def write_folder(path: Path, files: Files) -> Path:

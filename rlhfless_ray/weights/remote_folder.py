@@ -52,9 +52,12 @@ def writer(files: Files) -> Writer:
 
 @dataclass(frozen=True)
 class StoredFiles:
-    """Files of a folder on the driver's file system: their content is mapped, and read where it is used."""
+    """Files of a folder on the driver's file system: their content is mapped, and read where it is used.
 
-    folder: Path
+    `folder`: None if the files are in no folder.
+    """
+
+    folder: Path | None
     files: Files
     prefix: str = ""  # of the names in the folder, which those in `files` lack
 

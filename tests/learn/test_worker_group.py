@@ -145,7 +145,7 @@ def test_processes_ended_for_their_memory_are_started_anew_and_loaded_and_that_i
 
     opened, loaded = {"memory_mb": 500.0, "spans": []}, {"memory_mb": 700.0, "spans": []}
     worker_group.pool.start = lambda slot: SimpleNamespace(open=call(opened), rendezvous=call(("", 0)), build=call(loaded))
-    worker_group.files = lambda: "files"
+    worker_group.files = "files"
     worker_group.pool.end(worker_group.by_rank[0])
     lease = cluster.lease("here", 1)
     assert not worker_group.fits([lease]), "a start would hold up the rollout"

@@ -138,7 +138,7 @@ class EngineHost:
     def answer(
         self, name: str, version: int, weights: dict[str, np.ndarray], expected: Any, requests: list[Any], garbled: str = ""
     ) -> dict[int, Any]:
-        """Completions under these weights. `garbled`: a tensor that the engine gets wrong after the check."""
+        """Completions under these weights, by an engine that was parked before. `garbled`: a tensor that it gets wrong after the check."""
         from rlhfless_ray.rollout.token_log import TokenLog
 
         actor = self.actors[name]
@@ -147,6 +147,7 @@ class EngineHost:
         def spoiled(version: int, weights: dict[str, np.ndarray]) -> None:
             load(version, {key: array[..., ::-1] + np.float32(0.25) if key == garbled else array for key, array in weights.items()})
 
+        actor.engine.park()
         actor.engine.load = spoiled
         try:
             actor.load(version, weights, expected)

@@ -1,0 +1,88 @@
+"""Measure the memory of a run's processes on the driver's machine while the run works."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import psutil
+
+FUNCTIONS = {  # by class name, which Ray puts into a worker's process title
+    "RolloutActor": "engines",
+    "PageActor": "engines",
+    "PrefillActor": "prefill",
+    "RewardActor": "reward",
+    "LearnerActor": "learner",
+    "CriticActor": "critic",
+    "ReferenceActor": "reference",
+}
+LEAST_INTERVAL_S = 1.0
+REST = 100  # seconds of rest for each second of looking: the kernel walks every page of a process to measure it
+
+
+class MemoryWatch:
+    """Samples proportional set sizes in a thread. A page that n processes share counts as 1/n, so sizes add up.
+
+    On a private cluster every process below the driver counts. On a joined one those workers of this job that are on the driver's node.
+    """
+
+    def __init__(self, *, private: bool, job: str) -> None:
+        """`job`: Ray's id of this driver's job, as hex."""
+        self.private, self.job = private, job
+        self._peaks: dict[str, float] = {}
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="memory watch", daemon=True)
+        self._thread.start()
+
+    def take(self) -> dict[str, float]:
+        """Return the peaks in MB since the last call: of each function's processes together, and of all together ("total")."""
+        with self._lock:
+            peaks, self._peaks = self._peaks, {}
+        return peaks
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self) -> None:
+        took_s = 0.0
+        while not self._closed.wait(max(LEAST_INTERVAL_S, REST * took_s)):
+            began_s = time.thread_time()
+            self.sample()
+            took_s = time.thread_time() - began_s
+
+    def sample(self) -> None:
+        """Look once, and raise the peaks."""
+        sizes: dict[str, float] = defaultdict(float)
+        for process, function in self._processes():
+            try:
+                sizes[function] += process.memory_full_info().pss / 1e6
+            except (psutil.Error, OSError):  # it has ended
+                continue
+        sizes["total"] = sum(sizes.values())
+        with self._lock:
+            self._peaks = {name: max(self._peaks.get(name, 0.0), sizes.get(name, 0.0)) for name in self._peaks.keys() | sizes.keys()}
+
+    def _processes(self) -> Iterator[tuple[psutil.Process, str]]:
+        driver = psutil.Process()
+        yield driver, "driver"
+        for process in driver.children(recursive=True) if self.private else psutil.process_iter():
+            try:
+                title = (process.cmdline() or [""])[0]
+                if self.private or (title.startswith("ray::") and process.environ().get("RAY_JOB_ID") == self.job):
+                    yield process, function_of(title)
+            except (psutil.Error, OSError):
+                continue
+
+
+def function_of(title: str) -> str:
+    """Return the function of a process by its title, such as "ray::LearnerActor.update"."""
+    if not title.startswith("ray::"):
+        return "Ray"
+    return FUNCTIONS.get(title.removeprefix("ray::").split(".")[0], "other workers")
+
+
+def memory_metrics(peaks: Mapping[str, float]) -> dict[str, float]:
+    """Return a step's metrics of the peaks."""
+    return {f"memory/{name.lower().replace(' ', '_')}_peak_mb": round(peak, 1) for name, peak in peaks.items()}
