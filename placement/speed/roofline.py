@@ -105,6 +105,10 @@ class Model:
     def kv_bytes_per_token(self) -> int:
         return 2 * BYTES * self.layers * self.kv_heads * self.head_size
 
+    def kv_copies(self, width: int) -> float:
+        """Return how often `width` devices hold each KV entry: more often than once where there are more devices than KV heads."""
+        return max(1.0, width / self.kv_heads)
+
     @property
     def activation_bytes_per_token(self) -> float:
         """Return the bytes that one token moves besides weights and KV.
@@ -127,9 +131,10 @@ def decode_step_s(model: Model, device: Device, width: int, running: float, cont
     """Return the seconds of one decode step on `width` devices.
 
     The step has `running` sequences that hold `context_tokens` tokens together. Tensor parallelism adds two all-reduces
-    of the hidden state per layer (Megatron-LM, arXiv 1909.08053).
+    of the hidden state per layer (Megatron-LM, arXiv 1909.08053). KV heads that are fewer than the devices are copied.
     """
-    moved = model.read_bytes + running * model.activation_bytes_per_token + context_tokens * model.kv_bytes_per_token
+    kv = model.kv_bytes_per_token * model.kv_copies(width)
+    moved = model.read_bytes + running * model.activation_bytes_per_token + context_tokens * kv
     attention = 4.0 * context_tokens * model.layers * model.heads * model.head_size
     flops = running * model.flops_per_token + attention
     slower = max(moved / device.memory_bytes_per_s, flops / device.bf16_flops_per_s)
@@ -156,13 +161,18 @@ def check_width(model: Model, width: int) -> None:
         raise ValueError(f"`tensor_parallel`: {width} devices cannot share the {model.heads} heads of {model.name}; {fit} can")
 
 
+def possible_widths(model: Model, most: int) -> list[int]:
+    """Return the widths that are powers of two, can share the attention heads, and are at most `most` devices."""
+    return [w for w in (2**k for k in range(max(0, most).bit_length())) if model.heads % w == 0]
+
+
 def kv_capacity(model: Model, device: Device, width: int, memory_share: float) -> int:
     """Return the KV tokens that an engine of `width` devices holds if it may use `memory_share` of their memory.
 
     Raises ValueError if the weights do not fit.
     """
     room = width * memory_share * device.memory_bytes - model.weight_bytes
-    tokens = int(room // model.kv_bytes_per_token)
+    tokens = int(room // (model.kv_bytes_per_token * model.kv_copies(width)))
     if tokens < 1:
         raise ValueError(
             f"{model.name} ({model.weight_bytes / 1e9:.0f} GB) does not fit {width} x {device.name} with {memory_share:.0%} of "
