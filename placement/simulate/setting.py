@@ -79,18 +79,21 @@ def names() -> list[str]:
     return list(catalog.read("settings")["settings"])
 
 
-def named(name: str) -> Setting:
-    """Return a shipped setting. Raises ValueError naming the nearest for an unknown name."""
+def named(name: str, width: int | str = 1) -> Setting:
+    """Return a shipped setting. Raises ValueError naming the nearest for an unknown name.
+
+    width: `tensor_parallel` of a setting that does not say it.
+    """
     tree = catalog.read("settings")["settings"]
     known = catalog.match_name("setting", name, list(tree))
-    return parse({"name": known, **tree[known]})
+    return parse({"name": known, **tree[known]}, width=width)
 
 
-def load(path: Path) -> Setting:
+def load(path: Path, width: int | str = 1) -> Setting:
     """Load a setting from a YAML file. Raises ValueError with one sentence for any mistake.
 
     The keys are those of placement/catalog/data/settings.yaml, plus `trace` (relative to the file), `like` (a shipped
-    setting to start from), and `device` and `model` as names or mappings.
+    setting to start from), and `device` and `model` as names or mappings. width: as for `named`.
     """
     import yaml
 
@@ -106,10 +109,10 @@ def load(path: Path) -> Setting:
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: expected a mapping of settings such as `device: L40S`")
     tree.setdefault("name", path.stem)
-    return parse(tree, path.parent)
+    return parse(tree, path.parent, width)
 
 
-def parse(tree: dict[str, Any], folder: Path = Path()) -> Setting:
+def parse(tree: dict[str, Any], folder: Path = Path(), width: int | str = 1) -> Setting:
     """Build a setting from a mapping. Raises ValueError naming a key that is unknown (with the nearest), missing or out of range."""
     shipped = catalog.read("settings")
     merged = dict(shipped["defaults"])
@@ -134,6 +137,7 @@ def parse(tree: dict[str, Any], folder: Path = Path()) -> Setting:
         merged["trace"] = folder / str(merged["trace"])
     merged["phases"] = {**catalog.values(catalog.read("phases")), **_phases(merged.get("phases") or {})}
     merged.setdefault("name", "unnamed")
+    merged.setdefault("tensor_parallel", width)
     setting = Setting(**merged)
     check(setting)
     return setting
