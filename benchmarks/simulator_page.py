@@ -66,6 +66,57 @@ def paper(content: dict[str, Any]) -> str:
     return f"{table}\n\n{_counted(entries, content, 'paper')}"
 
 
+def fair(content: dict[str, Any]) -> str:
+    """Everybody at its best width: ours over the plain baseline and over the same technology, by both ways of billing."""
+    entries = content["fair"]
+
+    def cell(rows: dict[str, Any], policy: str, over: str) -> str:
+        return f"{rows[policy][over]['speedup']:.2f}×, {_less(rows[policy][over]['saving'])}"
+
+    columns = [  # all-reduce, billing, policy, over which `fixed`, head
+        ("30 µs", "sold", "fixed", "plain", "`fixed` over plain"),
+        ("30 µs", "sold", "ours", "plain", "`ours` over plain"),
+        ("30 µs", "sold", "ours", "same", "**`ours` over `fixed`**"),
+        ("30 µs", "billed", "ours", "plain", "all billed: over plain"),
+        ("30 µs", "billed", "ours", "same", "all billed: over `fixed`"),
+        ("70 µs", "sold", "fixed", "plain", "70 µs: `fixed` over plain"),
+        ("70 µs", "sold", "ours", "plain", "70 µs: `ours` over plain"),
+        ("70 µs", "sold", "ours", "same", "70 µs: `ours` over `fixed`"),
+    ]
+    rows = [[name, *(cell(entry[a][b], policy, over) for a, b, policy, over, _ in columns)] for name, entry in entries.items()]
+    average = []
+    for a, b, policy, over, _ in columns:
+        speed, saved = (sum(e[a][b][policy][over][key] for e in entries.values()) / len(entries) for key in ("speedup", "saving"))
+        average.append(f"{speed:.2f}×, {_less(saved)}")
+    table = _table(["setting", *(head for *_, head in columns)], [*rows, ["**average**", *average]])
+    return f"{table}\n\n{_counted(entries, content, 'fair')}"
+
+
+def fair_rivals(content: dict[str, Any]) -> str:
+    """Means over settings of every policy at its best width, over plain `fixed` and over `fixed` at its best width."""
+    entries = content["fair"].values()
+    rows = []
+    for latency, billing, said in (
+        ("30 µs", "sold", "30 µs"),
+        ("30 µs", "billed", "30 µs, all devices billed"),
+        ("70 µs", "sold", "70 µs"),
+    ):
+        for policy in next(iter(entries))[latency][billing]:
+            cells = []
+            for over in ("plain", "same"):
+                speed, saved = (
+                    sum(e[latency][billing][policy][over][key] for e in entries) / len(entries) for key in ("speedup", "saving")
+                )
+                cells.append(f"{speed:.2f}×, {_less(saved)}")
+            widths: dict[str, int] = {}
+            for entry in entries:
+                for width, count in entry[latency][billing][policy]["widths"].items():
+                    widths[width] = widths.get(width, 0) + count
+            shown = ", ".join(f"{w}: {count}" for w, count in sorted(widths.items(), key=lambda item: int(item[0])))
+            rows.append([said, f"`{policy}`", *cells, shown])
+    return _table(["all-reduce", "policy", "over plain `fixed`", "over `fixed` at its best width", "steps by width"], rows)
+
+
 def time_(content: dict[str, Any]) -> str:
     """Where `fixed` and ours spend a step beyond the bound."""
     rows = []
@@ -156,6 +207,8 @@ def break_even(content: dict[str, Any]) -> str:
 
 
 TABLES: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {  # of which file and which part of it each is made
+    "cluster fair": ("cluster", "fair", fair),
+    "cluster fair rivals": ("cluster", "fair", fair_rivals),
     "cluster targets": ("cluster", "paper", reached),
     "cluster paper": ("cluster", "paper", paper),
     "cluster time": ("cluster", "paper", time_),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
+import re
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
@@ -96,14 +98,36 @@ def device(entry: str | dict[str, Any]) -> Device:
     return Device(**whole)
 
 
+def cached_config(name: str) -> Path | None:
+    """Return the config.json of `organisation/name` in the Hugging Face cache, or None if `name` is a path or not of that form.
+
+    Raises ValueError if the cache does not have it.
+    """
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith(".") or name.endswith(".json") or Path(name).exists():
+        return None
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub")
+    folder = cache / f"models--{name.replace('/', '--')}"
+    main = folder / "refs" / "main"
+    wanted = [folder / "snapshots" / main.read_text().strip() / "config.json"] if main.is_file() else []
+    found = [path for path in (*wanted, *sorted(folder.glob("snapshots/*/config.json"))) if path.is_file()]
+    if not found:
+        raise ValueError(
+            f"model {name}: not a folder here and not in {cache}; download it (`hf download {name} config.json`) or give a path"
+        )
+    return found[0]
+
+
 def model(entry: str | dict[str, Any]) -> Model:
-    """Return a model by shipped name, by the path of a Hugging Face config.json (or its folder), or by its fields.
+    """Return a model by shipped name, by the path of a Hugging Face config.json (or its folder), by a cached name, or by its fields.
+
+    A cached name is one such as `Qwen/Qwen2.5-7B`, whose configuration lies in the Hugging Face cache of this machine.
 
     Raises ValueError for an unknown name, an unreadable file, or a missing field.
     """
     if isinstance(entry, dict):
         return Model.from_config(str(entry.get("name", "custom")), entry)
-    path = Path(str(entry))
+    path = cached_config(str(entry)) or Path(str(entry))
     if path.is_dir():
         path = path / "config.json"
     if path.suffix == ".json" or "/" in str(entry):
@@ -115,7 +139,8 @@ def model(entry: str | dict[str, Any]) -> Model:
             raise ValueError(f"{path}: cannot read a model configuration from it ({type(error).__name__})") from None
         if not isinstance(tree, dict):
             raise ValueError(f"{path}: not a Hugging Face model configuration (a JSON object with `hidden_size` and others)")
-        return Model.from_config(path.parent.name or path.stem, tree)
+        name = str(entry) if path.parent.parent.name == "snapshots" else path.parent.name or path.stem
+        return Model.from_config(name, tree)
     known = sorted(p.stem for p in (DATA / "models").glob("*.json"))
     name = match_name("model", entry, known)
     return Model.from_config(name, json.loads((DATA / "models" / f"{name}.json").read_text()))

@@ -1,7 +1,4 @@
-"""Our step policy and its clairvoyant twin.
-
-They lease as many engines as pay, let a learner work beside the tail, and give every device back when it is done.
-"""
+"""Our step policy, which leases as many engines as pay, lets a learner work beside the tail, and gives devices back."""
 
 from __future__ import annotations
 
@@ -29,14 +26,6 @@ def ours(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
     return elastic(times, given, plan, expected=planner.expected)
 
 
-def oracle(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
-    """Run `ours` with known lengths: rollout and step plan see the truth."""
-    true = StepInput(given.lengths, given.prompts, given.group, given.lengths[:, None], given.seed)
-    known = trial(times, "oracle")  # there is a single draw, so no rough ranking is needed
-    plan = planner.search("oracle", known, known, candidates(times), partial(neighbours, times), true)
-    return elastic(times, true, plan, rollout="oracle", name="oracle")
-
-
 def trial(times: PhaseTimes, rollout: str) -> Trial:
     """Return a function that tries step plans with this rollout policy."""
     return lambda view, plan: elastic(times, view, plan, rollout=rollout)
@@ -61,8 +50,9 @@ def elastic(
     rollout: the rollout policy. For ablation: gradients, whether they may be taken early at all; prewarmed, whether
     engines may be awake when the step begins.
     """
+    times = times.at(plan.width)
     if plan.held:
-        within = replace(plan, held=0)
+        within = replace(plan, held=0, width=0)
         step = elastic(held_cluster(times, plan.held), given, within, rollout=rollout, name=name, gradients=gradients, prewarmed=prewarmed)
         whole = DeviceHold("held", plan.held, 0.0, step.time_s)
         return replace(step, full=whole.cost, holds=(whole,), reason=plan.reason, planned=expected)

@@ -16,6 +16,7 @@ class PhaseTimes:
 
     warm_s: wake an engine whose process was kept. wake_s: start a leased engine, cold if leases are cold starts. width:
     devices of an engine. learner_step: devices by which a learner grows. min_learner: its least number of devices.
+    wider: the same with wider engines, where policies may choose.
     """
 
     setting: Setting
@@ -33,11 +34,28 @@ class PhaseTimes:
     reshard_s: float
     broadcast_s: float
     migrate_s: float
+    wider: tuple[PhaseTimes, ...] = ()
 
     @classmethod
     def from_setting(cls, s: Setting) -> PhaseTimes:
-        """Compute the times. Raises ValueError if the model does not fit the devices, for generation or for learning."""
-        p, width = s.phases, s.tensor_parallel
+        """Compute the times, at the narrowest width that holds the model.
+
+        Raises ValueError if the model does not fit the devices, for generation or for learning.
+        """
+        found, refused = [], None
+        for width in s.widths:
+            try:
+                found.append(cls._of_width(s, width))
+            except ValueError as error:
+                refused = error
+        if not found:
+            assert refused is not None
+            raise refused
+        return replace(found[0], wider=tuple(found[1:]))
+
+    @classmethod
+    def _of_width(cls, s: Setting, width: int) -> PhaseTimes:
+        p = s.phases
         batch = max(2, math.ceil(s.prompts * s.samples * width / s.devices))
         context = s.prompt_limit / 2 + 256
         speed = decode_speed(s.model, s.device, width, batch, context)
@@ -49,7 +67,7 @@ class PhaseTimes:
             raise ValueError(f"{needed}; the cluster has {s.devices}")
         cold = p["cold_start_parallel_s"] if width > 1 else p["cold_start_s"]
         warm = p["warm_start_s"] + p["warm_start_per_parameter_s"] * s.model.parameters
-        resident = s.model.kv_bytes_per_token * (s.response_limit / 2 + s.prompt_limit / 2)
+        resident = s.model.kv_bytes_per_token * s.model.kv_copies(width) * (s.response_limit / 2 + s.prompt_limit / 2)
         pause = p["migration_pause_s"] + resident / width / s.device.link_bytes_per_s
         return cls(
             s,
@@ -72,6 +90,15 @@ class PhaseTimes:
     @property
     def ppo(self) -> bool:
         return self.setting.algorithm == "ppo"
+
+    @property
+    def widths(self) -> tuple[PhaseTimes, ...]:
+        """The times at every width that may be chosen, narrowest first."""
+        return (replace(self, wider=()), *self.wider)
+
+    def at(self, width: int) -> PhaseTimes:
+        """Return the times with engines of `width` devices. 0: these times."""
+        return next(times for times in self.widths if width in (0, times.width))
 
     @property
     def engines(self) -> int:
@@ -136,7 +163,8 @@ class PhaseTimes:
         """
         s = self.setting
         room = s.device.memory_bytes * s.phases["usable_memory"] - self.trainer.held_bytes(m)
-        return max(0, min(self.capacity, int((self.width * room - s.model.weight_bytes) // s.model.kv_bytes_per_token)))
+        kv = s.model.kv_bytes_per_token * s.model.kv_copies(self.width)
+        return max(0, min(self.capacity, int((self.width * room - s.model.weight_bytes) // kv)))
 
     def holds_one(self, room: int) -> bool:
         """Return whether an engine of this many KV tokens holds the longest possible sequence, which staying awake requires."""
@@ -152,7 +180,8 @@ class PhaseTimes:
         s = self.setting
         each = (s.prompt_limit + s.response_limit) / 2
         tokens = s.prompt_limit + s.response_limit + each * s.prompts * s.samples / self.engines
-        engine = (s.model.weight_bytes + tokens * s.model.kv_bytes_per_token) / self.width if awake else 0.0
+        kv = s.model.kv_bytes_per_token * s.model.kv_copies(self.width)
+        engine = (s.model.weight_bytes + tokens * kv) / self.width if awake else 0.0
         usable = s.phases["usable_memory"] - engine / s.device.memory_bytes
         return replace(self, trainer=replace(self.trainer, more_gradients=int(linear), usable_memory=usable, hosted=hosted))
 

@@ -23,8 +23,10 @@ def candidates(times: PhaseTimes) -> list[StepPlanSettings]:
     that engines release anyway, or that they give up at a planned moment.
 
     Where a new lease costs more than waking a kept engine, the same is also tried on devices held throughout. Keeping
-    them pays as long as it costs less than the starts it saves.
+    them pays as long as it costs less than the starts it saves. All of it is tried at every width that may be chosen.
     """
+    if times.wider:
+        return [replace(k, width=t.width) for t in times.widths for k in candidates(t)]
     d, w = times.devices, times.width
     sizes = times.sizes(d - w)
     found = [StepPlanSettings(times.engines, PREFERS[-1], 0, late) for late in times.sizes()[-2:]]
@@ -54,8 +56,11 @@ def neighbours(times: PhaseTimes, plan: StepPlanSettings) -> list[StepPlanSettin
     """Return the step plans next to this one, those with the same rollout first.
 
     They differ in one thing: the learner's size by one step or about a third, its start, the number of engines by one
-    or about a third, or the rollout's `prefer`.
+    or about a third, the rollout's `prefer`, or the width of engines, with as many devices.
     """
+    if plan.width:
+        alike = [replace(k, width=plan.width) for k in neighbours(times.at(plan.width), replace(plan, width=0))]
+        return alike + _other_widths(times, plan)
     if plan.held:
         return [replace(k, held=plan.held) for k in neighbours(held_cluster(times, plan.held), replace(plan, held=0))]
     found = []
@@ -74,6 +79,17 @@ def neighbours(times: PhaseTimes, plan: StepPlanSettings) -> list[StepPlanSettin
     if plan.early and plan.engines > (times.devices - plan.early) // times.width:
         found.append(replace(plan, narrow=not plan.narrow))
     return [k for k in dict.fromkeys(found) if k != plan and fits(times, k)]
+
+
+def _other_widths(times: PhaseTimes, plan: StepPlanSettings) -> list[StepPlanSettings]:
+    """Return the plan with engines of the next width on both sides."""
+    widths = [t.width for t in times.widths]
+    at, found = widths.index(plan.width), []
+    for other in [times.at(w) for w in widths[max(0, at - 1) : at + 2] if w != plan.width]:
+        engines = min(other.engines, max(1, round(plan.engines * plan.width / other.width)))
+        if plan.early % other.learner_step == plan.late % other.learner_step == 0:
+            found.append(replace(plan, engines=engines, width=other.width))
+    return [k for k in found if fits(times, k)]
 
 
 def resized(times: PhaseTimes, plan: StepPlanSettings) -> list[StepPlanSettings]:
@@ -101,10 +117,10 @@ def whitened(times: PhaseTimes) -> bool:
 
 def held_cluster(times: PhaseTimes, m: int) -> PhaseTimes:
     """Return a cluster of m devices that are never given back: engines on them sleep and wake."""
-    return replace(times, devices=m, wake_s=times.warm_s)
+    return replace(times, devices=m, wake_s=times.warm_s, wider=())
 
 
 def fits(times: PhaseTimes, plan: StepPlanSettings) -> bool:
     """Return whether the learner's state fits its devices, early and late."""
-    learner = times.learner(linear=plan.linear, awake=plan.awake, hosted=plan.hosted)
+    learner = times.at(plan.width).learner(linear=plan.linear, awake=plan.awake, hosted=plan.hosted)
     return all(learner.fits(m) for m in (plan.early, plan.late) if m)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from placement.catalog import catalog
-from placement.speed.roofline import Device, Model, check_width
+from placement.speed.roofline import Device, Model, check_width, possible_widths
 
 ALGORITHMS = ("grpo", "ppo")
 MAX_COUNT = 10_000_000  # of devices, responses or updates: more only cost memory and hours
@@ -20,10 +20,10 @@ class Setting:
 
     lengths: names a distribution of placement/catalog/data/lengths.yaml, or a mapping (`like` one, with some fields
     changed). trace: a file or a run folder that replaces it; trace_column names its lengths. tensor_parallel: devices
-    of one engine. updates: optimizer updates per rollout. whiten: advantages are normalised over the whole batch (PPO
-    as in VERL), so that the policy's gradients need all responses. reward_model: scores on devices; None: rewards are
-    computed on CPUs and take no device time. dedup_prefill: a prompt shared by a group is computed once. prefer: 0
-    cheapest … 1 fastest.
+    of one engine; "auto": every policy takes the width that its own forecasts find best. updates: optimizer updates per
+    rollout. whiten: advantages are normalised over the whole batch (PPO as in VERL), so that the policy's gradients
+    need all responses. reward_model: scores on devices; None: rewards are computed on CPUs and take no device time.
+    dedup_prefill: a prompt shared by a group is computed once. prefer: 0 cheapest … 1 fastest.
 
     For sensitivity analyses: start_scale and migrate_scale multiply start-up and migration times, learn_scale the
     learning FLOPs. cold: released devices lose their processes, so every lease of an elastic policy is a cold start.
@@ -40,7 +40,7 @@ class Setting:
     lengths: str | dict[str, Any] = "gsm8k"
     trace: Path | None = None
     trace_column: str | None = None
-    tensor_parallel: int = 1
+    tensor_parallel: int | str = 1
     updates: int = 1
     steps_per_epoch: int = 3
     epochs: int = 3
@@ -60,6 +60,13 @@ class Setting:
     def devices(self) -> int:
         return self.nodes * self.devices_per_node
 
+    @property
+    def widths(self) -> list[int]:
+        """Possible numbers of devices of one engine: the one that is set, or all that share the heads and divide a node."""
+        if isinstance(self.tensor_parallel, int):
+            return [self.tensor_parallel]
+        return [w for w in possible_widths(self.model, self.devices_per_node) if self.devices_per_node % w == 0]
+
     def but(self, **changes: Any) -> Setting:
         """Return the setting with some fields changed. Raises ValueError as `parse` does."""
         changed = replace(self, **changes)
@@ -72,18 +79,21 @@ def names() -> list[str]:
     return list(catalog.read("settings")["settings"])
 
 
-def named(name: str) -> Setting:
-    """Return a shipped setting. Raises ValueError naming the nearest for an unknown name."""
+def named(name: str, width: int | str = 1) -> Setting:
+    """Return a shipped setting. Raises ValueError naming the nearest for an unknown name.
+
+    width: `tensor_parallel` of a setting that does not say it.
+    """
     tree = catalog.read("settings")["settings"]
     known = catalog.match_name("setting", name, list(tree))
-    return parse({"name": known, **tree[known]})
+    return parse({"name": known, **tree[known]}, width=width)
 
 
-def load(path: Path) -> Setting:
+def load(path: Path, width: int | str = 1) -> Setting:
     """Load a setting from a YAML file. Raises ValueError with one sentence for any mistake.
 
     The keys are those of placement/catalog/data/settings.yaml, plus `trace` (relative to the file), `like` (a shipped
-    setting to start from), and `device` and `model` as names or mappings.
+    setting to start from), and `device` and `model` as names or mappings. width: as for `named`.
     """
     import yaml
 
@@ -99,10 +109,10 @@ def load(path: Path) -> Setting:
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: expected a mapping of settings such as `device: L40S`")
     tree.setdefault("name", path.stem)
-    return parse(tree, path.parent)
+    return parse(tree, path.parent, width)
 
 
-def parse(tree: dict[str, Any], folder: Path = Path()) -> Setting:
+def parse(tree: dict[str, Any], folder: Path = Path(), width: int | str = 1) -> Setting:
     """Build a setting from a mapping. Raises ValueError naming a key that is unknown (with the nearest), missing or out of range."""
     shipped = catalog.read("settings")
     merged = dict(shipped["defaults"])
@@ -127,6 +137,7 @@ def parse(tree: dict[str, Any], folder: Path = Path()) -> Setting:
         merged["trace"] = folder / str(merged["trace"])
     merged["phases"] = {**catalog.values(catalog.read("phases")), **_phases(merged.get("phases") or {})}
     merged.setdefault("name", "unnamed")
+    merged.setdefault("tensor_parallel", width)
     setting = Setting(**merged)
     check(setting)
     return setting
@@ -147,6 +158,8 @@ def check(s: Setting) -> None:
             raise ValueError(f"`{key}` must be at least 1, not {value!r}: a cluster without devices runs nothing")
     for key in ("prompts", "samples", "tensor_parallel", "updates", "steps_per_epoch", "epochs", "prompt_limit", "response_limit"):
         value = getattr(s, key)
+        if key == "tensor_parallel" and value == "auto":
+            continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"`{key}` must be a whole number of at least 1, not {value!r}")
     for what, count in (
@@ -173,8 +186,9 @@ def check(s: Setting) -> None:
     if not isinstance(s.prefer, (int, float)) or isinstance(s.prefer, bool) or not 0 <= s.prefer <= 1:
         raise ValueError(f"`prefer` must lie in 0 … 1 (0 cheapest, 1 fastest), not {s.prefer!r}")
     catalog.match_name("algorithm", s.algorithm, list(ALGORITHMS))
-    if s.devices_per_node % s.tensor_parallel:
-        raise ValueError(f"`tensor_parallel`: {s.tensor_parallel} does not divide the {s.devices_per_node} devices of a node")
-    check_width(s.model, s.tensor_parallel)
+    for width in s.widths:
+        if s.devices_per_node % width:
+            raise ValueError(f"`tensor_parallel`: {width} does not divide the {s.devices_per_node} devices of a node")
+        check_width(s.model, width)
     if s.algorithm == "grpo" and s.samples < 2:
         raise ValueError("`samples`: GRPO compares the responses of one prompt, so it needs at least 2")

@@ -92,7 +92,8 @@ class StepPlanSettings:
     engines are given up for the early learner at that share; otherwise it waits until they are released anyway. linear:
     whitened advantages are learned from early, by linearity (`work_of`). awake: the learner is sharded so that engines
     on its devices need not sleep. hosted: the optimizer's state stays in host memory until the update (`TrainerModel`).
-    held: devices that the job holds throughout and plans on (0: every lease is given back when its phase ends).
+    held: devices that the job holds throughout and plans on (0: every lease is given back when its phase ends). width:
+    devices of one engine (0: as the setting says).
     """
 
     engines: int
@@ -105,6 +106,7 @@ class StepPlanSettings:
     awake: bool = False
     hosted: bool = False
     held: int = 0
+    width: int = 0
 
     @property
     def reason(self) -> str:
@@ -113,7 +115,8 @@ class StepPlanSettings:
             how = " (linear)" * self.linear + " (hosted)" * self.hosted
             before = f"{self.early} devices learn{how} {'from' if self.narrow else 'once'} {self.share:.0%} ended, "
         held = f"{self.held} devices held throughout, " * bool(self.held)
-        return f"{held}at most {self.engines} engines, prefer {self.prefer:g}; {before}{self.late} afterwards"
+        wide = f" of {self.width} devices" * bool(self.width)
+        return f"{held}at most {self.engines} engines{wide}, prefer {self.prefer:g}; {before}{self.late} afterwards"
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,7 @@ def roll_out(
     given up.
     """
     start = (times.wake_s if wake_s is None else wake_s) + (times.reshard_s if transfer_s is None else transfer_s)
-    key = (policy, engines, prefer, capacity, start, narrowings)
+    key = (policy, times.width, engines, prefer, capacity, start, narrowings)
     if key in given.cache:
         return given.cache[key]
     job = RolloutJob(

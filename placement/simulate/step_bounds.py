@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from placement.planning.bounds import Bounds, rollout_bounds
@@ -17,8 +19,11 @@ def step_bounds(times: PhaseTimes, given: StepInput) -> Bounds:
     computing shared by all devices, with decoding at its least: everything on one engine reads the weights least often.
 
     Cost: decoding on one engine without capacity limit, and the FLOPs of preparing and learning at their efficiencies,
-    without start-up and transfers.
+    without start-up and transfers. Where the width of engines is open, each bound is that of its best width.
     """
+    if times.wider:
+        of_widths = [step_bounds(t, given) for t in times.widths]
+        return replace(min(of_widths, key=lambda b: b.time_s), cost=min(b.cost for b in of_widths))
     d, width = times.devices, times.width
     # Sequences may move, so bounds over partitions on few actors do not hold. Use an actor each, and one for all.
     each = rollout_bounds(given.lengths, times.speed, len(given.lengths), prompts=given.prompts)

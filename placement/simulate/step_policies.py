@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from placement.simulate.elastic_policy import elastic, oracle, ours, then_learn
+from placement.simulate.elastic_policy import elastic, ours, then_learn, trial
 from placement.simulate.learner_queue import LearnerDevices, run_learner
 from placement.simulate.phase_times import PhaseTimes
-from placement.simulate.plan_candidates import fits, resized
+from placement.simulate.plan_candidates import candidates, fits, neighbours, resized
 from placement.simulate.plan_search import Planner
 from placement.simulate.simulate_step import (
     DeviceHold,
@@ -51,19 +51,20 @@ def fixed_plus(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun
     learner's size, are planned like ours.
     """
     tried = [
-        StepPlanSettings(times.engines, 1.0, m, times.devices, awake=awake, hosted=hosted)
-        for m in (0, *times.sizes(times.devices - times.width))
+        StepPlanSettings(t.engines, 1.0, m, t.devices, awake=awake, hosted=hosted, width=t.width if times.wider else 0)
+        for t in times.widths
+        for m in (0, *t.sizes(t.devices - t.width))
         for hosted in (False, True)[: 1 + bool(m)]
         for awake in (False, True)
     ]
     run = partial(_fixed_plus, times)
     tried = [plan for plan in tried if fits(times, plan)]
-    plan = planner.search("fixed+", run, run, tried, lambda k: [near for near in resized(times, k) if fits(times, near)])
+    plan = planner.search("fixed+", run, run, tried, lambda k: [near for near in resized(times.at(k.width), k) if fits(times, near)])
     return _fixed_plus(times, given, plan, planner.expected)
 
 
 def _fixed_plus(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, expected: tuple[float, float] | None = None) -> StepRun:
-    d, times = times.devices, times.learner(awake=plan.awake, hosted=plan.hosted)
+    d, times = times.devices, times.at(plan.width).learner(awake=plan.awake, hosted=plan.hosted)
     room = times.awake_capacity(d)
     awake = plan.awake and times.holds_one(room)
     wake_s, capacity = (0.0, room) if awake else (times.warm_s, None)
@@ -99,13 +100,17 @@ def disaggregated(times: PhaseTimes, given: StepInput, planner: Planner) -> Step
             f"policy `disaggregated`: {times.min_learner} devices to train and {w} to generate are more than the {d} of the "
             "cluster; add nodes, or name the other policies (`--policy fixed --policy ours`)"
         )
-    tried = [StepPlanSettings((d - m) // w, 1.0, 0, m) for m in times.sizes(d - w)]
+    tried = [
+        StepPlanSettings((d - m) // t.width, 1.0, 0, m, width=t.width if times.wider else 0)
+        for t in times.widths
+        for m in t.sizes(d - t.width)
+    ]
     split = planner.choose("disaggregated", lambda view, k: _disaggregated(times, view, k), tried, prefer=1.0)
     return _disaggregated(times, given, split)
 
 
 def _disaggregated(times: PhaseTimes, given: StepInput, plan: StepPlanSettings) -> StepRun:
-    d, m = times.devices, plan.late
+    d, m, times = times.devices, plan.late, times.at(plan.width)
     run = roll_out(
         times, given, "fixed", engines=plan.engines, prefer=1.0, capacity=times.static_capacity, transfer_s=times.broadcast_s, wake_s=0.0
     )
@@ -114,7 +119,8 @@ def _disaggregated(times: PhaseTimes, given: StepInput, plan: StepPlanSettings) 
     end = run.end_s + after
     busy = decode_busy(times, given, len(run.leases)) + run.prefill_s * plan.engines * times.width + after * m
     holds = (DeviceHold("engines", d - m, 0.0, end), DeviceHold("trainers", m, 0.0, end))
-    return StepRun("disaggregated", end, end * d, busy, run.end_s, 0, holds, f"{plan.engines} engines, {m} trainers")
+    wide = f" of {plan.width} devices" * bool(plan.width)
+    return StepRun("disaggregated", end, end * d, busy, run.end_s, 0, holds, f"{plan.engines} engines{wide}, {m} trainers")
 
 
 def phased(rollout: str) -> Policy:
@@ -174,15 +180,52 @@ def global_cut(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun
     return StepRun("global-cut", done.end_s, sum(h.cost for h in holds), busy, run.end_s, run.result.moves, holds, reason)
 
 
+def at_best_width(name: str, policy: Policy) -> Policy:
+    """Return the policy with the width of engines that forecasts find best, where the setting leaves it open."""
+
+    def step(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
+        if not times.wider:
+            return policy(times, given, planner)
+
+        def tried(view: StepInput, plan: StepPlanSettings) -> StepRun:
+            return policy(times.at(plan.width), view, planner)
+
+        widths = [StepPlanSettings(t.engines, times.setting.prefer, 0, t.devices, width=t.width) for t in times.widths]
+        chosen = planner.search(f"{name}: width", tried, tried, widths, lambda plan: [])
+        done = tried(given, chosen)
+        return replace(done, reason=f"{done.reason}; engines of {chosen.width} devices")
+
+    step.__doc__ = policy.__doc__
+    return step
+
+
+def oracle(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
+    """Take the best of what a search of `ours` with known lengths finds and of what the other policies do in this step.
+
+    The search is local, so it alone may miss what a policy that forecasts hits by luck. `disaggregated`, whose engines
+    and trainers are never shared, is no rival. Best is the least prefer · time + (1 - prefer) · cost, both over `fixed`.
+    """
+    rivals = [policy(times, given, planner) for name, policy in POLICIES.items() if name not in ("disaggregated", "oracle")]
+    true = StepInput(given.lengths, given.prompts, given.group, given.lengths[:, None], given.seed)
+    known = trial(times, "oracle")  # there is a single draw, so no rough ranking is needed
+    tried = [*candidates(times), planner.chosen["ours"]]
+    planner.chosen.pop("oracle", None)  # another step has other lengths
+    plan = planner.search("oracle", known, known, tried, partial(neighbours, times), true)
+    own = elastic(times, true, plan, rollout="oracle", name="oracle")
+    base = planner.reference(given)
+    best = min((own, *rivals), key=lambda run: planner.weigh(run, base))
+    return replace(best, policy="oracle", reason=best.reason if best is own else f"as `{best.policy}`: {best.reason}", planned=None)
+
+
 POLICIES: dict[str, Policy] = {
-    "fixed": fixed,
+    "fixed": at_best_width("fixed", fixed),
     "fixed+": fixed_plus,
-    "random": phased("random"),
-    "consolidate": phased("consolidate"),
-    "crude-mix": phased("crude-mix"),
+    "random": at_best_width("random", phased("random")),
+    "consolidate": at_best_width("consolidate", phased("consolidate")),
+    "crude-mix": at_best_width("crude-mix", phased("crude-mix")),
     "disaggregated": disaggregated,
-    "global-cut": global_cut,
-    "rlhfless-paper": rlhfless_paper,
+    "global-cut": at_best_width("global-cut", global_cut),
+    "rlhfless-paper": at_best_width("rlhfless-paper", rlhfless_paper),
     "ours": ours,
     "oracle": oracle,
 }

@@ -11,9 +11,27 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from placement.memory import text_part
 from placement.speed.decode_speed import Speed
 
 BYTES = 2  # bf16
+SIZES: dict[str, tuple[str, ...]] = {  # names of sizes in Hugging Face configurations, the common one first
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "intermediate": ("intermediate_size", "n_inner", "ffn_dim"),
+    "expert": ("moe_intermediate_size",),
+    "layers": ("num_hidden_layers", "n_layer"),
+    "heads": ("num_attention_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads",),
+    "head": ("head_dim",),
+    "vocabulary": ("vocab_size",),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "experts_per_token": ("num_experts_per_tok",),
+    "shared_expert": ("shared_expert_intermediate_size",),
+}
+OPTIONAL = ("kv_heads", "head", "experts", "expert", "experts_per_token", "shared_expert")
+TWO_MATRICES = ("gpt2", "gpt_neox", "gptj", "opt", "phi", "falcon", "starcoder2", "gpt_bigcode")  # feed-forward without a gate
+TIED = ("gpt2", "gemma", "gemma2", "gemma3_text", "smollm3")  # families whose configurations leave `tie_word_embeddings` out
+FEW_SEQUENCES = 4  # an engine that holds fewer of its longest sequences at once has almost no KV cache
 
 
 @dataclass(frozen=True)
@@ -37,11 +55,17 @@ class Device:
     price_per_hour: float | None = None
     step_s: float = 0.0  # overhead of a decode step, on top of the roofline
     seq_s: float = 0.0  # overhead of each sequence in it
+    spot_price_per_hour: float | None = None
+    spot_preempt_per_hour: float = 0.0
 
 
 @dataclass(frozen=True)
 class Model:
-    """A dense decoder, described by the fields of its Hugging Face configuration."""
+    """A decoder, described by the fields of its Hugging Face configuration.
+
+    gated: its feed-forward layers have three matrices instead of two. experts: of a layer, 0 in a dense model;
+    `intermediate_size` is then one expert's. experts_per_token of them and shared_size more neurons see each token.
+    """
 
     name: str
     hidden_size: int
@@ -52,36 +76,69 @@ class Model:
     vocab_size: int
     tied_embeddings: bool
     head_size: int
+    gated: bool = True
+    experts: int = 0
+    experts_per_token: int = 0
+    shared_size: int = 0
 
     @classmethod
     def from_config(cls, name: str, config: dict[str, Any]) -> Model:
-        """Build from a Hugging Face configuration (Llama and Qwen2 types). Raises ValueError naming a missing or wrong field."""
-        needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-        optional = [field for field in ("num_key_value_heads", "head_dim") if config.get(field) is not None]
-        for field in (*needed, *optional):
-            value = config.get(field)
+        """Build from a Hugging Face configuration of a decoder. Raises ValueError naming a missing or wrong field.
+
+        Mixtures of experts are counted as if every layer had experts.
+        """
+        config = {**config, **text_part(config)}
+        kind = str(config.get("model_type"))
+
+        def size(key: str, default: int = 0) -> int:
+            """Return a size, or `default` where the configuration leaves it out and it may. Zero experts are no experts."""
+            value = next((config[field] for field in SIZES[key] if config.get(field) is not None), default or None)
+            if (value is None and key in OPTIONAL) or (value == 0 and "expert" in key):
+                return 0
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-                raise ValueError(f"model {name}: `{field}` must be a positive integer in its configuration, not {str(value)[:60]}")
-        heads = config["num_attention_heads"]
-        if "head_dim" not in optional and config["hidden_size"] < heads:
-            raise ValueError(f"model {name}: `hidden_size` {config['hidden_size']} is smaller than its {heads} `num_attention_heads`")
+                raise ValueError(f"model {name}: `{SIZES[key][0]}` must be a positive integer in its configuration, not {str(value)[:60]}")
+            return value
+
+        hidden = size("hidden")
+        inner = size("intermediate", 4 * hidden if kind in TWO_MATRICES else 0)
+        heads, experts = size("heads"), size("experts")
+        if not (head_size := size("head")) and hidden < heads:
+            raise ValueError(f"model {name}: `hidden_size` {hidden} is smaller than its {heads} `num_attention_heads`")
         return cls(
             name,
-            config["hidden_size"],
-            config["intermediate_size"],
-            config["num_hidden_layers"],
+            hidden,
+            size("expert", inner) if experts else inner,
+            size("layers"),
             heads,
-            config.get("num_key_value_heads") or heads,
-            config["vocab_size"],
-            bool(config.get("tie_word_embeddings", False)),
-            config.get("head_dim") or config["hidden_size"] // heads,
+            size("kv_heads") or heads,
+            size("vocabulary"),
+            bool(config.get("tie_word_embeddings", kind in TIED)),
+            head_size or hidden // heads,
+            gated=kind not in TWO_MATRICES,
+            experts=experts,
+            experts_per_token=min(size("experts_per_token", 1), experts),
+            shared_size=size("shared_expert") if experts else 0,
         )
+
+    def _layers(self, experts: float) -> float:
+        """Return the parameters of all layers with this many experts in each (biases of a few thousand left out)."""
+        attention = self.hidden_size * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        matrices = (3 if self.gated else 2) * self.hidden_size
+        inner = self.intermediate_size
+        feed_forward: float = matrices * inner
+        if self.experts:
+            feed_forward = matrices * (experts * inner + self.shared_size) + self.hidden_size * self.experts
+        return self.layers * (attention + feed_forward + 2 * self.hidden_size)
 
     @cached_property
     def layer_parameters(self) -> int:
-        """Return the parameters of all layers: attention, gated feed-forward and norms (biases of a few thousand left out)."""
-        attention = self.hidden_size * self.head_size * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size)
+        """Return the parameters of all layers: attention, feed-forward, router and norms."""
+        return int(self._layers(self.experts))
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Return the parameters of all layers that one token is multiplied with."""
+        return int(self._layers(self.experts_per_token))
 
     @cached_property
     def parameters(self) -> int:
@@ -93,17 +150,31 @@ class Model:
 
     @property
     def read_bytes(self) -> int:
-        """Return the weight bytes that one decode step reads: all but the input embedding, of which it reads a row per sequence."""
+        """Return the weight bytes that a full decode step reads: all but the input embedding, of which it reads a row per sequence."""
         return BYTES * (self.layer_parameters + self.vocab_size * self.hidden_size)
+
+    def step_read_bytes(self, running: float) -> float:
+        """Return the weight bytes that a decode step with `running` sequences reads: of the experts those that some token is sent to.
+
+        Tokens are taken to choose experts evenly and independently.
+        """
+        if not self.experts:
+            return self.read_bytes
+        chosen = self.experts * (1 - (1 - self.experts_per_token / self.experts) ** running)
+        return BYTES * (self._layers(chosen) + self.vocab_size * self.hidden_size)
 
     @property
     def flops_per_token(self) -> float:
         """Return the forward FLOPs of one token without attention over the context: 2 per multiplying parameter (arXiv 2001.08361)."""
-        return 2.0 * (self.layer_parameters + self.vocab_size * self.hidden_size)
+        return 2.0 * (self.active_parameters + self.vocab_size * self.hidden_size)
 
     @property
     def kv_bytes_per_token(self) -> int:
         return 2 * BYTES * self.layers * self.kv_heads * self.head_size
+
+    def kv_copies(self, width: int) -> float:
+        """Return how often `width` devices hold each KV entry: more often than once where there are more devices than KV heads."""
+        return max(1.0, width / self.kv_heads)
 
     @property
     def activation_bytes_per_token(self) -> float:
@@ -112,7 +183,8 @@ class Model:
         Each matrix product's input and output count once. The logits count three times in float32: written, read for
         the maximum, read for the probabilities.
         """
-        layer = 2 * BYTES * (2 * self.hidden_size + (self.heads + 2 * self.kv_heads) * self.head_size + 2 * self.intermediate_size)
+        inner = self.experts_per_token * self.intermediate_size + self.shared_size if self.experts else self.intermediate_size
+        layer = 2 * BYTES * (2 * self.hidden_size + (self.heads + 2 * self.kv_heads) * self.head_size + 2 * inner)
         return self.layers * layer + 12.0 * self.vocab_size
 
 
@@ -127,9 +199,10 @@ def decode_step_s(model: Model, device: Device, width: int, running: float, cont
     """Return the seconds of one decode step on `width` devices.
 
     The step has `running` sequences that hold `context_tokens` tokens together. Tensor parallelism adds two all-reduces
-    of the hidden state per layer (Megatron-LM, arXiv 1909.08053).
+    of the hidden state per layer (Megatron-LM, arXiv 1909.08053). KV heads that are fewer than the devices are copied.
     """
-    moved = model.read_bytes + running * model.activation_bytes_per_token + context_tokens * model.kv_bytes_per_token
+    kv = model.kv_bytes_per_token * model.kv_copies(width)
+    moved = model.step_read_bytes(running) + running * model.activation_bytes_per_token + context_tokens * kv
     attention = 4.0 * context_tokens * model.layers * model.heads * model.head_size
     flops = running * model.flops_per_token + attention
     slower = max(moved / device.memory_bytes_per_s, flops / device.bf16_flops_per_s)
@@ -156,19 +229,35 @@ def check_width(model: Model, width: int) -> None:
         raise ValueError(f"`tensor_parallel`: {width} devices cannot share the {model.heads} heads of {model.name}; {fit} can")
 
 
+def possible_widths(model: Model, most: int) -> list[int]:
+    """Return the widths that are powers of two, can share the attention heads, and are at most `most` devices."""
+    return [w for w in (2**k for k in range(max(0, most).bit_length())) if model.heads % w == 0]
+
+
 def kv_capacity(model: Model, device: Device, width: int, memory_share: float) -> int:
     """Return the KV tokens that an engine of `width` devices holds if it may use `memory_share` of their memory.
 
     Raises ValueError if the weights do not fit.
     """
     room = width * memory_share * device.memory_bytes - model.weight_bytes
-    tokens = int(room // model.kv_bytes_per_token)
+    tokens = int(room // (model.kv_bytes_per_token * model.kv_copies(width)))
     if tokens < 1:
         raise ValueError(
             f"{model.name} ({model.weight_bytes / 1e9:.0f} GB) does not fit {width} x {device.name} with {memory_share:.0%} of "
             f"{device.memory_bytes / 1e9:.0f} GB each: set a larger `tensor_parallel`"
         )
     return tokens
+
+
+def low_kv_warning(model: Model, device: Device, width: int, memory_share: float, longest: float) -> str | None:
+    """Return a sentence if engines of `width` devices hold fewer than FEW_SEQUENCES of the longest sequences (tokens) at once."""
+    holds = kv_capacity(model, device, width, memory_share)
+    if holds >= FEW_SEQUENCES * longest:
+        return None
+    return (
+        f"warning: {model.name} leaves {width} x {device.name} room for {holds:,} KV tokens, {holds / longest:.1f} sequences of "
+        f"{longest:,.0f}; most of an engine's responses will wait: take wider engines or devices with more memory"
+    )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import typer
 from rlhfless_ray.common.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from placement.simulate import SimulatedRun
+    from placement.simulate import Setting, SimulatedRun
 
 
 def simulate(
@@ -48,23 +48,45 @@ def simulate(
         print("\n".join(simulator.names()))
         return
     try:
-        chosen = simulator.load(spec) if spec is not None else simulator.named(str(setting))
+        chosen = simulator.load(spec, "auto") if spec is not None else simulator.named(str(setting), "auto")
         if prefer is not None:
             chosen = chosen.but(prefer=prefer)
         policies = policy or list(simulator.POLICIES)
         runs = [simulator.simulate(chosen, policies, seed) for seed in range(seeds)]
+        plain = [simulator.simulate(chosen.but(tensor_parallel=narrowest(chosen)), ["fixed"], seed) for seed in range(seeds)]
     except (ValueError, OSError) as error:
         raise UserError(one_line(error)) from None
     if plot is not None:
-        _plot(runs, plot)
+        _plot(runs, plain, plot)
     if as_json:
-        print(json.dumps(summary(runs), indent=1))
+        print(json.dumps(summary(runs, plain), indent=1))
     else:
-        _table(runs)
+        _table(runs, plain)
+    if warning := low_kv(chosen):
+        print(warning, file=sys.stderr)
 
 
-def summary(runs: list[SimulatedRun]) -> dict[str, Any]:
-    """Return means and standard deviations over seeds: seconds per step, device-seconds held and worked, and the bounds."""
+def narrowest(setting: Setting) -> int:
+    """Return the fewest devices of an engine that hold the model: those of the plain baseline."""
+    from placement.simulate import PhaseTimes
+
+    return PhaseTimes.from_setting(setting).width
+
+
+def low_kv(setting: Setting) -> str | None:
+    """Return a warning if an engine of some width has almost no memory left for KV."""
+    from placement.speed.roofline import low_kv_warning
+
+    longest = setting.prompt_limit + setting.response_limit
+    return low_kv_warning(setting.model, setting.device, narrowest(setting), setting.phases["engine_memory"], longest)
+
+
+def summary(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> dict[str, Any]:
+    """Return means and standard deviations over seeds: seconds per step, device-seconds held and worked, and the bounds.
+
+    plain: `fixed` with the narrowest engines, on the same workloads. Ratios are of means. Where released devices are not
+    wanted by others at once, all devices are billed throughout.
+    """
     import numpy as np
 
     setting = runs[0].setting
@@ -79,6 +101,12 @@ def summary(runs: list[SimulatedRun]) -> dict[str, Any]:
         }
         rows[name] = {k: {"mean": float(np.mean(v)), "sd": float(np.std(v, ddof=1)) if len(v) > 1 else 0.0} for k, v in figures.items()}
         rows[name]["last_plan"] = of[-1].steps[-1].reason
+        for key, base in (("over_plain_fixed", plain), ("over_fixed", runs if "fixed" in runs[0].policies else [])):
+            if base:
+                step_s, full = (float(np.mean([getattr(r.policies["fixed"], f) for r in base])) for f in ("step_s", "full"))
+                speedup = step_s / rows[name]["step_s"]["mean"]
+                sold = 1 - rows[name]["full_device_s"]["mean"] / full
+                rows[name][key] = {"speedup": speedup, "saving": sold, "saving_if_all_are_billed": 1 - 1 / speedup}
         price = setting.device.price_per_hour
         if price is not None:
             rows[name]["money_per_step"] = rows[name]["full_device_s"]["mean"] * price / 3600
@@ -90,6 +118,11 @@ def summary(runs: list[SimulatedRun]) -> dict[str, Any]:
         "algorithm": setting.algorithm,
         "responses_per_step": setting.prompts * setting.samples,
         "prefer": setting.prefer,
+        "tensor_parallel": setting.tensor_parallel,
+        "plain_fixed": {
+            "tensor_parallel": plain[0].setting.tensor_parallel,
+            "step_s": float(np.mean([r.policies["fixed"].step_s for r in plain])),
+        },
         "seeds": len(runs),
         "steps": len(runs[0].bounds),
         "bound": {"step_s": float(np.mean([r.bound_s for r in runs])), "device_s": float(np.mean([r.bound_cost for r in runs]))},
@@ -97,43 +130,50 @@ def summary(runs: list[SimulatedRun]) -> dict[str, Any]:
     }
 
 
-def _table(runs: list[SimulatedRun]) -> None:
+def _table(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    found = summary(runs)
+    found = summary(runs, plain)
     console = Console() if sys.stdout.isatty() else Console(width=140)
     title = (
         f"{found['setting']}: {found['model']}, {found['algorithm'].upper()}, {found['responses_per_step']} responses on "
         f"{found['devices']} × {found['device']}; mean of {found['steps']} steps × {found['seeds']} seeds"
     )
     table = Table(title=title, title_justify="left")
-    for head in ("policy", "step, s", "× fixed", "rollout, s", "full, device-s", "vs fixed", "busy, device-s", "vs fixed", "plan"):
+    for head in ("policy", "step, s", "full, device-s", "busy, device-s", "over plain fixed", "over fixed", "plan"):
         table.add_column(head, justify="left" if head in ("policy", "plan") else "right", overflow="fold")
-    base = found["policies"].get("fixed")
 
-    def against(row: dict[str, Any], key: str) -> str:
-        return f"{row[key]['mean'] / base[key]['mean'] - 1:+.0%}" if base else ""
+    def over(row: dict[str, Any], key: str) -> str:
+        r = row.get(key)
+        return f"{r['speedup']:.2f}×, {0 - r['saving']:+.0%} ({0 - r['saving_if_all_are_billed']:+.0%})" if r else ""
 
     for name, row in found["policies"].items():
-        speed = f"{base['step_s']['mean'] / row['step_s']['mean']:.2f}" if base else ""
         table.add_row(
             name,
             f"{row['step_s']['mean']:.2f} ± {row['step_s']['sd']:.2f}",
-            speed,
-            f"{row['rollout_s']['mean']:.2f}",
             f"{row['full_device_s']['mean']:.0f}",
-            against(row, "full_device_s"),
             f"{row['busy_device_s']['mean']:.0f}",
-            against(row, "busy_device_s"),
+            over(row, "over_plain_fixed"),
+            over(row, "over_fixed"),
             row["last_plan"],
         )
     console.print(table)
-    bound = found["bound"]
+    width, bound = found["plain_fixed"]["tensor_parallel"], found["bound"]
+    wide = (
+        "every policy takes its best width of engines (the runtime does not choose widths itself)"
+        if found["tensor_parallel"] == "auto"
+        else f"engines of {width}"
+    )
+    console.print(
+        f"{wide}; plain fixed has engines of {width} and takes {found['plain_fixed']['step_s']:.2f} s a step. Cost: with released "
+        "devices sold at once, and in brackets with all devices billed throughout (`--prefer 1` plans for that).",
+        highlight=False,
+    )
     console.print(f"no policy can come below {bound['step_s']:.2f} s, nor below {bound['device_s']:.0f} device-seconds", highlight=False)
 
 
-def _plot(runs: list[SimulatedRun], path: Path) -> None:
+def _plot(runs: list[SimulatedRun], plain: list[SimulatedRun], path: Path) -> None:
     """Draw each policy's mean full cost against its mean time, and the bounds."""
     try:
         import matplotlib
@@ -143,7 +183,7 @@ def _plot(runs: list[SimulatedRun], path: Path) -> None:
     except ImportError:
         raise UserError("--plot needs matplotlib: pip install matplotlib") from None
 
-    found = summary(runs)
+    found = summary(runs, plain)
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     for name, row in found["policies"].items():
         at = (row["step_s"]["mean"], row["full_device_s"]["mean"])

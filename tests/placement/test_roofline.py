@@ -156,3 +156,30 @@ def test_every_figure_has_a_source() -> None:
         for table in tables:
             for name, entry in table.items():
                 assert isinstance(entry, list) and len(entry) == 2 and len(entry[1]) > 5, f"{file}: {name}"
+
+
+def test_a_mixture_reads_the_experts_that_some_token_is_sent_to() -> None:
+    whole = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    mixed = catalog.model({**whole, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32})
+    expert = 2 * 3 * 64 * 32  # parameters of one expert in both layers
+    assert mixed.layer_parameters - mixed.active_parameters == 6 * expert
+    assert mixed.read_bytes - mixed.step_read_bytes(1) == 2 * 6 * expert
+    assert mixed.step_read_bytes(1000) == pytest.approx(mixed.read_bytes)
+
+
+def test_names_of_sizes_in_older_configurations() -> None:
+    small = catalog.model({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257})
+    assert small.intermediate_size == 3072 and not small.gated and small.parameters == pytest.approx(124e6, rel=0.01)
+
+
+def test_a_model_by_its_name_in_the_hugging_face_cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--Some--Model"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    whole = '{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}'
+    (folder / "snapshots" / "abc" / "config.json").write_text(whole)
+    assert catalog.model("Some/Model").name == "Some/Model" and catalog.model("Some/Model").layers == 2
+    with pytest.raises(ValueError, match=r"model Some/Other: not a folder here and not in .*hf download Some/Other config\.json"):
+        catalog.model("Some/Other")
