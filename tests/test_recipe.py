@@ -391,7 +391,7 @@ def test_engines_in_8_bits_need_importance_weights_and_a_device_that_has_them() 
     assert "rollout.quantization: int8 changes what engines sample from" in refused(int8, ("algorithm.importance_cap", 0))
     band = Recipe.parse(merged(int8, ("algorithm.importance_cap", 0), ("algorithm.loss.correction_level", "token")))
     check_quantization(band, "cpu")
-    with pytest.raises(UserError, match="int8 on GPU needs policy.dtype bfloat16"):
+    with pytest.raises(UserError, match=r"int8 on GPU needs policy\.dtype bfloat16"):
         check_quantization(band, "gpu")
     with pytest.raises(UserError, match="vLLM on CPU cannot quantise weights to fp8"):
         check_quantization(Recipe.parse(merged(("rollout.quantization", "fp8"))), "cpu")
