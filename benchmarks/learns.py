@@ -1,9 +1,10 @@
 """Does every way to credit a response learn? `python -m benchmarks.learns [--quick] [--only NAME …] [section.key=value …]`.
 
 One run of the quickstart's task and warm-started policy for each estimator, shorter than the quickstart, on the same prompts and
-seed; then PPO as it is usually meant: a critic, a KL penalty in the reward and a reward model (`verdicts.py`) in the verifier's
-place. Accuracy is the verifier's in all of them, on held-out prompts, before the first step and after the last one. All runs
-share this process and one Ray. Curves do not depend on what else the machine does; times do, and are not reported.
+seed; then group_norm with engines in int8, whose mismatch importance weights correct; then PPO as it is usually meant: a critic, a
+KL penalty in the reward and a reward model (`train_reward_model.py`) in the verifier's place. Accuracy is the verifier's in all of
+them, on held-out prompts, before the first step and after the last one. All runs share this process and one Ray. Curves do not
+depend on what else the machine does; times do, and are not reported.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ COMMON = (
 )
 CRITIC = ("critic.learning_rate=1.0e-3", "critic.schedule=constant", "critic.warmup_share=0", "algorithm.advantage.lambd=0.95")
 ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce")
+INT8 = "group_norm, int8 engines"
 PPO = "ppo, critic and reward model"
 
 
@@ -61,6 +63,7 @@ class Curve:
     rewards: list[float]
     value_error: list[float] | None = None  # |mean value - mean return| of each step, with a critic
     tells: tuple[float, float] | None = None
+    mismatch: float | None = None  # largest mean |difference of log-probabilities| of engines and learner in a step, in nats
 
     @property
     def rise(self) -> float:
@@ -70,6 +73,8 @@ class Curve:
 
 def settings(name: str, model: RewardModelTraining | None) -> list[str]:
     """Overrides of the recipe."""
+    if name == INT8:
+        return ["algorithm.advantage.estimator=group_norm", "rollout.quantization=int8"]
     if name != PPO:
         return [f"algorithm.advantage.estimator={name}", *(CRITIC if name == "gae" else ())]
     assert model is not None
@@ -111,7 +116,8 @@ def run(name: str, recipe: Recipe) -> Curve:
     if recipe.reward.model_path:
         start, end = (in_order(np.array([x.reward or 0.0 for x in s[:prompts]]), right(s[:prompts])) for s in (first, last))
         tells = start, end
-    return Curve(name, before, after, [row["reward/mean"] for row in rows], errors or None, tells)
+    mismatch = max(row["learn/mismatch_mean"] for row in rows)
+    return Curve(name, before, after, [row["reward/mean"] for row in rows], errors or None, tells, mismatch)
 
 
 def warm_policy(recipe: Recipe) -> dict[str, bytes]:
@@ -139,6 +145,7 @@ def show(curves: list[Curve], console: Console) -> None:
         "reward by step",
         "|value - return|",
         "model tells, %",
+        "mismatch",
         title="Held-out accuracy by the verifier: before → after",
         title_justify="left",
     )
@@ -148,19 +155,19 @@ def show(curves: list[Curve], console: Console) -> None:
         error = c.value_error and f"{np.mean(c.value_error[:edge]):.2f} → {np.mean(c.value_error[-edge:]):.2f}"
         tells = c.tells and " → ".join(f"{100 * share:.1f}" for share in c.tells)
         curve = sparkline(c.rewards, min(c.rewards), max(c.rewards), 20)
-        table.add_row(c.name, pair["sampled"], f"{c.rise:+.1f}", pair["greedy"], curve, error or "", tells or "")
+        table.add_row(c.name, pair["sampled"], f"{c.rise:+.1f}", pair["greedy"], curve, error or "", tells or "", f"{c.mismatch:.1g}")
     console.print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="section.key=value")
-    parser.add_argument("--only", nargs="+", choices=[*ESTIMATORS, "ppo"], help="some of the runs")
+    parser.add_argument("--only", nargs="+", choices=[*ESTIMATORS, "int8", "ppo"], help="some of the runs")
     parser.add_argument("--quick", action="store_true", help="two runs of 3 steps from a policy that knows little")
     options = parser.parse_args()
     torch.set_num_threads(1)  # of this process: two that wait for each other crawl where anything else runs
     console = make_console()
-    names = [PPO if name == "ppo" else name for name in options.only or [*ESTIMATORS, "ppo"]]
+    names = [{"int8": INT8, "ppo": PPO}.get(name, name) for name in options.only or [*ESTIMATORS, "int8", "ppo"]]
     small = ["run.steps=3", "evaluate.prompts=32", "warm_start.steps=30"] if options.quick else []
     if options.quick:
         names = names[-2:]

@@ -382,3 +382,18 @@ def test_agents_do_not_go_with_everything(changes: dict[str, Any], said: str) ->
 def test_an_episode_is_as_long_as_its_limit() -> None:
     assert Recipe.parse(AGENT).longest_tokens(40) == 40 + 256
     assert Recipe.parse({**AGENT, "agent": {"path": "agent.py", "max_tokens": 99}}).longest_tokens(40) == 99
+
+
+def test_engines_in_8_bits_need_importance_weights_and_a_device_that_has_them() -> None:
+    from rlhfless_ray.rollout.engine_settings import check_quantization
+
+    int8 = ("rollout.quantization", "int8")
+    assert "rollout.quantization: int8 changes what engines sample from" in refused(int8, ("algorithm.importance_cap", 0))
+    band = Recipe.parse(merged(int8, ("algorithm.importance_cap", 0), ("algorithm.loss.correction_level", "token")))
+    check_quantization(band, "cpu")
+    with pytest.raises(UserError, match=r"int8 on GPU needs policy\.dtype bfloat16"):
+        check_quantization(band, "gpu")
+    with pytest.raises(UserError, match="vLLM on CPU cannot quantise weights to fp8"):
+        check_quantization(Recipe.parse(merged(("rollout.quantization", "fp8"))), "cpu")
+    assert "`rollout.quantization`: input should be" in refused(("rollout.quantization", "int4"))
+    assert Recipe.parse(merged(("rollout.quantization", False))).rollout.quantization == "off"

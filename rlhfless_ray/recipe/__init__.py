@@ -134,6 +134,13 @@ class Recipe(Section):
             )
         if self.rollout.min_actors > self.rollout.max_actors:
             raise ValueError("rollout.min_actors: must not exceed rollout.max_actors")
+        algorithm = self.algorithm
+        corrected = algorithm.importance_cap > 0 or algorithm.loss.correction_level != "off" or algorithm.loss.ratio_to == "sampler"
+        if self.rollout.quantization != "off" and not corrected:
+            raise ValueError(
+                f"rollout.quantization: {self.rollout.quantization} changes what engines sample from, and nothing corrects for it; set "
+                "algorithm.importance_cap to 2, or algorithm.loss.correction_level"
+            )
         if self.price.rollout_slot_per_hour is not None and not self.rollout.nodes:
             raise ValueError("price.rollout_slot_per_hour: it is the price of the nodes that rollout.nodes names, which is empty")
         if self.algorithm.updates_per_step > self.prompts.batch_prompts:

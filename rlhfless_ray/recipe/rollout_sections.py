@@ -67,6 +67,10 @@ class RolloutConfig(Section):
     """KV cache of one engine on CPU, MB."""
     gpu_memory_share: float = Field(0.85, gt=0, le=1)
     """Share of a GPU's memory that one engine takes."""
+    quantization: Annotated[Literal["off", "int8", "fp8"], OffIsAWord] = "off"
+    """Engines hold the weights of linear layers in 8 bits, quantised whenever they load a version, so decoding reads fewer bytes.
+    Importance weights correct for the difference to the learner, so they must be on. On CPU: `int8`; on GPU: `int8` or `fp8`, with
+    `policy.dtype` bfloat16."""
     block_size: int = Field(32, ge=1)
     """Tokens of a KV block. Prefixes are shared in whole blocks."""
     prefix_kv: Annotated[Literal["auto", "on", "off"], OffIsAWord] = "auto"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from rlhfless_ray.common.errors import UserError
+
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
 
@@ -22,6 +24,7 @@ class EngineSettings:
     trust_remote_code: bool = False
     device: str = "cpu"  # or "gpu"
     prefix_kv: bool = False  # whether the engine exchanges KV pages with others
+    quantization: Literal["off", "int8", "fp8"] = "off"
 
 
 def engine_settings(recipe: Recipe, longest_prompt_tokens: int, device: str = "cpu", prefix_kv: bool = False) -> EngineSettings:
@@ -36,4 +39,14 @@ def engine_settings(recipe: Recipe, longest_prompt_tokens: int, device: str = "c
         trust_remote_code=policy.trust_remote_code,
         device=device,
         prefix_kv=prefix_kv,
+        quantization=rollout.quantization,
     )
+
+
+def check_quantization(recipe: Recipe, device: str) -> None:
+    """Raise UserError if vLLM (0.32) has no kernel for `rollout.quantization` on the device, "cpu" or "gpu"."""
+    kind, dtype = recipe.rollout.quantization, recipe.policy.dtype
+    if device == "cpu" and kind == "fp8":
+        raise UserError("rollout.quantization: vLLM on CPU cannot quantise weights to fp8 when it loads them; set int8 or off")
+    if device == "gpu" and kind != "off" and dtype == "float32":
+        raise UserError(f"rollout.quantization: {kind} on GPU needs policy.dtype bfloat16 (it is {dtype}); set that, or off")

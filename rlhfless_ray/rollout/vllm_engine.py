@@ -1,4 +1,4 @@
-"""One vLLM engine in this process. Only this module, the sampler and the KV connector import vLLM."""
+"""One vLLM engine in this process. Only this module, the sampler, the 8-bit layers and the KV connector import vLLM."""
 
 from __future__ import annotations
 
@@ -122,6 +122,7 @@ class VllmEngine:
                 disable_log_stats=True,
                 logits_processors=[KeyedSampler],
                 kv_transfer_config=_transfer_config(self.pages),
+                quantization=_quantization_method(settings.quantization),
                 **memory,
             )
         )
@@ -369,6 +370,15 @@ def model_folder(scratch: Path, files: Files, settings: EngineSettings) -> Path:
     return write_folder(scratch, files)
 
 
+def _quantization_method(kind: str) -> str | None:
+    """Return vLLM's name of a quantisation that is applied to the weights when they are loaded."""
+    if kind == "int8":
+        from rlhfless_ray.rollout.int8_linear import METHOD
+
+        return METHOD
+    return "fp8_per_channel" if kind == "fp8" else None
+
+
 def _transfer_config(pages: PageStore | None) -> Any:
     if pages is None:
         return None
@@ -386,14 +396,14 @@ def _find_sampler(worker: Any) -> KeyedSampler:
 
 def _reload(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) -> set[str]:
     """Run in vLLM's worker: load the weights, and return the names of parameters that got none."""
-
     model = worker.get_model()
-    missing = {name for name, _ in model.named_parameters()}
+    missing: set[str] = set()
     load = model.load_weights
 
     def load_and_record(named: Any) -> Any:
-        # during a load the model lacks what vLLM computes from its weights afterwards, such as latent attention's W_UK_T
-        missing.intersection_update([name for name, _ in model.named_parameters()])
+        # Only during a load does the model have exactly the weights of a file. Later vLLM computes others from them, such as latent
+        # attention's W_UK_T, and may drop those that it has packed.
+        missing.update(name for name, _ in model.named_parameters())
         loaded = load(named)
         missing.difference_update(missing if loaded is None else loaded)  # vLLM itself only warns
         return loaded

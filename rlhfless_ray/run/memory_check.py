@@ -164,7 +164,7 @@ def device_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths = Le
     width, found = memory.VALUE_BYTES[recipe.policy.dtype], []
     if policy := models.get("policy"):
         kv = memory.kv_bytes(policy.config, recipe.longest_tokens(lengths.longest_prompt), width)
-        parts = (("weights", policy.parameters * width), (_of_kv(recipe, lengths), kv))
+        parts = (("weights", policy.parameters * _engine_width(recipe)), (_of_kv(recipe, lengths), kv))
         found.append(Need("an engine", policy.key, parts, True, recipe.rollout.gpu_memory_share))
     for name, model, rank, _ in _training_groups(recipe, models, lengths):
         found.append(Need(f"a {name} rank", model.key, rank.on_device, True))
@@ -218,12 +218,18 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
 
     weights = policy.parameters * width
     kv = recipe.rollout.kv_cache_mb * 2**20  # vLLM does not start an engine where so much is not free
-    works("an engine", recipe.rollout.min_actors, policy.key, ("in engine weights", weights), ("in KV cache", kv))
+    held = policy.parameters * _engine_width(recipe)
+    works("an engine", recipe.rollout.min_actors, policy.key, ("in engine weights", held), ("in KV cache", kv))
     if recipe.has_reference:
         works("a reference rank", recipe.reference.ranks, policy.key, ("in the reference", weights))
     if reward := models.get("reward"):
         works("a reward model rank", 1, reward.key, ("in the reward model", reward.body * width))
     return found
+
+
+def _engine_width(recipe: Recipe) -> int:
+    """Return the bytes of most weights in an engine."""
+    return memory.VALUE_BYTES[recipe.policy.dtype] if recipe.rollout.quantization == "off" else 1
 
 
 def _training_groups(recipe: Recipe, models: dict[str, Model], lengths: Lengths) -> list[tuple[str, Model, memory.RankMemory, int]]:

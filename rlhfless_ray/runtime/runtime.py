@@ -34,6 +34,7 @@ from rlhfless_ray.prompts.load_prompts import load_prompts
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.load_reward import load_reward
 from rlhfless_ray.reward.preflight_reward import dry_call
+from rlhfless_ray.rollout.engine_settings import check_quantization
 from rlhfless_ray.run.checkpoints import Best, Checkpoints, swap_folder
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder, check_writable
@@ -130,6 +131,7 @@ class Runtime(StepOperations):
             STOP.check()
             resource = self.cluster.resource()
             self.slots = self.cluster.check_size(resource)
+            check_quantization(self.recipe, resource)
             note = check_on(self.cluster, resource, self.recipe, lengths_of(self.prompts.train, self.prompts.heldout))
             if not self.resume:
                 self.folder = RunFolder.create(self.recipe)
