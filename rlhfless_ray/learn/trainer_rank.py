@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.ema import ema_update
-from rlhfless_ray.learn.lora import LoraAdapters, live_name, trained
+from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name, trained
 from rlhfless_ray.learn.offload import leave_device, return_to_device
 from rlhfless_ray.learn.optimizer_state import full_moments, full_weights, link_moments, plain_optimizer, restore_moments
 from rlhfless_ray.learn.rank_settings import RankSettings
@@ -247,7 +247,11 @@ class TrainerRank:
         return name == "lm_head.weight" and getattr(self.engine.module.model.config, "tie_word_embeddings", False)
 
     def weights(self) -> dict[str, np.ndarray] | None:
-        """{name in a file: array} from rank 0, see `saved_state`; the other ranks take part and return None."""
+        """{name in a file: array} from rank 0, see `saved_state`; the other ranks take part and return None. Of the adapter alone if
+        `lora.publish` says so."""
+        if self.lora is not None and self.settings.lora.publish == "adapter":
+            own = full_weights(self.engine, self.stage, self.lora.is_trained)
+            return None if self.rank else {saved_name(k): as_numpy(v) for k, v in own.items()}
         found = self._whole()
         return None if found is None else {k: as_numpy(v) for k, v in found.items()}
 

@@ -47,9 +47,11 @@ class WorkerGroup:
         broker: SlotBroker,
         name: str = "learner",
         recovery: Recovery | None = None,
+        shares_base: bool = False,
     ) -> None:
         """`section`: settings that all worker groups share: threads, deadline, number of skipped updates. `broker`: gets the leases of
-        lost ranks and lends missing ones. `name`: for messages. `recovery`: by default every step has a snapshot and no messages."""
+        lost ranks and lends missing ones. `name`: for messages. `recovery`: by default every step has a snapshot and no messages.
+        `shares_base`: published versions are adapters, and refer to the files of their base."""
         self.pool, self.ranks, self.broker, self.name = pool, ranks, broker, name
         more_threads = section.max_slots_per_rank if pool.leases.resource == "cpu" else 1
         self.slots = ranks * more_threads
@@ -59,6 +61,7 @@ class WorkerGroup:
         self.by_rank: list[Instance] = []
         self.recovery = Recovery(1) if recovery is None else recovery
         self.files: Callable[[], Any] | None = None  # makes a reference to the policy's files, once the ranks have loaded them
+        self.shares_base, self.base = shares_base, None  # of the latter: a reference to the policy's files
         self.loopback = False
         self.converts = False  # whether checkpoints and model folders name tensors differently, see `TrainerRank.converts`
         self.scheduler = GangScheduler(pool, ranks, broker, name)
@@ -216,6 +219,7 @@ class WorkerGroup:
         assert self.files is not None
         place = self._all([self.by_rank[0].actor.rendezvous.remote(self.loopback)], f"the {self.name} worker group's address")[0]
         files = self.files()
+        self.base = files if self.shares_base else None
         refs = [i.actor.build.remote(files, place, len(i.leases), state) for i in self.by_rank]
         told = self._all(refs, f"the {self.name} to load its model")
         self._book(one["spans"] for one in told)
@@ -334,7 +338,7 @@ class WorkerGroup:
         told = replies[0][0]  # a digest of each tensor; of a replayed learner one number
         known = isinstance(told, dict)
         total, digests = (combined(told), ray.put(told)) if known else (told, None)
-        return WeightVersion(version, weights[0], total, node if there else "", copy if there else None, digests)
+        return WeightVersion(version, weights[0], total, node if there else "", copy if there else None, digests, self.base)
 
     def _weights(self) -> list[list[Any]]:
         return [i.actor.weights.options(num_returns=2).remote() for i in self.by_rank]

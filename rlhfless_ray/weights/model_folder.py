@@ -7,11 +7,15 @@ import json
 import math
 import struct
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.weights.tensor_file import Content, FileParts, Files, parts_of, read_header
+from rlhfless_ray.weights.tensor_file import Content, FileParts, Files, iterate_tensors, parts_of, read_header
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KEPT_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".py")
 WEIGHTS = ".safetensors"
@@ -91,6 +95,13 @@ def _loaded_files(path: Path) -> list[str]:
 def without_weights(files: Files) -> Files:
     """Return config and tokenizer: what an engine needs before it pulls a weight version."""
     return {name: content for name, content in files.items() if not name.endswith((WEIGHTS, ".index.json"))}
+
+
+def stored_weights(files: Files) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of the weights that transformers would load from a folder with these files, as views of them."""
+    names = [name for name in files if name.endswith(WEIGHTS)]
+    for name in ["model.safetensors"] if "model.safetensors" in files else names:
+        yield from iterate_tensors(files[name])
 
 
 def with_weights(files: Files, weights: Content) -> Files:
