@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.ema import ema_update
-from rlhfless_ray.learn.lora import LoraAdapters, live_name, trained
+from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name, trained
 from rlhfless_ray.learn.offload import leave_device, return_to_device
 from rlhfless_ray.learn.optimizer_state import held_moments, link_moments, parameter_sizes, plain_optimizer, restore_moments, whole_weights
 from rlhfless_ray.learn.rank_settings import RankSettings
@@ -266,7 +266,11 @@ class TrainerRank:
         return whole_weights(self.engine, self.stage, owner)
 
     def weights(self) -> dict[str, np.ndarray] | None:
-        """{name in a file: array} from rank 0, see `saved_state`; the other ranks take part and return None."""
+        """{name in a file: array} from rank 0, see `saved_state`; the other ranks take part and return None. Of the adapter alone if
+        `lora.publish` says so."""
+        if self.lora is not None and self.settings.lora.publish == "adapter":
+            own = self._weights_of(dict.fromkeys(self._stored(), 0))
+            return None if self.rank else {saved_name(k): as_numpy(v) for k, v in own.items()}
         found = self._merged()
         return None if found is None else {k: as_numpy(v) for k, v in found.items()}
 

@@ -50,9 +50,11 @@ class WorkerGroup:
         broker: SlotBroker,
         name: str = "learner",
         recovery: Recovery | None = None,
+        shares_base: bool = False,
     ) -> None:
         """`section`: settings that all worker groups share: threads, deadline, number of skipped updates. `broker`: gets the leases of
-        lost ranks and lends missing ones. `name`: for messages. `recovery`: by default every step has a snapshot and no messages."""
+        lost ranks and lends missing ones. `name`: for messages. `recovery`: by default every step has a snapshot and no messages.
+        `shares_base`: published versions are adapters, and refer to the files of their base."""
         self.pool, self.ranks, self.broker, self.name = pool, ranks, broker, name
         more_threads = section.max_slots_per_rank if pool.leases.resource == "cpu" else 1
         self.slots = ranks * more_threads
@@ -62,6 +64,8 @@ class WorkerGroup:
         self.by_rank: list[Instance] = []
         self.recovery = Recovery(1) if recovery is None else recovery
         self.files: StoredFiles | None = None  # of the model, once the ranks have loaded it
+        self.shares_base = shares_base
+        self.base: Any = None  # if shared, a reference to the model's files
         self.loopback = False
         self.scheduler = GangScheduler(pool, ranks, broker, name)
         self.coming: list[list[Any]] = []  # (weights, digests) of each rank, requested together with the update before
@@ -217,6 +221,8 @@ class WorkerGroup:
     def _join(self, state: Snapshot) -> None:
         assert self.files is not None
         place = self._all([self.by_rank[0].actor.rendezvous.remote(self.loopback)], f"the {self.name} worker group's address")[0]
+        if self.shares_base and self.base is None:
+            self.base = ray.put(self.files.files)
         files, source = self._source(self.files), self._source(state)
         refs = [i.actor.build.remote(files, place, len(i.leases), source) for i in self.by_rank]
         told = self._all(refs, f"the {self.name} to load its model")
@@ -350,7 +356,7 @@ class WorkerGroup:
         told = replies[0][0]  # a digest of each tensor; of a replayed learner one number
         known = isinstance(told, dict)
         total, digests = (combined(told), ray.put(told)) if known else (told, None)
-        return WeightVersion(version, weights[0], total, node if there else "", copy if there else None, digests)
+        return WeightVersion(version, weights[0], total, node if there else "", copy if there else None, digests, self.base)
 
     def _weights(self) -> list[list[Any]]:
         return [i.actor.weights.options(num_returns=2).remote() for i in self.by_rank]

@@ -272,14 +272,16 @@ class ReferenceConfig(Section):
 
 class LoraConfig(Section):
     rank: int = Field(0, ge=0)
-    """Rank of the adapters that are trained while policy and critic stay frozen. Engines get the merged weights. 0: train every
-    weight."""
+    """Rank of the adapters that are trained while policy and critic stay frozen. 0: train every weight."""
     alpha: int = Field(16, ge=1)
     """An adapter's product is scaled by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the adapters' inputs in updates. Sampling and old log-probabilities have none."""
     target_modules: list[str] = Field(["all-linear"], min_length=1)
     """Ends of the names of the layers that get an adapter. `all-linear`: every linear layer except the output head."""
+    publish: Literal["auto", "merged", "adapter"] = "auto"
+    """What engines get of a new version. `merged`: the whole weights with the adapter in them. `adapter`: the adapter, which they hold
+    on its base. `auto`: the adapter where that takes less time, which is on CPU from 100 M parameters."""
 
     @model_validator(mode="after")
     def _check_target_modules(self) -> LoraConfig:

@@ -62,8 +62,10 @@ class RolloutActor:
 
         return load_tokenizer(self.files, self.settings.trust_remote_code)
 
-    def load(self, version: int, weights: dict[str, np.ndarray], expected: int | Mapping[str, int]) -> list[Span]:
-        """Load a weight version. `expected`: the digest of each tensor, or one checksum.
+    def load(
+        self, version: int, weights: dict[str, np.ndarray], expected: int | Mapping[str, int], base: Files | None = None
+    ) -> list[Span]:
+        """Load a weight version. `expected`: the digest of each tensor, or one checksum. `base`: see `VllmEngine.load`.
 
         Raises ValueError, with the tensors' names if they are known, if the bytes differ from the published ones.
         """
@@ -74,7 +76,7 @@ class RolloutActor:
             which = f": {listed(wrong)} differ from what was published" if wrong else ": its checksum is not the published one"
             raise ValueError(f"weight version {version} arrived damaged{which}")
         self.engine.unpark()
-        self.engine.load(version, weights)
+        self.engine.load(version, weights, base)
         return [Span("transfer", f"load version {version}", start, time.time())]
 
     def differing(self, model: Files, published: Mapping[str, int] | None) -> tuple[list[str], list[str] | None]:

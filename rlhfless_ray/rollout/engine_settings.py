@@ -6,9 +6,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.weights.adapter import ADAPTABLE
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class ServedAdapter:
+    """What is the same in all versions of an adapter that engines hold on its base."""
+
+    rank: int
+    alpha: int
+    modules: tuple[str, ...]  # ends of the adapted layers' names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +35,14 @@ class EngineSettings:
     device: str = "cpu"  # or "gpu"
     prefix_kv: bool = False  # whether the engine exchanges KV pages with others
     quantization: Literal["off", "int8", "fp8"] = "off"
+    adapter: ServedAdapter | None = None  # None: engines get whole weights
+
+
+def served_adapter(recipe: Recipe) -> ServedAdapter | None:
+    """Return the adapter that engines hold, None if `lora.publish` is `merged`. See `choose_publish` for `auto`."""
+    lora = recipe.lora
+    modules = ADAPTABLE if lora.target_modules == ["all-linear"] else tuple(lora.target_modules)
+    return ServedAdapter(lora.rank, lora.alpha, modules) if lora.publish == "adapter" else None
 
 
 def engine_settings(recipe: Recipe, longest_prompt_tokens: int, device: str = "cpu", prefix_kv: bool = False) -> EngineSettings:
@@ -40,6 +58,7 @@ def engine_settings(recipe: Recipe, longest_prompt_tokens: int, device: str = "c
         device=device,
         prefix_kv=prefix_kv,
         quantization=rollout.quantization,
+        adapter=served_adapter(recipe),
     )
 
 

@@ -43,6 +43,8 @@ class Int8Linear(OnlineLinearBase):
         layer.input_scale = layer.input_zero_point = layer.azp_adj = None
         with set_default_torch_dtype(self.input_dtype):  # that of the results, which differs when weights are loaded again
             self.kernel.process_weights_after_loading(layer)
+        if layer.weight is None:  # the kernel has its own copy, but adapters ask for the weight's device
+            layer.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.int8, device=scale.device), requires_grad=False)
         # The oneDNN kernel keeps the address of these scales, while vLLM copies their values into the layer's first ones.
         self.scale = layer.weight_scale
         layer._already_called_process_weights_after_loading = True

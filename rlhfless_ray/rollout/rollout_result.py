@@ -53,6 +53,7 @@ def fetch_into(instance: Instance, weights: WeightVersion) -> None:
     """Make the instance load this version unless it has it. The call precedes its next rollout in the actor's queue."""
     if instance.version != weights.version:
         expected = weights.checksum if weights.digests is None else weights.digests
-        instance.loading = instance.actor.load.remote(weights.version, weights.ref, expected)
+        base = () if weights.base is None else (weights.base,)
+        instance.loading = instance.actor.load.remote(weights.version, weights.ref, expected, *base)
         instance.version = weights.version
     instance.state = State.READY

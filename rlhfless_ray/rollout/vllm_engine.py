@@ -30,8 +30,8 @@ from rlhfless_ray.rollout.stop_strings import StopStrings
 from rlhfless_ray.rollout.token_deltas import ENDS, TokenDeltas
 from rlhfless_ray.types import EngineStep, Request, Span
 from rlhfless_ray.weights.compare import differing
-from rlhfless_ray.weights.model_folder import content_addressed_folder, write_folder
-from rlhfless_ray.weights.tensor_file import Files, as_tensor
+from rlhfless_ray.weights.model_folder import content_addressed_folder, stored_weights, write_folder
+from rlhfless_ray.weights.tensor_file import Files, as_numpy, as_tensor
 
 if TYPE_CHECKING:
     from rlhfless_ray.rollout.keyed_sampler import KeyedSampler
@@ -92,6 +92,8 @@ class VllmEngine:
         from rlhfless_ray.rollout.keyed_sampler import KeyedSampler
 
         self.version: int | None = None
+        self.adapter, self.has_base = settings.adapter, False
+        self.adapter_request: Any = None  # vLLM's name of the adapter, for each request
         self.reference_engines: list[VllmEngine] = []  # see `differing`
         self.words = StopStrings(tokenizer)
         self.pages: PageStore | None = PageStore() if settings.prefix_kv else None
@@ -124,6 +126,7 @@ class VllmEngine:
                 kv_transfer_config=_transfer_config(self.pages),
                 quantization=_quantization_method(settings.quantization),
                 **memory,
+                **_adapter_arguments(settings),
             )
         )
         self.sampler: KeyedSampler = self.engine.collective_rpc(cast(Any, _find_sampler))[0]
@@ -141,17 +144,38 @@ class VllmEngine:
         start = kept.layout.start if kept is not None else partial(root, b"no pages")
         core.request_block_hasher = BlockHasher(start, size, core.request_block_hasher)
 
-    def load(self, version: int, weights: dict[str, np.ndarray]) -> None:
+    def load(self, version: int, weights: dict[str, np.ndarray], base: Files | None = None) -> None:
         """Replace the weights in place. Raises ValueError if the model has weights that are not among them.
 
-        Later requests have `version` in their cache salt, so they cannot reach cached KV of older weights.
+        With `EngineSettings.adapter` the weights are an adapter's, by peft's names, and `base` has the files of the model below it.
+        The base is loaded only if the engine lacks it. Later requests have `version` in their cache salt, so they cannot reach cached
+        KV of older weights.
         """
+        self.version = None
+        if self.adapter is None:
+            self._replace_weights(version, weights)
+        else:
+            self._replace_adapter(version, weights, base)
+        self.version = version
+
+    def _replace_weights(self, version: int, weights: dict[str, np.ndarray]) -> None:
         reload: Any = _reload
         missing = self.engine.collective_rpc(reload, args=(weights, self.on_cpu))[0]
         if missing:
-            self.version = None
             raise ValueError(f"weight version {version} lacks {len(missing)} of the engine's weights, {min(missing)} first")
-        self.version = version
+
+    def _replace_adapter(self, version: int, weights: dict[str, np.ndarray], base: Files | None) -> None:
+        from rlhfless_ray.rollout.adapter_layers import REQUEST, put_adapter
+
+        if not self.has_base:
+            if base is None:
+                raise ValueError(f"weight version {version} is an adapter, and its base was not given")
+            self._replace_weights(version, {name: as_numpy(tensor) for name, tensor in stored_weights(base)})
+            self.has_base = True
+        put: Any = put_adapter
+        if unknown := self.engine.collective_rpc(put, args=(weights, self.adapter))[0]:
+            raise ValueError(f"weight version {version} adapts {len(unknown)} layers that the engine has not, {unknown[0]} first")
+        self.adapter_request = REQUEST
 
     def differing(self, folder: Path, settings: EngineSettings, shapes: Mapping[str, Sequence[int]]) -> list[str]:
         """Return the names of the tensors in which this engine differs from one that loads the folder. `shapes`: of its tensors.
@@ -276,7 +300,7 @@ class VllmEngine:
             tokens = [*request.token_ids, *request.generated]
             # the form that vLLM's renderer returns, which would process every prompt again
             prompt: Any = {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt(self.version or 0)}
-            self.engine.add_request(str(number), prompt, params)
+            self.engine.add_request(str(number), prompt, params, lora_request=self.adapter_request)
             added.add(number)
         return added
 
@@ -325,7 +349,7 @@ class VllmEngine:
         """
         if self.on_cpu and not self.engine.reset_prefix_cache():  # its cached prefixes would be empty
             raise RuntimeError("this engine has running requests, so it cannot release their KV cache")
-        self.version = None
+        self.version, self.has_base = None, False
         if self.on_cpu:  # where vLLM ignores sleep
             drop: Any = _drop_memory
             self.engine.collective_rpc(drop)
@@ -379,6 +403,14 @@ def _quantization_method(kind: str) -> str | None:
     return "fp8_per_channel" if kind == "fp8" else None
 
 
+def _adapter_arguments(settings: EngineSettings) -> dict[str, Any]:
+    if settings.adapter is None:
+        return {}
+    from rlhfless_ray.rollout.adapter_layers import engine_arguments
+
+    return engine_arguments(settings)
+
+
 def _transfer_config(pages: PageStore | None) -> Any:
     if pages is None:
         return None
@@ -397,13 +429,15 @@ def _find_sampler(worker: Any) -> KeyedSampler:
 def _reload(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) -> set[str]:
     """Run in vLLM's worker: load the weights, and return the names of parameters that got none."""
     model = worker.get_model()
+    once, every = ({name for name, _ in model.named_parameters(remove_duplicate=which)} for which in (True, False))
     missing: set[str] = set()
     load = model.load_weights
 
     def load_and_record(named: Any) -> Any:
         # Only during a load does the model have exactly the weights of a file. Later vLLM computes others from them, such as latent
-        # attention's W_UK_T, and may drop those that it has packed.
-        missing.update(name for name, _ in model.named_parameters())
+        # attention's W_UK_T, and may drop those that it has packed. Tied weights are then apart.
+        names = {name for name, _ in model.named_parameters()} - (every - once)
+        missing.update(name.replace(".base_layer.", ".") for name in names)
         loaded = load(named)
         missing.difference_update(missing if loaded is None else loaded)  # vLLM itself only warns
         return loaded

@@ -108,6 +108,8 @@ class Agreement:
 
     def _find_cause(self, weights: WeightVersion) -> str:
         """Find the tensors that differ, and return a sentence about them for the message."""
+        if weights.base is not None:
+            return "engines hold an adapter on its base, where tensors cannot be compared; set lora.publish=merged to find them"
         try:
             model = self.worker_groups.learner.model()
             unknown = False

@@ -18,6 +18,7 @@ from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.prefix.supported_models import unsupported
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.engine_settings import engine_settings
+from rlhfless_ray.weights.adapter import choose_publish, not_served
 from rlhfless_ray.weights.load_policy import check_kv_cache
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, without_weights
 from rlhfless_ray.weights.tensor_file import Files
@@ -95,6 +96,8 @@ def create_worker_pools(
         raise UserError(f"rollout.block_size: vLLM on CPU needs a multiple of 32 (got {recipe.rollout.block_size})")
     if resource == "cpu":
         check_kv_cache(recipe, files, longest_prompt_tokens)
+    if recipe.lora.rank:
+        recipe = with_publish(recipe, files, resource)
     run_id = hashlib.blake2b(f"{folder.resolve()} {time.time_ns()}".encode(), digest_size=4).hexdigest()
     leases = LeaseManager(resource, ledger, recipe.functions.lease_deadline_s, run_id)
     broker = SlotBroker(leases)
@@ -138,7 +141,8 @@ def create_worker_pools(
             faults=faults,
             parked_memory=parked if kind == "reference" else None,  # a learner's memory is its state, which must stay
         )
-        return WorkerGroup(group_pool, ranks, recipe.learner, broker, name, Recovery(snapshot_steps, say))
+        shares_base = kind == "learn" and recipe.lora.publish == "adapter"
+        return WorkerGroup(group_pool, ranks, recipe.learner, broker, name, Recovery(snapshot_steps, say), shares_base)
 
     def engine_pool(kind: str, cls: type | None, **options: Any) -> WorkerPool:
         return pool(kind, starter(cls, config, engine), on_device=True, give_back_after_s=GIVE_BACK_AFTER_S, **options)
@@ -156,6 +160,14 @@ def create_worker_pools(
         worker_group("reference", actors.reference, reference_settings, recipe.reference.ranks, "reference") if has_reference else None,
         f"this policy's KV cannot be shared, and contexts of moved responses are computed again: {unshared}" if unshared else None,
     )
+
+
+def with_publish(recipe: Recipe, files: Files, resource: str) -> Recipe:
+    """Return the recipe with `lora.publish` resolved to `merged` or `adapter`. Raises UserError if engines cannot hold the adapter."""
+    lora = recipe.lora
+    reason = not_served(config_of(files).get("model_type", ""), lora.rank, lora.target_modules)
+    publish = choose_publish(lora.publish, reason, resource, parameter_count(files), recipe.rollout.max_tokens)
+    return recipe.model_copy(update={"lora": lora.model_copy(update={"publish": publish})})
 
 
 def prices(recipe: Recipe, resource: str, leases: LeaseManager) -> Callable[[str], float]:

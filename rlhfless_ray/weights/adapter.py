@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,12 @@ UNSUPPORTED = (
     "megatron_config",
     "alora_invocation_tokens",
 )
+
+# What engines can hold as an adapter: families of policies, in which the tests compare engines with the learner, and their layers.
+SERVED_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj")
+MAX_RANK = 512  # vLLM's
+SERVED_PARAMETERS, SERVED_TOKENS = 100_000_000, 2048  # see `choose_publish`
 
 
 @dataclass
@@ -100,6 +106,28 @@ class Adapter:
 def with_base(config: bytes, base: str) -> bytes:
     """Return an adapter's config with the base model's name in it."""
     return json.dumps({**json.loads(config), "base_model_name_or_path": base}, indent=2, sort_keys=True).encode()
+
+
+def not_served(model_type: str, rank: int, targets: Sequence[str]) -> str | None:
+    """Say why engines cannot hold such an adapter on a policy of this family, or return None."""
+    if model_type not in SERVED_FAMILIES:
+        return f"engines hold adapters of {', '.join(SERVED_FAMILIES)}, and the policy is {model_type}"
+    if other := [name for name in targets if name != "all-linear" and name.rsplit(".", 1)[-1] not in ADAPTABLE]:
+        return f"engines adapt linear layers only, and lora.target_modules has {other[0]}"
+    return f"engines take a rank of {MAX_RANK} at most, and lora.rank is {rank}" if rank > MAX_RANK else None
+
+
+def choose_publish(publish: str, reason: str | None, device: str, parameters: int, longest_response: int) -> str:
+    """Resolve `lora.publish` to `merged` or `adapter`. `reason`: see `not_served`. Raises UserError for an adapter that is not served.
+
+    `auto` is the quicker of both, as far as was measured.
+    """
+    if publish == "adapter" and reason is not None:
+        raise UserError(f"lora.publish: {reason}; set merged or auto")
+    if publish != "auto":
+        return publish
+    pays = device == "cpu" and parameters >= SERVED_PARAMETERS and longest_response <= SERVED_TOKENS
+    return "adapter" if pays and reason is None else "merged"
 
 
 def _scale(config: Mapping[str, Any], module: str) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.weights.tensor_file import Content, FileParts, Files, parts_of, read_header, save_tensors, write_file
+from rlhfless_ray.weights.tensor_file import Content, FileParts, Files, iterate_tensors, parts_of, read_header, save_tensors, write_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,6 +98,13 @@ def _loaded_files(path: Path) -> list[str]:
 def without_weights(files: Files) -> Files:
     """Return config and tokenizer: what an engine needs before it pulls a weight version."""
     return {name: content for name, content in files.items() if not name.endswith((WEIGHTS, ".index.json"))}
+
+
+def stored_weights(files: Files) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of the weights that transformers would load from a folder with these files, as views of them."""
+    names = [name for name in files if name.endswith(WEIGHTS)]
+    for name in ["model.safetensors"] if "model.safetensors" in files else names:
+        yield from iterate_tensors(files[name])
 
 
 def split_files(tensors: Mapping[str, Tensor], most_bytes: int = MAX_FILE_BYTES) -> Files:
