@@ -72,6 +72,7 @@ def test_a_continued_response_has_the_same_tokens(engine: Any) -> None:
     whole = answer(engine, asked)
     engine.park()
     engine.unpark()
+    put(engine, weights_of(FILES["A"]))
     halves = {key: tuple(one.token_ids[: len(one.token_ids) // 2].tolist()) for key, one in whole.items()}
     (rest,) = engine.generate([replace(r, generated=halves[r.key]) for r in asked[:5]])
     found = np.split(rest.token_ids, np.cumsum(rest.counts)[:-1])

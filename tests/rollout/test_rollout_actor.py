@@ -22,7 +22,7 @@ def actor(sampling: ModuleType) -> Any:
 
     made = RolloutActor({}, CPU)
     made.loaded = []
-    made.engine = SimpleNamespace(unpark=lambda: None, load=lambda version, weights: made.loaded.append((version, weights)))
+    made.engine = SimpleNamespace(unpark=lambda: None, load=lambda version, weights, base: made.loaded.append((version, weights)))
     return made
 
 
