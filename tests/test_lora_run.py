@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.engine]
 BOUND = -3.4  # about the mean reward of the policy it begins with
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+@pytest.fixture(scope="module", params=["merged", "adapter"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a run of two steps and its recipe."""
     folder = tmp_path_factory.mktemp("lora")
     recipe = write_recipe(
@@ -26,6 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         run__steps=2,
         lora__rank=4,
         lora__dropout=0.1,
+        lora__publish=request.param,
         algorithm__filter_range=[-100.0, BOUND],
         algorithm__filter_draw=1.9,
         algorithm__kl={"coefficient": 0.01},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import string
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,8 @@ HALF_BILLION = SharedWork(
     tied=True,
     dtype="bfloat16",
 )
+# the shape of Qwen2.5-1.5B
+BILLION_AND_A_HALF = replace(HALF_BILLION, name="1.5B", hidden=1536, intermediate=8960, layers=28, heads=12)
 LARGE = SharedWork("11M", hidden=384, intermediate=1024, layers=6, micro_sequences=64)
 
 

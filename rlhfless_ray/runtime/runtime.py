@@ -44,7 +44,7 @@ from rlhfless_ray.runtime.agreement import Agreement
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.runtime.step_operations import StepOperations
-from rlhfless_ray.runtime.worker_pools import ActorClasses, create_worker_pools
+from rlhfless_ray.runtime.worker_pools import ActorClasses, check_adapter, create_worker_pools
 from rlhfless_ray.types import Step
 from rlhfless_ray.weights.load_policy import cache_policy, cached_folder, context_tokens, initial_policy, policy_tokenizer
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
@@ -87,6 +87,7 @@ class Runtime(StepOperations):
             Checkpoints(recipe.checkpoint, Path(recipe.run.root)).check()
         check_ahead(recipe)
         self.files, self.owes_warm_start = initial_policy(recipe)
+        check_adapter(recipe, self.files)
         self.critic_files = read_folder(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
         if recipe.critic.normalize:
             output_scale(config_of(self.critic_files or self.files), "critic.path", "critic.normalize")

@@ -163,11 +163,21 @@ def create_worker_pools(
 
 
 def with_publish(recipe: Recipe, files: Files, resource: str) -> Recipe:
-    """Return the recipe with `lora.publish` resolved to `merged` or `adapter`. Raises UserError if engines cannot hold the adapter."""
+    """Return the recipe with `lora.publish` resolved to `merged` or `adapter`."""
     lora = recipe.lora
-    reason = not_served(config_of(files).get("model_type", ""), lora.rank, lora.target_modules)
-    publish = choose_publish(lora.publish, reason, resource, parameter_count(files), recipe.rollout.max_tokens)
+    served = why_not_served(recipe, files) is None
+    publish = choose_publish(lora.publish, served, resource, parameter_count(files), recipe.rollout.max_tokens)
     return recipe.model_copy(update={"lora": lora.model_copy(update={"publish": publish})})
+
+
+def check_adapter(recipe: Recipe, files: Files) -> None:
+    """Raise UserError if `lora.publish` asks engines for an adapter that they cannot hold."""
+    if recipe.lora.publish == "adapter" and (reason := why_not_served(recipe, files)):
+        raise UserError(f"lora.publish: {reason}; set merged or auto")
+
+
+def why_not_served(recipe: Recipe, files: Files) -> str | None:
+    return not_served(config_of(files).get("model_type", ""), recipe.lora.rank, recipe.lora.target_modules)
 
 
 def prices(recipe: Recipe, resource: str, leases: LeaseManager) -> Callable[[str], float]:

@@ -117,17 +117,15 @@ def not_served(model_type: str, rank: int, targets: Sequence[str]) -> str | None
     return f"engines take a rank of {MAX_RANK} at most, and lora.rank is {rank}" if rank > MAX_RANK else None
 
 
-def choose_publish(publish: str, reason: str | None, device: str, parameters: int, longest_response: int) -> str:
-    """Resolve `lora.publish` to `merged` or `adapter`. `reason`: see `not_served`. Raises UserError for an adapter that is not served.
+def choose_publish(publish: str, served: bool, device: str, parameters: int, longest_response: int) -> str:
+    """Resolve `lora.publish` to `merged` or `adapter`. `served`: whether engines can hold the adapter, see `not_served`.
 
-    `auto` is the quicker of both, as far as was measured.
+    `auto` is the quicker of both as far as was measured, and `merged` on GPUs, where it was not.
     """
-    if publish == "adapter" and reason is not None:
-        raise UserError(f"lora.publish: {reason}; set merged or auto")
     if publish != "auto":
         return publish
     pays = device == "cpu" and parameters >= SERVED_PARAMETERS and longest_response <= SERVED_TOKENS
-    return "adapter" if pays and reason is None else "merged"
+    return "adapter" if pays and served else "merged"
 
 
 def _scale(config: Mapping[str, Any], module: str) -> float:
