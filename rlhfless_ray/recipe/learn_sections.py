@@ -281,7 +281,8 @@ class LoraConfig(Section):
     """Ends of the names of the layers that get an adapter. `all-linear`: every linear layer except the output head."""
     publish: Literal["auto", "merged", "adapter"] = "auto"
     """What engines get of a new version. `merged`: the whole weights with the adapter in them. `adapter`: the adapter, which they hold
-    on its base. `auto`: the adapter where that takes less time, which is on CPU from 100 M parameters."""
+    on its base. `auto`: the adapter where that takes less time, which is on CPU from 100 M parameters and with responses
+    of 64 tokens at most."""
 
     @model_validator(mode="after")
     def _check_target_modules(self) -> LoraConfig:
