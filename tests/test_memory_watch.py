@@ -9,6 +9,9 @@ import time
 import pytest
 
 from rlhfless_ray.local.memory_watch import MemoryWatch, function_of, memory_metrics
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.report.cost_charts import memory_table
+from rlhfless_ray.run.memory_check import Lengths, least_mb
 
 pytestmark = pytest.mark.pure
 
@@ -41,5 +44,28 @@ def test_peaks_are_kept_until_they_are_taken() -> None:
     peaks = watch.take()
     assert peaks["Ray"] >= 50 and peaks["driver"] > 1  # the child has no title of a worker
     assert peaks["total"] >= peaks["driver"] + 50
-    assert memory_metrics(peaks)["memory/ray_peak_mb"] == round(peaks["Ray"], 1)
+    assert memory_metrics(peaks, {})["memory/ray_peak_mb"] == round(peaks["Ray"], 1)
     assert watch.take() == {}
+
+
+def test_the_report_has_least_and_measured_memory_by_function() -> None:
+    rows = [
+        memory_metrics({"learner": 9000.0, "engines": 2000.0, "total": 12000.0}, {"learner": 8900.0}),
+        {"step": 2},  # too short for a look
+        memory_metrics({"learner": 9400.0, "engines": 2000.0, "total": 11000.0}, {"learner": 8900.0}),
+    ]
+    assert memory_table(rows) == [
+        {"name": "learner", "least": 8.9, "median": 9.2, "most": 9.4},
+        {"name": "engines", "least": None, "median": 2.0, "most": 2.0},
+        {"name": "all together", "least": None, "median": 11.5, "most": 12.0},
+    ]
+    assert memory_table([{"step": 1}]) == []
+
+
+def test_least_memory_is_that_of_the_plan() -> None:
+    recipe = Recipe.parse(
+        {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "policy": {"dtype": "bfloat16"}, "learner": {"zero_stage": 1}}
+    )
+    found = least_mb(recipe, {"num_hidden_layers": 24, "hidden_size": 896}, 494_000_000, Lengths())
+    assert found["learner"] == pytest.approx(494 * 18, rel=1e-3), "weights 2, float32 weights 4, moments 8, gradients 4 bytes"
+    assert found["engines"] == pytest.approx(494 * 2 + recipe.rollout.kv_cache_mb * 1.048576)

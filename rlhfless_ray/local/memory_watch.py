@@ -83,6 +83,7 @@ def function_of(title: str) -> str:
     return FUNCTIONS.get(title.removeprefix("ray::").split(".")[0], "other workers")
 
 
-def memory_metrics(peaks: Mapping[str, float]) -> dict[str, float]:
-    """Return a step's metrics of the peaks."""
-    return {f"memory/{name.lower().replace(' ', '_')}_peak_mb": round(peak, 1) for name, peak in peaks.items()}
+def memory_metrics(peaks: Mapping[str, float], least: Mapping[str, float]) -> dict[str, float]:
+    """Return a step's metrics of measured peaks and of the functions' least needs, both in MB."""
+    told = {f"{name}_peak": size for name, size in peaks.items()} | {f"{name}_least": size for name, size in least.items()}
+    return {f"memory/{name.lower().replace(' ', '_')}_mb": round(size, 1) for name, size in told.items()}

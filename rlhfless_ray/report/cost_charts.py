@@ -149,6 +149,19 @@ def phase_table(rows: Sequence[Row]) -> list[Row]:
     return sorted(lines, key=lambda entry: -entry["sum"])
 
 
+def memory_table(rows: Sequence[Row]) -> list[Row]:
+    """Return least, median and largest measured memory (GB) by function, largest first; all processes together last."""
+    names = {key.removeprefix("memory/").removesuffix("_peak_mb") for row in rows for key in row if key.endswith("_peak_mb")}
+    lines: list[Row] = []
+    for name in names:
+        peaks = [x / 1000 for x in (finite(row.get(f"memory/{name}_peak_mb")) for row in rows) if x is not None]
+        least = [x / 1000 for x in (finite(row.get(f"memory/{name}_least_mb")) for row in rows) if x is not None]
+        if peaks:
+            shown = "all together" if name == "total" else name.replace("_", " ")
+            lines.append({"name": shown, "least": least[-1] if least else None, "median": statistics.median(peaks), "most": max(peaks)})
+    return sorted(lines, key=lambda line: (line["name"] == "all together", -line["most"]))
+
+
 def total(rows: Sequence[Row], key: str) -> float | None:
     """Return the sum of a metric over the steps, or None if no step has it."""
     values: list[Any] = [x for x in (finite(row.get(key)) for row in rows) if x is not None]

@@ -74,6 +74,7 @@ def render(record: RunRecord) -> str:
         cost_table=cost_charts.cost_table(record.ledger),
         phases=phases,
         phase_table=cost_charts.phase_table(steps),
+        memory_table=cost_charts.memory_table(steps),
         samples=samples,
         leases=leases,
         recipe=record.recipe,

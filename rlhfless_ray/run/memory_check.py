@@ -232,6 +232,21 @@ def _engine_width(recipe: Recipe) -> int:
     return memory.VALUE_BYTES[recipe.policy.dtype] if recipe.rollout.quantization == "off" else 1
 
 
+def least_mb(recipe: Recipe, config: dict[str, Any], parameters: int, lengths: Lengths) -> dict[str, float]:
+    """Return the least memory of each function at work in MB, all its processes together. An engine counts once: the planner decides
+    how many there are. `config`, `parameters`: of the policy."""
+    policy = Model("policy.path", config, parameters, parameters, 0)
+    models = {"policy": policy, **({"critic": policy} if recipe.algorithm.has_critic else {})}
+    found = {}
+    for name, _, rank, ranks in _training_groups(recipe, models, lengths):
+        found[name] = ranks * sum(size for _, size in rank.training) / 1e6
+    weights = parameters * memory.VALUE_BYTES[recipe.policy.dtype] / 1e6
+    found["engines"] = weights + recipe.rollout.kv_cache_mb * 2**20 / 1e6
+    if recipe.has_reference:
+        found["reference"] = recipe.reference.ranks * weights
+    return found
+
+
 def _training_groups(recipe: Recipe, models: dict[str, Model], lengths: Lengths) -> list[tuple[str, Model, memory.RankMemory, int]]:
     """(name, model, memory of a rank, ranks) of those that train."""
     width, section = memory.VALUE_BYTES[recipe.policy.dtype], recipe.learner

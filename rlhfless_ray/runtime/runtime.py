@@ -38,7 +38,7 @@ from rlhfless_ray.rollout.engine_settings import check_quantization
 from rlhfless_ray.run.checkpoints import Best, Checkpoints, swap_folder
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder, check_writable
-from rlhfless_ray.run.memory_check import check_ahead, check_on, lengths_of
+from rlhfless_ray.run.memory_check import check_ahead, check_on, least_mb, lengths_of
 from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.runtime.agreement import Agreement
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
@@ -51,6 +51,9 @@ from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_f
 from rlhfless_ray.weights.remote_folder import StoredFiles, writer
 
 FAILED_SAVE_S = 30.0  # timeout for the learner's state after a failure
+
+
+SHOWN_MB = 1000.0  # smaller needs are not worth a line at the start
 
 
 class Runtime(StepOperations):
@@ -133,7 +136,9 @@ class Runtime(StepOperations):
             resource = self.cluster.resource()
             self.slots = self.cluster.check_size(resource)
             check_quantization(self.recipe, resource)
-            note = check_on(self.cluster, resource, self.recipe, lengths_of(self.prompts.train, self.prompts.heldout))
+            lengths = lengths_of(self.prompts.train, self.prompts.heldout)
+            note = check_on(self.cluster, resource, self.recipe, lengths)
+            self.least_mb = least_mb(self.recipe, config_of(self.files), parameter_count(self.files), lengths) if resource == "cpu" else {}
             if not self.resume:
                 self.folder = RunFolder.create(self.recipe)
                 stack.enter_context(self.folder.locked())
@@ -147,6 +152,9 @@ class Runtime(StepOperations):
             self.ledger.resume_from(self.folder.path / "ledger.csv", self.steps_done)
             self.record = RunRecorder(self.recipe, self.folder, self.ledger, self.steps_done)
             stack.push(self._close_record)
+            if sum(self.least_mb.values()) > SHOWN_MB:
+                parts = ", ".join(f"{name} {mb / 1000:.1f} GB" for name, mb in self.least_mb.items())
+                self.record.progress.message(f"memory at work, at least: {parts} (one engine)")
             for message in filter(None, [*self.prompts.notes, note]):
                 self.record.progress.message(message)
             self.phases = StepTimer(self.record.progress.phase)

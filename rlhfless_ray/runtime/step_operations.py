@@ -51,6 +51,7 @@ class StepOperations(CheckpointedRun):
 
     cluster: RayCluster
     memory: MemoryWatch
+    least_mb: dict[str, float]  # least memory of each function at work; empty on GPUs
     ledger: Ledger
     broker: SlotBroker
     leases: LeaseManager
@@ -271,7 +272,7 @@ class StepOperations(CheckpointedRun):
         self.autoscaler.observe_step(step.phase_s, step.wall_s, len(step.samples))
         self.stages.faults.step_done()
         step.metrics |= {**self.stages.faults.take_metrics(), **self.worker_group.recovery.take_metrics()}
-        step.metrics |= memory_metrics(self.memory.take())
+        step.metrics |= memory_metrics(self.memory.take(), self.least_mb)
         self.record.step(step, step.phase_s, step.wall_s, self.costs | self.quality, self.stages.replacements, self.leases)
         self.record.put_off(self.autoscaler.settle)
 
