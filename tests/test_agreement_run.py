@@ -37,7 +37,7 @@ def garbling_runtime(recipe: Recipe, where: str) -> Runtime:
             if version == 1 and where == "way":
                 weights = spoiled(weights)
             if version == 1 and where == "inside":
-                self.engine.load = lambda version, weights: load(version, spoiled(weights))
+                self.engine.load = lambda version, weights, base: load(version, spoiled(weights), base)
             try:
                 return super().load(version, weights, expected)
             finally:

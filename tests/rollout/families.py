@@ -144,7 +144,7 @@ class EngineHost:
         actor = self.actors[name]
         load = actor.engine.load
 
-        def spoiled(version: int, weights: dict[str, np.ndarray]) -> None:
+        def spoiled(version: int, weights: dict[str, np.ndarray], base: Any = None) -> None:
             load(version, {key: array[..., ::-1] + np.float32(0.25) if key == garbled else array for key, array in weights.items()})
 
         actor.engine.park()
