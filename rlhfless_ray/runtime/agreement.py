@@ -115,6 +115,7 @@ class Agreement:
             unknown = False
             for engine in [*self.engines.working, *self.engines.parked]:
                 if engine.version != weights.version or not engine.memory_mb:
+                    unknown |= engine.version is None and engine.memory_mb > 0  # parked without its weights
                     continue
                 published, held = get(engine.actor.differing.remote(model, weights.digests), NAMING_S, "the names of tensors that differ")
                 if published:
@@ -126,8 +127,8 @@ class Agreement:
             return describe_failure("finding the tensors that differ", error)
         if unknown:
             return (
-                "the tensors were published as the learner has them; the engines' tensors are unknown, because they have left their "
-                "device. Set rollout.agreement=warn to continue anyway"
+                "the tensors were published as the learner has them; the engines' tensors are unknown, because they were parked "
+                "without them. Set rollout.agreement=warn to continue anyway"
             )
         return (
             "every tensor equals that of a new engine that loads the model from a folder, so vLLM and transformers compute this "
