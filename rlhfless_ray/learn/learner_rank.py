@@ -50,7 +50,7 @@ class LearnerRank:
     # ---- life -------------------------------------------------------------------------------------------------
 
     def open(self, files: Files | Path, rendezvous: tuple[str, int], threads: int, state: dict[str, Any] | None = None) -> list[Span]:
-        """Build the engine from a model folder or its files; `state` (see `TrainerRank.snapshot`) continues a stopped run.
+        """Build the engine from a model folder or its files; `state` (see `read_state`) continues a stopped run.
 
         rendezvous: address and port of rank 0.
         """

@@ -1,4 +1,4 @@
-"""One vLLM engine in this process. Only this module, the sampler, the 8-bit layers and the KV connector import vLLM."""
+"""One vLLM engine in this process. Only this module, those that it loads and the KV connector import vLLM."""
 
 from __future__ import annotations
 
@@ -501,7 +501,7 @@ def _fused_modules(worker: Any) -> dict[str, list[str]]:
 
 
 def _drop_memory(worker: Any) -> None:
-    """Run in vLLM's worker on CPU: release the memory of the KV cache and of the weights, which a reload makes anew.
+    """Run in vLLM's worker on CPU: release the memory of the KV cache and of the weights, which a reload allocates again.
 
     Addresses of tensors stay valid; their content becomes zero. Packed weights of linear layers belong to their kernels, which go.
     """
