@@ -45,7 +45,7 @@ class PromptSharing:
         config = model.config.get_text_config()
         if config.model_type not in SHARING_FAMILIES or config._attn_implementation not in ("sdpa", "eager"):
             return None
-        return cls(config.hidden_size, getattr(config, "sliding_window", None))
+        return cls(config.hidden_size, getattr(config, "sliding_window", None) or None)
 
 
 def micro_batches(
