@@ -14,6 +14,7 @@ import numpy as np
 from rlhfless_ray.prefix.block_hash import salt
 from rlhfless_ray.prefix.pages import Bundle
 from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
+from rlhfless_ray.rollout.engine_member import members_memory_mb, start_members
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.token_deltas import TokenDeltas
 from rlhfless_ray.types import EngineStep, Request, Span
@@ -39,7 +40,10 @@ class RolloutActor:
         import rlhfless_ray.rollout.vllm_engine as engine
 
         config = json.loads(bytes(files.get("config.json", b"{}")))
-        engine.prepare(settings.device == "cpu", config.get("architectures") or ())
+        on_cpu, architectures = settings.device == "cpu", config.get("architectures") or ()
+        engine.set_environment(on_cpu)
+        start_members(settings.tensor_parallel - 1, on_cpu, architectures)  # they import meanwhile
+        engine.prepare(on_cpu, architectures)
         self.imported = Span("start", "import vllm", start, time.time())
 
     def open(self, threads: int) -> dict[str, Any]:
@@ -48,14 +52,19 @@ class RolloutActor:
         from rlhfless_ray.rollout.vllm_engine import VllmEngine, model_folder
 
         start = time.time()
-        set_threads(threads)
+        self._set_threads(threads)
         with tempfile.TemporaryDirectory(prefix="rlhfless-engine-") as name:
             tempfile.tempdir = name  # vLLM leaves a rendezvous file in the temporary folder
             self.engine = VllmEngine(model_folder(Path(name), self.files, self.settings), self.settings, self._tokenizer)
             tempfile.tempdir = None
         spans = [self.imported, Span("start", "build engine", start, time.time())]
         pages = self.engine.pages
-        return {"memory_mb": own_memory_mb(), "spans": spans, "keeps_no_pages": pages.refused if pages is not None else ""}
+        memory_mb = own_memory_mb() + members_memory_mb()
+        return {"memory_mb": memory_mb, "spans": spans, "keeps_no_pages": pages.refused if pages is not None else ""}
+
+    def _set_threads(self, threads: int) -> None:
+        """Use as many threads as leased cores. A further member has one."""
+        set_threads(threads - self.settings.tensor_parallel + 1)
 
     def _tokenizer(self) -> Any:
         from rlhfless_ray.weights.load_policy import load_tokenizer
@@ -111,7 +120,7 @@ class RolloutActor:
 
         `epoch`: number of this call. Commands that `enqueue` gets for it are carried out. `pages`: as in `EngineCommand`.
         """
-        set_threads(threads)
+        self._set_threads(threads)
         for ticket in self.old_tickets:  # not fetched during a whole call
             self.engine.kept.pop(ticket, None)
         self.old_tickets = set(self.engine.kept)
@@ -173,7 +182,8 @@ class RolloutActor:
         if self.settings.device == "cpu":
             release_unused_memory()
         on_device_mb = None if self.engine is None else self.engine.kept_on_device_mb()
-        return report_parked_memory([Span("transfer", "give memory back", start, time.time())], on_device_mb)
+        report = report_parked_memory([Span("transfer", "give memory back", start, time.time())], on_device_mb)
+        return {**report, "memory_mb": report["memory_mb"] + members_memory_mb()}
 
 
 def set_threads(threads: int) -> None:

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.prefix.block_hash import salt
 from rlhfless_ray.prefix.pages import Bundle, PageLayout, PageStore
-from rlhfless_ray.rollout.engine_actor import RolloutActor, set_threads
+from rlhfless_ray.rollout.engine_actor import RolloutActor
 from rlhfless_ray.types import Request, Span
 
 
@@ -116,7 +116,7 @@ class PageActor(RolloutActor):
         """
         if self.engine.version != version:
             raise RunError(f"asked for pages of weight version {version}, but this engine has {self.engine.version}")
-        set_threads(threads)
+        self._set_threads(threads)
         start = time.time()
         tokens = [tuple(prefix.tolist()) for prefix in prefixes]
         # `wanted` leaves out a prompt's last token, so each prefix is extended by one

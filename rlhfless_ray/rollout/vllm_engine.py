@@ -58,10 +58,7 @@ def prepare(on_cpu: bool = True, architectures: Sequence[str] = ()) -> None:
     The models' classes are registered with vLLM as loaded. Otherwise vLLM would inspect each class in another Python process, so
     that its import cannot touch a device before a fork. This process does not fork.
     """
-    for name, value in {**ENVIRONMENT, **(EAGER if on_cpu else EXACT)}.items():
-        os.environ.setdefault(name, value)
-    os.environ.update(REQUIRED)
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the recipe's kv_cache_mb
+    set_environment(on_cpu)
     if "vllm.v1.engine.llm_engine" in sys.modules:
         return
     with fast_imports((*OPTIONAL, *COMPILER) if on_cpu else ()):
@@ -73,6 +70,14 @@ def prepare(on_cpu: bool = True, architectures: Sequence[str] = ()) -> None:
         for name in architectures:
             if name in ModelRegistry.models:
                 ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+def set_environment(on_cpu: bool) -> None:
+    """Set the variables that vLLM reads when it is imported."""
+    for name, value in {**ENVIRONMENT, **(EAGER if on_cpu else EXACT)}.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(REQUIRED)
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the recipe's kv_cache_mb
 
 
 class VllmEngine:
@@ -97,6 +102,7 @@ class VllmEngine:
         self.adapter_request: Any = None  # vLLM's name of the adapter, for each request
         self.reference_engines: list[VllmEngine] = []  # see `differing`
         self.words = StopStrings(tokenizer)
+        self.width = settings.tensor_parallel
         self.pages: PageStore | None = PageStore() if settings.prefix_kv else None
         self.kept: dict[int, dict[bytes, np.ndarray]] = {}  # by ticket: pages of cut requests, by address
         self.steps: list[EngineStep] = []
@@ -104,7 +110,7 @@ class VllmEngine:
         self.stop_token_ids = read_stop_tokens(folder)
         self.max_model_len = settings.max_model_len
         memory = (
-            {"kv_cache_memory_bytes": settings.kv_cache_mb * 2**20}
+            {"kv_cache_memory_bytes": settings.kv_cache_mb * 2**20 // self.width}  # of a member
             if on_cpu
             else {"gpu_memory_utilization": settings.gpu_memory_share, "enable_sleep_mode": True}
         )
@@ -120,7 +126,8 @@ class VllmEngine:
                 block_size=settings.block_size,
                 enable_prefix_caching=True,
                 enforce_eager=on_cpu,
-                distributed_executor_backend="uni",
+                distributed_executor_backend=_executor(self.width),
+                tensor_parallel_size=self.width,
                 async_scheduling=False,  # the sampler reads each request's output so far, which must be complete
                 disable_log_stats=True,
                 logits_processors=[KeyedSampler],
@@ -130,14 +137,16 @@ class VllmEngine:
                 **_adapter_arguments(settings),
             )
         )
-        self.sampler: KeyedSampler = self.engine.collective_rpc(cast(Any, _find_sampler))[0]
+        core: Any = self.engine.engine_core.engine_core  # type: ignore[attr-defined]  # of a client in this process
+        self.core = core
+        self.sampler: KeyedSampler = find_sampler(core.model_executor.driver_worker)
         self.live = RunningRequests(self.sampler)
         self.on_cpu = on_cpu
         self._name_blocks()
 
     def _name_blocks(self) -> None:
         """Name KV blocks by the addresses of their pages, unless the layers form several groups, as in hybrid models."""
-        core: Any = self.engine.engine_core.engine_core  # type: ignore[attr-defined]  # of a client in this process
+        core = self.core
         size = core.vllm_config.cache_config.block_size
         if len(core.scheduler.kv_cache_config.kv_cache_groups) != 1 or getattr(core.scheduler, "hash_block_size", size) != size:
             return
@@ -163,7 +172,11 @@ class VllmEngine:
 
     def _replace_weights(self, version: int, weights: dict[str, np.ndarray]) -> None:
         reload: Any = _reload
-        missing = self.engine.collective_rpc(reload, args=(weights, self.on_cpu))[0]
+        if self.width > 1:
+            found = self.core.model_executor.load(reload, weights, self.on_cpu)
+        else:
+            found = self.engine.collective_rpc(reload, args=(weights, self.on_cpu))
+        missing = set().union(*found)
         if missing:
             raise ValueError(f"weight version {version} lacks {len(missing)} of the engine's weights, {min(missing)} first")
 
@@ -183,19 +196,21 @@ class VllmEngine:
     def differing(self, folder: Path, settings: EngineSettings, shapes: Mapping[str, Sequence[int]]) -> list[str]:
         """Return the names of the tensors in which this engine differs from one that loads the folder. `shapes`: of its tensors.
 
-        On CPU a new engine loads the folder with vLLM's own loader. A device has no room for two, so there this engine reloads.
+        On CPU a new engine loads the folder with vLLM's own loader. A device has no room for two, and members belong to one engine,
+        so there this engine reloads.
         """
         fingerprint, fused_modules = cast(Any, _fingerprint), cast(Any, _fused_modules)
-        found = self.engine.collective_rpc(fingerprint)[0]
-        if self.on_cpu:
+        found = self.engine.collective_rpc(fingerprint)
+        if self.on_cpu and self.width == 1:
             # kept, because an engine that ends destroys state shared by all engines of a process
             self.reference_engines.append(VllmEngine(folder, replace(settings, prefix_kv=False, kv_cache_mb=16), load_format="auto"))
             other = self.reference_engines[-1].engine
         else:
             other = self.engine
             other.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-        wanted = other.collective_rpc(fingerprint)[0]
-        return differing(found, wanted, shapes, self.engine.collective_rpc(fused_modules)[0])
+        wanted = other.collective_rpc(fingerprint)
+        fused = self.engine.collective_rpc(fused_modules)[0]
+        return sorted({name for own, new in zip(found, wanted, strict=True) for name in differing(own, new, shapes, fused)})
 
     def generate(
         self, requests: Iterable[Request], interval_s: float = float("inf"), control_queue: ControlQueue | None = None
@@ -414,6 +429,15 @@ def _adapter_arguments(settings: EngineSettings) -> dict[str, Any]:
     return engine_arguments(settings)
 
 
+def _executor(width: int) -> Any:
+    """Return vLLM's `distributed_executor_backend` for an engine with `width` members."""
+    if width == 1:
+        return "uni"
+    from rlhfless_ray.rollout.member_executor import MemberExecutor
+
+    return MemberExecutor
+
+
 def _transfer_config(pages: PageStore | None) -> Any:
     if pages is None:
         return None
@@ -422,8 +446,8 @@ def _transfer_config(pages: PageStore | None) -> Any:
     return transfer_config(pages)
 
 
-def _find_sampler(worker: Any) -> KeyedSampler:
-    """Run in vLLM's worker: return the sampler that vLLM has built."""
+def find_sampler(worker: Any) -> KeyedSampler:
+    """Return the sampler that vLLM has built in this worker."""
     from rlhfless_ray.rollout.keyed_sampler import KeyedSampler
 
     return next(one for one in worker.model_runner.input_batch.logitsprocs.all if isinstance(one, KeyedSampler))

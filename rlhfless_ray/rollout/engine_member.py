@@ -1,0 +1,185 @@
+"""A further member of an engine: a process that holds its part of the weights and KV cache, and does what the engine's process says.
+
+Both sides of the connection are here. Neither imports vLLM before it must, because all members import it at the same time.
+`python -m rlhfless_ray.rollout.engine_member SOCKET ON_CPU ARCHITECTURE…` starts one. SOCKET is a file descriptor.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
+
+import cloudpickle
+import numpy as np
+
+LOST_RC = 70  # exit status of an engine that has lost a member
+STEP_CALLS = ("execute_model", "sample_tokens")
+
+# ---- the engine's side ------------------------------------------------------------------------------------------
+
+started: list[Member] = []  # ahead of the engine, whose executor vLLM itself creates
+
+
+class Member:
+    """A further member's process, and the connection to it."""
+
+    def __init__(self, on_cpu: bool, architectures: Sequence[str]) -> None:
+        ours, theirs = socket.socketpair()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(theirs.fileno()), str(int(on_cpu)), *architectures],
+            stdin=subprocess.PIPE,  # closed when this process ends, however it ends
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        theirs.close()
+        self.reader, self.writer = ours.makefile("rb"), ours.makefile("wb")
+        threading.Thread(target=self._exit_when_lost, daemon=True).start()
+
+    def _exit_when_lost(self) -> None:
+        """End this process with the member: a collective operation that waits for a lost member may wait forever."""
+        status = self.process.wait()
+        print(f"member {self.process.pid} of this engine ended with status {status}", file=sys.stderr, flush=True)
+        os._exit(LOST_RC)
+
+    def call(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        cloudpickle.dump((method, args, kwargs or {}), self.writer)
+        self.writer.flush()
+
+    def result(self) -> Any:
+        """Return the result of the last call, or raise its exception."""
+        found = pickle.load(self.reader)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def send_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        """Send tensors one by one, so that no process holds a second copy of all."""
+        pickle.dump([(name, array.dtype, array.shape) for name, array in weights.items()], self.writer)
+        for array in weights.values():
+            self.writer.write(_bytes_of(np.ascontiguousarray(array)))
+        self.writer.flush()
+
+
+def start_members(count: int, on_cpu: bool, architectures: Sequence[str] = ()) -> None:
+    """Start the processes of further members up to `count`. They end with this process. `architectures`: as in `prepare`."""
+    started.extend(Member(on_cpu, architectures) for _ in range(count - len(started)))
+
+
+def members_memory_mb() -> float:
+    """Return the proportional set size of the further members in MB."""
+    import psutil
+
+    return sum(psutil.Process(member.process.pid).memory_full_info().pss for member in started) / 2**20
+
+
+# ---- the member's side ------------------------------------------------------------------------------------------
+
+
+class ArrivingWeights:
+    """Weights on their way from the engine's process. `items` yields each tensor once."""
+
+    def __init__(self, reader: BinaryIO) -> None:
+        self.reader = reader
+        self.left: list[tuple[str, np.dtype[Any], tuple[int, ...]]] = pickle.load(reader)
+
+    def items(self) -> Iterator[tuple[str, np.ndarray]]:
+        while self.left:
+            name, dtype, shape = self.left.pop(0)
+            array = np.empty(shape, dtype)
+            self.reader.readinto(_bytes_of(array))  # type: ignore[attr-defined]
+            yield name, array
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+class MemberWorker:
+    """vLLM's worker in this process."""
+
+    def __init__(self, reader: BinaryIO) -> None:
+        self.reader = reader
+        self.worker: Any = None
+
+    def build(self, config: Any, rank: int, init_method: str) -> None:
+        from vllm.platforms import current_platform
+        from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+        from rlhfless_ray.rollout.vllm_engine import find_sampler
+
+        if config.lora_config is not None and current_platform.is_cpu():
+            from rlhfless_ray.rollout.adapter_layers import replace_products
+
+            replace_products()
+        self.worker = WorkerWrapperBase(rpc_rank=rank)
+        own = {"vllm_config": config, "local_rank": rank, "rank": rank, "distributed_init_method": init_method, "is_driver_worker": False}
+        self.worker.init_worker(all_kwargs=[{}] * rank + [own])
+        self.worker.init_device()
+        self.worker.load_model()
+        current_platform.update_block_size_for_backend(config)
+        self.sampler = find_sampler(self.worker)
+
+    def load(self, method: Any, args: tuple[Any, ...]) -> Any:
+        """Run `method(worker, weights, *args)` with weights that the engine sends."""
+        arriving = ArrivingWeights(self.reader)
+        try:
+            return method(self.worker, arriving, *args)
+        finally:
+            for _ in arriving.items():  # what was not read would be taken for the next call
+                pass
+
+    def step(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Do this member's part of a step. It draws the same tokens as the engine, which reads its own."""
+        getattr(self.worker, method)(*args, **kwargs)
+        self.sampler.records.clear()
+        self.sampler.outputs.clear()
+
+    def run(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from vllm.v1.serial_utils import run_method
+
+        return run_method(self.worker, method, args, kwargs)
+
+
+def serve(connection: socket.socket) -> None:
+    """Carry out calls for ever. An exception in a step ends the process: the engine waits in a collective operation then."""
+    reader, writer = connection.makefile("rb"), connection.makefile("wb")
+    member = MemberWorker(reader)
+    while True:
+        method, args, kwargs = pickle.load(reader)
+        if method in STEP_CALLS:
+            member.step(method, args, kwargs)
+            continue
+        try:
+            own = getattr(member, method) if method in ("build", "load") else None
+            found = own(*args) if own is not None else member.run(method, args, kwargs)
+            reply = cloudpickle.dumps(found)
+        except Exception as error:
+            reply = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+        writer.write(reply)
+        writer.flush()
+
+
+def exit_with_engine() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def main() -> None:
+    threading.Thread(target=exit_with_engine, daemon=True).start()
+    from rlhfless_ray.rollout.vllm_engine import prepare
+
+    prepare(sys.argv[2] == "1", sys.argv[3:])
+    import torch
+
+    torch.set_num_threads(1)
+    serve(socket.socket(fileno=int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()
