@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfless_ray.learn import packing
 from rlhfless_ray.learn.batch import Batch, optimizer_steps
 from rlhfless_ray.learn.lora import LoraAdapters
 from rlhfless_ray.learn.losses import token_weights, value_loss
@@ -45,6 +44,7 @@ class CriticRank:
             policy = self.settings.policy
             model = load_critic(folder, policy.dtype, policy.trust_remote_code, self.critic.value_head, self.seed)
         scale = output_scale(model.config.to_dict(), "critic.path", "critic.normalize") if self.critic.normalize else (0.0, 1.0)
+        self.cutter = self.trainer.cutter(model)
         section = self.settings.lora
         lora = LoraAdapters(model, section, self.seed) if section.rank else None
         self.trainer.open(TokenValues(model, *scale), state, lora)
@@ -54,7 +54,7 @@ class CriticRank:
         """The value before every response token of this rank's share, 0 elsewhere: (Σ response length,) float32."""
         start = time.time()
         torch.set_num_threads(threads)
-        values = passed(self._forward, batch, self._share(batch, np.arange(len(batch))), self.device)
+        values = passed(self._forward, batch, self.cutter.cut(batch, np.arange(len(batch))), self.device)
         return values.cpu().numpy(), [Span("work", "values", start, time.time())]
 
     def update(self, batch: Batch, threads: int) -> tuple[CriticStats, list[Span]]:
@@ -69,12 +69,8 @@ class CriticRank:
             stats = [self._step(batch, part) for part in parts] or [untouched(CriticStats)]
         return merged(stats), [Span("work", "update", start, time.time())]
 
-    def _share(self, batch: Batch, indices: np.ndarray) -> list[np.ndarray]:
-        cuts = packing.padded(batch.lengths[indices], self.settings.learner.micro_batch_tokens, self.ranks)[self.rank]
-        return [indices[cut] for cut in cuts]
-
-    def _forward(self, tensors: dict[str, Tensor]) -> Tensor:
-        return self.trainer.engine(tensors["ids"], tensors["rows"], tensors["columns"])
+    def _forward(self, tensors: dict[str, Any]) -> Tensor:
+        return self.trainer.engine(tensors["ids"], tensors["rows"], tensors["columns"], tensors["segments"])
 
     def _step(self, batch: Batch, indices: np.ndarray) -> CriticStats:
         assert batch.values is not None and batch.returns is not None
@@ -82,16 +78,17 @@ class CriticRank:
         lengths = torch.from_numpy(batch.response_lengths[indices])
         weight = float(token_weights(lengths, "token")[0])
         sums = torch.zeros(len(SUMS), dtype=torch.float64)
-        for cut in self._share(batch, indices):
+        for cut in self.cutter.cut(batch, indices):
             # A rank without work still joins the collectives: one sequence at weight 0.
-            tensors = padded(batch, cut if len(cut) else indices[:1], self.device)
+            rows = cut or [indices[:1]]
+            tensors = padded(batch, rows, self.device)
             before, wanted = old[tensors["flat"]], returns[tensors["flat"]]
-            with self.trainer.dropping(batch, cut if len(cut) else indices[:1], self.seed):
+            with self.trainer.dropping(batch, rows, self.seed):
                 values = self._forward(tensors)
                 token_loss, clipped = value_loss(values, before, wanted, self.critic.value_clip)
-                loss = token_loss.sum() * (weight if len(cut) else 0.0)
+                loss = token_loss.sum() * (weight if cut else 0.0)
                 self.trainer.backward(loss)
-            if len(cut):
+            if cut:
                 sums += torch.stack([x.detach().double().cpu() for x in (loss, values.sum(), wanted.sum(), clipped.sum())])
         sums = self.trainer.over_ranks(sums)
         rate, tokens = self.trainer.rate(), int(lengths.sum())

@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfless_ray.learn import packing
 from rlhfless_ray.learn.batch import Batch, optimizer_steps
 from rlhfless_ray.learn.importance import Correction, correction_weights
 from rlhfless_ray.learn.kl_estimators import bounded_kl, unbiased_kl
 from rlhfless_ray.learn.lora import BaseModel, LoraAdapters
 from rlhfless_ray.learn.losses import clipped_loss, importance_weights, sequence_ratios, token_ratios, token_weights
 from rlhfless_ray.learn.overlap_rules import inexact
-from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_model, padded, passed, rounding_noise
+from rlhfless_ray.learn.policy_model import INPUTS, TokenLogprobs, check_head, load_model, padded, passed, rounding_noise
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.learn.update_stats import merged, nothing, untouched
@@ -62,6 +61,7 @@ class LearnerRank:
             model = load_model(folder, policy.dtype, policy.trust_remote_code)
             check_head(model)
         section = self.settings.lora
+        self.cutter = self.trainer.cutter(model)
         lora = LoraAdapters(model, section, self.seed, "CAUSAL_LM") if section.rank else None
         self.trainer.open(TokenLogprobs(model), state, lora)
         if lora is not None:
@@ -120,10 +120,6 @@ class LearnerRank:
         means = self.algorithm.loss_mean, self.algorithm.regularization_mean or self.algorithm.loss_mean
         return np.stack([token_weights(lengths, mean).numpy() for mean in means])
 
-    def _share(self, batch: Batch, indices: np.ndarray) -> list[np.ndarray]:
-        cuts = packing.padded(batch.lengths[indices], self.learner.micro_batch_tokens, self.ranks)[self.rank]
-        return [indices[cut] for cut in cuts]
-
     def logprobs(self, batch: Batch, names: tuple[str, ...], threads: int) -> tuple[dict[str, np.ndarray], list[Span]]:
         """Before a step, by name (see `overlap.passes`), of the tokens of this rank's share, 0 elsewhere: each
         (Σ response length,) float32."""
@@ -138,12 +134,11 @@ class LearnerRank:
         (Σ response length,) float32. `noisy`: see `rounding_noise`."""
         start = time.time()
         torch.set_num_threads(threads)
-        names = ("ids", "rows", "columns", "targets")
         with rounding_noise(self.trainer.engine.module.model) if noisy else nullcontext():
             found = passed(
-                lambda tensors: self.trainer.engine(*(tensors[name] for name in names), temperature, top_p)[0],
+                lambda tensors: self.trainer.engine(*(tensors[name] for name in INPUTS), temperature, top_p)[0],
                 batch,
-                self._share(batch, np.arange(len(batch))),
+                self.cutter.cut(batch, np.arange(len(batch))),
                 self.device,
             )
         return found.cpu().numpy(), [Span("work", "check agreement", start, time.time())]
@@ -156,12 +151,11 @@ class LearnerRank:
 
     def _passed(self, module: Any, batch: Batch) -> Tensor:
         """Log-probabilities of the tokens of this rank's share, 0 elsewhere: (Σ response length,)."""
-        share = self._share(batch, np.arange(len(batch)))
+        share = self.cutter.cut(batch, np.arange(len(batch)))
         return passed(lambda tensors: self._forward(module, tensors)[0], batch, share, self.device)
 
-    def _forward(self, module: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        names = ("ids", "rows", "columns", "targets")
-        return module(*(tensors[name] for name in names), self.settings.temperature)
+    def _forward(self, module: Any, tensors: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        return module(*(tensors[name] for name in INPUTS), self.settings.temperature)
 
     def _step(self, batch: Batch, indices: np.ndarray, old: Tensor | None) -> UpdateStats:
         lengths = torch.from_numpy(batch.response_lengths[indices])
@@ -181,16 +175,17 @@ class LearnerRank:
         kl_coefficient = self.algorithm.kl.coefficient if batch.kl_coefficient is None else batch.kl_coefficient
         sums = torch.zeros(len(SUMS), dtype=torch.float64)
         most = torch.zeros(1, dtype=torch.float64)
-        for cut in self._share(batch, indices):
+        for cut in self.cutter.cut(batch, indices):
             # A rank without work still joins the collectives: one sequence at weight 0.
-            tensors = padded(batch, cut if len(cut) else indices[:1], self.device)
-            weight = weights[:, tensors["sequence"]] if len(cut) else torch.zeros(2, len(tensors["flat"]), device=self.device)
+            rows = cut or [indices[:1]]
+            tensors = padded(batch, rows, self.device)
+            weight = weights[:, tensors["sequence"]] if cut else torch.zeros(2, len(tensors["flat"]), device=self.device)
             mine = {name: x[tensors["flat"]] for name, x in tokens.items()}
-            with self.trainer.dropping(batch, cut if len(cut) else indices[:1], self.seed):
+            with self.trainer.dropping(batch, rows, self.seed):
                 loss, values, worst = self._micro_loss(tensors, weight, mine, len(batch), kl_coefficient)
                 self.trainer.backward(loss)
             sums += values
-            if len(cut):
+            if cut:
                 most = torch.maximum(most, worst)
         return _Sums(sums, most, int(batch.response_lengths[indices].sum()), len(indices), whole)
 
@@ -229,7 +224,7 @@ class LearnerRank:
         )
 
     def _micro_loss(
-        self, tensors: dict[str, Tensor], weight: Tensor, mine: dict[str, Tensor], sequences: int, kl_coefficient: float
+        self, tensors: dict[str, Any], weight: Tensor, mine: dict[str, Tensor], sequences: int, kl_coefficient: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted loss of one micro-batch, its part of SUMS and the largest mismatch. `weight` (2, tokens): see `_weights`;
         `mine`: what is known of its tokens."""
@@ -270,7 +265,7 @@ class LearnerRank:
         worst = mismatch.max().detach().double().cpu() if mismatch.numel() else torch.zeros(1).double()
         return loss, values, worst
 
-    def _reference(self, tensors: dict[str, Tensor], mine: dict[str, Tensor]) -> Tensor | None:
+    def _reference(self, tensors: dict[str, Any], mine: dict[str, Tensor]) -> Tensor | None:
         """Log-probabilities under the policy the run began with, where they are known or the loss has a KL to it."""
         kl = self.algorithm.kl
         if "reference" in mine:

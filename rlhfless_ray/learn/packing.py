@@ -1,8 +1,7 @@
 """Sequences → micro-batches within a token budget, with little padding. Pure functions on numpy arrays.
 
-Two forms. *Packed*: sequences laid end to end in one row; nothing is padded, attention must keep them apart. *Padded*: one row
-per sequence, as long as the longest of its micro-batch; works with any attention. Both return, for each rank, as many
-micro-batches as for every other (collectives need that), so some may be empty.
+A micro-batch has rows, each padded to the longest. A row holds one sequence, or a prompt and several responses to it. Every rank
+gets as many micro-batches as every other (collectives need that), so some may be empty.
 """
 
 from __future__ import annotations
@@ -12,30 +11,89 @@ import heapq
 import numpy as np
 
 OVERHEAD_TOKENS = 128  # what one more micro-batch costs, in tokens: kernel launches, collectives
+WORTH_SHARING = 0.9  # rows are shared where they cost at most this share of what separate ones do: masks take time too
+
+Rows = list[np.ndarray]  # of a micro-batch: indices of each row's sequences
 
 
-def packed(lengths: np.ndarray, max_tokens: int, ranks: int = 1) -> list[list[np.ndarray]]:
-    """Micro-batches of at most `max_tokens` tokens, as few as first-fit decreasing needs (at most 11/9 of the fewest; Dósa
-    2007), filled evenly rather than all but the last full.
+def micro_batches(
+    prompts: np.ndarray, prompt_lengths: np.ndarray, lengths: np.ndarray, max_tokens: int, ranks: int, attention_tokens: int | None
+) -> list[list[Rows]]:
+    """Cut sequences into each rank's micro-batches, with rows that share a prompt where these cost less.
 
-    lengths (sequences,) int, in tokens. Returns, per rank, index arrays into `lengths`, ascending. A sequence longer than the
-    budget has a micro-batch of its own.
+    Groups are split into 1, 2, 4 … rows until each sequence has its own, and the cheapest split is taken. A row of n tokens costs
+    n + n²/attention_tokens: attention works on every pair of a shared row's tokens, and on half of them in a sequence alone.
+
+    Args:
+        prompts: (sequences,), equal where sequences have the same prompt.
+        prompt_lengths: (sequences,), in tokens.
+        lengths: (sequences,), in tokens, of prompt and response.
+        max_tokens: see `padded`.
+        ranks: see `padded`.
+        attention_tokens: length at which attention costs as much as all else. None: no row is shared.
     """
-    lengths = _checked(lengths, max_tokens, ranks)
-    order = np.argsort(-lengths, kind="stable")
-    bins = _first_fit(lengths, order, max_tokens)
-    count = -(-len(bins) // ranks) * ranks
-    even = _spread(lengths, order, count)
-    if all(len(part) <= 1 or int(lengths[part].sum()) <= max_tokens for part in even):
-        bins = even
-    return _deal([np.sort(np.array(part, np.int64)) for part in bins], [int(lengths[part].sum()) for part in bins], ranks)
+    alone: Rows = list(np.arange(len(lengths))[:, None])
+    separate = _of_rows(alone, padded(lengths, max_tokens, ranks))
+    members = np.bincount(prompts).max(initial=0) if len(prompts) else 0
+    if attention_tokens is None or members < 2:
+        return separate
+    best, cheapest = separate, WORTH_SHARING * _cost(separate, prompt_lengths, lengths, attention_tokens)
+    count = 1
+    while count < members:
+        rows = _shared_rows(prompts, prompt_lengths, lengths, max_tokens, count)
+        sizes = np.array([_row_tokens(row, prompt_lengths, lengths) for row in rows])
+        dealt = _of_rows(rows, padded(sizes, max_tokens, ranks))
+        if (cost := _cost(dealt, prompt_lengths, lengths, attention_tokens)) < cheapest:
+            best, cheapest = dealt, cost
+        count *= 2
+    return best
+
+
+def _shared_rows(prompts: np.ndarray, prompt_lengths: np.ndarray, lengths: np.ndarray, max_tokens: int, count: int) -> Rows:
+    """At least `count` rows for each prompt, and as many as the budget asks for."""
+    rows: Rows = []
+    for prompt in np.unique(prompts):
+        members = np.flatnonzero(prompts == prompt)
+        header = int(prompt_lengths[members[0]])
+        responses = lengths[members] - header
+        order = np.argsort(-responses, kind="stable")
+        room = max(1, max_tokens - header)
+        parts = min(len(members), max(count, -(-int(responses.sum()) // room)))
+        while True:
+            bins = _spread(responses, order, parts)
+            if parts == len(members) or max(int(responses[part].sum()) for part in bins) <= room:
+                break
+            parts += 1
+        rows += [members[np.sort(part)] for part in bins]
+    return rows
+
+
+def _row_tokens(row: np.ndarray, prompt_lengths: np.ndarray, lengths: np.ndarray) -> int:
+    """Tokens of a row: those of its prompt once, and those of its responses."""
+    return int(lengths[row].sum() - prompt_lengths[row[1:]].sum())
+
+
+def _of_rows(rows: Rows, dealt: list[list[np.ndarray]]) -> list[list[Rows]]:
+    return [[[rows[i] for i in part] for part in mine] for mine in dealt]
+
+
+def _cost(dealt: list[list[Rows]], prompt_lengths: np.ndarray, lengths: np.ndarray, attention_tokens: int) -> float:
+    """Cost in tokens. Ranks work side by side, so of micro-batches at the same time the largest counts."""
+
+    def cost(rows: Rows) -> float:
+        longest = max((_row_tokens(row, prompt_lengths, lengths) for row in rows), default=0)
+        pairs = 1.0 if any(len(row) > 1 for row in rows) else 0.5
+        return len(rows) * longest * (1 + pairs * longest / attention_tokens)
+
+    return sum(OVERHEAD_TOKENS + max(map(cost, side_by_side)) for side_by_side in zip(*dealt, strict=True))
 
 
 def padded(lengths: np.ndarray, max_tokens: int, ranks: int = 1, overhead_tokens: int = OVERHEAD_TOKENS) -> list[list[np.ndarray]]:
     """Micro-batches of at most `max_tokens` padded tokens (rows × longest) with the least padding: of all cuts of the
     sequences sorted by length, the one with the smallest Σ rows·longest + overhead_tokens · micro-batches, exactly.
 
-    Arguments and result as in `packed`. A larger overhead gives fewer micro-batches and more padding.
+    lengths (sequences,) int, in tokens. Returns, per rank, index arrays into `lengths`, ascending. A sequence longer than the
+    budget has a micro-batch of its own. A larger overhead gives fewer micro-batches and more padding.
     """
     lengths = _checked(lengths, max_tokens, ranks)
     order = np.argsort(-lengths, kind="stable")
@@ -60,13 +118,6 @@ def padded(lengths: np.ndarray, max_tokens: int, ranks: int = 1, overhead_tokens
     return _deal(bins, [int(lengths[part].max()) * len(part) for part in bins], ranks)
 
 
-def layout(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of a packed row: each token's position within its sequence, (Σ length,) int64, and where sequences begin and the last
-    ends, (sequences + 1,) int32: `position_ids` and `cu_seqlens` of models that keep packed sequences apart."""
-    boundaries = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return np.arange(boundaries[-1], dtype=np.int64) - np.repeat(boundaries[:-1], lengths).astype(np.int64), boundaries
-
-
 def padding_share(lengths: np.ndarray, micro_batches: list[list[np.ndarray]]) -> float:
     """Share of padded positions when each micro-batch is padded to its longest: 0 to 1."""
     parts = [part for mine in micro_batches for part in mine if len(part)]
@@ -79,27 +130,6 @@ def _checked(lengths: np.ndarray, max_tokens: int, ranks: int) -> np.ndarray:
     if max_tokens < 1 or ranks < 1 or (len(lengths) and int(lengths.min()) < 1):
         raise ValueError(f"token budget {max_tokens}, ranks {ranks} and every length must be at least 1")
     return lengths
-
-
-def _first_fit(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> list[list[int]]:
-    """First-fit decreasing in O(n log n): a tree of maxima finds the first bin with room."""
-    leaves = 1 << max(0, int(len(order) - 1).bit_length())
-    room = np.full(2 * leaves, max_tokens, np.int64).tolist()
-    bins: list[list[int]] = []
-    for i in order.tolist():
-        need = min(int(lengths[i]), max_tokens)
-        node = 1
-        while node < leaves:
-            node = 2 * node if room[2 * node] >= need else 2 * node + 1
-        at = node - leaves
-        if at == len(bins):
-            bins.append([])
-        bins[at].append(i)
-        room[node] -= need
-        while node > 1:
-            node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
-    return bins
 
 
 def _spread(lengths: np.ndarray, order: np.ndarray, count: int) -> list[list[int]]:

@@ -37,6 +37,7 @@ class ReferenceSettings:
     dtype: str
     trust_remote_code: bool
     micro_batch_tokens: int
+    share_prompts: str = "auto"
     temperature: float
     ranks: int = 1
     rank: int = 0
@@ -78,6 +79,7 @@ def reference_settings(recipe: Recipe, rank: int = 0, device: str = "cpu") -> Re
         dtype=recipe.policy.dtype,
         trust_remote_code=recipe.policy.trust_remote_code,
         micro_batch_tokens=recipe.learner.micro_batch_tokens,
+        share_prompts=recipe.learner.share_prompts,
         temperature=recipe.rollout.temperature,
         ranks=recipe.reference.ranks,
         rank=rank,

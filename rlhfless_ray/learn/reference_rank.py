@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rlhfless_ray.learn import packing
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model, passed
+from rlhfless_ray.learn.policy_model import INPUTS, TokenLogprobs, load_model, passed
+from rlhfless_ray.learn.prompt_sharing import make_cutter
 from rlhfless_ray.learn.rank_settings import ReferenceSettings
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.model_folder import as_folder
@@ -32,6 +32,8 @@ class ReferenceRank:
         torch.set_num_threads(threads)
         with as_folder(files) as folder:
             model = load_model(folder, self.settings.dtype, self.settings.trust_remote_code)
+        own = self.settings
+        self.cutter = make_cutter(model, own.share_prompts, own.micro_batch_tokens, own.ranks, own.rank)
         self.model = TokenLogprobs(model).eval().requires_grad_(False).to(self.device)
         return [Span("start", "open reference", start, time.time())]
 
@@ -40,14 +42,8 @@ class ReferenceRank:
         assert self.model is not None
         start, model, temperature = time.time(), self.model, self.settings.temperature
         torch.set_num_threads(threads)
-        share = packing.padded(batch.lengths, self.settings.micro_batch_tokens, self.settings.ranks)[self.settings.rank]
-        names = ("ids", "rows", "columns", "targets")
-        found = passed(
-            lambda tensors: model(*(tensors[name] for name in names), temperature)[0],
-            batch,
-            [cut for cut in share if len(cut)],
-            self.device,
-        )
+        share = [cut for cut in self.cutter.cut(batch, np.arange(len(batch))) if cut]
+        found = passed(lambda tensors: model(*(tensors[name] for name in INPUTS), temperature)[0], batch, share, self.device)
         return found.cpu().numpy(), [Span("work", "log-probabilities", start, time.time())]
 
     def leave_device(self) -> list[Span]:

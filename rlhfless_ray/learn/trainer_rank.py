@@ -22,6 +22,8 @@ from rlhfless_ray.learn.ema import ema_update
 from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name, trained
 from rlhfless_ray.learn.offload import leave_device, return_to_device
 from rlhfless_ray.learn.optimizer_state import held_moments, link_moments, parameter_sizes, plain_optimizer, restore_moments, whole_weights
+from rlhfless_ray.learn.packing import Rows
+from rlhfless_ray.learn.prompt_sharing import Cutter, make_cutter
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.schedule import rate
 from rlhfless_ray.local.process_memory import release_free_heap
@@ -152,11 +154,17 @@ class TrainerRank:
 
     # ---- the step ---------------------------------------------------------------------------------------------
 
-    def dropping(self, batch: Batch, sequences: np.ndarray, seed: int) -> AbstractContextManager[None]:
+    def cutter(self, model: Any) -> Cutter:
+        """Return what cuts batches for this rank. `model`: of transformers."""
+        section = self.section
+        dropout = self.settings.lora.dropout
+        return make_cutter(model, section.share_prompts, section.micro_batch_tokens, self.ranks, self.rank, dropout)
+
+    def dropping(self, batch: Batch, rows: Rows, seed: int) -> AbstractContextManager[None]:
         """Around the passes that a step is made of: see `LoraAdapters.dropping`."""
         if self.lora is None or not self.drops:
             return nullcontext()
-        return self.lora.dropping(batch, sequences, [seed, self.optimizer_steps])
+        return self.lora.dropping(batch, np.concatenate(rows), [seed, self.optimizer_steps])
 
     @property
     def drops(self) -> bool:
