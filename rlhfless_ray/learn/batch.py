@@ -51,17 +51,6 @@ class Batch:
             return self.lengths - self.prompt_lengths
         return counts_of(self.mask, self.lengths - self.prompt_lengths)
 
-    @property
-    def prompts(self) -> np.ndarray:
-        """(n,) int64: equal for sequences of a group that begin with the same prompt, which an agent may change."""
-        starts = np.cumsum(self.lengths) - self.lengths
-        numbers: dict[tuple[int, bytes], int] = {}
-        found = np.empty(len(self), np.int64)
-        for i, (start, length, group) in enumerate(zip(starts, self.prompt_lengths, self.groups, strict=True)):
-            key = int(group), self.tokens[start : start + length].tobytes()
-            found[i] = numbers.setdefault(key, len(numbers))
-        return found
-
     @classmethod
     def of(
         cls,

@@ -17,8 +17,9 @@ from rlhfless_ray.learn.importance import Correction, correction_weights
 from rlhfless_ray.learn.kl_estimators import bounded_kl, unbiased_kl
 from rlhfless_ray.learn.lora import BaseModel, LoraAdapters
 from rlhfless_ray.learn.losses import clipped_loss, importance_weights, sequence_ratios, token_ratios, token_weights
+from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing, micro_batches, padded, passed
 from rlhfless_ray.learn.overlap_rules import inexact
-from rlhfless_ray.learn.policy_model import INPUTS, TokenLogprobs, check_head, load_model, padded, passed, rounding_noise
+from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_model, rounding_noise, token_logprobs
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.learn.update_stats import merged, nothing, untouched
@@ -43,13 +44,14 @@ class LearnerRank:
         self.correction = Correction.of_flags(
             loss.correction_level, loss.correction_mode, loss.correction_gating, (loss.correction_low, loss.correction_high)
         )
+        self.sharing: PromptSharing | None = None
         self.early: _Sums | None = None  # of groups whose gradients were accumulated before their step was complete
         self.base: BaseModel | None = None  # the reference, where adapters alone are trained
 
     # ---- life -------------------------------------------------------------------------------------------------
 
     def open(self, files: Files | Path, rendezvous: tuple[str, int], threads: int, state: dict[str, Any] | None = None) -> list[Span]:
-        """Build the engine from a model folder or its files; `state` (see `TrainerRank.snapshot`) continues a stopped run.
+        """Build the engine from a model folder or its files; `state` (see `read_state`) continues a stopped run.
 
         rendezvous: address and port of rank 0.
         """
@@ -61,7 +63,7 @@ class LearnerRank:
             model = load_model(folder, policy.dtype, policy.trust_remote_code)
             check_head(model)
         section = self.settings.lora
-        self.cutter = self.trainer.cutter(model)
+        self.sharing = PromptSharing.of(model, self.learner.share_prompts, section.dropout)
         lora = LoraAdapters(model, section, self.seed, "CAUSAL_LM") if section.rank else None
         self.trainer.open(TokenLogprobs(model), state, lora)
         if lora is not None:
@@ -120,6 +122,9 @@ class LearnerRank:
         means = self.algorithm.loss_mean, self.algorithm.regularization_mean or self.algorithm.loss_mean
         return np.stack([token_weights(lengths, mean).numpy() for mean in means])
 
+    def _share(self, batch: Batch, indices: np.ndarray) -> list[MicroBatch]:
+        return micro_batches(batch, indices, self.learner.micro_batch_tokens, self.sharing, self.rank, self.ranks)
+
     def logprobs(self, batch: Batch, names: tuple[str, ...], threads: int) -> tuple[dict[str, np.ndarray], list[Span]]:
         """Before a step, by name (see `overlap.passes`), of the tokens of this rank's share, 0 elsewhere: each
         (Σ response length,) float32."""
@@ -136,9 +141,9 @@ class LearnerRank:
         torch.set_num_threads(threads)
         with rounding_noise(self.trainer.engine.module.model) if noisy else nullcontext():
             found = passed(
-                lambda tensors: self.trainer.engine(*(tensors[name] for name in INPUTS), temperature, top_p)[0],
+                lambda tensors: token_logprobs(self.trainer.engine, tensors, temperature, top_p)[0],
                 batch,
-                self.cutter.cut(batch, np.arange(len(batch))),
+                self._share(batch, np.arange(len(batch))),
                 self.device,
             )
         return found.cpu().numpy(), [Span("work", "check agreement", start, time.time())]
@@ -151,11 +156,11 @@ class LearnerRank:
 
     def _passed(self, module: Any, batch: Batch) -> Tensor:
         """Log-probabilities of the tokens of this rank's share, 0 elsewhere: (Σ response length,)."""
-        share = self.cutter.cut(batch, np.arange(len(batch)))
+        share = self._share(batch, np.arange(len(batch)))
         return passed(lambda tensors: self._forward(module, tensors)[0], batch, share, self.device)
 
-    def _forward(self, module: Any, tensors: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        return module(*(tensors[name] for name in INPUTS), self.settings.temperature)
+    def _forward(self, module: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return token_logprobs(module, tensors, self.settings.temperature)
 
     def _step(self, batch: Batch, indices: np.ndarray, old: Tensor | None) -> UpdateStats:
         lengths = torch.from_numpy(batch.response_lengths[indices])
@@ -175,13 +180,13 @@ class LearnerRank:
         kl_coefficient = self.algorithm.kl.coefficient if batch.kl_coefficient is None else batch.kl_coefficient
         sums = torch.zeros(len(SUMS), dtype=torch.float64)
         most = torch.zeros(1, dtype=torch.float64)
-        for cut in self.cutter.cut(batch, indices):
+        for cut in self._share(batch, indices):
             # A rank without work still joins the collectives: one sequence at weight 0.
             rows = cut or [indices[:1]]
             tensors = padded(batch, rows, self.device)
             weight = weights[:, tensors["sequence"]] if cut else torch.zeros(2, len(tensors["flat"]), device=self.device)
             mine = {name: x[tensors["flat"]] for name, x in tokens.items()}
-            with self.trainer.dropping(batch, rows, self.seed):
+            with self.trainer.dropping(batch, np.concatenate(rows), self.seed):
                 loss, values, worst = self._micro_loss(tensors, weight, mine, len(batch), kl_coefficient)
                 self.trainer.backward(loss)
             sums += values
@@ -224,7 +229,7 @@ class LearnerRank:
         )
 
     def _micro_loss(
-        self, tensors: dict[str, Any], weight: Tensor, mine: dict[str, Tensor], sequences: int, kl_coefficient: float
+        self, tensors: dict[str, Tensor], weight: Tensor, mine: dict[str, Tensor], sequences: int, kl_coefficient: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted loss of one micro-batch, its part of SUMS and the largest mismatch. `weight` (2, tokens): see `_weights`;
         `mine`: what is known of its tokens."""
@@ -265,7 +270,7 @@ class LearnerRank:
         worst = mismatch.max().detach().double().cpu() if mismatch.numel() else torch.zeros(1).double()
         return loss, values, worst
 
-    def _reference(self, tensors: dict[str, Any], mine: dict[str, Tensor]) -> Tensor | None:
+    def _reference(self, tensors: dict[str, Tensor], mine: dict[str, Tensor]) -> Tensor | None:
         """Log-probabilities under the policy the run began with, where they are known or the loss has a KL to it."""
         kl = self.algorithm.kl
         if "reference" in mine:

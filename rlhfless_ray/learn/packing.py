@@ -11,81 +11,7 @@ import heapq
 import numpy as np
 
 OVERHEAD_TOKENS = 128  # what one more micro-batch costs, in tokens: kernel launches, collectives
-WORTH_SHARING = 0.9  # rows are shared where they cost at most this share of what separate ones do: masks take time too
-
-Rows = list[np.ndarray]  # of a micro-batch: indices of each row's sequences
-
-
-def micro_batches(
-    prompts: np.ndarray, prompt_lengths: np.ndarray, lengths: np.ndarray, max_tokens: int, ranks: int, attention_tokens: int | None
-) -> list[list[Rows]]:
-    """Cut sequences into each rank's micro-batches, with rows that share a prompt where these cost less.
-
-    Groups are split into 1, 2, 4 … rows until each sequence has its own, and the cheapest split is taken. A row of n tokens costs
-    n + n²/attention_tokens: attention works on every pair of a shared row's tokens, and on half of them in a sequence alone.
-
-    Args:
-        prompts: (sequences,), equal where sequences have the same prompt.
-        prompt_lengths: (sequences,), in tokens.
-        lengths: (sequences,), in tokens, of prompt and response.
-        max_tokens: see `padded`.
-        ranks: see `padded`.
-        attention_tokens: length at which attention costs as much as all else. None: no row is shared.
-    """
-    alone: Rows = list(np.arange(len(lengths))[:, None])
-    separate = _of_rows(alone, padded(lengths, max_tokens, ranks))
-    members = np.bincount(prompts).max(initial=0) if len(prompts) else 0
-    if attention_tokens is None or members < 2:
-        return separate
-    best, cheapest = separate, WORTH_SHARING * _cost(separate, prompt_lengths, lengths, attention_tokens)
-    count = 1
-    while count < members:
-        rows = _shared_rows(prompts, prompt_lengths, lengths, max_tokens, count)
-        sizes = np.array([_row_tokens(row, prompt_lengths, lengths) for row in rows])
-        dealt = _of_rows(rows, padded(sizes, max_tokens, ranks))
-        if (cost := _cost(dealt, prompt_lengths, lengths, attention_tokens)) < cheapest:
-            best, cheapest = dealt, cost
-        count *= 2
-    return best
-
-
-def _shared_rows(prompts: np.ndarray, prompt_lengths: np.ndarray, lengths: np.ndarray, max_tokens: int, count: int) -> Rows:
-    """At least `count` rows for each prompt, and as many as the budget asks for."""
-    rows: Rows = []
-    for prompt in np.unique(prompts):
-        members = np.flatnonzero(prompts == prompt)
-        header = int(prompt_lengths[members[0]])
-        responses = lengths[members] - header
-        order = np.argsort(-responses, kind="stable")
-        room = max(1, max_tokens - header)
-        parts = min(len(members), max(count, -(-int(responses.sum()) // room)))
-        while True:
-            bins = _spread(responses, order, parts)
-            if parts == len(members) or max(int(responses[part].sum()) for part in bins) <= room:
-                break
-            parts += 1
-        rows += [members[np.sort(part)] for part in bins]
-    return rows
-
-
-def _row_tokens(row: np.ndarray, prompt_lengths: np.ndarray, lengths: np.ndarray) -> int:
-    """Tokens of a row: those of its prompt once, and those of its responses."""
-    return int(lengths[row].sum() - prompt_lengths[row[1:]].sum())
-
-
-def _of_rows(rows: Rows, dealt: list[list[np.ndarray]]) -> list[list[Rows]]:
-    return [[[rows[i] for i in part] for part in mine] for mine in dealt]
-
-
-def _cost(dealt: list[list[Rows]], prompt_lengths: np.ndarray, lengths: np.ndarray, attention_tokens: int) -> float:
-    """Cost in tokens. Ranks work side by side, so of micro-batches at the same time the largest counts."""
-
-    def cost(rows: Rows) -> float:
-        longest = max((_row_tokens(row, prompt_lengths, lengths) for row in rows), default=0)
-        pairs = 1.0 if any(len(row) > 1 for row in rows) else 0.5
-        return len(rows) * longest * (1 + pairs * longest / attention_tokens)
-
-    return sum(OVERHEAD_TOKENS + max(map(cost, side_by_side)) for side_by_side in zip(*dealt, strict=True))
+MOST_WORK = 0.9  # prompts are shared where that takes at most this share of the work of separate rows: masks take time too
 
 
 def padded(lengths: np.ndarray, max_tokens: int, ranks: int = 1, overhead_tokens: int = OVERHEAD_TOKENS) -> list[list[np.ndarray]]:
@@ -116,6 +42,83 @@ def padded(lengths: np.ndarray, max_tokens: int, ranks: int = 1, overhead_tokens
         bins.append(np.sort(order[came_from[end] : end]))
         end = int(came_from[end])
     return _deal(bins, [int(lengths[part].max()) * len(part) for part in bins], ranks)
+
+
+def shared(
+    prompts: np.ndarray, lengths: np.ndarray, groups: np.ndarray, max_tokens: int, width: int, ranks: int = 1
+) -> list[list[list[np.ndarray]]]:
+    """Micro-batches of at most `max_tokens` padded tokens whose rows hold a prompt once, followed by responses to it.
+
+    Groups are cut into at least 1, 2, 4, … rows, so that every rank has work, and the cut that takes the ranks the least time is
+    kept. Single sequences stay in rows of their own where sharing saves less than a tenth.
+
+    Args:
+        prompts, lengths: (sequences,) int, in tokens; `lengths` with the response.
+        groups: (sequences,) int: equal for sequences with the same prompt.
+        max_tokens: see `padded`.
+        width: of the model's hidden states.
+        ranks: see `padded`.
+
+    Returns:
+        Per rank its micro-batches, and of each the rows: index arrays into `lengths`.
+    """
+
+    def dealt(rows: list[np.ndarray]) -> tuple[float, list[list[list[np.ndarray]]]]:
+        sizes = np.array([_row_tokens(prompts, lengths, row) for row in rows], np.int64)
+        parts = padded(sizes, max_tokens, ranks)
+        alone = np.array([len(row) == 1 for row in rows])
+        # of micro-batches that ranks work on at the same time, the largest counts
+        work = sum(
+            OVERHEAD_TOKENS + max(_work(sizes[part], bool(alone[part].all()), width) for part in beside)
+            for beside in zip(*parts, strict=True)
+        )
+        return work, [[[rows[i] for i in part] for part in mine] for mine in parts]
+
+    work, best = dealt(list(np.arange(len(lengths))[:, None]))
+    work *= MOST_WORK
+    count, largest = 1, int(np.bincount(groups).max(initial=0)) if len(groups) else 0
+    while count < largest:
+        found, cut = dealt(_shared_rows(prompts, lengths, groups, max_tokens, width, count))
+        if found < work:
+            work, best = found, cut
+        count *= 2
+    return best
+
+
+def _shared_rows(
+    prompts: np.ndarray, lengths: np.ndarray, groups: np.ndarray, max_tokens: int, width: int, least_rows: int
+) -> list[np.ndarray]:
+    """Cut each group into `least_rows`, 2 · `least_rows`, … rows or single sequences, whichever takes the least work and fits."""
+    rows: list[np.ndarray] = []
+    order = np.argsort(groups, kind="stable")
+    for members in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1) if len(order) else ():
+        responses = lengths[members] - prompts[members]
+        best, least = list(members[:, None]), sum(_work(lengths[[i]], True, width) for i in members)
+        count = least_rows
+        while count < len(members):
+            spread = _spread(responses, np.argsort(-responses, kind="stable"), count)
+            cut = [members[np.sort(part)] for part in spread]
+            sizes = np.array([_row_tokens(prompts, lengths, part) for part in cut])
+            work = sum(_work(sizes[[i]], False, width) for i in range(count))
+            if work < least and sizes.max() <= max_tokens:
+                best, least = cut, work
+            count *= 2
+        rows += best
+    return rows
+
+
+def _row_tokens(prompts: np.ndarray, lengths: np.ndarray, row: np.ndarray) -> int:
+    return int(prompts[row[0]] + (lengths[row] - prompts[row]).sum())
+
+
+def _work(sizes: np.ndarray, alone: bool, width: int) -> float:
+    """Return the work on a micro-batch whose rows have these sizes, in units of a token's products with a layer's weights.
+
+    These are about 24 · width² operations a token; attention takes 4 · width for each pair of positions. All pairs of a shared row are
+    computed. Of single sequences (`alone`) half of them are, because a causal kernel skips the others.
+    """
+    longest = int(sizes.max(initial=0))
+    return len(sizes) * longest * (1 + longest / ((12 if alone else 6) * width))
 
 
 def padding_share(lengths: np.ndarray, micro_batches: list[list[np.ndarray]]) -> float:

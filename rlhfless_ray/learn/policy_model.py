@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from rlhfless_ray.common.errors import UserError, one_line
-from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.logprobs import chunked_logprobs, nucleus_logprobs
-from rlhfless_ray.learn.packing import Rows
-
-INPUTS = ("ids", "rows", "columns", "segments", "targets")  # of `padded`'s tensors, the first arguments of `TokenLogprobs`
-
-
-def hidden_states(model: Any, ids: Tensor, segments: Tensor | None) -> Tensor:
-    """Return a causal LM's last hidden states, (rows, length, width).
-
-    Args:
-        ids: (rows, length), padded on the right.
-        segments: (rows, length): 0 for a row's prompt, k for its k-th response, which sees the prompt and itself, and whose positions
-            follow the prompt's, -1 for padding. None: every row is one sequence. Then there is no mask: a causal model never looks
-            at padding on the right from a real token.
-    """
-    if segments is None:
-        return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    places = torch.arange(ids.shape[1], device=ids.device)
-    begins = torch.ones_like(segments, dtype=torch.bool)
-    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    starts = torch.where(begins, places, 0).cummax(1).values  # of each token's segment
-    prompts = (segments == 0).sum(1, keepdim=True)
-    positions = places - starts + torch.where(segments > 0, prompts, 0)
-    seen = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])
-    seen &= places[None, None, :] <= places[None, :, None]
-    mask = torch.zeros(seen.shape, dtype=model.dtype, device=ids.device).masked_fill_(~seen, torch.finfo(model.dtype).min)
-    # of the model's type: from a bool mask every layer would make one of its own, and keep it for the backward pass
-    return model.base_model(input_ids=ids, attention_mask=mask[:, None], position_ids=positions, use_cache=False).last_hidden_state
+from rlhfless_ray.learn.micro_batches import attention_mask
 
 
 class TokenLogprobs(nn.Module):
@@ -55,18 +27,39 @@ class TokenLogprobs(nn.Module):
         self.model: Any = model
 
     def forward(
-        self, ids: Tensor, rows: Tensor, columns: Tensor, segments: Tensor | None, targets: Tensor, temperature: float, top_p: float = 1.0
+        self,
+        ids: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        targets: Tensor,
+        temperature: float,
+        top_p: float = 1.0,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """ids (rows, length), padded on the right; rows, columns, targets (tokens,): the position before each
-        response token and the token itself; segments: see `hidden_states`. Returns log-probabilities and entropies, both (tokens,)
-        float32. With `top_p` below 1 log-probabilities are those of the nucleus, without gradient, and there are no entropies (0).
-        """
-        hidden = hidden_states(self.model, ids, segments)[rows, columns]
+        """Return log-probabilities and entropies, both (tokens,) float32. With `top_p` below 1 log-probabilities are those of the
+        nucleus, without gradient, and there are no entropies (0). Tensors: see `micro_batches.padded`."""
+        hidden = hidden_states(self.model, ids, positions, segments)[rows, columns]
         head, vocabulary = output_head(self.model), self.model.config.get_text_config().vocab_size
         if top_p < 1:
             logprobs = nucleus_logprobs(head, hidden, targets, temperature, top_p)
             return logprobs, torch.zeros_like(logprobs)
         return chunked_logprobs(head, hidden, targets, vocabulary, temperature)
+
+
+def token_logprobs(module: Any, tensors: dict[str, Tensor], temperature: float, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Call a `TokenLogprobs`, or an engine around it, with the tensors of a micro-batch."""
+    names = ("ids", "rows", "columns", "targets")
+    return module(*(tensors[name] for name in names), temperature, top_p, tensors.get("positions"), tensors.get("segments"))
+
+
+def hidden_states(model: Any, ids: Tensor, positions: Tensor | None, segments: Tensor | None) -> Tensor:
+    """Return the last hidden states (rows, length, width) of `ids` (rows, length), padded on the right.
+
+    Without segments there is no attention mask: a causal model never looks at the padding from a real token.
+    """
+    mask = None if segments is None else attention_mask(segments, model.dtype)
+    return model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
 
 
 def output_head(model: Any) -> Callable[[Tensor], Tensor]:
@@ -98,9 +91,11 @@ class TokenValues(nn.Module):
         self.model: Any = model
         self.mean, self.deviation = mean, deviation
 
-    def forward(self, ids: Tensor, rows: Tensor, columns: Tensor, segments: Tensor | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor, rows: Tensor, columns: Tensor, positions: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
         """Arguments as in `TokenLogprobs`. Values (tokens,) float32."""
-        hidden = hidden_states(self.model, ids, segments)[rows, columns]
+        hidden = hidden_states(self.model, ids, positions, segments)[rows, columns]
         return (self.model.score(hidden).float().squeeze(-1) - self.mean) / self.deviation
 
 
@@ -227,55 +222,3 @@ def check_head(model: Any) -> None:
             f"policy.path: {type(model).__name__} changes its logits after the output head in a way that the learner does not "
             "know; take another model"
         )
-
-
-def padded(batch: Batch, rows: Sequence[np.ndarray], device: torch.device) -> dict[str, Any]:
-    """Tensors of one micro-batch for `TokenLogprobs`, with the flat position of each token in `batch.logprobs`.
-
-    `rows`: indices of each row's sequences, which begin with the same prompt.
-
-    ids (rows, longest), segments (rows, longest) or None, see `hidden_states`; rows, columns, targets, flat (response tokens,),
-    sequence (response tokens,): the sequence's index in the batch. Of responses these are the tokens that the policy wrote; all
-    others are in `ids` only.
-    """
-    starts = np.concatenate([[0], np.cumsum(batch.lengths)])
-    response_starts = np.concatenate([[0], np.cumsum(batch.response_lengths)])
-    written_starts = starts - np.concatenate([[0], np.cumsum(batch.prompt_lengths)])  # in the mask
-    longest = max(int(batch.lengths[row].sum() - batch.prompt_lengths[row[1:]].sum()) for row in rows)
-    ids, segments = np.zeros((len(rows), longest), np.int64), np.full((len(rows), longest), -1, np.int32)
-    found: dict[str, list[np.ndarray]] = {name: [] for name in ("rows", "columns", "targets", "flat", "sequence")}
-    for number, row in enumerate(rows):
-        prompt = int(batch.prompt_lengths[row[0]])
-        ids[number, :prompt] = batch.tokens[starts[row[0]] : starts[row[0]] + prompt]
-        segments[number, :prompt] = 0
-        end = prompt
-        for k, i in enumerate(row, 1):
-            start, end = end, end + int(batch.lengths[i]) - prompt
-            ids[number, start:end] = batch.tokens[starts[i] + prompt : starts[i + 1]]
-            segments[number, start:end] = k
-            places = np.arange(start, end)
-            if batch.mask is not None:
-                places = places[batch.mask[written_starts[i] : written_starts[i + 1]]]
-            found["rows"].append(np.full(len(places), number))
-            # where each token is foreseen: that of every response's first token is the prompt's end
-            found["columns"].append(np.where(places == start, prompt, places) - 1)
-            found["targets"].append(ids[number, places])
-            found["flat"].append(np.arange(response_starts[i], response_starts[i + 1]))
-            found["sequence"].append(np.full(len(places), i))
-    tensors: dict[str, Any] = {name: torch.from_numpy(np.concatenate(parts)).to(device) for name, parts in found.items()}
-    shared = any(len(row) > 1 for row in rows)
-    segmented = torch.from_numpy(segments).to(device) if shared else None
-    return {**tensors, "ids": torch.from_numpy(ids).to(device), "segments": segmented}
-
-
-def passed(forward: Callable[[dict[str, Any]], Tensor], batch: Batch, cuts: Sequence[Rows], device: torch.device) -> Tensor:
-    """What `forward` says of each response token, for the sequences of these micro-batches; 0 of all others: (Σ response length,)
-    float32. It is called once for each of them, also where one is empty: with several ranks the others wait for its collectives."""
-    flat = torch.zeros(len(batch.logprobs), device=device)
-    with torch.no_grad():
-        for cut in cuts:
-            tensors = padded(batch, cut or [np.arange(1)], device)
-            found = forward(tensors)
-            if cut:
-                flat[tensors["flat"]] = found
-    return flat

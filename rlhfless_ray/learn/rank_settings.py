@@ -37,8 +37,8 @@ class ReferenceSettings:
     dtype: str
     trust_remote_code: bool
     micro_batch_tokens: int
-    share_prompts: str = "auto"
     temperature: float
+    share_prompts: str = "auto"
     ranks: int = 1
     rank: int = 0
     device: str = "cpu"
@@ -79,8 +79,8 @@ def reference_settings(recipe: Recipe, rank: int = 0, device: str = "cpu") -> Re
         dtype=recipe.policy.dtype,
         trust_remote_code=recipe.policy.trust_remote_code,
         micro_batch_tokens=recipe.learner.micro_batch_tokens,
-        share_prompts=recipe.learner.share_prompts,
         temperature=recipe.rollout.temperature,
+        share_prompts=recipe.learner.share_prompts,
         ranks=recipe.reference.ranks,
         rank=rank,
         device=device,

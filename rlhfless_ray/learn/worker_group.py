@@ -227,6 +227,8 @@ class WorkerGroup:
         refs = [i.actor.build.remote(files, place, len(i.leases), source) for i in self.by_rank]
         told = self._all(refs, f"the {self.name} to load its model")
         self._book(one["spans"] for one in told)
+        if obstacle := told[0]["sharing_obstacle"]:
+            self.recovery.say(f"the {self.name} computes a copy of the prompt for each response: {obstacle}")
         for instance, one in zip(self.by_rank, told, strict=True):
             instance.memory_mb = one["memory_mb"]
 

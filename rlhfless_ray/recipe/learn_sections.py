@@ -201,8 +201,8 @@ class LearnerConfig(Section):
     micro_batch_tokens: int = Field(8192, ge=1)
     """Padded tokens of one micro-batch."""
     share_prompts: Annotated[Literal["auto", "off"], OffIsAWord] = "auto"
-    """Compute a prompt once for several responses to it, in learner, critic and reference. The update is the same to rounding.
-    `auto`: where that saves a tenth of the work, for model families that were tested. `off`: a copy of the prompt for each
+    """`auto`: compute a prompt once for several responses to it where that saves a tenth of the work, in learner, critic and
+    reference, for the model families that are tested. The update is the same to rounding. `off`: a copy of the prompt for each
     response."""
     overlap: Annotated[Literal["auto", "off"], OffIsAWord] = "auto"
     """Score samples and accumulate gradients of complete groups on released slots while other responses still decode. Gradients go

@@ -241,7 +241,7 @@ def least_mb(recipe: Recipe, config: dict[str, Any], parameters: int, lengths: L
     for name, _, rank, ranks in _training_groups(recipe, models, lengths):
         found[name] = ranks * sum(size for _, size in rank.training) / 1e6
     weights = parameters * memory.VALUE_BYTES[recipe.policy.dtype] / 1e6
-    found["engines"] = weights + recipe.rollout.kv_cache_mb * 2**20 / 1e6
+    found["engines"] = (parameters * _engine_width(recipe) + recipe.rollout.kv_cache_mb * 2**20) / 1e6
     if recipe.has_reference:
         found["reference"] = recipe.reference.ranks * weights
     return found

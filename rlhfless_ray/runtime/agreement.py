@@ -112,24 +112,21 @@ class Agreement:
             return "engines hold an adapter on its base, where tensors cannot be compared; set lora.publish=merged to find them"
         try:
             model = self.worker_groups.learner.model()
-            unknown = False
+            compared = False
             for engine in [*self.engines.working, *self.engines.parked]:
-                if engine.version != weights.version or not engine.memory_mb:
-                    unknown |= engine.version is None and engine.memory_mb > 0  # parked without its weights
+                if engine.version not in (None, weights.version) or not engine.memory_mb:
                     continue
-                published, held = get(engine.actor.differing.remote(model, weights.digests), NAMING_S, "the names of tensors that differ")
+                answer = engine.actor.differing.remote(weights.version, model, weights.digests)
+                published, held = get(answer, NAMING_S, "the names of tensors that differ")
                 if published:
                     return f"these tensors were not published as the learner has them: {listed(published)}"
                 if held:
                     return f"engine {engine.id} does not hold these tensors as they were published: {listed(held)}"
-                unknown |= held is None
+                compared = True
         except (RunError, *GONE) as error:
             return describe_failure("finding the tensors that differ", error)
-        if unknown:
-            return (
-                "the tensors were published as the learner has them; the engines' tensors are unknown, because they were parked "
-                "without them. Set rollout.agreement=warn to continue anyway"
-            )
+        if not compared:
+            return "no engine is left whose tensors could be compared; set rollout.agreement=warn to continue anyway"
         return (
             "every tensor equals that of a new engine that loads the model from a folder, so vLLM and transformers compute this "
             f"architecture differently{_of_dtype(self.context.recipe)}; use another model, or set "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from placement.forecast.forecaster import Scenarios
@@ -161,6 +161,8 @@ class StepOperations(CheckpointedRun):
     def start_update(self, batch: Batch) -> Pending[UpdateStats]:
         """Update the critic, if there is one, and start the policy's update."""
         self.in_update = True
+        if self.weights is not None:  # engines are done with this version: the next one takes its place in the object store
+            self.weights = replace(self.weights, ref=None, copy=None)
         update = self.learn_stage.start_update(batch, self.step.samples)
         return Pending(lambda: self._updated(update))
 

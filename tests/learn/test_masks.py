@@ -15,7 +15,8 @@ from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.compute_advantages import compute_advantages
 from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.learner_rank import LearnerRank
-from rlhfless_ray.learn.policy_model import TokenLogprobs, padded
+from rlhfless_ray.learn.micro_batches import padded
+from rlhfless_ray.learn.policy_model import TokenLogprobs
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Completion, Prompt, Sample
 
@@ -39,7 +40,7 @@ def test_layout_by_hand() -> None:
     assert batch.lengths.tolist() == [7, 6, 10, 5] and batch.response_lengths.tolist() == [3, 4, 4, 3]
     assert batch.logprobs.tolist() == [-4, -5, -8, -11, -12, -13, -14, -17, -21, -22, -24, -27, -28, -29]
     assert batch.advantages.tolist() == [1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4]
-    tensors = padded(batch, np.array([[2], [0]]), torch.device("cpu"))
+    tensors = padded(batch, np.array([2, 0]), torch.device("cpu"))
     assert tensors["targets"].tolist() == [17, 21, 22, 24, 4, 5, 8]
     assert tensors["columns"].tolist() == [1, 5, 6, 8, 1, 2, 5], "each token is foreseen from the one before it, whoever wrote that"
     assert tensors["flat"].tolist() == [7, 8, 9, 10, 0, 1, 2] and tensors["sequence"].tolist() == [2, 2, 2, 2, 0, 0, 0]
@@ -121,7 +122,6 @@ def test_the_agents_tokens_have_no_gradient(mean: str) -> None:
     settings = learner_settings(algorithm={"loss_mean": mean, "importance_cap": 0.0, "clip_low": 0.2, "clip_high": 0.2})
     learner = LearnerRank(settings)
     model = load(files)
-    learner.cutter = learner.trainer.cutter(model)
     learner.trainer.engine, learner.trainer.backward = TokenLogprobs(model), lambda loss: loss.backward()  # type: ignore[method-assign]
     weights = learner._weights(torch.from_numpy(batch.response_lengths))
     found = learner._backward(batch, np.arange(len(batch)), None, weights, 1.0)

@@ -12,7 +12,8 @@ from learner_reference import load, logprobs, sequences
 from tiny_policy import VOCABULARY, random_batch, tiny_policy
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.learn.policy_model import INPUTS, TokenLogprobs, check_head, load_model, padded
+from rlhfless_ray.learn.micro_batches import padded
+from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_model
 from rlhfless_ray.weights.model_folder import write_folder
 
 
@@ -23,9 +24,9 @@ def test_padded_logprobs_equal_one_sequence_at_a_time(tmp_path: Path, tied: bool
     batch = random_batch(np.random.default_rng(2))
     wrapped = TokenLogprobs(load_model(write_folder(tmp_path, files), "float32", False)).train()
     indices = np.array([5, 0, 11, 7])
-    tensors = padded(batch, indices[:, None], torch.device("cpu"))
+    tensors = padded(batch, indices, torch.device("cpu"))
     with torch.no_grad():
-        found, entropy = wrapped(*(tensors[n] for n in INPUTS), temperature)
+        found, entropy = wrapped(*(tensors[n] for n in ("ids", "rows", "columns", "targets")), temperature)
     every, model = sequences(batch), load(files)
     starts = np.concatenate([[0], np.cumsum(batch.response_lengths)])
     for i in indices:
@@ -40,9 +41,9 @@ def test_padded_logprobs_equal_one_sequence_at_a_time(tmp_path: Path, tied: bool
 def test_entropy_is_that_of_the_sampling_distribution(tmp_path: Path) -> None:
     batch = random_batch(np.random.default_rng(3))
     model = load_model(write_folder(tmp_path, tiny_policy()), "float32", False)
-    tensors = padded(batch, [np.array([2])], torch.device("cpu"))
+    tensors = padded(batch, np.array([2]), torch.device("cpu"))
     with torch.no_grad():
-        _, entropy = TokenLogprobs(model)(*(tensors[n] for n in INPUTS), 0.5)
+        _, entropy = TokenLogprobs(model)(*(tensors[n] for n in ("ids", "rows", "columns", "targets")), 0.5)
         logits = model(tensors["ids"]).logits[0, tensors["columns"]] / 0.5
     torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=logits).entropy())
 
@@ -79,7 +80,7 @@ def test_other_architectures(number: int) -> None:
     ids = torch.arange(2, 12)[None]
     columns = torch.arange(4, 9)
     with torch.no_grad():
-        found, _ = TokenLogprobs(model)(ids, torch.zeros(5, dtype=torch.long), columns, None, ids[0, columns + 1], 1.0)
+        found, _ = TokenLogprobs(model)(ids, torch.zeros(5, dtype=torch.long), columns, ids[0, columns + 1], 1.0)
         whole = torch.log_softmax(model(ids).logits[0], -1)
         plain = torch.log_softmax(model.get_output_embeddings()(model.base_model(ids).last_hidden_state)[0], -1)
     torch.testing.assert_close(found, whole[columns, ids[0, columns + 1]])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.learn.packing import micro_batches, padded, padding_share
+from rlhfless_ray.learn.packing import padded, padding_share
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40).map(lambda x: np.array(x, np.int64))
 
@@ -31,46 +29,6 @@ def test_partition_budget_and_ranks(lengths: np.ndarray, budget: int, ranks: int
     for part in parts:
         assert len(part) <= 1 or int(lengths[part].max(initial=0)) * len(part) <= budget
         assert part.dtype == np.int64 and (np.diff(part) > 0).all()
-
-
-def groups(seed: int, most: int = 6) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Prompts, prompt lengths and lengths of groups of one to `most` sequences, in any order."""
-    rng = np.random.default_rng(seed)
-    sizes = rng.integers(1, most + 1, rng.integers(1, 8))
-    order = rng.permutation(sizes.sum())
-    prompts, header = (np.repeat(x, sizes)[order] for x in (np.arange(len(sizes)), rng.integers(1, 60, len(sizes))))
-    return prompts, header, header + rng.integers(1, 30, len(prompts))
-
-
-@given(st.integers(0, 10**6), st.integers(1, 400), st.integers(1, 4), st.sampled_from([50, 5000]))
-@settings(max_examples=150, deadline=None)
-def test_rows_are_a_partition_of_sequences_with_one_prompt(seed: int, budget: int, ranks: int, attention_tokens: int) -> None:
-    prompts, header, lengths = groups(seed)
-    dealt = micro_batches(prompts, header, lengths, budget, ranks, attention_tokens)
-    assert len(dealt) == ranks and len({len(mine) for mine in dealt}) == 1
-    rows = [row for mine in dealt for part in mine for row in part]
-    np.testing.assert_array_equal(np.sort(np.concatenate(rows)), np.arange(len(lengths)))
-    for row in rows:
-        assert len(set(prompts[row])) == 1 and (np.diff(row) > 0).all()
-    for part in (part for mine in dealt for part in mine if part):
-        sizes = [header[row[0]] + (lengths[row] - header[row]).sum() for row in part]
-        assert len(part) * max(sizes) <= budget or len(part) == len(part[0]) == 1
-
-
-def test_groups_share_rows_where_that_pays() -> None:
-    four = np.repeat(np.arange(4), 4)
-    ones = np.ones(16, np.int64)
-    shared = micro_batches(four, 200 * ones, 264 * ones, 1200, 1, 5000)[0]
-    assert [[len(row) for row in part] for part in shared] == [[4, 4], [4, 4]]
-    assert [len(part) for part in micro_batches(four, 200 * ones, 264 * ones, 1200, 1, None)[0]] == [4, 4, 4, 4]
-    halved = micro_batches(four, 200 * ones, 264 * ones, 400, 1, 5000)[0]
-    assert all(len(part) == 1 and len(part[0]) == 2 for part in halved), "a whole group exceeds the budget"
-    split = micro_batches(0 * four, 200 * ones, 264 * ones, 10_000, 4, 5000)
-    assert [[len(row) for row in mine[0]] for mine in split] == [[4], [4], [4], [4]], "every rank has work"
-    short = micro_batches(four, 2 * ones, 264 * ones, 1200, 1, 5000)[0]
-    assert all(len(row) == 1 for part in short for row in part), "little is saved"
-    long = micro_batches(0 * four, 2000 * ones, 6000 * ones, 100_000, 1, 5000)[0]
-    assert max(len(row) for part in long for row in part) < 16, "attention among many long responses costs more than it saves"
 
 
 def cuts(n: int) -> list[list[int]]:
@@ -105,15 +63,6 @@ def test_gsm8k_has_little_padding(samples: int, budget: int, ranks: int) -> None
 def test_padding_share_by_hand() -> None:
     assert padding_share(np.array([2, 4, 3]), [[np.array([0, 1])], [np.array([2])]]) == pytest.approx(2 / 11)
     assert padding_share(np.array([], np.int64), [[], []]) == 0
-
-
-def test_ten_thousand_sequences_take_no_time() -> None:
-    lengths = gsm8k_lengths(10_000, 0)
-    header = np.full(len(lengths), 40)
-    lengths = np.maximum(lengths, 41)
-    began_s = time.process_time()
-    micro_batches(np.arange(10_000) // 8, header, lengths, 16_384, 8, 5000)
-    assert time.process_time() - began_s < 3
 
 
 @pytest.mark.parametrize(("lengths", "budget", "ranks"), [([0, 3], 5, 1), ([3], 0, 1), ([3], 5, 0)])
