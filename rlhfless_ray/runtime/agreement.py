@@ -148,15 +148,16 @@ def _of_dtype(recipe: Recipe) -> str:
 
 
 def select_batch(samples: Sequence[Sample]) -> Batch | None:
-    """Return the first tokens of a few samples, spread over all of them, or None if the policy wrote no token."""
+    """Return the first tokens of a few samples, spread over all of them, or None if the policy wrote no token.
+
+    They are one group: samples with the same prompt share a row, as they do when they are learned from.
+    """
     written = [sample for sample in samples if _count(sample)]
     if not written:
         return None
     chosen = [written[i] for i in np.unique(np.linspace(0, len(written) - 1, min(SAMPLES, len(written))).astype(int))]
     masks = [None if s.action_mask is None else s.action_mask[: _end(s)] for s in chosen]
-    rows: list[Any] = [
-        (s.prompt.token_ids, s.completion.token_ids[: _end(s)], s.completion.logprobs[: _end(s)], 0.0, i) for i, s in enumerate(chosen)
-    ]
+    rows: list[Any] = [(s.prompt.token_ids, s.completion.token_ids[: _end(s)], s.completion.logprobs[: _end(s)], 0.0, 0) for s in chosen]
     return Batch.of(rows, masks)
 
 
