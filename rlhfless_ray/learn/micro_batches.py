@@ -136,7 +136,8 @@ def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
     length = segments.shape[1]
     seen = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])
     seen &= torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
-    return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
+    # of the model's dtype: every layer would make such a copy of a mask of bools, and keep it for the backward pass
+    return torch.zeros(seen.shape, dtype=dtype, device=segments.device).masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
 
 def passed(forward: Callable[[dict[str, Tensor]], Tensor], batch: Batch, cuts: Sequence[MicroBatch], device: torch.device) -> Tensor:

@@ -172,6 +172,8 @@ class Cases:
             temperature=0.8,
             algorithm={"updates_per_step": 2, "epochs": 2, "loss_mean": "sequence", "importance_cap": 0, "loss": gspo},
         )
+        of_gspo = {"loss_mean": "sequence", "importance_cap": 0, "clip_low": 0.2, "clip_high": 0.3, "loss": gspo}
+        add("shared gspo", self.files, self.long, 0, 2, algorithm=of_gspo, learner=wide)
         add(
             "gspo sampler",
             self.files,
