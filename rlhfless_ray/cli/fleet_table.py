@@ -42,7 +42,7 @@ def show_fleets(
     if spot_discount is not None and not 0 <= spot_discount < 1:
         raise UserError(f"--spot-discount: must be a share from 0 to below 1, got {spot_discount:g}")
     try:
-        found = _search(lengths, model, device, most, column, spot_discount)
+        found = search(lengths, model, device, most, column, spot_discount)
         if not found.best:
             raise UserError("nothing fits: " + "; ".join(f"{name}: {why}" for name, why in found.refused.items()))
         choice = choose(found.best, objective)
@@ -57,7 +57,7 @@ def show_fleets(
         _show(found, choice.index, choice.reason, steps)
 
 
-def _search(lengths: Path, model: str, device: str | None, most: int, column: str | None, spot_discount: float | None) -> FleetSearch:
+def search(lengths: Path, model: str, device: str | None, most: int, column: str | None, spot_discount: float | None) -> FleetSearch:
     """Search for one GRPO step with these responses. Raises ValueError with one sentence for bad input."""
     from placement import simulate
     from placement.catalog import catalog
