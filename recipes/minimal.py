@@ -24,8 +24,8 @@ from rlhfless_ray import Recipe
 from rlhfless_ray.learn.advantage import group_advantages
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.losses import clipped_loss, token_ratios, token_weights
-from rlhfless_ray.learn.packing import padded as micro_batches
-from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model, padded
+from rlhfless_ray.learn.micro_batches import PromptSharing, micro_batches, padded
+from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model, token_logprobs
 from rlhfless_ray.learn.warm_start import warm_start
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.load_prompts import load_prompts
@@ -138,9 +138,10 @@ def update(policy: TokenLogprobs, optimizer: torch.optim.Optimizer, batch: Batch
     advantages = torch.from_numpy(batch.advantages)
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
-    for cut in micro_batches(batch.lengths, recipe.learner.micro_batch_tokens)[0]:
+    sharing = PromptSharing.of(policy.model)
+    for cut in micro_batches(batch, np.arange(len(batch)), recipe.learner.micro_batch_tokens, sharing):
         x = padded(batch, cut, cpu)
-        logprobs, _ = policy(x["ids"], x["rows"], x["columns"], x["targets"], recipe.rollout.temperature)
+        logprobs, _ = token_logprobs(policy, x, recipe.rollout.temperature)
         ratios = token_ratios(logprobs, logprobs.detach())  # one optimizer step a batch: the old policy is the current one
         token_loss, _ = clipped_loss(ratios, advantages[x["flat"]], algorithm.clip_low, algorithm.clip_high)
         loss = (weights[x["sequence"]] * token_loss).sum()

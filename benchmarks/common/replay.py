@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from placement.speed.decode_speed import Speed
-from rlhfless_ray.learn.rank_actors import Source, merged_files
+from rlhfless_ray.learn.rank_actors import Source, read_source
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.reward.scoring import RewardActor
 from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
@@ -28,7 +28,7 @@ from rlhfless_ray.rollout.token_deltas import CUT, GOES_ON, LENGTH, STOP, TokenD
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.runtime.worker_pools import ActorClasses
 from rlhfless_ray.types import EngineStep, Request, Span, UpdateStats
-from rlhfless_ray.weights.remote_folder import Delivery, deliver, read_files, sees
+from rlhfless_ray.weights.remote_folder import Delivery, deliver, sees
 
 SCRIPT = "replay.json"  # lies in the policy's folder, so it reaches every instance the way the policy's files do
 
@@ -214,10 +214,10 @@ class ReplayedLearner:
         return "", 0
 
     def build(self, files: Source, place: Any, threads: int, state: Source | None) -> dict[str, Any]:
-        script = Script.read(read_files(*files) if isinstance(files, tuple) else merged_files(files))
+        script = Script.read(read_source(files))
         self.learn_s = script.learn_s / script.clock
         if state is not None:
-            saved = read_files(*state) if isinstance(state, tuple) else merged_files(state)
+            saved = read_source(state)
             self.digest, self.updates = bytes(saved["model.safetensors"]), int(bytes(saved["learner.json"]))
         return {"memory_mb": 1.0, "spans": []}
 

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfless_ray.learn import packing
 from rlhfless_ray.learn.batch import Batch, optimizer_steps
 from rlhfless_ray.learn.lora import LoraAdapters
 from rlhfless_ray.learn.losses import token_weights, value_loss
+from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing, micro_batches, padded, passed
 from rlhfless_ray.learn.output_scale import output_scale
-from rlhfless_ray.learn.policy_model import TokenValues, load_critic, padded, passed
+from rlhfless_ray.learn.policy_model import TokenValues, load_critic
 from rlhfless_ray.learn.rank_settings import CriticSettings
 from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.learn.update_stats import merged, nothing, untouched
@@ -35,6 +35,7 @@ class CriticRank:
         self.rank, self.ranks = settings.rank, settings.learner.ranks
         self.trainer = TrainerRank(settings)
         self.device = self.trainer.device
+        self.sharing: PromptSharing | None = None
 
     def open(self, files: Files | Path, rendezvous: tuple[str, int], threads: int, state: dict[str, Any] | None = None) -> list[Span]:
         """Build the engine from a model folder or its files, as `Learner.open`."""
@@ -46,6 +47,7 @@ class CriticRank:
             model = load_critic(folder, policy.dtype, policy.trust_remote_code, self.critic.value_head, self.seed)
         scale = output_scale(model.config.to_dict(), "critic.path", "critic.normalize") if self.critic.normalize else (0.0, 1.0)
         section = self.settings.lora
+        self.sharing = None if section.dropout else PromptSharing.of(model)
         lora = LoraAdapters(model, section, self.seed) if section.rank else None
         self.trainer.open(TokenValues(model, *scale), state, lora)
         return [Span("start", "open critic", start, time.time())]
@@ -69,12 +71,11 @@ class CriticRank:
             stats = [self._step(batch, part) for part in parts] or [untouched(CriticStats)]
         return merged(stats), [Span("work", "update", start, time.time())]
 
-    def _share(self, batch: Batch, indices: np.ndarray) -> list[np.ndarray]:
-        cuts = packing.padded(batch.lengths[indices], self.settings.learner.micro_batch_tokens, self.ranks)[self.rank]
-        return [indices[cut] for cut in cuts]
+    def _share(self, batch: Batch, indices: np.ndarray) -> list[MicroBatch]:
+        return micro_batches(batch, indices, self.settings.learner.micro_batch_tokens, self.sharing, self.rank, self.ranks)
 
     def _forward(self, tensors: dict[str, Tensor]) -> Tensor:
-        return self.trainer.engine(tensors["ids"], tensors["rows"], tensors["columns"])
+        return self.trainer.engine(*(tensors.get(name) for name in ("ids", "rows", "columns", "positions", "segments")))
 
     def _step(self, batch: Batch, indices: np.ndarray) -> CriticStats:
         assert batch.values is not None and batch.returns is not None
@@ -84,14 +85,15 @@ class CriticRank:
         sums = torch.zeros(len(SUMS), dtype=torch.float64)
         for cut in self._share(batch, indices):
             # A rank without work still joins the collectives: one sequence at weight 0.
-            tensors = padded(batch, cut if len(cut) else indices[:1], self.device)
+            rows = cut or [indices[:1]]
+            tensors = padded(batch, rows, self.device)
             before, wanted = old[tensors["flat"]], returns[tensors["flat"]]
-            with self.trainer.dropping(batch, cut if len(cut) else indices[:1], self.seed):
+            with self.trainer.dropping(batch, np.concatenate(rows), self.seed):
                 values = self._forward(tensors)
                 token_loss, clipped = value_loss(values, before, wanted, self.critic.value_clip)
-                loss = token_loss.sum() * (weight if len(cut) else 0.0)
+                loss = token_loss.sum() * (weight if cut else 0.0)
                 self.trainer.backward(loss)
-            if len(cut):
+            if cut:
                 sums += torch.stack([x.detach().double().cpu() for x in (loss, values.sum(), wanted.sum(), clipped.sum())])
         sums = self.trainer.over_ranks(sums)
         rate, tokens = self.trainer.rate(), int(lengths.sum())

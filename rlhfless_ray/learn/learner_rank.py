@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfless_ray.learn import packing
 from rlhfless_ray.learn.batch import Batch, optimizer_steps
 from rlhfless_ray.learn.importance import Correction, correction_weights
 from rlhfless_ray.learn.kl_estimators import bounded_kl, unbiased_kl
 from rlhfless_ray.learn.lora import BaseModel, LoraAdapters
 from rlhfless_ray.learn.losses import clipped_loss, importance_weights, sequence_ratios, token_ratios, token_weights
+from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing, micro_batches, padded, passed
 from rlhfless_ray.learn.overlap_rules import inexact
-from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_model, padded, passed, rounding_noise
+from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_model, rounding_noise, token_logprobs
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.learn.update_stats import merged, nothing, untouched
@@ -47,13 +47,14 @@ class LearnerRank:
         self.correction = Correction.of_flags(
             loss.correction_level, loss.correction_mode, loss.correction_gating, (loss.correction_low, loss.correction_high)
         )
+        self.sharing: PromptSharing | None = None  # None: every sequence has a row of its own
         self.early: _Sums | None = None  # of groups whose gradients were accumulated before their step was complete
         self.base: BaseModel | None = None  # the reference, where adapters alone are trained
 
     # ---- life -------------------------------------------------------------------------------------------------
 
     def open(self, files: Files | Path, rendezvous: tuple[str, int], threads: int, state: dict[str, Any] | None = None) -> list[Span]:
-        """Build the engine from a model folder or its files; `state` (see `TrainerRank.snapshot`) continues a stopped run.
+        """Build the engine from a model folder or its files; `state` (see `read_state`) continues a stopped run.
 
         rendezvous: address and port of rank 0.
         """
@@ -65,6 +66,7 @@ class LearnerRank:
             model = load_model(folder, policy.dtype, policy.trust_remote_code)
             check_head(model)
         section = self.settings.lora
+        self.sharing = None if section.dropout else PromptSharing.of(model)  # dropout is drawn by sequence
         lora = LoraAdapters(model, section, self.seed, "CAUSAL_LM") if section.rank else None
         self.trainer.open(TokenLogprobs(model), state, lora)
         if lora is not None:
@@ -123,9 +125,8 @@ class LearnerRank:
         means = self.algorithm.loss_mean, self.algorithm.regularization_mean or self.algorithm.loss_mean
         return np.stack([token_weights(lengths, mean).numpy() for mean in means])
 
-    def _share(self, batch: Batch, indices: np.ndarray) -> list[np.ndarray]:
-        cuts = packing.padded(batch.lengths[indices], self.learner.micro_batch_tokens, self.ranks)[self.rank]
-        return [indices[cut] for cut in cuts]
+    def _share(self, batch: Batch, indices: np.ndarray) -> list[MicroBatch]:
+        return micro_batches(batch, indices, self.learner.micro_batch_tokens, self.sharing, self.rank, self.ranks)
 
     def logprobs(self, batch: Batch, names: tuple[str, ...], threads: int) -> tuple[dict[str, np.ndarray], list[Span]]:
         """Before a step, by name (see `overlap.passes`), of the tokens of this rank's share, 0 elsewhere: each
@@ -141,10 +142,9 @@ class LearnerRank:
         (Σ response length,) float32. `noisy`: see `rounding_noise`."""
         start = time.time()
         torch.set_num_threads(threads)
-        names = ("ids", "rows", "columns", "targets")
         with rounding_noise(self.trainer.engine.module.model) if noisy else nullcontext():
             found = passed(
-                lambda tensors: self.trainer.engine(*(tensors[name] for name in names), temperature, top_p)[0],
+                lambda tensors: token_logprobs(self.trainer.engine, tensors, temperature, top_p)[0],
                 batch,
                 self._share(batch, np.arange(len(batch))),
                 self.device,
@@ -163,8 +163,7 @@ class LearnerRank:
         return passed(lambda tensors: self._forward(module, tensors)[0], batch, share, self.device)
 
     def _forward(self, module: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        names = ("ids", "rows", "columns", "targets")
-        return module(*(tensors[name] for name in names), self.settings.temperature)
+        return token_logprobs(module, tensors, self.settings.temperature)
 
     def _step(self, batch: Batch, indices: np.ndarray, old: Tensor | None) -> UpdateStats:
         lengths = torch.from_numpy(batch.response_lengths[indices])
@@ -186,14 +185,15 @@ class LearnerRank:
         most = torch.zeros(1, dtype=torch.float64)
         for cut in self._share(batch, indices):
             # A rank without work still joins the collectives: one sequence at weight 0.
-            tensors = padded(batch, cut if len(cut) else indices[:1], self.device)
-            weight = weights[:, tensors["sequence"]] if len(cut) else torch.zeros(2, len(tensors["flat"]), device=self.device)
+            rows = cut or [indices[:1]]
+            tensors = padded(batch, rows, self.device)
+            weight = weights[:, tensors["sequence"]] if cut else torch.zeros(2, len(tensors["flat"]), device=self.device)
             mine = {name: x[tensors["flat"]] for name, x in tokens.items()}
-            with self.trainer.dropping(batch, cut if len(cut) else indices[:1], self.seed):
+            with self.trainer.dropping(batch, np.concatenate(rows), self.seed):
                 loss, values, worst = self._micro_loss(tensors, weight, mine, len(batch), kl_coefficient)
                 self.trainer.backward(loss)
             sums += values
-            if len(cut):
+            if cut:
                 most = torch.maximum(most, worst)
         return _Sums(sums, most, int(batch.response_lengths[indices].sum()), len(indices), whole)
 

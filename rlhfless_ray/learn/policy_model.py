@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from rlhfless_ray.common.errors import UserError, one_line
-from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.logprobs import chunked_logprobs, nucleus_logprobs
+from rlhfless_ray.learn.micro_batches import attention_mask
 
 
 class TokenLogprobs(nn.Module):
@@ -28,20 +27,39 @@ class TokenLogprobs(nn.Module):
         self.model: Any = model
 
     def forward(
-        self, ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor, temperature: float, top_p: float = 1.0
+        self,
+        ids: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        targets: Tensor,
+        temperature: float,
+        top_p: float = 1.0,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """ids (sequences, length), padded on the right; rows, columns, targets (tokens,): the position before each
-        response token and the token itself. Returns log-probabilities and entropies, both (tokens,) float32. With `top_p` below 1
-        log-probabilities are those of the nucleus, without gradient, and there are no entropies (0).
-
-        No attention mask: padding is on the right, and a causal model never looks there from a real token.
-        """
-        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[rows, columns]
+        """Return log-probabilities and entropies, both (tokens,) float32. With `top_p` below 1 log-probabilities are those of the
+        nucleus, without gradient, and there are no entropies (0). Tensors: see `micro_batches.padded`."""
+        hidden = hidden_states(self.model, ids, positions, segments)[rows, columns]
         head, vocabulary = output_head(self.model), self.model.config.get_text_config().vocab_size
         if top_p < 1:
             logprobs = nucleus_logprobs(head, hidden, targets, temperature, top_p)
             return logprobs, torch.zeros_like(logprobs)
         return chunked_logprobs(head, hidden, targets, vocabulary, temperature)
+
+
+def token_logprobs(module: Any, tensors: dict[str, Tensor], temperature: float, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Call a `TokenLogprobs`, or an engine around it, with the tensors of a micro-batch."""
+    names = ("ids", "rows", "columns", "targets")
+    return module(*(tensors[name] for name in names), temperature, top_p, tensors.get("positions"), tensors.get("segments"))
+
+
+def hidden_states(model: Any, ids: Tensor, positions: Tensor | None, segments: Tensor | None) -> Tensor:
+    """Return the last hidden states (rows, length, width) of `ids` (rows, length), padded on the right.
+
+    Without segments there is no attention mask: a causal model never looks at the padding from a real token.
+    """
+    mask = None if segments is None else attention_mask(segments, model.dtype)
+    return model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
 
 
 def output_head(model: Any) -> Callable[[Tensor], Tensor]:
@@ -73,9 +91,11 @@ class TokenValues(nn.Module):
         self.model: Any = model
         self.mean, self.deviation = mean, deviation
 
-    def forward(self, ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    def forward(
+        self, ids: Tensor, rows: Tensor, columns: Tensor, positions: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
         """Arguments as in `TokenLogprobs`. Values (tokens,) float32."""
-        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[rows, columns]
+        hidden = hidden_states(self.model, ids, positions, segments)[rows, columns]
         return (self.model.score(hidden).float().squeeze(-1) - self.mean) / self.deviation
 
 
@@ -202,45 +222,3 @@ def check_head(model: Any) -> None:
             f"policy.path: {type(model).__name__} changes its logits after the output head in a way that the learner does not "
             "know; take another model"
         )
-
-
-def padded(batch: Batch, indices: np.ndarray, device: torch.device) -> dict[str, Tensor]:
-    """Tensors of one micro-batch for `TokenLogprobs`, with the flat position of each token in `batch.logprobs`.
-
-    ids (sequences, longest), rows, columns, targets, flat (response tokens,), sequence (response tokens,): the
-    sequence's index in the batch. Of responses these are the tokens that the policy wrote; all others are in `ids` only.
-    """
-    starts = np.concatenate([[0], np.cumsum(batch.lengths)])
-    response_starts = np.concatenate([[0], np.cumsum(batch.response_lengths)])
-    written_starts = starts - np.concatenate([[0], np.cumsum(batch.prompt_lengths)])  # in the mask
-    longest = int(batch.lengths[indices].max())
-    ids = np.zeros((len(indices), longest), np.int64)
-    rows, columns, flat, sequence = [], [], [], []
-    for row, i in enumerate(indices):
-        length, prompt = int(batch.lengths[i]), int(batch.prompt_lengths[i])
-        ids[row, :length] = batch.tokens[starts[i] : starts[i] + length]
-        before = np.arange(prompt - 1, length - 1)  # where each token is foreseen
-        if batch.mask is not None:
-            before = before[batch.mask[written_starts[i] : written_starts[i + 1]]]
-        rows.append(np.full(len(before), row))
-        columns.append(before)
-        flat.append(np.arange(response_starts[i], response_starts[i + 1]))
-        sequence.append(np.full(len(before), i))
-    arrays = {"rows": rows, "columns": columns, "flat": flat, "sequence": sequence}
-    tensors = {name: torch.from_numpy(np.concatenate(parts)).to(device) for name, parts in arrays.items()}
-    tensors["ids"] = torch.from_numpy(ids).to(device)
-    tensors["targets"] = tensors["ids"][tensors["rows"], tensors["columns"] + 1]
-    return tensors
-
-
-def passed(forward: Callable[[dict[str, Tensor]], Tensor], batch: Batch, cuts: Sequence[np.ndarray], device: torch.device) -> Tensor:
-    """What `forward` says of each response token, for the sequences of these micro-batches; 0 of all others: (Σ response length,)
-    float32. It is called once for each of them, also where one is empty: with several ranks the others wait for its collectives."""
-    flat = torch.zeros(len(batch.logprobs), device=device)
-    with torch.no_grad():
-        for cut in cuts:
-            tensors = padded(batch, cut if len(cut) else np.arange(1), device)
-            found = forward(tensors)
-            if len(cut):
-                flat[tensors["flat"]] = found
-    return flat

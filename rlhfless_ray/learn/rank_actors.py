@@ -12,7 +12,7 @@ import numpy as np
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.local.fast_imports import fast_imports
 from rlhfless_ray.types import CriticStats, Span, UpdateStats
-from rlhfless_ray.weights.remote_folder import Delivery, deliver, read_files, sees
+from rlhfless_ray.weights.remote_folder import Delivery, deliver, map_files, sees
 from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
@@ -20,14 +20,16 @@ if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
 
 
-Source = tuple[str, dict[str, int], str] | list[Any]  # arguments of `read_files`, or references to files
+Source = tuple[str, dict[str, int], str] | list[Any]  # arguments of `map_files`, or references to the files of each rank
 
 
-def merged_files(refs: list[Any]) -> Files:
-    """Return the files that the ranks made, which stay in shared memory."""
+def read_source(source: Source) -> Files:
+    """Return the files, which stay on disk or in shared memory. The driver's call that needs them has the deadline."""
     import ray
 
-    return {name: content for files in ray.get(refs) for name, content in files.items()}
+    if isinstance(source, tuple):
+        return map_files(*source)
+    return {name: content for files in ray.get(source) for name, content in files.items()}
 
 
 class RankActor:
@@ -66,10 +68,8 @@ class RankActor:
         from rlhfless_ray.learn.trainer_rank import read_state
         from rlhfless_ray.local.process_memory import own_memory_mb
 
-        saved = None
-        if state is not None:
-            saved = read_state(read_files(*state) if isinstance(state, tuple) else merged_files(state))
-        model = Path(files[0]) if isinstance(files, tuple) else merged_files(files)
+        saved = None if state is None else read_state(read_source(state))
+        model = Path(files[0]) if isinstance(files, tuple) else read_source(files)
         spans = self.rank.open(model, rendezvous, threads, saved)
         return {"memory_mb": own_memory_mb(), "spans": spans}
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rlhfless_ray.learn import packing
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model, passed
+from rlhfless_ray.learn.micro_batches import PromptSharing, micro_batches, passed
+from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model, token_logprobs
 from rlhfless_ray.learn.rank_settings import ReferenceSettings
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.model_folder import as_folder
@@ -25,6 +25,7 @@ class ReferenceRank:
         self.settings = settings
         self.device = torch.device("cuda" if settings.device == "gpu" else "cpu")
         self.model: TokenLogprobs | None = None
+        self.sharing: PromptSharing | None = None
 
     def open(self, files: Files | Path, rendezvous: tuple[str, int], threads: int, state: None = None) -> list[Span]:
         """Load a model folder or its files, as `Learner.open`; there is no other state."""
@@ -32,6 +33,7 @@ class ReferenceRank:
         torch.set_num_threads(threads)
         with as_folder(files) as folder:
             model = load_model(folder, self.settings.dtype, self.settings.trust_remote_code)
+        self.sharing = PromptSharing.of(model)
         self.model = TokenLogprobs(model).eval().requires_grad_(False).to(self.device)
         return [Span("start", "open reference", start, time.time())]
 
@@ -40,14 +42,9 @@ class ReferenceRank:
         assert self.model is not None
         start, model, temperature = time.time(), self.model, self.settings.temperature
         torch.set_num_threads(threads)
-        share = packing.padded(batch.lengths, self.settings.micro_batch_tokens, self.settings.ranks)[self.settings.rank]
-        names = ("ids", "rows", "columns", "targets")
-        found = passed(
-            lambda tensors: model(*(tensors[name] for name in names), temperature)[0],
-            batch,
-            [cut for cut in share if len(cut)],
-            self.device,
-        )
+        settings, every = self.settings, np.arange(len(batch))
+        share = micro_batches(batch, every, settings.micro_batch_tokens, self.sharing, settings.rank, settings.ranks)
+        found = passed(lambda tensors: token_logprobs(model, tensors, temperature)[0], batch, [cut for cut in share if cut], self.device)
         return found.cpu().numpy(), [Span("work", "log-probabilities", start, time.time())]
 
     def leave_device(self) -> list[Span]:

@@ -54,7 +54,7 @@ class TrainerRank:
         self.linked = False  # ZeRO 1 and 2 know the moments of all parameters
         self.away = False  # parked on a GPU's host
         self.kept: dict[str, Any] = {}  # `_state` while away, where it cannot be made there
-        self.kept_whole: dict[str, Any] = {}
+        self.kept_weights: dict[str, Tensor] = {}  # likewise `_trained_weights`
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class TrainerRank:
 
     def _average(self, start: dict[str, Tensor] | None = None) -> None:
         """Take the weights of now into their average; or, with `start`, begin with it, with the weights where it is empty."""
-        weights = self._weights_of(dict.fromkeys(self._stored(), 0))
+        weights = self._trained_weights()
         if self.rank:
             return
         if start is not None:
@@ -269,7 +269,7 @@ class TrainerRank:
         """{name in a file: array} from rank 0, see `saved_state`; the other ranks take part and return None. Of the adapter alone if
         `lora.publish` says so."""
         if self.lora is not None and self.settings.lora.publish == "adapter":
-            own = self._weights_of(dict.fromkeys(self._stored(), 0))
+            own = self._trained_weights()
             return None if self.rank else {saved_name(k): as_numpy(v) for k, v in own.items()}
         found = self._merged()
         return None if found is None else {k: as_numpy(v) for k, v in found.items()}
@@ -294,26 +294,28 @@ class TrainerRank:
         if not trained:
             found = self._merged()
             return {} if found is None else split_files(found)
-        state = self._state(whole=True)
+        weights = self._trained_weights()
         if self.rank:
             return {}
         if self.lora is not None:
-            return self.lora.files(state["weights"])
-        return split_files(saved_state(self.engine.module.model, state["average"] or state["weights"]))
+            return self.lora.files(weights)
+        return split_files(saved_state(self.engine.module.model, self.average or weights))
 
-    def _state(self, whole: bool = False) -> dict[str, Any]:
+    def _trained_weights(self) -> dict[str, Tensor]:
+        """Return all weights that are trained, by their names in the model, from rank 0. Every rank must call it."""
+        return self.kept_weights if self.away and self.stage else self._weights_of(dict.fromkeys(self._stored(), 0))
+
+    def _state(self) -> dict[str, Any]:
         """Return this rank's part of what a stopped run needs to go on. The parts of all ranks together are everything.
 
         Tensors are views of the live state where the host has it, not copies. Where adapters are trained, the weights are theirs
-        alone: the base is in the files that the run began with. `whole`: rank 0 has all weights.
+        alone, and rank 0 has them: the base is in the files that the run began with.
         """
         if self.away and self.stage:
-            return self.kept_whole if whole else self.kept
-        stored = self._stored()
-        alone = whole or self.lora is not None
-        weights = self._weights_of(dict.fromkeys(stored, 0) if alone else whole_tensors(stored, self.ranks))
+            return self.kept
+        adapters = self.lora is not None
         return {
-            "weights": weights,
+            "weights": self._trained_weights() if adapters else self._weights_of(whole_tensors(self._stored(), self.ranks)),
             "moments": held_moments(self.engine, self.stage),
             "average": self.average or {},
             "optimizer_steps": self.optimizer_steps,
@@ -334,7 +336,7 @@ class TrainerRank:
         own = {"rng": state["rng"]} if self.rank == 0 else {}
         if self.ranks == 1:
             shapes = dict(self.engine.module.model.named_parameters())
-            whole = {key: part.view(_shape(shapes[key.split(".", 1)[1]])) for key, (_, part) in state["moments"].items()}
+            whole = {key: part.view(_whole_shape(shapes[key.split(".", 1)[1]])) for key, (_, part) in state["moments"].items()}
             files[shard_name("optimizer", 0, 1)] = save_tensors({**whole, **own})
         else:
             files[shard_name("optimizer", self.rank, self.ranks)] = save_intervals(state["moments"], own)
@@ -354,7 +356,7 @@ class TrainerRank:
         start = time.time()
         if self.stage:
             self.kept = copy.deepcopy(self._state())
-            self.kept_whole = self.kept if self.ranks == 1 else copy.deepcopy(self._state(whole=True))
+            self.kept_weights = self.kept["weights"] if self.ranks == 1 else copy.deepcopy(self._trained_weights())
         leave_device(self.engine, self.stage, self.hosted)
         self.away = True
         gc.collect()
@@ -367,7 +369,7 @@ class TrainerRank:
             return []
         start = time.time()
         return_to_device(self.engine, self.stage, self.device, self.hosted)
-        self.away, self.kept, self.kept_whole = False, {}, {}
+        self.away, self.kept, self.kept_weights = False, {}, {}
         return [Span("transfer", "return to device", start, time.time())]
 
 
@@ -383,7 +385,8 @@ def _loss_scale(optimizer: Any, scale: float) -> Iterator[None]:
             optimizer.custom_loss_scaler = False
 
 
-def _shape(parameter: Tensor) -> torch.Size:
+def _whole_shape(parameter: Tensor) -> torch.Size:
+    """Return the parameter's shape, which ZeRO 3 keeps apart."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 

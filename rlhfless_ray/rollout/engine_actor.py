@@ -18,7 +18,7 @@ from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.token_deltas import TokenDeltas
 from rlhfless_ray.types import EngineStep, Request, Span
 from rlhfless_ray.weights.checksum import combined, damaged, digests, listed
-from rlhfless_ray.weights.model_folder import write_folder
+from rlhfless_ray.weights.model_folder import stored_weights, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
 PAGES_S = 5.0  # timeout for the KV pages of a moved request; computing them takes no longer
@@ -79,24 +79,27 @@ class RolloutActor:
         self.engine.load(version, weights, base)
         return [Span("transfer", f"load version {version}", start, time.time())]
 
-    def differing(self, model: Files, published: Mapping[str, int] | None) -> tuple[list[str], list[str] | None]:
+    def differing(self, version: int, model: Files, published: Mapping[str, int] | None) -> tuple[list[str], list[str]]:
         """Find the tensors that may explain different log-probabilities of engine and learner.
 
         Args:
+            version: The weight version. An engine that was parked loads it again.
             model: The safetensors files of the learner's weights, see `TrainerRank.model_files`.
-            published: The digest of each tensor of the version that the engine has loaded.
+            published: The digest of each tensor of the version.
 
         Returns:
             Names of the tensors whose published values differ from the files, and of those in which this engine differs from a new
-            one that loads the files. The latter is None if the former is not empty, or if this engine has no weights any more.
+            one that loads the files. The latter is empty if the former is not.
         """
-        from rlhfless_ray.weights.tensor_file import as_numpy, load_tensors
+        from rlhfless_ray.weights.tensor_file import as_numpy
 
-        stored = (content for name, content in model.items() if name.endswith(".safetensors"))
-        arrays = {name: as_numpy(tensor) for content in stored for name, tensor in load_tensors(content).items()}
+        arrays = {name: as_numpy(tensor) for name, tensor in stored_weights(model)}
         wrong = damaged(digests(arrays), published) if published else []
-        if wrong or self.engine is None or self.engine.version is None:
-            return wrong, None
+        if wrong:
+            return wrong, []
+        if self.engine.version is None:
+            self.engine.unpark()
+            self.engine.load(version, arrays)
         with tempfile.TemporaryDirectory(prefix="rlhfless-compare-") as name:
             folder = write_folder(Path(name), {**self.files, **model})
             return wrong, self.engine.differing(folder, self.settings, {name: array.shape for name, array in arrays.items()})

@@ -1,4 +1,4 @@
-"""One vLLM engine in this process. Only this module, the sampler, the 8-bit layers and the KV connector import vLLM."""
+"""One vLLM engine in this process. Only this module, those that it loads and the KV connector import vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import xxhash
 
 from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.local.fast_imports import fast_imports
-from rlhfless_ray.local.process_memory import release_pages, reserved_outside_mb
+from rlhfless_ray.local.process_memory import release_free_heap, release_pages, reserved_outside_mb
 from rlhfless_ray.prefix.block_hash import root, salt
 from rlhfless_ray.prefix.block_hasher import BlockHasher
 from rlhfless_ray.prefix.pages import PageStore
@@ -48,6 +48,7 @@ EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 # Not imported on CPU, because only audio and object detection need it. Packages that come with vLLM for GPUs may need it too.
 OPTIONAL = ("scipy",)
+LARGE_BYTES = 100e6  # of weights; from here on memory that a load leaves on the heap is worth the milliseconds to release it
 COMPILER = ("torch._inductor.lowering",)  # vLLM patches it if it can be imported, which takes half a second
 
 
@@ -156,6 +157,8 @@ class VllmEngine:
             self._replace_weights(version, weights)
         else:
             self._replace_adapter(version, weights, base)
+        if self.on_cpu and sum(array.nbytes for array in weights.values()) > LARGE_BYTES:
+            release_free_heap()  # what packing left
         self.version = version
 
     def _replace_weights(self, version: int, weights: dict[str, np.ndarray]) -> None:
@@ -501,7 +504,7 @@ def _fused_modules(worker: Any) -> dict[str, list[str]]:
 
 
 def _drop_memory(worker: Any) -> None:
-    """Run in vLLM's worker on CPU: release the memory of the KV cache and of the weights, which a reload makes anew.
+    """Run in vLLM's worker on CPU: release the memory of the KV cache and of the weights, which a reload allocates again.
 
     Addresses of tensors stay valid; their content becomes zero. Packed weights of linear layers belong to their kernels, which go.
     """

@@ -18,7 +18,7 @@ from rlhfless_ray.common.disk_space import replace_file, writing
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe.run_sections import CheckpointConfig
 from rlhfless_ray.report.openrlhf_names import renamed
-from rlhfless_ray.weights.model_folder import read_content
+from rlhfless_ray.weights.model_folder import read_files
 from rlhfless_ray.weights.remote_folder import StoredFiles, Writer
 from rlhfless_ray.weights.tensor_file import checksum
 
@@ -130,7 +130,7 @@ class Checkpoints:
         if found is None:
             raise UserError(f"--resume: no checkpoint in {self.folder}; start without --resume")
         step, path = found
-        files = {file.name: read_content(file) for file in path.iterdir() if file.name not in (DRIVER, METRIC)}
+        files = {name: content for name, content in read_files(path).items() if name not in (DRIVER, METRIC)}
         driver = driver_state(path)
         for name, expected in driver.pop(SUMS, {}).items():  # older checkpoints have no checksums
             if checksum(files.get(name, b"")) != expected:

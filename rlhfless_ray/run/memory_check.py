@@ -209,7 +209,8 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
             own = tuple((what, ranks * size) for what, size in rank.training)
             found.append(Need(f"the {name}'s update{several}", model.key, (*driver, *others, *own)))
             if name == "learner" and recipe.rollout.max_lag_steps:
-                beside = ((what, recipe.rollout.min_actors * size) for what, size in engines)
+                versions = (("in the object store", policy.parameters * width),)  # engines may still load the one before
+                beside = (*versions, *((what, recipe.rollout.min_actors * size) for what, size in engines))
                 found.append(Need("the rollout beside the learner's update", model.key, (*driver, *others, *own, *beside)))
 
     def works(who: str, count: int, key: str, *parts: tuple[str, int]) -> None:
@@ -246,7 +247,7 @@ def least_mb(recipe: Recipe, config: dict[str, Any], parameters: int, lengths: L
     for name, _, rank, ranks in _training_groups(recipe, models, lengths):
         found[name] = ranks * sum(size for _, size in rank.training) / 1e6
     weights = parameters * memory.VALUE_BYTES[recipe.policy.dtype] / 1e6
-    found["engines"] = weights + recipe.rollout.kv_cache_mb * 2**20 / 1e6
+    found["engines"] = (parameters * _engine_width(recipe) + recipe.rollout.kv_cache_mb * 2**20) / 1e6
     if recipe.has_reference:
         found["reference"] = recipe.reference.ranks * weights
     return found

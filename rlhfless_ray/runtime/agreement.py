@@ -112,24 +112,21 @@ class Agreement:
             return "engines hold an adapter on its base, where tensors cannot be compared; set lora.publish=merged to find them"
         try:
             model = self.worker_groups.learner.model()
-            unknown = False
+            compared = False
             for engine in [*self.engines.working, *self.engines.parked]:
-                if engine.version != weights.version or not engine.memory_mb:
-                    unknown |= engine.version is None and engine.memory_mb > 0  # parked without its weights
+                if engine.version not in (None, weights.version) or not engine.memory_mb:
                     continue
-                published, held = get(engine.actor.differing.remote(model, weights.digests), NAMING_S, "the names of tensors that differ")
+                answer = engine.actor.differing.remote(weights.version, model, weights.digests)
+                published, held = get(answer, NAMING_S, "the names of tensors that differ")
                 if published:
                     return f"these tensors were not published as the learner has them: {listed(published)}"
                 if held:
                     return f"engine {engine.id} does not hold these tensors as they were published: {listed(held)}"
-                unknown |= held is None
+                compared = True
         except (RunError, *GONE) as error:
             return describe_failure("finding the tensors that differ", error)
-        if unknown:
-            return (
-                "the tensors were published as the learner has them; the engines' tensors are unknown, because they were parked "
-                "without them. Set rollout.agreement=warn to continue anyway"
-            )
+        if not compared:
+            return "no engine is left whose tensors could be compared; set rollout.agreement=warn to continue anyway"
         return (
             "every tensor equals that of a new engine that loads the model from a folder, so vLLM and transformers compute this "
             f"architecture differently{_of_dtype(self.context.recipe)}; use another model, or set "
@@ -151,15 +148,16 @@ def _of_dtype(recipe: Recipe) -> str:
 
 
 def select_batch(samples: Sequence[Sample]) -> Batch | None:
-    """Return the first tokens of a few samples, spread over all of them, or None if the policy wrote no token."""
+    """Return the first tokens of a few samples, spread over all of them, or None if the policy wrote no token.
+
+    They are one group: samples with the same prompt share a row, as they do when they are learned from.
+    """
     written = [sample for sample in samples if _count(sample)]
     if not written:
         return None
     chosen = [written[i] for i in np.unique(np.linspace(0, len(written) - 1, min(SAMPLES, len(written))).astype(int))]
     masks = [None if s.action_mask is None else s.action_mask[: _end(s)] for s in chosen]
-    rows: list[Any] = [
-        (s.prompt.token_ids, s.completion.token_ids[: _end(s)], s.completion.logprobs[: _end(s)], 0.0, i) for i, s in enumerate(chosen)
-    ]
+    rows: list[Any] = [(s.prompt.token_ids, s.completion.token_ids[: _end(s)], s.completion.logprobs[: _end(s)], 0.0, 0) for s in chosen]
     return Batch.of(rows, masks)
 
 

@@ -11,7 +11,7 @@ from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.folder import RunFolder, put_files
 from rlhfless_ray.weights.adapter import CONFIG as ADAPTER_CONFIG
 from rlhfless_ray.weights.adapter import with_base
-from rlhfless_ray.weights.model_folder import WEIGHTS, read_content, with_dtype, without_weights, write_folder
+from rlhfless_ray.weights.model_folder import WEIGHTS, read_files, with_dtype, without_weights, write_folder
 from rlhfless_ray.weights.remote_folder import Writer
 from rlhfless_ray.weights.tensor_file import Files
 
@@ -21,7 +21,7 @@ def model_folder(weights: Writer, files: Files) -> Writer:
 
     def write(folder: Path) -> dict[str, str]:
         sums = weights(folder)
-        written = {path.name: read_content(path) for path in folder.iterdir()}
+        written = read_files(folder)
         if ADAPTER_CONFIG not in written:
             stored = (content for name, content in written.items() if name.endswith(WEIGHTS))
             write_folder(folder, with_dtype({**files, **{k: v for k, v in written.items() if k == "config.json"}}, stored))
@@ -62,12 +62,8 @@ def write_models(recipe: Recipe, folder: RunFolder, files: Files, critic_files: 
     else:
         saved = folder.write_model(trained if recipe.ema.beta is not None else model_folder(groups.save_policy, others))
     if save_path:
-        put_files(Path(save_path), _files(saved))
+        put_files(Path(save_path), read_files(saved))
     if recipe.critic.save:
         critic = swap_folder(folder.path / "critic", model_folder(groups.save_critic, without_weights(critic_files or files)))
         if save_path:
-            put_files(Path(save_path.rstrip("/") + "_critic"), _files(critic))
-
-
-def _files(folder: Path) -> Files:
-    return {path.name: read_content(path) for path in sorted(folder.iterdir())}
+            put_files(Path(save_path.rstrip("/") + "_critic"), read_files(critic))

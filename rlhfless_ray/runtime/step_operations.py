@@ -194,6 +194,8 @@ class StepOperations(CheckpointedRun):
     def start_update(self, batch: Batch) -> Pending[UpdateStats]:
         """Update the critic, if there is one, and start the policy's update."""
         self.in_update, self.ahead = True, []
+        if self.weights is not None and not self.rolls_out_ahead:  # engines are done with it: the next version takes its place in the store
+            self.weights = replace(self.weights, ref=None, copy=None)
         update = self.learn_stage.start_update(batch, self.step.samples)
         return Pending(lambda: self._updated(update))
 

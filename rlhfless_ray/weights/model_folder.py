@@ -43,6 +43,11 @@ def read_folder(path: Path, setting: str = "policy.path") -> Files:
     return {name: read_content(file) for name, file in files.items()}
 
 
+def read_files(folder: Path) -> Files:
+    """Read {file name: content} of all files in a folder, see `read_content`."""
+    return {path.name: read_content(path) for path in sorted(folder.iterdir())}
+
+
 def read_content(file: Path) -> Content:
     """Read a file, or map it if it holds weights, so that these are in memory only while they are used."""
     return FileParts.map(file) if file.suffix == WEIGHTS and file.stat().st_size else file.read_bytes()

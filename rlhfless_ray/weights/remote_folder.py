@@ -71,6 +71,6 @@ def sees(folder: str, sizes: Mapping[str, int]) -> bool:
     return all((path := Path(folder, name)).is_file() and path.stat().st_size == size for name, size in sizes.items())
 
 
-def read_files(folder: str, sizes: Mapping[str, int], prefix: str) -> Files:
+def map_files(folder: str, sizes: Mapping[str, int], prefix: str) -> Files:
     """On the worker: map the folder's files, without the prefix of their names."""
     return {name.removeprefix(prefix): read_content(Path(folder, name)) for name in sizes}

@@ -159,5 +159,6 @@ class EngineHost:
             token_log.accept(0, "engine", progress)
         return token_log.completions
 
-    def differing(self, name: str, model: bytes, published: Any) -> tuple[list[str], list[str] | None]:
-        return self.actors[name].differing(model, published)
+    def differing(self, name: str, model: bytes, published: Any) -> tuple[list[str], list[str]]:
+        actor = self.actors[name]
+        return actor.differing(actor.engine.version, model, published)

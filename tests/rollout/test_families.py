@@ -145,7 +145,7 @@ def test_a_tensor_that_an_engine_gets_wrong_is_named(hosts: tuple[Any, Any], ope
     spoiled = {**published, garbled: published[garbled] ^ 1}
     with pytest.raises(ray.exceptions.RayTaskError, match=garbled):
         ray.get(engines.answer.remote(family, 12, weights, spoiled, asked), timeout=S)
-    assert ray.get(engines.differing.remote(family, model, spoiled), timeout=S) == ([garbled], None)
+    assert ray.get(engines.differing.remote(family, model, spoiled), timeout=S) == ([garbled], [])
 
 
 def test_the_end_of_a_response_is_a_token_of_these_policies(files: dict[str, dict[str, bytes]]) -> None:
