@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
 
+from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.learn.policy_model import load_model
-from rlhfless_ray.types import Step
+from rlhfless_ray.types import Sample, Step
 from rlhfless_ray.weights.load_policy import initial_policy
 from rlhfless_ray.weights.model_folder import as_folder
+from tests.compat.test_runs import AGENT
 from tests.conftest import command, samples, small_recipe, write_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -87,6 +92,75 @@ def test_a_cluster_without_slots_for_both_is_refused(tmp_path: Path) -> None:
     done = command("train", write_recipe(tmp_path, **LAG, cluster__cpus=2, learner__max_slots_per_rank=2))
     assert done.returncode == 2 and not (tmp_path / "runs" / "small").exists()
     assert "rollout.max_lag_steps: the learner (learner.ranks × learner.max_slots_per_rank = 2) and the engines" in done.stderr
+
+
+class Struck(Runtime):
+    """Kills the only engine in step 2's rollout, and the learner in step 3's, both beside an update."""
+
+    struck: set[str]
+
+    def generate(self, step: Step) -> list[Sample]:
+        record = self.context.record
+        phase = record.progress.phase
+
+        def strike(what: str) -> None:
+            phase(what)
+            victim = {2: self.rollout.working, 3: self.worker_group.by_rank}.get(step.number, [])
+            name = f"{step.number}"
+            if self.in_update and victim and name not in self.struck and (pid := pid_of(victim[0])):
+                self.struck.add(name)
+                os.kill(pid, signal.SIGKILL)
+
+        record.progress.phase = strike  # type: ignore[method-assign]
+        try:
+            return super().generate(step)
+        finally:
+            record.progress.phase = phase  # type: ignore[method-assign]
+
+
+def test_a_lost_engine_and_a_lost_learner_change_nothing(tmp_path: Path) -> None:
+    found = []
+    for kind, name in ((Runtime, "plain"), (Struck, "struck")):
+        recipe = Recipe.parse(small_recipe(tmp_path, **LAG, run__name=name, rollout__stream_interval_s=0.02))
+        with kind(recipe) as run:
+            if isinstance(run, Struck):
+                run.struck = set()
+            steps = list(run)
+        if isinstance(run, Struck):
+            assert run.struck == {"2", "3"}
+            told = rows(tmp_path / "runs" / name)
+            assert sum(row["rollout/orphans"] for row in told) > 0 and sum(row["faults/learner_restarts"] for row in told) == 1
+        weights = load_file(tmp_path / "runs" / name / "checkpoints" / "step_4" / "model.safetensors")
+        found.append(([[s.completion.token_ids.tolist() for s in step.samples] for step in steps], weights))
+    (tokens, weights), (same_tokens, same_weights) = found
+    assert tokens == same_tokens
+    for key, value in weights.items():
+        np.testing.assert_array_equal(value, same_weights[key])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"algorithm__filter_range": [-3.6, 0.0], "algorithm__filter_draw": 1.9, "algorithm__filter_patience": 90},
+        {"algorithm__advantage": {"estimator": "gae"}, "algorithm__kl": {"coefficient": 0.01, "place": "reward"}, "algorithm__epochs": 2},
+        {"rollout__prefix_kv": "on", "lora__rank": 4},
+        {"reward": {}, "prompts__batch_prompts": 4},
+    ],
+    ids=["filtered groups", "critic and reference", "prefix KV and adapters", "agent"],
+)
+def test_other_features_work_with_a_lag(tmp_path: Path, settings: dict[str, Any]) -> None:
+    tree = small_recipe(tmp_path, **{**LAG, "run__steps": 3, **{key: value for key, value in settings.items() if "__" in key}})
+    if "reward" in settings:
+        (tmp_path / "agent.py").write_text(AGENT)
+        tree |= {"reward": {}, "agent": {"path": str(tmp_path / "agent.py"), "max_tokens": 96, "turn_tokens": 8}}
+    with Runtime(Recipe.parse(tree)) as run:
+        steps = list(run)
+    assert [step.metrics["lag/max"] for step in steps] == [0, 1, 1]
+    assert all(step.stats is not None and step.stats.applied for step in steps)
+    if "algorithm__filter_range" in settings:
+        versions = {step.number: {version for s in step.samples for version, _ in s.completion.versions} for step in steps}
+        assert all(found <= {number - 2, number - 1} for number, found in versions.items() if number > 1), versions
+        assert any(len(found) == 2 for found in versions.values()), "refilled groups are of the newest version"
 
 
 def overlap_s(path: Path) -> float:
