@@ -27,7 +27,10 @@ from rlhfless_ray.types import Span, UpdateStats
 from rlhfless_ray.weights.model_folder import as_folder
 from rlhfless_ray.weights.tensor_file import Files
 
-SUMS = ("loss", "policy_loss", "kl", "entropy", "clipped", "importance", "capped", "mismatch", "ppo_kl", "sampler_kl", "reference_gap")
+SUMS = (
+    *("loss", "policy_loss", "kl", "entropy", "clipped", "importance", "capped", "mismatch", "ppo_kl", "sampler_kl", "reference_gap"),
+    *("ratio", "ratio_squared"),
+)
 WEIGHTED = 3  # of SUMS, the first ones: weighted as the loss is; the others count every token the same
 
 
@@ -202,6 +205,7 @@ class LearnerRank:
         sums[:WEIGHTED] *= scale
         sums[WEIGHTED:] /= found.tokens  # statistics are means over tokens, whatever the loss averages over
         named = dict(zip(SUMS, sums.tolist(), strict=True))
+        effective = named["ratio"] ** 2 / named["ratio_squared"] if named["ratio_squared"] else 0.0
         if self.correction is not None and self.correction.gates_sequences:
             named["capped"] *= found.tokens / found.sequences
         return UpdateStats(
@@ -226,6 +230,7 @@ class LearnerRank:
             reference_gap=named["reference_gap"],
             next_learning_rate=self.trainer.rate(),
             last_grad_norm=norm,
+            effective_share=effective,
         )
 
     def _micro_loss(
@@ -264,7 +269,8 @@ class LearnerRank:
             loss = loss - algorithm.loss.entropy_coefficient * (regularization_weight * entropy).sum()
         mismatch = (before - drawn).abs()
         each = weight > 0
-        apart = (before - logprobs.detach(), drawn - before, gap)
+        ratio = token_ratios(before, drawn).double()
+        apart = (before - logprobs.detach(), drawn - before, gap, ratio, ratio.square())
         terms = [loss, policy_loss, kl, *((each * x).sum() for x in (entropy, clipped, importance, capped, mismatch, *apart))]
         values = torch.stack([t.detach().double().cpu() for t in terms])
         worst = mismatch.max().detach().double().cpu() if mismatch.numel() else torch.zeros(1).double()
