@@ -29,7 +29,7 @@ from benchmarks.learning.logprob_memory import Heads, LogprobPeak, logprob_peaks
 from benchmarks.peers.peer_env import peer_python
 from rlhfless_ray.learn.estimators import estimate, normalise
 from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios
-from rlhfless_ray.learn.packing import packed, padded, padding_share
+from rlhfless_ray.learn.packing import padded, padding_share
 
 LENGTHS = Path(__file__).resolve().parent.parent / "placement" / "catalog" / "data" / "lengths.yaml"
 SAME_TOKENS = ((4096, 1024), (1024, 4096), (256, 16_384))
@@ -38,7 +38,7 @@ NEAR = 1e-6  # of what is compared in float64 although a library computes part o
 
 @dataclass(frozen=True)
 class Padding:
-    """Shares of padded positions (0 to 1) at a token budget; `fill`: of the budget of packed micro-batches, over all ranks."""
+    """Shares of padded positions (0 to 1) at a token budget."""
 
     samples: int
     budget_tokens: int
@@ -46,8 +46,6 @@ class Padding:
     by_length: float
     best_cut: float
     best_cut_count: int
-    packed_fill: float
-    packed_rank_excess: float
 
     def row(self) -> tuple[str, ...]:
         return (
@@ -57,8 +55,6 @@ class Padding:
             f"{100 * self.by_length:.1f} %",
             f"{100 * self.best_cut:.1f} %",
             str(self.best_cut_count),
-            f"{100 * self.packed_fill:.1f} %",
-            f"{100 * self.packed_rank_excess:.2f} %",
         )
 
 
@@ -83,8 +79,7 @@ def by_length(lengths: np.ndarray, budget: int) -> list[np.ndarray]:
 
 def padding(samples: int, budget: int, ranks: int) -> Padding:
     lengths = gsm8k_lengths(samples, seed=samples)
-    cut, rows = padded(lengths, budget, ranks), packed(lengths, budget, ranks)
-    loads = [sum(int(lengths[part].sum()) for part in mine) for mine in rows]
+    cut = padded(lengths, budget, ranks)
     return Padding(
         samples,
         budget,
@@ -92,8 +87,6 @@ def padding(samples: int, budget: int, ranks: int) -> Padding:
         padding_share(lengths, [by_length(lengths, budget)]),
         padding_share(lengths, cut),
         sum(len(part) > 0 for mine in cut for part in mine),
-        float(lengths.sum()) / (budget * ranks * len(rows[0])),
-        max(loads) * ranks / float(lengths.sum()) - 1,
     )
 
 
@@ -209,8 +202,7 @@ def show_peaks(console: Console, peaks: list[LogprobPeak], heads: Heads) -> None
 
 
 def show_padding(console: Console, shares: list[Padding]) -> None:
-    packing = ("packed: fill", "packed: fullest rank over mean")
-    columns = ("samples", "budget", "ranks", "sorted by length", "best cut", "micro-batches", *packing)
+    columns = ("samples", "budget", "ranks", "sorted by length", "best cut", "micro-batches")
     table = Table(
         *columns, title="Padded positions on GSM8K lengths (log-normal, placement/catalog/data/lengths.yaml)", title_justify="left"
     )

@@ -2,8 +2,9 @@
 
     recipe → Prompt → Forecast → Plan → lease → prefix KV → rollout → reward → Advantage → learn → WeightVersion ↺
 
-Each line is one stage. Stages do not call each other: the loop passes values from one to the next. Two stages visibly overlap
-others. The next step is planned while the learner works, and its engines load the weights while the driver records the step.
+Each line is one stage. Stages do not call each other: the loop passes values from one to the next. Some stages visibly overlap
+others. The next step is planned while the learner works, and its engines load the weights while the driver records the step. With
+`rollout.max_lag_steps` its responses are generated while the learner works, under the weights from before the update.
 Each stage has a folder of its name; `runtime/` connects them.
 """
 
@@ -27,6 +28,13 @@ def plan_step(run: StepOperations, number: int) -> Step | None:
     return step
 
 
+def roll_out(run: StepOperations, step: Step) -> None:
+    """Generate a step's responses under the newest weights."""
+    step.prefixes = run.prefill(step)
+    with run.rollout_phase(step.plan):  # also scores and accumulates gradients on slots that engines have left
+        step.samples = run.generate(step)
+
+
 def steps(run: StepOperations) -> Iterator[Step]:
     """Train the remaining steps of the recipe, and yield each one when it is finished."""
     if run.owes_evaluation:  # before the first step, or interrupted by a stop
@@ -34,10 +42,8 @@ def steps(run: StepOperations) -> Iterator[Step]:
     step = plan_step(run, run.steps_done + 1)
     while step is not None:
         run.begin_step(step)
-        step.prefixes = run.prefill(step)
-
-        with run.rollout_phase(step.plan):  # also scores and accumulates gradients on slots that engines have left
-            step.samples = run.generate(step)
+        if not run.has_responses(step):  # otherwise they were generated while the learner worked
+            roll_out(run, step)
         with run.score_phase():
             run.score(step.samples)
         run.refill_groups(step)
@@ -47,6 +53,8 @@ def steps(run: StepOperations) -> Iterator[Step]:
             update = run.start_update(batch)
             run.observe_samples(step)
             upcoming = plan_step(run, step.number + 1)  # while the learner works
+            if upcoming is not None and run.rolls_out_ahead:
+                roll_out(run, upcoming)  # one step off: the weights of this update come too late for it
             step.stats = update.result()
             run.weights = run.publish(step.number)
 

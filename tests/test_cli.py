@@ -40,6 +40,19 @@ def test_an_unknown_key_on_the_command_line(tmp_path):
     assert "unknown key `rollout.temprature`; did you mean `rollout.temperature`?" in sentence(done)
 
 
+def test_an_adapter_that_engines_cannot_hold(tmp_path):
+    done = command("train", write_recipe(tmp_path), "lora.rank=4", "lora.publish=adapter", "lora.target_modules=[embed_tokens]")
+    assert done.returncode == 2 and "lora.publish: engines adapt linear layers only" in sentence(done)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.ray
+def test_a_quantisation_that_the_device_cannot_do(tmp_path):
+    done = command("train", write_recipe(tmp_path), "rollout.quantization=fp8")
+    assert done.returncode == 2 and "rollout.quantization: vLLM on CPU cannot quantise weights to fp8" in sentence(done)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_recipe_that_is_not_there(tmp_path):
     done = command("train", str(tmp_path / "nothing.yaml"))
     assert done.returncode == 2 and "no such file" in sentence(done)

@@ -286,3 +286,52 @@ def test_memory_of_a_recipe(tmp_path: Path, capsys) -> None:
     run(recipe, "--memory", "rollout.kv_cache_mb=512")
     text = capsys.readouterr().out
     assert "494 M parameters in bfloat16" in text and "1.5 GB" in text and "every need fits this machine" in text
+
+
+# ---- whole steps on which devices --------------------------------------------------------------------------------
+
+
+def test_a_fleet_is_chosen_among_those_that_nothing_beats(grouped: Path, capsys) -> None:
+    found = said(capsys, grouped, "--model", "qwen2.5-7b", "--fleet", "8", "--prefer", "0", "--steps", "10")
+    rows, chosen = found["best"], found["best"][found["chosen"]]
+    assert [row["time_s"] for row in rows] == sorted(row["time_s"] for row in rows)
+    assert [row["cost"] for row in rows] == sorted((row["cost"] for row in rows), reverse=True)
+    assert chosen["cost"] == min(row["cost"] for row in rows)
+    for row in rows:
+        assert row["cost"] == pytest.approx(row["time_s"] * row["count"] * row["price_per_hour"] / 3600)
+        assert row["run_cost"] == pytest.approx(10 * row["cost"]) and row["rollout_s"] < row["time_s"]
+
+
+def test_spot_devices_cost_their_discount_and_the_steps_they_lose(grouped: Path, capsys) -> None:
+    model = ("--model", "qwen2.5-7b", "--device", "H100", "--fleet", "8")
+    free = said(capsys, grouped, *model, "--spot-discount", "0")["best"]
+    assert not any(row["spot"] for row in free), "a preemptible device without a discount only loses time"
+    cheap = {(r["count"], r["width"], r["spot"]): r for r in said(capsys, grouped, *model, "--spot-discount", "0.5")["best"]}
+    both = [(cheap[n, w, True], cheap[n, w, False]) for n, w, spot in cheap if spot and (n, w, False) in cheap]
+    assert both and all(spot["time_s"] > rent["time_s"] and 0.5 < spot["cost"] / rent["cost"] < 0.6 for spot, rent in both)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--fleet", "4"], "--fleet needs --model"),
+        (["--fleet", "0", "--model", "qwen2.5-7b"], "--fleet: must be 1 to 1024, got 0"),
+        (["--fleet", "4", "--model", "qwen2.5-7b", "--actors", "2"], "leave out --actors"),
+        (["--fleet", "4", "--model", "qwen2.5-7b", "--spot-discount", "1"], "--spot-discount: must be a share from 0 to below 1"),
+        (["--fleet", "4", "--model", "qwen2.5-7b", "--steps", "0"], "--steps: must be at least 1"),
+        (["--fleet", "4", "--model", "llama-2-70b", "--device", "H100"], "nothing fits: H100: training llama-2-70b .* needs 20 x H100"),
+        (["--fleet", "8", "--model", "qwen2.5-7b", "--deadline", "0.001"], "no plan"),
+    ],
+)
+def test_what_a_fleet_cannot_be(grouped: Path, options: list[str], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        run(grouped, *options)
+
+
+def test_a_warning_where_almost_no_kv_is_left(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "long.json"
+    path.write_text("[[60000, 50000]]")
+    run(path, "--model", "qwen2.5-7b", "--device", "L4", "--actors", "2")
+    assert "room for" in (warned := capsys.readouterr().err) and warned.count("\n") == 1
+    run(path, "--model", "qwen2.5-7b", "--device", "H200", "--actors", "2")
+    assert capsys.readouterr().err == ""

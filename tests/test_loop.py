@@ -17,11 +17,12 @@ from rlhfless_ray.types import Step
 class Pipeline:
     """Engines start early after the steps in `early`; the run ends after `last_step`."""
 
-    def __init__(self, last_step: int, early: tuple[int, ...] = (), *, done: int = 0, owes: bool = False) -> None:
+    def __init__(self, last_step: int, early: tuple[int, ...] = (), *, done: int = 0, owes: bool = False, ahead: bool = False) -> None:
         self.last_step, self.early, self.steps_done, self.owes_evaluation = last_step, early, done, owes
         self.weights: Any = f"weights {done}"
         self.log: list[str] = []
         self.at_work = False  # the learner
+        self.rolls_out_ahead = ahead
 
     def next_prompts(self) -> list[str]:
         return self.note("prompts", ["prompt"])
@@ -42,13 +43,18 @@ class Pipeline:
         self.step = step
         self.note(f"begin {step.number}")
 
+    def has_responses(self, step: Step) -> bool:
+        return bool(step.samples)
+
     def prefill(self, step: Step) -> str:
-        assert step.prefixes == f"weighed {step.number}" and self.weights == f"weights {step.number - 1}"
+        lag = self.at_work and self.rolls_out_ahead
+        assert step.prefixes == f"weighed {step.number}" and self.weights == f"weights {step.number - 1 - lag}"
         return "pages"
 
     @contextmanager
     def rollout_phase(self, plan: str) -> Iterator[None]:
-        assert plan == self.step.plan and not self.at_work
+        ahead = self.at_work and self.rolls_out_ahead
+        assert plan == f"plan {self.step.number + ahead}" and ahead == self.at_work
         yield
         self.note("rollout over")
 
@@ -121,6 +127,19 @@ class Pipeline:
     def note(self, what: str, value: Any = None) -> Any:
         self.log.append(what)
         return what if value is None else value
+
+
+def test_with_a_lag_the_next_step_is_rolled_out_while_the_learner_works() -> None:
+    run = Pipeline(2, ahead=True)
+    done = list(steps(run))  # type: ignore[arg-type]
+    planned = ["prompts", "forecast {}", "plan {}"]
+    first, second = ([line.format(n) for line in planned] for n in (1, 2))
+    assert run.log == [
+        *(*first, "begin 1", "generate", "rollout over", "score", "update starts", "observe", *second, "generate", "rollout over"),
+        *("stats 1", "weights 1", "close 1", "record 1"),
+        *("begin 2", "score", "update starts", "observe", "stats 2", "weights 2", "evaluate", "close 2", "record 2", "finish"),
+    ]
+    assert [step.number for step in done] == [1, 2]
 
 
 def test_the_next_step_is_planned_while_the_learner_works_and_its_engines_start_before_the_step_is_written_down() -> None:

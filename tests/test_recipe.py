@@ -384,6 +384,16 @@ def test_an_episode_is_as_long_as_its_limit() -> None:
     assert Recipe.parse({**AGENT, "agent": {"path": "agent.py", "max_tokens": 99}}).longest_tokens(40) == 99
 
 
+def test_a_lag_needs_importance_weights_and_keeps_no_samples_for_longer() -> None:
+    lag = ("rollout.max_lag_steps", 1)
+    assert "rollout.max_lag_steps: responses of older weights need" in refused(lag, ("algorithm.importance_cap", 0))
+    assert "algorithm.remainder=carry" in refused(lag, ("algorithm.batch_samples", 8), ("algorithm.remainder", "carry"))
+    assert "rollout.max_lag_steps" in refused(("rollout.max_lag_steps", 2))
+    assert (
+        Recipe.parse(merged(lag, ("algorithm.importance_cap", 0), ("algorithm.loss.correction_level", "token"))).rollout.max_lag_steps == 1
+    )
+
+
 def test_engines_in_8_bits_need_importance_weights_and_a_device_that_has_them() -> None:
     from rlhfless_ray.rollout.engine_settings import check_quantization
 

@@ -77,7 +77,7 @@ def parts(module: str, settings: list[dict[str, Any]], scratch: Path) -> Iterato
             path.write_text(json.dumps(content))
             log = stack.enter_context((scratch / f"{module}_{number}.log").open("w"))
             process = subprocess.Popen(
-                [sys.executable, "-m", f"benchmarks.{module}", str(path)],
+                [sys.executable, "-m", f"benchmarks.peers.{module}", str(path)],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -92,7 +92,7 @@ def parts(module: str, settings: list[dict[str, Any]], scratch: Path) -> Iterato
             while (line := process.stdout.readline()).strip() != "ready":  # a library may print before it
                 if not line:
                     tail = (scratch / f"{module}_{number}.log").read_text()[-2000:]
-                    raise RuntimeError(f"benchmarks.{module} ended before it was ready: {tail}")
+                    raise RuntimeError(f"benchmarks.peers.{module} ended before it was ready: {tail}")
         yield processes
 
 

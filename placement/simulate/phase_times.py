@@ -67,7 +67,7 @@ class PhaseTimes:
             raise ValueError(f"{needed}; the cluster has {s.devices}")
         cold = p["cold_start_parallel_s"] if width > 1 else p["cold_start_s"]
         warm = p["warm_start_s"] + p["warm_start_per_parameter_s"] * s.model.parameters
-        resident = s.model.kv_bytes_per_token * s.model.kv_copies(width) * (s.response_limit / 2 + s.prompt_limit / 2)
+        resident = s.model.kv_bytes(width) * (s.response_limit / 2 + s.prompt_limit / 2)
         pause = p["migration_pause_s"] + resident / width / s.device.link_bytes_per_s
         return cls(
             s,
@@ -163,7 +163,7 @@ class PhaseTimes:
         """
         s = self.setting
         room = s.device.memory_bytes * s.phases["usable_memory"] - self.trainer.held_bytes(m)
-        kv = s.model.kv_bytes_per_token * s.model.kv_copies(self.width)
+        kv = s.model.kv_bytes(self.width)
         return max(0, min(self.capacity, int((self.width * room - s.model.weight_bytes) // kv)))
 
     def holds_one(self, room: int) -> bool:
@@ -180,7 +180,7 @@ class PhaseTimes:
         s = self.setting
         each = (s.prompt_limit + s.response_limit) / 2
         tokens = s.prompt_limit + s.response_limit + each * s.prompts * s.samples / self.engines
-        kv = s.model.kv_bytes_per_token * s.model.kv_copies(self.width)
+        kv = s.model.kv_bytes(self.width)
         engine = (s.model.weight_bytes + tokens * kv) / self.width if awake else 0.0
         usable = s.phases["usable_memory"] - engine / s.device.memory_bytes
         return replace(self, trainer=replace(self.trainer, more_gradients=int(linear), usable_memory=usable, hosted=hosted))

@@ -172,9 +172,9 @@ class Model:
     def kv_bytes_per_token(self) -> int:
         return 2 * BYTES * self.layers * self.kv_heads * self.head_size
 
-    def kv_copies(self, width: int) -> float:
-        """Return how often `width` devices hold each KV entry: more often than once where there are more devices than KV heads."""
-        return max(1.0, width / self.kv_heads)
+    def kv_bytes(self, width: int) -> float:
+        """Return the bytes of KV of a token on all of `width` devices. More devices than KV heads hold copies."""
+        return self.kv_bytes_per_token * max(1.0, width / self.kv_heads)
 
     @property
     def activation_bytes_per_token(self) -> float:
@@ -201,7 +201,7 @@ def decode_step_s(model: Model, device: Device, width: int, running: float, cont
     The step has `running` sequences that hold `context_tokens` tokens together. Tensor parallelism adds two all-reduces
     of the hidden state per layer (Megatron-LM, arXiv 1909.08053). KV heads that are fewer than the devices are copied.
     """
-    kv = model.kv_bytes_per_token * model.kv_copies(width)
+    kv = model.kv_bytes(width)
     moved = model.step_read_bytes(running) + running * model.activation_bytes_per_token + context_tokens * kv
     attention = 4.0 * context_tokens * model.layers * model.heads * model.head_size
     flops = running * model.flops_per_token + attention
@@ -240,7 +240,7 @@ def kv_capacity(model: Model, device: Device, width: int, memory_share: float) -
     Raises ValueError if the weights do not fit.
     """
     room = width * memory_share * device.memory_bytes - model.weight_bytes
-    tokens = int(room // (model.kv_bytes_per_token * model.kv_copies(width)))
+    tokens = int(room // (model.kv_bytes(width)))
     if tokens < 1:
         raise ValueError(
             f"{model.name} ({model.weight_bytes / 1e9:.0f} GB) does not fit {width} x {device.name} with {memory_share:.0%} of "

@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from rlhfless_ray.cli.explain_command import explain
+from rlhfless_ray.cli.import_command import import_logs
 from rlhfless_ray.cli.passthrough import PassthroughCommand
 from rlhfless_ray.cli.plan_command import plan
 from rlhfless_ray.cli.run_command import run, submit
@@ -33,6 +34,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 app.command()(plan)
+app.command()(import_logs)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,6 +58,14 @@ def plan(
     seed: Annotated[int, typer.Option(help="Seed of the scenarios.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the groups of the chosen plan.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw the frontier into this .svg file.")] = None,
+    fleet: Annotated[
+        int | None,
+        typer.Option(help="Instead of a rollout, plan whole GRPO steps of --model: which GPU (or --device), how many up to this."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps of a run, with --fleet.")] = 100,
+    spot_discount: Annotated[
+        float | None, typer.Option(help="With --fleet: share off the on-demand price on spot. Default: the table's own spot prices.")
+    ] = None,
     memory: Annotated[bool, typer.Option("--memory", help="Show the memory that a recipe's functions need, instead of plans.")] = False,
 ) -> None:
     """Show the frontier of time and cost of a rollout with these lengths, and the plan that a goal selects."""
@@ -67,6 +76,16 @@ def plan(
         return
     if overrides:
         raise UserError(f"unexpected argument {overrides[0]}: settings of a recipe can only be given with --memory")
+    if fleet is not None:
+        from rlhfless_ray.cli.fleet_table import show_fleets
+
+        if actors is not None or devices is not None or speed is not None or pool or scenarios or plot is not None:
+            raise UserError(
+                "--fleet chooses devices, widths and speed itself: leave out --actors, --devices, --speed, --pool, --scenarios, --plot"
+            )
+        goal = _objective(prefer, deadline, budget, knee)
+        show_fleets(lengths, model, device, fleet, goal, column=column, steps=steps, spot_discount=spot_discount, as_json=as_json)
+        return
     from placement import NotFeasible, choose
     from placement.forecast.recorded_lengths import read_lengths
     from rlhfless_ray.cli.plan_pools import PoolOptions
@@ -85,9 +104,11 @@ def plan(
         raise UserError("--devices tries every width for one kind of device; give --actors with --pool or --tensor-parallel")
     if devices is not None:
         pools = wish.widths(devices)
-        sets = [[i] for i in range(len(pools))]
+        sets, wishes = [[i] for i in range(len(pools))], [wish] * len(pools)
     else:
-        pools = [wish.pool(), *(wish.other(text).pool(f"--pool {text}: ") for text in pool or ())]
+        wishes = [wish, *(wish.other(text) for text in pool or ())]
+        names = ["", *(f"--pool {text}: " for text in pool or ())]
+        pools = [one.pool(name) for one, name in zip(wishes, names, strict=True)]
         sets = [list(range(len(pools)))]
     try:
         recorded = read_lengths(lengths, column)
@@ -118,6 +139,10 @@ def plan(
         _show(recorded, scenarios, pools, plans, bounds, choice)
         if plot is not None:
             print(f"plot: {plot.resolve()}")
+    longest = float((recorded.prompt_tokens + recorded.tokens).max())
+    warnings = (wishes[p].low_kv(pools[p].devices, longest) for p in sorted(set(choice.plan.pools)))
+    for warning in dict.fromkeys(filter(None, warnings)):
+        print(warning, file=sys.stderr)
 
 
 def _frontier(drawn: np.ndarray, prompts: np.ndarray, pools: list[Pool], sets: list[list[int]]) -> tuple[list[Plan], Bounds]:

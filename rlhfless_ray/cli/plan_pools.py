@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 MIN_STEP_S, MAX_STEP_S = 1e-9, 1e6
 MAX_COUNT = 10**9  # actors, devices, KV tokens
+ENGINE_MEMORY = 0.9  # share of a device's memory for an engine that is alone on it, vLLM's default
 MAX_WIDTH = 8  # devices of a node: the roofline does not know the links between nodes
 
 
@@ -103,10 +104,19 @@ class PoolOptions:
         try:
             the_model, the_device = catalog.model(self.model), catalog.device(self.device)
             check_width(the_model, width)
-            holds = kv_capacity(the_model, the_device, width, 0.9) if self.capacity is None else self.capacity
+            holds = kv_capacity(the_model, the_device, width, ENGINE_MEMORY) if self.capacity is None else self.capacity
         except ValueError as error:
             raise UserError(f"{name}{error}") from None
         return Pool(decode_speed(the_model, the_device, width), self.price, most, self.start, self.preempt, holds, width)
+
+    def low_kv(self, width: int, longest: float) -> str | None:
+        """Return a warning if an engine of `width` devices has almost no memory left for KV of sequences of `longest` tokens."""
+        from placement.catalog import catalog
+        from placement.speed.roofline import low_kv_warning
+
+        if self.device is None or self.model is None or self.capacity is not None:
+            return None
+        return low_kv_warning(catalog.model(self.model), catalog.device(self.device), width, ENGINE_MEMORY, longest)
 
     def widths(self, devices: int) -> list[Pool]:
         """Return a pool for every tensor-parallel width with which the devices can hold the model.

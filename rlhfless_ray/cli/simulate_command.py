@@ -53,7 +53,8 @@ def simulate(
             chosen = chosen.but(prefer=prefer)
         policies = policy or list(simulator.POLICIES)
         runs = [simulator.simulate(chosen, policies, seed) for seed in range(seeds)]
-        plain = [simulator.simulate(chosen.but(tensor_parallel=narrowest(chosen)), ["fixed"], seed) for seed in range(seeds)]
+        narrow = narrowest(chosen)
+        plain = [simulator.simulate(chosen.but(tensor_parallel=narrow), ["fixed"], seed) for seed in range(seeds)]
     except (ValueError, OSError) as error:
         raise UserError(one_line(error)) from None
     if plot is not None:
@@ -62,7 +63,7 @@ def simulate(
         print(json.dumps(summary(runs, plain), indent=1))
     else:
         _table(runs, plain)
-    if warning := low_kv(chosen):
+    if warning := low_kv(chosen, narrow):
         print(warning, file=sys.stderr)
 
 
@@ -73,12 +74,12 @@ def narrowest(setting: Setting) -> int:
     return PhaseTimes.from_setting(setting).width
 
 
-def low_kv(setting: Setting) -> str | None:
-    """Return a warning if an engine of some width has almost no memory left for KV."""
+def low_kv(setting: Setting, width: int) -> str | None:
+    """Return a warning if an engine of `width` devices has almost no memory left for KV."""
     from placement.speed.roofline import low_kv_warning
 
     longest = setting.prompt_limit + setting.response_limit
-    return low_kv_warning(setting.model, setting.device, narrowest(setting), setting.phases["engine_memory"], longest)
+    return low_kv_warning(setting.model, setting.device, width, setting.phases["engine_memory"], longest)
 
 
 def summary(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> dict[str, Any]:

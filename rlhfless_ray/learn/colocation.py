@@ -19,6 +19,7 @@ APART_S = 2.0  # timeout for devices of the reference's own
 class ColocatedGroups:
     def __init__(self, context: RunContext, learner: WorkerGroup, critic: WorkerGroup | None, reference: WorkerGroup | None) -> None:
         self.context, self.learner, self.critic, self.reference = context, learner, critic, reference
+        self.shares_slots = False  # engines work beside the learner: free leases are kept for them
         self.keeps_gradients = False  # the learner has accumulated gradients: on GPU it stays on its devices
 
     @property
@@ -45,7 +46,7 @@ class ColocatedGroups:
             context.broker.staff(worker_group)
         # the learner works after the others: keep the leases that it will need
         kept = 0 if worker_group is self.learner else max(0, self.learner.slots - sum(len(i.leases) for i in worker_group.by_rank))
-        context.broker.release(keep=kept)
+        context.broker.release(keep=len(context.broker.free) if self.shares_slots else kept)
 
     @property
     def learner_nodes(self) -> set[str]:

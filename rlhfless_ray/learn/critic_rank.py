@@ -47,7 +47,7 @@ class CriticRank:
             model = load_critic(folder, policy.dtype, policy.trust_remote_code, self.critic.value_head, self.seed)
         scale = output_scale(model.config.to_dict(), "critic.path", "critic.normalize") if self.critic.normalize else (0.0, 1.0)
         section = self.settings.lora
-        self.sharing = None if section.dropout else PromptSharing.of(model)
+        self.sharing = PromptSharing.of(model, self.settings.learner.share_prompts, section.dropout)
         lora = LoraAdapters(model, section, self.seed) if section.rank else None
         self.trainer.open(TokenValues(model, *scale), state, lora)
         return [Span("start", "open critic", start, time.time())]

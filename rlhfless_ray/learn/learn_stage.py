@@ -217,7 +217,9 @@ class LearnStage:
         def result() -> UpdateStats:
             stats: UpdateStats = update.result()
             if restarts == self.worker_group.recovery.restarts:
-                self.context.autoscaler.observe_update(self._slots(), samples, time.monotonic() - began_s)
+                waited_s = time.monotonic() - began_s  # also for a rollout, if the steps overlap
+                took_s = self.worker_group.update_s if self.context.recipe.rollout.max_lag_steps else waited_s
+                self.context.autoscaler.observe_update(self._slots(), samples, took_s)
             return stats
 
         return Pending(result)

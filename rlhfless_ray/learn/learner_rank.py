@@ -27,7 +27,10 @@ from rlhfless_ray.types import Span, UpdateStats
 from rlhfless_ray.weights.model_folder import as_folder
 from rlhfless_ray.weights.tensor_file import Files
 
-SUMS = ("loss", "policy_loss", "kl", "entropy", "clipped", "importance", "capped", "mismatch", "ppo_kl", "sampler_kl", "reference_gap")
+SUMS = (
+    *("loss", "policy_loss", "kl", "entropy", "clipped", "importance", "capped", "mismatch", "ppo_kl", "sampler_kl", "reference_gap"),
+    *("ratio", "ratio_squared"),
+)
 WEIGHTED = 3  # of SUMS, the first ones: weighted as the loss is; the others count every token the same
 
 
@@ -44,7 +47,7 @@ class LearnerRank:
         self.correction = Correction.of_flags(
             loss.correction_level, loss.correction_mode, loss.correction_gating, (loss.correction_low, loss.correction_high)
         )
-        self.sharing: PromptSharing | None = None  # None: every sequence has a row of its own
+        self.sharing: PromptSharing | None = None
         self.early: _Sums | None = None  # of groups whose gradients were accumulated before their step was complete
         self.base: BaseModel | None = None  # the reference, where adapters alone are trained
 
@@ -63,7 +66,7 @@ class LearnerRank:
             model = load_model(folder, policy.dtype, policy.trust_remote_code)
             check_head(model)
         section = self.settings.lora
-        self.sharing = None if section.dropout else PromptSharing.of(model)  # dropout is drawn by sequence
+        self.sharing = PromptSharing.of(model, self.learner.share_prompts, section.dropout)
         lora = LoraAdapters(model, section, self.seed, "CAUSAL_LM") if section.rank else None
         self.trainer.open(TokenLogprobs(model), state, lora)
         if lora is not None:
@@ -202,6 +205,7 @@ class LearnerRank:
         sums[:WEIGHTED] *= scale
         sums[WEIGHTED:] /= found.tokens  # statistics are means over tokens, whatever the loss averages over
         named = dict(zip(SUMS, sums.tolist(), strict=True))
+        effective = named["ratio"] ** 2 / named["ratio_squared"] if named["ratio_squared"] else 0.0
         if self.correction is not None and self.correction.gates_sequences:
             named["capped"] *= found.tokens / found.sequences
         return UpdateStats(
@@ -226,6 +230,7 @@ class LearnerRank:
             reference_gap=named["reference_gap"],
             next_learning_rate=self.trainer.rate(),
             last_grad_norm=norm,
+            effective_share=effective,
         )
 
     def _micro_loss(
@@ -264,7 +269,8 @@ class LearnerRank:
             loss = loss - algorithm.loss.entropy_coefficient * (regularization_weight * entropy).sum()
         mismatch = (before - drawn).abs()
         each = weight > 0
-        apart = (before - logprobs.detach(), drawn - before, gap)
+        ratio = token_ratios(before, drawn).double()
+        apart = (before - logprobs.detach(), drawn - before, gap, ratio, ratio.square())
         terms = [loss, policy_loss, kl, *((each * x).sum() for x in (entropy, clipped, importance, capped, mismatch, *apart))]
         values = torch.stack([t.detach().double().cpu() for t in terms])
         worst = mismatch.max().detach().double().cpu() if mismatch.numel() else torch.zeros(1).double()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.packing import padded as pack
-from rlhfless_ray.learn.packing import share_prompts
+from rlhfless_ray.learn.packing import shared
 
 # Families whose log-probabilities and gradients are tested to be the same in both layouts. Others, such as models with recurrent
 # layers, would need a check of their own.
@@ -32,20 +32,29 @@ MicroBatch = list[np.ndarray]  # rows; each holds indices of sequences with the 
 class PromptSharing:
     """What decides which responses share a row.
 
-    `width`: of the model's hidden states. `window`: tokens that its attention reaches back; None: all. A longer sequence has a row of
-    its own, because the window would have to follow positions and not rows.
+    `width`: of the model's hidden states. `window`: tokens that its attention reaches back; None: all. With a longer sequence every
+    sequence has a row of its own, because the window would have to follow positions and not rows. `obstacle`: why every sequence has
+    a row of its own, empty if some may share one.
     """
 
     width: int
     window: int | None = None
+    obstacle: str = ""
 
     @classmethod
-    def of(cls, model: Any) -> PromptSharing | None:
-        """Return None if every sequence of this model needs a row of its own."""
+    def of(cls, model: Any, share_prompts: str = "auto", dropout: float = 0.0) -> PromptSharing:
+        """`share_prompts`: as in the recipe. `dropout`: of adapters."""
         config = model.config.get_text_config()
-        if config.model_type not in SHARING_FAMILIES or config._attn_implementation not in ("sdpa", "eager"):
-            return None
-        return cls(config.hidden_size, getattr(config, "sliding_window", None) or None)
+        obstacle = ""
+        if share_prompts == "off":
+            obstacle = "learner.share_prompts is off"
+        elif dropout:
+            obstacle = "lora.dropout is drawn for each sequence"
+        elif config.model_type not in SHARING_FAMILIES:
+            obstacle = f"not tested with models of type {config.model_type}"
+        elif config._attn_implementation not in ("sdpa", "eager"):
+            obstacle = f"the attention {config._attn_implementation} takes no mask"
+        return cls(config.hidden_size, getattr(config, "sliding_window", None) or None, obstacle)
 
 
 def micro_batches(
@@ -53,18 +62,13 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Cut these sequences into micro-batches of at most `max_tokens` padded tokens, and return those of one rank.
 
-    Every rank has the same number, so some may be empty.
+    Every rank has the same number, so some may be empty. Without `sharing` every sequence has a row of its own.
     """
-    rows = _rows(batch, indices, max_tokens, sharing)
-    lengths = np.array([_row_tokens(batch, row) for row in rows], np.int64)
-    return [[rows[i] for i in cut] for cut in pack(lengths, max_tokens, ranks)[rank]]
-
-
-def _rows(batch: Batch, indices: np.ndarray, max_tokens: int, sharing: PromptSharing | None) -> list[np.ndarray]:
-    if sharing is None or (sharing.window is not None and len(indices) and batch.lengths[indices].max() > sharing.window):
-        return list(indices[:, None])
     prompts, lengths = batch.prompt_lengths[indices], batch.lengths[indices]
-    return [indices[row] for row in share_prompts(prompts, lengths, _same_prompts(batch, indices), max_tokens, sharing.width)]
+    if sharing is None or sharing.obstacle or (sharing.window is not None and lengths.max(initial=0) > sharing.window):
+        return [list(indices[cut][:, None]) for cut in pack(lengths, max_tokens, ranks)[rank]]
+    cuts = shared(prompts, lengths, _same_prompts(batch, indices), max_tokens, sharing.width, ranks)[rank]
+    return [[indices[row] for row in rows] for rows in cuts]
 
 
 def _same_prompts(batch: Batch, indices: np.ndarray) -> np.ndarray:
@@ -132,7 +136,8 @@ def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
     length = segments.shape[1]
     seen = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])
     seen &= torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
-    return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
+    # of the model's dtype: every layer would make such a copy of a mask of bools, and keep it for the backward pass
+    return torch.zeros(seen.shape, dtype=dtype, device=segments.device).masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
 
 def passed(forward: Callable[[dict[str, Tensor]], Tensor], batch: Batch, cuts: Sequence[MicroBatch], device: torch.device) -> Tensor:

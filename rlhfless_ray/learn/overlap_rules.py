@@ -10,11 +10,15 @@ from rlhfless_ray.learn.compute_advantages import obstacle as of_credit
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import AlgorithmConfig, LearnerConfig, LoraConfig, Recipe
 
+LAGS = "rollout.max_lag_steps: while engines decode, the learner works on the step before"
+
 
 def obstacle(recipe: Recipe) -> str | None:
     """Why a run does not do so, or None where it does."""
     if recipe.learner.overlap == "off":
         return "learner.overlap is off"
+    if recipe.rollout.max_lag_steps:
+        return LAGS
     if recipe.critic.freeze_policy_steps:
         return "critic.freeze_policy_steps: gradients of a step in which the policy is not trained would be left over"
     return inexact(recipe.algorithm, recipe.learner, recipe.lora)
@@ -39,6 +43,8 @@ def passes_obstacle(recipe: Recipe) -> str | None:
     """Why a run does not make such passes ahead, or None where it does."""
     if recipe.learner.overlap == "off":
         return "learner.overlap is off"
+    if recipe.rollout.max_lag_steps:
+        return LAGS
     if recipe.algorithm.filter_range is not None:
         return "algorithm.filter_range: which groups are learned from is known when all are scored"
     return None

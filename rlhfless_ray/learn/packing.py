@@ -1,8 +1,7 @@
 """Sequences → micro-batches within a token budget, with little padding. Pure functions on numpy arrays.
 
-Two forms. *Packed*: sequences laid end to end in one row; nothing is padded, attention must keep them apart. *Padded*: one row
-per sequence, as long as the longest of its micro-batch; works with any attention. Both return, for each rank, as many
-micro-batches as for every other (collectives need that), so some may be empty.
+A micro-batch has rows, each padded to the longest. A row holds one sequence, or a prompt and several responses to it. Every rank
+gets as many micro-batches as every other (collectives need that), so some may be empty.
 """
 
 from __future__ import annotations
@@ -12,30 +11,15 @@ import heapq
 import numpy as np
 
 OVERHEAD_TOKENS = 128  # what one more micro-batch costs, in tokens: kernel launches, collectives
-
-
-def packed(lengths: np.ndarray, max_tokens: int, ranks: int = 1) -> list[list[np.ndarray]]:
-    """Micro-batches of at most `max_tokens` tokens, as few as first-fit decreasing needs (at most 11/9 of the fewest; Dósa
-    2007), filled evenly rather than all but the last full.
-
-    lengths (sequences,) int, in tokens. Returns, per rank, index arrays into `lengths`, ascending. A sequence longer than the
-    budget has a micro-batch of its own.
-    """
-    lengths = _checked(lengths, max_tokens, ranks)
-    order = np.argsort(-lengths, kind="stable")
-    bins = _first_fit(lengths, order, max_tokens)
-    count = -(-len(bins) // ranks) * ranks
-    even = _spread(lengths, order, count)
-    if all(len(part) <= 1 or int(lengths[part].sum()) <= max_tokens for part in even):
-        bins = even
-    return _deal([np.sort(np.array(part, np.int64)) for part in bins], [int(lengths[part].sum()) for part in bins], ranks)
+MOST_WORK = 0.9  # prompts are shared where that takes at most this share of the work of separate rows: masks take time too
 
 
 def padded(lengths: np.ndarray, max_tokens: int, ranks: int = 1, overhead_tokens: int = OVERHEAD_TOKENS) -> list[list[np.ndarray]]:
     """Micro-batches of at most `max_tokens` padded tokens (rows × longest) with the least padding: of all cuts of the
     sequences sorted by length, the one with the smallest Σ rows·longest + overhead_tokens · micro-batches, exactly.
 
-    Arguments and result as in `packed`. A larger overhead gives fewer micro-batches and more padding.
+    lengths (sequences,) int, in tokens. Returns, per rank, index arrays into `lengths`, ascending. A sequence longer than the
+    budget has a micro-batch of its own. A larger overhead gives fewer micro-batches and more padding.
     """
     lengths = _checked(lengths, max_tokens, ranks)
     order = np.argsort(-lengths, kind="stable")
@@ -60,32 +44,62 @@ def padded(lengths: np.ndarray, max_tokens: int, ranks: int = 1, overhead_tokens
     return _deal(bins, [int(lengths[part].max()) * len(part) for part in bins], ranks)
 
 
-def share_prompts(prompts: np.ndarray, lengths: np.ndarray, groups: np.ndarray, max_tokens: int, width: int) -> list[np.ndarray]:
-    """Put sequences of a group into rows that have their prompt once, followed by their responses.
+def shared(
+    prompts: np.ndarray, lengths: np.ndarray, groups: np.ndarray, max_tokens: int, width: int, ranks: int = 1
+) -> list[list[list[np.ndarray]]]:
+    """Micro-batches of at most `max_tokens` padded tokens whose rows hold a prompt once, followed by responses to it.
 
-    Of the cuts of a group into 1, 2, 4, … rows and into single sequences it takes the one with the least work. A layer's products
-    with weights are about 24 · width² operations a token, those of attention 4 · width for each pair of positions. All pairs of a
-    shared row are computed; of a single sequence half of them, because a causal kernel skips the others.
+    Groups are cut into at least 1, 2, 4, … rows, so that every rank has work, and the cut that takes the ranks the least time is
+    kept. Single sequences stay in rows of their own where sharing saves less than a tenth.
 
     Args:
         prompts, lengths: (sequences,) int, in tokens; `lengths` with the response.
         groups: (sequences,) int: equal for sequences with the same prompt.
-        max_tokens: of a row with several responses.
+        max_tokens: see `padded`.
         width: of the model's hidden states.
+        ranks: see `padded`.
 
     Returns:
-        Index arrays into `lengths`, one a row.
+        Per rank its micro-batches, and of each the rows: index arrays into `lengths`.
     """
+
+    def dealt(rows: list[np.ndarray]) -> tuple[float, list[list[list[np.ndarray]]]]:
+        sizes = np.array([_row_tokens(prompts, lengths, row) for row in rows], np.int64)
+        parts = padded(sizes, max_tokens, ranks)
+        alone = np.array([len(row) == 1 for row in rows])
+        # of micro-batches that ranks work on at the same time, the largest counts
+        work = sum(
+            OVERHEAD_TOKENS + max(_work(sizes[part], bool(alone[part].all()), width) for part in beside)
+            for beside in zip(*parts, strict=True)
+        )
+        return work, [[[rows[i] for i in part] for part in mine] for mine in parts]
+
+    work, best = dealt(list(np.arange(len(lengths))[:, None]))
+    work *= MOST_WORK
+    count, largest = 1, int(np.bincount(groups).max(initial=0)) if len(groups) else 0
+    while count < largest:
+        found, cut = dealt(_shared_rows(prompts, lengths, groups, max_tokens, width, count))
+        if found < work:
+            work, best = found, cut
+        count *= 2
+    return best
+
+
+def _shared_rows(
+    prompts: np.ndarray, lengths: np.ndarray, groups: np.ndarray, max_tokens: int, width: int, least_rows: int
+) -> list[np.ndarray]:
+    """Cut each group into `least_rows`, 2 · `least_rows`, … rows or single sequences, whichever takes the least work and fits."""
     rows: list[np.ndarray] = []
     order = np.argsort(groups, kind="stable")
     for members in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1) if len(order) else ():
-        alone = lengths[members]
-        best, least = list(members[:, None]), float((alone + alone**2 / (12 * width)).sum())
-        count = 1
+        responses = lengths[members] - prompts[members]
+        best, least = list(members[:, None]), sum(_work(lengths[[i]], True, width) for i in members)
+        count = least_rows
         while count < len(members):
-            cut = np.array_split(members, count)
-            sizes = np.array([prompts[part[0]] + (lengths[part] - prompts[part]).sum() for part in cut])
-            work = float((sizes + sizes**2 / (6 * width)).sum())
+            spread = _spread(responses, np.argsort(-responses, kind="stable"), count)
+            cut = [members[np.sort(part)] for part in spread]
+            sizes = np.array([_row_tokens(prompts, lengths, part) for part in cut])
+            work = sum(_work(sizes[[i]], False, width) for i in range(count))
             if work < least and sizes.max() <= max_tokens:
                 best, least = cut, work
             count *= 2
@@ -93,11 +107,18 @@ def share_prompts(prompts: np.ndarray, lengths: np.ndarray, groups: np.ndarray, 
     return rows
 
 
-def layout(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of a packed row: each token's position within its sequence, (Σ length,) int64, and where sequences begin and the last
-    ends, (sequences + 1,) int32: `position_ids` and `cu_seqlens` of models that keep packed sequences apart."""
-    boundaries = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return np.arange(boundaries[-1], dtype=np.int64) - np.repeat(boundaries[:-1], lengths).astype(np.int64), boundaries
+def _row_tokens(prompts: np.ndarray, lengths: np.ndarray, row: np.ndarray) -> int:
+    return int(prompts[row[0]] + (lengths[row] - prompts[row]).sum())
+
+
+def _work(sizes: np.ndarray, alone: bool, width: int) -> float:
+    """Return the work on a micro-batch whose rows have these sizes, in units of a token's products with a layer's weights.
+
+    These are about 24 · width² operations a token; attention takes 4 · width for each pair of positions. All pairs of a shared row are
+    computed. Of single sequences (`alone`) half of them are, because a causal kernel skips the others.
+    """
+    longest = int(sizes.max(initial=0))
+    return len(sizes) * longest * (1 + longest / ((12 if alone else 6) * width))
 
 
 def padding_share(lengths: np.ndarray, micro_batches: list[list[np.ndarray]]) -> float:
@@ -112,27 +133,6 @@ def _checked(lengths: np.ndarray, max_tokens: int, ranks: int) -> np.ndarray:
     if max_tokens < 1 or ranks < 1 or (len(lengths) and int(lengths.min()) < 1):
         raise ValueError(f"token budget {max_tokens}, ranks {ranks} and every length must be at least 1")
     return lengths
-
-
-def _first_fit(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> list[list[int]]:
-    """First-fit decreasing in O(n log n): a tree of maxima finds the first bin with room."""
-    leaves = 1 << max(0, int(len(order) - 1).bit_length())
-    room = np.full(2 * leaves, max_tokens, np.int64).tolist()
-    bins: list[list[int]] = []
-    for i in order.tolist():
-        need = min(int(lengths[i]), max_tokens)
-        node = 1
-        while node < leaves:
-            node = 2 * node if room[2 * node] >= need else 2 * node + 1
-        at = node - leaves
-        if at == len(bins):
-            bins.append([])
-        bins[at].append(i)
-        room[node] -= need
-        while node > 1:
-            node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
-    return bins
 
 
 def _spread(lengths: np.ndarray, order: np.ndarray, count: int) -> list[list[int]]:

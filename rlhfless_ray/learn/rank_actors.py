@@ -71,7 +71,8 @@ class RankActor:
         saved = None if state is None else read_state(read_source(state))
         model = Path(files[0]) if isinstance(files, tuple) else read_source(files)
         spans = self.rank.open(model, rendezvous, threads, saved)
-        return {"memory_mb": own_memory_mb(), "spans": spans}
+        obstacle = "" if self.rank.sharing is None else self.rank.sharing.obstacle
+        return {"memory_mb": own_memory_mb(), "spans": spans, "sharing_obstacle": obstacle}
 
     def sees(self, folder: str, sizes: dict[str, int]) -> bool:
         return sees(folder, sizes)

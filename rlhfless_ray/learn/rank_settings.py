@@ -38,6 +38,7 @@ class ReferenceSettings:
     trust_remote_code: bool
     micro_batch_tokens: int
     temperature: float
+    share_prompts: str = "auto"
     ranks: int = 1
     rank: int = 0
     device: str = "cpu"
@@ -79,6 +80,7 @@ def reference_settings(recipe: Recipe, rank: int = 0, device: str = "cpu") -> Re
         trust_remote_code=recipe.policy.trust_remote_code,
         micro_batch_tokens=recipe.learner.micro_batch_tokens,
         temperature=recipe.rollout.temperature,
+        share_prompts=recipe.learner.share_prompts,
         ranks=recipe.reference.ranks,
         rank=rank,
         device=device,

@@ -33,7 +33,7 @@ class ReferenceRank:
         torch.set_num_threads(threads)
         with as_folder(files) as folder:
             model = load_model(folder, self.settings.dtype, self.settings.trust_remote_code)
-        self.sharing = PromptSharing.of(model)
+        self.sharing = PromptSharing.of(model, self.settings.share_prompts)
         self.model = TokenLogprobs(model).eval().requires_grad_(False).to(self.device)
         return [Span("start", "open reference", start, time.time())]
 

@@ -24,7 +24,7 @@ from rlhfless_ray.learn.offload import leave_device, return_to_device
 from rlhfless_ray.learn.optimizer_state import held_moments, link_moments, parameter_sizes, plain_optimizer, restore_moments, whole_weights
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.schedule import rate
-from rlhfless_ray.local.process_memory import release_free_heap
+from rlhfless_ray.local.process_memory import LARGE_PARAMETERS, release_free_heap
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.adapter import WEIGHTS as ADAPTER
 from rlhfless_ray.weights.layout import whole_tensors
@@ -33,7 +33,6 @@ from rlhfless_ray.weights.saved_names import saved_state
 from rlhfless_ray.weights.shards import Shards, save_intervals, shard_name
 from rlhfless_ray.weights.tensor_file import Files, as_numpy, iterate_tensors, load_tensors, save_tensors
 
-LARGE_PARAMETERS = 50_000_000  # from here on what an update leaves on the heap is worth the milliseconds to release it
 BUCKET_ELEMENTS = 50_000_000  # gradients that are reduced at once: DeepSpeed's default takes 4 GB of buffers for a model of 0.5 B
 UNDECAYED = ("bias", "layernorm.weight", "layer_norm.weight", "norm.weight", "ln_f.weight")  # parts of names, as OpenRLHF has them
 

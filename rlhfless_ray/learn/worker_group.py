@@ -68,6 +68,7 @@ class WorkerGroup:
         self.base: Any = None  # if shared, a reference to the model's files
         self.loopback = False
         self.scheduler = GangScheduler(pool, ranks, broker, name)
+        self.update_s = 0.0  # of the slowest rank's work in the last update
         self.coming: list[list[Any]] = []  # (weights, digests) of each rank, requested together with the update before
 
     def assign_leases(self, spare: list[Lease]) -> list[Lease]:
@@ -227,6 +228,8 @@ class WorkerGroup:
         refs = [i.actor.build.remote(files, place, len(i.leases), source) for i in self.by_rank]
         told = self._all(refs, f"the {self.name} to load its model")
         self._book(one["spans"] for one in told)
+        if obstacle := told[0]["sharing_obstacle"]:
+            self.recovery.say(f"the {self.name} computes a copy of the prompt for each response: {obstacle}")
         for instance, one in zip(self.by_rank, told, strict=True):
             instance.memory_mb = one["memory_mb"]
 
@@ -261,6 +264,7 @@ class WorkerGroup:
     def _updated(self, batch: Batch, replies: list[Any]) -> Any:
         self.recovery.did("update", batch)
         self._book(spans for _, spans in replies)
+        self.update_s = max(sum(span.to_s - span.from_s for span in spans) for _, spans in replies)
         stats = replies[0][0]
         self.skipped_in_a_row = (0 if stats.applied else self.skipped_in_a_row) + stats.skipped_last
         if self.skipped_in_a_row > self.max_skipped:

@@ -152,6 +152,16 @@ class RayCluster:
             if needed > slots:
                 unit = "GPUs" if resource == "gpu" else "CPU cores"
                 raise UserError(f"{name}: {needed} slots at once, but the cluster has {slots} ({unit}); lower it or add nodes")
+        if recipe.rollout.max_lag_steps:
+            threads = recipe.learner.max_slots_per_rank if resource == "cpu" else 1
+            learner = recipe.learner.ranks * threads
+            if learner + recipe.rollout.min_actors > slots:
+                keys = "learner.ranks × learner.max_slots_per_rank" if resource == "cpu" else "learner.ranks"
+                raise UserError(
+                    f"rollout.max_lag_steps: the learner ({keys} = {learner}) and the engines (rollout.min_actors = "
+                    f"{recipe.rollout.min_actors}) hold slots at once, but the cluster has {slots}; lower one of them, or set "
+                    "max_lag_steps to 0"
+                )
         usable = sum(node_slots(resource, labels).values())
         if self.recipe.rollout.min_actors > usable:
             raise UserError(

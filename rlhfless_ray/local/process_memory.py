@@ -12,6 +12,19 @@ from typing import Any
 
 from rlhfless_ray.types import Span
 
+LARGE_PARAMETERS = 50_000_000  # from here on what an update takes from the system and gives back is worth some care
+
+
+def large_page_environment(parameters: int) -> dict[str, str]:
+    """Return the environment in which the C library asks for large pages, or {} for a small model.
+
+    The tensors of an update are mapped and unmapped again and again. At 494 M parameters in pages of 4 KiB that was 4 million page
+    faults and a third of the update's time. Has no effect where the system has no transparent large pages.
+    """
+    if parameters < LARGE_PARAMETERS or "GLIBC_TUNABLES" in os.environ:
+        return {}
+    return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
 
 def report_parked_memory(spans: list[Span], on_device_mb: float | None = None) -> dict[str, Any]:
     """Return {"memory_mb": host plus device memory of this process in MB, "spans": `spans`}.

@@ -141,6 +141,16 @@ class Recipe(Section):
                 f"rollout.quantization: {self.rollout.quantization} changes what engines sample from, and nothing corrects for it; set "
                 "algorithm.importance_cap to 2, or algorithm.loss.correction_level"
             )
+        if self.rollout.max_lag_steps and not corrected:
+            raise ValueError(
+                "rollout.max_lag_steps: responses of older weights need importance weights, and nothing corrects for them; set "
+                "algorithm.importance_cap to 2, or algorithm.loss.correction_level"
+            )
+        if self.rollout.max_lag_steps and self.algorithm.remainder == "carry":
+            raise ValueError(
+                "rollout.max_lag_steps: samples that algorithm.remainder=carry keeps for later steps would be older than this bound; set "
+                "remainder to `short` or `drop`, or max_lag_steps to 0"
+            )
         if self.price.rollout_slot_per_hour is not None and not self.rollout.nodes:
             raise ValueError("price.rollout_slot_per_hour: it is the price of the nodes that rollout.nodes names, which is empty")
         if self.algorithm.updates_per_step > self.prompts.batch_prompts:

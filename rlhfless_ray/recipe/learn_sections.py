@@ -200,6 +200,10 @@ class LearnerConfig(Section):
     """Largest gradient norm (Euclidean, over all weights). A longer gradient is scaled down to it."""
     micro_batch_tokens: int = Field(8192, ge=1)
     """Padded tokens of one micro-batch."""
+    share_prompts: Annotated[Literal["auto", "off"], OffIsAWord] = "auto"
+    """`auto`: compute a prompt once for several responses to it where that saves a tenth of the work, in learner, critic and
+    reference, for the model families that are tested. The update is the same to rounding. `off`: a copy of the prompt for each
+    response."""
     overlap: Annotated[Literal["auto", "off"], OffIsAWord] = "auto"
     """Score samples and accumulate gradients of complete groups on released slots while other responses still decode. Gradients go
     ahead only if the update is then the same to rounding: one per step, ZeRO 0, 1 or 2. Passes for finished samples also go ahead:

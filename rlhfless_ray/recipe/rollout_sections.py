@@ -59,6 +59,10 @@ class RolloutConfig(Section):
     """Minimum number of engines. The rollout waits until each has a slot."""
     max_actors: int = Field(2, ge=1)
     """Maximum number of engines at once. The plan of each step decides how many there are."""
+    max_lag_steps: int = Field(0, ge=0, le=1)
+    """How many weight versions a trained token may be behind. 0: a step learns from its own weights' responses. 1: the next step's
+    responses are generated while the learner works, so that engines and learner hold slots at once; importance weights correct for
+    the older weights, so they must be on."""
     nodes: dict[str, str] = Field(default_factory=dict)
     """Ray labels that the engines' nodes must have, such as `{market: spot}`. Empty: any node."""
     max_running: int = Field(256, ge=1)

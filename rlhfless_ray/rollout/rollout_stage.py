@@ -112,10 +112,10 @@ class RolloutStage:
         return [share // self.context.recipe.rollout.samples_per_prompt for share in shares]
 
     @contextmanager
-    def phase(self, plan: RolloutPlan, weights: WeightVersion) -> Iterator[None]:
-        """Hold the plan's engines inside the block. They load the weights as soon as they have leases."""
+    def phase(self, plan: RolloutPlan, weights: WeightVersion, name: str = "rollout") -> Iterator[None]:
+        """Hold the plan's engines inside the block. They load the weights as soon as they have leases. `name`: of the phase."""
         context = self.context
-        with context.phases.phase("rollout"):
+        with context.phases.phase(name):
             context.broker.keep_idle()
             need, begin = context.recipe.rollout.min_actors, partial(fetch_into, weights=weights)
             with self._warm_start_timed():
@@ -125,7 +125,7 @@ class RolloutStage:
             yield
             context.broker.put(self._park())
 
-    def generate(self, step: Step, weights: WeightVersion, overlap: OverlapScheduler) -> list[Sample]:
+    def generate(self, step: Step, weights: WeightVersion, overlap: OverlapScheduler | None) -> list[Sample]:
         """Generate every response to the step's prompts, as samples without reward. `overlap`: works on slots that engines left."""
         count = self.context.recipe.rollout.samples_per_prompt
         requests = make_step_requests(self.context.recipe, step.number, step.prompts, step.before)
@@ -143,7 +143,7 @@ class RolloutStage:
         samples = self._samples(step.prompts, count, weights)
         listener = self._listener(samples, overlap if self.context.recipe.functions.elastic else None)
         result = self._run(requests, shares, expected, weights, self.migration, listener)
-        step.metrics |= {**result.metrics(), **overlap.metrics()}
+        step.metrics |= {**result.metrics(), **(overlap.metrics() if overlap is not None else {})}
         if isinstance(samples, EpisodeSamples):
             step.metrics |= samples.metrics()
         if self.prefix is not None and step.prefixes is not None:

@@ -191,6 +191,10 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
     idle = {name: (f"in the {name}", ranks * (rank.idle if learned else rank.loaded)) for name, _, rank, ranks in worker_groups}
     if recipe.ema.beta is not None:
         driver = (*driver, ("in the average of the weights", memory.AVERAGE_BYTES * policy.parameters))
+    engines = (
+        ("in engine weights", policy.parameters * _engine_width(recipe)),
+        ("in KV cache", recipe.rollout.kv_cache_mb * 2**20),  # vLLM does not start an engine where so much is not free
+    )
     found, opened = [], driver
     for name, model, rank, ranks in worker_groups:
         found.append(Need(f"a {name} rank", model.key, ((f"in the {name}", rank.opening),), True))
@@ -204,6 +208,10 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
             found.append(Need(f"a {name} rank", model.key, rank.training, True))
             own = tuple((what, ranks * size) for what, size in rank.training)
             found.append(Need(f"the {name}'s update{several}", model.key, (*driver, *others, *own)))
+            if name == "learner" and recipe.rollout.max_lag_steps:
+                versions = (("in the object store", policy.parameters * width),)  # engines may still load the one before
+                beside = (*versions, *((what, recipe.rollout.min_actors * size) for what, size in engines))
+                found.append(Need("the rollout beside the learner's update", model.key, (*driver, *others, *own, *beside)))
 
     def works(who: str, count: int, key: str, *parts: tuple[str, int]) -> None:
         found.append(Need(who, key, parts, True))
@@ -217,9 +225,7 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
         )
 
     weights = policy.parameters * width
-    kv = recipe.rollout.kv_cache_mb * 2**20  # vLLM does not start an engine where so much is not free
-    held = policy.parameters * _engine_width(recipe)
-    works("an engine", recipe.rollout.min_actors, policy.key, ("in engine weights", held), ("in KV cache", kv))
+    works("an engine", recipe.rollout.min_actors, policy.key, *engines)
     if recipe.has_reference:
         works("a reference rank", recipe.reference.ranks, policy.key, ("in the reference", weights))
     if reward := models.get("reward"):
@@ -359,6 +365,8 @@ def _changes(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Leng
         shorter //= 2
     if not recipe.lora.rank:
         yield {"lora.rank": 16}
+    if rollout.max_lag_steps and room.resource != GPU:
+        yield {"rollout.max_lag_steps": 0}
 
 
 def _with(recipe: Recipe, changes: dict[str, Any]) -> Recipe:

@@ -96,6 +96,8 @@ class RunRecorder:
             stats = asdict(step.stats)
             row["tokens/trained"] = stats.pop("trained_tokens")
             del stats["reason"], stats["skipped_last"]
+            if not self.recipe.rollout.max_lag_steps:
+                del stats["effective_share"]
             row |= {f"learn/{name}": value for name, value in stats.items()}
         row["tokens/per_s"] = row["tokens/generated"] / wall_s if wall_s else 0.0
         step.metrics = row
@@ -164,7 +166,8 @@ class RunRecorder:
     def _of_phases(self, seconds: dict[str, float], wall_s: float, leases: Any) -> dict[str, float]:
         """Return the seconds of each phase. `learn` excludes publishing. `driver` is the time outside of phases.
 
-        `lease`, waiting for slots, is part of rollout, learn and eval. `passes`, before the update, are part of learn.
+        `lease`, waiting for slots, is part of rollout, learn and eval. `passes`, before the update, and `rollout_ahead`,
+        of the next step, are part of learn.
         """
         publish = seconds.get("publish", 0.0)
         phases = {
@@ -176,7 +179,7 @@ class RunRecorder:
             "eval": seconds.get("eval", 0.0),
         }
         driver = max(0.0, wall_s - sum(phases.values()))
-        inside = {"lease": leases.waited_s, **({"passes": seconds["passes"]} if seconds.get("passes") else {})}
+        inside = {"lease": leases.waited_s, **{name: seconds[name] for name in ("passes", "rollout_ahead") if seconds.get(name)}}
         return {f"phase/{name}_s": value for name, value in {**phases, **inside, "driver": driver}.items()}
 
     def checkpointed(self) -> None:

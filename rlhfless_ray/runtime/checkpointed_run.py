@@ -18,8 +18,9 @@ from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
 from rlhfless_ray.runtime.export import trained_policy
+from rlhfless_ray.runtime.sample_state import as_json, from_json
 from rlhfless_ray.runtime.stages import Stages
-from rlhfless_ray.types import WeightVersion
+from rlhfless_ray.types import Sample, WeightVersion
 from rlhfless_ray.weights.remote_folder import writer
 from rlhfless_ray.weights.tensor_file import Files
 
@@ -48,6 +49,7 @@ class CheckpointedRun:
     # after the last finished step, because a stop inside a step repeats the whole step:
     cursor_done: dict[str, Any]
     refill_done: list[dict[str, Any]] = []  # noqa: RUF012, surplus groups
+    ahead_done: list[Sample] = []  # noqa: RUF012, responses of the step after it, without rewards
 
     def _driver_state(self) -> dict[str, Any]:
         """Return the driver's state after the last finished step as JSON-serialisable values."""
@@ -56,6 +58,7 @@ class CheckpointedRun:
             "version": self.weights.version if self.weights else 0,
             "cursor": self.cursor_done,
             "refill": self.refill_done,
+            **({"ahead": [as_json(sample) for sample in self.ahead_done]} if self.ahead_done else {}),
             "autoscaler": self.autoscaler.state(),
             "learning": self.learn_stage.state(),
             "moves": self.rollout_stage.state(),
@@ -73,6 +76,7 @@ class CheckpointedRun:
         if self.recipe.algorithm.filter_range is not None:
             self.dynamic_sampling.restore(state.get("refill", []), self.prompts.train)
             self.refill_done = self.dynamic_sampling.state()
+        self.ahead_done = [from_json(row, self.prompts.train) for row in state.get("ahead", [])]
         try:
             self.autoscaler.restore(state["autoscaler"])
         except (KeyError, TypeError, ValueError) as error:

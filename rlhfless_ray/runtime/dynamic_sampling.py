@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,10 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.learn.group_filter import kept_groups
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.runtime.sample_state import as_json, from_json
+from rlhfless_ray.types import Prompt, Sample
 
 Group = list[Sample]
-PLAIN = ("sample", "text", "reward", "error", "score", "extra_logs", "turns")  # a sample's fields that JSON can hold
 
 
 class DynamicSampling:
@@ -121,11 +121,11 @@ class DynamicSampling:
 
     def state(self) -> list[dict[str, Any]]:
         """Return the surplus samples as JSON-serialisable values."""
-        return [_as_json(sample) for group in self.ready for sample in group]
+        return [as_json(sample) for group in self.ready for sample in group]
 
     def restore(self, state: list[dict[str, Any]], prompts: list[Prompt]) -> None:
         """Restore surplus samples. `prompts`: by row. Groups beyond the batch size, which may be smaller now, are dropped."""
-        samples = [_from_json(row, prompts) for row in state]
+        samples = [from_json(row, prompts) for row in state]
         groups = [samples[start : start + self.count] for start in range(0, len(samples), self.count)]
         self.ready = [group for group in groups if len(group) == self.count][: self.batch - 1]
 
@@ -134,23 +134,3 @@ def _score(sample: Sample) -> float:
     """Return the score by which groups are filtered, NaN if the sample has none."""
     score = sample.reward if sample.score is None else sample.score
     return math.nan if score is None else score
-
-
-def _as_json(sample: Sample) -> dict[str, Any]:
-    completion = asdict(sample.completion)
-    completion |= {name: completion[name].tolist() for name in ("token_ids", "logprobs")}
-    mask = None if sample.action_mask is None else sample.action_mask.tolist()
-    return {"row": sample.prompt.index, "completion": completion, "action_mask": mask, **{name: getattr(sample, name) for name in PLAIN}}
-
-
-def _from_json(row: dict[str, Any], prompts: list[Prompt]) -> Sample:
-    """Restore a sample exactly: JSON's decimals preserve float32."""
-    fields = row["completion"]
-    fields |= {
-        "token_ids": np.array(fields["token_ids"], np.int32),
-        "logprobs": np.array(fields["logprobs"], np.float32),
-        "versions": tuple((version, tokens) for version, tokens in fields["versions"]),
-    }
-    mask = None if row["action_mask"] is None else np.array(row["action_mask"], bool)
-    sample = Sample(prompts[row["row"]], completion=Completion(**fields), action_mask=mask, **{name: row[name] for name in PLAIN})
-    return replace(sample, turns=tuple((who, text) for who, text in sample.turns))

@@ -24,6 +24,8 @@ from rlhfless_ray.local.memory_watch import MemoryWatch, memory_metrics
 from rlhfless_ray.prefix.step_prefixes import StepPrefixes
 from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.rollout.overlap import OverlapScheduler
+from rlhfless_ray.rollout.rollout_result import RolloutResult
+from rlhfless_ray.rollout.staleness import check_lag
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.runtime.agreement import Agreement, compare_mismatch
 from rlhfless_ray.runtime.checkpointed_run import CheckpointedRun
@@ -67,6 +69,8 @@ class StepOperations(CheckpointedRun):
     quality: dict[str, Any]  # metrics of this step's samples, forecast and update
     costs: dict[str, Any]  # metrics of this step's leases
     first_row: int  # the ledger's first row of this step
+    slots: int  # of the cluster
+    ahead: list[Sample] = []  # noqa: RUF012, responses of the next step, without rewards, once they are generated
     in_update = False  # whether the learner makes an update
     unrecorded = False  # whether the learner has made an update that is not recorded yet
     finished = False
@@ -83,7 +87,10 @@ class StepOperations(CheckpointedRun):
         return self.autoscaler.forecast(step.prompts, step.number)
 
     def plan(self, step: Step) -> RolloutPlan:
-        plan = self.autoscaler.plan(step.forecast, step.prompts, self.context.max_actors, step=step.number, warm=self.rollout_stage.warm)
+        most = self.context.max_actors
+        if self.in_update and self.rolls_out_ahead:  # engines get what the learner leaves
+            most = min(most, self.slots - sum(len(rank.leases) for rank in self.worker_group.by_rank))
+        plan = self.autoscaler.plan(step.forecast, step.prompts, most, step=step.number, warm=self.rollout_stage.warm)
         if failed(plan.decision):
             self.record.progress.message(f"step {step.number}: {plan.reason}")
         return plan
@@ -102,23 +109,43 @@ class StepOperations(CheckpointedRun):
             self.first_row = self.ledger.count
         self.leases.waited_s = 0.0
         self.step = step
+        assert self.weights is not None
+        self.weights = self.learn_stage.worker_groups.safe(self.weights)
+
+    @property
+    def rolls_out_ahead(self) -> bool:
+        """Whether the next step's responses are generated while the learner works."""
+        return self.recipe.rollout.max_lag_steps > 0
+
+    def has_responses(self, step: Step) -> bool:
+        """Return whether the step's responses were generated ahead, by this process or before a resume."""
+        if not step.samples and self.ahead_done and self.rolls_out_ahead:
+            count = self.recipe.rollout.samples_per_prompt
+            if [s.prompt.index for s in self.ahead_done] == [p.index for p in step.prompts for _ in range(count)]:
+                step.samples, step.metrics = [replace(sample) for sample in self.ahead_done], RolloutResult().metrics()
+        return bool(step.samples)
 
     def prefill(self, step: Step) -> StepPrefixes | None:
         assert self.weights is not None
-        self.weights = self.learn_stage.worker_groups.safe(self.weights)
         if self.stages.prefix is None or step.prefixes is None:
             return None
         return self.stages.prefix.prefill(step.prefixes, [p.token_ids for p in step.prompts], self.weights)
 
     def rollout_phase(self, plan: RolloutPlan) -> AbstractContextManager[None]:
         assert self.weights is not None
-        return self._accounted("rollout", self.rollout_stage.phase(plan, self.weights))
+        name = "rollout_ahead" if self.in_update else "rollout"
+        return self._accounted(name, self.rollout_stage.phase(plan, self.weights, name))
 
     def generate(self, step: Step) -> list[Sample]:
         assert self.weights is not None
         count = self.recipe.rollout.samples_per_prompt
-        overlap = OverlapScheduler(self.score_stage, self.learn_stage, self.broker, len(step.prompts), count)
-        return self.rollout_stage.generate(step, self.weights, overlap)
+        overlap = None
+        if not self.in_update:
+            overlap = OverlapScheduler(self.score_stage, self.learn_stage, self.broker, len(step.prompts), count)
+        samples = self.rollout_stage.generate(step, self.weights, overlap)
+        if self.in_update:
+            self.ahead = [replace(sample) for sample in samples]
+        return samples
 
     def score_phase(self) -> AbstractContextManager[None]:
         return self._accounted("score", self.score_stage.phase())
@@ -153,15 +180,21 @@ class StepOperations(CheckpointedRun):
     def advantages(self, samples: list[Sample]) -> Batch:
         if self.agreement is not None and self.weights is not None:
             self.agreement.check(samples, self.weights, self.recipe.rollout.temperature, parks=False)
+        # groups that filtering keeps for the next step are one version old there
+        most = max(self.recipe.rollout.max_lag_steps, int(self.recipe.algorithm.filter_range is not None))
+        lag = check_lag(samples, self.step.number - 1, most)
+        if self.rolls_out_ahead:
+            self.step.metrics |= lag
         return self.learn_stage.advantages(samples)
 
     def learn_phase(self) -> AbstractContextManager[None]:
+        self.learn_stage.worker_groups.shares_slots = self.rolls_out_ahead and self.step.number < self.last_step
         return self._accounted("learn", self.learn_stage.phase(self.step.samples, self.step.number))
 
     def start_update(self, batch: Batch) -> Pending[UpdateStats]:
         """Update the critic, if there is one, and start the policy's update."""
-        self.in_update = True
-        if self.weights is not None:  # engines are done with this version: the next one takes its place in the object store
+        self.in_update, self.ahead = True, []
+        if self.weights is not None and not self.rolls_out_ahead:  # engines are done with it: the next version takes its place in the store
             self.weights = replace(self.weights, ref=None, copy=None)
         update = self.learn_stage.start_update(batch, self.step.samples)
         return Pending(lambda: self._updated(update))
@@ -172,7 +205,8 @@ class StepOperations(CheckpointedRun):
         self.quality |= sized
         if self.agreement is not None:
             self.agreement.updated(stats)
-            self.quality |= compare_mismatch(stats, self.agreement.tolerance, self.recipe.rollout.top_p)
+            if not self.step.metrics.get("lag/max"):  # otherwise their difference is that of two versions
+                self.quality |= compare_mismatch(stats, self.agreement.tolerance, self.recipe.rollout.top_p)
         return stats
 
     def observe_samples(self, step: Step) -> None:
@@ -233,7 +267,8 @@ class StepOperations(CheckpointedRun):
         others_wait = not self.cluster.private and self.leases.others_wait()
         prefixes = upcoming.prefixes if upcoming is not None else None
         wanted = save or others_wait or (prefixes is not None and prefixes.choice.on)
-        return StepEnd(metric, best, save, others_wait, starts_next=upcoming is not None and not wanted)
+        has_work = upcoming is not None and not upcoming.samples
+        return StepEnd(metric, best, save, others_wait, starts_next=has_work and not wanted)
 
     def close_step(self, step: Step, end: StepEnd) -> dict[str, float]:
         """Mark the step as done, so that a stop saves it. Returns its cost in slot-seconds and money."""
@@ -242,6 +277,7 @@ class StepOperations(CheckpointedRun):
     def _close(self, step: Step, starts_next: bool = False) -> dict[str, float]:
         self.steps_done, self.cursor_done, self.unrecorded = step.number, self.cursor_after, False
         self.refill_done = self.dynamic_sampling.state()
+        self.ahead_done = self.ahead
         step.phase_s, step.wall_s = self.phases.take()
         step.phase_s["passes"] = self.learn_stage.passes_s
         self.ledger.begin_step(step.number + starts_next)

@@ -15,6 +15,7 @@ from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.learn.rank_settings import critic_settings, learner_settings, reference_settings
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
+from rlhfless_ray.local.process_memory import large_page_environment
 from rlhfless_ray.prefix.supported_models import unsupported
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.engine_settings import engine_settings
@@ -127,12 +128,14 @@ def create_worker_pools(
             "lost learner continues from the newest checkpoint (checkpoint.memory_every_steps)"
         )
 
+    pages = large_page_environment(parameter_count(files)) if resource == "cpu" else {}
+
     def worker_group(kind: str, cls: type | None, settings: Callable[..., Any], ranks: int, name: str) -> WorkerGroup:
         assert cls is not None
         numbers = itertools.cycle(range(ranks))  # all ranks of a group start together, also after a loss
         group_pool = WorkerPool(
             kind,
-            lambda slot: start_actor(cls, slot, resource, {}, settings(recipe, next(numbers), resource)),
+            lambda slot: start_actor(cls, slot, resource, pages, settings(recipe, next(numbers), resource)),
             leases,
             ledger,
             float("inf"),

@@ -662,6 +662,26 @@ def test_a_generation_batch_above_the_rollout_is_checked_by_the_versions_that_ch
     assert becomes in f"{outcome.status}: {outcome.why}" and "needs --async_train" not in outcome.why
 
 
+@pytest.mark.parametrize(
+    ("flags", "lag"),
+    [
+        ("--async_train", 1),
+        ("--async_train --async_queue_size 1", 1),
+        ("--async_queue_size 3", None),
+        ("--async_train --async_queue_size 2", 2),
+    ],
+)
+def test_a_queue_of_one_batch_is_a_lag_of_one_step(flags, lag):
+    found = of(f"--pretrain m --prompt_data d.jsonl --remote_rm_url r.py --enable_vllm_is_correction --elastic.dialect 0.9.2 {flags}")
+    assert found.wanted.get("rollout.max_lag_steps") in ((0, None) if lag is None else (lag,))
+    assert bool(found.refused) == (lag == 2)
+
+
+def test_a_batch_kept_its_place_in_the_first_versions():
+    found = of("--pretrain m --prompt_data d.jsonl --remote_rm_url r.py --async_train --elastic.dialect 0.8.1")
+    assert found.wanted["rollout.max_lag_steps"] == 2 and "--async_train" in found.refused[0].flag
+
+
 def test_a_value_that_nobody_takes_is_not_called_unsupported_yet():
     found = of(BASE + " --actor_learning_rate=-1")
     (why,) = [o.why for o in found.refused if o.flag == "--actor_learning_rate"]

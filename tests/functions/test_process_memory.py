@@ -9,13 +9,27 @@ import numpy as np
 import psutil
 import pytest
 
-from rlhfless_ray.local.process_memory import clean_file_mappings, own_memory_mb, release_pages, release_unused_memory
+from rlhfless_ray.local.process_memory import (
+    clean_file_mappings,
+    large_page_environment,
+    own_memory_mb,
+    release_pages,
+    release_unused_memory,
+)
 
 MB = 2**20
 
 
 def private_mb() -> float:
     return psutil.Process().memory_full_info().uss / MB
+
+
+def test_large_pages_are_for_large_models_and_leave_a_users_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    assert large_page_environment(500_000_000) == {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    assert large_page_environment(11_000_000) == {}
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
+    assert large_page_environment(500_000_000) == {}
 
 
 def test_pages_go_and_come_back_as_zeros() -> None:

@@ -120,6 +120,8 @@ class Cases:
         self.returned = [replace(batch, returns=rng.normal(size=len(batch.logprobs)).astype(np.float32)) for batch in self.batches]
         config = {**json.loads(self.files["config.json"]), "mean": 0.2, "std": 0.5}
         self.scaled = {**self.files, "config.json": json.dumps(config).encode()}
+        long = np.random.default_rng(8)
+        self.long = [random_batch(long, prompts=(40, 60)) for _ in range(2)]  # prompts that are worth sharing
         left, self.carried = None, []
         for batch in self.batches:
             old = (batch.logprobs + 0.02 * rng.normal(size=len(batch.logprobs))).astype(np.float32)
@@ -146,6 +148,8 @@ class Cases:
 
         add("plain", self.files, self.batches, 0, 1, 2, 3)
         add("full", self.files, self.batches, 0, 1, 2, 3, temperature=0.7, algorithm=full)
+        wide = {"micro_batch_tokens": 200}
+        add("shared", self.files, self.long, 0, 1, 2, 3, temperature=0.7, algorithm=full, learner=wide)
         add("nan", self.files, self.with_nan, 0, 1, 2, 3)
         add("few", self.files, self.few, 0, 2, 3)
         add("tied", self.tied, self.batches, 0, 2, 3)
@@ -168,6 +172,8 @@ class Cases:
             temperature=0.8,
             algorithm={"updates_per_step": 2, "epochs": 2, "loss_mean": "sequence", "importance_cap": 0, "loss": gspo},
         )
+        of_gspo = {"loss_mean": "sequence", "importance_cap": 0, "clip_low": 0.2, "clip_high": 0.3, "loss": gspo}
+        add("shared gspo", self.files, self.long, 0, 2, algorithm=of_gspo, learner=wide)
         add(
             "gspo sampler",
             self.files,

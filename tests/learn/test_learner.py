@@ -19,6 +19,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save
 from tiny_policy import EARLY
 
+from rlhfless_ray.learn.micro_batches import PromptSharing, micro_batches
 from rlhfless_ray.learn.reward_shaping import token_kl
 from rlhfless_ray.learn.trainer_rank import read_state
 
@@ -26,6 +27,8 @@ Weights = dict[str, np.ndarray]
 FLOAT32 = (
     "plain",
     "full",
+    "shared",
+    "shared gspo",
     "few",
     "tied",
     "uncorrected",
@@ -40,6 +43,8 @@ FLOAT32 = (
 STAGES = {
     "plain": range(4),
     "full": range(4),
+    "shared": range(4),
+    "shared gspo": (0, 2),
     "few": (0, 2, 3),
     "tied": (0, 2, 3),
     "gspo": (0, 2, 3),
@@ -113,6 +118,14 @@ def test_updates_equal_the_reference(cases: Any, expected: Any, name: str, ranks
                 assert getattr(got, field) == pytest.approx(np.mean([w[field] for w in wanted]), rel=1e-3, abs=2e-5), field
             assert got.trained_tokens == sum(w["tokens"] for w in wanted)
             assert (got.skipped, got.reason) == (0, "")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_shared_case_shares_rows(cases: Any, ranks: int) -> None:
+    config = json.loads(cases.files["config.json"])
+    for batch in cases.long:
+        cuts = micro_batches(batch, np.arange(len(batch)), 200, PromptSharing(config["hidden_size"]), 0, ranks)
+        assert len(cuts) > 1 and max(len(row) for rows in cuts for row in rows) > 1
 
 
 def test_the_cases_have_teeth(cases: Any, expected: Any) -> None:

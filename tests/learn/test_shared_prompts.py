@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.micro_batches import SHARING_FAMILIES, PromptSharing, micro_batches, padded
-from rlhfless_ray.learn.packing import share_prompts
+from rlhfless_ray.learn.packing import shared
 from rlhfless_ray.learn.policy_model import TokenLogprobs, TokenValues, as_sampled, token_logprobs
 
 sys.path.append(str(Path(__file__).parents[1] / "rollout"))
@@ -66,7 +67,7 @@ def results(model: Any, batch: Batch, max_tokens: int, sharing: PromptSharing | 
 def test_every_family_computes_the_same_in_shared_rows(family: str, masked: bool) -> None:
     model = model_of(family)
     sharing = PromptSharing.of(model)
-    assert sharing is not None
+    assert sharing.obstacle == ""
     window = sharing.window or 100
     batch = batch_of([5, 9, 4, 6], [[3, 7, 1, 4], [2, 5], [6], [4, 4, 4]], masked=masked)
     assert batch.lengths.max() <= window
@@ -115,39 +116,73 @@ def test_values_of_a_critic_are_the_same() -> None:
 
 
 def test_sequences_beyond_the_window_have_rows_of_their_own() -> None:
-    batch = batch_of([10], [[7, 3]])
+    batch = batch_of([100], [[7, 3]])
     every = np.arange(2)
-    assert [len(row) for cut in micro_batches(batch, every, 100, PromptSharing(64, window=17)) for row in cut] == [2]
-    assert [len(row) for cut in micro_batches(batch, every, 100, PromptSharing(64, window=16)) for row in cut] == [1, 1]
+    assert [len(row) for cut in micro_batches(batch, every, 200, PromptSharing(64, window=107)) for row in cut] == [2]
+    assert [len(row) for cut in micro_batches(batch, every, 200, PromptSharing(64, window=106)) for row in cut] == [1, 1]
 
 
 def test_only_equal_prompts_share() -> None:
     """A group whose members differ in their prompts, as an agent may return, is not put into one row."""
-    batch = batch_of([6, 6], [[3, 3], [3, 3]])
+    batch = batch_of([90, 90], [[3, 3], [3, 3]])
     one_group = Batch(**{**vars(batch), "groups": np.zeros(4, np.int64)})
     rows = [sorted(row.tolist()) for cut in micro_batches(one_group, np.arange(4), 100, PromptSharing(64)) for row in cut]
     assert sorted(rows) == [[0, 1], [2, 3]]
 
 
-def test_rows_save_work_and_keep_the_budget() -> None:
+def test_off_and_dropout_and_other_families_keep_rows_of_their_own() -> None:
+    model, batch = model_of("qwen2"), batch_of([20], [[3, 3, 3]])
+    assert PromptSharing.of(model).obstacle == ""
+    for sharing in (PromptSharing.of(model, "off"), PromptSharing.of(model, "auto", 0.1)):
+        assert sharing.obstacle and [len(rows) for rows in micro_batches(batch, np.arange(3), 100, sharing)] == [3]
+    model.config.model_type = "rwkv"
+    assert PromptSharing.of(model).obstacle == "not tested with models of type rwkv"
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_rows_are_a_partition_and_keep_the_budget(ranks: int) -> None:
     rng = np.random.default_rng(0)
     for _ in range(200):
         groups = np.repeat(np.arange(5), rng.integers(1, 20, 5))
+        groups = groups[rng.permutation(len(groups))]
         prompts = rng.integers(1, 400, 5)[groups]
         lengths = prompts + rng.integers(1, 400, len(groups))
         budget, width = int(rng.integers(100, 4000)), int(rng.integers(32, 2000))
-        rows = share_prompts(prompts, lengths, groups, budget, width)
-        assert sorted(np.concatenate(rows).tolist()) == list(range(len(groups)))
-        for row in rows:
-            assert len(set(groups[row].tolist())) < 8
-            size = prompts[row[0]] + (lengths[row] - prompts[row]).sum()
-            assert len(row) == 1 or size <= budget
-        sizes = [prompts[row[0]] + (lengths[row] - prompts[row]).sum() for row in rows]
-        assert sum(sizes) <= lengths.sum()
+        dealt = shared(prompts, lengths, groups, budget, width, ranks)
+        assert len(dealt) == ranks and len({len(mine) for mine in dealt}) == 1
+        parts = [rows for mine in dealt for rows in mine if rows]
+        assert sorted(np.concatenate([row for rows in parts for row in rows]).tolist()) == list(range(len(groups)))
+        for rows in parts:
+            assert all(len(set(groups[row].tolist())) == 1 and (np.diff(row) > 0).all() for row in rows)
+            sizes = [prompts[row[0]] + (lengths[row] - prompts[row]).sum() for row in rows]
+            assert len(rows) * max(sizes) <= budget or len(rows) == len(rows[0]) == 1
+
+
+def test_groups_share_rows_where_that_pays() -> None:
+    ones, four = np.ones(16, np.int64), np.repeat(np.arange(4), 4)
+
+    def sizes(groups: np.ndarray, prompt: int, response: int, budget: int, ranks: int = 1) -> list[list[list[int]]]:
+        dealt = shared(prompt * ones, (prompt + response) * ones, groups, budget, 896, ranks)
+        return [[[len(row) for row in rows] for rows in mine] for mine in dealt]
+
+    assert sizes(four, 200, 64, 1200) == [[[4, 4], [4, 4]]]
+    assert sizes(four, 200, 64, 400) == [[[2]] * 8], "a whole group exceeds the budget"
+    assert sizes(0 * four, 200, 64, 10_000, 4) == [[[4]]] * 4, "every rank has work"
+    assert all(len(row) == 1 for rows in shared(ones, 65 * ones, four, 1200, 896)[0] for row in rows), "a tenth is not saved"
 
 
 def test_long_responses_to_a_short_prompt_stay_apart() -> None:
     """Attention over one long row would cost more than the prompts save."""
-    prompts, lengths = np.full(8, 20), np.full(8, 4000)
-    assert len(share_prompts(prompts, lengths, np.zeros(8, np.int64), 100_000, 1024)) == 8
-    assert len(share_prompts(np.full(8, 3000), lengths, np.zeros(8, np.int64), 100_000, 1024)) < 8
+    one = np.zeros(8, np.int64)
+    rows = [len(row) for part in shared(np.full(8, 20), np.full(8, 4000), one, 100_000, 1024)[0] for row in part]
+    assert rows == [1] * 8
+    rows = [len(row) for part in shared(np.full(8, 3000), np.full(8, 4000), one, 100_000, 1024)[0] for row in part]
+    assert 1 < max(rows) < 8
+
+
+def test_ten_thousand_sequences_take_little_time() -> None:
+    rng = np.random.default_rng(0)
+    lengths = 100 + rng.integers(1, 800, 10_000)
+    began_s = time.process_time()
+    shared(np.full(10_000, 100), lengths, np.arange(10_000) // 8, 16_384, 896, 8)
+    assert time.process_time() - began_s < 5

@@ -143,7 +143,7 @@ def test_processes_ended_for_their_memory_are_started_anew_and_loaded_and_that_i
     def call(answer: Any) -> Any:
         return SimpleNamespace(remote=lambda *given: lambda: built.append(given) or answer)
 
-    opened, loaded = {"memory_mb": 500.0, "spans": []}, {"memory_mb": 700.0, "spans": []}
+    opened, loaded = {"memory_mb": 500.0, "spans": []}, {"memory_mb": 700.0, "spans": [], "sharing_obstacle": ""}
     worker_group.pool.start = lambda slot: SimpleNamespace(open=call(opened), rendezvous=call(("", 0)), build=call(loaded))
     worker_group.files = "files"
     worker_group.pool.end(worker_group.by_rank[0])

@@ -59,11 +59,13 @@ EARLY = {
 }
 
 
-def random_batch(rng: np.random.Generator, groups: int = 4, samples: int = 3, longest: int = 24) -> Batch:
+def random_batch(
+    rng: np.random.Generator, groups: int = 4, samples: int = 3, longest: int = 24, prompts: tuple[int, int] = (1, 6)
+) -> Batch:
     """Random tokens, so the sampler's log-probabilities (around those of a nearly uniform policy) are made up too."""
     rows = []
     for group in range(groups):
-        prompt = tuple(rng.integers(2, VOCABULARY, rng.integers(1, 6)).tolist())
+        prompt = tuple(rng.integers(2, VOCABULARY, rng.integers(*prompts)).tolist())
         for _ in range(samples):
             response = rng.integers(2, VOCABULARY, rng.integers(1, longest)).astype(np.int32)
             drawn = (-np.log(VOCABULARY) + 0.5 * rng.normal(size=len(response))).astype(np.float32)

@@ -10,7 +10,7 @@ import pytest
 
 from rlhfless_ray.cli import lora_combiner
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.weights.adapter import Adapter
+from rlhfless_ray.weights.adapter import SERVED_FAMILIES, Adapter, choose_publish, not_served
 from rlhfless_ray.weights.model_folder import write_folder
 from tests.reward.reward_models import WORDS, tokenizer_files
 
@@ -160,3 +160,19 @@ def test_the_command(tmp_path: Path) -> None:
     done = combined(*flags[:2], *flags[4:], "--lora_path", str(tmp_path / "nowhere"))
     assert done.returncode == 2 and "error:" in done.stderr and "adapter_config.json is missing" in done.stderr
     assert combined("--model_path", "x").returncode == 2
+
+
+def test_adapters_that_engines_cannot_hold_are_named() -> None:
+    assert all(not_served(family, 16, ["all-linear"]) is None for family in SERVED_FAMILIES)
+    assert "engines hold adapters of llama" in str(not_served("gpt2", 16, ["all-linear"]))
+    assert "lora.target_modules has embed_tokens" in str(not_served("qwen2", 16, ["q_proj", "embed_tokens"]))
+    assert "lora.rank is 1024" in str(not_served("qwen2", 1024, ["self_attn.q_proj"]))
+
+
+def test_auto_takes_the_adapter_where_it_is_quicker() -> None:
+    def auto(served: bool = True, device: str = "cpu", parameters: int = 494_000_000, tokens: int = 64) -> str:
+        return choose_publish("auto", served, device, parameters, tokens)
+
+    assert auto() == "adapter"
+    assert {auto(served=False), auto(device="gpu"), auto(parameters=11_000_000), auto(tokens=4096)} == {"merged"}
+    assert choose_publish("adapter", True, "gpu", 1, 4096) == "adapter" and choose_publish("merged", True, "cpu", 10**9, 1) == "merged"

@@ -10,6 +10,7 @@ from typing import Any
 from rlhfless_ray.compat.openrlhf.flags import place
 from rlhfless_ray.compat.openrlhf.normalise import GATING, LEVEL, MODE, PROMPT_LIMIT, SAMPLE_BUFFER_SINCE, THRESHOLD, Values
 
+PLACE_FREED_SINCE = "0.8.2"  # before, a batch kept its place in the asynchronous queue while it was trained
 RLOO_NOT_WHITENED_SINCE, KL_CUT_SINCE, STEPS_FROM_ZERO_SINCE = "0.8.5", "0.8.6", "0.9.1"
 
 # ---------------------------------------------------------------- when a flag has no effect
@@ -294,6 +295,11 @@ def engines(v: Values) -> str:
     if not v.engines:
         return "OpenRLHF needs a number of engines; here the plan of each step decides"
     return f"{v.engines} engines at most; the plan of each step decides how many there are"
+
+
+def lag_steps(v: Values) -> int:
+    """Return how many steps old a trained sample may be. A queue's place is free again before its batch is trained."""
+    return int(v["train.async_queue_size"]) + (not v.since(PLACE_FREED_SINCE))
 
 
 SHARED = "functions pass slots to each other here, so models need not share a GPU"

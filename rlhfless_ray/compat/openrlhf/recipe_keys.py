@@ -14,7 +14,6 @@ ABSENT_KEYS: dict[str, Any] = {
     "policy.experts": None,
     "rollout.tensor_parallel": 1,
     "rollout.batch_prompts": None,
-    "rollout.max_lag_steps": 0,
     "rollout.mix_versions": False,
     "algorithm.loss.balance_coefficient": 0.0,
     "learner.tensor_parallel": 1,

@@ -35,7 +35,10 @@ def slots_of(found: Translation) -> Slots:
     other_models = {"ref": v.has_reference and not v["ds.lora.rank"], "critic": v.has_critic, "reward": not v.external_reward}
     others = [v.ranks(model) for model, used in other_models.items() if used]
     fewest = max(fewest_engines * engine, ranks, setting("critic.ranks", 1), setting("reference.ranks", 1))
-    return Slots(fewest, max(most_engines * engine, ranks, *others), openrlhf_gpus(v))
+    most = max(most_engines * engine, ranks, *others)
+    if found.settings.get("rollout.max_lag_steps"):  # engines and learner work at once
+        fewest, most = max(fewest, fewest_engines * engine + ranks), max(most, most_engines * engine + ranks)
+    return Slots(fewest, most, openrlhf_gpus(v))
 
 
 def openrlhf_gpus(v: Values) -> int:
@@ -67,9 +70,11 @@ def slots_here(settings: Mapping[str, Any], environment: Mapping[str, str] = os.
 def fit(found: Translation, environment: Mapping[str, str] = os.environ) -> str:
     """Reduce numbers of ranks to the available slots, for which OpenRLHF would wait forever. Returns a note, or an empty string."""
     here, notes = slots_here(found.settings, environment), []
-    for name in ("learner", "critic", "reference"):
+    for name in ("critic", "reference", "learner"):
         key = f"{name}.ranks"
         ranks = int(found.settings.get(key, 1))
+        if here is not None and name == "learner" and found.settings.get("rollout.max_lag_steps"):
+            here = max(1, here - int(found.settings.get("rollout.min_actors", 1)))
         if here is not None and ranks > here and key not in found.own:
             found.settings[key] = here
             notes.append(f"{ranks} ranks of the {name} are asked for and {here} slots exist: it starts with {here}, with the same results")

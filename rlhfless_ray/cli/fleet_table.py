@@ -1,0 +1,131 @@
+"""`rlhfless plan --fleet`: which GPU, how many, engines of which width, on demand or spot, for whole steps."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhfless_ray.common.errors import UserError
+
+if TYPE_CHECKING:
+    from placement import Objective
+    from placement.simulate.fleet_search import Fleet, FleetSearch
+
+MAX_FLEET = 1024  # devices; the search doubles up to there
+ROWS = 12
+
+
+def show_fleets(
+    lengths: Path,
+    model: str | None,
+    device: str | None,
+    most: int,
+    objective: Objective,
+    *,
+    column: str | None,
+    steps: int,
+    spot_discount: float | None,
+    as_json: bool,
+) -> None:
+    """Print the fleets that no other beats on time and cost, the cheapest of every other device, and why a device cannot do it."""
+    from placement import NotFeasible, choose
+
+    if model is None:
+        raise UserError("--fleet needs --model: a known model, or its Hugging Face config.json")
+    if not 1 <= most <= MAX_FLEET:
+        raise UserError(f"--fleet: must be 1 to {MAX_FLEET}, got {most}")
+    if steps < 1:
+        raise UserError(f"--steps: must be at least 1, got {steps}")
+    if spot_discount is not None and not 0 <= spot_discount < 1:
+        raise UserError(f"--spot-discount: must be a share from 0 to below 1, got {spot_discount:g}")
+    try:
+        found = search(lengths, model, device, most, column, spot_discount)
+        if not found.best:
+            raise UserError("nothing fits: " + "; ".join(f"{name}: {why}" for name, why in found.refused.items()))
+        choice = choose(found.best, objective)
+    except NotFeasible as nothing:
+        raise UserError(str(nothing)) from None
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if as_json:
+        rows = [{**asdict(fleet), "cost": fleet.cost, "run_cost": steps * fleet.cost} for fleet in found.best]
+        print(json.dumps({"best": rows, "chosen": choice.index, "reason": choice.reason, "refused": found.refused}, indent=1))
+    else:
+        _show(found, choice.index, choice.reason, steps)
+
+
+def search(lengths: Path, model: str, device: str | None, most: int, column: str | None, spot_discount: float | None) -> FleetSearch:
+    """Search for one GRPO step with these responses. Raises ValueError with one sentence for bad input."""
+    from placement import simulate
+    from placement.catalog import catalog
+    from placement.forecast.recorded_lengths import read_lengths
+    from placement.simulate.fleet_search import search_fleets
+
+    recorded = read_lengths(lengths, column)
+    prompts = int(recorded.group.max()) + 1
+    if len(recorded.tokens) < 2 * prompts:
+        raise ValueError(
+            f"{lengths}: --fleet plans GRPO steps, which need two or more responses to each prompt; name it in a column `prompt`"
+        )
+    names = [name for name in catalog.read("devices") if name != "CPU-core"] if device is None else [device]
+    devices = [catalog.device(name) for name in names]
+    setting = simulate.parse(
+        {
+            "name": "fleet",
+            "device": names[0],
+            "model": model,
+            "nodes": 1,
+            "devices_per_node": 1,
+            "algorithm": "grpo",
+            "prompts": prompts,
+            "samples": len(recorded.tokens) // prompts,
+            "epochs": 1,
+            "steps_per_epoch": 1,
+            "prompt_limit": int(max(1, recorded.prompt_tokens.max())),
+            "response_limit": int(recorded.tokens.max()),
+            "trace": str(lengths.resolve()),
+            "trace_column": column,
+        }
+    )
+    return search_fleets(setting, devices, most, spot_discount)
+
+
+def _show(found: FleetSearch, chosen: int, reason: str, steps: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    width = None if sys.stdout.isatty() else 140
+    console, table = Console(width=width, highlight=False), Table()
+    for name in ("", "GPUs", "width", "price", "step (s)", "rollout (s)", f"{steps} steps (h)", "$ a step", f"$ {steps} steps"):
+        table.add_column(name, justify="right", no_wrap=True)
+    evenly = {round(i * (len(found.best) - 1) / (ROWS - 1)) for i in range(ROWS)} if len(found.best) > ROWS else range(len(found.best))
+    best = [found.best[i] for i in sorted({*evenly, chosen})]
+    cheapest = {fleet.device: fleet for fleet in sorted(found.fleets, key=lambda fleet: -fleet.cost)}
+    others = [fleet for fleet in cheapest.values() if fleet.device not in {row.device for row in best}]
+    for fleet in sorted([*best, *others], key=lambda fleet: fleet.cost):
+        is_chosen = fleet is found.best[chosen]
+        table.add_row(*_row(fleet, steps, "→" if is_chosen else ""), style="bold" if is_chosen else None)
+    console.print(table)
+    console.print(f"chosen: {reason}; {len(found.best)} of {len(found.fleets)} fleets are not beaten on both time and cost")
+    if warning := found.best[chosen].warning:
+        console.print(warning)
+    for name, why in found.refused.items():
+        console.print(f"{name}: {why}")
+
+
+def _row(fleet: Fleet, steps: int, mark: str) -> list[str]:
+    kind = "spot" if fleet.spot else "on demand"
+    return [
+        mark,
+        f"{fleet.count} × {fleet.device}",
+        str(fleet.width),
+        f"{kind} {fleet.price_per_hour:.2f} $/h",
+        f"{fleet.time_s:.4g}",
+        f"{fleet.rollout_s:.4g}",
+        f"{steps * fleet.time_s / 3600:.3g}",
+        f"{fleet.cost:.3g}",
+        f"{steps * fleet.cost:,.2f}",
+    ]

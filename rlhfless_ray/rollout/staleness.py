@@ -1,0 +1,36 @@
+"""How old the tokens of a step's samples are, in weight versions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.types import Sample
+
+
+def token_lags(samples: Sequence[Sample], newest: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lag and the number of tokens of each part of a response that one version drew, both (parts,) int64.
+
+    `newest`: version that the learner has. A lag is the number of updates between the version that drew a token and this one.
+    """
+    parts = [part for sample in samples for part in sample.completion.versions]
+    versions, tokens = np.array(parts, np.int64).reshape(-1, 2).T
+    return newest - versions, tokens
+
+
+def check_lag(samples: Sequence[Sample], newest: int, most: int) -> dict[str, float]:
+    """Return metrics of the lag by token. Raises RunError if a token is more than `most` versions behind `newest`, or ahead of it."""
+    lags, tokens = token_lags(samples, newest)
+    drawn = tokens > 0
+    lags, tokens = lags[drawn], tokens[drawn]
+    if not len(lags):
+        return {"lag/mean": 0.0, "lag/max": 0.0}
+    if lags.max() > most or lags.min() < 0:
+        worst = int(lags.max() if lags.max() > most else lags.min())
+        raise RunError(
+            f"a token of weight version {newest - worst} would be trained at version {newest}, but the bound is {most} versions; this is "
+            "a bug of rlhfless-ray, please report it"
+        )
+    return {"lag/mean": float(np.average(lags, weights=tokens)), "lag/max": float(lags.max())}

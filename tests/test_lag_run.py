@@ -1,0 +1,172 @@
+"""Runs whose next rollout overlaps this step's update: versions, log-probabilities, repetition and resume."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from benchmarks.common.fault_injection import pid_of
+from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.learn.policy_model import load_model
+from rlhfless_ray.types import Sample, Step
+from rlhfless_ray.weights.load_policy import initial_policy
+from rlhfless_ray.weights.model_folder import as_folder
+from tests.compat.test_runs import AGENT
+from tests.conftest import command, samples, small_recipe, write_recipe
+
+pytestmark = [pytest.mark.ray, pytest.mark.engine]
+
+LAG = {"rollout__max_lag_steps": 1, "checkpoint__every_steps": 1, "checkpoint__keep": 9}
+
+
+def rows(run: Path) -> list[dict[str, float]]:
+    return [row for line in (run / "metrics.jsonl").read_text().splitlines() if (row := json.loads(line)).get("step")]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_each_tokens_log_probability_is_that_of_the_version_that_drew_it(tmp_path: Path, lag: int) -> None:
+    """Checkpoints hold the weights of each version, under which every response is computed again."""
+    recipe = Recipe.parse(small_recipe(tmp_path, **{**LAG, "rollout__max_lag_steps": lag, "run__steps": 3}))
+    with Runtime(recipe) as run:
+        steps: list[Step] = list(run)
+    folder = tmp_path / "runs" / "small"
+    files, _ = initial_policy(recipe)
+    drawn_by = {step.number: {version for s in step.samples for version, _ in s.completion.versions} for step in steps}
+    assert drawn_by == ({1: {0}, 2: {1}, 3: {2}} if lag == 0 else {1: {0}, 2: {0}, 3: {1}})
+    with as_folder(files) as initial:
+        model = load_model(initial, "float32", False)
+    for step in steps:
+        (version,) = drawn_by[step.number]
+        weights = load_file(folder / "checkpoints" / f"step_{version}" / "model.safetensors")
+        model.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()}, strict=False)
+        for sample in step.samples:
+            prompt, response = sample.prompt.token_ids, sample.completion.token_ids
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *response.tolist()]])).logits[0, len(prompt) - 1 : -1]
+            found = logits.log_softmax(-1).numpy()[np.arange(len(response)), response]
+            np.testing.assert_allclose(found, sample.completion.logprobs, atol=1e-4)
+    if lag:
+        told = [(row["lag/mean"], row["lag/max"]) for row in rows(folder)]
+        assert told == [(0, 0), (1, 1), (1, 1)]
+        shares = [row["learn/effective_share"] for row in rows(folder)]
+        assert shares[0] == pytest.approx(1, abs=1e-4) and 0 < shares[1] < 1 - 1e-5
+    else:
+        assert not any("lag" in name or "effective" in name for row in rows(folder) for name in row)
+
+
+def test_engines_and_learner_hold_slots_at_once_and_the_run_repeats_and_resumes(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, **LAG)
+    done = command("train", recipe)
+    assert done.returncode == 0, done.stderr
+    other = tmp_path / "runs" / "small"
+    one = Path(shutil.copytree(other, tmp_path / "whole"))
+    shutil.rmtree(other)
+    assert command("train", recipe).returncode == 0  # the same again
+    for step in (1, 2, 3, 4):
+        assert samples(one, step) == samples(other, step)
+    for step in (3, 4):  # as if it had been stopped after step 2
+        shutil.rmtree(other / "checkpoints" / f"step_{step}")
+        (other / "samples" / f"step_{step}.jsonl").unlink()
+    done = command("train", recipe, "--resume")
+    assert done.returncode == 0 and "step 3/4" in done.stdout, done.stdout + done.stderr
+    for step in (1, 2, 3, 4):
+        assert samples(one, step) == samples(other, step)
+    first, second = (load_file(run / "checkpoints" / "step_4" / "model.safetensors") for run in (one, other))
+    for name, weights in first.items():
+        np.testing.assert_array_equal(weights, second[name])
+    assert [row["lag/max"] for row in rows(other)] == [0, 1, 1, 1]
+    assert overlap_s(one / "ledger.csv") > 0
+
+
+def test_a_cluster_without_slots_for_both_is_refused(tmp_path: Path) -> None:
+    done = command("train", write_recipe(tmp_path, **LAG, cluster__cpus=2, learner__max_slots_per_rank=2))
+    assert done.returncode == 2 and not (tmp_path / "runs" / "small").exists()
+    assert "rollout.max_lag_steps: the learner (learner.ranks × learner.max_slots_per_rank = 2) and the engines" in done.stderr
+
+
+class Struck(Runtime):
+    """Kills the only engine in step 2's rollout, and the learner in step 3's, both beside an update."""
+
+    struck: set[str]
+
+    def generate(self, step: Step) -> list[Sample]:
+        record = self.context.record
+        phase = record.progress.phase
+
+        def strike(what: str) -> None:
+            phase(what)
+            victim = {2: self.rollout.working, 3: self.worker_group.by_rank}.get(step.number, [])
+            name = f"{step.number}"
+            if self.in_update and victim and name not in self.struck and (pid := pid_of(victim[0])):
+                self.struck.add(name)
+                os.kill(pid, signal.SIGKILL)
+
+        record.progress.phase = strike  # type: ignore[method-assign]
+        try:
+            return super().generate(step)
+        finally:
+            record.progress.phase = phase  # type: ignore[method-assign]
+
+
+def test_a_lost_engine_and_a_lost_learner_change_nothing(tmp_path: Path) -> None:
+    found = []
+    for kind, name in ((Runtime, "plain"), (Struck, "struck")):
+        recipe = Recipe.parse(small_recipe(tmp_path, **LAG, run__name=name, rollout__stream_interval_s=0.02))
+        with kind(recipe) as run:
+            if isinstance(run, Struck):
+                run.struck = set()
+            steps = list(run)
+        if isinstance(run, Struck):
+            assert run.struck == {"2", "3"}
+            told = rows(tmp_path / "runs" / name)
+            assert sum(row["rollout/orphans"] for row in told) > 0 and sum(row["faults/learner_restarts"] for row in told) == 1
+        weights = load_file(tmp_path / "runs" / name / "checkpoints" / "step_4" / "model.safetensors")
+        found.append(([[s.completion.token_ids.tolist() for s in step.samples] for step in steps], weights))
+    (tokens, weights), (same_tokens, same_weights) = found
+    assert tokens == same_tokens
+    for key, value in weights.items():
+        np.testing.assert_array_equal(value, same_weights[key])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"algorithm__filter_range": [-3.6, 0.0], "algorithm__filter_draw": 1.9, "algorithm__filter_patience": 90},
+        {"algorithm__advantage": {"estimator": "gae"}, "algorithm__kl": {"coefficient": 0.01, "place": "reward"}, "algorithm__epochs": 2},
+        {"rollout__prefix_kv": "on", "lora__rank": 4},
+        {"reward": {}, "prompts__batch_prompts": 4},
+    ],
+    ids=["filtered groups", "critic and reference", "prefix KV and adapters", "agent"],
+)
+def test_other_features_work_with_a_lag(tmp_path: Path, settings: dict[str, Any]) -> None:
+    tree = small_recipe(tmp_path, **{**LAG, "run__steps": 3, **{key: value for key, value in settings.items() if "__" in key}})
+    if "reward" in settings:
+        (tmp_path / "agent.py").write_text(AGENT)
+        tree |= {"reward": {}, "agent": {"path": str(tmp_path / "agent.py"), "max_tokens": 96, "turn_tokens": 8}}
+    with Runtime(Recipe.parse(tree)) as run:
+        steps = list(run)
+    assert [step.metrics["lag/max"] for step in steps] == [0, 1, 1]
+    assert all(step.stats is not None and step.stats.applied for step in steps)
+    if "algorithm__filter_range" in settings:
+        versions = {step.number: {version for s in step.samples for version, _ in s.completion.versions} for step in steps}
+        assert all(found <= {number - 2, number - 1} for number, found in versions.items() if number > 1), versions
+        assert any(len(found) == 2 for found in versions.values()), "refilled groups are of the newest version"
+
+
+def overlap_s(path: Path) -> float:
+    """Seconds in which an engine and the learner hold leases at once."""
+    held: dict[str, list[tuple[float, float]]] = {"learn": [], "rollout": []}
+    for row in csv.DictReader(path.open()):
+        if row["lease"] and row["kind"] in held:
+            held[row["kind"]].append((float(row["from_s"]), float(row["to_s"])))
+    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in held["learn"] for b in held["rollout"])
