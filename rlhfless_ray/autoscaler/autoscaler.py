@@ -17,7 +17,7 @@ from placement.forecast.forecaster import LengthForecaster, Scenarios, forecast_
 from placement.planning.bounds import rollout_bounds
 from placement.planning.frontier import frontier
 from placement.planning.objective import Objective, choose_nearest
-from placement.planning.plan import Plan
+from placement.planning.plan import Plan, Pool
 from placement.scaling.keep_warm import hold_slot, keep_alive, prewarm, start_cost
 from placement.scaling.learner_size import LearnerSize
 from placement.scaling.resize_policy import (
@@ -56,6 +56,7 @@ class Autoscaler:
     def __init__(self, recipe: Recipe, first_speed: Speed) -> None:
         self.recipe = recipe
         self.samples = recipe.rollout.samples_per_prompt
+        self.width = recipe.rollout.tensor_parallel  # slots of an engine
         limit = recipe.rollout.max_tokens if not recipe.agent.path else None  # multi-turn responses have no limit
         self.forecaster = LengthForecaster(recipe.rollout.max_tokens / 2, max_tokens=limit)
         self.speed, self.capacity = SpeedFit(first_speed), math.inf
@@ -167,13 +168,13 @@ class Autoscaler:
         overhead_s, slowdown = self.around.predict() + before_s, 1 + self.speed.overhead
         phase_s = decision.time_s * slowdown + overhead_s
         if decision.plan is None:
-            return phase_s, decision.actors * phase_s
+            return phase_s, self.width * decision.actors * phase_s
         speed, slot_s = self.engine_speed, 0.0
         for group in decision.plan.groups:
             own_s = speed.rollout_s(lengths[group].astype(float), prompt_tokens[group]) * slowdown + overhead_s
             tail_s = max(0.0, phase_s - own_s)
-            held = self.drained(tail_s, decision.actors <= self.learner_slots * self.recipe.learner.ranks).action == "Hold"
-            slot_s += phase_s if held else min(own_s, phase_s)
+            held = self.drained(tail_s, self.width * decision.actors <= self.learner_slots * self.recipe.learner.ranks).action == "Hold"
+            slot_s += self.width * (phase_s if held else min(own_s, phase_s))
         return phase_s, slot_s
 
     def drained(self, tail_s: float, needed_next: bool) -> Decision:
@@ -194,7 +195,7 @@ class Autoscaler:
         """
 
         def weigh() -> float:
-            start = start_cost(self.terms.cold_start.predict(), 1.0, self.value_per_s)
+            start = start_cost(self.terms.cold_start.predict(), self.width, self.value_per_s)
             decision = keep_alive(gaps_s, hold_price, start)
             return KEEP_WARM_FACTOR * decision.keep_s if isinstance(decision, Park) else 0.0
 
@@ -214,7 +215,8 @@ class Autoscaler:
         tokens = self._prompt_tokens(prompts)
         longest = float((lengths.reshape(len(tokens), -1).max(1) + tokens).max())  # an engine can hold every single sequence
         capacity = math.ceil(max(self.capacity, longest)) if math.isfinite(self.capacity) else None
-        return frontier(lengths, self.engine_speed, max_actors=max_actors, prompts=tokens, capacity=capacity, thin=MIN_FRONTIER_GAP)
+        pool = Pool(self.engine_speed, max_actors=max_actors, capacity=capacity, devices=self.width)
+        return frontier(lengths, pools=[pool], prompts=tokens, thin=MIN_FRONTIER_GAP)
 
     @property
     def engine_speed(self) -> Speed:
@@ -241,7 +243,7 @@ class Autoscaler:
             step=step,
             history=self.history,
             value_per_s=self.value_per_s,
-            transition=Transition(start.predict(), restart_s=self.terms.warm_start.predict()),
+            transition=Transition(start.predict(), restart_s=self.terms.warm_start.predict(), price=self.width),
             steps_left=self.recipe.run.steps - step + 1,
             gamma=self.recipe.objective.payback,
         )
@@ -255,7 +257,7 @@ class Autoscaler:
             return plans
         overhead_s, slowdown = self.around.predict(), 1 + self.speed.overhead
         return [
-            replace(plan, time_s=plan.time_s * slowdown + overhead_s, cost=plan.cost * slowdown + overhead_s * plan.actors)
+            replace(plan, time_s=plan.time_s * slowdown + overhead_s, cost=plan.cost * slowdown + overhead_s * plan.actors * self.width)
             for plan in plans
         ]
 
@@ -330,7 +332,7 @@ class Autoscaler:
         row = {f"forecast/{name}": value for name, value in found.items() if name not in ("responses", "pit_deciles")}
         known = self._frontier(lengths, prompts, max_actors)
         best = choose_nearest(known, self.objective).plan
-        bounds = rollout_bounds(lengths, self.engine_speed, max_actors, prompts=self._prompt_tokens(prompts))
+        bounds = rollout_bounds(lengths, self.engine_speed, max_actors, prompts=self._prompt_tokens(prompts), price=float(self.width))
         return row | {
             "plan/clairvoyant_s": best.time_s,
             "plan/clairvoyant_cost_slot_s": best.cost,

@@ -31,9 +31,9 @@ def expected_engine(recipe: Recipe, files: Files, device_name: str | None) -> Ex
         model = Model.from_config("policy", text_config(files))
     except ValueError as error:
         return ExpectedEngine(ANY_SPEED, None, f"the first plan guesses how fast engines are: {error}")
-    value_bytes = 4 if recipe.policy.dtype == "float32" else BYTES
+    width, value_bytes = recipe.rollout.tensor_parallel, 4 if recipe.policy.dtype == "float32" else BYTES
     if device_name is None:
-        speed = decode_speed(model, _scale_to_width(catalog.device(CORE), value_bytes))
+        speed = decode_speed(model, _scale_to_width(catalog.device(CORE), value_bytes), width)
         block = kv_cache_bytes(files, recipe.rollout.block_size, recipe.rollout.block_size, recipe.policy.dtype)
         if block is None:
             return ExpectedEngine(speed)
@@ -47,10 +47,10 @@ def expected_engine(recipe: Recipe, files: Files, device_name: str | None) -> Ex
         note = f"the first plan assumes {ANY_GPU} for {device_name or 'the GPU'}, which is not in its catalogue"
     device = _scale_to_width(device, value_bytes)
     try:
-        capacity = kv_capacity(model, device, 1, recipe.rollout.gpu_memory_share)
+        capacity = kv_capacity(model, device, width, recipe.rollout.gpu_memory_share)
     except ValueError:  # the engine reports that the model does not fit
         capacity = None
-    return ExpectedEngine(decode_speed(model, device), capacity, note)
+    return ExpectedEngine(decode_speed(model, device, width), capacity, note)
 
 
 def _scale_to_width(device: Device, value_bytes: int) -> Device:

@@ -53,6 +53,7 @@ class Instance:
     leases: list[Lease] = field(default_factory=list)
     opened: Any = None  # resolves when the start has ended
     version: int | None = None
+    width: int = 1  # slots that it works on
     loading: Any = None  # resolves when the engine has loaded `version`
     parked_since_s: float = 0.0
     memory_mb: float = 0.0  # while working; 0 before the engine is built
@@ -65,9 +66,9 @@ class Instance:
 
     @property
     def parked_memory(self) -> tuple[float, float]:
-        """Memory while parked: in MB, and as a share of the memory while working."""
+        """Memory while parked: in MB, and as a share of the memory while working, for each of its slots together."""
         kept_mb = self.memory_mb if self.kept_mb is None else self.kept_mb
-        return kept_mb, min(1.0, kept_mb / self.memory_mb) if self.memory_mb else 1.0
+        return kept_mb, self.width * (min(1.0, kept_mb / self.memory_mb) if self.memory_mb else 1.0)
 
     @property
     def started(self) -> bool:

@@ -6,10 +6,11 @@ for Ray's retry interval. So a lease is handed from one function to the next if 
 
 from __future__ import annotations
 
+import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +154,41 @@ class LeaseManager:
         if len(leases) < count:
             leases = self.collect(self.ask(count - len(leases), labels=labels), kind, wait_s / 2 if first else wait_s, need, leases)
         return leases
+
+    def take_together(
+        self, count: int, kind: str, spare: list[Lease], prefer: set[str], labels: dict[str, str], need: bool, wait_s: float
+    ) -> tuple[list[Lease], list[Lease]]:
+        """Return `count` leases of one node, all or none, and what is left of `spare`, held leases that may be among them.
+
+        Nodes are tried in turn: first those with parked instances (`prefer`), then those with many spare leases. If the leases are
+        needed, this goes on until the lease deadline. Between two rounds everything is released then, because another run may wait
+        for what is held here while it holds what is missing here.
+        """
+        start = time.monotonic()
+        end = start + (self.deadline_s if need else wait_s)
+        while True:
+            own = Counter(lease.slot.node for lease in spare)
+            room = Counter(self.matching(labels))
+            elsewhere = [lease for lease in self.held.values() if lease not in spare]
+            room.subtract(lease.slot.node for lease in elsewhere)
+            for node in sorted((node for node in room if room[node] >= count), key=lambda node: (node not in prefer, -own[node])):
+                share = [lease for lease in spare if lease.slot.node == node][:count]
+                missing = count - len(share)
+                wait = min(PREFERRED_S, max(0.0, end - time.monotonic()))
+                got = self.collect(self.ask(missing, [node] * missing, labels), kind, wait)
+                if len(got) == missing:
+                    return [*share, *got], [lease for lease in spare if lease not in share]
+                self.release(got)
+            if not need:
+                return [], spare
+            self.release(spare)
+            spare = []
+            if time.monotonic() >= end:
+                where = "one node" + (f" labelled {labels}" if labels else "")
+                wanted = f"{kind} needs {count} × {self.bundle} on {where}"
+                raise RunError(f"{wanted} and did not get them within {self.deadline_s:.0f} s; {self.availability()}")
+            STOP.check()
+            time.sleep(random.uniform(0.2, 1.0))
 
     def with_room(self, nodes: list[str]) -> list[str]:
         """Return those of `nodes` that are alive and have free slots beyond the leases held, each once per free slot."""
@@ -345,6 +381,13 @@ def node_slots(resource: str, labels: dict[str, str] | None = None, nodes: list[
 def cluster_slots(resource: str) -> int:
     """Return the number of slots of all alive nodes."""
     return sum(node_slots(resource).values())
+
+
+def most_instances(slots: dict[str, int], width: int, held: Iterable[Lease] = ()) -> int:
+    """Return how many instances of `width` leases each, all of one node, these nodes have slots for beside the leases `held`."""
+    room = Counter(slots)
+    room.subtract(lease.slot.node for lease in held)
+    return sum(max(0, room[node]) // width for node in slots)
 
 
 def places(slots: dict[str, int], home: str, count: int) -> list[Slot]:

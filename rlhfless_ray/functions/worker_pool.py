@@ -15,7 +15,7 @@ from rlhfless_ray.common.deadlines import get
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureBudget, FailureCause
 from rlhfless_ray.functions.instance import GONE, Instance, State, actor_state, reason_of
-from rlhfless_ray.functions.lease import Lease, LeaseManager, LeaseRequest, Slot
+from rlhfless_ray.functions.lease import PREFERRED_S, Lease, LeaseManager, LeaseRequest, Slot
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
 
@@ -40,6 +40,7 @@ class WorkerPool:
         give_back_after_s: float = float("inf"),
         faults: FailureBudget | None = None,
         parked_memory: WarmMemoryBudget | None = None,
+        width: int = 1,
     ) -> None:
         """Create an empty pool.
 
@@ -50,6 +51,7 @@ class WorkerPool:
         `give_back_after_s`: on CPU, instances that are parked for longer release memory in the background, by the same `park()`. They
         do so at once if earlier gaps were that long.
         `faults`: the run's failure budget (default: a new one). `parked_memory`: limits what the run's idle processes hold.
+        `width`: leases of an instance, all of one node. It gets all of them or none.
         """
         self.kind = kind
         self.start = start
@@ -62,6 +64,7 @@ class WorkerPool:
         self.give_back_after_s = float("inf") if on_device and leases.resource == "gpu" else give_back_after_s
         self.faults = FailureBudget(FAULTS) if faults is None else faults
         self.parked_memory = parked_memory
+        self.width = width
         self.working: list[Instance] = []
         self.parked: list[Instance] = []
         self.expected: list[LeaseRequest] = []  # for the next resize
@@ -80,14 +83,14 @@ class WorkerPool:
 
         Leases that are held now are assumed to be handed over by then.
         """
-        missing = count - sum(self.may_use(lease) for lease in self.leases.held.values())
-        nodes = self.leases.with_room([instance.slot.node for instance in self.parked])[: max(0, missing)]
+        missing = count * self.width - sum(self.may_use(lease) for lease in self.leases.held.values())
+        nodes = self.leases.with_room([instance.slot.node for instance in self.parked for _ in range(self.width)])[: max(0, missing)]
         self.expected = self.leases.ask(len(nodes), nodes, self.labels)
 
     def resize(
         self, count: int, spare: list[Lease], *, need: int = 1, wait_s: float = 0.0, begin: Callable[[Instance], None] = lambda _: None
     ) -> list[Lease]:
-        """Work with `count` instances, one lease each, and return the leases of `spare` that were not used.
+        """Work with `count` instances, and return the leases of `spare` that were not used.
 
         Spare leases are used first, preferably those of slots with a parked instance. The rest is requested of Ray: `need`
         instances must be staffed within the lease deadline, and for more it waits `wait_s`. `begin`: called with each instance
@@ -99,6 +102,14 @@ class WorkerPool:
         spare = self.begin(count, spare, begin)
         missing, urgent = max(0, count - len(self.working)), max(0, need - len(self.working))
         expected, self.expected = [one for one in self.expected if one.id in self.leases.asked], []
+        if self.width > 1:
+            spare = self.begin(count, [*spare, *self.leases.collect(expected, self.kind, PREFERRED_S if missing else 0.0)], begin)
+            while len(self.working) < count:
+                share, spare = self._lease_wide(spare, len(self.working) < need, wait_s)
+                if not share:
+                    break
+                begin(self.assign_leases(share))
+            return spare
         prefer = [instance.slot.node for instance in self.parked]
         got = self.leases.take(missing, self.kind, prefer, urgent, wait_s, self.labels, expected)
         for lease in got:
@@ -107,11 +118,39 @@ class WorkerPool:
 
     def begin(self, count: int, spare: list[Lease], begin: Callable[[Instance], None]) -> list[Lease]:
         """Work with up to `count` instances under valid spare leases, and return the leases left. `resize` does the rest."""
-        usable = sorted((lease for lease in spare if self.may_use(lease)), key=lambda lease: self._find(lease.slot) is None)
-        for lease in usable[: max(0, count - len(self.working))]:
-            begin(self.assign_leases([lease]))
-            spare = [other for other in spare if other is not lease]
+        shares = sorted(self._shares(spare), key=lambda share: self._find(self._slot(share)) is None)
+        for share in shares[: max(0, count - len(self.working))]:
+            begin(self.assign_leases(share))
+            spare = [other for other in spare if other not in share]
         return spare
+
+    def _shares(self, leases: list[Lease]) -> list[list[Lease]]:
+        """Return the leases of as many instances as `leases` are enough for."""
+        usable = [lease for lease in leases if self.may_use(lease)]
+        if self.width > 1:  # instances that get neighbouring devices find them together again
+            usable.sort(key=lambda lease: str(lease.slot.device))
+        shares: list[list[Lease]] = []
+        incomplete: dict[str, list[Lease]] = {}
+        for lease in usable:
+            share = incomplete.setdefault(lease.slot.node, [])
+            share.append(lease)
+            if len(share) == self.width:
+                shares.append(incomplete.pop(lease.slot.node))
+        return shares
+
+    def lease_one(self, need: bool, wait_s: float = 0.0) -> list[Lease]:
+        """Return the leases of one more instance, or none if they are not granted within `wait_s` and not needed.
+
+        Raises RunError past the lease deadline if they are needed.
+        """
+        if self.width > 1:
+            return self._lease_wide([], need, wait_s)[0]
+        prefer = [instance.slot.node for instance in self.parked] if need else None
+        return self.leases.take(1, self.kind, prefer, int(need), wait_s, self.labels)
+
+    def _lease_wide(self, spare: list[Lease], need: bool, wait_s: float) -> tuple[list[Lease], list[Lease]]:
+        prefer = {instance.slot.node for instance in self.parked}
+        return self.leases.take_together(self.width, self.kind, spare, prefer, self.labels, need, wait_s)
 
     def resume(self, instance: Instance, spare: list[Lease]) -> list[Lease]:
         """Resume a parked instance under a spare lease or a new one of its node, and return the leases left.
@@ -125,10 +164,10 @@ class WorkerPool:
 
     def assign_leases(self, leases: list[Lease], instance: Instance | None = None) -> Instance:
         """Assign leases of one node to the given or a fitting parked instance (warm start), or to a new one."""
-        slot = leases[0].slot
+        slot = self._slot(leases)
         instance = instance or self._find(slot)
         if instance is None:
-            instance = Instance(self.kind, slot, self.start(slot))
+            instance = Instance(self.kind, slot, self.start(slot), width=self.width)
             self.cold_starts += 1
         else:
             self.parked.remove(instance)
@@ -155,6 +194,13 @@ class WorkerPool:
         """Return whether the instance can use the slot: on CPU any slot of its node, on GPU only its own device."""
         return instance.slot == slot or (self.leases.resource == "cpu" and instance.slot.node == slot.node)
 
+    def _slot(self, leases: list[Lease]) -> Slot:
+        """Return the slot of an instance with these leases. On GPU it names all devices, as CUDA_VISIBLE_DEVICES does."""
+        first = leases[0].slot
+        if self.width == 1 or self.leases.resource == "cpu":
+            return first
+        return Slot(first.node, ",".join(sorted(str(lease.slot.device) for lease in leases)))
+
     def _find(self, slot: Slot) -> Instance | None:
         return next((instance for instance in self.parked if self.fits(instance, slot)), None)
 
@@ -165,7 +211,7 @@ class WorkerPool:
         """
         if self.parked_memory is not None and not self.parked_memory.admits(self, slot.node):
             return None
-        instance = Instance(self.kind, slot, self.start(slot), state=State.PARKED, parked_since_s=time.monotonic())
+        instance = Instance(self.kind, slot, self.start(slot), state=State.PARKED, parked_since_s=time.monotonic(), width=self.width)
         self._book(instance)
         self.parked.append(instance)
         if self.give_back_after_s < float("inf"):
@@ -295,9 +341,7 @@ class WorkerPool:
         Raises RunError, with `why`, when the failure budget is used up. `cause`: if it is known already.
         """
         leases = self.leases.without_lost(self._handle_loss(instance, why, cause))
-        if not leases:
-            leases = self.leases.take(1, self.kind, [other.slot.node for other in self.parked], labels=self.labels)
-        return self.assign_leases(leases)
+        return self.assign_leases(leases or self.lease_one(need=True))
 
     def end_lost(self, instance: Instance, why: str = "", cause: FailureCause | None = None) -> None:
         """Remove a failed instance without replacement, and release its leases. Raises as `replace` does."""

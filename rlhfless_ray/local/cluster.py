@@ -140,35 +140,53 @@ class RayCluster:
 
     def check_size(self, resource: str) -> int:
         """Return the cluster's number of slots. Raises UserError if all nodes, or the labelled ones, have fewer than the recipe needs."""
-        from rlhfless_ray.functions.lease import cluster_slots, node_slots
+        from rlhfless_ray.functions.lease import most_instances, node_slots
 
-        slots, recipe = cluster_slots(resource), self.recipe
+        by_node, recipe = node_slots(resource), self.recipe
+        slots, width, unit = sum(by_node.values()), recipe.rollout.tensor_parallel, "GPUs" if resource == "gpu" else "CPU cores"
+        check_width(recipe, max(by_node.values(), default=0), resource)
         labels, worker_groups = (
             recipe.rollout.nodes,
             {"critic": recipe.algorithm.has_critic, "reference": recipe.has_reference, "learner": True},
         )
         wanted = {f"{name}.ranks": getattr(recipe, name).ranks for name, there in worker_groups.items() if there}
-        for name, needed in {**wanted, "rollout.min_actors": recipe.rollout.min_actors}.items():
+        engines = recipe.rollout.min_actors * width
+        for name, needed in {**wanted, "rollout.min_actors": engines}.items():
             if needed > slots:
-                unit = "GPUs" if resource == "gpu" else "CPU cores"
                 raise UserError(f"{name}: {needed} slots at once, but the cluster has {slots} ({unit}); lower it or add nodes")
         if recipe.rollout.max_lag_steps:
             threads = recipe.learner.max_slots_per_rank if resource == "cpu" else 1
             learner = recipe.learner.ranks * threads
-            if learner + recipe.rollout.min_actors > slots:
+            if learner + engines > slots:
                 keys = "learner.ranks × learner.max_slots_per_rank" if resource == "cpu" else "learner.ranks"
+                own = "rollout.min_actors" + (" × rollout.tensor_parallel" if width > 1 else "")
                 raise UserError(
-                    f"rollout.max_lag_steps: the learner ({keys} = {learner}) and the engines (rollout.min_actors = "
-                    f"{recipe.rollout.min_actors}) hold slots at once, but the cluster has {slots}; lower one of them, or set "
+                    f"rollout.max_lag_steps: the learner ({keys} = {learner}) and the engines ({own} = {engines}) "
+                    f"hold slots at once, but the cluster has {slots}; lower one of them, or set "
                     "max_lag_steps to 0"
                 )
-        usable = sum(node_slots(resource, labels).values())
-        if self.recipe.rollout.min_actors > usable:
+        labelled = node_slots(resource, labels)
+        if engines > sum(labelled.values()):
             raise UserError(
-                f"rollout.nodes: engines need {self.recipe.rollout.min_actors} slots on nodes labelled {labels}, but these have "
-                f"{usable}; start such nodes, or name other labels"
+                f"rollout.nodes: engines need {engines} slots on nodes labelled {labels}, but these have "
+                f"{sum(labelled.values())}; start such nodes, or name other labels"
+            )
+        if recipe.rollout.min_actors > (most := most_instances(labelled, width)):
+            raise UserError(
+                f"rollout.min_actors: {recipe.rollout.min_actors} engines of rollout.tensor_parallel = {width} slots, all of one node, are "
+                f"more than the {most} that the nodes have room for; lower one of them"
             )
         return slots
+
+
+def check_width(recipe: Recipe, largest: int, resource: str) -> None:
+    """Raise UserError if an engine has more slots than the largest node, which has `largest`."""
+    if recipe.rollout.tensor_parallel > max(1, largest):
+        unit = "GPUs" if resource == "gpu" else "CPU cores"
+        raise UserError(
+            f"rollout.tensor_parallel: the {recipe.rollout.tensor_parallel} slots of an engine must be on one node, but the largest node "
+            f"has {largest} ({unit}); lower it"
+        )
 
 
 def _runtime_env() -> dict[str, Any] | None:

@@ -134,6 +134,8 @@ class Recipe(Section):
             )
         if self.rollout.min_actors > self.rollout.max_actors:
             raise ValueError("rollout.min_actors: must not exceed rollout.max_actors")
+        if self.rollout.tensor_parallel > 1:
+            self._check_tensor_parallel()
         algorithm = self.algorithm
         corrected = algorithm.importance_cap > 0 or algorithm.loss.correction_level != "off" or algorithm.loss.ratio_to == "sampler"
         if self.rollout.quantization != "off" and not corrected:
@@ -174,6 +176,16 @@ class Recipe(Section):
         if len(sources) > 1:
             raise ValueError(f"reward.{sources[1]}: rewards have one source; set it or reward.{sources[0]}")
         return self
+
+    def _check_tensor_parallel(self) -> None:
+        """Raise ValueError for what engines of several slots cannot do yet."""
+        found = {"prefix_kv": self.rollout.prefix_kv == "on", "quantization": self.rollout.quantization != "off"}
+        for name, is_set in found.items():
+            if is_set:
+                value = getattr(self.rollout, name)
+                raise ValueError(f"rollout.{name}: {value} needs engines of one slot; leave it out, or set rollout.tensor_parallel to 1")
+        if self.lora.publish == "adapter":
+            raise ValueError("lora.publish: adapter needs engines of one slot; set merged, or rollout.tensor_parallel to 1")
 
     @property
     def answer_column(self) -> str:

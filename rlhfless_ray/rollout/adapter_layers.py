@@ -50,21 +50,16 @@ class OneAdapter(PunicaWrapperCPU):
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """Return vLLM's arguments for the adapters of these settings. On CPU this also calls `replace_products`."""
+    """Return vLLM's arguments for the adapters of these settings. On CPU this replaces vLLM's products in this process."""
     if settings.adapter is None:
         return {}
     if settings.device == "cpu":
-        replace_products()
+        name = f"{OneAdapter.__module__}.{OneAdapter.__qualname__}"
+        type(current_platform).get_punica_wrapper = classmethod(lambda cls: name)  # type: ignore[method-assign, assignment]
     rank, modules = settings.adapter.rank, settings.adapter.modules
     room = min(size for size in get_args(MaxLoRARanks) if size >= rank)
     # Without target modules vLLM also adapts the output head, which costs a copy of vocabulary × rank for each token.
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room, "lora_target_modules": list(modules)}
-
-
-def replace_products() -> None:
-    """Replace vLLM's products on CPU in this process."""
-    name = f"{OneAdapter.__module__}.{OneAdapter.__qualname__}"
-    type(current_platform).get_punica_wrapper = classmethod(lambda cls: name)  # type: ignore[method-assign, assignment]
 
 
 def put_adapter(worker: Any, weights: Mapping[str, np.ndarray], served: ServedAdapter) -> list[str]:

@@ -244,7 +244,7 @@ class RolloutDriver:
 
     def decide_lease(self, others: int = 0) -> Decision:
         """Decide about a lease without work. `others`: number of leases that no engine holds."""
-        return self.drained(self.tail_s(), len(self.pool.working) + others <= self.needed_next)
+        return self.drained(self.tail_s(), self.pool.width * len(self.pool.working) + others <= self.needed_next)
 
     def tail_s(self) -> float:
         """Return the seconds that the longest live response will take, by its forecast."""
@@ -285,9 +285,9 @@ class RolloutDriver:
         if not leaving:
             return
         if len(leaving) == len(self.pool.working):
-            took = self.pool.leases.take(1, self.pool.kind, need=0, wait_s=GRANT_S, labels=self.pool.labels)
-            for lease in self.pool.leases.without_lost(took):
-                self.pool.assign_leases([lease])
+            took = self.pool.lease_one(need=False, wait_s=GRANT_S)
+            if took := self.pool.leases.without_lost(took):
+                self.pool.assign_leases(took)
                 fetch_weights(self.pool, self.weights)
         stay = [number for number in self.calls.available() if self.calls.engines[number] not in leaving]
         for instance in leaving if stay else ():

@@ -96,8 +96,8 @@ class ArrivingWeights:
             yield name, array
 
 
-def _bytes_of(array: np.ndarray) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8))
+def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
 
 
 class MemberWorker:
@@ -113,10 +113,6 @@ class MemberWorker:
 
         from rlhfless_ray.rollout.vllm_engine import find_sampler
 
-        if config.lora_config is not None and current_platform.is_cpu():
-            from rlhfless_ray.rollout.adapter_layers import replace_products
-
-            replace_products()
         self.worker = WorkerWrapperBase(rpc_rank=rank)
         own = {"vllm_config": config, "local_rank": rank, "rank": rank, "distributed_init_method": init_method, "is_driver_worker": False}
         self.worker.init_worker(all_kwargs=[{}] * rank + [own])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from placement.memory import text_part
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.weights.adapter import ADAPTABLE
 
@@ -62,6 +64,19 @@ def engine_settings(recipe: Recipe, longest_prompt_tokens: int, device: str = "c
         tensor_parallel=rollout.tensor_parallel,
         adapter=served_adapter(recipe),
     )
+
+
+def check_heads(recipe: Recipe, config: Mapping[str, Any], key: str) -> None:
+    """Raise UserError if the model of this config.json cannot be shared by `rollout.tensor_parallel` slots. `key`: that names it."""
+    width, config = recipe.rollout.tensor_parallel, text_part(config)
+    heads = config.get("num_attention_heads", config.get("n_head"))
+    kv_heads = config.get("num_key_value_heads") or heads
+    if not isinstance(heads, int) or not isinstance(kv_heads, int):  # loading the model reports what is wrong
+        return
+    fit = [n for n in range(1, heads + 1) if heads % n == 0 and max(kv_heads, n) % min(kv_heads, n) == 0]
+    if width not in fit:
+        shown = f"{heads} attention heads" + (f" and {kv_heads} KV heads" if kv_heads != heads else "")
+        raise UserError(f"rollout.tensor_parallel: {width} slots cannot share the {shown} of {key}; {', '.join(map(str, fit))} can")
 
 
 def check_quantization(recipe: Recipe, device: str) -> None:

@@ -428,13 +428,23 @@ def check_ahead(recipe: Recipe, fetch: bool = True) -> None:
     if recipe.run.episodes is not None:  # they decide the steps once the prompts are read: at least one
         recipe = _with(recipe, {"run.steps": 1})
     check(recipe, models_of(recipe, fetch), lambda: _room_ahead(recipe))
+    if recipe.rollout.tensor_parallel > 1 and _starts_ray(recipe):
+        from rlhfless_ray.local.cluster import check_width
+
+        room = local_room(recipe)
+        check_width(recipe, room.slots, room.resource)
+
+
+def _starts_ray(recipe: Recipe) -> bool:
+    """Return whether the run starts a private cluster."""
+    joined = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    return not joined and not recipe.cluster.address and not os.environ.get("RAY_ADDRESS")
 
 
 def _room_ahead(recipe: Recipe) -> Room:
     from rlhfless_ray.local.cluster import RayCluster
 
-    joined = "ray" in sys.modules and sys.modules["ray"].is_initialized()
-    if not joined and not recipe.cluster.address and not os.environ.get("RAY_ADDRESS"):
+    if _starts_ray(recipe):
         return local_room(recipe)
     cluster = RayCluster(recipe)  # joined for a look, and left again
     try:

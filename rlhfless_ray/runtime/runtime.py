@@ -34,7 +34,7 @@ from rlhfless_ray.prompts.load_prompts import load_prompts
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.load_reward import load_reward
 from rlhfless_ray.reward.preflight_reward import dry_call
-from rlhfless_ray.rollout.engine_settings import check_quantization
+from rlhfless_ray.rollout.engine_settings import check_heads, check_quantization
 from rlhfless_ray.run.checkpoints import Best, Checkpoints, swap_folder
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder, check_writable
@@ -91,6 +91,7 @@ class Runtime(StepOperations):
         check_ahead(recipe)
         self.files, self.owes_warm_start = initial_policy(recipe)
         check_adapter(recipe, self.files)
+        check_heads(recipe, config_of(self.files), "policy.path" if recipe.policy.path else "a policy made from scratch")
         self.critic_files = read_folder(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
         if recipe.critic.normalize:
             output_scale(config_of(self.critic_files or self.files), "critic.path", "critic.normalize")
@@ -203,7 +204,10 @@ class Runtime(StepOperations):
             worker_pools.reward,
             worker_pools.worker_group,
         )
-        most = min(self.recipe.rollout.max_actors, sum(self.leases.matching(self.recipe.rollout.nodes).values()))
+        from rlhfless_ray.functions.lease import most_instances
+
+        rollout = self.recipe.rollout
+        most = min(rollout.max_actors, most_instances(self.leases.matching(rollout.nodes), rollout.tensor_parallel))
         self.context = RunContext(self.recipe, self.ledger, worker_pools.broker, self.phases, self.record, self.autoscaler, most)
         self.stages = Stages.of(
             self.context, worker_pools, self.files, longest, self.reward_source, self.tokenizer, private=self.cluster.private
@@ -222,7 +226,9 @@ class Runtime(StepOperations):
             self.broker.staff(self.worker_group)
             home = self.worker_group.by_rank[0].slot
             if self.leases.resource == "cpu":  # on GPU the device is unknown until there is a lease
-                for slot in places(self.leases.matching(self.recipe.rollout.nodes), home.node, self.context.max_actors):
+                nodes = self.leases.matching(self.recipe.rollout.nodes)
+                engines = {node: slots // self.recipe.rollout.tensor_parallel for node, slots in nodes.items()}
+                for slot in places(engines, home.node, self.context.max_actors):
                     self.rollout.prewarm(slot)
                 if self.learn_stage.worker_groups.reference is not None:
                     self.learn_stage.worker_groups.reference.prewarm(home)

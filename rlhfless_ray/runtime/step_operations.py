@@ -14,7 +14,7 @@ from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.common.step_timer import StepTimer
 from rlhfless_ray.functions.broker import SlotBroker
-from rlhfless_ray.functions.lease import LeaseManager
+from rlhfless_ray.functions.lease import LeaseManager, most_instances
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.batch import Batch
@@ -89,7 +89,8 @@ class StepOperations(CheckpointedRun):
     def plan(self, step: Step) -> RolloutPlan:
         most = self.context.max_actors
         if self.in_update and self.rolls_out_ahead:  # engines get what the learner leaves
-            most = min(most, self.slots - sum(len(rank.leases) for rank in self.worker_group.by_rank))
+            learner = [lease for rank in self.worker_group.by_rank for lease in rank.leases]
+            most = min(most, most_instances(self.leases.matching({}), self.recipe.rollout.tensor_parallel, learner))
         plan = self.autoscaler.plan(step.forecast, step.prompts, most, step=step.number, warm=self.rollout_stage.warm)
         if failed(plan.decision):
             self.record.progress.message(f"step {step.number}: {plan.reason}")

@@ -108,7 +108,7 @@ def create_worker_pools(
     ledger.parked_share, ledger.slot_mb = recipe.price.parked_share, leases.slot_mb
     ledger.core_per_hour = recipe.price.cpu_slot_per_hour
     wanted = recipe.rollout.prefix_kv != "off" and actors.prefill is not None
-    unshared = unsupported(config_of(files)) if wanted else None
+    unshared = _no_pages(recipe, files) if wanted else None
     config = ray.put(without_weights(files))
     engine = engine_settings(recipe, longest_prompt_tokens, resource, wanted and unshared is None)
     source = ray.put(reward_source)  # may contain a reward model's weights
@@ -155,14 +155,21 @@ def create_worker_pools(
     return WorkerPools(
         broker,
         faults,
-        engine_pool("rollout", actors.rollout, labels=recipe.rollout.nodes),
+        engine_pool("rollout", actors.rollout, labels=recipe.rollout.nodes, width=recipe.rollout.tensor_parallel),
         pool(reward_source.pool_kind, reward, on_device=reward_source.on_device),
         worker_group("learn", actors.learner, learner_settings, recipe.learner.ranks, "learner"),
         engine_pool("prefill", actors.prefill) if wanted else None,
         worker_group("critic", actors.critic, critic_settings, recipe.critic.ranks, "critic") if has_critic else None,
         worker_group("reference", actors.reference, reference_settings, recipe.reference.ranks, "reference") if has_reference else None,
-        f"this policy's KV cannot be shared, and contexts of moved responses are computed again: {unshared}" if unshared else None,
+        f"KV cannot be shared, and contexts of moved responses are computed again: {unshared}" if unshared else None,
     )
+
+
+def _no_pages(recipe: Recipe, files: Files) -> str | None:
+    """Return why engines cannot exchange KV pages, or None if they can."""
+    if recipe.rollout.tensor_parallel > 1:
+        return f"engines of {recipe.rollout.tensor_parallel} slots (rollout.tensor_parallel) keep no pages"
+    return unsupported(config_of(files))
 
 
 def with_publish(recipe: Recipe, files: Files, resource: str) -> Recipe:
@@ -180,6 +187,8 @@ def check_adapter(recipe: Recipe, files: Files) -> None:
 
 
 def why_not_served(recipe: Recipe, files: Files) -> str | None:
+    if recipe.rollout.tensor_parallel > 1:
+        return f"engines of {recipe.rollout.tensor_parallel} slots (rollout.tensor_parallel) cannot hold adapters"
     return not_served(config_of(files).get("model_type", ""), recipe.lora.rank, recipe.lora.target_modules)
 
 

@@ -1,0 +1,69 @@
+"""Runs whose engine works on two cores: tokens, leases, a lost member, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from benchmarks.common.fault_injection import pid_of
+from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.types import Sample, Step
+from tests.conftest import small_recipe
+
+pytestmark = [pytest.mark.ray, pytest.mark.engine]
+
+WIDE = {"rollout__tensor_parallel": 2}
+
+
+class Killing(Runtime):
+    """A run that kills a further member of its engine in the middle of the second rollout."""
+
+    killed = 0
+
+    def generate(self, step: Step) -> list[Sample]:
+        stage = self.rollout_stage
+        on_progress = stage._on_progress
+
+        def look(done: int, total: int) -> None:
+            if step.number == 2 and not self.killed and 0 < done < total:
+                engine = psutil.Process(pid_of(self.rollout.working[0]))
+                (member,) = [one for one in engine.children() if "engine_member" in " ".join(one.cmdline())]
+                self.killed = member.pid
+                os.kill(member.pid, signal.SIGKILL)
+            on_progress(done, total)
+
+        stage._on_progress = look  # type: ignore[method-assign]
+        return super().generate(step)
+
+
+def run(folder: Path, kind: type[Runtime] = Runtime, **overrides: Any) -> tuple[list[Step], Runtime]:
+    folder.mkdir()
+    tree = small_recipe(folder, **{"run__steps": 2, "rollout__max_tokens": 120, "rollout__stream_interval_s": 0.02, **overrides})
+    with kind(Recipe.parse(tree)) as running:
+        return list(running), running
+
+
+def assert_same(found: list[Step], wanted: list[Step]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        for mine, theirs in zip(one.samples, other.samples, strict=True):
+            np.testing.assert_array_equal(mine.completion.token_ids, theirs.completion.token_ids)
+            np.testing.assert_allclose(mine.completion.logprobs, theirs.completion.logprobs, atol=1e-5)
+
+
+def test_two_slots_give_the_tokens_of_one_also_after_a_member_is_lost(tmp_path: Path) -> None:
+    wanted, _ = run(tmp_path / "one")
+    found, _ = run(tmp_path / "two", **WIDE)
+    assert_same(found, wanted)
+    rows = list(csv.DictReader((tmp_path / "two" / "runs" / "small" / "ledger.csv").open()))
+    decoding = {(row["device"], row["slots"]) for row in rows if (row["step"], row["what"]) == ("1", "generate")}
+    assert decoding == {("0", "1"), ("1", "1")}, "the engine is not billed for both of its slots"
+    again, killing = run(tmp_path / "lost", Killing, **WIDE)
+    assert killing.killed and again[1].metrics["rollout/orphans"] > 0
+    assert_same(again, wanted)
