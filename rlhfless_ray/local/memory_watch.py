@@ -18,6 +18,7 @@ FUNCTIONS = {  # by class name, which Ray puts into a worker's process title
     "CriticActor": "critic",
     "ReferenceActor": "reference",
 }
+MEMBER = "rlhfless_ray.rollout.engine_member"  # the module that a further process of an engine runs
 LEAST_INTERVAL_S = 1.0
 REST = 100  # seconds of rest for each second of looking: the kernel walks every page of a process to measure it
 
@@ -69,9 +70,10 @@ class MemoryWatch:
         yield driver, "driver"
         for process in driver.children(recursive=True) if self.private else psutil.process_iter():
             try:
-                title = (process.cmdline() or [""])[0]
-                if self.private or (title.startswith("ray::") and process.environ().get("RAY_JOB_ID") == self.job):
-                    yield process, function_of(title)
+                command = process.cmdline() or [""]
+                is_worker = command[0].startswith("ray::") or MEMBER in command
+                if self.private or (is_worker and process.environ().get("RAY_JOB_ID") == self.job):
+                    yield process, "engines" if MEMBER in command else function_of(command[0])
             except (psutil.Error, OSError):
                 continue
 

@@ -14,7 +14,7 @@ import numpy as np
 from rlhfless_ray.prefix.block_hash import salt
 from rlhfless_ray.prefix.pages import Bundle
 from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
-from rlhfless_ray.rollout.engine_member import members_memory_mb, start_members
+from rlhfless_ray.rollout.engine_members import members_memory_mb, start_members
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.token_deltas import TokenDeltas
 from rlhfless_ray.types import EngineStep, Request, Span

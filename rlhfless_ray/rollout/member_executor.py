@@ -1,4 +1,4 @@
-"""A vLLM executor whose first member is this process. Each further member is a process of its own, see `engine_member`.
+"""A vLLM executor whose first member is this process. Each further member is a process of its own, see `engine_members`.
 
 vLLM's own executor for several processes (`mp`) keeps every worker outside of the engine's process. That is one process more than
 there are slots, and the sampler, whose draws are read after each step, would be in another process than its reader.
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from rlhfless_ray.rollout.engine_member import STEP_CALLS, start_members, started
+from rlhfless_ray.rollout.engine_members import STEP_CALLS, start_members, started
 
 NOTICE_S = 1.0  # time for the thread that watches a lost member to end this process
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from asking import FILES, VERSIONS, answer, requests, weights_of
 
-from rlhfless_ray.rollout.engine_member import started
+from rlhfless_ray.rollout.engine_members import started
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.vllm_engine import VllmEngine
 from rlhfless_ray.weights.model_folder import without_weights, write_folder

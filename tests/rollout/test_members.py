@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from asking import FILES, answer, put, requests, weights_of
 
-from rlhfless_ray.rollout.engine_member import LOST_RC
+from rlhfless_ray.rollout.engine_members import LOST_RC
 
 pytestmark = pytest.mark.engine
 
