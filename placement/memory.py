@@ -141,8 +141,10 @@ def header_parameters(tensors: Iterable[tuple[str, list[int], str]], head: bool 
     return total
 
 
-def kv_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int) -> int:
+def kv_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int, width: int = 1) -> int:
     """KV cache of one sequence of `tokens` tokens, in bytes. 0 for a family whose attention is not known here.
+
+    `width`: slots of the engine. The result is what each of them holds.
 
     Where a configuration has a sliding window every layer counts with it, also in families that alternate.
     """
@@ -153,9 +155,22 @@ def kv_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int) -> int:
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     held = min(tokens, window) if isinstance(window, int) and window > 0 else tokens
     try:
-        return 2 * _size(config, "num_hidden_layers") * _kv_heads(config) * _head_width(config, family) * value_bytes * held
+        heads = -(-_kv_heads(config) // width)  # slots beyond the number of heads hold copies
+        return 2 * _size(config, "num_hidden_layers") * heads * _head_width(config, family) * value_bytes * held
     except ValueError:
         return 0
+
+
+def engine_widths(config: Mapping[str, Any], most: int) -> list[int] | None:
+    """Numbers of slots, up to `most`, that can share the heads and feed-forward layers of an engine. None if the heads are not known."""
+    config = text_part(config)
+    heads = config.get("num_attention_heads", config.get("n_head"))
+    kv_heads = config.get("num_key_value_heads") or heads
+    if not isinstance(heads, int) or not isinstance(kv_heads, int) or min(heads, kv_heads) < 1:
+        return None
+    inner = [config[key] for key in ("intermediate_size", "moe_intermediate_size") if isinstance(config.get(key), int)]
+    shared = [n for n in range(1, min(heads, most) + 1) if not any(size % n for size in (heads, *inner))]
+    return [n for n in shared if max(kv_heads, n) % min(kv_heads, n) == 0]  # slots beyond the number of KV heads hold copies
 
 
 def activation_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int) -> int:

@@ -136,16 +136,20 @@ def test_an_engine_that_one_device_cannot_hold(tmp_path):
     said = refusal(H100, recipe(folder(tmp_path / "70b", LLAMA_70B), rollout={"max_tokens": 8191}))
     assert said.startswith(
         "policy.path: an engine needs at least 143.8 GB (141.1 GB weights, 2.7 GB KV cache of one sequence of 8192 tokens) on one "
-        "device, and a GPU here has 85.5 GB, of which 72.7 GB may be used (rollout.gpu_memory_share=0.85); engines cannot span"
+        "device, and a GPU here has 85.5 GB, of which 72.7 GB may be used (rollout.gpu_memory_share=0.85); "
     )
     assert said.endswith("no setting makes it fit: take a smaller model, or GPUs with more memory")
+    wide = recipe(folder(tmp_path / "wide", LLAMA_70B), rollout={"max_tokens": 8191, "tensor_parallel": 2})
+    needed = next(need for need in sizes.device_needs(wide, models_of(wide)) if need.is_engine)
+    assert str(needed).startswith("at least 71.9 GB (70.6 GB weights, 1.3 GB KV cache"), "two devices share weights and KV heads"
 
 
 def test_an_engine_is_told_of_shorter_responses_and_a_larger_share(tmp_path):
     small, model = Room("gpu", 8, 24 * 2**30), folder(tmp_path / "7b", QWEN_7B)
     adapters = {"lora": {"rank": 8}}
     long = recipe(model, rollout={"max_tokens": 500_000, "gpu_memory_share": 0.95}, **adapters)
-    assert refusal(small, long).endswith("it may fit with rollout.max_tokens=125000")
+    assert refusal(small, long).endswith("it may fit with rollout.tensor_parallel=2")
+    assert refusal(Room("gpu", 1, small.bytes), long).endswith("it may fit with rollout.max_tokens=125000")
     tight = Room("gpu", 8, int(15.3e9 / 0.9))
     assert refusal(tight, recipe(model, **adapters)).endswith("it may fit with rollout.gpu_memory_share=0.95")
     whole = recipe(model, policy={"dtype": "float32"}, **adapters)

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.types import Sample, Step
 from tests.conftest import small_recipe
 
@@ -67,3 +68,17 @@ def test_two_slots_give_the_tokens_of_one_also_after_a_member_is_lost(tmp_path: 
     again, killing = run(tmp_path / "lost", Killing, **WIDE)
     assert killing.killed and again[1].metrics["rollout/orphans"] > 0
     assert_same(again, wanted)
+
+
+@pytest.mark.parametrize(
+    ("width", "said"),
+    [
+        (3, "rollout.tensor_parallel: 3 slots cannot share the heads and layers of a policy made from scratch evenly; 1, 2 can"),
+        (2, "the 2 slots of an engine must be on one node, but the largest node has 1 (CPU cores); lower it"),
+    ],
+)
+def test_a_width_that_cannot_be_is_refused_before_ray_starts(tmp_path: Path, width: int, said: str) -> None:
+    tree = small_recipe(tmp_path, rollout__tensor_parallel=width, cluster__cpus=4 if width == 3 else 1)
+    with pytest.raises(UserError) as error:
+        Runtime(Recipe.parse(tree))
+    assert said in str(error.value) and not (tmp_path / "runs").exists()

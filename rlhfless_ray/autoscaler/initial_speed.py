@@ -34,7 +34,7 @@ def expected_engine(recipe: Recipe, files: Files, device_name: str | None) -> Ex
     width, value_bytes = recipe.rollout.tensor_parallel, 4 if recipe.policy.dtype == "float32" else BYTES
     if device_name is None:
         speed = decode_speed(model, _scale_to_width(catalog.device(CORE), value_bytes), width)
-        block = kv_cache_bytes(files, recipe.rollout.block_size, recipe.rollout.block_size, recipe.policy.dtype)
+        block = kv_cache_bytes(files, recipe.rollout.block_size, recipe.rollout.block_size, recipe.policy.dtype, width)
         if block is None:
             return ExpectedEngine(speed)
         blocks = recipe.rollout.kv_cache_mb * 2**20 // (block // 2) - 1  # `block` counts two blocks, because vLLM reserves one

@@ -67,7 +67,7 @@ class RolloutConfig(Section):
     """Ray labels that the engines' nodes must have, such as `{market: spot}`. Empty: any node."""
     tensor_parallel: int = Field(1, ge=1)
     """Slots of one engine. Each holds a part of the weights and of the KV cache, and all of them compute every token together. They
-    are leased on one node, all or none. The number must divide the policy's attention heads."""
+    are leased on one node, all or none. The number must divide the policy's heads and layers."""
     max_running: int = Field(256, ge=1)
     """Maximum number of sequences that one engine decodes at once."""
     kv_cache_mb: int = Field(256, ge=16)

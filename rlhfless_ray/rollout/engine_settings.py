@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from placement.memory import text_part
+from placement.memory import engine_widths
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.weights.adapter import ADAPTABLE
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
+
+MOST_SLOTS = 1024  # no node has more
 
 
 @dataclass(frozen=True)
@@ -68,15 +70,10 @@ def engine_settings(recipe: Recipe, longest_prompt_tokens: int, device: str = "c
 
 def check_heads(recipe: Recipe, config: Mapping[str, Any], key: str) -> None:
     """Raise UserError if the model of this config.json cannot be shared by `rollout.tensor_parallel` slots. `key`: that names it."""
-    width, config = recipe.rollout.tensor_parallel, text_part(config)
-    heads = config.get("num_attention_heads", config.get("n_head"))
-    kv_heads = config.get("num_key_value_heads") or heads
-    if not isinstance(heads, int) or not isinstance(kv_heads, int):  # loading the model reports what is wrong
-        return
-    fit = [n for n in range(1, heads + 1) if heads % n == 0 and max(kv_heads, n) % min(kv_heads, n) == 0]
-    if width not in fit:
-        shown = f"{heads} attention heads" + (f" and {kv_heads} KV heads" if kv_heads != heads else "")
-        raise UserError(f"rollout.tensor_parallel: {width} slots cannot share the {shown} of {key}; {', '.join(map(str, fit))} can")
+    width, fit = recipe.rollout.tensor_parallel, engine_widths(config, MOST_SLOTS)
+    if fit is not None and width not in fit:  # of unknown heads, loading the model reports what is wrong
+        can = ", ".join(map(str, fit))
+        raise UserError(f"rollout.tensor_parallel: {width} slots cannot share the heads and layers of {key} evenly; {can} can")
 
 
 def check_quantization(recipe: Recipe, device: str) -> None:

@@ -31,11 +31,7 @@ CPU, GPU = "cpu", "gpu"
 
 
 class DoesNotFit(UserError):
-    """A model needs more memory than there is. `need`: what needs it."""
-
-    def __init__(self, text: str, need: Need) -> None:
-        super().__init__(text)
-        self.need = need
+    """A model needs more memory than there is."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +94,15 @@ def models_of(recipe: Recipe, fetch: bool = True) -> dict[str, Model]:
 
 @dataclass(frozen=True)
 class Need:
-    """Memory needed at the same time. `parts`: (what, bytes). `alone`: in one process. `share`: usable share of a GPU."""
+    """Memory needed at the same time. `parts`: (what, bytes). `alone`: in one process. `share`: usable share of a GPU. `devices`: each
+    of so many needs it."""
 
     who: str
     key: str
     parts: tuple[tuple[str, int], ...]
     alone: bool = False
     share: float = 1.0
+    devices: int = 1
 
     @property
     def bytes(self) -> int:
@@ -163,9 +161,10 @@ def device_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths = Le
     """Return each function's need on one GPU while it works; functions take turns on a device."""
     width, found = memory.VALUE_BYTES[recipe.policy.dtype], []
     if policy := models.get("policy"):
-        kv = memory.kv_bytes(policy.config, recipe.longest_tokens(lengths.longest_prompt), width)
-        parts = (("weights", policy.parameters * _engine_width(recipe)), (_of_kv(recipe, lengths), kv))
-        found.append(Need("an engine", policy.key, parts, True, recipe.rollout.gpu_memory_share))
+        slots = recipe.rollout.tensor_parallel
+        kv = memory.kv_bytes(policy.config, recipe.longest_tokens(lengths.longest_prompt), width, slots)
+        parts = (("weights", policy.parameters * _engine_width(recipe) // slots), (_of_kv(recipe, lengths), kv))
+        found.append(Need("an engine", policy.key, parts, True, recipe.rollout.gpu_memory_share, slots))
     for name, model, rank, _ in _training_groups(recipe, models, lengths):
         found.append(Need(f"a {name} rank", model.key, rank.on_device, True))
     if policy and recipe.has_reference:
@@ -300,7 +299,7 @@ def check(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room
         return f"the memory of a {'GPU' if room.resource == GPU else 'node'} is not known here; at least this is needed: {told}"
     need = shortage(recipe, models, room, lengths)
     if need is not None:
-        raise DoesNotFit(f"{need.key}: {_sentence(need, room)}; {_advice(recipe, models, room, lengths, need)}", need)
+        raise DoesNotFit(f"{need.key}: {_sentence(need, room)}; {_advice(recipe, models, room, lengths)}")
     return ""
 
 
@@ -308,14 +307,15 @@ def _sentence(need: Need, room: Room) -> str:
     assert room.bytes is not None
     if room.resource == GPU:
         part = f", of which {gb(room.bytes * need.share)} may be used (rollout.gpu_memory_share={need.share:g})" if need.share < 1 else ""
-        return f"{need.who} needs {need} on one device, and a GPU here has {gb(room.bytes)}{part}"
+        where = "one device" if need.devices == 1 else f"each of its {need.devices} devices"
+        return f"{need.who} needs {need} on {where}, and a GPU here has {gb(room.bytes)}{part}"
     if need.alone:
         return f"{need.who} needs {need} of memory, and the largest node has {gb(room.bytes)}"
     there = f"this machine has {gb(room.bytes)}" if room.has_driver else f"the nodes have {gb(room.total_bytes or room.bytes)} together"
     return f"{need.who} needs {need} of memory at once, and {there}"
 
 
-def _advice(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths, need: Need) -> str:
+def _advice(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths) -> str:
     """Return advice: the fewest changes of settings with which everything fits."""
     changes = list(_changes(recipe, models, room, lengths))
     for count in (1, 2, 3):
@@ -324,8 +324,7 @@ def _advice(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengt
             changed = _with(recipe, merged)
             if sum(map(len, some)) == len(merged) and shortage(changed, models, room, lengths) is None and _is_valid(changed):
                 return "it may fit with " + " and ".join(f"{key}={json.dumps(value)}".replace('"', "") for key, value in merged.items())
-    wide = "engines cannot span devices yet, and " if need.is_engine and room.resource == GPU else ""
-    return f"{wide}no setting makes it fit: take a smaller model, or {'GPUs' if room.resource == GPU else 'nodes'} with more memory"
+    return f"no setting makes it fit: take a smaller model, or {'GPUs' if room.resource == GPU else 'nodes'} with more memory"
 
 
 def _changes(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths) -> Iterator[dict[str, Any]]:
@@ -344,6 +343,8 @@ def _changes(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Leng
             yield {"learner.optimizer_offload": True, **({} if learner.zero_stage else {"learner.zero_stage": 2})}
         if rollout.gpu_memory_share < 0.95:
             yield {"rollout.gpu_memory_share": 0.95}
+        widths = memory.engine_widths(models["policy"].config, room.slots) if "policy" in models else None
+        yield from ({"rollout.tensor_parallel": count} for count in widths or () if count > rollout.tensor_parallel)
     else:
         for key, value in (
             ("learner.ranks", learner.ranks),

@@ -188,8 +188,8 @@ def context_tokens(files: Files) -> int | None:
     return min(limits, default=None)
 
 
-def kv_cache_bytes(files: Files, tokens: int, block_size: int, dtype: str) -> int | None:
-    """Return the bytes of KV cache for one sequence, or None for unknown kinds of attention.
+def kv_cache_bytes(files: Files, tokens: int, block_size: int, dtype: str, width: int = 1) -> int | None:
+    """Return the bytes of KV cache for one sequence in an engine of `width` slots, or None for unknown kinds of attention.
 
     These are whole blocks, and the one block that vLLM always reserves.
     """
@@ -198,15 +198,16 @@ def kv_cache_bytes(files: Files, tokens: int, block_size: int, dtype: str) -> in
     if config.get("model_type") not in PLAIN_ATTENTION or windows:
         return None
     heads = config["num_attention_heads"]
-    width = config.get("head_dim") or config["hidden_size"] // heads
-    values = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width
+    head_width = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = max(config.get("num_key_value_heads") or heads, width)  # each slot holds one at least
+    values = 2 * config["num_hidden_layers"] * kv_heads * head_width
     return (-(-tokens // block_size) + 1) * block_size * values * VALUE_BYTES[dtype]
 
 
 def check_kv_cache(recipe: Recipe, files: Files, longest_prompt_tokens: int) -> None:
     """Raise UserError if an engine's KV cache on CPU cannot hold the longest possible sequence."""
     tokens = recipe.longest_tokens(longest_prompt_tokens)
-    needed = kv_cache_bytes(files, tokens, recipe.rollout.block_size, recipe.policy.dtype)
+    needed = kv_cache_bytes(files, tokens, recipe.rollout.block_size, recipe.policy.dtype, recipe.rollout.tensor_parallel)
     if needed is not None and needed > recipe.rollout.kv_cache_mb * 2**20:
         raise UserError(
             f"rollout.kv_cache_mb: {recipe.rollout.kv_cache_mb} MiB cannot hold one sequence of {tokens} tokens (the longest "

@@ -35,24 +35,28 @@ def eight_gpus(monkeypatch):
     monkeypatch.setattr(sizes, "memory_bytes", lambda gpu: H100_BYTES)
 
 
-def test_an_engine_of_several_devices_is_refused_where_one_cannot_hold_it(tmp_path, eight_gpus):
+def test_an_engine_that_one_device_cannot_hold_is_refused_unless_it_gets_several(tmp_path, eight_gpus):
     model = folder(tmp_path / "70b", LLAMA_70B)
-    width = "--vllm_tensor_parallel_size"
-    said = too_large_here(translate(line(model, width, "2")))
-    assert said.startswith(width) and "--pretrain" in said.partition(": ")[0]
+    width, share = "--vllm_tensor_parallel_size", "--vllm_gpu_memory_utilization"
+    said = too_large_here(translate(line(model)))
+    assert "--pretrain" in said.partition(": ")[0] and width not in said  # who did not ask for several is told of the model alone
     assert "an engine needs at least 141.4 GB (141.1 GB weights, 0.3 GB KV cache" in said and "a GPU here has 85.5 GB" in said
-    assert width not in too_large_here(translate(line(model)))  # who did not ask for several is told of the model alone
-    new = ["--actor.model_name_or_path", str(model), *NEW.split(), "--vllm.tensor_parallel_size", "4"]
-    assert "--vllm.tensor_parallel_size" in too_large_here(translate(new)).partition(": ")[0]
+    half = too_large_here(translate(line(model, width, "2", share, "0.5")))
+    assert "an engine needs at least 70.7 GB (70.6 GB weights, 0.2 GB KV cache" in half and "on each of its 2 devices" in half
+    said = too_large_here(translate(line(model, width, "2", share, "0.85")))
+    assert "a learner rank needs at least" in said, "the engine fits two devices"
+    new = ["--actor.model_name_or_path", str(model), *NEW.split(), "--vllm.tensor_parallel_size", "16"]
+    assert too_large_here(translate(new)) != "" and translate(new).settings["rollout.tensor_parallel"] == 16
 
 
-def test_where_one_device_holds_the_engine_the_width_stays_a_hint(tmp_path, eight_gpus):
+def test_where_one_device_holds_the_engine_it_still_gets_as_many_as_were_asked_for(tmp_path, eight_gpus):
     model = folder(tmp_path / "7b", QWEN_7B)
     found = translate(line(model, "--vllm_tensor_parallel_size", "2"))
     assert too_large_here(found) is None  # eight ranks of ZeRO 2 share the optimizer's state
     assert [o.status for o in found.flags if o.flag == "--vllm_tensor_parallel_size"] == ["hint"]
     [note] = width_note(found)
-    assert "an engine needs at least 15.3 GB" in note and note.endswith("one device of 80 GB holds it")
+    assert "an engine needs at least 7.6 GB" in note and note.endswith("on each of its 2 devices, and one of 80 GB holds it")
+    assert found.settings["rollout.tensor_parallel"] == 2
     assert width_note(translate(line(model))) == []
 
 
@@ -74,12 +78,12 @@ def test_explain_tells_the_sizes_of_what_a_job_will_need(tmp_path):
     job = ["ray", "job", "submit", "--", "python3", "-m", "openrlhf.cli.train_ppo_ray"]
     flags = line(model, "--vllm_tensor_parallel_size", "2", "--lora_rank", "8")
     done = command_here("explain", "--", *job, *flags)
-    assert "memory      an engine needs at least 141.4 GB (141.1 GB weights, 0.3 GB KV" in done.stdout, done.stderr
+    assert "memory      an engine needs at least 70.7 GB (70.6 GB weights, 0.2 GB KV" in done.stdout, done.stderr
     assert "a learner rank needs at least 141.1 GB on its device" in done.stdout
-    assert "one device of 80 GB does not hold it: there the run is refused before it starts" in done.stdout
+    assert "on each of its 2 devices, and one of 80 GB holds it" in done.stdout
     assert "does not run: " not in done.stdout and done.returncode == 0
     told = json.loads(command_here("explain", "--json", "--", *job, *flags).stdout)
-    assert told["memory"][0] == {"function": "an engine", "bytes": 2 * 70_553_706_496 + 2 * 80 * 8 * 128 * 2 * 1025} and told["runs"]
+    assert told["memory"][0] == {"function": "an engine", "bytes": 70_553_706_496 + 80 * 8 * 128 * 2 * 1025} and told["runs"]
 
 
 def test_what_this_machine_cannot_hold_exits_with_two(tmp_path):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.compat.openrlhf import resources
 from rlhfless_ray.compat.openrlhf import translate as translation
 from rlhfless_ray.compat.openrlhf.dialect import Unreadable
 from rlhfless_ray.compat.openrlhf.explain_report import as_data, explanation, summary
@@ -540,6 +541,17 @@ def test_the_dotted_validations():
 )
 def test_gpus_that_openrlhf_would_hold(line, gpus):
     assert openrlhf_gpus(of(line).values) == gpus == slots_of(of(line)).openrlhf_gpus
+
+
+def test_an_engine_gets_the_devices_that_there_are(monkeypatch):
+    line = BASE + " --vllm_tensor_parallel_size 4"
+    for gpus, width, told in ((0, 1, "slots are CPU cores"), (2, 2, "GPUs of this machine: 2"), (8, 4, "")):
+        monkeypatch.setattr(resources, "visible_gpus", lambda environment, gpus=gpus: gpus)
+        said = fit(found := of(line), {})
+        assert found.settings["rollout.tensor_parallel"] == width and told in said and bool(told) == ("devices of an engine" in said)
+    assert fit(found := of(line), {"RAY_ADDRESS": "head:6379"}) == "" and found.settings["rollout.tensor_parallel"] == 4
+    own = of(BASE + " --elastic.rollout.tensor_parallel 2 --elastic.functions.slot cpu")
+    assert "devices of an engine" not in fit(own, {}) and own.settings["rollout.tensor_parallel"] == 2
 
 
 def test_slots_and_a_machine_with_fewer():

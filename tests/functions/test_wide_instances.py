@@ -99,6 +99,5 @@ def test_a_lost_instance_is_replaced_under_its_leases_and_one_that_is_expected_i
     assert len(pool.leases.held) == 2 and not pool.leases.asked and pool.warm_starts == 1
 
 
-@pytest.mark.pure
 def test_slots_of_different_nodes_make_no_instance() -> None:
     assert most_instances({"a": 3, "b": 1}, 2) == 1 and most_instances({"a": 4, "b": 4}, 3) == 2 and most_instances({"a": 1}, 1) == 1

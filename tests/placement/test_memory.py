@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from placement.memory import Training, activation_bytes, header_parameters, kv_bytes, parameter_count, rank_memory
+from placement.memory import Training, activation_bytes, engine_widths, header_parameters, kv_bytes, parameter_count, rank_memory
 
 
 def config(family: str, hidden: int, inner: int, layers: int, heads: int, kv: int, vocabulary: int, **more: Any) -> dict[str, Any]:
@@ -127,3 +127,12 @@ def test_activations_are_each_layer_s_input_at_least():
     assert activation_bytes(QWEN_05B, 100, 2) == 24 * 896 * 100 * 2
     assert activation_bytes({}, 100, 2) == 0
     assert dict(rank_memory(10**6, Training(), 77).training)["activations"] == 77
+
+
+def test_widths_that_share_every_head_and_layer():
+    assert engine_widths(QWEN_05B, 64) == [1, 2] and engine_widths(QWEN_7B, 64) == [1, 2, 4]
+    assert engine_widths(LLAMA_70B, 32) == [1, 2, 4, 8, 16, 32], "beyond the 8 KV heads slots hold copies of them"
+    assert engine_widths(LLAMA_70B, 4) == [1, 2, 4] and engine_widths({"model_type": "mamba"}, 8) is None
+    assert kv_bytes(LLAMA_70B, 100, 2, 8) * 8 == kv_bytes(LLAMA_70B, 100, 2) and kv_bytes(LLAMA_70B, 100, 2, 16) * 8 == kv_bytes(
+        LLAMA_70B, 100, 2
+    )

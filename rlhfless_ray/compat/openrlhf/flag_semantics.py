@@ -282,13 +282,7 @@ def takes(model: str, what: str) -> Callable[[Values], str]:
 
 def width(v: Values) -> str:
     asked = v["vllm.tensor_parallel_size"]
-    return (
-        "an engine takes one slot"
-        if asked == 1
-        else (
-            f"an engine takes one slot, not {asked}: engines cannot span devices yet, and a policy that one device cannot hold is refused"
-        )
-    )
+    return "an engine takes one slot" if asked == 1 else f"an engine takes {asked} GPUs of one node, and one slot where slots are CPU cores"
 
 
 def engines(v: Values) -> str:

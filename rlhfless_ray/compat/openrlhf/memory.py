@@ -20,7 +20,7 @@ COMMON_BYTES = COMMON_GB * 2**30  # devices sold as 80 GB have 79.2 to 80 GiB
 
 def memory_lines(found: Translation) -> list[str]:
     """Describe what each function needs on its device. Empty if the models' sizes are not known on this machine."""
-    return [f"{need.who} needs {need} on its device" for need in needs_of(found)]
+    return [f"{need.who} needs {need} on {_devices(need)}" for need in needs_of(found)]
 
 
 def needs_of(found: Translation) -> list[Need]:
@@ -38,7 +38,12 @@ def width_note(found: Translation) -> list[str]:
         return []
     holds = need.bytes <= need.share * COMMON_BYTES
     then = "holds it" if holds else "does not hold it: there the run is refused before it starts"
-    return [f"{v.spelled('vllm.tensor_parallel_size')}: an engine needs {need}, and one device of {COMMON_GB} GB {then}"]
+    flag = v.spelled("vllm.tensor_parallel_size")
+    return [f"{flag}: an engine needs {need} on {_devices(need)}, and one of {COMMON_GB} GB {then}"]
+
+
+def _devices(need: Need) -> str:
+    return "its device" if need.devices == 1 else f"each of its {need.devices} devices"
 
 
 def too_large_here(found: Translation, environment: Mapping[str, str] = os.environ) -> str | None:

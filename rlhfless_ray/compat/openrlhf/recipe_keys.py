@@ -12,7 +12,6 @@ ABSENT_KEYS: dict[str, Any] = {
     "run.deterministic": False,
     "policy.hub": "huggingface",
     "policy.experts": None,
-    "rollout.tensor_parallel": 1,
     "rollout.batch_prompts": None,
     "rollout.mix_versions": False,
     "algorithm.loss.balance_coefficient": 0.0,

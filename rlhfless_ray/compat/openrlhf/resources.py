@@ -68,13 +68,25 @@ def slots_here(settings: Mapping[str, Any], environment: Mapping[str, str] = os.
 
 
 def fit(found: Translation, environment: Mapping[str, str] = os.environ) -> str:
-    """Reduce numbers of ranks to the available slots, for which OpenRLHF would wait forever. Returns a note, or an empty string."""
+    """Reduce numbers of ranks, and the width of engines, to the available slots, for which OpenRLHF would wait forever.
+
+    Where slots are CPU cores an engine gets one: cores share their memory, and OpenRLHF means devices. Returns a note, or an empty string.
+    """
     here, notes = slots_here(found.settings, environment), []
+    width = int(found.settings.get("rollout.tensor_parallel", 1))
+    if here is not None and width > 1 and "rollout.tensor_parallel" not in found.own:
+        on_gpus = visible_gpus(environment) and found.settings.get("functions.slot", "auto") != "cpu"
+        fewer = max(n for n in range(1, (here if on_gpus else 1) + 1) if width % n == 0)
+        if fewer < width:
+            found.settings["rollout.tensor_parallel"] = fewer
+            there = f"GPUs of this machine: {here}" if on_gpus else "slots are CPU cores"
+            notes.append(f"{width} devices of an engine are asked for ({there}): it takes {fewer}, with the same results")
     for name in ("critic", "reference", "learner"):
         key = f"{name}.ranks"
         ranks = int(found.settings.get(key, 1))
         if here is not None and name == "learner" and found.settings.get("rollout.max_lag_steps"):
-            here = max(1, here - int(found.settings.get("rollout.min_actors", 1)))
+            engines = int(found.settings.get("rollout.min_actors", 1)) * int(found.settings.get("rollout.tensor_parallel", 1))
+            here = max(1, here - engines)
         if here is not None and ranks > here and key not in found.own:
             found.settings[key] = here
             notes.append(f"{ranks} ranks of the {name} are asked for and {here} slots exist: it starts with {here}, with the same results")

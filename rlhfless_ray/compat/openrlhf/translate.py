@@ -202,8 +202,6 @@ def recipe_of(found: Translation) -> Any:
 
 def by_flag(found: Translation, error: UserError) -> UserError:
     """Return the error with the flags that set the recipe keys it names, or with the flag that could set them."""
-    from rlhfless_ray.run.memory_check import DoesNotFit
-
     text = str(error).replace("prompts.path ", "prompts.paths ") if "prompts.paths" in found.settings else str(error)
     keys = [key for key in found.settings if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", text)]
     if re.search(r"--resume\b", text):  # the option of `rlhfless train` for checkpoint.resume
@@ -212,8 +210,6 @@ def by_flag(found: Translation, error: UserError) -> UserError:
     for rule in RULES:
         if not rule.idle(found.values) and (set(keys) - set(found.own)) & set(rule.settings(found.values)):
             flags += found.values.spelled(rule.name).split(" and ")
-    if isinstance(error, DoesNotFit) and error.need.is_engine and found.values["vllm.tensor_parallel_size"] > 1:
-        flags = [*found.values.spelled("vllm.tensor_parallel_size").split(" and "), *flags]
     subject = re.match(r"[a-z]+\.[a-z_.]+[a-z]", text)
     if not flags and subject and Installed().knows(subject[0]):
         flags = [owned_keys().get(subject[0], f"--elastic.{subject[0]}")]
