@@ -111,7 +111,7 @@ class RolloutActor:
             self.engine.load(version, arrays)
         with tempfile.TemporaryDirectory(prefix="rlhfless-compare-") as name:
             folder = write_folder(Path(name), {**self.files, **model})
-            return wrong, self.engine.differing(folder, self.settings, {name: array.shape for name, array in arrays.items()})
+            return wrong, self.engine.differing(folder, self.settings, arrays)
 
     def rollout(
         self, epoch: int, requests: list[Request], interval_s: float, threads: int, pages: Sequence[Any] = ()

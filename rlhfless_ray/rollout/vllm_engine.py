@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -193,8 +193,8 @@ class VllmEngine:
             raise ValueError(f"weight version {version} adapts {len(unknown)} layers that the engine has not, {unknown[0]} first")
         self.adapter_request = REQUEST
 
-    def differing(self, folder: Path, settings: EngineSettings, shapes: Mapping[str, Sequence[int]]) -> list[str]:
-        """Return the names of the tensors in which this engine differs from one that loads the folder. `shapes`: of its tensors.
+    def differing(self, folder: Path, settings: EngineSettings, weights: dict[str, np.ndarray]) -> list[str]:
+        """Return the names of the tensors in which this engine differs from one that loads the folder, which has these weights.
 
         On CPU a new engine loads the folder with vLLM's own loader. A device has no room for two, and members belong to one engine,
         so there this engine reloads.
@@ -207,9 +207,11 @@ class VllmEngine:
             other = self.reference_engines[-1].engine
         else:
             other = self.engine
-            other.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+            self._replace_weights(0, weights)
+            self.version = None
         wanted = other.collective_rpc(fingerprint)
         fused = self.engine.collective_rpc(fused_modules)[0]
+        shapes = {name: array.shape for name, array in weights.items()}
         return sorted({name for own, new in zip(found, wanted, strict=True) for name in differing(own, new, shapes, fused)})
 
     def generate(

@@ -32,7 +32,12 @@ def main(file: Path) -> None:
         found[name] = answer(engine, requests())
         engine.park()
         engine.unpark()
-    file.write_bytes(pickle.dumps(([member.process.pid for member in started], found)))
+    differing = {}
+    engine.load(next(VERSIONS), weights_of(FILES["B"]))
+    for name in "BA":
+        with tempfile.TemporaryDirectory() as folder:
+            differing[name] = engine.differing(write_folder(Path(folder), FILES[name]), SETTINGS, weights_of(FILES[name]))
+    file.write_bytes(pickle.dumps(([member.process.pid for member in started], found, differing)))
     threading.Timer(0.5, os.kill, (started[0].process.pid, signal.SIGKILL)).start()
     while True:
         answer(engine, requests())

@@ -25,7 +25,8 @@ def test_two_members_answer_as_one_and_end_when_one_is_lost(new_engine: Callable
     command = [sys.executable, str(Path(__file__).parent / "members_engine.py"), str(file)]
     ended = subprocess.run(command, env=environment, timeout=180, check=False)
     assert ended.returncode == LOST_RC, "a wait for a lost member would not end"
-    pids, found = pickle.loads(file.read_bytes())
+    pids, found, differing = pickle.loads(file.read_bytes())
+    assert differing["B"] == [] and len(differing["A"]) > 5, "each member compares its part"
     assert len(pids) == 1 and not Path(f"/proc/{pids[0]}").exists()
     assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("vllm_dist")]
     engine = new_engine(FILES["A"])
