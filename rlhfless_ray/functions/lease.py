@@ -179,6 +179,8 @@ class LeaseManager:
                 if len(got) == missing:
                     return [*share, *got], [lease for lease in spare if lease not in share]
                 self.release(got)
+                if time.monotonic() >= end:
+                    break
             if not need:
                 return [], spare
             self.release(spare)

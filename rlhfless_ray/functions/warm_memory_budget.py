@@ -16,6 +16,7 @@ class ParkingPool(Protocol):
     """What the budget needs of a pool."""
 
     kind: str
+    width: int
     parked: list[Instance]
 
     def end(self, instance: Instance) -> None: ...
@@ -75,4 +76,4 @@ def _of(pool: ParkingPool, instance: Instance) -> float:
 def _of_one_more(pool: ParkingPool) -> float:
     """MB of a process of this pool that has imported everything and has done nothing yet."""
     told = [one.kept_mb for one in pool.parked if one.kept_mb and not one.memory_mb]
-    return statistics.median(told) if told else FIRST_MB
+    return statistics.median(told) if told else pool.width * FIRST_MB

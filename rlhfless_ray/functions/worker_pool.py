@@ -127,7 +127,7 @@ class WorkerPool:
     def _shares(self, leases: list[Lease]) -> list[list[Lease]]:
         """Return the leases of as many instances as `leases` are enough for."""
         usable = [lease for lease in leases if self.may_use(lease)]
-        if self.width > 1:  # instances that get neighbouring devices find them together again
+        if self.width > 1:  # the same devices form the same instances, in whatever order they come back
             usable.sort(key=lambda lease: str(lease.slot.device))
         shares: list[list[Lease]] = []
         incomplete: dict[str, list[Lease]] = {}

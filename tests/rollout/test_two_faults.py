@@ -13,6 +13,7 @@ from rlhfless_ray.functions import lease
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.driver import RolloutDriver
 from rlhfless_ray.rollout.migration_policy import MigrationRequest
 from rlhfless_ray.types import Request, WeightVersion
@@ -34,6 +35,8 @@ class Call:
 
 class Pool:
     kind = "rollout"
+    width = 1
+    lease_one = WorkerPool.lease_one
 
     def __init__(self, nodes: list[str], draining: set[str]) -> None:
         self.said: list[Any] = []
