@@ -23,7 +23,8 @@ class Setting:
     of one engine; "auto": every policy takes the width that its own forecasts find best. updates: optimizer updates per
     rollout. whiten: advantages are normalised over the whole batch (PPO as in VERL), so that the policy's gradients
     need all responses. reward_model: scores on devices; None: rewards are computed on CPUs and take no device time.
-    dedup_prefill: a prompt shared by a group is computed once. prefer: 0 cheapest … 1 fastest.
+    dedup_prefill: a prompt shared by a group is computed once. prefer: 0 cheapest … 1 fastest. max_lag_steps: the most
+    updates between the version that drew a trained token and the learner's; 0: synchronous steps.
 
     For sensitivity analyses: start_scale and migrate_scale multiply start-up and migration times, learn_scale the
     learning FLOPs. cold: released devices lose their processes, so every lease of an elastic policy is a cold start.
@@ -47,6 +48,7 @@ class Setting:
     prompt_limit: int = 1024
     response_limit: int = 2048
     prefer: float = 0.5
+    max_lag_steps: int = 0
     whiten: bool = True
     reward_model: Model | None = None
     dedup_prefill: bool = True
@@ -185,6 +187,8 @@ def check(s: Setting) -> None:
             raise ValueError(f"`phases.{key}` must be a positive, finite number, not {value!r}")
     if not isinstance(s.prefer, (int, float)) or isinstance(s.prefer, bool) or not 0 <= s.prefer <= 1:
         raise ValueError(f"`prefer` must lie in 0 … 1 (0 cheapest, 1 fastest), not {s.prefer!r}")
+    if s.max_lag_steps not in (0, 1) or isinstance(s.max_lag_steps, bool):
+        raise ValueError(f"`max_lag_steps` must be 0 (synchronous) or 1 (one step off), not {s.max_lag_steps!r}")
     catalog.match_name("algorithm", s.algorithm, list(ALGORITHMS))
     for width in s.widths:
         if s.devices_per_node % width:
