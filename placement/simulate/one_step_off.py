@@ -30,13 +30,7 @@ def fixed_one_step_off(times: PhaseTimes, given: StepInput, planner: Planner) ->
 
     Raises ValueError if the training state leaves no device for an engine.
     """
-    d = times.devices
-    tried = [
-        StepPlanSettings((d - m) // t.width, 1.0, 0, m, width=t.width if times.wider else 0)
-        for t in times.widths
-        for m in t.sizes(d - t.width)
-    ]
-    _check_split(times, tried)
+    tried = splits(times)
     split = planner.choose("fixed", lambda view, k: fixed_split(times, view, k), tried, prefer=1.0)
     return fixed_split(times, given, split)
 
@@ -83,7 +77,7 @@ StepOfPlan = Callable[[PhaseTimes, StepInput, StepPlanSettings, str], StepRun]
 
 
 def _planned(times: PhaseTimes, given: StepInput, planner: Planner, name: str, step: StepOfPlan, tried: list[StepPlanSettings]) -> StepRun:
-    _check_split(times, tried)
+    check_split(times, tried)
 
     def trial(rollout: str) -> Trial:
         return lambda view, plan: step(times, view, plan, rollout)
@@ -160,7 +154,19 @@ def _shards_less(times: PhaseTimes, m: int) -> bool:
     return times.learner(hosted=True).trainer.sharding(m) != times.trainer.sharding(m)
 
 
-def _check_split(times: PhaseTimes, tried: list[StepPlanSettings]) -> None:
+def splits(times: PhaseTimes) -> list[StepPlanSettings]:
+    """Return every split of the devices into engines and trainers, at every width. Raises ValueError if there is none."""
+    d = times.devices
+    found = [
+        StepPlanSettings((d - m) // t.width, 1.0, 0, m, width=t.width if times.wider else 0)
+        for t in times.widths
+        for m in t.sizes(d - t.width)
+    ]
+    check_split(times, found)
+    return found
+
+
+def check_split(times: PhaseTimes, tried: list[StepPlanSettings]) -> None:
     if not tried:
         raise ValueError(
             f"`max_lag_steps`: {times.min_learner} devices to learn and {times.width} to generate at once are more than the "

@@ -152,7 +152,7 @@ def simulate(
 
 def _named_policy(name: str, known: dict[str, Policy]) -> Policy:
     if name in POLICIES and name not in known:
-        raise ValueError(f"policy `{name}` is synchronous; with `max_lag_steps: 1` simulate {', '.join(f'`{k}`' for k in known)}")
+        raise ValueError(f"policy `{name}` knows no lag; simulate {', '.join(f'`{k}`' for k in known)}")
     return known[match_name("policy", name, list(known))]
 
 

@@ -124,12 +124,16 @@ class StepPlanSettings:
 
 @dataclass(frozen=True)
 class SimulatedRollout:
-    """A rollout on this cluster's clock: prefill first, then the outcome of `simulate_rollout`, shifted by it."""
+    """A rollout on this cluster's clock: prefill first, then the outcome of `simulate_rollout`, shifted by it.
+
+    trained: the batch that it completes, if it ended early (None: all of the step).
+    """
 
     result: Result
     prefill_s: float
     start_s: float
     leases: tuple[ActorLease, ...] = field(default=())
+    trained: StepInput | None = None
 
     @property
     def end_s(self) -> float:

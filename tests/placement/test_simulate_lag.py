@@ -11,6 +11,7 @@ import pytest
 
 from placement.simulate import POLICIES, PhaseTimes, Setting, StepPlanSettings, parse, policies_of, simulate
 from placement.simulate.one_step_off import NOT_BUILT, all_beside, as_built, fixed_split
+from placement.simulate.partial_rollout import Generation, InFlight
 from placement.simulate.simulate_run import workload_of
 from placement.simulate.simulate_step import StepInput
 
@@ -104,9 +105,12 @@ def test_every_batch_is_learned_once() -> None:
 @pytest.mark.parametrize(
     ("change", "policies", "said"),
     [
-        ({"max_lag_steps": 2}, None, "`max_lag_steps` must be 0 (synchronous) or 1 (one step off), not 2"),
+        ({"max_lag_steps": 2}, None, "responses that end within their step are at most 1 step old, not 2; set `partial` to true"),
+        ({"max_lag_steps": -1}, None, "`max_lag_steps` must be a whole number from 0 to 8, not -1"),
+        ({"partial": True}, None, "a response that outlives a step is trained one step late; set `max_lag_steps` to 1 or more"),
+        ({"partial": "on"}, None, "`partial` must be true or false, not 'on'"),
         ({"max_lag_steps": True}, None, "not True"),
-        ({"max_lag_steps": 1}, ["oracle"], "policy `oracle` is synchronous; with `max_lag_steps: 1` simulate `fixed`, `ours`"),
+        ({"max_lag_steps": 1}, ["oracle"], "policy `oracle` knows no lag; simulate `fixed`, `ours`"),
         ({"max_lag_steps": 1, "devices_per_node": 2}, ["fixed"], "2 devices to learn and 1 to generate at once are more than the 2"),
         ({"max_lag_steps": 1, "devices_per_node": 2}, ["ours"], "2 devices to learn and 1 to generate at once are more than the 2"),
     ],
@@ -120,3 +124,29 @@ def test_a_lag_that_cannot_be_simulated_is_one_sentence(change: dict, policies: 
 def test_every_policy_of_a_lag_says_what_it_is() -> None:
     assert policies_of(small()) is POLICIES
     assert all((policy.__doc__ or "").strip() for policy in policies_of(small(max_lag_steps=1)).values())
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3])
+def test_partial_rollouts_keep_the_bound_and_bill_what_they_hold(lag: int) -> None:
+    """Shares have one entry for each lag that the bound allows, and the whole batch is among them."""
+    run = simulate(small(max_lag_steps=lag, partial=True, prompts=8), seed=3)
+    for name, done in run.policies.items():
+        for step in done.steps:
+            assert len(step.lag) == lag + 1 and sum(step.lag) == pytest.approx(1), name
+            assert step.full == pytest.approx(sum(h.devices * (h.to_s - h.from_s) for h in step.holds)), name
+            assert step.most_devices <= run.setting.devices and step.busy <= step.full + 1e-6, name
+            assert ("not built" in step.reason) == (name == NOT_BUILT), name
+
+
+def test_a_group_that_may_not_outlive_another_rollout_is_waited_for() -> None:
+    """Two groups of one response: the batch is one of them. The long one, begun before, is trained though the short one ends first."""
+    times = PhaseTimes.from_setting(small())
+    long, short = (StepInput(np.array([x]), np.array([10.0]), np.zeros(1, int), np.full((1, 4), x)) for x in (400.0, 50.0))
+    state = InFlight.empty(short, 1).begin(long)
+    state = replace(state, drawn=np.array([[100.0, 0.0]]), age=np.array([1])).begin(short)
+    generation = Generation(state)
+    run = generation(times, state.step_input(short, 2048), "fixed", engines=2, prefer=1.0, wake_s=0.0, transfer_s=0.0)
+    alone = times.speed.rollout_s(np.array([300.0]), np.array([110.0]))
+    assert run.end_s == pytest.approx(times.prefill_s(120, 2) + alone), "300 tokens are left, and 110 of context are computed again"
+    assert run.trained is not None and run.trained.lengths == pytest.approx([400.0])
+    assert run.lag == pytest.approx((0.75, 0.25)) and run.after.age.tolist() == [1]
