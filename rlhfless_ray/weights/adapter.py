@@ -121,7 +121,7 @@ def choose_publish(publish: str, served: bool, device: str, parameters: int, lon
     """Resolve `lora.publish` to `merged` or `adapter`. `served`: whether engines can hold the adapter, see `not_served`.
 
     `auto` is the quicker of both as far as `benchmarks.serving` measured, and `merged` on GPUs, where it did not. At 494 M parameters in
-    bfloat16 an adapter saves 2.2 s of each update, and costs 20 to 33 ms of each decode step.
+    bfloat16 an adapter saved 1.8 to 2.2 s of each update, and cost 20 to 33 ms of each decode step.
     """
     if publish != "auto":
         return publish
