@@ -12,7 +12,7 @@ from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.setting import Setting, load, named, names, parse
 from placement.simulate.simulate_run import PolicyRun, SimulatedRun, simulate
 from placement.simulate.simulate_step import DeviceHold, StepPlanSettings, StepRun
-from placement.simulate.step_policies import POLICIES
+from placement.simulate.step_policies import POLICIES, policies_of
 
 __all__ = [
     "POLICIES",
@@ -27,5 +27,6 @@ __all__ = [
     "named",
     "names",
     "parse",
+    "policies_of",
     "simulate",
 ]

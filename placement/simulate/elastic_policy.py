@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from placement.simulate.plan_candidates import candidates, held_cluster, neighbo
 from placement.simulate.plan_search import Planner, Trial
 from placement.simulate.simulate_step import DeviceHold, SimulatedRollout, StepInput, StepPlanSettings, StepRun, learn_beside, roll_out
 
+Rollouts = Callable[..., SimulatedRollout]
 ROUGH_POLICY = "consolidate"  # a rollout policy that decides quickly, to rank step plans by
 
 
@@ -41,6 +44,7 @@ def elastic(
     expected: tuple[float, float] | None = None,
     gradients: bool = True,
     prewarmed: bool = True,
+    generate: Rollouts = roll_out,
 ) -> StepRun:
     """Run one step with a given step plan.
 
@@ -48,16 +52,19 @@ def elastic(
     ended and its devices are free for good. The late learner starts when the rollout is over.
 
     rollout: the rollout policy. For ablation: gradients, whether they may be taken early at all; prewarmed, whether
-    engines may be awake when the step begins.
+    engines may be awake when the step begins. generate: simulates the rollout; a partial one says what is learned after
+    it.
     """
     times = times.at(plan.width)
     if plan.held:
         within = replace(plan, held=0, width=0)
-        step = elastic(held_cluster(times, plan.held), given, within, rollout=rollout, name=name, gradients=gradients, prewarmed=prewarmed)
+        how: dict[str, Any] = {"rollout": rollout, "name": name, "gradients": gradients, "prewarmed": prewarmed, "generate": generate}
+        step = elastic(held_cluster(times, plan.held), given, within, **how)
         whole = DeviceHold("held", plan.held, 0.0, step.time_s)
         return replace(step, full=whole.cost, holds=(whole,), reason=plan.reason, planned=expected)
     times = times.learner(linear=plan.linear, awake=plan.awake, hosted=plan.hosted)
-    run, waking = _roll_out(times, given, plan, rollout, prewarmed)
+    run, waking = _roll_out(times, given, plan, rollout, prewarmed, generate)
+    given = run.trained or given
     free = run.free_from((times.devices - plan.early) // times.width)
     ready = np.sort(run.finish_s)[min(len(given.lengths) - 1, int(plan.share * len(given.lengths)))]
     lease, load = max(free, float(ready)), times.state_s(plan.early) if plan.early else 0.0
@@ -112,7 +119,7 @@ def _woken(step: StepRun, width: int, waking: EngineWaking, reason: str, expecte
 
 
 def _roll_out(
-    times: PhaseTimes, given: StepInput, plan: StepPlanSettings, rollout: str, prewarmed: bool
+    times: PhaseTimes, given: StepInput, plan: StepPlanSettings, rollout: str, prewarmed: bool, simulated: Rollouts
 ) -> tuple[SimulatedRollout, EngineWaking]:
     """Simulate the rollout, and choose the engines that wake before it.
 
@@ -127,15 +134,7 @@ def _roll_out(
         narrowings = (Narrowing(plan.share, (d - plan.early) // w),)
 
     def generate(**start: float | int) -> SimulatedRollout:
-        return roll_out(
-            times,
-            given,
-            rollout,
-            engines=plan.engines,
-            prefer=plan.prefer,
-            narrowings=narrowings,
-            **start,  # type: ignore[arg-type]
-        )
+        return simulated(times, given, rollout, engines=plan.engines, prefer=plan.prefer, narrowings=narrowings, **start)
 
     beside = min((d - plan.late) // w, plan.engines)
     awake = plan.engines - beside

@@ -69,12 +69,12 @@ def neighbours(times: PhaseTimes, plan: StepPlanSettings) -> list[StepPlanSettin
         found += [replace(plan, share=FINER[i]) for i in (at - 3, at - 1, at + 1, at + 3) if 0 <= i < len(FINER)]
         sizes = resized(times, plan)
         found += sizes + [replace(size, late=size.early) for size in sizes]
-    found += [replace(plan, late=m) for m in _near(plan.late, times.learner_step, times.min_learner, times.devices)]
+    found += [replace(plan, late=m) for m in near(plan.late, times.learner_step, times.min_learner, times.devices)]
     if whitened(times) and plan.early:
         found.append(replace(plan, linear=not plan.linear))
     if plan.hosted or (plan.early and _shards_less(times, plan)):
         found.append(replace(plan, hosted=not plan.hosted))
-    found += [replace(plan, engines=m) for m in _near(plan.engines, 1, 1, times.engines)]
+    found += [replace(plan, engines=m) for m in near(plan.engines, 1, 1, times.engines)]
     found += [replace(plan, prefer=p) for p in (round(plan.prefer - STEP, 3), round(plan.prefer + STEP, 3)) if 0 <= p <= 1]
     if plan.early and plan.engines > (times.devices - plan.early) // times.width:
         found.append(replace(plan, narrow=not plan.narrow))
@@ -95,10 +95,10 @@ def _other_widths(times: PhaseTimes, plan: StepPlanSettings) -> list[StepPlanSet
 def resized(times: PhaseTimes, plan: StepPlanSettings) -> list[StepPlanSettings]:
     """Return the neighbours that differ only in the early learner's size."""
     most = times.devices - times.width
-    return [replace(plan, early=m) for m in _near(plan.early, times.learner_step, times.min_learner, most)] if plan.early else []
+    return [replace(plan, early=m) for m in near(plan.early, times.learner_step, times.min_learner, most)] if plan.early else []
 
 
-def _near(size: int, step: int, least: int, most: int) -> list[int]:
+def near(size: int, step: int, least: int, most: int) -> list[int]:
     """Return sizes one step and about a third away on both sides, within bounds."""
     third = max(step, round(size / 3 / step) * step)
     return [m for m in dict.fromkeys((size - third, size - step, size + step, size + third)) if least <= m <= most]

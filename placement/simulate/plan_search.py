@@ -56,7 +56,7 @@ class Planner:
         chosen = [0] if draws == 1 else order[_spread(len(order), draws)]
         for k in chosen:
             rest = np.delete(given.scenarios, k, axis=1) if count > 1 else given.scenarios
-            found.append(StepInput(given.scenarios[:, k], given.prompts, given.group, rest, given.seed, is_trial=True))
+            found.append(replace(given, lengths=given.scenarios[:, k], scenarios=rest, is_trial=True, cache={}))
         return found
 
     def weigh(self, run: StepRun, base: StepRun) -> float:

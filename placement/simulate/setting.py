@@ -11,6 +11,7 @@ from placement.catalog import catalog
 from placement.speed.roofline import Device, Model, check_width, possible_widths
 
 ALGORITHMS = ("grpo", "ppo")
+MAX_LAG = 8  # steps: more only fill the pipeline for longer
 MAX_COUNT = 10_000_000  # of devices, responses or updates: more only cost memory and hours
 
 
@@ -23,7 +24,9 @@ class Setting:
     of one engine; "auto": every policy takes the width that its own forecasts find best. updates: optimizer updates per
     rollout. whiten: advantages are normalised over the whole batch (PPO as in VERL), so that the policy's gradients
     need all responses. reward_model: scores on devices; None: rewards are computed on CPUs and take no device time.
-    dedup_prefill: a prompt shared by a group is computed once. prefer: 0 cheapest … 1 fastest.
+    dedup_prefill: a prompt shared by a group is computed once. prefer: 0 cheapest … 1 fastest. max_lag_steps: the most
+    updates between the version that drew a trained token and the learner's; 0: synchronous steps. partial: responses may
+    outlive a step, and go on under new weights within that bound.
 
     For sensitivity analyses: start_scale and migrate_scale multiply start-up and migration times, learn_scale the
     learning FLOPs. cold: released devices lose their processes, so every lease of an elastic policy is a cold start.
@@ -47,6 +50,8 @@ class Setting:
     prompt_limit: int = 1024
     response_limit: int = 2048
     prefer: float = 0.5
+    max_lag_steps: int = 0
+    partial: bool = False
     whiten: bool = True
     reward_model: Model | None = None
     dedup_prefill: bool = True
@@ -173,7 +178,7 @@ def check(s: Setting) -> None:
         value = getattr(s, key)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
             raise ValueError(f"`{key}` must be finite and not negative, not {value!r}")
-    for key in ("whiten", "dedup_prefill", "cold"):
+    for key in ("partial", "whiten", "dedup_prefill", "cold"):
         if not isinstance(getattr(s, key), bool):
             raise ValueError(f"`{key}` must be true or false, not {getattr(s, key)!r}")
     if not isinstance(s.lengths, (str, dict)):
@@ -185,6 +190,13 @@ def check(s: Setting) -> None:
             raise ValueError(f"`phases.{key}` must be a positive, finite number, not {value!r}")
     if not isinstance(s.prefer, (int, float)) or isinstance(s.prefer, bool) or not 0 <= s.prefer <= 1:
         raise ValueError(f"`prefer` must lie in 0 … 1 (0 cheapest, 1 fastest), not {s.prefer!r}")
+    lag = s.max_lag_steps
+    if not isinstance(lag, int) or isinstance(lag, bool) or not 0 <= lag <= MAX_LAG:
+        raise ValueError(f"`max_lag_steps` must be a whole number from 0 to {MAX_LAG}, not {lag!r}")
+    if lag > 1 and not s.partial:
+        raise ValueError(f"`max_lag_steps`: responses that end within their step are at most 1 step old, not {lag}; set `partial` to true")
+    if lag == 0 and s.partial:
+        raise ValueError("`partial`: a response that outlives a step is trained one step late; set `max_lag_steps` to 1 or more")
     catalog.match_name("algorithm", s.algorithm, list(ALGORITHMS))
     for width in s.widths:
         if s.devices_per_node % width:

@@ -16,7 +16,7 @@ from placement.simulate.plan_search import Planner
 from placement.simulate.setting import Setting
 from placement.simulate.simulate_step import StepInput, StepRun
 from placement.simulate.step_bounds import step_bounds
-from placement.simulate.step_policies import POLICIES, Policy, fixed
+from placement.simulate.step_policies import POLICIES, Policy, fixed, policies_of
 from placement.simulate.synthetic_workload import SyntheticWorkload, replay, synthesise
 
 SCENARIOS = 32
@@ -113,17 +113,15 @@ def workload_of(setting: Setting, seed: int) -> SyntheticWorkload:
 
 
 def simulate(
-    setting: Setting,
-    policies: Sequence[str | tuple[str, Policy]] = tuple(POLICIES),
-    seed: int = 0,
-    say: Callable[[str], None] | None = None,
+    setting: Setting, policies: Sequence[str | tuple[str, Policy]] | None = None, seed: int = 0, say: Callable[[str], None] | None = None
 ) -> SimulatedRun:
     """Run every policy on the same workload with the same forecasts. Deterministic in `seed`.
 
-    policies: names of `POLICIES`, or (name, function) of your own. say: callback for progress messages. Raises
-    ValueError for an unknown policy, or whatever is wrong with the setting.
+    policies: names of `policies_of(setting)` (default: all), or (name, function) of your own. say: callback for
+    progress messages. Raises ValueError for an unknown policy, or whatever is wrong with the setting.
     """
-    chosen = [(p, POLICIES[match_name("policy", p, list(POLICIES))]) if isinstance(p, str) else p for p in policies]
+    known = policies_of(setting)
+    chosen = [(p, _named_policy(p, known)) if isinstance(p, str) else p for p in (known if policies is None else policies)]
     workload = workload_of(setting, seed)
     setting = setting.but(samples=workload.lengths.shape[2])
     times = PhaseTimes.from_setting(setting)
@@ -152,7 +150,14 @@ def simulate(
     return SimulatedRun(setting, seed, runs, tuple(bounds), tuple(int(e) for e in workload.epoch))
 
 
+def _named_policy(name: str, known: dict[str, Policy]) -> Policy:
+    if name in POLICIES and name not in known:
+        raise ValueError(f"policy `{name}` knows no lag; simulate {', '.join(f'`{k}`' for k in known)}")
+    return known[match_name("policy", name, list(known))]
+
+
 def _input(workload: SyntheticWorkload, step: int, forecasts: Forecasts, seed: int) -> StepInput:
+    """Return a step's input. Beside the first rollout the last step is learned, so that a run learns each batch once."""
     samples = workload.lengths.shape[2]
     return StepInput(
         workload.lengths[step].ravel(),
@@ -160,4 +165,5 @@ def _input(workload: SyntheticWorkload, step: int, forecasts: Forecasts, seed: i
         np.repeat(np.arange(workload.prompts.shape[1]), samples),
         forecasts.scenarios(workload, step),
         seed * 1000 + step,
+        learned_tokens=float(workload.lengths[step - 1].sum() + samples * workload.prompt_tokens[step - 1].sum()),
     )

@@ -24,7 +24,8 @@ class StepInput:
 
     lengths (n,): hidden from every policy but the oracle. prompts (n,): prompt tokens. group (n,): index of the prompt.
     scenarios (n, S): forecast from earlier steps. is_trial: whether this is a scenario that a plan is tried on. cache:
-    rollouts already simulated, by arguments.
+    rollouts already simulated, by arguments. learned_tokens: of the batch that is learned beside this rollout, one step
+    off.
     """
 
     lengths: np.ndarray
@@ -36,6 +37,7 @@ class StepInput:
     cache: dict[tuple[object, ...], SimulatedRollout] = field(
         default_factory=dict, compare=False, repr=False
     )  # rollouts made already, by arguments
+    learned_tokens: float = 0.0
 
     @property
     def tokens(self) -> np.ndarray:
@@ -63,7 +65,7 @@ class StepRun:
 
     full: device-seconds held. busy: device-seconds of work (decoding until an engine's own last response, forward
     passes, learning), without start-up and idling. planned: time and cost that the plan expected. reason: the plan in
-    words.
+    words. lag: share of the trained tokens by lag, from 0 updates on.
     """
 
     policy: str
@@ -75,6 +77,7 @@ class StepRun:
     holds: tuple[DeviceHold, ...]
     reason: str = ""
     planned: tuple[float, float] | None = None
+    lag: tuple[float, ...] = (1.0,)
 
     @property
     def most_devices(self) -> int:
@@ -121,12 +124,16 @@ class StepPlanSettings:
 
 @dataclass(frozen=True)
 class SimulatedRollout:
-    """A rollout on this cluster's clock: prefill first, then the outcome of `simulate_rollout`, shifted by it."""
+    """A rollout on this cluster's clock: prefill first, then the outcome of `simulate_rollout`, shifted by it.
+
+    trained: the batch that it completes, if it ended early (None: all of the step).
+    """
 
     result: Result
     prefill_s: float
     start_s: float
     leases: tuple[ActorLease, ...] = field(default=())
+    trained: StepInput | None = None
 
     @property
     def end_s(self) -> float:

@@ -18,6 +18,8 @@ def step_bounds(times: PhaseTimes, given: StepInput) -> Bounds:
     never have slept), then its own forward passes and gradients on all devices and one optimizer update. Second, all
     computing shared by all devices, with decoding at its least: everything on one engine reads the weights least often.
 
+    One step off, the batch that is learned is that of the step before, and nothing is learned after the longest response.
+
     Cost: decoding on one engine without capacity limit, and the FLOPs of preparing and learning at their efficiencies,
     without start-up and transfers. Where the width of engines is open, each bound is that of its best width.
     """
@@ -34,6 +36,8 @@ def step_bounds(times: PhaseTimes, given: StepInput) -> Bounds:
     learned = float(given.tokens.sum()) if late else own
     after = _flops_s(times, own, 0.0) / d + _flops_s(times, 0.0, learned) / d + times.models * _adam_s(times) / d
     total = float(given.tokens.sum())
+    if times.setting.max_lag_steps:
+        after, total = 0.0, given.learned_tokens
     work = width * one.cost + _flops_s(times, total, total) + times.models * _adam_s(times)
     alone = start + each.time_s + after
     return Bounds(max(alone, work / d), work, "longest response alone" if alone >= work / d else "work over devices")

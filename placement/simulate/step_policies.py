@@ -8,9 +8,12 @@ from functools import partial
 
 from placement.simulate.elastic_policy import elastic, ours, then_learn, trial
 from placement.simulate.learner_queue import LearnerDevices, run_learner
+from placement.simulate.one_step_off import NOT_BUILT, fixed_one_step_off, ours_beside, ours_one_step_off
+from placement.simulate.partial_policies import partial_policies
 from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.plan_candidates import candidates, fits, neighbours, resized
 from placement.simulate.plan_search import Planner
+from placement.simulate.setting import Setting
 from placement.simulate.simulate_step import (
     DeviceHold,
     StepInput,
@@ -23,7 +26,7 @@ from placement.simulate.simulate_step import (
     work_of,
 )
 
-__all__ = ["POLICIES", "Policy", "disaggregated", "elastic", "fixed", "fixed_plus", "global_cut", "oracle", "ours", "phased"]
+__all__ = ["POLICIES", "Policy", "disaggregated", "elastic", "fixed", "fixed_plus", "global_cut", "oracle", "ours", "phased", "policies_of"]
 
 Policy = Callable[[PhaseTimes, StepInput, Planner], StepRun]
 
@@ -229,3 +232,12 @@ POLICIES: dict[str, Policy] = {
     "ours": ours,
     "oracle": oracle,
 }
+
+ONE_STEP_OFF: dict[str, Policy] = {"fixed": fixed_one_step_off, "ours": ours_one_step_off, NOT_BUILT: ours_beside}
+
+
+def policies_of(setting: Setting) -> dict[str, Policy]:
+    """Return the step policies by name that the setting's bound on the lag allows."""
+    if setting.partial:
+        return partial_policies()
+    return ONE_STEP_OFF if setting.max_lag_steps else POLICIES

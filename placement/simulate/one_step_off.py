@@ -1,0 +1,179 @@
+"""Steps with a lag of one: the next rollout works beside the update, under the weights from before it.
+
+A step here is one cycle of the pipeline. Its rollout generates the step's responses, and the learner learns those of
+the step before (`StepInput.learned_tokens`). Every token is one version old when it is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from placement.simulate.phase_times import PhaseTimes
+from placement.simulate.plan_candidates import PREFERS, STEP, near
+from placement.simulate.plan_search import Planner, Trial
+from placement.simulate.simulate_step import DeviceHold, StepInput, StepPlanSettings, StepRun, decode_busy, roll_out
+
+LAG = (0.0, 1.0)  # share of the trained tokens by lag
+NOT_BUILT = "ours (not built)"  # name of what the runtime does not do yet
+ENGINES = (1.0, 0.5, 0.25)  # shares of the engines that fit beside the learner, where the search begins
+ROUGH_POLICY = "consolidate"  # as in `elastic_policy`
+
+
+def fixed_one_step_off(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
+    """Hold separate devices for engines and trainers throughout, and let both work at once.
+
+    This is verl's one-step-off trainer, OpenRLHF's `--async_train`, and StreamRL (arXiv 2504.15930) on one kind of
+    device. Engines never sleep and get the new weights by broadcast, while the trainers wait. All log-probabilities are
+    computed beside the rollout. The split is the static one that forecasts find fastest.
+
+    Raises ValueError if the training state leaves no device for an engine.
+    """
+    tried = splits(times)
+    split = planner.choose("fixed", lambda view, k: fixed_split(times, view, k), tried, prefer=1.0)
+    return fixed_split(times, given, split)
+
+
+def fixed_split(times: PhaseTimes, given: StepInput, plan: StepPlanSettings) -> StepRun:
+    d, m, times = times.devices, plan.late, times.at(plan.width)
+    sent, tokens = times.broadcast_s, given.learned_tokens
+    run = roll_out(times, given, "fixed", engines=plan.engines, prefer=1.0, capacity=times.static_capacity, transfer_s=sent, wake_s=0.0)
+    learn = times.prepare_s(tokens, m) + times.learn_s(tokens, m)
+    end = max(run.end_s, sent + learn)
+    busy = decode_busy(times, given, len(run.leases)) + run.prefill_s * plan.engines * times.width + learn * m
+    holds = (DeviceHold("engines", d - m, 0.0, end), DeviceHold("trainers", m, 0.0, end))
+    return StepRun("fixed", end, end * d, busy, run.end_s, 0, holds, _reason(plan), lag=LAG)
+
+
+def ours_one_step_off(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
+    """Run a step as the runtime does with `rollout.max_lag_steps: 1`, with planned sizes of learner and rollout.
+
+    The learner takes its devices first. It loads its state and computes what the runtime computes before the policy's
+    update: the reference's log-probabilities, and for PPO also the policy's, the values and the critic's update. Then
+    engines wake on the devices that are left and get the weights. They generate beside the policy's update. When both
+    are done, the learner publishes and moves its state off. Its devices are billed throughout. Engines are released
+    when they have no more responses. Those that work until the rollout ends keep their devices for the next one.
+
+    Raises ValueError if the training state leaves no device for an engine.
+    """
+    return _planned(times, given, planner, "ours", as_built, _candidates(times))
+
+
+def ours_beside(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
+    """Run a step with all of the learner's work beside the rollout. The runtime does not do that yet.
+
+    The learner never leaves its devices. Engines begin when the new weights are there. Where it pays, they are held
+    awake throughout; otherwise they are released when they have no more responses.
+
+    Raises ValueError if the training state leaves no device for an engine.
+    """
+    tried = _candidates(times)
+    tried += [replace(k, awake=True) for k in tried if k.prefer == max(PREFERS)]
+    return _planned(times, given, planner, NOT_BUILT, all_beside, tried)
+
+
+StepOfPlan = Callable[[PhaseTimes, StepInput, StepPlanSettings, str], StepRun]
+
+
+def _planned(times: PhaseTimes, given: StepInput, planner: Planner, name: str, step: StepOfPlan, tried: list[StepPlanSettings]) -> StepRun:
+    check_split(times, tried)
+
+    def trial(rollout: str) -> Trial:
+        return lambda view, plan: step(times, view, plan, rollout)
+
+    plan = planner.search(name, trial("ours"), trial(ROUGH_POLICY), tried, partial(_neighbours, times))
+    return replace(step(times, given, plan, "ours"), policy=name, planned=planner.expected)
+
+
+def as_built(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, rollout: str) -> StepRun:
+    times = times.at(plan.width).learner(hosted=plan.hosted)
+    m, tokens, w = plan.late, given.learned_tokens, times.width
+    update = times.learn_s(tokens, m) / times.models
+    before = times.prepare_s(tokens, m) + (times.models - 1) * update
+    if not times.ppo:  # the update itself computes the policy's log-probabilities, unless its rewards need them
+        before, update = before - times.trainer.forward_s(tokens, m), update + times.trainer.forward_s(tokens, m)
+    begin = times.state_s(m) + before
+    run = roll_out(times, given, rollout, engines=plan.engines, prefer=plan.prefer, transfer_s=times.broadcast_s)
+    rollout_end = begin + run.end_s
+    end = max(rollout_end, begin + update) + times.state_s(m)
+    kept = w * sum(lease.to_s >= run.end_s - 1e-9 for lease in run.leases)
+    holds = (
+        DeviceHold("learn", m, 0.0, end),
+        DeviceHold("kept", kept, 0.0, begin),
+        *(replace(hold, from_s=begin + hold.from_s, to_s=begin + hold.to_s) for hold in run.holds(w)),
+        DeviceHold("kept", kept, rollout_end, end),
+    )
+    busy = run.busy(w) + (before + update) * m
+    cost = sum(hold.cost for hold in holds)
+    return StepRun("ours", end, cost, busy, rollout_end, run.result.moves, holds, _reason(plan), lag=LAG)
+
+
+def all_beside(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, rollout: str) -> StepRun:
+    times = times.at(plan.width).learner(hosted=plan.hosted)
+    m, tokens, w, sent = plan.late, given.learned_tokens, times.width, times.broadcast_s
+    wake, capacity = (0.0, times.static_capacity) if plan.awake else (times.wake_s, None)
+    run = roll_out(times, given, rollout, engines=plan.engines, prefer=plan.prefer, transfer_s=sent, wake_s=wake, capacity=capacity)
+    learn = times.prepare_s(tokens, m) + times.learn_s(tokens, m)
+    end = max(run.end_s, sent + learn)
+    engines = (DeviceHold("engines", plan.engines * w, 0.0, end),) if plan.awake else tuple(run.holds(w))
+    holds = (DeviceHold("learn", m, 0.0, end), *engines)
+    cost, busy = sum(hold.cost for hold in holds), run.busy(w) + learn * m
+    return StepRun(NOT_BUILT, end, cost, busy, run.end_s, run.result.moves, holds, f"not built: {_reason(plan)}", lag=LAG)
+
+
+def _candidates(times: PhaseTimes) -> list[StepPlanSettings]:
+    """Return the plans where the search begins, at every width: learner sizes, shares of the engines left, and `prefer`."""
+    if times.wider:
+        return [replace(k, width=t.width) for t in times.widths for k in _candidates(t)]
+    d, w = times.devices, times.width
+    found = [
+        StepPlanSettings(max(1, round(share * ((d - m) // w))), prefer, 0, m)
+        for m in times.sizes(d - w)
+        for share in ENGINES
+        for prefer in PREFERS
+    ]
+    found += [replace(k, hosted=True) for k in found if _shards_less(times, k.late)]
+    return [k for k in dict.fromkeys(found) if times.learner(hosted=k.hosted).fits(k.late)]
+
+
+def _neighbours(times: PhaseTimes, plan: StepPlanSettings) -> list[StepPlanSettings]:
+    """Return plans with one thing changed: the learner's size, the number of engines, `prefer`, or the optimizer's place."""
+    t = times.at(plan.width)
+    d, w = t.devices, t.width
+    found = [replace(plan, late=m, engines=min(plan.engines, (d - m) // w)) for m in near(plan.late, t.learner_step, t.min_learner, d - w)]
+    found += [replace(plan, engines=m) for m in near(plan.engines, 1, 1, (d - plan.late) // w)]
+    found += [replace(plan, prefer=p) for p in (round(plan.prefer - STEP, 3), round(plan.prefer + STEP, 3)) if 0 <= p <= 1]
+    if plan.hosted or _shards_less(t, plan.late):
+        found.append(replace(plan, hosted=not plan.hosted))
+    return [k for k in dict.fromkeys(found) if k != plan and t.learner(hosted=k.hosted).fits(k.late)]
+
+
+def _shards_less(times: PhaseTimes, m: int) -> bool:
+    """Return whether a hosted optimizer state lets m devices keep more whole weights or gradients."""
+    return times.learner(hosted=True).trainer.sharding(m) != times.trainer.sharding(m)
+
+
+def splits(times: PhaseTimes) -> list[StepPlanSettings]:
+    """Return every split of the devices into engines and trainers, at every width. Raises ValueError if there is none."""
+    d = times.devices
+    found = [
+        StepPlanSettings((d - m) // t.width, 1.0, 0, m, width=t.width if times.wider else 0)
+        for t in times.widths
+        for m in t.sizes(d - t.width)
+    ]
+    check_split(times, found)
+    return found
+
+
+def check_split(times: PhaseTimes, tried: list[StepPlanSettings]) -> None:
+    if not tried:
+        raise ValueError(
+            f"`max_lag_steps`: {times.min_learner} devices to learn and {times.width} to generate at once are more than the "
+            f"{times.devices} of the cluster; add nodes, or set it to 0"
+        )
+
+
+def _reason(plan: StepPlanSettings) -> str:
+    engines = f"{plan.engines}{' held' * plan.awake} engines" + f" of {plan.width} devices" * bool(plan.width)
+    return f"one step off: at most {engines}, prefer {plan.prefer:g}; {plan.late} devices learn{' (hosted)' * plan.hosted} beside them"

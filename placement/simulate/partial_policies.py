@@ -1,0 +1,177 @@
+"""Step policies whose responses may outlive a step: those of the baselines' authors, and ours, which is not built yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from placement.simulate.elastic_policy import ROUGH_POLICY, elastic
+from placement.simulate.one_step_off import NOT_BUILT, splits
+from placement.simulate.partial_rollout import Generation, InFlight
+from placement.simulate.phase_times import PhaseTimes
+from placement.simulate.plan_candidates import PREFERS, SHARES, candidates, fits, neighbours
+from placement.simulate.plan_search import Planner
+from placement.simulate.simulate_step import DeviceHold, StepInput, StepPlanSettings, StepRun
+
+MORE = (0.125, 0.25, 0.375, 0.5)  # shares of a step's groups that are begun beyond those it trains
+TRIED = 3  # steps of the pipeline that such a share is tried on, once the pipeline is full
+
+Policy = Callable[[PhaseTimes, StepInput, Planner], StepRun]
+Steps = Callable[[PhaseTimes, StepInput, StepPlanSettings, Generation, float, str], StepRun]
+
+
+class Partial:
+    """A step policy with state: the responses in flight.
+
+    Before the first step the pipeline is filled with scenarios of that step. Share of groups begun beyond the quota,
+    width, and for separate pools their split are those that take the least on scenarios, like every static choice.
+    """
+
+    def __init__(self, name: str, steps: Steps, plans: Callable[[PhaseTimes], list[StepPlanSettings]], ahead: int) -> None:
+        """ahead: 1 if a rollout works beside the update of the batch before it, which makes every token one version older."""
+        self.name, self.steps, self.plans, self.ahead = name, steps, plans, ahead
+        self.chosen: tuple[StepPlanSettings, float] | None = None
+        self.state: InFlight | None = None
+        self.learned = 0.0
+
+    def __call__(self, times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
+        if self.chosen is None:
+            self.chosen = self._choose(times, given, planner)
+            self.state, self.learned, _ = self._filled(times, given, *self.chosen)
+        assert self.state is not None
+        state = self.state.begin(given)
+        view = state.step_input(given, times.setting.response_limit)
+        plan, generation = self.chosen[0], Generation(state)
+        if self.steps is _ours:
+            plan = self._search(times, view, planner, Generation(state))
+        done = self.steps(times, view, plan, generation, self.learned, "ours")
+        return self._commit(done, generation, planner)
+
+    def _commit(self, done: StepRun, generation: Generation, planner: Planner) -> StepRun:
+        run = generation.last
+        assert run is not None and run.trained is not None
+        self.state, self.learned = run.after, float(run.trained.tokens.sum())
+        expected = planner.expected if self.steps is _ours else None
+        more = f"{self.chosen[1]:.0%} more groups begun; " if self.chosen and self.chosen[1] else ""
+        built = "not built: " * (self.name == NOT_BUILT)
+        lag = (*[0.0] * self.ahead, *run.lag)
+        return replace(done, policy=self.name, lag=lag, reason=f"{built}partial rollouts: {more}{done.reason}", planned=expected)
+
+    def _search(self, times: PhaseTimes, view: StepInput, planner: Planner, generation: Generation) -> StepPlanSettings:
+        """Return the plan of a step, from scenarios of what is in flight."""
+
+        def trial(rollout: str) -> Callable[[StepInput, StepPlanSettings], StepRun]:
+            return lambda seen, plan: _ours(times, seen, plan, generation, 0.0, rollout)
+
+        given, planner.given = planner.given, view
+        plan = planner.search(self.name, trial("ours"), trial(ROUGH_POLICY), candidates(times), partial(neighbours, times))
+        planner.given = given
+        return plan
+
+    def _rollouts(self, times: PhaseTimes) -> int:
+        """Return how many rollouts a response may outlive."""
+        return times.setting.max_lag_steps - self.ahead
+
+    def _choose(self, times: PhaseTimes, given: StepInput, planner: Planner) -> tuple[StepPlanSettings, float]:
+        plans = self.plans(times)
+        shares = MORE if self._rollouts(times) else (0.0,)
+        base = planner.reference(planner.views()[0])
+        prefer = planner.prefer if self.steps is _ours else 1.0
+
+        def score(option: tuple[StepPlanSettings, float]) -> float:
+            _, _, done = self._filled(times, given, *option, more_steps=TRIED)
+            seconds, cost = (float(np.mean([getattr(k, name) for k in done[-TRIED:]])) for name in ("time_s", "full"))
+            return prefer * seconds / base.time_s + (1 - prefer) * cost / base.full
+
+        return min(((plan, share) for plan in plans for share in shares), key=score)
+
+    def _filled(
+        self, times: PhaseTimes, given: StepInput, plan: StepPlanSettings, share: float, more_steps: int = 0
+    ) -> tuple[InFlight, float, list[StepRun]]:
+        """Run steps on scenarios until groups have every age, and `more_steps` after that.
+
+        Returns what is in flight then, the tokens of the last batch, and the steps.
+        """
+        state, done = InFlight.empty(given, self._rollouts(times)), []
+        learned = float(given.scenarios.mean(1).sum() + given.prompts.sum())
+        for k in range(self._rollouts(times) + 1 + more_steps):
+            drawn = replace(given, lengths=given.scenarios[:, k % given.scenarios.shape[1]], is_trial=True, cache={})
+            state = state.begin(drawn)
+            if k == 0 and share:
+                state = state.begin(replace(drawn, lengths=given.scenarios[:, -1]), round(share * state.quota))
+            generation = Generation(state)
+            done.append(self.steps(times, state.step_input(drawn, times.setting.response_limit), plan, generation, learned, ROUGH_POLICY))
+            run = generation.last
+            assert run is not None and run.after is not None and run.trained is not None
+            state, learned = run.after, float(run.trained.tokens.sum())
+        return state, learned, done
+
+
+def _april(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: Generation, learned: float, rollout: str) -> StepRun:
+    d, times = times.devices, times.at(plan.width)
+    run = generate(times, given, "fixed", engines=plan.engines, prefer=1.0, wake_s=times.warm_s)
+    assert run.trained is not None
+    tokens = float(run.trained.tokens.sum())
+    after = times.prepare_s(tokens, d) + times.learn_s(tokens, d)
+    end = run.end_s + after
+    busy = min(run.busy(times.width) + after * d, end * d)
+    wide = f"; engines of {plan.width} devices" * bool(plan.width)
+    return StepRun("april", end, end * d, busy, run.end_s, 0, (DeviceHold("all phases", d, 0.0, end),), f"{d} devices for everything{wide}")
+
+
+def _separate(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: Generation, learned: float, rollout: str) -> StepRun:
+    d, m, times = times.devices, plan.late, times.at(plan.width)
+    sent, learn = times.broadcast_s, times.prepare_s(learned, m) + times.learn_s(learned, m)
+    run = generate(
+        times,
+        given,
+        "fixed",
+        engines=plan.engines,
+        prefer=1.0,
+        capacity=times.static_capacity,
+        transfer_s=sent,
+        wake_s=0.0,
+        least_s=sent + learn,
+    )
+    end = max(run.end_s, sent + learn)
+    busy = min(run.busy(times.width) + learn * m, end * d)
+    wide = f" of {plan.width} devices" * bool(plan.width)
+    holds = (DeviceHold("engines", d - m, 0.0, end), DeviceHold("trainers", m, 0.0, end))
+    return StepRun("fixed", end, end * d, busy, run.end_s, 0, holds, f"{plan.engines} engines{wide}, {m} trainers")
+
+
+def _ours(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: Generation, learned: float, rollout: str) -> StepRun:
+    return elastic(times, given, plan, rollout=rollout, generate=generate)
+
+
+def _whole(times: PhaseTimes) -> list[StepPlanSettings]:
+    """Return engines on all devices and learning on all of them, at every width."""
+    return [StepPlanSettings(t.engines, 1.0, 0, t.devices, width=t.width if times.wider else 0) for t in times.widths]
+
+
+def _halves(times: PhaseTimes) -> list[StepPlanSettings]:
+    """Return plans like those that the search finds: a learner on about half of the devices beside engines on the others."""
+    found = []
+    for plan in _whole(times):
+        t = times.at(plan.width)
+        early = min(t.sizes(t.devices - t.width) or [0], key=lambda m: abs(m - t.devices / 2))
+        found += [replace(plan, prefer=PREFERS[-1], engines=max(1, (t.devices - early) // t.width), early=early, share=SHARES[0])]
+    return [plan for plan in found if fits(times, plan)] or _whole(times)
+
+
+def partial_policies() -> dict[str, Policy]:
+    """Return the policies by name, with empty pipelines.
+
+    `fixed` has separate pools that both work all the time, and engines that take new weights between two tokens: AReaL
+    (arXiv 2505.24298), ROLL Flash (arXiv 2510.11345) and verl's fully asynchronous trainer. `april` holds all devices
+    for one phase after the other, and ends the rollout when a batch is complete (arXiv 2509.18521). Ours gives devices
+    back, lets a learner work beside the tail, and is not built yet.
+    """
+    return {
+        "fixed": Partial("fixed", _separate, splits, ahead=1),
+        "april": Partial("april", _april, _whole, ahead=0),
+        NOT_BUILT: Partial(NOT_BUILT, _ours, _halves, ahead=0),
+    }

@@ -1,0 +1,230 @@
+"""A rollout that ends when enough groups are complete. Unfinished responses go on in the next one, under newer weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from placement.simulate.narrowing import Narrowed, Narrowing
+from placement.simulate.phase_times import PhaseTimes
+from placement.simulate.rollout.decoding import ActorLease, VirtualEngines
+from placement.simulate.rollout.run_policy import MAX_DECISIONS, Result, make_view
+from placement.simulate.rollout.view import RolloutJob
+from placement.simulate.simulate_step import DECISION_SHARE, SimulatedRollout, StepInput
+
+LONGER = 0.25  # of its tokens: how much longer a response is expected to be that has outlived every scenario
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """The responses of groups that are not trained yet, also those that have ended. Arrays have one row per response.
+
+    lengths (n,): true tokens of the whole response. prompts (n,): prompt tokens. group (n,): number of the prompt.
+    scenarios (n, S): forecast before the first token. drawn (n, K): tokens by rollout, the latest first; K is one more
+    than the rollouts that a response may outlive. age (n,): rollouts since the group was begun. quota: groups to train.
+    """
+
+    lengths: np.ndarray
+    prompts: np.ndarray
+    group: np.ndarray
+    scenarios: np.ndarray
+    drawn: np.ndarray
+    age: np.ndarray
+    quota: int
+
+    @classmethod
+    def empty(cls, given: StepInput, rollouts: int) -> InFlight:
+        """Return the state before the first group. rollouts: that a response may outlive."""
+        none, whole = np.zeros(0), np.zeros(0, int)
+        scenarios, drawn = np.zeros((0, given.scenarios.shape[1])), np.zeros((0, rollouts + 1))
+        return cls(none, none, whole, scenarios, drawn, whole, len(np.unique(given.group)))
+
+    def begin(self, given: StepInput, groups: int | None = None) -> InFlight:
+        """Add the groups of a step, or its first ones."""
+        new = given.group < (self.quota if groups is None else groups)
+        first = int(self.group.max(initial=-1)) + 1
+        return replace(
+            self,
+            lengths=np.r_[self.lengths, given.lengths[new]],
+            prompts=np.r_[self.prompts, given.prompts[new]],
+            group=np.r_[self.group, given.group[new] + first],
+            scenarios=np.r_[self.scenarios, given.scenarios[new]],
+            drawn=np.r_[self.drawn, np.zeros((int(new.sum()), self.drawn.shape[1]))],
+            age=np.r_[self.age, np.zeros(int(new.sum()), int)],
+        )
+
+    @property
+    def generated(self) -> np.ndarray:
+        return self.drawn.sum(1)
+
+    @property
+    def live(self) -> np.ndarray:
+        """(n,) whether the response goes on."""
+        return self.generated < self.lengths - 1e-6
+
+    def step_input(self, given: StepInput, limit: int) -> StepInput:
+        """Return the live responses as a step's input: what is left of each, after the context that it has. limit: of a response."""
+        live, made = self.live, self.generated
+        context, left = self.prompts[live] + made[live], (self.lengths - made)[live]
+        return replace(
+            given,
+            lengths=left,
+            prompts=context,
+            group=self.group[live],
+            scenarios=_remaining(self.scenarios[live], made[live], limit),
+            cache={},
+        )
+
+    def must_end(self) -> np.ndarray:
+        """(groups,) numbers of the groups that may not outlive another rollout."""
+        return np.unique(self.group[self.age >= self.drawn.shape[1] - 1])
+
+
+def _remaining(scenarios: np.ndarray, made: np.ndarray, limit: int) -> np.ndarray:
+    """Return (n, S) forecasts of the tokens that are left after `made` (n,) tokens."""
+    left = scenarios - made[:, None]
+    for row in np.flatnonzero((left <= 0).any(1)):
+        longer = left[row][left[row] > 0]
+        left[row] = np.resize(longer, left.shape[1]) if len(longer) else LONGER * made[row]
+    return np.clip(left, 1, np.maximum(1, limit - made)[:, None])
+
+
+@dataclass(frozen=True)
+class PartialRollout(SimulatedRollout):
+    """A rollout that ended early. after: what is in flight then.
+
+    lag: share of the batch's tokens by the rollout that drew them, the latest first.
+    """
+
+    after: InFlight | None = None
+    lag: tuple[float, ...] = (1.0,)
+
+
+class Generation:
+    """Generates until the quota of groups is complete, and all that must be. Keeps its last rollout."""
+
+    def __init__(self, state: InFlight) -> None:
+        self.state = state
+        self.last: PartialRollout | None = None
+
+    def __call__(
+        self,
+        times: PhaseTimes,
+        given: StepInput,
+        policy: str,
+        *,
+        engines: int,
+        prefer: float,
+        capacity: int | None = None,
+        transfer_s: float | None = None,
+        wake_s: float | None = None,
+        narrowings: tuple[Narrowing, ...] = (),
+        least_s: float = 0.0,
+    ) -> PartialRollout:
+        """Simulate the rollout, as `roll_out` does. least_s: go on at least until then, if there is something to generate.
+
+        given: the live responses, as `InFlight.step_input` makes them, or a scenario of them.
+        """
+        start = (times.wake_s if wake_s is None else wake_s) + (times.reshard_s if transfer_s is None else transfer_s)
+        key = (policy, times.width, engines, prefer, capacity, start, narrowings, least_s)
+        if key not in given.cache:
+            job = RolloutJob(
+                given.scenarios,
+                times.speed,
+                max(1, min(engines, len(given.lengths))),
+                prefer,
+                times.migrate_s,
+                start,
+                given.prompts,
+                capacity or times.capacity,
+                DECISION_SHARE * (4 if given.is_trial else 1) * times.setting.response_limit * times.speed.base_s,
+                given.seed,
+                given.group,
+            )
+            given.cache[key] = self._made(times, given, job, Narrowed(policy, job, narrowings), start, least_s)
+        found = given.cache[key]
+        assert isinstance(found, PartialRollout)
+        self.last = found
+        return found
+
+    def _made(
+        self, times: PhaseTimes, given: StepInput, job: RolloutJob, policy: Narrowed, start_s: float, least_s: float
+    ) -> PartialRollout:
+        state, live = self.state, self.state.live
+        prefill = times.prefill_s(self._prefilled(given), job.max_actors)
+        numbers, at = np.unique(state.group, return_inverse=True)
+        must = np.isin(numbers, state.must_end())
+
+        def completed(finish_s: np.ndarray) -> np.ndarray:
+            """(groups,) when each is complete, infinite if it is not yet."""
+            each, all_s = np.zeros(len(state.lengths)), np.zeros(len(numbers))
+            each[live] = np.where(np.isnan(finish_s), np.inf, finish_s)
+            np.maximum.at(all_s, at, each)
+            return all_s
+
+        def enough(finish_s: np.ndarray) -> float:
+            all_s = completed(finish_s)
+            return max(float(all_s[must].max(initial=0.0)), float(np.sort(all_s)[state.quota - 1]), least_s - prefill)
+
+        result, generated = run_until(given.lengths, job, policy, enough)
+        all_s = completed(np.where(generated >= given.lengths - 1e-6, result.finish_s, np.nan))
+        order = np.lexsort((all_s, ~must))
+        batch = np.isin(at, order[: state.quota])
+        new = np.zeros(len(state.lengths))
+        new[live] = generated
+        drawn = np.c_[new, state.drawn[:, :-1]]
+        whole = state.lengths.copy()
+        whole[live] = state.generated[live] + given.lengths  # a scenario's, if it is one
+        finish = np.zeros(len(state.lengths))
+        finish[live] = result.finish_s
+        trained = replace(
+            given, lengths=whole[batch], prompts=state.prompts[batch], group=np.unique(state.group[batch], return_inverse=True)[1], cache={}
+        )
+        kept = replace(
+            state,
+            **{name: getattr(state, name)[~batch] for name in ("lengths", "prompts", "group", "scenarios")},
+            drawn=drawn[~batch],
+            age=state.age[~batch] + 1,
+        )
+        by_lag = drawn[batch].sum(0) / drawn[batch].sum()
+        leases = tuple(ActorLease(k.actor, k.from_s + (prefill if k.from_s else 0.0), k.to_s + prefill) for k in result.leases)
+        return PartialRollout(
+            replace(result, finish_s=finish[batch]), prefill, start_s, leases, trained, kept, tuple(float(share) for share in by_lag)
+        )
+
+    def _prefilled(self, given: StepInput) -> float:
+        """Return the tokens to prefill: the prompt of each new group once, and the whole context of what goes on.
+
+        The KV of older weights is not used: every context is computed again.
+        """
+        begun = self.state.generated[self.state.live] > 0
+        first = np.unique(given.group[~begun], return_index=True)[1]
+        return float(given.prompts[begun].sum() + given.prompts[~begun][first].sum())
+
+
+def run_until(lengths: np.ndarray, job: RolloutJob, policy: Narrowed, enough: Callable[[np.ndarray], float]) -> tuple[Result, np.ndarray]:
+    """Run a rollout until it is enough. Returns its outcome and the tokens (n,) of each sequence.
+
+    enough: when the rollout may end, from the end of each sequence (NaN: unfinished). Infinite if that is not known yet.
+    """
+    engine = VirtualEngines(lengths, job.prompts, job.speed, job.start_s, job.migrate_s, job.capacity)
+    for _ in range(MAX_DECISIONS):
+        at = engine.time_s
+        action = policy.decide(make_view(engine, job))
+        if action is not None:
+            engine.place(action.actor, action.hold)
+        before = copy.deepcopy(engine)
+        engine.advance(at + job.interval_s)
+        end = enough(engine.finish_s)
+        if end <= engine.time_s:
+            engine = before
+            engine.advance(end)
+        if end <= engine.time_s or engine.finished.all():
+            engine.finish()
+            cost = float(sum(lease.to_s - lease.from_s for lease in engine.leases))
+            leases = tuple(sorted(engine.leases, key=lambda lease: (lease.from_s, lease.actor)))
+            return Result(engine.time_s, cost, leases, engine.finish_s, engine.moves, ()), engine.generated
+    raise RuntimeError(f"the policy left {int((~engine.finished).sum())} sequences undecoded after {MAX_DECISIONS} decisions")
