@@ -219,7 +219,7 @@ class ReplayedLearner:
         if state is not None:
             saved = read_source(state)
             self.digest, self.updates = bytes(saved["model.safetensors"]), int(bytes(saved["learner.json"]))
-        return {"memory_mb": 1.0, "spans": []}
+        return {"memory_mb": 1.0, "spans": [], "sharing_obstacle": ""}
 
     def accumulate(self, batch: Any, threads: int) -> list[Span]:
         self.early += batch.tokens.tobytes()
