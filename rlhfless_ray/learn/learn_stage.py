@@ -218,7 +218,7 @@ class LearnStage:
             stats: UpdateStats = update.result()
             if restarts == self.worker_group.recovery.restarts:
                 waited_s = time.monotonic() - began_s  # also for a rollout, if the steps overlap
-                took_s = self.worker_group.update_s if self.context.recipe.rollout.max_lag_steps else waited_s
+                took_s = self.worker_group.update_s if self.context.recipe.rollout.rolls_out_ahead else waited_s
                 self.context.autoscaler.observe_update(self._slots(), samples, took_s)
             return stats
 

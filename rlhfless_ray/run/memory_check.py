@@ -207,7 +207,7 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
             found.append(Need(f"a {name} rank", model.key, rank.training, True))
             own = tuple((what, ranks * size) for what, size in rank.training)
             found.append(Need(f"the {name}'s update{several}", model.key, (*driver, *others, *own)))
-            if name == "learner" and recipe.rollout.max_lag_steps:
+            if name == "learner" and recipe.rollout.rolls_out_ahead:
                 versions = (("in the object store", policy.parameters * width),)  # engines may still load the one before
                 beside = (*versions, *((what, recipe.rollout.min_actors * size) for what, size in engines))
                 found.append(Need("the rollout beside the learner's update", model.key, (*driver, *others, *own, *beside)))
@@ -366,7 +366,7 @@ def _changes(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Leng
         shorter //= 2
     if not recipe.lora.rank:
         yield {"lora.rank": 16}
-    if rollout.max_lag_steps and room.resource != GPU:
+    if rollout.rolls_out_ahead and room.resource != GPU:
         yield {"rollout.max_lag_steps": 0}
 
 

@@ -42,6 +42,7 @@ from rlhfless_ray.run.memory_check import check_ahead, check_on, least_mb, lengt
 from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.runtime.agreement import Agreement
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
+from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.runtime.step_operations import StepOperations
 from rlhfless_ray.runtime.worker_pools import ActorClasses, check_adapter, create_worker_pools
@@ -110,6 +111,7 @@ class Runtime(StepOperations):
             recipe = recipe.model_copy(update={"run": run})
         self.recipe = recipe
         self.dynamic_sampling = DynamicSampling(recipe, self.cursor)
+        self.partial = PartialRollouts(recipe)
         self.autoscaler = Autoscaler(recipe, ANY_SPEED)
         self.cluster = RayCluster(recipe, parameter_count(self.files))
         self.cursor_done = self.cursor.state()

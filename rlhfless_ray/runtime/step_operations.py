@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from placement.forecast.forecaster import Scenarios
@@ -24,6 +25,7 @@ from rlhfless_ray.local.memory_watch import MemoryWatch, memory_metrics
 from rlhfless_ray.prefix.step_prefixes import StepPrefixes
 from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.rollout.overlap import OverlapScheduler
+from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.staleness import check_lag
 from rlhfless_ray.run.context import RunContext
@@ -80,18 +82,29 @@ class StepOperations(CheckpointedRun):
         """The number of the last step. Filtered groups can lower it by using up an episode's prompts early."""
         return self.recipe.run.steps
 
-    def next_prompts(self) -> list[Prompt]:
-        return [self.prompts.train[i] for i in self.cursor.next(self.dynamic_sampling.first)]
+    def next_prompts(self, step: Step) -> list[Prompt]:
+        """Return the prompts of a step. With rollout.partial the first ones are those of responses in flight."""
+        if self.recipe.rollout.partial == "off":
+            return self._draw(self.dynamic_sampling.first)
+        step.partial = self.partial.begin(step.number, self.last_step - step.number + 1, self._draw)
+        return [group.prompt for group in step.partial.groups]
+
+    def _draw(self, count: int) -> list[Prompt]:
+        return [self.prompts.train[i] for i in self.cursor.next(count)]
 
     def forecast(self, step: Step) -> Scenarios:
-        return self.autoscaler.forecast(step.prompts, step.number)
+        forecast = self.autoscaler.forecast(step.prompts, step.number)
+        if step.partial is not None:
+            step.work = self.autoscaler.safely("the forecast", partial(step.partial.forecast_work, forecast), lambda: None)
+        return forecast
 
     def plan(self, step: Step) -> RolloutPlan:
         most = self.context.max_actors
         if self.in_update and self.rolls_out_ahead:  # engines get what the learner leaves
             learner = [lease for rank in self.worker_group.by_rank for lease in rank.leases]
             most = min(most, most_instances(self.leases.matching({}), self.recipe.rollout.tensor_parallel, learner))
-        plan = self.autoscaler.plan(step.forecast, step.prompts, most, step=step.number, warm=self.rollout_stage.warm)
+        scenarios = step.forecast if step.work is None else Scenarios.from_matrix(step.work)
+        plan = self.autoscaler.plan(scenarios, step.prompts, most, step=step.number, warm=self.rollout_stage.warm)
         if failed(plan.decision):
             self.record.progress.message(f"step {step.number}: {plan.reason}")
         return plan
@@ -116,7 +129,7 @@ class StepOperations(CheckpointedRun):
     @property
     def rolls_out_ahead(self) -> bool:
         """Whether the next step's responses are generated while the learner works."""
-        return self.recipe.rollout.max_lag_steps > 0
+        return self.recipe.rollout.rolls_out_ahead
 
     def has_responses(self, step: Step) -> bool:
         """Return whether the step's responses were generated ahead, by this process or before a resume."""
@@ -141,12 +154,24 @@ class StepOperations(CheckpointedRun):
         assert self.weights is not None
         count = self.recipe.rollout.samples_per_prompt
         overlap = None
-        if not self.in_update:
+        if not self.in_update and step.partial is None:
             overlap = OverlapScheduler(self.score_stage, self.learn_stage, self.broker, len(step.prompts), count)
         samples = self.rollout_stage.generate(step, self.weights, overlap)
         if self.in_update:
             self.ahead = [replace(sample) for sample in samples]
-        return samples
+        return samples if step.partial is None else self._take_groups(step, step.partial, samples)
+
+    def _take_groups(self, step: Step, batch: PartialBatch, samples: list[Sample]) -> list[Sample]:
+        """Return the samples of the groups that the step trains, and make them its prompts and forecast. The others stay in flight."""
+        self.record.completion_order(step.number, batch, samples)
+        trained, metrics = self.partial.take(batch, samples)
+        assert batch.chosen is not None
+        rows = [g * batch.count + n for g in batch.chosen for n in range(batch.count)]
+        step.prompts = [batch.groups[g].prompt for g in batch.chosen]
+        step.forecast = Scenarios.from_matrix(step.forecast.lengths[rows])
+        seconds = metrics["partial/recomputed_tokens"] * self.autoscaler.terms.prefill.per_unit_s
+        step.metrics |= metrics | {"partial/recomputed_s": seconds}
+        return trained
 
     def score_phase(self) -> AbstractContextManager[None]:
         return self._accounted("score", self.score_stage.phase())
@@ -184,7 +209,7 @@ class StepOperations(CheckpointedRun):
         # groups that filtering keeps for the next step are one version old there
         most = max(self.recipe.rollout.max_lag_steps, int(self.recipe.algorithm.filter_range is not None))
         lag = check_lag(samples, self.step.number - 1, most)
-        if self.rolls_out_ahead:
+        if self.recipe.rollout.max_lag_steps:
             self.step.metrics |= lag
         return self.learn_stage.advantages(samples)
 
@@ -278,7 +303,7 @@ class StepOperations(CheckpointedRun):
     def _close(self, step: Step, starts_next: bool = False) -> dict[str, float]:
         self.steps_done, self.cursor_done, self.unrecorded = step.number, self.cursor_after, False
         self.refill_done = self.dynamic_sampling.state()
-        self.ahead_done = self.ahead
+        self.ahead_done, self.in_flight_done = self.ahead, self.partial.in_flight
         step.phase_s, step.wall_s = self.phases.take()
         step.phase_s["passes"] = self.learn_stage.passes_s
         self.ledger.begin_step(step.number + starts_next)

@@ -1,0 +1,79 @@
+"""Runs whose responses outlive a step: versions and log-probabilities token by token, the bound, and resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.learn.policy_model import load_model
+from rlhfless_ray.types import Sample, Step
+from rlhfless_ray.weights.load_policy import initial_policy
+from rlhfless_ray.weights.model_folder import as_folder
+from tests.conftest import small_recipe
+
+pytestmark = [pytest.mark.ray, pytest.mark.engine]
+
+PARTIAL = {
+    "rollout__partial": "continue",
+    "rollout__max_lag_steps": 2,
+    "rollout__oversample": 2,
+    "rollout__max_tokens": 256,
+    "rollout__stream_interval_s": 0.02,
+    "checkpoint__every_steps": 1,
+    "checkpoint__keep": 9,
+}
+
+
+def rows(run: Path) -> list[dict[str, float]]:
+    return [row for line in (run / "metrics.jsonl").read_text().splitlines() if (row := json.loads(line)).get("step")]
+
+
+def recomputed(recipe: Recipe, folder: Path, steps: list[Step]) -> dict[int, dict[int, np.ndarray]]:
+    """Log-probabilities of each response under each version that drew a part of it, by id of the sample and version."""
+    files, _ = initial_policy(recipe)
+    with as_folder(files) as initial:
+        model = load_model(initial, "float32", False)
+    drawn: dict[int, list[Sample]] = {}
+    for step in steps:
+        for sample in step.samples:
+            for version, _ in sample.completion.versions:
+                drawn.setdefault(version, []).append(sample)
+    found: dict[int, dict[int, np.ndarray]] = {}
+    for version, by in drawn.items():
+        weights = load_file(folder / "checkpoints" / f"step_{version}" / "model.safetensors")
+        model.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()}, strict=False)
+        for sample in by:
+            prompt, response = sample.prompt.token_ids, sample.completion.token_ids
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *response.tolist()]])).logits[0, len(prompt) - 1 : -1]
+            found.setdefault(id(sample), {})[version] = logits.log_softmax(-1).numpy()[np.arange(len(response)), response]
+    return found
+
+
+def test_each_token_has_the_log_probability_of_its_version_across_updates(tmp_path: Path) -> None:
+    recipe = Recipe.parse(small_recipe(tmp_path, **PARTIAL))
+    with Runtime(recipe) as run:
+        steps = list(run)
+    folder = tmp_path / "runs" / "small"
+    under, mixed = recomputed(recipe, folder, steps), 0
+    for step in steps:
+        assert len(step.samples) == 32
+        for sample in step.samples:
+            versions = sample.completion.versions
+            mixed += len(versions) > 1
+            assert step.number - 1 - versions[0][0] <= 2
+            wanted, at = [], 0
+            for version, tokens in versions:
+                wanted += under[id(sample)][version][at : at + tokens].tolist()
+                at += tokens
+            np.testing.assert_allclose(sample.completion.logprobs, wanted, atol=1e-4)
+    assert mixed > 0
+    told = rows(folder)
+    assert max(row["lag/max"] for row in told) in (1, 2) and told[-1]["partial/in_flight_groups"] == 0
+    assert sum(row["partial/recomputed_tokens"] for row in told) > 0
