@@ -15,7 +15,6 @@ import numpy as np
 if TYPE_CHECKING:
     from placement.forecast.forecaster import Scenarios
     from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
-    from rlhfless_ray.rollout.partial_batch import PartialBatch
 
 
 UNFINISHED = "cut"  # finish reason of a response that goes on in the next step
@@ -188,7 +187,7 @@ class Step:
     # None only until `loop.py` sets them, before anything reads them
     forecast: Scenarios = None  # type: ignore[assignment]  # joint draws of every response's length
     plan: RolloutPlan = None  # type: ignore[assignment]
-    partial: PartialBatch | None = None  # with rollout.partial: the groups at work
+    partial_batch: Any = None  # a `PartialBatch`, the groups at work; None without rollout.partial
     work: np.ndarray | None = None  # (n, S) forecast tokens that its rollout generates; None: whole responses
     prefixes: Any = None  # a `StepPrefixes`, which holds Ray references; None: no prefix KV in this run
     answers: list[Sample] = field(default_factory=list)  # all responses to its prompts

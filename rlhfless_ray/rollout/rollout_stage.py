@@ -89,8 +89,8 @@ class RolloutStage:
         """Return the unfinished requests of each engine, without engines that get none."""
         count = self.context.recipe.rollout.samples_per_prompt
         shares = step.plan.shares(engines, step.expected_work.mean(1), np.repeat(np.arange(len(step.prompts)), count))
-        if step.partial is not None:
-            shares = [share[step.partial.unfinished[share]] for share in shares]
+        if step.partial_batch is not None:
+            shares = [share[step.partial_batch.unfinished[share]] for share in shares]
         return [share for share in shares if len(share)]
 
     def _order_engines(self, step: Step, shares: list[np.ndarray], weights: WeightVersion) -> None:
@@ -131,7 +131,7 @@ class RolloutStage:
     def generate(self, step: Step, weights: WeightVersion, overlap: OverlapScheduler | None) -> list[Sample]:
         """Generate every response to the step's prompts, as samples without reward. `overlap`: works on slots that engines left."""
         count = self.context.recipe.rollout.samples_per_prompt
-        lengths, partial_batch = step.expected_work, step.partial
+        lengths, partial_batch = step.expected_work, step.partial_batch
         if partial_batch is None:
             requests = make_step_requests(self.context.recipe, step.number, step.prompts, step.before)
         else:

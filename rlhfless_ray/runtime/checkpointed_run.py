@@ -37,7 +37,7 @@ class CheckpointedRun:
     prompts: PromptSet
     cursor: Cursor
     dynamic_sampling: DynamicSampling
-    partial: PartialRollouts
+    partial_rollouts: PartialRollouts
     autoscaler: Autoscaler
     stages: Stages
     rollout_stage: RolloutStage
@@ -63,7 +63,7 @@ class CheckpointedRun:
             "cursor": self.cursor_done,
             "refill": self.refill_done,
             **({"ahead": [as_json(sample) for sample in self.ahead_done]} if self.ahead_done else {}),
-            **({"in_flight": self.partial.state(self.in_flight_done)} if self.in_flight_done else {}),
+            **({"in_flight": self.partial_rollouts.state(self.in_flight_done)} if self.in_flight_done else {}),
             "autoscaler": self.autoscaler.state(),
             "learning": self.learn_stage.state(),
             "moves": self.rollout_stage.state(),
@@ -82,8 +82,9 @@ class CheckpointedRun:
             self.dynamic_sampling.restore(state.get("refill", []), self.prompts.train)
             self.refill_done = self.dynamic_sampling.state()
         self.ahead_done = [from_json(row, self.prompts.train) for row in state.get("ahead", [])]
-        self.partial.restore(state.get("in_flight", []), self.prompts.train)
-        self.in_flight_done = self.partial.in_flight
+        if groups := state.get("in_flight"):
+            self.partial_rollouts.restore(groups, self.prompts.train)
+            self.in_flight_done = self.partial_rollouts.in_flight
         try:
             self.autoscaler.restore(state["autoscaler"])
         except (KeyError, TypeError, ValueError) as error:

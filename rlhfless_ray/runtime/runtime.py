@@ -111,7 +111,7 @@ class Runtime(StepOperations):
             recipe = recipe.model_copy(update={"run": run})
         self.recipe = recipe
         self.dynamic_sampling = DynamicSampling(recipe, self.cursor)
-        self.partial = PartialRollouts(recipe)
+        self.partial_rollouts = PartialRollouts(recipe)
         self.autoscaler = Autoscaler(recipe, ANY_SPEED)
         self.cluster = RayCluster(recipe, parameter_count(self.files))
         self.cursor_done = self.cursor.state()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from placement.forecast.forecaster import Scenarios
@@ -86,16 +85,17 @@ class StepOperations(CheckpointedRun):
         """Return the prompts of a step. With rollout.partial the first ones are those of responses in flight."""
         if self.recipe.rollout.partial == "off":
             return self._draw(self.dynamic_sampling.first)
-        step.partial = self.partial.begin(step.number, self.last_step - step.number + 1, self._draw)
-        return [group.prompt for group in step.partial.groups]
+        step.partial_batch = self.partial_rollouts.begin(step.number, self.last_step - step.number + 1, self._draw)
+        return [group.prompt for group in step.partial_batch.groups]
 
     def _draw(self, count: int) -> list[Prompt]:
         return [self.prompts.train[i] for i in self.cursor.next(count)]
 
     def forecast(self, step: Step) -> Scenarios:
         forecast = self.autoscaler.forecast(step.prompts, step.number)
-        if step.partial is not None:
-            step.work = self.autoscaler.safely("the forecast", partial(step.partial.forecast_work, forecast), lambda: None)
+        batch = step.partial_batch
+        if batch is not None:
+            step.work = self.autoscaler.safely("the forecast", lambda: batch.forecast_work(forecast), lambda: None)
         return forecast
 
     def plan(self, step: Step) -> RolloutPlan:
@@ -154,17 +154,17 @@ class StepOperations(CheckpointedRun):
         assert self.weights is not None
         count = self.recipe.rollout.samples_per_prompt
         overlap = None
-        if not self.in_update and step.partial is None:
+        if not self.in_update and step.partial_batch is None:
             overlap = OverlapScheduler(self.score_stage, self.learn_stage, self.broker, len(step.prompts), count)
         samples = self.rollout_stage.generate(step, self.weights, overlap)
         if self.in_update:
             self.ahead = [replace(sample) for sample in samples]
-        return samples if step.partial is None else self._take_groups(step, step.partial, samples)
+        return samples if step.partial_batch is None else self._take_groups(step, step.partial_batch, samples)
 
     def _take_groups(self, step: Step, batch: PartialBatch, samples: list[Sample]) -> list[Sample]:
         """Return the samples of the groups that the step trains, and make them its prompts and forecast. The others stay in flight."""
         self.record.completion_order(step.number, batch, samples)
-        trained, metrics = self.partial.take(batch, samples)
+        trained, metrics = self.partial_rollouts.take(batch, samples)
         assert batch.chosen is not None
         rows = [g * batch.count + n for g in batch.chosen for n in range(batch.count)]
         step.prompts = [batch.groups[g].prompt for g in batch.chosen]
@@ -303,7 +303,7 @@ class StepOperations(CheckpointedRun):
     def _close(self, step: Step, starts_next: bool = False) -> dict[str, float]:
         self.steps_done, self.cursor_done, self.unrecorded = step.number, self.cursor_after, False
         self.refill_done = self.dynamic_sampling.state()
-        self.ahead_done, self.in_flight_done = self.ahead, self.partial.in_flight
+        self.ahead_done, self.in_flight_done = self.ahead, self.partial_rollouts.in_flight
         step.phase_s, step.wall_s = self.phases.take()
         step.phase_s["passes"] = self.learn_stage.passes_s
         self.ledger.begin_step(step.number + starts_next)
