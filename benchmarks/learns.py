@@ -1,10 +1,10 @@
 """Does every way to credit a response learn? `python -m benchmarks.learns [--quick] [--only NAME …] [section.key=value …]`.
 
 One run of the quickstart's task and warm-started policy for each estimator, shorter than the quickstart, on the same prompts and
-seed; then group_norm with engines in int8, one step off, and with partial rollouts, where importance weights correct; then PPO as it is usually meant: a critic, a
-KL penalty in the reward and a reward model (`train_reward_model.py`) in the verifier's place. Accuracy is the verifier's in all of
-them, on held-out prompts, before the first step and after the last one. All runs share this process and one Ray. Curves do not
-depend on what else the machine does; times do, and are not reported.
+seed; then group_norm with engines in int8, one step off, and with partial rollouts, where importance weights correct; then PPO as it
+is usually meant: a critic, a KL penalty in the reward and a reward model (`train_reward_model.py`) in the verifier's place. Accuracy
+is the verifier's in all of them, on held-out prompts, before the first step and after the last one. All runs share this process
+and one Ray. Curves do not depend on what else the machine does; times do, and are not reported.
 """
 
 from __future__ import annotations

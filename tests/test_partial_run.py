@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.learn.policy_model import load_model
 from rlhfless_ray.types import Sample, Step
@@ -77,3 +80,50 @@ def test_each_token_has_the_log_probability_of_its_version_across_updates(tmp_pa
     told = rows(folder)
     assert max(row["lag/max"] for row in told) in (1, 2) and told[-1]["partial/in_flight_groups"] == 0
     assert sum(row["partial/recomputed_tokens"] for row in told) > 0
+
+
+class Struck(Runtime):
+    """Kills the only engine in step 2's rollout."""
+
+    def generate(self, step: Step) -> list[Sample]:
+        record, self.struck = self.context.record, getattr(self, "struck", False)
+        phase = record.progress.phase
+
+        def strike(what: str) -> None:
+            phase(what)
+            if step.number == 2 and not self.struck and self.rollout.working and (pid := pid_of(self.rollout.working[0])):
+                self.struck = True
+                os.kill(pid, signal.SIGKILL)
+
+        record.progress.phase = strike  # type: ignore[method-assign]
+        try:
+            return super().generate(step)
+        finally:
+            record.progress.phase = phase  # type: ignore[method-assign]
+
+
+def test_a_resumed_run_goes_on_with_what_was_in_flight(tmp_path: Path) -> None:
+    """An engine is lost in step 2, and the run is stopped in the middle of step 3."""
+    tree = small_recipe(tmp_path, **PARTIAL)
+    with Struck(Recipe.parse(tree)) as run:
+        for step in run:
+            if step.number == 2:
+                break
+    assert run.struck and step.metrics["rollout/orphans"] > 0
+    state = json.loads((tmp_path / "runs" / "small" / "checkpoints" / "step_2" / "driver.json").read_text())
+    in_flight = {(g["row"], g["begun"]): [s["completion"] for s in g["samples"]] for g in state["in_flight"]}
+    assert len(in_flight) == step.metrics["partial/in_flight_groups"] == 8
+    with Runtime(Recipe.parse(tree), resume=True) as run:
+        steps = list(run)
+    assert [step.number for step in steps] == [3, 4]
+    order = json.loads((tmp_path / "runs" / "small" / "samples" / "order_3.json").read_text())
+    assert [tuple(group) for group in order["groups"][:8]] == list(in_flight)
+    after = {tuple(order["groups"][g]): n for n, g in enumerate(order["trained"])}
+    went_on = [
+        (begun, steps[0].samples[4 * after[name] + k]) for name in in_flight if name in after for k, begun in enumerate(in_flight[name])
+    ]
+    assert went_on
+    for begun, sample in went_on:
+        assert sample.completion.token_ids[: len(begun["token_ids"])].tolist() == begun["token_ids"]
+        assert sample.completion.logprobs[: len(begun["logprobs"])].tolist() == np.array(begun["logprobs"], np.float32).tolist()
+    assert {row["step"]: row["partial/in_flight_groups"] for row in rows(tmp_path / "runs" / "small")} == {1: 8, 2: 8, 3: 8, 4: 0}

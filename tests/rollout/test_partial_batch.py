@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.forecast.forecaster import Scenarios
+from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.partial_batch import PartialBatch, choose_groups, find_late
 from rlhfless_ray.rollout.staleness import check_lag
@@ -124,3 +126,29 @@ def test_a_prompt_that_is_begun_twice_in_a_step_gets_other_samples() -> None:
     run, prompt = PartialRollouts(recipe()), Prompt(7, "", (1, 2))
     requests = run.begin(1, 9, lambda count: [prompt] * count).requests(recipe())
     assert len({request.seed for request in requests}) == len(requests) == 12
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_lag_steps": 0, "oversample": "auto"}, "rollout.partial: responses that outlive a step need a bound"),
+        ({"oversample": 3.5}, "rollout.oversample: 3.5 is not between 1 and rollout.max_lag_steps + 1 = 3"),
+        ({"oversample": 0.5}, "rollout.oversample: 0.5 is not between 1"),
+        ({"partial": "off"}, "rollout.max_lag_steps: more than 1 needs responses that outlive a step"),
+        ({"partial": "off", "max_lag_steps": 1}, "rollout.oversample: rollout.partial is off"),
+        ({"agent": True}, "rollout.partial: the agent of agent.path cannot be paused"),
+        ({"algorithm": {"filter_range": [0.1, 0.9]}}, "rollout.partial: algorithm.filter_range"),
+        ({"algorithm": {"importance_cap": 0}}, "rollout.max_lag_steps: responses of older weights need importance weights"),
+        ({"run": {"episodes": 2}}, "rollout.partial: groups outlive the end of an episode"),
+    ],
+)
+def test_what_partial_rollouts_need_is_said(settings: dict[str, Any], said: str) -> None:
+    tree: dict[str, Any] = recipe().model_dump(exclude_unset=True)
+    tree["rollout"] |= {key: value for key, value in settings.items() if key in tree["rollout"]}
+    for section in ("algorithm", "run"):
+        tree[section] = tree.get(section, {}) | settings.get(section, {})
+    if "agent" in settings:
+        tree |= {"reward": {}, "agent": {"path": "agent.py"}}
+    with pytest.raises(UserError) as caught:
+        Recipe.parse(tree)
+    assert said in str(caught.value)

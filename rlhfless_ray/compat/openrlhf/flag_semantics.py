@@ -294,7 +294,8 @@ def engines(v: Values) -> str:
 def queue(v: Values) -> dict[str, int]:
     """Return how many steps old a trained sample may be. A queue's place is free again before its batch is trained."""
     batches = int(v["train.async_queue_size"]) + (not v.since(PLACE_FREED_SINCE))
-    return {"rollout.max_lag_steps": batches, "rollout.queue_batches": batches}
+    longer = {"rollout.queue_batches": batches} if batches > 1 else {}  # here a lag of several steps needs partial rollouts
+    return {"rollout.max_lag_steps": batches, **longer}
 
 
 SHARED = "functions pass slots to each other here, so models need not share a GPU"

@@ -124,7 +124,7 @@ RULES: tuple[Rule, ...] = (
     _row(GATING, "exact", CORRECTION_KEYS, m.correction, idle=m.no_correction),
     _row(THRESHOLD, "exact", CORRECTION_KEYS, m.correction, idle=m.no_correction),
     # staleness
-    _row("train.async_enable", "exact", "rollout.max_lag_steps rollout.queue_batches", lambda x, v: m.queue(v) if x else {}),
+    _row("train.async_enable", "exact", "rollout.max_lag_steps", lambda x, v: m.queue(v) if x else {}),
     _row(
         "train.async_queue_size",
         "exact",
