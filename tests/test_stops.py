@@ -131,7 +131,8 @@ class Ended:
         run.steps_done, run.cursor_done, run.cursor_after, run.saved = 3, [3], [4], 2
         run.dynamic_sampling = DynamicSampling(run.recipe, Cursor(64, 8, True, 3))
         run.weights, run.in_update, run.step = WeightVersion(3, "weights"), False, Step(4)
-        run.first_row, run.quality, run.agreement, run.memory, run.least_mb = 0, {}, None, SimpleNamespace(take=dict), {}
+        run.first_row, run.quality, run.agreement, run.memory = 0, {}, None, SimpleNamespace(take=dict)
+        run.least_mb, run.predicted_mb, run.memory_fit = {}, {}, SimpleNamespace(reason="")
         run.ledger = SimpleNamespace(begin_step=lambda step: None, totals_since=lambda row: {})
         run.autoscaler = SimpleNamespace(
             state=lambda: {}, observe_update=lambda *_: None, observe_step=lambda *_: None, settle=lambda: None

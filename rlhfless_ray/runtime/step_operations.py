@@ -27,6 +27,7 @@ from rlhfless_ray.rollout.overlap import OverlapScheduler
 from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.staleness import check_lag
 from rlhfless_ray.run.context import RunContext
+from rlhfless_ray.run.memory_fit import Fit
 from rlhfless_ray.runtime.agreement import Agreement, compare_mismatch
 from rlhfless_ray.runtime.checkpointed_run import CheckpointedRun
 from rlhfless_ray.runtime.evaluation import evaluate
@@ -53,7 +54,9 @@ class StepOperations(CheckpointedRun):
 
     cluster: RayCluster
     memory: MemoryWatch
+    memory_fit: Fit
     least_mb: dict[str, float]  # least memory of each function at work; empty on GPUs
+    predicted_mb: dict[str, float]  # likewise the predicted peak
     ledger: Ledger
     broker: SlotBroker
     leases: LeaseManager
@@ -311,7 +314,9 @@ class StepOperations(CheckpointedRun):
         self.autoscaler.observe_step(step.phase_s, step.wall_s, len(step.samples))
         self.stages.faults.step_done()
         step.metrics |= {**self.stages.faults.take_metrics(), **self.worker_group.recovery.take_metrics()}
-        step.metrics |= memory_metrics(self.memory.take(), self.least_mb)
+        step.metrics |= memory_metrics(self.memory.take(), self.least_mb, self.predicted_mb)
+        if self.memory_fit.reason:
+            step.metrics["memory/settings"] = self.memory_fit.reason
         self.record.step(step, step.phase_s, step.wall_s, self.costs | self.quality, self.stages.replacements, self.leases)
         self.record.put_off(self.autoscaler.settle)
 
