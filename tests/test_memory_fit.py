@@ -52,6 +52,10 @@ def test_smaller_micro_batches_come_before_recomputing(tmp_path):
         "learner.micro_batch_tokens=4096 (auto: with the defaults the learner's update would take about 25.2 GB, more than 85% of 24.0 GB)"
     )
     assert found[0].predicted_mb["learner"] > found[1].predicted_mb["learner"] > 9000 and "engines" in found[0].predicted_mb
+    step_mb = found[1].step_mb(engines=2)
+    assert (
+        step_mb["engines"] == 2 * found[1].predicted_mb["engines"] and step_mb["total"] == max(need.bytes for need in found[1].needs) / 1e6
+    )
     assert "learner 16.7 GB (at least 8.9), engines 2.8 GB; one engine; learner.micro_batch_tokens" in found[1].statement({"learner": 8900})
 
 
@@ -79,7 +83,7 @@ def test_where_nothing_fits_the_run_is_refused_with_what_would(tmp_path):
 def test_a_gpu_gets_offload_where_it_is_auto(tmp_path):
     wanted = recipe(folder(tmp_path / "7b", QWEN_7B), learner={"optimizer_offload": "auto", "ranks": 2})
     assert chosen(fitted(Room("gpu", 8, 180_000_000_000), wanted)) == (8192, False, False)
-    assert chosen(fitted(H100, wanted))[2] is True
+    assert chosen(fitted(H100, wanted))[2] is True and fitted(H100, wanted).step_mb(2) == {}
     assert chosen(fitted(H100, recipe(folder(tmp_path / "05b", QWEN_05B)))) == (8192, False, False)
     unsharded = recipe(tmp_path / "7b", learner={"optimizer_offload": "auto", "zero_stage": 0}, policy={"dtype": "float32"})
     with pytest.raises(DoesNotFit, match="a learner rank needs about"):

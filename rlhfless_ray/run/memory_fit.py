@@ -55,6 +55,15 @@ class Fit:
         """Return the predicted peak of each function at work in MB, all its processes together, but one engine."""
         return {need.function: need.processes * need.bytes / 1e6 for need in self.needs if need.function}
 
+    def step_mb(self, engines: int) -> dict[str, float]:
+        """Return what to compare a step's measured peaks with, in MB. Empty on GPUs, whose memory is not measured.
+
+        `engines`: how many worked.
+        """
+        together = [need.bytes / 1e6 for need in self.needs if not need.alone]
+        found = self.predicted_mb
+        return {**found, "engines": engines * found["engines"], "total": max(together)} if together else {}
+
     def statement(self, least_mb: Mapping[str, float]) -> str:
         """Describe what the functions hold at work, and the settings chosen for it, in one line."""
         least = {name: f" (at least {mb / 1000:.1f})" for name, mb in least_mb.items()}

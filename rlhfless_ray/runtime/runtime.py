@@ -116,7 +116,7 @@ class Runtime(StepOperations):
         self.memory_fit = fit(recipe, models, find_room, self.lengths)
         self.recipe = recipe = self.memory_fit.recipe
         self.dynamic_sampling = DynamicSampling(recipe, self.cursor)
-        self.least_mb, self.predicted_mb = {}, {}
+        self.least_mb: dict[str, float] = {}
         self.autoscaler = Autoscaler(recipe, ANY_SPEED)
         self.cluster = RayCluster(recipe, parameter_count(self.files))
         self.cursor_done = self.cursor.state()
@@ -147,7 +147,6 @@ class Runtime(StepOperations):
             note = check_on(self.cluster, resource, self.recipe, self.lengths)
             if resource == "cpu":
                 self.least_mb = least_mb(self.recipe, config_of(self.files), parameter_count(self.files), self.lengths)
-                self.predicted_mb = self.memory_fit.predicted_mb
             if not self.resume:
                 self.folder = RunFolder.create(self.recipe)
                 stack.enter_context(self.folder.locked())

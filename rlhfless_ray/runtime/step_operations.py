@@ -56,7 +56,6 @@ class StepOperations(CheckpointedRun):
     memory: MemoryWatch
     memory_fit: Fit
     least_mb: dict[str, float]  # least memory of each function at work; empty on GPUs
-    predicted_mb: dict[str, float]  # likewise the predicted peak
     ledger: Ledger
     broker: SlotBroker
     leases: LeaseManager
@@ -314,7 +313,8 @@ class StepOperations(CheckpointedRun):
         self.autoscaler.observe_step(step.phase_s, step.wall_s, len(step.samples))
         self.stages.faults.step_done()
         step.metrics |= {**self.stages.faults.take_metrics(), **self.worker_group.recovery.take_metrics()}
-        step.metrics |= memory_metrics(self.memory.take(), self.least_mb, self.predicted_mb)
+        predicted_mb = self.memory_fit.step_mb(step.plan.actors if step.plan else 1)
+        step.metrics |= memory_metrics(self.memory.take(), self.least_mb, predicted_mb)
         if self.memory_fit.reason:
             step.metrics["memory/settings"] = self.memory_fit.reason
         self.record.step(step, step.phase_s, step.wall_s, self.costs | self.quality, self.stages.replacements, self.leases)
