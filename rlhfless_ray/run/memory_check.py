@@ -95,7 +95,8 @@ def models_of(recipe: Recipe, fetch: bool = True) -> dict[str, Model]:
 @dataclass(frozen=True)
 class Need:
     """Memory needed at the same time. `parts`: (what, bytes). `alone`: in one process. `share`: usable share of a GPU. `devices`: each
-    of so many needs it. `predicted`: an estimate of the peak instead of a lower bound, of a `function` that has so many `processes`."""
+    of so many needs it. `predicted`: an estimate of the peak instead of a lower bound, of a `function` that has so many `processes`.
+    `of_update`: the settings of an update change it."""
 
     who: str
     key: str
@@ -106,6 +107,7 @@ class Need:
     predicted: bool = False
     function: str = ""
     processes: int = 1
+    of_update: bool = False
 
     @property
     def bytes(self) -> int:

@@ -13,9 +13,11 @@ from typing import Any
 
 from placement import memory, peak_memory
 from placement.peak_memory import Choice, MicroBatch
+from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.run.memory_check import (
+    CPU,
     GPU,
     SMALL_BYTES,
     DoesNotFit,
@@ -80,12 +82,12 @@ def models_with(recipe: Recipe, config: dict[str, Any], parameters: int) -> dict
 # ---- predictions ------------------------------------------------------------------------------------------------
 
 
-def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, resource: str) -> list[Need]:
+def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, room: Room) -> list[Need]:
     """Predict the peak of each function's process while it works, and on CPU slots what is in memory at once.
 
     Settings that are `auto` count as their defaults. Rewards are part of the driver's figure.
     """
-    on_gpu, width, policy = resource == GPU, memory.VALUE_BYTES[recipe.policy.dtype], models["policy"]
+    on_gpu, width, policy = room.resource == GPU, memory.VALUE_BYTES[recipe.policy.dtype], models["policy"]
     found, idle, updates = [], {}, {}
     for group in training_groups(recipe, models, lengths):
         name, ranks = group.name, group.ranks
@@ -98,12 +100,13 @@ def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, 
             lora_rank=recipe.lora.rank,
             on_gpu=on_gpu,
         )
-        found.append(Need(f"a {name} rank", group.model.key, parts, True, predicted=True, function=name, processes=ranks))
+        found.append(Need(f"a {name} rank", group.model.key, parts, True, predicted=True, function=name, processes=ranks, of_update=True))
         idle[name], updates[name] = ranks * peak_memory.idle_bytes(group.rank), found[-1]
     if on_gpu:
         return found
     engine = peak_memory.engine_parts(policy.parameters, width, recipe.rollout.kv_cache_mb * 2**20)
     found.append(Need("an engine", policy.key, engine, True, predicted=True, function="engines"))
+    engine_bytes, most = found[-1].bytes, min(recipe.rollout.max_actors, room.slots)
     others = [("in driver and object store", peak_memory.DRIVER_BYTES + policy.parameters * width + _kept_bytes(recipe, policy))]
     if recipe.has_reference:
         batch = micro_batch(recipe, lengths, recipe.reference.ranks)
@@ -111,15 +114,23 @@ def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, 
         ranks = recipe.reference.ranks
         found.append(Need("a reference rank", policy.key, parts, True, predicted=True, function="reference", processes=ranks))
         others.append(("in the parked reference", ranks * peak_memory.PASS_BYTES))
-    waiting = ("in parked engines", recipe.rollout.max_actors * peak_memory.ENGINE_BYTES)
+    at_work = _engines_beside_update(recipe, most)
+    waiting = (("in engines", at_work * engine_bytes), ("in parked engines", (most - at_work) * peak_memory.ENGINE_BYTES))
     for name, rank in updates.items():
         beside = [(f"in the {other}", kept) for other, kept in idle.items() if other != name]
-        parts = (*((what, rank.processes * size) for what, size in rank.parts), *beside, waiting, *others)
-        found.append(Need(f"the {name}'s update", rank.key, parts, predicted=True))
+        parts = (*((what, rank.processes * size) for what, size in rank.parts), *beside, *waiting, *others)
+        found.append(Need(f"the {name}'s update", rank.key, parts, predicted=True, of_update=True))
     count = recipe.rollout.min_actors
-    parts = (("in engines", count * sum(size for _, size in engine)), *((f"in the {n}", s) for n, s in idle.items()), *others)
+    parts = (("in engines", count * engine_bytes), *((f"in the {n}", s) for n, s in idle.items()), *others)
     found.append(Need("the rollout", policy.key, tuple(parts), predicted=True))
     return found
+
+
+def _engines_beside_update(recipe: Recipe, most: int) -> int:
+    """Return how many of at most `most` engines may work while gradients are computed."""
+    if recipe.rollout.max_lag_steps:
+        return most
+    return 0 if obstacle(recipe) else max(0, most - recipe.learner.ranks)  # a rank takes the slot of an engine that has finished
 
 
 def micro_batch(recipe: Recipe, lengths: Lengths, ranks: int, *, has_logits: bool = True) -> MicroBatch:
@@ -149,12 +160,12 @@ def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room],
     """
     auto = [key for key in AUTO_KEYS if getattr(recipe.learner, key) == "auto"]
     whole = _with_choice(recipe, auto, Choice(peak_memory.DEFAULT_TOKENS, False, False))
-    needs = predicted_needs(whole, models, lengths, "cpu")
+    needs = predicted_needs(whole, models, lengths, Room(CPU, recipe.rollout.max_actors, None))
     if all(need.bytes <= SMALL_BYTES for need in needs):
         return Fit(whole, needs)
     room = find_room()
-    needs = predicted_needs(whole, models, lengths, room.resource)
-    too_large = room.first_without_room(needs, peak_memory.USED_SHARE)
+    needs = predicted_needs(whole, models, lengths, room)
+    too_large = room.first_without_room(_of_updates(needs), peak_memory.USED_SHARE)
     if too_large is None:
         return Fit(whole, needs)
     assert room.bytes is not None
@@ -168,10 +179,10 @@ def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room],
 
     tried = list(_tried(recipe, models, lengths, room, auto))
     for changed, needs in tried:
-        if room.first_without_room(needs, peak_memory.USED_SHARE) is None:
+        if room.first_without_room(_of_updates(needs), peak_memory.USED_SHARE) is None:
             return found(changed, needs)
     changed, needs = tried[-1]
-    short = room.first_without_room(needs)
+    short = room.first_without_room(_of_updates(needs))
     if short is None:
         return found(changed, needs)
     said = f"{short.key}: {sentence(short, room)}" + (f", also with {_settings(changed, auto)}" if auto else "")
@@ -183,14 +194,19 @@ def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room],
 
 def _fits(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths) -> bool:
     auto = [key for key in AUTO_KEYS if getattr(recipe.learner, key) == "auto"]
-    return any(room.first_without_room(needs) is None for _, needs in _tried(recipe, models, lengths, room, auto))
+    return any(room.first_without_room(_of_updates(needs)) is None for _, needs in _tried(recipe, models, lengths, room, auto))
 
 
 def _tried(recipe: Recipe, models: dict[str, Model], lengths: Lengths, room: Room, auto: list[str]) -> Iterator[tuple[Recipe, list[Need]]]:
     """Yield the recipe with each choice of the settings that are `auto`, and its predicted needs."""
     for choice in peak_memory.choices(may_offload=room.resource == GPU and recipe.learner.zero_stage > 0):
         changed = _with_choice(recipe, auto, choice)
-        yield changed, predicted_needs(changed, models, lengths, room.resource)
+        yield changed, predicted_needs(changed, models, lengths, room)
+
+
+def _of_updates(needs: list[Need]) -> list[Need]:
+    """Return those that the settings change."""
+    return [need for need in needs if need.of_update]
 
 
 def _with_choice(recipe: Recipe, auto: list[str], choice: Choice) -> Recipe:
@@ -201,7 +217,7 @@ def _smaller(recipe: Recipe) -> Iterator[dict[str, Any]]:
     """Yield settings of an update that save memory, where the recipe has others."""
     learner = recipe.learner
     tokens = learner.max_micro_batch_tokens // 2
-    while learner.micro_batch_tokens != "auto" and tokens >= peak_memory.LEAST_TOKENS:
+    while learner.micro_batch_tokens != "auto" and tokens >= peak_memory.LEAST_WHOLE_TOKENS:
         yield {"learner.micro_batch_tokens": tokens}
         tokens //= 2
     if learner.gradient_checkpointing is False:
