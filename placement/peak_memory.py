@@ -7,6 +7,7 @@ compared with a device.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ DRIVER_BYTES = 700_000_000  # driver, Ray and reward processes
 CUDA_BYTES = 600_000_000  # a process's context on a GPU
 USED_SHARE = 0.85  # of the memory that chosen settings may take: predictions are up to 15 % off
 
+ADDED_BYTES = 3  # of a parameter, where the gradients of one micro-batch are added to those of others before it
+ADAPTER_SLACK = 1.5  # heap that adapters' activations take, over what is kept of them: short-lived tensors lie between
 STAGE_1_COPIES = 2.5  # of float32 gradients in an optimizer step of DeepSpeed's stage 1; bfloat16 weights use its stage 2
 
 DEFAULT_TOKENS = 8192
@@ -31,28 +34,30 @@ LEAST_TOKENS = 512  # of smaller ones nearly everything is weights and state
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sizes in tokens. `longest`: of a row. `targets`: response tokens, whose logits are computed."""
+    """Sizes in tokens. `longest`: of a row. `targets`: response tokens, whose logits are computed. `is_only`: of its step."""
 
     tokens: int
     longest: int
     targets: int
+    is_only: bool = False
 
 
 @dataclass(frozen=True)
 class Choice:
     """Settings of an update that cost time and save memory."""
 
-    micro_batch_tokens: int
-    checkpointing: bool
-    offload: bool
+    micro_batch_tokens: int = DEFAULT_TOKENS
+    checkpointing: bool = False
+    overlap: str = "auto"
+    offload: bool = False
 
 
 def choices(*, may_offload: bool) -> Iterator[Choice]:
     """Yield settings, those that cost the least time first."""
     sizes = [DEFAULT_TOKENS >> k for k in range(DEFAULT_TOKENS.bit_length()) if DEFAULT_TOKENS >> k >= LEAST_TOKENS]
-    for offload in (False, True) if may_offload else (False,):
-        for checkpointing in (False, True):
-            yield from (Choice(n, checkpointing, offload) for n in sizes if checkpointing or n >= LEAST_WHOLE_TOKENS)
+    for offload, overlap, checkpointing in itertools.product((False, True), ("auto", "off"), (False, True)):
+        if may_offload or not offload:
+            yield from (Choice(n, checkpointing, overlap, offload) for n in sizes if checkpointing or n >= LEAST_WHOLE_TOKENS)
 
 
 # ---- an update --------------------------------------------------------------------------------------------------
@@ -70,9 +75,11 @@ def trainer_parts(
 ) -> tuple[tuple[str, int], ...]:
     """Return what one rank holds at the peak of an update: (what, bytes), on its GPU or in its process on CPU slots."""
     trained = adapter_parameters(config, lora_rank) if training.adapters else parameters
-    working = update_bytes(config, batch, training.value_bytes, checkpointing)
+    working = update_bytes(config, batch, training.value_bytes, checkpointing, ADAPTER_SLACK if training.adapters else 1.0)
     if batch.targets and not training.adapters:  # gradient of the output head, and the sum of those of earlier chunks
         working += 2 * _number(text_part(config), "vocab_size") * _width(config) * training.value_bytes
+    if training.zero_stage and not batch.is_only:
+        working += ADDED_BYTES * trained // training.ranks
     stepping = 0.0
     if training.zero_stage and not training.offload:  # DeepSpeed puts the gradients into one tensor for the optimizer
         copies = STAGE_1_COPIES if training.zero_stage == 1 and training.value_bytes == GRADIENT_BYTES else 1
@@ -88,14 +95,17 @@ def idle_bytes(rank: RankMemory) -> int:
     return rank.idle + LEARNER_BYTES
 
 
-def update_bytes(config: Mapping[str, Any], batch: MicroBatch, value_bytes: int, checkpointing: bool) -> int:
-    """Return what an update holds of a micro-batch at its peak, in bytes: activations, attention mask and a chunk of logits."""
+def update_bytes(config: Mapping[str, Any], batch: MicroBatch, value_bytes: int, checkpointing: bool, slack: float = 1.0) -> int:
+    """Return what an update holds of a micro-batch at its peak, in bytes: activations, attention mask and a chunk of logits.
+
+    `slack`: heap that activations take, over their own size.
+    """
     layers = _number(text_part(config), "num_hidden_layers", "n_layer")
     each = layer_bytes(config, batch.longest, value_bytes)
     kept = each + layers * _width(config) * value_bytes if checkpointing else layers * each
     ends = 5 * _width(config) * value_bytes  # embeddings, last norm, and the states that the head reads
     mask = batch.longest * (value_bytes + 2)  # where a row has several responses; it is made from booleans
-    return batch.tokens * (kept + ends + mask) + logits_bytes(config, batch.targets)
+    return int(batch.tokens * (slack * kept + ends + mask)) + logits_bytes(config, batch.targets)
 
 
 def layer_bytes(config: Mapping[str, Any], longest: int, value_bytes: int) -> int:

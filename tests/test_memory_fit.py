@@ -46,17 +46,29 @@ def test_a_small_policy_keeps_the_defaults_without_a_look_at_the_memory():
 
 def test_smaller_micro_batches_come_before_recomputing(tmp_path):
     wanted = recipe(folder(tmp_path / "05b", QWEN_05B), rollout={"max_tokens": 128})
-    found = [fitted(node(size), wanted) for size in (48, 26, 22, 20)]
-    assert [chosen(one) for one in found] == [(8192, False, False), (4096, False, False), (1024, False, False), (8192, True, False)]
+    found = [fitted(node(size), wanted) for size in (48, 28, 24, 22)]
+    assert [chosen(one) for one in found] == [(8192, False, False), (4096, False, False), (2048, False, False), (8192, True, False)]
     assert found[0].reason == "" and found[1].reason == (
-        "learner.micro_batch_tokens=4096 (auto: with the defaults the learner's update would take about 27.4 GB, more than 85% of 26.0 GB)"
+        "learner.micro_batch_tokens=4096 (auto: with the defaults the learner's update would take about 28.9 GB, more than 85% of 28.0 GB)"
     )
     assert found[0].predicted_mb["learner"] > found[1].predicted_mb["learner"] > 9000 and "engines" in found[0].predicted_mb
     step_mb = found[1].step_mb(engines=2)
     assert (
         step_mb["engines"] == 2 * found[1].predicted_mb["engines"] and step_mb["total"] == max(need.bytes for need in found[1].needs) / 1e6
     )
-    assert "learner 16.7 GB (at least 8.9), engines 2.8 GB; one engine; learner.micro_batch_tokens" in found[1].statement({"learner": 8900})
+    assert "learner 18.1 GB (at least 8.9), engines 2.8 GB; one engine; learner.micro_batch_tokens" in found[1].statement({"learner": 8900})
+
+
+def test_overlap_ends_where_no_update_fits_beside_engines(tmp_path):
+    wanted = recipe(folder(tmp_path / "05b", QWEN_05B), rollout={"max_tokens": 128})
+    tight = fitted(node(20), wanted)
+    assert chosen(tight) == (1024, False, False) and tight.recipe.learner.overlap == "off" and "learner.overlap=off (auto:" in tight.reason
+    lagging = wanted.model_copy(update={"rollout": wanted.rollout.model_copy(update={"max_lag_steps": 1})})
+    sizes = [
+        next(need.bytes for need in predicted_needs(one, models_of(one), LENGTHS, LAPTOP) if need.who == "the learner's update")
+        for one in (tight.recipe, wanted, lagging)
+    ]
+    assert sizes[0] < sizes[1] < sizes[2], "no engine, one, and two work beside the update"
 
 
 def test_what_a_recipe_sets_stays_and_what_it_may_cost_is_said(tmp_path):
@@ -66,17 +78,20 @@ def test_what_a_recipe_sets_stays_and_what_it_may_cost_is_said(tmp_path):
     both = recipe(model, rollout={"max_tokens": 128}, learner={"micro_batch_tokens": 8192, "gradient_checkpointing": False})
     found = fitted(node(17), both)
     assert chosen(found) == (8192, False, False) and found.reason == ""
-    assert found.note.startswith("the memory may not be enough: policy.path: the learner's update needs about 27.4 GB (")
-    assert found.note.endswith("and this machine has 17.0 GB; it may fit with learner.gradient_checkpointing=true")
+    assert found.note.startswith("the memory may not be enough: policy.path: the learner's update needs about 26.6 GB (")
+    assert found.note.endswith(
+        "and this machine has 17.0 GB, also with learner.overlap=off; it may fit with learner.micro_batch_tokens=1024"
+    )
 
 
 def test_where_nothing_fits_the_run_is_refused_with_what_would(tmp_path):
     wanted = recipe(folder(tmp_path / "05b", QWEN_05B), rollout={"max_tokens": 128})
     with pytest.raises(DoesNotFit) as error:
-        fitted(node(12), wanted)
+        fitted(node(15), wanted)
     said = str(error.value)
-    assert said.startswith("policy.path: the learner's update needs about 16.5 GB (1.0 GB weights, 5.9 GB optimizer state, ")
-    assert "also with learner.micro_batch_tokens=512 and learner.gradient_checkpointing=true; it may fit with lora.rank=16" in said
+    assert said.startswith("policy.path: the learner's update needs about 15.3 GB (1.0 GB weights, 5.9 GB optimizer state, ")
+    tried = "learner.micro_batch_tokens=512 and learner.gradient_checkpointing=true and learner.overlap=off"
+    assert f"also with {tried}; it may fit with lora.rank=16" in said
     assert "\n" not in said
 
 
@@ -120,7 +135,7 @@ def test_a_plan_shows_predictions_and_chosen_settings(tmp_path: Path, capsys, mo
     assert "learner.micro_batch_tokens=2048 (auto: with the defaults" in text
     run(path, "--memory", "--json")
     told = json.loads(capsys.readouterr().out)
-    assert told["settings"] == {"micro_batch_tokens": 2048, "gradient_checkpointing": False, "optimizer_offload": False}
+    assert (told["settings"]["gradient_checkpointing"], told["settings"]["overlap"]) == (False, "auto")
     assert {"a learner rank", "the rollout"} <= {need["what"] for need in told["predicted"]} and told["reason"]
 
 

@@ -208,8 +208,8 @@ class LearnerConfig(Section):
     overlap: Annotated[Literal["auto", "off"], OffIsAWord] = "auto"
     """Score samples and accumulate gradients of complete groups on released slots while other responses still decode. Gradients go
     ahead only if the update is then the same to rounding: one per step, ZeRO 0, 1 or 2. Passes for finished samples also go ahead:
-    the reference's log-probabilities, and if gradients cannot, the old log-probabilities and the critic's values. `off`: the
-    learner waits for the rollout."""
+    the reference's log-probabilities, and if gradients cannot, the old log-probabilities and the critic's values. A run sets it to
+    `off` if an update beside engines is predicted not to fit the memory. `off`: the learner waits for the rollout."""
     gradient_checkpointing: SwitchOrAuto = "auto"
     """Recompute activations in the backward pass instead of keeping them: less memory, more time. `auto`: only if no micro-batch
     of 1024 tokens or more fits the memory otherwise."""

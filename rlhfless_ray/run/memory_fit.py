@@ -36,6 +36,7 @@ from rlhfless_ray.run.memory_check import (
 AUTO_KEYS = {  # of section `learner`, with the field of `Choice` that each takes
     "micro_batch_tokens": "micro_batch_tokens",
     "gradient_checkpointing": "checkpointing",
+    "overlap": "overlap",
     "optimizer_offload": "offload",
 }
 
@@ -139,7 +140,7 @@ def micro_batch(recipe: Recipe, lengths: Lengths, ranks: int, *, has_logits: boo
     samples = -(-recipe.prompts.batch_prompts * recipe.rollout.samples_per_prompt // ranks)
     tokens = min(max(recipe.learner.max_micro_batch_tokens, longest), samples * longest)
     row = min(tokens, prompt + recipe.rollout.samples_per_prompt * (longest - prompt))
-    return MicroBatch(tokens, max(longest, row), tokens if has_logits else 0)
+    return MicroBatch(tokens, max(longest, row), tokens if has_logits else 0, is_only=tokens == samples * longest)
 
 
 def _kept_bytes(recipe: Recipe, policy: Model) -> int:
@@ -159,7 +160,7 @@ def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room],
     `find_room` is called unless everything is small. Raises DoesNotFit if a setting is `auto` and no value of it fits.
     """
     auto = [key for key in AUTO_KEYS if getattr(recipe.learner, key) == "auto"]
-    whole = _with_choice(recipe, auto, Choice(peak_memory.DEFAULT_TOKENS, False, False))
+    whole = _with_choice(recipe, auto, Choice())
     needs = predicted_needs(whole, models, lengths, Room(CPU, recipe.rollout.max_actors, None))
     if all(need.bytes <= SMALL_BYTES for need in needs):
         return Fit(whole, needs)
@@ -185,9 +186,11 @@ def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room],
     short = room.first_without_room(_of_updates(needs))
     if short is None:
         return found(changed, needs)
-    said = f"{short.key}: {sentence(short, room)}" + (f", also with {_settings(changed, auto)}" if auto else "")
+    said = (
+        f"{short.key}: {sentence(short, room)}, also with {_settings(changed, auto)}" if auto else f"{short.key}: {sentence(short, room)}"
+    )
     said += f"; {advice(recipe, models, room, lengths, lambda other: _fits(other, models, room, lengths), _smaller(recipe))}"
-    if auto:
+    if set(auto) - {"overlap"}:
         raise DoesNotFit(said)
     return Fit(changed, needs, note=f"the memory may not be enough: {said}")
 
@@ -225,4 +228,4 @@ def _smaller(recipe: Recipe) -> Iterator[dict[str, Any]]:
 
 
 def _settings(recipe: Recipe, keys: list[str]) -> str:
-    return " and ".join(f"learner.{key}={json.dumps(getattr(recipe.learner, key))}" for key in keys)
+    return " and ".join(f"learner.{key}={json.dumps(getattr(recipe.learner, key)).strip(chr(34))}" for key in keys)
