@@ -18,7 +18,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.types import Sample, Step
 from tests.conftest import small_recipe
 
-pytestmark = [pytest.mark.ray, pytest.mark.engine]
+pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("no_ray")]
 
 WIDE = {"rollout__tensor_parallel": 2}
 
