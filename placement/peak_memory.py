@@ -14,7 +14,7 @@ from typing import Any
 
 from placement.memory import FAMILIES, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES, RankMemory, Training, rank_memory, text_part
 
-CHUNK_BYTES = 1 << 28  # float32 logits that a learner computes at once; about three times as much is held meanwhile
+CHUNK_BYTES = 1 << 28  # float32 logits that a learner computes at once
 CHUNK_COPIES = 3.5  # logits in the model's dtype and in float32, probabilities, and their gradient
 LEARNER_BYTES = 600_000_000  # imports of a rank on CPU, and DeepSpeed's buffers
 ENGINE_BYTES = 560_000_000  # imports of an engine on CPU

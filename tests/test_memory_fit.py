@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from placement import peak_memory
+from rlhfless_ray.learn import logprobs
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.run import memory_check
 from rlhfless_ray.run.memory_check import DoesNotFit, Lengths, Room, gb, models_of
@@ -17,6 +19,7 @@ from tests.test_cli_plan import run
 from tests.test_memory_check import H100, LAPTOP, folder, recipe
 
 LENGTHS = Lengths(32, 16)
+TREE = {"prompts": {"task": "chain"}, "reward": {"function": "task"}}
 QWEN_15B = config("qwen2", 1536, 8960, 28, 12, 2, 151_936, tie_word_embeddings=True)
 
 
@@ -34,14 +37,19 @@ def chosen(found: Fit) -> tuple[Any, ...]:
     return learner.micro_batch_tokens, learner.gradient_checkpointing, learner.optimizer_offload
 
 
+def test_numbers_that_stand_twice_are_equal():
+    """Processes without the planner do not import it, and the planner imports no torch."""
+    assert peak_memory.CHUNK_BYTES == logprobs.CHUNK_BYTES
+    assert Recipe.parse(TREE).learner.max_micro_batch_tokens == peak_memory.DEFAULT_TOKENS
+
+
 def test_a_small_policy_keeps_the_defaults_without_a_look_at_the_memory():
-    tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}}
-    wanted = Recipe.parse(tree)
+    wanted = Recipe.parse(TREE)
     models = models_with(wanted, config("qwen2", 128, 384, 3, 4, 4, 100), 700_000)
     found = fit(wanted, models, lambda: pytest.fail("asked"), LENGTHS)
     assert chosen(found) == (8192, False, False) and found.reason == found.note == ""
     assert (wanted.learner.max_micro_batch_tokens, wanted.learner.recomputes_activations) == (8192, False), "also before it is decided"
-    assert found.recipe == Recipe.parse({**tree, "learner": {"micro_batch_tokens": 8192, "gradient_checkpointing": False}})
+    assert found.recipe == Recipe.parse({**TREE, "learner": {"micro_batch_tokens": 8192, "gradient_checkpointing": False}})
 
 
 def test_smaller_micro_batches_come_before_recomputing(tmp_path):

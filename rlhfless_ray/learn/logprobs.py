@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from placement.peak_memory import CHUNK_BYTES
 from rlhfless_ray.rollout.nucleus import nucleus
+
+CHUNK_BYTES = 1 << 28  # of one chunk's float32 logits; about three times as much is held while it is worked on
 
 
 def chunked_logprobs(

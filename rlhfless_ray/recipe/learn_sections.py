@@ -6,9 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from placement.peak_memory import DEFAULT_TOKENS
 from rlhfless_ray.common.estimators import ESTIMATORS, EstimatorName
 from rlhfless_ray.recipe.section import Decay, OffIsAWord, ScheduleName, Section, Share, SwitchOrAuto, TokensOrAuto
+
+DEFAULT_MICRO_BATCH_TOKENS = 8192  # the first that placement.peak_memory tries, which processes without a planner do not import
 
 
 class AdvantageConfig(Section):
@@ -234,8 +235,8 @@ class LearnerConfig(Section):
 
     @property
     def max_micro_batch_tokens(self) -> int:
-        """Padded tokens of one micro-batch. `auto` counts as 8192 until `run.fit_memory` has decided."""
-        return DEFAULT_TOKENS if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
+        """Padded tokens of one micro-batch. `auto` counts as 8192 until `run.memory_fit` has decided."""
+        return DEFAULT_MICRO_BATCH_TOKENS if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
 
     @property
     def recomputes_activations(self) -> bool:
