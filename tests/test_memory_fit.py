@@ -85,7 +85,7 @@ def test_what_a_recipe_sets_stays_and_what_it_may_cost_is_said(tmp_path):
     assert chosen(fitted(node(17), own)) == (4096, True, False)
     both = recipe(model, rollout={"max_tokens": 128}, learner={"micro_batch_tokens": 8192, "gradient_checkpointing": False})
     found = fitted(node(17), both)
-    assert chosen(found) == (8192, False, False) and found.reason == ""
+    assert chosen(found) == (8192, False, False) and found.reason.startswith("learner.overlap=off (auto: with the defaults")
     assert found.note.startswith("the memory may not be enough: policy.path: the learner's update needs about 26.6 GB (")
     assert found.note.endswith(
         "and this machine has 17.0 GB, also with learner.overlap=off; it may fit with learner.micro_batch_tokens=1024"
@@ -107,6 +107,7 @@ def test_a_gpu_gets_offload_where_it_is_auto(tmp_path):
     wanted = recipe(folder(tmp_path / "7b", QWEN_7B), learner={"optimizer_offload": "auto", "ranks": 2})
     assert chosen(fitted(Room("gpu", 8, 180_000_000_000), wanted)) == (8192, False, False)
     assert chosen(fitted(H100, wanted))[2] is True and fitted(H100, wanted).step_mb(2) == {}
+    assert chosen(fitted(H100, wanted))[2] is True and fitted(H100, wanted).recipe.learner.overlap == "auto", "it saves no device memory"
     assert chosen(fitted(H100, recipe(folder(tmp_path / "05b", QWEN_05B)))) == (8192, False, False)
     unsharded = recipe(tmp_path / "7b", learner={"optimizer_offload": "auto", "zero_stage": 0}, policy={"dtype": "float32"})
     with pytest.raises(DoesNotFit, match="a learner rank needs about"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from placement import memory, peak_memory
@@ -182,17 +182,16 @@ def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room],
     for changed, needs in tried:
         if room.first_without_room(_of_updates(needs), peak_memory.USED_SHARE) is None:
             return found(changed, needs)
-    changed, needs = tried[-1]
+    changed, needs = min(tried, key=lambda one: max(need.bytes for need in _of_updates(one[1])))
     short = room.first_without_room(_of_updates(needs))
     if short is None:
         return found(changed, needs)
-    said = (
-        f"{short.key}: {sentence(short, room)}, also with {_settings(changed, auto)}" if auto else f"{short.key}: {sentence(short, room)}"
-    )
-    said += f"; {advice(recipe, models, room, lengths, lambda other: _fits(other, models, room, lengths), _smaller(recipe))}"
+    tried_too = f", also with {_settings(changed, auto)}" if auto else ""
+    other = advice(recipe, models, room, lengths, lambda changed: _fits(changed, models, room, lengths), _smaller(recipe))
+    said = f"{short.key}: {sentence(short, room)}{tried_too}; {other}"
     if set(auto) - {"overlap"}:
         raise DoesNotFit(said)
-    return Fit(changed, needs, note=f"the memory may not be enough: {said}")
+    return replace(found(changed, needs), note=f"the memory may not be enough: {said}")
 
 
 def _fits(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths) -> bool:
