@@ -106,8 +106,9 @@ def test_where_nothing_fits_the_run_is_refused_with_what_would(tmp_path):
 def test_a_gpu_gets_offload_where_it_is_auto(tmp_path):
     wanted = recipe(folder(tmp_path / "7b", QWEN_7B), learner={"optimizer_offload": "auto", "ranks": 2})
     assert chosen(fitted(Room("gpu", 8, 180_000_000_000), wanted)) == (8192, False, False)
-    assert chosen(fitted(H100, wanted))[2] is True and fitted(H100, wanted).step_mb(2) == {}
-    assert chosen(fitted(H100, wanted))[2] is True and fitted(H100, wanted).recipe.learner.overlap == "auto", "it saves no device memory"
+    found = fitted(H100, wanted)
+    assert chosen(found)[2] is True and found.step_mb(engines=2) == {}
+    assert found.recipe.learner.overlap == "auto", "to end it saves no device memory"
     assert chosen(fitted(H100, recipe(folder(tmp_path / "05b", QWEN_05B)))) == (8192, False, False)
     unsharded = recipe(tmp_path / "7b", learner={"optimizer_offload": "auto", "zero_stage": 0}, policy={"dtype": "float32"})
     with pytest.raises(DoesNotFit, match="a learner rank needs about"):
