@@ -71,7 +71,7 @@ class LearnStage:
 
     def some(self, groups: list[list[Sample]], seconds: float) -> list[Sample]:
         """Return complete groups for about a micro-batch per rank, or nothing if there are too few or they take more than `seconds`."""
-        most = self.context.recipe.learner.micro_batch_tokens * self.worker_group.ranks
+        most = self.context.recipe.learner.max_micro_batch_tokens * self.worker_group.ranks
         found: list[Sample] = []
         tokens, full = 0, False
         for group in filter(self.passes.let_learn, groups):

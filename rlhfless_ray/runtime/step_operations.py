@@ -28,6 +28,7 @@ from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.staleness import check_lag
 from rlhfless_ray.run.context import RunContext
+from rlhfless_ray.run.memory_fit import Fit
 from rlhfless_ray.runtime.agreement import Agreement, compare_mismatch
 from rlhfless_ray.runtime.checkpointed_run import CheckpointedRun
 from rlhfless_ray.runtime.evaluation import evaluate
@@ -54,6 +55,7 @@ class StepOperations(CheckpointedRun):
 
     cluster: RayCluster
     memory: MemoryWatch
+    memory_fit: Fit
     least_mb: dict[str, float]  # least memory of each function at work; empty on GPUs
     ledger: Ledger
     broker: SlotBroker
@@ -336,7 +338,10 @@ class StepOperations(CheckpointedRun):
         self.autoscaler.observe_step(step.phase_s, step.wall_s, len(step.samples))
         self.stages.faults.step_done()
         step.metrics |= {**self.stages.faults.take_metrics(), **self.worker_group.recovery.take_metrics()}
-        step.metrics |= memory_metrics(self.memory.take(), self.least_mb)
+        predicted_mb = self.memory_fit.step_mb(step.plan.actors if step.plan else 1)
+        step.metrics |= memory_metrics(self.memory.take(), self.least_mb, predicted_mb)
+        if self.memory_fit.reason:
+            step.metrics["memory/settings"] = self.memory_fit.reason
         self.record.step(step, step.phase_s, step.wall_s, self.costs | self.quality, self.stages.replacements, self.leases)
         self.record.put_off(self.autoscaler.settle)
 
