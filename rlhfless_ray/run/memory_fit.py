@@ -129,7 +129,7 @@ def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, 
 
 def _engines_beside_update(recipe: Recipe, most: int) -> int:
     """Return how many of at most `most` engines may work while gradients are computed."""
-    if recipe.rollout.max_lag_steps:
+    if recipe.rollout.rolls_out_ahead:
         return most
     return 0 if obstacle(recipe) else max(0, most - recipe.learner.ranks)  # a rank takes the slot of an engine that has finished
 
