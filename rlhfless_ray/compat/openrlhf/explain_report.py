@@ -135,7 +135,10 @@ def flag_table() -> str:
 def classes() -> dict[str, str]:
     """Return {newest name: its class, or that the recipe does not support it yet}."""
     lacking = supported_today()
-    return {rule.name: "not supported yet" if rule.kind in ("exact", "cond") and lacking[rule.name] else KINDS[rule.kind] for rule in RULES}
+    absent = {rule.name for rule in RULES if lacking[rule.name] and (rule.kind == "exact" or lacking[rule.name] == ", ".join(rule.keys))}
+    return {
+        rule.name: "not supported yet" if rule.kind in ("exact", "cond") and rule.name in absent else KINDS[rule.kind] for rule in RULES
+    }
 
 
 def document(text: str) -> str:

@@ -127,7 +127,7 @@ RULES: tuple[Rule, ...] = (
     _row("train.async_enable", "exact", "rollout.max_lag_steps", lambda x, v: m.queue(v) if x else {}),
     _row(
         "train.async_queue_size",
-        "exact",
+        "cond",
         "rollout.max_lag_steps rollout.queue_batches",
         lambda x, v: m.queue(v),
         idle=lambda v: "" if v["train.async_enable"] else "training is synchronous",
