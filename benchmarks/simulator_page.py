@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.common.results import FOLDER, Target
 from benchmarks.common.run_metadata import ROOT
 from benchmarks.simulated.cluster_targets import of, room, targets
+from benchmarks.simulated.lag_bounds import BOUNDS, mean_over
 
 PAGE = ROOT / "docs" / "simulator.md"
 NAMED = ("fixed+", "global-cut", "rlhfless-paper", "ours", "oracle")
@@ -117,6 +118,20 @@ def fair_rivals(content: dict[str, Any]) -> str:
     return _table(["all-reduce", "policy", "over plain `fixed`", "over `fixed` at its best width", "steps by width"], rows)
 
 
+def lag(content: dict[str, Any]) -> str:
+    """Each policy at each bound on the lag: means over settings."""
+    entries = content["lag"]
+    rows = []
+    for bound in BOUNDS:
+        for policy in next(iter(entries.values()))[bound]:
+            over = (mean_over(entries, bound, policy, base) for base in ("plain", "same"))
+            shares = zip(*(entry[bound][policy]["tokens_by_lag"] for entry in entries.values()), strict=True)
+            tokens = ", ".join(f"{sum(share) / len(entries):.0%}" for share in shares)
+            rows.append([bound, f"`{policy}`", *(f"{speed:.2f}×, {_less(saved)}" for speed, saved in over), tokens])
+    heads = ["bound, steps", "policy", "over plain `fixed`", "over `fixed` at its best width", "tokens that are 0, 1, … steps old"]
+    return f"{_table(heads, rows)}\n\n{_counted(entries, content, 'lag')}"
+
+
 def time_(content: dict[str, Any]) -> str:
     """Where `fixed` and ours spend a step beyond the bound."""
     rows = []
@@ -209,6 +224,7 @@ def break_even(content: dict[str, Any]) -> str:
 TABLES: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {  # of which file and which part of it each is made
     "cluster fair": ("cluster", "fair", fair),
     "cluster fair rivals": ("cluster", "fair", fair_rivals),
+    "cluster lag": ("cluster", "lag", lag),
     "cluster targets": ("cluster", "paper", reached),
     "cluster paper": ("cluster", "paper", paper),
     "cluster time": ("cluster", "paper", time_),

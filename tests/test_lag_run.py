@@ -24,7 +24,7 @@ from rlhfless_ray.weights.model_folder import as_folder
 from tests.compat.test_runs import AGENT
 from tests.conftest import command, samples, small_recipe, write_recipe
 
-pytestmark = [pytest.mark.ray, pytest.mark.engine]
+pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("no_ray")]
 
 LAG = {"rollout__max_lag_steps": 1, "checkpoint__every_steps": 1, "checkpoint__keep": 9}
 

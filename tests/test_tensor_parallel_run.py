@@ -20,7 +20,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.types import Sample, Step
 from tests.conftest import small_recipe
 
-pytestmark = [pytest.mark.ray, pytest.mark.engine]
+pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("no_ray")]
 
 WIDE = {"rollout__tensor_parallel": 2}
 
@@ -61,7 +61,7 @@ def assert_same(found: list[Step], wanted: list[Step]) -> None:
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[Step]:
+def wanted(no_ray: None, tmp_path_factory: pytest.TempPathFactory) -> list[Step]:
     """The steps of a run whose engine has one slot."""
     return run(tmp_path_factory.mktemp("narrow") / "one")[0]
 

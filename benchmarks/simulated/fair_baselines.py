@@ -28,19 +28,19 @@ def measure_fair(setting: Setting, seeds: Sequence[int]) -> dict[str, Any]:
     """Every policy at its best width, for each all-reduce time: speed and cost over both baselines, means over seeds."""
     found: dict[str, Any] = {"seeds": len(seeds), "steps": setting.epochs * setting.steps_per_epoch}
     plain = [simulate(setting, ["fixed", "ours"], seed) for seed in seeds]
-    found["width 1"] = _rows(plain, plain)
+    found["width 1"] = rows_over(plain, plain, plain)
     for seconds in REDUCE_S:
         device = replace(setting.device, reduce_latency_s=seconds)
         wide = setting.but(tensor_parallel="auto", device=device)
         names = RIVALS if seconds == REDUCE_S[0] else BILLED
         runs = [simulate(wide, names, seed) for seed in seeds]
         billed = [simulate(wide.but(prefer=1.0), BILLED, seed) for seed in seeds]
-        found[latency_name(seconds)] = {"sold": _rows(runs, plain), "billed": _rows(billed, plain, throughout=True)}
+        found[latency_name(seconds)] = {"sold": rows_over(runs, plain, runs), "billed": rows_over(billed, plain, billed, throughout=True)}
     return found
 
 
-def _rows(runs: list[SimulatedRun], plain: list[SimulatedRun], throughout: bool = False) -> dict[str, Any]:
-    """Speed and saving of each policy, paired by seed with plain `fixed` and with this run's `fixed`. throughout: bill every device."""
+def rows_over(runs: list[SimulatedRun], plain: list[SimulatedRun], same: list[SimulatedRun], throughout: bool = False) -> dict[str, Any]:
+    """Speed and saving of each policy, paired by seed with the `fixed` of `plain` and of `same`. throughout: bill every device."""
 
     def cost(run: SimulatedRun, name: str) -> float:
         done = run.policies[name]
@@ -49,7 +49,7 @@ def _rows(runs: list[SimulatedRun], plain: list[SimulatedRun], throughout: bool 
     rows = {}
     for name in runs[0].policies:
         over = {}
-        for key, base in (("plain", plain), ("same", runs)):
+        for key, base in (("plain", plain), ("same", same)):
             pairs = list(zip(runs, base, strict=True))
             over[key] = {
                 "speedup": float(np.mean([b.policies["fixed"].step_s / r.policies[name].step_s for r, b in pairs])),

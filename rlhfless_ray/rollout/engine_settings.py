@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from placement.memory import engine_widths
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.weights.adapter import ADAPTABLE
 
@@ -70,6 +69,8 @@ def engine_settings(recipe: Recipe, longest_prompt_tokens: int, device: str = "c
 
 def check_heads(recipe: Recipe, config: Mapping[str, Any], key: str) -> None:
     """Raise UserError if the model of this config.json cannot be shared by `rollout.tensor_parallel` slots. `key`: that names it."""
+    from placement.memory import engine_widths  # engines' processes import this module, and do without the planner's libraries
+
     width, fit = recipe.rollout.least_width, engine_widths(config, MOST_SLOTS)
     if fit is not None and width not in fit:  # of unknown heads, loading the model reports what is wrong
         can = ", ".join(map(str, fit))
