@@ -1,10 +1,10 @@
 """Does every way to credit a response learn? `python -m benchmarks.learns [--quick] [--only NAME …] [section.key=value …]`.
 
 One run of the quickstart's task and warm-started policy for each estimator, shorter than the quickstart, on the same prompts and
-seed; then group_norm with engines in int8, and one step off, where importance weights correct; then PPO as it is usually meant: a critic, a
-KL penalty in the reward and a reward model (`train_reward_model.py`) in the verifier's place. Accuracy is the verifier's in all of
-them, on held-out prompts, before the first step and after the last one. All runs share this process and one Ray. Curves do not
-depend on what else the machine does; times do, and are not reported.
+seed; then group_norm with engines in int8, one step off, and with partial rollouts, where importance weights correct; then PPO as it
+is usually meant: a critic, a KL penalty in the reward and a reward model (`train_reward_model.py`) in the verifier's place. Accuracy
+is the verifier's in all of them, on held-out prompts, before the first step and after the last one. All runs share this process
+and one Ray. Curves do not depend on what else the machine does; times do, and are not reported.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ CRITIC = ("critic.learning_rate=1.0e-3", "critic.schedule=constant", "critic.war
 ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce")
 INT8 = "group_norm, int8 engines"
 LAG = "group_norm, one step off"
+PARTIAL = "group_norm, partial rollouts"
 PPO = "ppo, critic and reward model"
 
 
@@ -78,6 +79,8 @@ def settings(name: str, model: RewardModelTraining | None) -> list[str]:
         return ["algorithm.advantage.estimator=group_norm", "rollout.quantization=int8"]
     if name == LAG:
         return ["algorithm.advantage.estimator=group_norm", "rollout.max_lag_steps=1", "learner.max_slots_per_rank=1"]
+    if name == PARTIAL:
+        return ["algorithm.advantage.estimator=group_norm", "rollout.partial=continue", "rollout.max_lag_steps=2"]
     if name != PPO:
         return [f"algorithm.advantage.estimator={name}", *(CRITIC if name == "gae" else ())]
     assert model is not None
@@ -165,12 +168,15 @@ def show(curves: list[Curve], console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="section.key=value")
-    parser.add_argument("--only", nargs="+", choices=[*ESTIMATORS, "int8", "lag", "ppo"], help="some of the runs")
+    parser.add_argument("--only", nargs="+", choices=[*ESTIMATORS, "int8", "lag", "partial", "ppo"], help="some of the runs")
     parser.add_argument("--quick", action="store_true", help="two runs of 3 steps from a policy that knows little")
     options = parser.parse_args()
     torch.set_num_threads(1)  # of this process: two that wait for each other crawl where anything else runs
     console = make_console()
-    names = [{"int8": INT8, "lag": LAG, "ppo": PPO}.get(name, name) for name in options.only or [*ESTIMATORS, "int8", "lag", "ppo"]]
+    names = [
+        {"int8": INT8, "lag": LAG, "partial": PARTIAL, "ppo": PPO}.get(name, name)
+        for name in options.only or [*ESTIMATORS, "int8", "lag", "partial", "ppo"]
+    ]
     small = ["run.steps=3", "evaluate.prompts=32", "warm_start.steps=30"] if options.quick else []
     if options.quick:
         names = names[-2:]

@@ -129,7 +129,7 @@ def lag(content: dict[str, Any]) -> str:
             tokens = ", ".join(f"{sum(share) / len(entries):.0%}" for share in shares)
             rows.append([bound, f"`{policy}`", *(f"{speed:.2f}×, {_less(saved)}" for speed, saved in over), tokens])
     heads = ["bound, steps", "policy", "over plain `fixed`", "over `fixed` at its best width", "tokens that are 0, 1, … steps old"]
-    return f"{_table(heads, rows)}\n\n{_counted(entries, content, 'lag')}"
+    return f"{_table(heads, rows)}\n\nMeans over {', '.join(f'`{name}`' for name in entries)}. {_counted(entries, content, 'lag')}"
 
 
 def time_(content: dict[str, Any]) -> str:

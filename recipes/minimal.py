@@ -139,7 +139,7 @@ def update(policy: TokenLogprobs, optimizer: torch.optim.Optimizer, batch: Batch
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     sharing = PromptSharing.of(policy.model)
-    for cut in micro_batches(batch, np.arange(len(batch)), recipe.learner.micro_batch_tokens, sharing):
+    for cut in micro_batches(batch, np.arange(len(batch)), recipe.learner.max_micro_batch_tokens, sharing):
         x = padded(batch, cut, cpu)
         logprobs, _ = token_logprobs(policy, x, recipe.rollout.temperature)
         ratios = token_ratios(logprobs, logprobs.detach())  # one optimizer step a batch: the old policy is the current one

@@ -4,7 +4,8 @@
 
 Each line is one stage. Stages do not call each other: the loop passes values from one to the next. Some stages visibly overlap
 others. The next step is planned while the learner works, and its engines load the weights while the driver records the step. With
-`rollout.max_lag_steps` its responses are generated while the learner works, under the weights from before the update.
+`rollout.max_lag_steps` its responses are generated while the learner works, under the weights from before the update. With
+`rollout.partial` a rollout ends when enough groups are complete, and the other responses go on in the next step.
 Each stage has a folder of its name; `runtime/` connects them.
 """
 
@@ -21,7 +22,7 @@ def plan_step(run: StepOperations, number: int) -> Step | None:
     if number > run.last_step:
         return None
     step = Step(number)
-    step.prompts = run.next_prompts()
+    step.prompts = run.next_prompts(step)
     step.forecast = run.forecast(step)
     step.plan = run.plan(step)
     step.prefixes = run.weigh_prefixes(step)

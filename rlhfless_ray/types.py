@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 
 
+UNFINISHED = "cut"  # finish reason of a response that goes on in the next step
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One row of the data set, ready to be answered."""
@@ -54,7 +57,7 @@ class Completion:
     key: int
     token_ids: np.ndarray  # (length,) int32, end-of-sequence token included when it was sampled
     logprobs: np.ndarray  # (length,) float32, of the sampling distribution: temperature and top-p applied, before the noise
-    finish_reason: str  # "stop": by itself; "length": at max_tokens
+    finish_reason: str  # "stop": by itself; "length": at max_tokens; UNFINISHED: it goes on in the next step
     version: int  # weight version of the last token
     versions: tuple[tuple[int, int], ...] = ()  # (version, tokens) in order; () means a single version
 
@@ -84,6 +87,16 @@ class Sample:
     def written_tokens(self) -> int:
         """Number of tokens that the policy wrote."""
         return len(self.completion.token_ids) if self.action_mask is None else int(self.action_mask.sum())
+
+
+@dataclass(frozen=True)
+class Group:
+    """The responses to one prompt, which may outlive a step with `rollout.partial`."""
+
+    prompt: Prompt
+    begun: int  # step
+    first_sample: int = 0  # number of its first sample: not 0 if the prompt was begun twice in that step
+    samples: tuple[Sample, ...] = ()  # after its first step: all of them, unfinished ones with the tokens so far
 
 
 @dataclass(frozen=True)
@@ -174,6 +187,8 @@ class Step:
     # None only until `loop.py` sets them, before anything reads them
     forecast: Scenarios = None  # type: ignore[assignment]  # joint draws of every response's length
     plan: RolloutPlan = None  # type: ignore[assignment]
+    partial_batch: Any = None  # a `PartialBatch`, the groups at work; None without rollout.partial
+    work: np.ndarray | None = None  # (n, S) forecast tokens that its rollout generates; None: whole responses
     prefixes: Any = None  # a `StepPrefixes`, which holds Ray references; None: no prefix KV in this run
     answers: list[Sample] = field(default_factory=list)  # all responses to its prompts
     samples: list[Sample] = field(default_factory=list)  # those that are learned from
@@ -183,3 +198,8 @@ class Step:
     ledger: dict[str, float] = field(default_factory=dict)  # slot-seconds and money of this step
     phase_s: dict[str, float] = field(default_factory=dict)  # seconds of each phase, as the driver sees them
     wall_s: float = 0.0
+
+    @property
+    def expected_work(self) -> np.ndarray:
+        """(n, S) forecast tokens that the rollout adds to each response."""
+        return self.forecast.lengths if self.work is None else self.work

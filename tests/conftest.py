@@ -259,6 +259,14 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callabl
     return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def page_connector_ends() -> Iterator[None]:
+    """vLLM keeps the connector of a process's first engine with prefix KV, also for engines without it, which fail then."""
+    yield
+    if state := sys.modules.get("vllm.distributed.kv_transfer.kv_transfer_state"):
+        state.ensure_kv_transfer_shutdown()
+
+
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of four steps with up to two engines from start to end, started as a user starts it."""

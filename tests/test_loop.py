@@ -24,7 +24,7 @@ class Pipeline:
         self.at_work = False  # the learner
         self.rolls_out_ahead = ahead
 
-    def next_prompts(self) -> list[str]:
+    def next_prompts(self, step: Step) -> list[str]:
         return self.note("prompts", ["prompt"])
 
     def forecast(self, step: Step) -> str:

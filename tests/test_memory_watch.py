@@ -10,7 +10,7 @@ import pytest
 
 from rlhfless_ray.local.memory_watch import MemoryWatch, function_of, memory_metrics
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.report.cost_charts import memory_table
+from rlhfless_ray.report.cost_charts import memory_settings, memory_table
 from rlhfless_ray.run.memory_check import Lengths, least_mb
 
 pytestmark = pytest.mark.pure
@@ -44,22 +44,23 @@ def test_peaks_are_kept_until_they_are_taken() -> None:
     peaks = watch.take()
     assert peaks["Ray"] >= 50 and peaks["driver"] > 1  # the child has no title of a worker
     assert peaks["total"] >= peaks["driver"] + 50
-    assert memory_metrics(peaks, {})["memory/ray_peak_mb"] == round(peaks["Ray"], 1)
+    assert memory_metrics(peaks, {}, {})["memory/ray_peak_mb"] == round(peaks["Ray"], 1)
     assert watch.take() == {}
 
 
-def test_the_report_has_least_and_measured_memory_by_function() -> None:
+def test_the_report_has_least_predicted_and_measured_memory_by_function() -> None:
     rows = [
-        memory_metrics({"learner": 9000.0, "engines": 2000.0, "total": 12000.0}, {"learner": 8900.0}),
+        memory_metrics({"learner": 9000.0, "engines": 2000.0, "total": 12000.0}, {"learner": 8900.0}, {"learner": 9600.0}),
         {"step": 2},  # too short for a look
-        memory_metrics({"learner": 9400.0, "engines": 2000.0, "total": 11000.0}, {"learner": 8900.0}),
+        memory_metrics({"learner": 9400.0, "engines": 2000.0, "total": 11000.0}, {"learner": 8900.0}, {"learner": 9600.0}),
     ]
     assert memory_table(rows) == [
-        {"name": "learner", "least": 8.9, "median": 9.2, "most": 9.4},
-        {"name": "engines", "least": None, "median": 2.0, "most": 2.0},
-        {"name": "all together", "least": None, "median": 11.5, "most": 12.0},
+        {"name": "learner", "least": 8.9, "predicted": 9.6, "median": 9.2, "most": 9.4},
+        {"name": "engines", "least": None, "predicted": None, "median": 2.0, "most": 2.0},
+        {"name": "all together", "least": None, "predicted": None, "median": 11.5, "most": 12.0},
     ]
     assert memory_table([{"step": 1}]) == []
+    assert memory_settings([{"memory/settings": "smaller"}, {"step": 2}]) == "smaller" and memory_settings(rows) == ""
 
 
 def test_least_memory_is_that_of_the_plan() -> None:

@@ -29,7 +29,9 @@ from rlhfless_ray.rollout.requests import make_request, make_step_requests
 from rlhfless_ray.run.checkpoints import Best
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder
+from rlhfless_ray.run.memory_fit import Fit
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
+from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.types import Step, WeightVersion
@@ -130,8 +132,10 @@ class Ended:
         run.checkpoints, run.best = store(run.folder), Best("none")
         run.steps_done, run.cursor_done, run.cursor_after, run.saved = 3, [3], [4], 2
         run.dynamic_sampling = DynamicSampling(run.recipe, Cursor(64, 8, True, 3))
+        run.partial_rollouts = PartialRollouts(run.recipe)
         run.weights, run.in_update, run.step = WeightVersion(3, "weights"), False, Step(4)
-        run.first_row, run.quality, run.agreement, run.memory, run.least_mb = 0, {}, None, SimpleNamespace(take=dict), {}
+        run.first_row, run.quality, run.agreement, run.memory = 0, {}, None, SimpleNamespace(take=dict)
+        run.least_mb, run.memory_fit = {}, Fit(run.recipe, [])
         run.ledger = SimpleNamespace(begin_step=lambda step: None, totals_since=lambda row: {})
         run.autoscaler = SimpleNamespace(
             state=lambda: {}, observe_update=lambda *_: None, observe_step=lambda *_: None, settle=lambda: None

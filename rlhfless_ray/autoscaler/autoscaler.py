@@ -170,7 +170,7 @@ class Autoscaler:
         if self.terms.passes.records:  # otherwise there are no passes, or none yet
             learn_s += self.terms.passes.predict(tokens)
         score_s, outside_s = self.terms.score.predict(len(lengths)), self.outside.predict()
-        if self.recipe.rollout.max_lag_steps:
+        if self.recipe.rollout.rolls_out_ahead:
             return phase_s, slot_s, max(phase_s, learn_s) + score_s + outside_s
         return phase_s, slot_s, phase_s + score_s + learn_s + outside_s
 
@@ -381,7 +381,7 @@ class Autoscaler:
         The worker groups' own times come by `observe_update` and `observe_passes`.
         """
         self.terms.score.observe(float(samples), phases.get("score", 0.0))
-        if self.recipe.rollout.max_lag_steps:  # the learn phase includes the next step's prefill and rollout
+        if self.recipe.rollout.rolls_out_ahead:  # the learn phase includes the next step's prefill and rollout
             self.outside.observe(0.0, wall_s - sum(phases.get(name, 0.0) for name in ("rollout", "score", "learn", "eval")))
             return
         known = sum(phases.get(name, 0.0) for name in ("prefill", "rollout", "score", "eval"))

@@ -1,10 +1,10 @@
-"""`rlhfless plan --memory`: what a recipe's functions need at least, and what this machine has."""
+"""`rlhfless plan --memory`: what a recipe's functions need, at least and predicted, and what this machine has."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
 
@@ -13,36 +13,57 @@ if TYPE_CHECKING:
 
 
 def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
-    """Print a table of needs, per process and together. Raises UserError if a need does not fit this machine."""
+    """Print tables of needs, per process and together. Raises UserError if a need does not fit this machine.
+
+    Prompts are not read: for predictions each counts as long as prompts.max_prompt_tokens allows.
+    """
     from rlhfless_ray.recipe import Recipe
-    from rlhfless_ray.run.memory_check import GPU, check, device_needs, gb, host_needs, local_room, models_of
+    from rlhfless_ray.run.memory_check import GPU, Lengths, check, device_needs, gb, host_needs, local_room, models_of
+    from rlhfless_ray.run.memory_fit import AUTO_KEYS, fit
 
     recipe = Recipe.load(path, overrides)
     models = models_of(recipe)
     if "policy" not in models:
         raise UserError(f"--memory {path}: the size of its policy is not known; set policy.path to a model folder")
     room = local_room(recipe)
-    needs = device_needs(recipe, models) if room.resource == GPU else host_needs(recipe, models, room.has_driver)
+    least = device_needs(recipe, models) if room.resource == GPU else host_needs(recipe, models, room.has_driver)
+    if not as_json:
+        policy = f"{models['policy'].parameters / 1e6:,.0f} M parameters in {recipe.policy.dtype}"
+        _print_table(f"Least memory of {policy}", "at least", least)
+    problem = check(recipe, models, lambda: room)
+    prompt, response = recipe.prompts.max_prompt_tokens, recipe.rollout.max_tokens
+    found = fit(recipe, models, lambda: room, Lengths(prompt, 1))
     if as_json:
-        rows = [{"what": need.who, "one_process": need.alone, "bytes": need.bytes, "parts": dict(need.parts)} for need in needs]
-        print(json.dumps({"resource": room.resource, "memory_bytes": room.bytes, "needs": rows}, indent=1))
-    else:
-        _print_table(f"{models['policy'].parameters / 1e6:,.0f} M parameters in {recipe.policy.dtype}", needs)
-    if (problem := check(recipe, models, lambda: room)) and not as_json:
-        print(problem)
-    if not as_json and room.bytes is not None:
+        told = {
+            "resource": room.resource,
+            "memory_bytes": room.bytes,
+            "needs": [_row(need) for need in least],
+            "predicted": [_row(need) for need in found.needs],
+            "settings": {key: getattr(found.recipe.learner, key) for key in AUTO_KEYS},
+            "reason": found.reason,
+        }
+        print(json.dumps(told, indent=1))
+        return
+    _print_table(f"Predicted peaks, with prompts of {prompt} and responses of {response} tokens", "about", found.needs)
+    for line in filter(None, (problem, found.reason, found.note)):
+        print(line)
+    if room.bytes is not None and not found.note:
         print(f"every need fits {'a GPU' if room.resource == GPU else 'this machine'} of {gb(room.bytes)}")
 
 
-def _print_table(policy: str, needs: list[Need]) -> None:
+def _row(need: Need) -> dict[str, Any]:
+    return {"what": need.who, "one_process": need.alone, "bytes": need.bytes, "parts": dict(need.parts)}
+
+
+def _print_table(title: str, column: str, needs: list[Need]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from rlhfless_ray.run.memory_check import MIN_LISTED_BYTES, gb
 
-    table = Table(title=f"Least memory of {policy}", title_justify="left", box=None, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("")
-    table.add_column("at least", justify="right")
+    table.add_column(column, justify="right")
     table.add_column("of it")
     for alone, heading in ((True, "one process"), (False, "at the same time")):
         chosen = [need for need in needs if need.alone == alone]

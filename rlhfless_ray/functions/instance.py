@@ -38,6 +38,7 @@ class ProcessLost(RunError):
 _numbers = itertools.count(1)
 # Raised by calls whose process or node is lost. Processes that Ray ends for lack of memory raise no RayActorError.
 GONE = (RayActorError, ActorUnschedulableError, NodeDiedError, ObjectLostError, OutOfMemoryError)
+ANSWER_S = 1.0  # answers of calls that ended before one that failed may arrive after its error
 MAX_REASON_CHARS = 500  # limit of another program's message inside ours
 
 
@@ -94,7 +95,7 @@ class Instance:
         Later errors of such an instance (no engine, no weights) only follow from this.
         """
         for what, ref in (("start", self.opened), ("load its weights", self.loading)):
-            if ref is None or not ray.wait([ref], timeout=0)[0]:
+            if ref is None or not ray.wait([ref], timeout=ANSWER_S)[0]:
                 continue
             try:
                 ray.get(ref)

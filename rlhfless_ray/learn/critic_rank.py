@@ -72,7 +72,7 @@ class CriticRank:
         return merged(stats), [Span("work", "update", start, time.time())]
 
     def _share(self, batch: Batch, indices: np.ndarray) -> list[MicroBatch]:
-        return micro_batches(batch, indices, self.settings.learner.micro_batch_tokens, self.sharing, self.rank, self.ranks)
+        return micro_batches(batch, indices, self.settings.learner.max_micro_batch_tokens, self.sharing, self.rank, self.ranks)
 
     def _forward(self, tensors: dict[str, Tensor]) -> Tensor:
         return self.trainer.engine(*(tensors.get(name) for name in ("ids", "rows", "columns", "positions", "segments")))

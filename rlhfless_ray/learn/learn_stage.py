@@ -71,7 +71,7 @@ class LearnStage:
 
     def some(self, groups: list[list[Sample]], seconds: float) -> list[Sample]:
         """Return complete groups for about a micro-batch per rank, or nothing if there are too few or they take more than `seconds`."""
-        most = self.context.recipe.learner.micro_batch_tokens * self.worker_group.ranks
+        most = self.context.recipe.learner.max_micro_batch_tokens * self.worker_group.ranks
         found: list[Sample] = []
         tokens, full = 0, False
         for group in filter(self.passes.let_learn, groups):
@@ -218,7 +218,7 @@ class LearnStage:
             stats: UpdateStats = update.result()
             if restarts == self.worker_group.recovery.restarts:
                 waited_s = time.monotonic() - began_s  # also for a rollout, if the steps overlap
-                took_s = self.worker_group.update_s if self.context.recipe.rollout.max_lag_steps else waited_s
+                took_s = self.worker_group.update_s if self.context.recipe.rollout.rolls_out_ahead else waited_s
                 self.context.autoscaler.observe_update(self._slots(), samples, took_s)
             return stats
 

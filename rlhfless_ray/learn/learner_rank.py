@@ -126,7 +126,7 @@ class LearnerRank:
         return np.stack([token_weights(lengths, mean).numpy() for mean in means])
 
     def _share(self, batch: Batch, indices: np.ndarray) -> list[MicroBatch]:
-        return micro_batches(batch, indices, self.learner.micro_batch_tokens, self.sharing, self.rank, self.ranks)
+        return micro_batches(batch, indices, self.learner.max_micro_batch_tokens, self.sharing, self.rank, self.ranks)
 
     def logprobs(self, batch: Batch, names: tuple[str, ...], threads: int) -> tuple[dict[str, np.ndarray], list[Span]]:
         """Before a step, by name (see `overlap.passes`), of the tokens of this rank's share, 0 elsewhere: each

@@ -64,7 +64,7 @@ class Passes:
 
     def _some(self, seconds: float) -> tuple[int, int]:
         """Return the number of samples for a pass and their tokens: about a micro-batch per rank, or (0, 0) if it does not pay or fit."""
-        most = self.context.recipe.learner.micro_batch_tokens * self.worker_group.ranks
+        most = self.context.recipe.learner.max_micro_batch_tokens * self.worker_group.ranks
         count = tokens = 0
         full = False
         for sample in self.waiting:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rlhfless_ray.recipe import AlgorithmConfig, LearnerConfig, LoraConfig, Recipe
 
 LAGS = "rollout.max_lag_steps: while engines decode, the learner works on the step before"
+PARTIAL = "rollout.partial: which groups are learned from is known when enough are complete"
 
 
 def obstacle(recipe: Recipe) -> str | None:
@@ -18,7 +19,7 @@ def obstacle(recipe: Recipe) -> str | None:
     if recipe.learner.overlap == "off":
         return "learner.overlap is off"
     if recipe.rollout.max_lag_steps:
-        return LAGS
+        return LAGS if recipe.rollout.rolls_out_ahead else PARTIAL
     if recipe.critic.freeze_policy_steps:
         return "critic.freeze_policy_steps: gradients of a step in which the policy is not trained would be left over"
     return inexact(recipe.algorithm, recipe.learner, recipe.lora)
@@ -44,7 +45,7 @@ def passes_obstacle(recipe: Recipe) -> str | None:
     if recipe.learner.overlap == "off":
         return "learner.overlap is off"
     if recipe.rollout.max_lag_steps:
-        return LAGS
+        return LAGS if recipe.rollout.rolls_out_ahead else PARTIAL
     if recipe.algorithm.filter_range is not None:
         return "algorithm.filter_range: which groups are learned from is known when all are scored"
     return None

@@ -78,7 +78,7 @@ def reference_settings(recipe: Recipe, rank: int = 0, device: str = "cpu") -> Re
     return ReferenceSettings(
         dtype=recipe.policy.dtype,
         trust_remote_code=recipe.policy.trust_remote_code,
-        micro_batch_tokens=recipe.learner.micro_batch_tokens,
+        micro_batch_tokens=recipe.learner.max_micro_batch_tokens,
         temperature=recipe.rollout.temperature,
         share_prompts=recipe.learner.share_prompts,
         ranks=recipe.reference.ranks,

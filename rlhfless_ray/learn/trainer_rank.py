@@ -44,7 +44,7 @@ class TrainerRank:
         self.settings, self.section = settings, settings.learner
         self.dtype, self.rank = settings.policy.dtype, settings.rank
         self.device = torch.device("cuda" if settings.device == "gpu" else "cpu")
-        self.ranks, self.stage, self.hosted = self.section.ranks, self.section.zero_stage, self.section.optimizer_offload
+        self.ranks, self.stage, self.hosted = self.section.ranks, self.section.zero_stage, self.section.offloads_optimizer
         self.optimizer_steps = 0
         self.engine: Any = None
         self.lora: LoraAdapters | None = None
@@ -72,7 +72,7 @@ class TrainerRank:
                 raise ValueError(f"the checkpoint is of another model: {(unexpected or missing)[0]} is in one of them only")
         self.is_large = self.device.type == "cpu" and sum(p.numel() for p in model.parameters()) >= LARGE_PARAMETERS
         model.train()
-        if self.section.gradient_checkpointing:
+        if self.section.recomputes_activations:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         wrapped = wrapped.to(self.device)
         optimizer = torch.optim.AdamW(

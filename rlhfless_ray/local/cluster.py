@@ -154,7 +154,7 @@ class RayCluster:
         for name, needed in {**wanted, "rollout.min_actors": engines}.items():
             if needed > slots:
                 raise UserError(f"{name}: {needed} slots at once, but the cluster has {slots} ({unit}); lower it or add nodes")
-        if recipe.rollout.max_lag_steps:
+        if recipe.rollout.rolls_out_ahead:
             threads = recipe.learner.max_slots_per_rank if resource == "cpu" else 1
             learner = recipe.learner.ranks * threads
             if learner + engines > slots:

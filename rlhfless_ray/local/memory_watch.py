@@ -85,7 +85,8 @@ def function_of(title: str) -> str:
     return FUNCTIONS.get(title.removeprefix("ray::").split(".")[0], "other workers")
 
 
-def memory_metrics(peaks: Mapping[str, float], least: Mapping[str, float]) -> dict[str, float]:
-    """Return a step's metrics of measured peaks and of the functions' least needs, both in MB."""
-    told = {f"{name}_peak": size for name, size in peaks.items()} | {f"{name}_least": size for name, size in least.items()}
+def memory_metrics(peaks: Mapping[str, float], least: Mapping[str, float], predicted: Mapping[str, float]) -> dict[str, float]:
+    """Return a step's metrics of measured peaks, the functions' least needs and their predicted peaks, all in MB."""
+    kinds = {"peak": peaks, "least": least, "predicted": predicted}
+    told = {f"{name}_{kind}": size for kind, sizes in kinds.items() for name, size in sizes.items()}
     return {f"memory/{name.lower().replace(' ', '_')}_mb": round(size, 1) for name, size in told.items()}

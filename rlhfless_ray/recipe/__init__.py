@@ -153,6 +153,7 @@ class Recipe(Section):
                 "rollout.max_lag_steps: samples that algorithm.remainder=carry keeps for later steps would be older than this bound; set "
                 "remainder to `short` or `drop`, or max_lag_steps to 0"
             )
+        self._check_partial()
         if self.price.rollout_slot_per_hour is not None and not self.rollout.nodes:
             raise ValueError("price.rollout_slot_per_hour: it is the price of the nodes that rollout.nodes names, which is empty")
         if self.algorithm.updates_per_step > self.prompts.batch_prompts:
@@ -176,6 +177,32 @@ class Recipe(Section):
         if len(sources) > 1:
             raise ValueError(f"reward.{sources[1]}: rewards have one source; set it or reward.{sources[0]}")
         return self
+
+    def _check_partial(self) -> None:
+        """Raise ValueError for what partial rollouts need and lack."""
+        rollout = self.rollout
+        if rollout.partial == "off":
+            if rollout.max_lag_steps > 1:
+                raise ValueError("rollout.max_lag_steps: more than 1 needs responses that outlive a step; set rollout.partial to continue")
+            if rollout.oversample != "auto":
+                raise ValueError("rollout.oversample: rollout.partial is off, so leave it out, or set partial to continue")
+            return
+        most = rollout.max_lag_steps + 1
+        if not rollout.max_lag_steps:
+            raise ValueError(
+                "rollout.partial: responses that outlive a step need a bound on their age; set rollout.max_lag_steps to 1 or more"
+            )
+        if not 1 <= rollout.begun_share <= most:
+            raise ValueError(
+                f"rollout.oversample: {rollout.begun_share:g} is not between 1 and rollout.max_lag_steps + 1 = {most}, so some groups "
+                "could not be trained in time"
+            )
+        if self.agent.path:
+            raise ValueError("rollout.partial: the agent of agent.path cannot be paused between two weight versions; set partial to off")
+        if self.algorithm.filter_range is not None:
+            raise ValueError("rollout.partial: algorithm.filter_range replaces groups within their step; leave one of the two out")
+        if self.run.episodes is not None:
+            raise ValueError("rollout.partial: groups outlive the end of an episode; leave run.episodes out, and set run.steps")
 
     def _check_tensor_parallel(self) -> None:
         """Raise ValueError for what engines of several slots cannot do yet."""

@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlhfless_ray.common.estimators import ESTIMATORS, EstimatorName
-from rlhfless_ray.recipe.section import Decay, OffIsAWord, ScheduleName, Section, Share
+from rlhfless_ray.recipe.section import Decay, OffIsAWord, ScheduleName, Section, Share, SwitchOrAuto, TokensOrAuto
+
+DEFAULT_MICRO_BATCH_TOKENS = 8192  # the first that placement.peak_memory tries, which processes without a planner do not import
 
 
 class AdvantageConfig(Section):
@@ -192,14 +194,14 @@ class LearnerConfig(Section):
     """Decay rates of AdamW's two moments."""
     adam_eps: float = Field(1e-8, gt=0)
     """Epsilon of AdamW."""
-    optimizer_offload: bool = False
+    optimizer_offload: SwitchOrAuto = False
     """Keep AdamW's moments and the float32 weights in host memory and update there, for policy and critic (DeepSpeed's
     ZeRO-Offload; needs `zero_stage` 1, 2 or 3). This frees device memory and slows the update, which is the same to rounding. On
-    CPU slots it saves nothing."""
+    CPU slots it saves nothing. `auto`: only if nothing else fits the device."""
     grad_clip: float = Field(1.0, gt=0)
     """Largest gradient norm (Euclidean, over all weights). A longer gradient is scaled down to it."""
-    micro_batch_tokens: int = Field(8192, ge=1)
-    """Padded tokens of one micro-batch."""
+    micro_batch_tokens: TokensOrAuto = "auto"
+    """Padded tokens of one micro-batch. `auto`: 8192, or less where a predicted update would not fit the memory."""
     share_prompts: Annotated[Literal["auto", "off"], OffIsAWord] = "auto"
     """`auto`: compute a prompt once for several responses to it where that saves a tenth of the work, in learner, critic and
     reference, for the model families that are tested. The update is the same to rounding. `off`: a copy of the prompt for each
@@ -207,10 +209,11 @@ class LearnerConfig(Section):
     overlap: Annotated[Literal["auto", "off"], OffIsAWord] = "auto"
     """Score samples and accumulate gradients of complete groups on released slots while other responses still decode. Gradients go
     ahead only if the update is then the same to rounding: one per step, ZeRO 0, 1 or 2. Passes for finished samples also go ahead:
-    the reference's log-probabilities, and if gradients cannot, the old log-probabilities and the critic's values. `off`: the
-    learner waits for the rollout."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
+    the reference's log-probabilities, and if gradients cannot, the old log-probabilities and the critic's values. A run sets it to
+    `off` if an update beside engines is predicted not to fit the memory. `off`: the learner waits for the rollout."""
+    gradient_checkpointing: SwitchOrAuto = "auto"
+    """Recompute activations in the backward pass instead of keeping them: less memory, more time. `auto`: only if no micro-batch
+    of 1024 tokens or more fits the memory otherwise."""
     max_skipped_updates: int = Field(3, ge=0)
     """The run ends after this many optimizer steps in a row were skipped for a non-finite loss or gradient."""
     deadline_s: float = Field(1800, gt=0)
@@ -226,9 +229,22 @@ class LearnerConfig(Section):
 
     @model_validator(mode="after")
     def _check_offload(self) -> LearnerConfig:
-        if self.optimizer_offload and self.zero_stage == 0:
+        if self.optimizer_offload is True and self.zero_stage == 0:
             raise ValueError("learner.optimizer_offload: needs a learner.zero_stage of 1, 2 or 3")
         return self
+
+    @property
+    def max_micro_batch_tokens(self) -> int:
+        """Padded tokens of one micro-batch. `auto` counts as 8192 until `run.memory_fit` has decided."""
+        return DEFAULT_MICRO_BATCH_TOKENS if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
+
+    @property
+    def recomputes_activations(self) -> bool:
+        return self.gradient_checkpointing is True
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        return self.optimizer_offload is True
 
 
 class CriticConfig(Section):

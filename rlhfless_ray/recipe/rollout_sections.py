@@ -34,6 +34,9 @@ class WarmStartConfig(Section):
     """Peak learning rate, with linear warm-up over the first tenth, then cosine to zero."""
 
 
+AUTO_OVERSAMPLE = 1.5
+
+
 class RolloutConfig(Section):
     samples_per_prompt: int = Field(8, ge=1)
     """Responses to each prompt: the group size."""
@@ -59,10 +62,17 @@ class RolloutConfig(Section):
     """Minimum number of engines. The rollout waits until each has a slot."""
     max_actors: int = Field(2, ge=1)
     """Maximum number of engines at once. The plan of each step decides how many there are."""
-    max_lag_steps: int = Field(0, ge=0, le=1)
+    max_lag_steps: int = Field(0, ge=0, le=8)
     """How many weight versions a trained token may be behind. 0: a step learns from its own weights' responses. 1: the next step's
-    responses are generated while the learner works, so that engines and learner hold slots at once; importance weights correct for
-    the older weights, so they must be on."""
+    responses are generated while the learner works, so that engines and learner hold slots at once. With `partial`: for how many
+    steps a response may go on after the one in which it was begun, up to 8. Importance weights correct for the older weights, so they
+    must be on."""
+    partial: Annotated[Literal["off", "continue", "restart"], OffIsAWord] = "off"
+    """End a step's rollout as soon as `prompts.batch_prompts` groups are complete. What happens to the unfinished responses of the
+    others: `continue`: they go on in the next step from their last token, under the new weights, and their KV cache is computed again.
+    `restart`: they begin again. `off`: a rollout ends with its longest response. Needs `max_lag_steps` of at least 1."""
+    oversample: Literal["auto"] | float = "auto"
+    """With `partial`: groups at work in a step, as a multiple of `prompts.batch_prompts`; from 1 to `max_lag_steps` + 1. `auto`: 1.5."""
     nodes: dict[str, str] = Field(default_factory=dict)
     """Ray labels that the engines' nodes must have, such as `{market: spot}`. Empty: any node."""
     tensor_parallel: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
@@ -103,6 +113,16 @@ class RolloutConfig(Section):
     def least_width(self) -> int:
         """Return the slots of the narrowest engine that the recipe allows."""
         return 1 if self.tensor_parallel == "auto" else self.tensor_parallel
+
+    @property
+    def rolls_out_ahead(self) -> bool:
+        """Whether the next step's responses are generated while the learner works."""
+        return self.max_lag_steps > 0 and self.partial == "off"
+
+    @property
+    def begun_share(self) -> float:
+        """Groups at work in a step, as a multiple of those that it trains."""
+        return AUTO_OVERSAMPLE if self.oversample == "auto" else self.oversample
 
     def response_tokens(self, prompt_tokens: int) -> int:
         """Return the length of the longest response to a prompt of `prompt_tokens` tokens."""

@@ -33,3 +33,20 @@ def _yaml_word(value: Any) -> Any:
 
 
 OffIsAWord = BeforeValidator(_yaml_word)
+
+
+def _tokens_or_auto(value: Any) -> Any:
+    """Reject what is neither, in one sentence: pydantic would name each member of the union."""
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise ValueError("expected `auto` or a whole number of at least 1")
+
+
+def _switch_or_auto(value: Any) -> Any:
+    if value == "auto" or isinstance(value, bool):
+        return value
+    raise ValueError("expected `auto`, true or false")
+
+
+TokensOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_tokens_or_auto)]
+SwitchOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_switch_or_auto)]

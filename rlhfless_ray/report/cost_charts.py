@@ -150,16 +150,25 @@ def phase_table(rows: Sequence[Row]) -> list[Row]:
 
 
 def memory_table(rows: Sequence[Row]) -> list[Row]:
-    """Return least, median and largest measured memory (GB) by function, largest first; all processes together last."""
+    """Return least, predicted, median and largest measured memory (GB) by function, largest first; all processes together last."""
     names = {key.removeprefix("memory/").removesuffix("_peak_mb") for row in rows for key in row if key.endswith("_peak_mb")}
     lines: list[Row] = []
     for name in names:
         peaks = [x / 1000 for x in (finite(row.get(f"memory/{name}_peak_mb")) for row in rows) if x is not None]
-        least = [x / 1000 for x in (finite(row.get(f"memory/{name}_least_mb")) for row in rows) if x is not None]
         if peaks:
             shown = "all together" if name == "total" else name.replace("_", " ")
-            lines.append({"name": shown, "least": least[-1] if least else None, "median": statistics.median(peaks), "most": max(peaks)})
+            planned = {kind: _last_gb(rows, f"memory/{name}_{kind}_mb") for kind in ("least", "predicted")}
+            lines.append({"name": shown, **planned, "median": statistics.median(peaks), "most": max(peaks)})
     return sorted(lines, key=lambda line: (line["name"] == "all together", -line["most"]))
+
+
+def _last_gb(rows: Sequence[Row], key: str) -> float | None:
+    return next((x / 1000 for x in (finite(row.get(key)) for row in reversed(rows)) if x is not None), None)
+
+
+def memory_settings(rows: Sequence[Row]) -> str:
+    """Return the settings that the run chose to fit the memory, with the reason, or an empty text."""
+    return next((str(row["memory/settings"]) for row in reversed(rows) if row.get("memory/settings")), "")
 
 
 def total(rows: Sequence[Row], key: str) -> float | None:

@@ -75,6 +75,7 @@ def render(record: RunRecord) -> str:
         phases=phases,
         phase_table=cost_charts.phase_table(steps),
         memory_table=cost_charts.memory_table(steps),
+        memory_settings=cost_charts.memory_settings(steps),
         samples=samples,
         leases=leases,
         recipe=record.recipe,

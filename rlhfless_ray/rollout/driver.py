@@ -6,7 +6,7 @@ A response depends on its request and the weights only, so any engine can contin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from rlhfless_ray.rollout.listener import RolloutListener
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequest
 from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_into, fetch_weights
 from rlhfless_ray.rollout.token_log import TokenLog
-from rlhfless_ray.types import EngineStep, Request, Span, WeightVersion
+from rlhfless_ray.types import Completion, EngineStep, Request, Span, WeightVersion
 
 DECIDING_SHARE = 0.02  # largest share of the driver's time for decisions about moves
 LOOK_S = 1.0  # interval at which the driver looks for silent engines
@@ -49,6 +49,8 @@ class RolloutDriver:
         on_progress: Called with the number of finished and of all responses.
         migration: Moves requests between engines. None: they stay as long as their engine lives.
         start_s: Expected start time of a new engine.
+        before: What earlier rollouts generated for some of the requests.
+        is_enough: Whether the rollout may end, given the finished keys in order. Unfinished requests are cut then.
     """
 
     def __init__(
@@ -67,12 +69,15 @@ class RolloutDriver:
         listener: RolloutListener | None = None,
         migration: MigrationPolicy | None = None,
         start_s: float = 15.0,
+        before: Sequence[Completion] = (),
+        is_enough: Callable[[Collection[int]], bool] = lambda finished: False,
     ) -> None:
         self.pool, self.expected, self.weights, self.interval_s = pool, expected, weights, interval_s
         self.silence_s, self.needed_next, self.start_s = silence_s, needed_next, start_s
         self.drained, self.give_back, self.on_progress, self.migration = drained, give_back, on_progress, migration
         self.listener = listener
-        self.token_log = TokenLog(requests)
+        self.token_log = TokenLog(requests, before)
+        self.is_enough, self.stopping = is_enough, False
         self.calls = EngineCalls(pool, self.token_log, interval_s)
         self.migrations = InflightMigrations(self.calls, self.token_log, expected)
         self.result = RolloutResult(self.token_log.completions, moved=self.migrations.moved)
@@ -89,10 +94,14 @@ class RolloutDriver:
         start = time.monotonic()
         shares = [share for share in shares if len(share)]
         instances = list(self.pool.working)
-        if sum(map(len, shares)) != self.total or len(shares) > len(instances):
+        missing = self.total - self.done
+        if sum(map(len, shares)) != missing or len(shares) > len(instances):
             raise ValueError(
-                f"{len(shares)} shares with {sum(map(len, shares))} requests for {len(instances)} engines and {self.total} requests"
+                f"{len(shares)} shares with {sum(map(len, shares))} requests for {len(instances)} engines and {missing} requests"
             )
+        if self.is_enough(self.result.completions):
+            self.result.unfinished = self.token_log.unfinished(self.weights.version)
+            return self.result
         fetch_weights(self.pool, self.weights)
         for instance, share in zip(instances, shares, strict=False):
             self.assign(self.calls.number(instance), np.asarray(share))
@@ -112,14 +121,29 @@ class RolloutDriver:
                     self.receive_source(ready)
             self.remove_silent()
             self.on_progress(self.done, self.total)
+            self.stop_if_enough()
             self.evacuate_draining()
             self.decide_moves()
             if self.listener is not None and self.has_work:
                 self.listener.poll(self.tail_s(), self.decide_lease)
-        if missing := self.token_log.missing:
+        if self.stopping:
+            self.result.unfinished = self.token_log.unfinished(self.weights.version)
+        elif missing := self.token_log.missing:
             total = len(self.token_log.requests)
             raise RunError(f"{missing} of {total} responses are missing although every engine reported to be done")
         return self.result
+
+    def stop_if_enough(self) -> None:
+        """Cut all requests once the rollout may end. Engines that start only now are sent the cut again with each report."""
+        if not self.stopping and self.is_enough(self.result.completions):
+            self.stopping = True
+            self.migrations.leaving.clear()
+            for call in self.calls.running.values():
+                self.cut_owed(call)
+
+    def cut_owed(self, call: EngineCall) -> None:
+        if keys := tuple(self.token_log.requests[i].key for i in self.token_log.owed(call.number).tolist()):
+            self.calls.send_command(call, EngineCommand(cut=keys, what="go on in the next step"))
 
     # ---- sources of requests; a multi-turn rollout overrides these ------------------------------------------------
 
@@ -189,7 +213,10 @@ class RolloutDriver:
             if self.migration is not None:
                 self.migration.observe(moved.context_tokens, moved.seconds, moved.how)
         call.assigned.difference_update(cut.tolist())
-        self.migrations.forward(cut)
+        if self.stopping:
+            self.cut_owed(call)
+        else:
+            self.migrations.forward(cut)
         self.complete(ended.tolist())
         self.cancel_moves(ended.tolist())
 
@@ -219,8 +246,9 @@ class RolloutDriver:
         forgotten = call.assigned & set(self.token_log.owed(call.number).tolist())
         if forgotten:
             raise RunError(f"rollout engine {call.instance.id} ended without {len(forgotten)} of its responses")
-        self.resend(call.number)
-        self.drain_if_idle(call.number)
+        if not self.stopping:
+            self.resend(call.number)
+            self.drain_if_idle(call.number)
 
     def resend(self, number: int) -> None:
         """Start a new call of an engine with what it owes. Its moves are cancelled: they were meant for the old call."""
@@ -256,7 +284,7 @@ class RolloutDriver:
     def decide_moves(self) -> None:
         """Ask the planner for moves, one decision at a time: never while a request is between two engines."""
         began_s = time.monotonic()
-        if self.migration is None or self.migrations.leaving or not self.calls.running or began_s < self.decide_at_s:
+        if self.stopping or self.migration is None or self.migrations.leaving or not self.calls.running or began_s < self.decide_at_s:
             return
         stay = [number for number in self.calls.available() if self.calls.engines[number].slot.node not in self.draining]
         decided = self.migration.decide(self.token_log, stay, self.result.steps)
@@ -280,6 +308,8 @@ class RolloutDriver:
 
         If all engines are on such nodes, a new one is started while they still work. An engine leaves once it has no request left.
         """
+        if self.stopping:
+            return
         self.draining = self.pool.leases.draining()
         leaving = [i for i in self.pool.working if i.slot.node in self.draining]
         if not leaving:
@@ -356,6 +386,9 @@ class RolloutDriver:
         self.result.replaced += 1
         self.result.orphans += len(orphans)
         self.result.silent_s += time.monotonic() - call.heard_s
+        if self.stopping:  # what it did not report is generated in the next step
+            self.pool.end_lost(instance, why, cause)
+            return
         others = [number for number in self.calls.available() if number != call.number]
         if not others:
             self.migrations.cancel(orphans.tolist())

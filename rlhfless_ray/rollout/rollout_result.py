@@ -18,6 +18,7 @@ class RolloutResult:
     """The completions of a rollout so far, and its measurements."""
 
     completions: dict[int, Completion] = field(default_factory=dict)
+    unfinished: list[Completion] = field(default_factory=list)  # of a rollout that ended early
     steps: list[EngineStep] = field(default_factory=list)
     decode_s: dict[str, float] = field(default_factory=dict)  # by instance: seconds in its engine's steps
     loads: list[tuple[str, float]] = field(default_factory=list)  # (node, seconds) of each load of weights

@@ -24,6 +24,7 @@ from rlhfless_ray.rollout.migration_policy import MigrationPolicy
 from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
 from rlhfless_ray.rollout.neighbours import PrefixPages, WeightPublisher
 from rlhfless_ray.rollout.overlap import OverlapScheduler
+from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.requests import make_evaluation_requests, make_step_requests
 from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_into
 from rlhfless_ray.rollout.samples import ResponseSamples
@@ -85,16 +86,18 @@ class RolloutStage:
             self.context.autoscaler.terms.warm_start.observe(0.0, time.monotonic() - began_s)
 
     def _shares(self, step: Step, engines: int) -> list[np.ndarray]:
-        """Return the requests of each engine, without engines that get none."""
+        """Return the unfinished requests of each engine, without engines that get none."""
         count = self.context.recipe.rollout.samples_per_prompt
-        shares = step.plan.shares(engines, step.forecast.lengths.mean(1), np.repeat(np.arange(len(step.prompts)), count))
+        shares = step.plan.shares(engines, step.expected_work.mean(1), np.repeat(np.arange(len(step.prompts)), count))
+        if step.partial_batch is not None:
+            shares = [share[step.partial_batch.unfinished[share]] for share in shares]
         return [share for share in shares if len(share)]
 
     def _order_engines(self, step: Step, shares: list[np.ndarray], weights: WeightVersion) -> None:
         """Order the engines by these shares. The longest share goes to the learner's node if loading weights is faster there."""
         engines, homes, autoscaler = self.pool.working, self.publisher.learner_nodes, self.context.autoscaler
         prompts = np.repeat([len(p.token_ids) for p in step.prompts], self.context.recipe.rollout.samples_per_prompt)
-        work_s = np.array([autoscaler.work_s(step.forecast.lengths[share], prompts[share]) for share in shares])
+        work_s = np.array([autoscaler.work_s(step.expected_work[share], prompts[share]) for share in shares])
         overhead_s = np.array(
             [
                 autoscaler.overhead_s(self.weight_bytes, e.slot.node not in homes, e.loading is not None or e.version != weights.version)
@@ -129,13 +132,17 @@ class RolloutStage:
     def generate(self, step: Step, weights: WeightVersion, overlap: OverlapScheduler | None) -> list[Sample]:
         """Generate every response to the step's prompts, as samples without reward. `overlap`: works on slots that engines left."""
         count = self.context.recipe.rollout.samples_per_prompt
-        requests = make_step_requests(self.context.recipe, step.number, step.prompts, step.before)
-        expected = step.forecast.lengths.mean(1)
+        lengths, partial_batch = step.expected_work, step.partial_batch
+        if partial_batch is None:
+            requests = make_step_requests(self.context.recipe, step.number, step.prompts, step.before)
+        else:
+            requests = partial_batch.requests(self.context.recipe)
+            lengths = lengths + partial_batch.made[:, None]
         if self.migration is not None:
             autoscaler, elastic = self.context.autoscaler, self.context.recipe.functions.elastic
             second = autoscaler.value_per_s if elastic else float("inf")  # leases are never given back, so only time counts
             prefill, limit = autoscaler.terms.prefill.per_unit_s, self.context.recipe.rollout.max_tokens
-            self.migration.begin(step.forecast.lengths, autoscaler.speed.speed, second, prefill, count, limit)
+            self.migration.begin(lengths, autoscaler.speed.speed, second, prefill, count, limit)
         shares = self._shares(step, len(self.pool.working))
         self._order_engines(step, shares, weights)
         if self.prefix is not None and step.prefixes is not None:
@@ -143,12 +150,14 @@ class RolloutStage:
             self.prefix.send(step.prefixes, tokens, self.pool.working, self._prompts(shares), weights.version)
         samples = self._samples(step.prompts, count, weights)
         listener = self._listener(samples, overlap if self.context.recipe.functions.elastic else None)
-        result = self._run(requests, shares, expected, weights, self.migration, listener)
+        result = self._run(requests, shares, lengths.mean(1), weights, self.migration, listener, partial_batch)
         step.metrics |= {**result.metrics(), **(overlap.metrics() if overlap is not None else {})}
         if isinstance(samples, EpisodeSamples):
             step.metrics |= samples.metrics()
         if self.prefix is not None and step.prefixes is not None:
             step.metrics |= self.prefix.finish(step.prefixes)
+        if partial_batch is not None:
+            return partial_batch.join(samples.all(), result.unfinished)
         return samples.all()
 
     def answer(self, prompts: list[Prompt], asked: list[tuple[float, int]], weights: WeightVersion) -> list[Sample]:
@@ -188,6 +197,7 @@ class RolloutStage:
         weights: WeightVersion,
         migration: MigrationPolicy | None,
         listener: RolloutListener,
+        partial_batch: PartialBatch | None = None,
     ) -> RolloutResult:
         recipe, autoscaler = self.context.recipe, self.context.autoscaler
         self.began_s = time.monotonic()
@@ -206,6 +216,7 @@ class RolloutStage:
             listener=listener,
             migration=migration,
             start_s=autoscaler.terms.cold_start.predict(),
+            **({"before": partial_batch.before(), "is_enough": partial_batch.is_enough} if partial_batch is not None else {}),
         )
         result = driver.run(shares, recipe.rollout.deadline_s)
         overhead_s = time.monotonic() - self.began_s - max(result.decode_s.values(), default=0.0)

@@ -26,11 +26,12 @@ def check_lag(samples: Sequence[Sample], newest: int, most: int) -> dict[str, fl
     drawn = tokens > 0
     lags, tokens = lags[drawn], tokens[drawn]
     if not len(lags):
-        return {"lag/mean": 0.0, "lag/max": 0.0}
+        return {"lag/mean": 0.0, "lag/max": 0.0, "lag/old_share": 0.0}
     if lags.max() > most or lags.min() < 0:
         worst = int(lags.max() if lags.max() > most else lags.min())
         raise RunError(
             f"a token of weight version {newest - worst} would be trained at version {newest}, but the bound is {most} versions; this is "
             "a bug of rlhfless-ray, please report it"
         )
-    return {"lag/mean": float(np.average(lags, weights=tokens)), "lag/max": float(lags.max())}
+    old = float(np.average(lags > 0, weights=tokens))
+    return {"lag/mean": float(np.average(lags, weights=tokens)), "lag/max": float(lags.max()), "lag/old_share": old}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.rollout.growable_array import GrowableArray
 from rlhfless_ray.rollout.token_deltas import CUT, ENDS, GOES_ON, TokenDeltas
-from rlhfless_ray.types import Completion, Request
+from rlhfless_ray.types import UNFINISHED, Completion, Request
 
 NO_ENGINE = -1
 
@@ -20,7 +21,8 @@ class TokenLog:
     `length` (n,): tokens so far. `finished` (n,): bool. `owner` (n,): the engine that continues or has finished it, or NO_ENGINE.
     """
 
-    def __init__(self, requests: list[Request]) -> None:
+    def __init__(self, requests: list[Request], before: Sequence[Completion] = ()) -> None:
+        """`before`: what earlier rollouts generated for some of the requests, finished or not."""
         self.requests = requests
         keys = np.array([request.key for request in requests], np.int64)
         order = np.argsort(keys, kind="stable")
@@ -39,6 +41,16 @@ class TokenLog:
         self._versions: list[list[tuple[int, int]]] = [[] for _ in requests]
         if (np.diff(self._keys) == 0).any():
             raise ValueError("two requests have the same key")
+        for completion in before:
+            self._restore(completion)
+
+    def _restore(self, completion: Completion) -> None:
+        i = int(self._order[np.searchsorted(self._keys, completion.key)])
+        self.length[i] = len(completion.token_ids)
+        if completion.finish_reason != UNFINISHED:
+            self.finished[i], self.completions[completion.key] = True, completion
+        elif len(completion.token_ids):
+            self._pieces[i], self._versions[i] = [(completion.token_ids, completion.logprobs)], list(completion.versions)
 
     def add(self, request: Request) -> int:
         """Add a request and return its index. Raises ValueError unless its key is above all others."""
@@ -66,6 +78,14 @@ class TokenLog:
     def completion(self, i: int) -> Completion:
         """Return the completion of a finished request."""
         return self.completions[self.requests[i].key]
+
+    def unfinished(self, version: int) -> list[Completion]:
+        """Return what there is of the unfinished requests. `version`: of the weights, for those without tokens."""
+        found = []
+        for i in np.flatnonzero(~self.finished).tolist():
+            versions = tuple(self._versions[i])
+            found.append(Completion(self.requests[i].key, *self._joined(i), UNFINISHED, versions[-1][0] if versions else version, versions))
+        return found
 
     def owed(self, engine: int) -> np.ndarray:
         """Return the indices of the engine's unfinished requests."""

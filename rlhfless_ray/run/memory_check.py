@@ -95,7 +95,8 @@ def models_of(recipe: Recipe, fetch: bool = True) -> dict[str, Model]:
 @dataclass(frozen=True)
 class Need:
     """Memory needed at the same time. `parts`: (what, bytes). `alone`: in one process. `share`: usable share of a GPU. `devices`: each
-    of so many needs it."""
+    of so many needs it. `predicted`: an estimate of the peak instead of a lower bound, of a `function` that has so many `processes`.
+    `of_update`: the settings of an update change it."""
 
     who: str
     key: str
@@ -103,6 +104,10 @@ class Need:
     alone: bool = False
     share: float = 1.0
     devices: int = 1
+    predicted: bool = False
+    function: str = ""
+    processes: int = 1
+    of_update: bool = False
 
     @property
     def bytes(self) -> int:
@@ -114,7 +119,7 @@ class Need:
 
     def __str__(self) -> str:
         told = [f"{gb(size)} {what}" for what, size in self.parts if size >= MIN_LISTED_BYTES]
-        return f"at least {gb(self.bytes)}" + (f" ({', '.join(told)})" if len(told) > 1 else "")
+        return f"{'about' if self.predicted else 'at least'} {gb(self.bytes)}" + (f" ({', '.join(told)})" if len(told) > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -144,10 +149,17 @@ class Room:
     total_bytes: int | None = None
     has_driver: bool = False
 
-    def holds(self, need: Need) -> bool:
+    def holds(self, need: Need, used_share: float = 1.0) -> bool:
+        """`used_share`: share of the memory that may be used."""
         if self.bytes is None:
             return True
-        return need.bytes <= (self.bytes * need.share if need.alone or self.resource == GPU else self.total_bytes or self.bytes)
+        there = self.bytes * need.share if need.alone or self.resource == GPU else self.total_bytes or self.bytes
+        return need.bytes <= used_share * there
+
+    def first_without_room(self, needs: Iterable[Need], used_share: float = 1.0) -> Need | None:
+        if self.resource != GPU and self.bytes == self.total_bytes:
+            needs = [need for need in needs if not need.alone]  # one node: what works at once there is more than each process
+        return next((need for need in needs if not self.holds(need, used_share)), None)
 
 
 def gb(size: float) -> str:
@@ -165,8 +177,8 @@ def device_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths = Le
         kv = memory.kv_bytes(policy.config, recipe.longest_tokens(lengths.longest_prompt), width, slots)
         parts = (("weights", policy.parameters * _engine_width(recipe) // slots), (_of_kv(recipe, lengths), kv))
         found.append(Need("an engine", policy.key, parts, True, recipe.rollout.gpu_memory_share, slots))
-    for name, model, rank, _ in _training_groups(recipe, models, lengths):
-        found.append(Need(f"a {name} rank", model.key, rank.on_device, True))
+    for group in training_groups(recipe, models, lengths):
+        found.append(Need(f"a {group.name} rank", group.model.key, group.rank.on_device, True))
     if policy and recipe.has_reference:
         found.append(Need("a reference rank", policy.key, (("weights", policy.parameters * width),), True))
     if reward := models.get("reward"):
@@ -183,11 +195,11 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
     policy = models.get("policy")
     if policy is None:
         return []
-    width, worker_groups = memory.VALUE_BYTES[recipe.policy.dtype], _training_groups(recipe, models, lengths)
+    width, worker_groups = memory.VALUE_BYTES[recipe.policy.dtype], training_groups(recipe, models, lengths)
     driver: tuple[tuple[str, int], ...] = ()
     filters = recipe.run.episodes is not None and recipe.algorithm.filter_range is not None  # then the last step may be the first
     learned = recipe.run.steps > 1 and not filters  # the first update makes the moments, and engines work once more after it
-    idle = {name: (f"in the {name}", ranks * (rank.idle if learned else rank.loaded)) for name, _, rank, ranks in worker_groups}
+    idle = {g.name: (f"in the {g.name}", g.ranks * (g.rank.idle if learned else g.rank.loaded)) for g in worker_groups}
     if recipe.ema.beta is not None:
         driver = (*driver, ("in the average of the weights", memory.AVERAGE_BYTES * policy.parameters))
     engines = (
@@ -195,7 +207,8 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
         ("in KV cache", recipe.rollout.kv_cache_mb * 2**20),  # vLLM does not start an engine where so much is not free
     )
     found, opened = [], driver
-    for name, model, rank, ranks in worker_groups:
+    for group in worker_groups:
+        name, model, rank, ranks = group.name, group.model, group.rank, group.ranks
         found.append(Need(f"a {name} rank", model.key, ((f"in the {name}", rank.opening),), True))
         several = "" if ranks == 1 else f" in its {ranks} ranks"
         passed_on = (("in the object store", model.stored),) if has_driver else ()  # the driver only maps the folder's files
@@ -207,7 +220,7 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
             found.append(Need(f"a {name} rank", model.key, rank.training, True))
             own = tuple((what, ranks * size) for what, size in rank.training)
             found.append(Need(f"the {name}'s update{several}", model.key, (*driver, *others, *own)))
-            if name == "learner" and recipe.rollout.max_lag_steps:
+            if name == "learner" and recipe.rollout.rolls_out_ahead:
                 versions = (("in the object store", policy.parameters * width),)  # engines may still load the one before
                 beside = (*versions, *((what, recipe.rollout.min_actors * size) for what, size in engines))
                 found.append(Need("the rollout beside the learner's update", model.key, (*driver, *others, *own, *beside)))
@@ -243,8 +256,8 @@ def least_mb(recipe: Recipe, config: dict[str, Any], parameters: int, lengths: L
     policy = Model("policy.path", config, parameters, parameters, 0)
     models = {"policy": policy, **({"critic": policy} if recipe.algorithm.has_critic else {})}
     found = {}
-    for name, _, rank, ranks in _training_groups(recipe, models, lengths):
-        found[name] = ranks * sum(size for _, size in rank.training) / 1e6
+    for group in training_groups(recipe, models, lengths):
+        found[group.name] = group.ranks * sum(size for _, size in group.rank.training) / 1e6
     weights = parameters * memory.VALUE_BYTES[recipe.policy.dtype] / 1e6
     found["engines"] = (parameters * _engine_width(recipe) + recipe.rollout.kv_cache_mb * 2**20) / 1e6
     if recipe.has_reference:
@@ -252,18 +265,32 @@ def least_mb(recipe: Recipe, config: dict[str, Any], parameters: int, lengths: L
     return found
 
 
-def _training_groups(recipe: Recipe, models: dict[str, Model], lengths: Lengths) -> list[tuple[str, Model, memory.RankMemory, int]]:
-    """(name, model, memory of a rank, ranks) of those that train."""
+@dataclass(frozen=True)
+class TrainingGroup:
+    """A worker group that trains `model`, of which `parameters` are its own."""
+
+    name: str
+    model: Model
+    parameters: int
+    training: memory.Training
+    rank: memory.RankMemory
+
+    @property
+    def ranks(self) -> int:
+        return self.training.ranks
+
+
+def training_groups(recipe: Recipe, models: dict[str, Model], lengths: Lengths) -> list[TrainingGroup]:
     width, section = memory.VALUE_BYTES[recipe.policy.dtype], recipe.learner
     found = []
     for name, model in (("learner", models.get("policy")), ("critic", models.get("critic"))):
         if model is None:
             continue
         ranks = section.ranks if name == "learner" else recipe.critic.ranks
-        training = memory.Training(ranks, section.zero_stage, width, section.optimizer_offload, recipe.lora.rank > 0)
+        training = memory.Training(ranks, section.zero_stage, width, section.offloads_optimizer, recipe.lora.rank > 0)
         activations = memory.activation_bytes(model.config, lengths.shortest_prompt + 1, width)
         parameters = model.parameters if name == "learner" else model.body
-        found.append((name, model, memory.rank_memory(parameters, training, activations), ranks))
+        found.append(TrainingGroup(name, model, parameters, training, memory.rank_memory(parameters, training, activations)))
     return found
 
 
@@ -276,13 +303,8 @@ def _of_kv(recipe: Recipe, lengths: Lengths) -> str:
 
 def shortage(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths = Lengths()) -> Need | None:
     """Return the first need that does not fit, or None."""
-    if room.resource == GPU:
-        needs = device_needs(recipe, models, lengths)
-    else:
-        needs = host_needs(recipe, models, room.has_driver, lengths)
-        if room.bytes == room.total_bytes:  # one node: what works at once there is more than each process
-            needs = [need for need in needs if not need.alone]
-    return next((need for need in needs if not room.holds(need)), None)
+    needs = device_needs(recipe, models, lengths) if room.resource == GPU else host_needs(recipe, models, room.has_driver, lengths)
+    return room.first_without_room(needs)
 
 
 def check(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room], lengths: Lengths = Lengths()) -> str:
@@ -300,7 +322,10 @@ def check(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room
     recipe = _with_fitting_width(recipe, models, room, lengths)
     need = shortage(recipe, models, room, lengths)
     if need is not None:
-        raise DoesNotFit(f"{need.key}: {_sentence(need, room)}; {_advice(recipe, models, room, lengths)}")
+        raise DoesNotFit(
+            f"{need.key}: {sentence(need, room)}; "
+            + advice(recipe, models, room, lengths, lambda changed: shortage(changed, models, room, lengths) is None)
+        )
     return ""
 
 
@@ -309,12 +334,12 @@ def _with_fitting_width(recipe: Recipe, models: dict[str, Model], room: Room, le
     if recipe.rollout.tensor_parallel != "auto" or recipe.needs_one_slot or room.resource != GPU or "policy" not in models:
         return recipe
     widths = memory.engine_widths(models["policy"].config, room.slots) or [1]
-    changed = [_with(recipe, {"rollout.tensor_parallel": width}) for width in widths]
+    changed = [with_settings(recipe, {"rollout.tensor_parallel": width}) for width in widths]
     fitting = (one for one in changed if all(room.holds(need) for need in device_needs(one, models, lengths) if need.is_engine))
     return next(fitting, recipe)
 
 
-def _sentence(need: Need, room: Room) -> str:
+def sentence(need: Need, room: Room) -> str:
     assert room.bytes is not None
     if room.resource == GPU:
         part = f", of which {gb(room.bytes * need.share)} may be used (rollout.gpu_memory_share={need.share:g})" if need.share < 1 else ""
@@ -326,14 +351,21 @@ def _sentence(need: Need, room: Room) -> str:
     return f"{need.who} needs {need} of memory at once, and {there}"
 
 
-def _advice(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths) -> str:
-    """Return advice: the fewest changes of settings with which everything fits."""
-    changes = list(_changes(recipe, models, room, lengths))
+def advice(
+    recipe: Recipe,
+    models: dict[str, Model],
+    room: Room,
+    lengths: Lengths,
+    fits: Callable[[Recipe], bool],
+    first: Iterable[dict[str, Any]] = (),
+) -> str:
+    """Return advice: the fewest changes of settings with which everything fits. `first`: changes to try before others."""
+    changes = [*first, *_changes(recipe, models, room, lengths)]
     for count in (1, 2, 3):
         for some in itertools.combinations(changes, count):
             merged = {key: value for change in some for key, value in change.items()}
-            changed = _with(recipe, merged)
-            if sum(map(len, some)) == len(merged) and shortage(changed, models, room, lengths) is None and _is_valid(changed):
+            changed = with_settings(recipe, merged)
+            if sum(map(len, some)) == len(merged) and fits(changed) and _is_valid(changed):
                 return "it may fit with " + " and ".join(f"{key}={json.dumps(value)}".replace('"', "") for key, value in merged.items())
     return f"no setting makes it fit: take a smaller model, or {'GPUs' if room.resource == GPU else 'nodes'} with more memory"
 
@@ -350,7 +382,7 @@ def _changes(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Leng
         if recipe.algorithm.has_critic and count > recipe.critic.ranks:
             yield {"critic.ranks": count}
     if room.resource == GPU:
-        if not learner.optimizer_offload:
+        if not learner.offloads_optimizer:
             yield {"learner.optimizer_offload": True, **({} if learner.zero_stage else {"learner.zero_stage": 2})}
         if rollout.gpu_memory_share < 0.95:
             yield {"rollout.gpu_memory_share": 0.95}
@@ -377,11 +409,11 @@ def _changes(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Leng
         shorter //= 2
     if not recipe.lora.rank:
         yield {"lora.rank": 16}
-    if rollout.max_lag_steps and room.resource != GPU:
+    if rollout.rolls_out_ahead and room.resource != GPU:
         yield {"rollout.max_lag_steps": 0}
 
 
-def _with(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
+def with_settings(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
     """Return the recipe with some fields changed, without validation."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
@@ -435,11 +467,11 @@ def ray_room(resource: str, slots: int) -> Room:
     return Room(resource, slots, max(known), sum(known))
 
 
-def check_ahead(recipe: Recipe, fetch: bool = True) -> None:
+def check_ahead(recipe: Recipe, fetch: bool = True, find_room: Callable[[], Room] | None = None) -> None:
     """Raise DoesNotFit before the models are read, which alone may take more memory than the driver has. `fetch`: see `models_of`."""
     if recipe.run.episodes is not None:  # they decide the steps once the prompts are read: at least one
-        recipe = _with(recipe, {"run.steps": 1})
-    check(recipe, models_of(recipe, fetch), lambda: _room_ahead(recipe))
+        recipe = with_settings(recipe, {"run.steps": 1})
+    check(recipe, models_of(recipe, fetch), find_room or (lambda: room_ahead(recipe)))
     if recipe.rollout.least_width > 1 and _starts_ray(recipe):
         from rlhfless_ray.local.cluster import check_width
 
@@ -453,7 +485,8 @@ def _starts_ray(recipe: Recipe) -> bool:
     return not joined and not recipe.cluster.address and not os.environ.get("RAY_ADDRESS")
 
 
-def _room_ahead(recipe: Recipe) -> Room:
+def room_ahead(recipe: Recipe) -> Room:
+    """Return the memory of the cluster that a run would use, before it starts."""
     from rlhfless_ray.local.cluster import RayCluster
 
     if _starts_ray(recipe):

@@ -20,8 +20,9 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.report.metrics import Metrics
 from rlhfless_ray.report.openrlhf_names import Shown
 from rlhfless_ray.report.progress_display import ProgressDisplay
+from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.run.folder import RunFolder
-from rlhfless_ray.types import Sample, Step
+from rlhfless_ray.types import UNFINISHED, Sample, Step
 
 REPORT_EVERY_S = 60.0  # interval of reports during a run
 REPORT_SHARE = 0.05  # largest share of the time for writing reports, which grow with the run
@@ -117,6 +118,12 @@ class RunRecorder:
         shown = self.recipe.watch.samples_per_step or len(samples)
         kept = [*samples[:shown], *(s for s in samples[shown:] if s.error is not None)]
         self.folder.write_samples(step, kept, self.recipe.answer_column, name)
+
+    def completion_order(self, step: int, batch: PartialBatch, samples: list[Sample]) -> None:
+        """Record which groups the step trains, and where the other responses were cut: with the seed, this determines the run."""
+        cut = [[s.prompt.index, s.sample, len(s.completion.token_ids)] for s in samples if s.completion.finish_reason == UNFINISHED]
+        groups = [[group.prompt.index, group.begun] for group in batch.groups]
+        self.folder.write_order(step, {"groups": groups, "trained": batch.chosen, "cut": cut})
 
     def summarize_samples(self, samples: list[Sample]) -> dict[str, Any]:
         """Return metrics of rewards and lengths for the step's row."""

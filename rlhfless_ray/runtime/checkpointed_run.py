@@ -18,9 +18,10 @@ from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
 from rlhfless_ray.runtime.export import trained_policy
+from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.runtime.sample_state import as_json, from_json
 from rlhfless_ray.runtime.stages import Stages
-from rlhfless_ray.types import Sample, WeightVersion
+from rlhfless_ray.types import Group, Sample, WeightVersion
 from rlhfless_ray.weights.remote_folder import writer
 from rlhfless_ray.weights.tensor_file import Files
 
@@ -36,6 +37,7 @@ class CheckpointedRun:
     prompts: PromptSet
     cursor: Cursor
     dynamic_sampling: DynamicSampling
+    partial_rollouts: PartialRollouts
     autoscaler: Autoscaler
     stages: Stages
     rollout_stage: RolloutStage
@@ -51,6 +53,8 @@ class CheckpointedRun:
     refill_done: list[dict[str, Any]] = []  # noqa: RUF012, surplus groups
     ahead_done: list[Sample] = []  # noqa: RUF012, responses of the step after it, without rewards
 
+    in_flight_done: list[Group] = []  # noqa: RUF012, groups that go on in that step, with rollout.partial
+
     def _driver_state(self) -> dict[str, Any]:
         """Return the driver's state after the last finished step as JSON-serialisable values."""
         return {
@@ -59,6 +63,7 @@ class CheckpointedRun:
             "cursor": self.cursor_done,
             "refill": self.refill_done,
             **({"ahead": [as_json(sample) for sample in self.ahead_done]} if self.ahead_done else {}),
+            **({"in_flight": self.partial_rollouts.state(self.in_flight_done)} if self.in_flight_done else {}),
             "autoscaler": self.autoscaler.state(),
             "learning": self.learn_stage.state(),
             "moves": self.rollout_stage.state(),
@@ -77,6 +82,9 @@ class CheckpointedRun:
             self.dynamic_sampling.restore(state.get("refill", []), self.prompts.train)
             self.refill_done = self.dynamic_sampling.state()
         self.ahead_done = [from_json(row, self.prompts.train) for row in state.get("ahead", [])]
+        if groups := state.get("in_flight"):
+            self.partial_rollouts.restore(groups, self.prompts.train)
+            self.in_flight_done = self.partial_rollouts.in_flight
         try:
             self.autoscaler.restore(state["autoscaler"])
         except (KeyError, TypeError, ValueError) as error:

@@ -12,6 +12,7 @@ import platform
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,10 +39,12 @@ from rlhfless_ray.rollout.engine_settings import check_heads, check_quantization
 from rlhfless_ray.run.checkpoints import Best, Checkpoints, swap_folder
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder, check_writable
-from rlhfless_ray.run.memory_check import check_ahead, check_on, least_mb, lengths_of
+from rlhfless_ray.run.memory_check import check_ahead, check_on, least_mb, lengths_of, room_ahead
+from rlhfless_ray.run.memory_fit import fit, models_with
 from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.runtime.agreement import Agreement
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
+from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.runtime.step_operations import StepOperations
 from rlhfless_ray.runtime.worker_pools import ActorClasses, check_adapter, create_worker_pools
@@ -88,7 +91,8 @@ class Runtime(StepOperations):
         if recipe.checkpoint.path:
             check_writable(Path(recipe.checkpoint.path), "checkpoint.path")
             Checkpoints(recipe.checkpoint, Path(recipe.run.root)).check()
-        check_ahead(recipe)
+        find_room = cache(partial(room_ahead, recipe))
+        check_ahead(recipe, find_room=find_room)
         self.files, self.owes_warm_start = initial_policy(recipe)
         check_adapter(recipe, self.files)
         check_heads(recipe, config_of(self.files), "policy.path" if recipe.policy.path else "a policy made from scratch")
@@ -108,8 +112,13 @@ class Runtime(StepOperations):
         if episodes is not None:
             run = recipe.run.model_copy(update={"steps": episodes * self.cursor.batches_per_epoch})
             recipe = recipe.model_copy(update={"run": run})
-        self.recipe = recipe
+        self.lengths = lengths_of(self.prompts.train, self.prompts.heldout)
+        models = models_with(recipe, config_of(self.files), parameter_count(self.files))
+        self.memory_fit = fit(recipe, models, find_room, self.lengths)
+        self.recipe = recipe = self.memory_fit.recipe
         self.dynamic_sampling = DynamicSampling(recipe, self.cursor)
+        self.partial_rollouts = PartialRollouts(recipe)
+        self.least_mb: dict[str, float] = {}
         self.autoscaler = Autoscaler(recipe, ANY_SPEED)
         self.cluster = RayCluster(recipe, parameter_count(self.files))
         self.cursor_done = self.cursor.state()
@@ -137,9 +146,9 @@ class Runtime(StepOperations):
             resource = self.cluster.resource()
             self.slots = self.cluster.check_size(resource)
             check_quantization(self.recipe, resource)
-            lengths = lengths_of(self.prompts.train, self.prompts.heldout)
-            note = check_on(self.cluster, resource, self.recipe, lengths)
-            self.least_mb = least_mb(self.recipe, config_of(self.files), parameter_count(self.files), lengths) if resource == "cpu" else {}
+            note = check_on(self.cluster, resource, self.recipe, self.lengths)
+            if resource == "cpu":
+                self.least_mb = least_mb(self.recipe, config_of(self.files), parameter_count(self.files), self.lengths)
             if not self.resume:
                 self.folder = RunFolder.create(self.recipe)
                 stack.enter_context(self.folder.locked())
@@ -153,10 +162,9 @@ class Runtime(StepOperations):
             self.ledger.resume_from(self.folder.path / "ledger.csv", self.steps_done)
             self.record = RunRecorder(self.recipe, self.folder, self.ledger, self.steps_done)
             stack.push(self._close_record)
-            if sum(self.least_mb.values()) > SHOWN_MB:
-                parts = ", ".join(f"{name} {mb / 1000:.1f} GB" for name, mb in self.least_mb.items())
-                self.record.progress.message(f"memory at work, at least: {parts} (one engine)")
-            for message in filter(None, [*self.prompts.notes, note]):
+            if sum(self.least_mb.values()) > SHOWN_MB or self.memory_fit.reason:
+                self.record.progress.message(self.memory_fit.statement(self.least_mb))
+            for message in filter(None, [*self.prompts.notes, note, self.memory_fit.note]):
                 self.record.progress.message(message)
             self.phases = StepTimer(self.record.progress.phase)
             self.step = Step(self.steps_done)

@@ -24,9 +24,11 @@ from rlhfless_ray.local.memory_watch import MemoryWatch, memory_metrics
 from rlhfless_ray.prefix.step_prefixes import StepPrefixes
 from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.rollout.overlap import OverlapScheduler
+from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.staleness import check_lag
 from rlhfless_ray.run.context import RunContext
+from rlhfless_ray.run.memory_fit import Fit
 from rlhfless_ray.runtime.agreement import Agreement, compare_mismatch
 from rlhfless_ray.runtime.checkpointed_run import CheckpointedRun
 from rlhfless_ray.runtime.evaluation import evaluate
@@ -53,6 +55,7 @@ class StepOperations(CheckpointedRun):
 
     cluster: RayCluster
     memory: MemoryWatch
+    memory_fit: Fit
     least_mb: dict[str, float]  # least memory of each function at work; empty on GPUs
     ledger: Ledger
     broker: SlotBroker
@@ -80,11 +83,22 @@ class StepOperations(CheckpointedRun):
         """The number of the last step. Filtered groups can lower it by using up an episode's prompts early."""
         return self.recipe.run.steps
 
-    def next_prompts(self) -> list[Prompt]:
-        return [self.prompts.train[i] for i in self.cursor.next(self.dynamic_sampling.first)]
+    def next_prompts(self, step: Step) -> list[Prompt]:
+        """Return the prompts of a step. With rollout.partial the first ones are those of responses in flight."""
+        if self.recipe.rollout.partial == "off":
+            return self._draw(self.dynamic_sampling.first)
+        step.partial_batch = self.partial_rollouts.begin(step.number, self.last_step - step.number + 1, self._draw)
+        return [group.prompt for group in step.partial_batch.groups]
+
+    def _draw(self, count: int) -> list[Prompt]:
+        return [self.prompts.train[i] for i in self.cursor.next(count)]
 
     def forecast(self, step: Step) -> Scenarios:
-        return self.autoscaler.forecast(step.prompts, step.number)
+        forecast = self.autoscaler.forecast(step.prompts, step.number)
+        batch = step.partial_batch
+        if batch is not None:
+            step.work = self.autoscaler.safely("the forecast", lambda: batch.forecast_work(forecast), lambda: None)
+        return forecast
 
     def plan(self, step: Step) -> RolloutPlan:
         now = self.autoscaler.width
@@ -94,7 +108,8 @@ class StepOperations(CheckpointedRun):
             most = {width: min(n, most_instances(self.leases.matching({}), width, learner)) for width, n in most.items()}
         least, warm = self.recipe.rollout.min_actors, self.rollout_stage.warm
         others = {width: (n, warm(width)) for width, n in most.items() if width != now and n >= least}
-        plan = self.autoscaler.plan(step.forecast, step.prompts, most[now], step=step.number, warm=warm(now), others=others)
+        scenarios = step.forecast if step.work is None else Scenarios.from_matrix(step.work)
+        plan = self.autoscaler.plan(scenarios, step.prompts, most[now], step=step.number, warm=warm(now), others=others)
         if failed(plan.decision):
             self.record.progress.message(f"step {step.number}: {plan.reason}")
         return plan
@@ -119,7 +134,7 @@ class StepOperations(CheckpointedRun):
     @property
     def rolls_out_ahead(self) -> bool:
         """Whether the next step's responses are generated while the learner works."""
-        return self.recipe.rollout.max_lag_steps > 0
+        return self.recipe.rollout.rolls_out_ahead
 
     def has_responses(self, step: Step) -> bool:
         """Return whether the step's responses were generated ahead, by this process or before a resume."""
@@ -144,12 +159,24 @@ class StepOperations(CheckpointedRun):
         assert self.weights is not None
         count = self.recipe.rollout.samples_per_prompt
         overlap = None
-        if not self.in_update:
+        if not self.in_update and step.partial_batch is None:
             overlap = OverlapScheduler(self.score_stage, self.learn_stage, self.broker, len(step.prompts), count)
         samples = self.rollout_stage.generate(step, self.weights, overlap)
         if self.in_update:
             self.ahead = [replace(sample) for sample in samples]
-        return samples
+        return samples if step.partial_batch is None else self._take_groups(step, step.partial_batch, samples)
+
+    def _take_groups(self, step: Step, batch: PartialBatch, samples: list[Sample]) -> list[Sample]:
+        """Return the samples of the groups that the step trains, and make them its prompts and forecast. The others stay in flight."""
+        self.record.completion_order(step.number, batch, samples)
+        trained, metrics = self.partial_rollouts.take(batch, samples)
+        assert batch.chosen is not None
+        rows = [g * batch.count + n for g in batch.chosen for n in range(batch.count)]
+        step.prompts = [batch.groups[g].prompt for g in batch.chosen]
+        step.forecast = Scenarios.from_matrix(step.forecast.lengths[rows])
+        seconds = metrics["partial/recomputed_tokens"] * self.autoscaler.terms.prefill.per_unit_s
+        step.metrics |= metrics | {"partial/recomputed_s": seconds}
+        return trained
 
     def score_phase(self) -> AbstractContextManager[None]:
         return self._accounted("score", self.score_stage.phase())
@@ -187,7 +214,7 @@ class StepOperations(CheckpointedRun):
         # groups that filtering keeps for the next step are one version old there
         most = max(self.recipe.rollout.max_lag_steps, int(self.recipe.algorithm.filter_range is not None))
         lag = check_lag(samples, self.step.number - 1, most)
-        if self.rolls_out_ahead:
+        if self.recipe.rollout.max_lag_steps:
             self.step.metrics |= lag
         return self.learn_stage.advantages(samples)
 
@@ -281,7 +308,7 @@ class StepOperations(CheckpointedRun):
     def _close(self, step: Step, starts_next: bool = False) -> dict[str, float]:
         self.steps_done, self.cursor_done, self.unrecorded = step.number, self.cursor_after, False
         self.refill_done = self.dynamic_sampling.state()
-        self.ahead_done = self.ahead
+        self.ahead_done, self.in_flight_done = self.ahead, self.partial_rollouts.in_flight
         step.phase_s, step.wall_s = self.phases.take()
         step.phase_s["passes"] = self.learn_stage.passes_s
         self.ledger.begin_step(step.number + starts_next)
@@ -314,7 +341,10 @@ class StepOperations(CheckpointedRun):
         self.autoscaler.observe_step(step.phase_s, step.wall_s, len(step.samples))
         self.stages.faults.step_done()
         step.metrics |= {**self.stages.faults.take_metrics(), **self.worker_group.recovery.take_metrics()}
-        step.metrics |= memory_metrics(self.memory.take(), self.least_mb)
+        predicted_mb = self.memory_fit.step_mb(step.plan.actors if step.plan else 1)
+        step.metrics |= memory_metrics(self.memory.take(), self.least_mb, predicted_mb)
+        if self.memory_fit.reason:
+            step.metrics["memory/settings"] = self.memory_fit.reason
         self.record.step(step, step.phase_s, step.wall_s, self.costs | self.quality, self.stages.replacements, self.leases)
         self.record.put_off(self.autoscaler.settle)
 

@@ -291,9 +291,11 @@ def engines(v: Values) -> str:
     return f"{v.engines} engines at most; the plan of each step decides how many there are"
 
 
-def lag_steps(v: Values) -> int:
+def queue(v: Values) -> dict[str, int]:
     """Return how many steps old a trained sample may be. A queue's place is free again before its batch is trained."""
-    return int(v["train.async_queue_size"]) + (not v.since(PLACE_FREED_SINCE))
+    batches = int(v["train.async_queue_size"]) + (not v.since(PLACE_FREED_SINCE))
+    longer = {"rollout.queue_batches": batches} if batches > 1 else {}  # here a lag of several steps needs partial rollouts
+    return {"rollout.max_lag_steps": batches, **longer}
 
 
 SHARED = "functions pass slots to each other here, so models need not share a GPU"

@@ -124,12 +124,12 @@ RULES: tuple[Rule, ...] = (
     _row(GATING, "exact", CORRECTION_KEYS, m.correction, idle=m.no_correction),
     _row(THRESHOLD, "exact", CORRECTION_KEYS, m.correction, idle=m.no_correction),
     # staleness
-    _row("train.async_enable", "exact", "rollout.max_lag_steps", lambda x, v: {"rollout.max_lag_steps": m.lag_steps(v) if x else 0}),
+    _row("train.async_enable", "exact", "rollout.max_lag_steps", lambda x, v: m.queue(v) if x else {}),
     _row(
         "train.async_queue_size",
         "exact",
-        "rollout.max_lag_steps",
-        lambda x, v: {"rollout.max_lag_steps": m.lag_steps(v)},
+        "rollout.max_lag_steps rollout.queue_batches",
+        lambda x, v: m.queue(v),
         idle=lambda v: "" if v["train.async_enable"] else "training is synchronous",
     ),
     _row("train.partial_rollout_enable", "exact", "rollout.mix_versions"),

@@ -1,0 +1,180 @@
+"""Predict the peak memory of each function at work: proportional set size on CPU slots, device memory on GPUs.
+
+`placement.memory` has lower bounds, for which a run may be refused. These are estimates: what libraries, allocators and DeepSpeed
+add was measured at 494 M parameters on CPU (docs/models.md). On GPUs `CUDA_BYTES` takes the place of imports. That was not
+compared with a device.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from placement.memory import FAMILIES, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES, RankMemory, Training, rank_memory, text_part
+
+CHUNK_BYTES = 1 << 28  # float32 logits that a learner computes at once
+CHUNK_COPIES = 3.5  # logits in the model's dtype and in float32, probabilities, and their gradient
+LEARNER_BYTES = 600_000_000  # imports of a rank on CPU, and DeepSpeed's buffers
+ENGINE_BYTES = 560_000_000  # imports of an engine on CPU
+PASS_BYTES = 450_000_000  # imports of a process that computes passes only
+DRIVER_BYTES = 700_000_000  # driver, Ray and reward processes
+CUDA_BYTES = 600_000_000  # a process's context on a GPU
+USED_SHARE = 0.85  # of the memory that chosen settings may take: predictions are up to 15 % off
+
+ADDED_BYTES = 3  # of a parameter, where the gradients of one micro-batch are added to those of others before it
+ADAPTER_SLACK = 1.5  # heap that adapters' activations take, over what is kept of them: short-lived tensors lie between
+STAGE_1_COPIES = 2.5  # of float32 gradients in an optimizer step of DeepSpeed's stage 1; bfloat16 weights use its stage 2
+
+DEFAULT_TOKENS = 8192
+LEAST_WHOLE_TOKENS = 1024  # smaller micro-batches cost more time than recomputing activations
+LEAST_TOKENS = 512  # of smaller ones nearly everything is weights and state
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sizes in tokens. `longest`: of a row. `targets`: response tokens, whose logits are computed. `is_only`: of its step."""
+
+    tokens: int
+    longest: int
+    targets: int
+    is_only: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings of an update that cost time and save memory."""
+
+    micro_batch_tokens: int = DEFAULT_TOKENS
+    checkpointing: bool = False
+    overlap: str = "auto"
+    offload: bool = False
+
+
+def choices(*, may_offload: bool) -> Iterator[Choice]:
+    """Yield settings, those that cost the least time first."""
+    sizes = [DEFAULT_TOKENS >> k for k in range(DEFAULT_TOKENS.bit_length()) if DEFAULT_TOKENS >> k >= LEAST_TOKENS]
+    for offload, overlap, checkpointing in itertools.product((False, True), ("auto", "off"), (False, True)):
+        if may_offload or not offload:
+            yield from (Choice(n, checkpointing, overlap, offload) for n in sizes if checkpointing or n >= LEAST_WHOLE_TOKENS)
+
+
+# ---- an update --------------------------------------------------------------------------------------------------
+
+
+def trainer_parts(
+    config: Mapping[str, Any],
+    parameters: int,
+    training: Training,
+    batch: MicroBatch,
+    *,
+    checkpointing: bool,
+    lora_rank: int = 0,
+    on_gpu: bool,
+) -> tuple[tuple[str, int], ...]:
+    """Return what one rank holds at the peak of an update: (what, bytes), on its GPU or in its process on CPU slots."""
+    trained = adapter_parameters(config, lora_rank) if training.adapters else parameters
+    working = update_bytes(config, batch, training.value_bytes, checkpointing, ADAPTER_SLACK if training.adapters else 1.0)
+    if batch.targets and not training.adapters:  # gradient of the output head, and the sum of those of earlier chunks
+        working += 2 * _number(text_part(config), "vocab_size") * _width(config) * training.value_bytes
+    if training.zero_stage and not batch.is_only:
+        working += ADDED_BYTES * trained // training.ranks
+    stepping = 0.0
+    if training.zero_stage and not training.offload:  # DeepSpeed puts the gradients into one tensor for the optimizer
+        copies = STAGE_1_COPIES if training.zero_stage == 1 and training.value_bytes == GRADIENT_BYTES else 1
+        stepping = copies * trained * GRADIENT_BYTES / training.ranks
+    rank = rank_memory(parameters, training, max(working, int(stepping)))
+    adapters = trained * (training.value_bytes + MASTER_BYTES + MOMENT_BYTES + GRADIENT_BYTES) if training.adapters else 0
+    base = ("context", CUDA_BYTES) if on_gpu else ("imports", LEARNER_BYTES)
+    return (*(rank.on_device if on_gpu else rank.training), ("adapters", adapters), base)
+
+
+def idle_bytes(rank: RankMemory) -> int:
+    """Return what a rank's process on CPU holds between updates."""
+    return rank.idle + LEARNER_BYTES
+
+
+def update_bytes(config: Mapping[str, Any], batch: MicroBatch, value_bytes: int, checkpointing: bool, slack: float = 1.0) -> int:
+    """Return what an update holds of a micro-batch at its peak, in bytes: activations, attention mask and a chunk of logits.
+
+    `slack`: heap that activations take, over their own size.
+    """
+    layers = _number(text_part(config), "num_hidden_layers", "n_layer")
+    each = layer_bytes(config, batch.longest, value_bytes)
+    kept = each + layers * _width(config) * value_bytes if checkpointing else layers * each
+    ends = 5 * _width(config) * value_bytes  # embeddings, last norm, and the states that the head reads
+    mask = batch.longest * (value_bytes + 2)  # where a row has several responses; it is made from booleans
+    return int(batch.tokens * (slack * kept + ends + mask)) + logits_bytes(config, batch.targets)
+
+
+def layer_bytes(config: Mapping[str, Any], longest: int, value_bytes: int) -> int:
+    """Return what one decoder layer keeps of a token for the backward pass, in bytes. 0 if the configuration lacks its sizes.
+
+    Counted with hooks on saved tensors in transformers: the inputs of products, and those of norms, which are computed in float32.
+    Families that are not in `FAMILIES` count as one with many norms.
+    """
+    config = text_part(config)
+    hidden, heads = _width(config), _number(config, "num_attention_heads", "n_head")
+    if not hidden or not heads:
+        return 0
+    kind = str(config.get("model_type"))
+    family = FAMILIES.get(kind, {"norms": 4, "qk_norm": "all"})
+    width = _number(config, "head_dim") or family.get("head_dim") or hidden // heads
+    queries, keys = heads * width, (_number(config, "num_key_value_heads") or heads) * width
+    of_norm = 2 + 4 // value_bytes + (kind.startswith("gemma") and value_bytes < 4)  # tensors that a norm keeps
+    values = family.get("norms", 2) * of_norm * hidden + 2 * (queries + keys) + 4 * _inner_width(config, family)
+    if "qk_norm" in family:
+        values += (of_norm - 1) * (queries + keys)
+    if kind == "phi3":  # queries, keys and values are slices of one tensor
+        values += 3 * (queries + 2 * keys) // 2
+    scores = 8 * heads * longest if config.get("attn_logit_softcapping") else 0  # this attention keeps every pair of tokens
+    return values * value_bytes + scores
+
+
+def _inner_width(config: Mapping[str, Any], family: Mapping[str, Any]) -> int:
+    """Return the feed-forward width that a token passes, over all of its experts."""
+    if "experts" not in family:
+        return _number(config, "intermediate_size", "n_inner") or 4 * _width(config)
+    experts = _number(config, "num_experts_per_tok") or 2
+    return experts * _number(config, family["experts"]) + _number(config, family.get("shared", ""))
+
+
+def logits_bytes(config: Mapping[str, Any], targets: int) -> int:
+    """Return what one chunk of logits takes at its peak, in bytes."""
+    return int(CHUNK_COPIES * min(CHUNK_BYTES, 4 * _number(text_part(config), "vocab_size") * targets))
+
+
+def adapter_parameters(config: Mapping[str, Any], rank: int) -> int:
+    """Return the parameters of LoRA adapters on every linear layer of a dense model."""
+    config = text_part(config)
+    hidden, heads = _width(config), max(1, _number(config, "num_attention_heads", "n_head"))
+    inner, width = _inner_width(config, {}), _number(config, "head_dim") or hidden // heads
+    queries, keys = heads * width, (_number(config, "num_key_value_heads") or heads) * width
+    ends = 2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + inner)
+    return rank * ends * _number(config, "num_hidden_layers", "n_layer")
+
+
+# ---- other functions on CPU -------------------------------------------------------------------------------------
+
+
+def engine_parts(parameters: int, value_bytes: int, kv_cache_bytes: int) -> tuple[tuple[str, int], ...]:
+    """Return what one engine holds on CPU: (what, bytes). vLLM keeps the weights and a copy that is packed for its kernels."""
+    weights = parameters * value_bytes
+    return (("weights", weights), ("packed weights", weights), ("KV cache", kv_cache_bytes), ("imports", ENGINE_BYTES))
+
+
+def pass_parts(config: Mapping[str, Any], parameters: int, value_bytes: int, batch: MicroBatch) -> tuple[tuple[str, int], ...]:
+    """Return what a process holds that computes forward passes only: (what, bytes)."""
+    working = batch.tokens * layer_bytes(config, batch.longest, value_bytes) + logits_bytes(config, batch.targets)
+    return (("weights", parameters * value_bytes), ("activations", working), ("imports", PASS_BYTES))
+
+
+def _width(config: Mapping[str, Any]) -> int:
+    return _number(text_part(config), "hidden_size", "n_embd")
+
+
+def _number(config: Mapping[str, Any], *keys: str) -> int:
+    """Return the value of the first of these keys that is a positive integer, or 0."""
+    values = (config.get(key) for key in keys)
+    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), 0)

@@ -1,0 +1,111 @@
+"""Partial rollouts: which groups a step trains, and what goes on in the next step.
+
+A group is begun in one step and trained in that step or a later one, at most `max_lag_steps` steps later. Each step makes one
+weight version. So no token of a trained group is more than `max_lag_steps` versions old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from placement.forecast.forecaster import Scenarios
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.rollout.requests import make_request
+from rlhfless_ray.types import UNFINISHED, Completion, Group, Request, Sample
+
+
+def choose_groups(last_steps: Sequence[int], completed: Sequence[int], step: int, quota: int) -> list[int] | None:
+    """Choose the groups that a step trains, or return None while one of them is not complete.
+
+    Args:
+        last_steps: The last step in which each group may be trained.
+        completed: The complete groups, in the order in which they became complete.
+        step: Number of this step.
+        quota: Groups that each step trains.
+
+    Returns:
+        Ascending numbers of `quota` groups: the first complete ones, except that enough groups with an early last step are among
+        them for all others to be trained in time.
+    """
+    until, chosen = np.asarray(last_steps), list[int]()
+    for last in range(step, int(until.max(initial=step)) + 1):
+        # the steps after this one, up to `last`, train the other groups that may not be trained later than that
+        owed = min(quota, int((until <= last).sum()) - (last - step) * quota)
+        chosen += [g for g in completed if until[g] <= last and g not in chosen][: max(0, owed - len(chosen))]
+        if len(chosen) < owed:
+            return None
+    chosen += [g for g in completed if g not in chosen][: quota - len(chosen)]
+    return sorted(chosen) if len(chosen) == quota else None
+
+
+def find_late(last_steps: Sequence[int], step: int, quota: int) -> list[int]:
+    """Return the groups that cannot be trained in time, even if all are complete and the most urgent are trained first."""
+    order = np.argsort(last_steps, kind="stable")
+    return sorted(int(g) for place, g in enumerate(order) if last_steps[g] < step + place // quota)
+
+
+class PartialBatch:
+    """The groups that a step works on, those in flight first, and which of them it trains.
+
+    A sample's number here, its key, is group number × `count` + number in the group. `made` (n,): tokens of each response so far.
+    `unfinished` (n,): bool.
+    """
+
+    def __init__(self, groups: Sequence[Group], step: int, quota: int, max_lag: int, count: int) -> None:
+        self.groups, self.step, self.quota, self.count = groups, step, min(quota, len(groups)), count
+        self.last_steps = [group.begun + max_lag for group in groups]
+        self.chosen: list[int] | None = None
+        self.forced = 0  # groups that were waited for although others were complete
+        self.samples = {
+            g * count + n: replace(sample, completion=replace(sample.completion, key=g * count + n))
+            for g, group in enumerate(groups)
+            for n, sample in enumerate(group.samples)
+        }
+        self.made, self.unfinished = np.zeros(len(groups) * count, np.int64), np.ones(len(groups) * count, bool)
+        for key, sample in self.samples.items():
+            self.made[key] = len(sample.completion.token_ids)
+            self.unfinished[key] = sample.completion.finish_reason == UNFINISHED
+
+    def requests(self, recipe: Recipe) -> list[Request]:
+        """Return all requests, also of finished responses. Their seeds are those of the step in which their group was begun."""
+        return [
+            make_request(recipe, g * self.count + n, group.prompt, recipe.rollout.temperature, group.begun, group.first_sample + n)
+            for g, group in enumerate(self.groups)
+            for n in range(self.count)
+        ]
+
+    def before(self) -> list[Completion]:
+        """Return what earlier steps generated, finished or not."""
+        return [sample.completion for sample in self.samples.values()]
+
+    def is_enough(self, finished: Collection[int]) -> bool:
+        """Return whether the step has its groups, and choose them as soon as it has. `finished`: keys in the order of completion."""
+        if self.chosen is None and len(finished) >= self.quota * self.count:
+            missing, completed = [self.count] * len(self.groups), []
+            for key in finished:
+                missing[key // self.count] -= 1
+                if not missing[key // self.count]:
+                    completed.append(key // self.count)
+            self.chosen = choose_groups(self.last_steps, completed, self.step, self.quota)
+            if self.chosen is not None:
+                self.forced = len(set(self.chosen) - set(completed[: self.quota]))
+        return self.chosen is not None
+
+    def join(self, new: Iterable[Sample], unfinished: Iterable[Completion]) -> list[Sample]:
+        """Return all samples in the order of their keys: those of before, the finished ones of this rollout, and the rest."""
+        found = self.samples | {sample.completion.key: sample for sample in new}
+        for completion in unfinished:
+            found[completion.key] = Sample(self.groups[completion.key // self.count].prompt, completion.key % self.count, completion)
+        return [found[key] for key in sorted(found)]
+
+    def forecast_work(self, forecast: Scenarios) -> np.ndarray:
+        """Return (n, S) tokens that this rollout will add to each response, at least 1. `forecast`: of whole responses.
+
+        Responses are taken to decode at one speed until `quota` groups are complete.
+        """
+        left = forecast.revise(self.made, np.where(self.unfinished, np.nan, self.made)) - self.made[:, None]
+        ends = np.sort(left.reshape(len(self.groups), self.count, -1).max(1), axis=0)[self.quota - 1]
+        return np.clip(left, 1.0, np.maximum(1.0, ends))

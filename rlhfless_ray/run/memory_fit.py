@@ -1,0 +1,230 @@
+"""Predict the peak memory of a run's functions, and choose the settings that are `auto` so that they fit.
+
+Predictions are estimates (`placement.peak_memory`). They decide `auto` settings, and refuse a run only where no choice of these fits.
+A recipe that sets everything itself is refused for lower bounds alone (`run.memory_check`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from placement import memory, peak_memory
+from placement.peak_memory import Choice, MicroBatch
+from rlhfless_ray.learn.overlap_rules import obstacle
+from rlhfless_ray.local.machine_memory import snapshot_every_steps
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.run.memory_check import (
+    CPU,
+    GPU,
+    SMALL_BYTES,
+    DoesNotFit,
+    Lengths,
+    Model,
+    Need,
+    Room,
+    advice,
+    gb,
+    models_of,
+    sentence,
+    training_groups,
+    with_settings,
+)
+
+AUTO_KEYS = {  # of section `learner`, with the field of `Choice` that each takes
+    "micro_batch_tokens": "micro_batch_tokens",
+    "gradient_checkpointing": "checkpointing",
+    "overlap": "overlap",
+    "optimizer_offload": "offload",
+}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A recipe whose `auto` settings are decided.
+
+    needs: predicted peaks. reason: why a setting that was `auto` is not its default; empty if all are. note: what a user should know.
+    """
+
+    recipe: Recipe
+    needs: list[Need]
+    reason: str = ""
+    note: str = ""
+
+    @property
+    def predicted_mb(self) -> dict[str, float]:
+        """Return the predicted peak of each function at work in MB, all its processes together, but one engine."""
+        return {need.function: need.processes * need.bytes / 1e6 for need in self.needs if need.function}
+
+    def step_mb(self, engines: int) -> dict[str, float]:
+        """Return what to compare a step's measured peaks with, in MB. Empty on GPUs, whose memory is not measured.
+
+        `engines`: how many worked.
+        """
+        together = [need.bytes / 1e6 for need in self.needs if not need.alone]
+        found = self.predicted_mb
+        return {**found, "engines": engines * found["engines"], "total": max(together)} if together else {}
+
+    def statement(self, least_mb: Mapping[str, float]) -> str:
+        """Describe what the functions hold at work, and the settings chosen for it, in one line."""
+        least = {name: f" (at least {mb / 1000:.1f})" for name, mb in least_mb.items()}
+        each = ", ".join(f"{name} {mb / 1000:.1f} GB{least.get(name, '')}" for name, mb in self.predicted_mb.items())
+        return f"predicted memory at work: {each}; one engine" + (f"; {self.reason}" if self.reason else "")
+
+
+def models_with(recipe: Recipe, config: dict[str, Any], parameters: int) -> dict[str, Model]:
+    """Return the models, with the policy as it was read where it has no folder. `config`, `parameters`: of the policy."""
+    policy = Model("policy.path", config, parameters, parameters, 0)
+    return {"policy": policy, **({"critic": policy} if recipe.algorithm.has_critic else {}), **models_of(recipe)}
+
+
+# ---- predictions ------------------------------------------------------------------------------------------------
+
+
+def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, room: Room) -> list[Need]:
+    """Predict the peak of each function's process while it works, and on CPU slots what is in memory at once.
+
+    Settings that are `auto` count as their defaults. Rewards are part of the driver's figure.
+    """
+    on_gpu, width, policy = room.resource == GPU, memory.VALUE_BYTES[recipe.policy.dtype], models["policy"]
+    found, idle, updates = [], {}, {}
+    for group in training_groups(recipe, models, lengths):
+        name, ranks = group.name, group.ranks
+        parts = peak_memory.trainer_parts(
+            group.model.config,
+            group.parameters,
+            group.training,
+            micro_batch(recipe, lengths, ranks, has_logits=name == "learner"),
+            checkpointing=recipe.learner.recomputes_activations,
+            lora_rank=recipe.lora.rank,
+            on_gpu=on_gpu,
+        )
+        found.append(Need(f"a {name} rank", group.model.key, parts, True, predicted=True, function=name, processes=ranks, of_update=True))
+        idle[name], updates[name] = ranks * peak_memory.idle_bytes(group.rank), found[-1]
+    if on_gpu:
+        return found
+    engine = peak_memory.engine_parts(policy.parameters, width, recipe.rollout.kv_cache_mb * 2**20)
+    found.append(Need("an engine", policy.key, engine, True, predicted=True, function="engines"))
+    engine_bytes, most = found[-1].bytes, min(recipe.rollout.max_actors, room.slots)
+    others = [("in driver and object store", peak_memory.DRIVER_BYTES + policy.parameters * width + _kept_bytes(recipe, policy))]
+    if recipe.has_reference:
+        batch = micro_batch(recipe, lengths, recipe.reference.ranks)
+        parts = peak_memory.pass_parts(policy.config, policy.parameters, width, batch)
+        ranks = recipe.reference.ranks
+        found.append(Need("a reference rank", policy.key, parts, True, predicted=True, function="reference", processes=ranks))
+        others.append(("in the parked reference", ranks * peak_memory.PASS_BYTES))
+    at_work = _engines_beside_update(recipe, most)
+    waiting = (("in engines", at_work * engine_bytes), ("in parked engines", (most - at_work) * peak_memory.ENGINE_BYTES))
+    for name, rank in updates.items():
+        beside = [(f"in the {other}", kept) for other, kept in idle.items() if other != name]
+        parts = (*((what, rank.processes * size) for what, size in rank.parts), *beside, *waiting, *others)
+        found.append(Need(f"the {name}'s update", rank.key, parts, predicted=True, of_update=True))
+    count = recipe.rollout.min_actors
+    parts = (("in engines", count * engine_bytes), *((f"in the {n}", s) for n, s in idle.items()), *others)
+    found.append(Need("the rollout", policy.key, tuple(parts), predicted=True))
+    return found
+
+
+def _engines_beside_update(recipe: Recipe, most: int) -> int:
+    """Return how many of at most `most` engines may work while gradients are computed."""
+    if recipe.rollout.rolls_out_ahead:
+        return most
+    return 0 if obstacle(recipe) else max(0, most - recipe.learner.ranks)  # a rank takes the slot of an engine that has finished
+
+
+def micro_batch(recipe: Recipe, lengths: Lengths, ranks: int, *, has_logits: bool = True) -> MicroBatch:
+    """Return the largest micro-batch of a rank, where every response is as long as it may be."""
+    prompt, longest = lengths.longest_prompt, recipe.longest_tokens(lengths.longest_prompt)
+    samples = -(-recipe.prompts.batch_prompts * recipe.rollout.samples_per_prompt // ranks)
+    tokens = min(max(recipe.learner.max_micro_batch_tokens, longest), samples * longest)
+    row = min(tokens, prompt + recipe.rollout.samples_per_prompt * (longest - prompt))
+    return MicroBatch(tokens, max(longest, row), tokens if has_logits else 0, is_only=tokens == samples * longest)
+
+
+def _kept_bytes(recipe: Recipe, policy: Model) -> int:
+    """Return the bytes of the learner's state that the driver's node keeps in memory."""
+    average = memory.AVERAGE_BYTES * policy.parameters if recipe.ema.beta is not None else 0
+    if recipe.lora.rank or not snapshot_every_steps(recipe, policy.parameters):
+        return average
+    return average + 2 * memory.snapshot_bytes(policy.parameters, memory.VALUE_BYTES[recipe.policy.dtype])
+
+
+# ---- settings ---------------------------------------------------------------------------------------------------
+
+
+def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room], lengths: Lengths) -> Fit:
+    """Decide the settings that are `auto`: those that cost the least time of all that fit.
+
+    `find_room` is called unless everything is small. Raises DoesNotFit if a setting is `auto` and no value of it fits.
+    """
+    auto = [key for key in AUTO_KEYS if getattr(recipe.learner, key) == "auto"]
+    whole = _with_choice(recipe, auto, Choice())
+    needs = predicted_needs(whole, models, lengths, Room(CPU, recipe.rollout.max_actors, None))
+    if all(need.bytes <= SMALL_BYTES for need in needs):
+        return Fit(whole, needs)
+    room = find_room()
+    needs = predicted_needs(whole, models, lengths, room)
+    too_large = room.first_without_room(_of_updates(needs), peak_memory.USED_SHARE)
+    if too_large is None:
+        return Fit(whole, needs)
+    assert room.bytes is not None
+    there = room.bytes if too_large.alone else room.total_bytes or room.bytes
+    budget = f"{peak_memory.USED_SHARE:.0%} of {gb(there)}"
+    reason = f"auto: with the defaults {too_large.who} would take about {gb(too_large.bytes)}, more than {budget}"
+
+    def found(changed: Recipe, needs: list[Need]) -> Fit:
+        others = [key for key in auto if getattr(changed.learner, key) != getattr(whole.learner, key)]
+        return Fit(changed, needs, f"{_settings(changed, others)} ({reason})" if others else "")
+
+    tried = list(_tried(recipe, models, lengths, room, auto))
+    for changed, needs in tried:
+        if room.first_without_room(_of_updates(needs), peak_memory.USED_SHARE) is None:
+            return found(changed, needs)
+    changed, needs = min(tried, key=lambda one: max(need.bytes for need in _of_updates(one[1])))
+    short = room.first_without_room(_of_updates(needs))
+    if short is None:
+        return found(changed, needs)
+    tried_too = f", also with {_settings(changed, auto)}" if auto else ""
+    other = advice(recipe, models, room, lengths, lambda changed: _fits(changed, models, room, lengths), _smaller(recipe))
+    said = f"{short.key}: {sentence(short, room)}{tried_too}; {other}"
+    if set(auto) - {"overlap"}:
+        raise DoesNotFit(said)
+    return replace(found(changed, needs), note=f"the memory may not be enough: {said}")
+
+
+def _fits(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths) -> bool:
+    auto = [key for key in AUTO_KEYS if getattr(recipe.learner, key) == "auto"]
+    return any(room.first_without_room(_of_updates(needs)) is None for _, needs in _tried(recipe, models, lengths, room, auto))
+
+
+def _tried(recipe: Recipe, models: dict[str, Model], lengths: Lengths, room: Room, auto: list[str]) -> Iterator[tuple[Recipe, list[Need]]]:
+    """Yield the recipe with each choice of the settings that are `auto`, and its predicted needs."""
+    for choice in peak_memory.choices(may_offload=room.resource == GPU and recipe.learner.zero_stage > 0):
+        changed = _with_choice(recipe, auto, choice)
+        yield changed, predicted_needs(changed, models, lengths, room)
+
+
+def _of_updates(needs: list[Need]) -> list[Need]:
+    """Return those that the settings change."""
+    return [need for need in needs if need.of_update]
+
+
+def _with_choice(recipe: Recipe, auto: list[str], choice: Choice) -> Recipe:
+    return with_settings(recipe, {f"learner.{key}": getattr(choice, AUTO_KEYS[key]) for key in auto})
+
+
+def _smaller(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """Yield settings of an update that save memory, where the recipe has others."""
+    learner = recipe.learner
+    tokens = learner.max_micro_batch_tokens // 2
+    while learner.micro_batch_tokens != "auto" and tokens >= peak_memory.LEAST_WHOLE_TOKENS:
+        yield {"learner.micro_batch_tokens": tokens}
+        tokens //= 2
+    if learner.gradient_checkpointing is False:
+        yield {"learner.gradient_checkpointing": True}
+
+
+def _settings(recipe: Recipe, keys: list[str]) -> str:
+    return " and ".join(f"learner.{key}={json.dumps(getattr(recipe.learner, key)).strip(chr(34))}" for key in keys)

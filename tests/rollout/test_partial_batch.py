@@ -1,0 +1,154 @@
+"""Which groups a step trains when responses outlive steps, and the bound on their age."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.forecast.forecaster import Scenarios
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.rollout.partial_batch import PartialBatch, choose_groups, find_late
+from rlhfless_ray.rollout.staleness import check_lag
+from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
+from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample
+
+pytestmark = pytest.mark.pure
+
+
+def recipe(**rollout: object) -> Recipe:
+    tree = {"samples_per_prompt": 2, "partial": "continue", "max_lag_steps": 2, "oversample": 2, **rollout}
+    return Recipe.parse({"prompts": {"task": "chain", "batch_prompts": 3}, "reward": {"function": "task"}, "rollout": tree})
+
+
+@given(st.data())
+def test_the_choice_is_the_earliest_that_leaves_a_feasible_rest(data: st.DataObject) -> None:
+    step, quota = 5, data.draw(st.integers(1, 3))
+    until = data.draw(st.lists(st.integers(5, 8), min_size=quota, max_size=7))
+    completed = data.draw(st.permutations(range(len(until))))[: data.draw(st.integers(0, len(until)))]
+
+    def is_feasible(chosen: tuple[int, ...]) -> bool:
+        return not find_late([last for g, last in enumerate(until) if g not in chosen], step + 1, quota)
+
+    if find_late(until, step, quota):
+        return
+    found = choose_groups(until, completed, step, quota)
+    possible = [c for c in combinations(sorted(completed), quota) if is_feasible(c)]
+    assert (found is not None) == bool(possible)
+    if found is not None:
+        assert tuple(found) in possible
+        first = sorted(completed[:quota])
+        assert found == first or not is_feasible(tuple(first))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_token_is_ever_too_old_whatever_completes_when(data: st.DataObject) -> None:
+    """Random progress, engines lost with what they had not reported, resumes, and a bound that is lowered at a resume."""
+    mode = data.draw(st.sampled_from(["continue", "restart"]))
+    most, share = data.draw(st.sampled_from([(1, 1.0), (1, 1.5), (1, 2.0), (2, 3.0), (3, 1.67), (3, 4.0)]))
+    rng, last, drawn = np.random.default_rng(data.draw(st.integers(0, 2**32))), 9, 0
+    run, prompts = PartialRollouts(recipe(partial=mode, max_lag_steps=most, oversample=share)), [Prompt(i, "", (1, 2)) for i in range(99)]
+
+    def draw(count: int) -> list[Prompt]:
+        nonlocal drawn
+        drawn += count
+        return prompts[drawn - count : drawn]
+
+    trained: list[int] = []
+    for step in range(1, last + 1):
+        if rng.random() < 0.3:  # a resume
+            state = run.state(run.in_flight)
+            if step > 5 and most > 1:
+                most, share = most - 1, min(share, most)
+            run = PartialRollouts(recipe(partial=mode, max_lag_steps=most, oversample=share))
+            run.restore(state, prompts)
+        batch = run.begin(step, last - step + 1, draw)
+        before = dict(batch.samples)
+        made = batch.made.copy()
+        finished = [key for key in range(len(made)) if not batch.unfinished[key]]
+        versions = {key: list(before[key].completion.versions) if made[key] else [] for key in range(len(made))}
+        while not batch.is_enough(finished):
+            for key in rng.permutation(np.flatnonzero(batch.unfinished)):
+                if key in finished:
+                    continue
+                if new := int(rng.integers(0, 4)):
+                    versions[key].append((step - 1, new))
+                    made[key] += new
+                if made[key] and rng.random() < 0.3:
+                    finished.append(int(key))
+        new, cut = [], []
+        for key in range(len(made)):
+            tokens = np.zeros(made[key], np.int32), np.zeros(made[key], np.float32)
+            done = Completion(key, *tokens, "stop" if key in finished else UNFINISHED, step - 1, tuple(versions[key]))
+            if key not in finished:
+                cut.append(done)
+            elif batch.unfinished[key]:
+                new.append(Sample(batch.groups[key // 2].prompt, key % 2, done))
+        samples, metrics = run.take(batch, batch.join(new, cut))
+        assert len(samples) == 6 and [s.completion.key for s in samples] == list(range(6))
+        assert all(s.completion.finish_reason == "stop" for s in samples)
+        check_lag(samples, step - 1, most)  # raises if a token is too old
+        trained += [s.prompt.index for s in samples[::2]]
+        assert mode == "continue" or not metrics["partial/recomputed_tokens"]
+    assert not run.in_flight and sorted(trained) == list(range(27))
+
+
+def test_a_group_that_cannot_be_trained_in_time_begins_again() -> None:
+    run, prompts = PartialRollouts(recipe()), [Prompt(i, "", (1,)) for i in range(9)]
+    old = Sample(prompts[0], 0, Completion(0, np.arange(4, dtype=np.int32), np.zeros(4, np.float32), "stop", 0))
+    run.in_flight = [Group(prompts[0], 1, 0, (old, old))]
+    batch = run.begin(4, 5, lambda count: prompts[1 : count + 1])
+    assert batch.groups[0].begun == 4 and run.restarted == 2 and run.restarted_tokens == 8
+    assert not batch.made.any() and batch.unfinished.all() and len(batch.groups) == 6
+
+
+def test_the_forecast_of_the_work_ends_with_the_quota() -> None:
+    prompts = [Prompt(i, "", (1,)) for i in range(3)]
+    half = Completion(0, np.zeros(10, np.int32), np.zeros(10, np.float32), UNFINISHED, 0)
+    done = Completion(0, np.zeros(30, np.int32), np.zeros(30, np.float32), "stop", 0)
+    groups = [
+        Group(prompts[0], 1, 0, (Sample(prompts[0], 0, half), Sample(prompts[0], 1, done))),
+        Group(prompts[1], 2),
+        Group(prompts[2], 2),
+    ]
+    batch = PartialBatch(groups, 2, 2, 1, 2)
+    work = batch.forecast_work(Scenarios.from_matrix(np.array([[20.0], [30], [40], [50], [300], [5]])))
+    assert work.shape == (6, 1) and work[1] == 1 and 0 < work[0] < 60 and work[4] == work.max() < 300
+
+
+def test_a_prompt_that_is_begun_twice_in_a_step_gets_other_samples() -> None:
+    run, prompt = PartialRollouts(recipe()), Prompt(7, "", (1, 2))
+    requests = run.begin(1, 9, lambda count: [prompt] * count).requests(recipe())
+    assert len({request.seed for request in requests}) == len(requests) == 12
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_lag_steps": 0, "oversample": "auto"}, "rollout.partial: responses that outlive a step need a bound"),
+        ({"oversample": 3.5}, "rollout.oversample: 3.5 is not between 1 and rollout.max_lag_steps + 1 = 3"),
+        ({"oversample": 0.5}, "rollout.oversample: 0.5 is not between 1"),
+        ({"partial": "off"}, "rollout.max_lag_steps: more than 1 needs responses that outlive a step"),
+        ({"partial": "off", "max_lag_steps": 1}, "rollout.oversample: rollout.partial is off"),
+        ({"agent": True}, "rollout.partial: the agent of agent.path cannot be paused"),
+        ({"algorithm": {"filter_range": [0.1, 0.9]}}, "rollout.partial: algorithm.filter_range"),
+        ({"algorithm": {"importance_cap": 0}}, "rollout.max_lag_steps: responses of older weights need importance weights"),
+        ({"run": {"episodes": 2}}, "rollout.partial: groups outlive the end of an episode"),
+    ],
+)
+def test_what_partial_rollouts_need_is_said(settings: dict[str, Any], said: str) -> None:
+    tree: dict[str, Any] = recipe().model_dump(exclude_unset=True)
+    tree["rollout"] |= {key: value for key, value in settings.items() if key in tree["rollout"]}
+    for section in ("algorithm", "run"):
+        tree[section] = tree.get(section, {}) | settings.get(section, {})
+    if "agent" in settings:
+        tree |= {"reward": {}, "agent": {"path": "agent.py"}}
+    with pytest.raises(UserError) as caught:
+        Recipe.parse(tree)
+    assert said in str(caught.value)

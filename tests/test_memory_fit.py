@@ -1,0 +1,158 @@
+"""Settings that are `auto` follow from the memory there is; small models keep the defaults."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from placement import peak_memory
+from rlhfless_ray.learn import logprobs
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.run import memory_check
+from rlhfless_ray.run.memory_check import DoesNotFit, Lengths, Room, gb, models_of
+from rlhfless_ray.run.memory_fit import Fit, fit, models_with, predicted_needs
+from tests.placement.test_memory import QWEN_05B, QWEN_7B, config
+from tests.test_cli_plan import run
+from tests.test_memory_check import H100, LAPTOP, folder, recipe
+
+LENGTHS = Lengths(32, 16)
+TREE = {"prompts": {"task": "chain"}, "reward": {"function": "task"}}
+QWEN_15B = config("qwen2", 1536, 8960, 28, 12, 2, 151_936, tie_word_embeddings=True)
+
+
+def fitted(room: Room, wanted: Recipe, lengths: Lengths = LENGTHS) -> Fit:
+    return fit(wanted, models_of(wanted), lambda: room, lengths)
+
+
+def node(gigabytes: float) -> Room:
+    size = int(gigabytes * 1e9)
+    return Room("cpu", 2, size, size, has_driver=True)
+
+
+def chosen(found: Fit) -> tuple[Any, ...]:
+    learner = found.recipe.learner
+    return learner.micro_batch_tokens, learner.gradient_checkpointing, learner.optimizer_offload
+
+
+def test_numbers_that_stand_twice_are_equal():
+    """Processes without the planner do not import it, and the planner imports no torch."""
+    assert peak_memory.CHUNK_BYTES == logprobs.CHUNK_BYTES
+    assert Recipe.parse(TREE).learner.max_micro_batch_tokens == peak_memory.DEFAULT_TOKENS
+
+
+def test_a_small_policy_keeps_the_defaults_without_a_look_at_the_memory():
+    wanted = Recipe.parse(TREE)
+    models = models_with(wanted, config("qwen2", 128, 384, 3, 4, 4, 100), 700_000)
+    found = fit(wanted, models, lambda: pytest.fail("asked"), LENGTHS)
+    assert chosen(found) == (8192, False, False) and found.reason == found.note == ""
+    assert (wanted.learner.max_micro_batch_tokens, wanted.learner.recomputes_activations) == (8192, False), "also before it is decided"
+    assert found.recipe == Recipe.parse({**TREE, "learner": {"micro_batch_tokens": 8192, "gradient_checkpointing": False}})
+
+
+def test_smaller_micro_batches_come_before_recomputing(tmp_path):
+    wanted = recipe(folder(tmp_path / "05b", QWEN_05B), rollout={"max_tokens": 128})
+    found = [fitted(node(size), wanted) for size in (48, 28, 24, 22)]
+    assert [chosen(one) for one in found] == [(8192, False, False), (4096, False, False), (2048, False, False), (8192, True, False)]
+    assert found[0].reason == "" and found[1].reason == (
+        "learner.micro_batch_tokens=4096 (auto: with the defaults the learner's update would take about 28.9 GB, more than 85% of 28.0 GB)"
+    )
+    assert found[0].predicted_mb["learner"] > found[1].predicted_mb["learner"] > 9000 and "engines" in found[0].predicted_mb
+    step_mb = found[1].step_mb(engines=2)
+    assert (
+        step_mb["engines"] == 2 * found[1].predicted_mb["engines"] and step_mb["total"] == max(need.bytes for need in found[1].needs) / 1e6
+    )
+    assert "learner 18.1 GB (at least 8.9), engines 2.8 GB; one engine; learner.micro_batch_tokens" in found[1].statement({"learner": 8900})
+
+
+def test_overlap_ends_where_no_update_fits_beside_engines(tmp_path):
+    wanted = recipe(folder(tmp_path / "05b", QWEN_05B), rollout={"max_tokens": 128})
+    tight = fitted(node(20), wanted)
+    assert chosen(tight) == (1024, False, False) and tight.recipe.learner.overlap == "off" and "learner.overlap=off (auto:" in tight.reason
+    lagging = wanted.model_copy(update={"rollout": wanted.rollout.model_copy(update={"max_lag_steps": 1})})
+    sizes = [
+        next(need.bytes for need in predicted_needs(one, models_of(one), LENGTHS, LAPTOP) if need.who == "the learner's update")
+        for one in (tight.recipe, wanted, lagging)
+    ]
+    assert sizes[0] < sizes[1] < sizes[2], "no engine, one, and two work beside the update"
+
+
+def test_what_a_recipe_sets_stays_and_what_it_may_cost_is_said(tmp_path):
+    model = folder(tmp_path / "05b", QWEN_05B)
+    own = recipe(model, rollout={"max_tokens": 128}, learner={"micro_batch_tokens": 4096})
+    assert chosen(fitted(node(17), own)) == (4096, True, False)
+    both = recipe(model, rollout={"max_tokens": 128}, learner={"micro_batch_tokens": 8192, "gradient_checkpointing": False})
+    found = fitted(node(17), both)
+    assert chosen(found) == (8192, False, False) and found.reason.startswith("learner.overlap=off (auto: with the defaults")
+    assert found.note.startswith("the memory may not be enough: policy.path: the learner's update needs about 26.6 GB (")
+    assert found.note.endswith(
+        "and this machine has 17.0 GB, also with learner.overlap=off; it may fit with learner.micro_batch_tokens=1024"
+    )
+
+
+def test_where_nothing_fits_the_run_is_refused_with_what_would(tmp_path):
+    wanted = recipe(folder(tmp_path / "05b", QWEN_05B), rollout={"max_tokens": 128})
+    with pytest.raises(DoesNotFit) as error:
+        fitted(node(15), wanted)
+    said = str(error.value)
+    assert said.startswith("policy.path: the learner's update needs about 15.3 GB (1.0 GB weights, 5.9 GB optimizer state, ")
+    tried = "learner.micro_batch_tokens=512 and learner.gradient_checkpointing=true and learner.overlap=off"
+    assert f"also with {tried}; it may fit with lora.rank=16" in said
+    assert "\n" not in said
+
+
+def test_a_gpu_gets_offload_where_it_is_auto(tmp_path):
+    wanted = recipe(folder(tmp_path / "7b", QWEN_7B), learner={"optimizer_offload": "auto", "ranks": 2})
+    assert chosen(fitted(Room("gpu", 8, 180_000_000_000), wanted)) == (8192, False, False)
+    found = fitted(H100, wanted)
+    assert chosen(found)[2] is True and found.step_mb(engines=2) == {}
+    assert found.recipe.learner.overlap == "auto", "to end it saves no device memory"
+    assert chosen(fitted(H100, recipe(folder(tmp_path / "05b", QWEN_05B)))) == (8192, False, False)
+    unsharded = recipe(tmp_path / "7b", learner={"optimizer_offload": "auto", "zero_stage": 0}, policy={"dtype": "float32"})
+    with pytest.raises(DoesNotFit, match="a learner rank needs about"):
+        fitted(H100, unsharded)
+
+
+def test_a_billion_and_a_half_with_adapters_fit_a_laptop(tmp_path):
+    wanted = recipe(folder(tmp_path / "15b", QWEN_15B), learner={"zero_stage": 1}, lora={"rank": 16}, rollout={"max_tokens": 128})
+    found = fitted(LAPTOP, wanted)
+    assert found.note == "" and all(need.bytes < LAPTOP.bytes for need in found.needs)
+
+
+def test_a_critic_counts_beside_the_learner(tmp_path):
+    model = folder(tmp_path / "05b", QWEN_05B)
+    gae = {"algorithm": {"advantage": {"estimator": "gae"}, "kl": {"coefficient": 0.1}}}
+    alone, both = (predicted_needs(r, models_of(r), LENGTHS, LAPTOP) for r in (recipe(model), recipe(model, **gae)))
+    sizes = {need.who: need.bytes for need in both}
+    assert {"a critic rank", "the critic's update", "a reference rank"} <= sizes.keys()
+    beside = [{what for what, _ in need.parts} for needs in (alone, both) for need in needs if need.who == "the learner's update"]
+    assert "in the critic" not in beside[0] and "in the critic" in beside[1]
+    assert sizes["a critic rank"] < sizes["a learner rank"], "it has no logits"
+
+
+def test_a_plan_shows_predictions_and_chosen_settings(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setattr(memory_check, "memory_bytes", lambda gpu: int(24e9))
+    monkeypatch.setattr(memory_check, "visible_gpus", lambda: 0)
+    tree = recipe(folder(tmp_path / "05b", QWEN_05B)).model_dump(mode="json", exclude_unset=True)
+    path = tmp_path / "r.yaml"
+    path.write_text(json.dumps(tree))
+    run(path, "--memory", "rollout.max_tokens=128", "prompts.max_prompt_tokens=32")
+    text = capsys.readouterr().out
+    assert "Predicted peaks, with prompts of 32 and responses of 128 tokens" in text
+    assert all(gb(need.bytes) in text for need in fitted(node(24), Recipe.load(path, ["rollout.max_tokens=128"])).needs)
+    assert "learner.micro_batch_tokens=2048 (auto: with the defaults" in text
+    run(path, "--memory", "--json")
+    told = json.loads(capsys.readouterr().out)
+    assert (told["settings"]["gradient_checkpointing"], told["settings"]["overlap"]) == (False, "auto")
+    assert {"a learner rank", "the rollout"} <= {need["what"] for need in told["predicted"]} and told["reason"]
+
+
+@pytest.mark.parametrize("value", [0, -5, True, 1.5, "many"])
+def test_a_value_that_is_neither_tokens_nor_auto_is_one_sentence(tmp_path, value):
+    with pytest.raises(Exception, match=r"`learner.micro_batch_tokens`: expected `auto` or a whole number of at least 1 .got") as error:
+        recipe(tmp_path, learner={"micro_batch_tokens": value})
+    assert "\n" not in str(error.value)
+    with pytest.raises(Exception, match=r"`learner.gradient_checkpointing`: expected `auto`, true or false"):
+        recipe(tmp_path, learner={"gradient_checkpointing": "sometimes"})

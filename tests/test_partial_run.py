@@ -1,0 +1,129 @@
+"""Runs whose responses outlive a step: versions and log-probabilities token by token, the bound, and resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from benchmarks.common.fault_injection import pid_of
+from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.learn.policy_model import load_model
+from rlhfless_ray.types import Sample, Step
+from rlhfless_ray.weights.load_policy import initial_policy
+from rlhfless_ray.weights.model_folder import as_folder
+from tests.conftest import small_recipe
+
+pytestmark = [pytest.mark.ray, pytest.mark.engine]
+
+PARTIAL = {
+    "rollout__partial": "continue",
+    "rollout__max_lag_steps": 2,
+    "rollout__oversample": 2,
+    "rollout__max_tokens": 400,
+    "rollout__stream_interval_s": 0.02,
+    "checkpoint__every_steps": 1,
+    "checkpoint__keep": 9,
+}
+
+
+def rows(run: Path) -> list[dict[str, float]]:
+    return [row for line in (run / "metrics.jsonl").read_text().splitlines() if (row := json.loads(line)).get("step")]
+
+
+def recomputed(recipe: Recipe, folder: Path, steps: list[Step]) -> dict[int, dict[int, np.ndarray]]:
+    """Log-probabilities of each response under each version that drew a part of it, by id of the sample and version."""
+    files, _ = initial_policy(recipe)
+    with as_folder(files) as initial:
+        model = load_model(initial, "float32", False)
+    drawn: dict[int, list[Sample]] = {}
+    for step in steps:
+        for sample in step.samples:
+            for version, _ in sample.completion.versions:
+                drawn.setdefault(version, []).append(sample)
+    found: dict[int, dict[int, np.ndarray]] = {}
+    for version, by in drawn.items():
+        weights = load_file(folder / "checkpoints" / f"step_{version}" / "model.safetensors")
+        model.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()}, strict=False)
+        for sample in by:
+            prompt, response = sample.prompt.token_ids, sample.completion.token_ids
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *response.tolist()]])).logits[0, len(prompt) - 1 : -1]
+            found.setdefault(id(sample), {})[version] = logits.log_softmax(-1).numpy()[np.arange(len(response)), response]
+    return found
+
+
+def test_each_token_has_the_log_probability_of_its_version_across_updates(tmp_path: Path) -> None:
+    recipe = Recipe.parse(small_recipe(tmp_path, **PARTIAL))
+    with Runtime(recipe) as run:
+        steps = list(run)
+    folder = tmp_path / "runs" / "small"
+    under, mixed = recomputed(recipe, folder, steps), 0
+    for step in steps:
+        assert len(step.samples) == 32
+        for sample in step.samples:
+            versions = sample.completion.versions
+            mixed += len(versions) > 1
+            assert step.number - 1 - versions[0][0] <= 2
+            wanted, at = [], 0
+            for version, tokens in versions:
+                wanted += under[id(sample)][version][at : at + tokens].tolist()
+                at += tokens
+            np.testing.assert_allclose(sample.completion.logprobs, wanted, atol=1e-4)
+    assert mixed > 0
+    told = rows(folder)
+    assert max(row["lag/max"] for row in told) in (1, 2) and told[-1]["partial/in_flight_groups"] == 0
+    assert sum(row["partial/recomputed_tokens"] for row in told) > 0
+
+
+class Struck(Runtime):
+    """Kills the only engine in the first rollout."""
+
+    def generate(self, step: Step) -> list[Sample]:
+        record, self.struck = self.context.record, getattr(self, "struck", False)
+        phase = record.progress.phase
+
+        def strike(what: str) -> None:
+            phase(what)
+            if step.number == 1 and not self.struck and self.rollout.working and (pid := pid_of(self.rollout.working[0])):
+                self.struck = True
+                os.kill(pid, signal.SIGKILL)
+
+        record.progress.phase = strike  # type: ignore[method-assign]
+        try:
+            return super().generate(step)
+        finally:
+            record.progress.phase = phase  # type: ignore[method-assign]
+
+
+def test_a_resumed_run_goes_on_with_what_was_in_flight(tmp_path: Path) -> None:
+    """An engine is lost in step 1. The run is left after it."""
+    tree = small_recipe(tmp_path, **PARTIAL)
+    with Struck(Recipe.parse(tree)) as run:
+        step = next(iter(run))
+    assert run.struck and step.metrics["rollout/orphans"] > 0
+    folder = tmp_path / "runs" / "small"
+    state = json.loads((folder / "checkpoints" / "step_1" / "driver.json").read_text())
+    in_flight = {(g["row"], g["begun"]): [s["completion"] for s in g["samples"]] for g in state["in_flight"]}
+    assert len(in_flight) == step.metrics["partial/in_flight_groups"] == 8
+    assert any(begun["finish_reason"] == "cut" and begun["token_ids"] for group in in_flight.values() for begun in group)
+    with Runtime(Recipe.parse(tree), resume=True) as run:
+        steps = list(run)
+    assert [step.number for step in steps] == [2, 3, 4]
+    gone_on = set()
+    for step in steps:
+        order = json.loads((folder / "samples" / f"order_{step.number}.json").read_text())
+        for place, group in enumerate(tuple(order["groups"][g]) for g in order["trained"]):
+            gone_on.add(group)
+            for begun, sample in zip(in_flight.get(group, []), step.samples[4 * place :], strict=False):
+                made = len(begun["token_ids"])
+                assert sample.completion.token_ids[:made].tolist() == begun["token_ids"]
+                assert sample.completion.logprobs[:made].tolist() == np.array(begun["logprobs"], np.float32).tolist()
+    assert gone_on >= set(in_flight)
+    assert [row["partial/in_flight_groups"] for row in rows(folder)] == [8, 8, 8, 0]
