@@ -149,6 +149,9 @@ def test_an_engine_is_told_of_shorter_responses_and_a_larger_share(tmp_path):
     adapters = {"lora": {"rank": 8}}
     long = recipe(model, rollout={"max_tokens": 500_000, "gpu_memory_share": 0.95}, **adapters)
     assert refusal(small, long).endswith("it may fit with rollout.tensor_parallel=2")
+    chosen = {"max_tokens": 500_000, "gpu_memory_share": 0.95, "tensor_parallel": "auto"}
+    auto = recipe(model, rollout=chosen, **adapters)
+    assert sizes.check(auto, models_of(auto), lambda: small) == "", "an automatic width takes what fits"
     assert refusal(Room("gpu", 1, small.bytes), long).endswith("it may fit with rollout.max_tokens=125000")
     tight = Room("gpu", 8, int(15.3e9 / 0.9))
     assert refusal(tight, recipe(model, **adapters)).endswith("it may fit with rollout.gpu_memory_share=0.95")

@@ -13,6 +13,8 @@ import psutil
 import pytest
 
 from benchmarks.common.fault_injection import pid_of
+from placement.planning.plan import Plan
+from placement.scaling.engine_width import WidthDecision
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.types import Sample, Step
@@ -58,8 +60,28 @@ def assert_same(found: list[Step], wanted: list[Step]) -> None:
             np.testing.assert_allclose(mine.completion.logprobs, theirs.completion.logprobs, atol=1e-5)
 
 
-def test_two_slots_give_the_tokens_of_one_also_after_a_member_is_lost(tmp_path: Path) -> None:
-    wanted, _ = run(tmp_path / "one")
+@pytest.fixture(scope="module")
+def wanted(no_ray: None, tmp_path_factory: pytest.TempPathFactory) -> list[Step]:
+    """The steps of a run whose engine has one slot."""
+    return run(tmp_path_factory.mktemp("narrow") / "one")[0]
+
+
+def test_the_width_changes_between_steps_and_the_tokens_do_not(tmp_path: Path, wanted: list[Step], monkeypatch: pytest.MonkeyPatch) -> None:
+    def alternate(current: int, stay: Plan, width: int, chosen: Plan, **figures: Any) -> WidthDecision:
+        return WidthDecision(3 - current, f"engines of {3 - current} slots instead of {current}")
+
+    monkeypatch.setattr("rlhfless_ray.autoscaler.autoscaler.decide_width", alternate)
+    auto = {"rollout__tensor_parallel": "auto", "rollout__max_actors": 2, "cluster__cpus": 2}
+    found, _ = run(tmp_path / "auto", **auto)
+    assert [step.metrics["plan/width"] for step in found] == [2, 1]
+    assert "engines of 2 slots instead of 1: 1 actors at once" in found[0].metrics["pool/reason"]
+    assert_same(found, wanted)
+    rows = list(csv.DictReader((tmp_path / "auto" / "runs" / "small" / "ledger.csv").open()))
+    engines = [{row["instance"] for row in rows if (row["step"], row["what"]) == (step, "generate")} for step in ("1", "2")]
+    assert len(engines[0]) == 1 and not engines[0] & engines[1], "the wide engine works at the narrow width"
+
+
+def test_two_slots_give_the_tokens_of_one_also_after_a_member_is_lost(tmp_path: Path, wanted: list[Step]) -> None:
     found, _ = run(tmp_path / "two", **WIDE)
     assert_same(found, wanted)
     rows = list(csv.DictReader((tmp_path / "two" / "runs" / "small" / "ledger.csv").open()))

@@ -7,7 +7,7 @@ plan's size is kept, and the reason says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from placement.planning.bounds import rollout_bounds
 from placement.planning.frontier import frontier
 from placement.planning.objective import Objective, choose_nearest
 from placement.planning.plan import Plan, Pool
+from placement.scaling.engine_width import WidthDecision, best_width, decide_width, scale_speed
 from placement.scaling.keep_warm import hold_slot, keep_alive, prewarm, start_cost
 from placement.scaling.learner_size import LearnerSize
 from placement.scaling.resize_policy import (
@@ -56,7 +57,11 @@ class Autoscaler:
     def __init__(self, recipe: Recipe, first_speed: Speed) -> None:
         self.recipe = recipe
         self.samples = recipe.rollout.samples_per_prompt
-        self.width = recipe.rollout.tensor_parallel  # slots of an engine
+        self.width = recipe.rollout.least_width  # slots of an engine
+        self.engines: dict[int, ExpectedEngine] = {}  # by width, if the planner chooses it
+        self.speeds: dict[int, SpeedFit] = {}  # of widths that engines had before
+        self.width_history = ResizeHistory()
+        self.width_note = ""  # why `rollout.tensor_parallel: auto` leaves no choice, until a plan has said it
         limit = recipe.rollout.max_tokens if not recipe.agent.path else None  # multi-turn responses have no limit
         self.forecaster = LengthForecaster(recipe.rollout.max_tokens / 2, max_tokens=limit)
         self.speed, self.capacity = SpeedFit(first_speed), math.inf
@@ -77,6 +82,12 @@ class Autoscaler:
         """Set the speed and capacity expected of an engine before one has run."""
         self.speed = SpeedFit(engine.speed)
         self.capacity = engine.capacity or math.inf
+
+    def expect_widths(self, engines: dict[int, ExpectedEngine], note: str) -> None:
+        """Set what is expected of an engine by width, the narrowest first. `note`: why there is one width only."""
+        self.width, self.width_note = next(iter(engines)), note
+        self.engines = engines if len(engines) > 1 else {}
+        self.expect(engines[self.width])
 
     def forecast(self, prompts: list[Prompt], step: int) -> Scenarios:
         """Draw joint lengths of all responses to `prompts`; those of one prompt are adjacent."""
@@ -105,25 +116,50 @@ class Autoscaler:
                 self.troubles.append(message)
             return fallback()
 
-    def plan(self, scenarios: Scenarios, prompts: list[Prompt], max_actors: int, *, step: int, warm: int) -> RolloutPlan:
-        """Plan the number of engines and each engine's sequences. `warm`: number of processes without a cold start."""
+    def plan(
+        self,
+        scenarios: Scenarios,
+        prompts: list[Prompt],
+        max_actors: int,
+        *,
+        step: int,
+        warm: int,
+        others: Mapping[int, tuple[int, int]] | None = None,
+    ) -> RolloutPlan:
+        """Plan the number of engines and each engine's sequences. `warm`: number of processes without a cold start.
+
+        `others`: (max_actors, warm) of further widths that engines may have.
+        """
         if not self.recipe.functions.elastic:
             return RolloutPlan(Hold(max_actors, "functions.elastic is off: all engines, always"), max_actors)
         self.learn()
-        min_actors = self.recipe.rollout.min_actors
+        min_actors, most = self.recipe.rollout.min_actors, {self.width: (max_actors, warm), **(others or {})}
         plans: list[Plan] = []
 
         def make() -> Decision:
-            plans.extend(self._frontier(scenarios.lengths, prompts, max_actors))
-            return self._decide(plans, step, warm)
+            if not others:
+                plans.extend(self._frontier(scenarios.lengths, prompts, max_actors))
+                return self._decide(plans, step, warm)
+            frontiers = {width: self._frontier(scenarios.lengths, prompts, count, width) for width, (count, _) in most.items()}
+            chosen = self._decide_width(frontiers, {width: count for width, (_, count) in most.items()}, step)
+            plans.extend(frontiers[chosen.width])
+            if chosen.width == self.width:
+                decision = self._decide(plans, step, warm)
+                return replace(decision, reason=f"{chosen.reason}; {decision.reason}")
+            self._use_width(chosen.width)
+            return self._decide(plans, step, most[chosen.width][1], urgent=chosen.reason)
 
         decision = safe_decide(self.last, make, fallback=min(max(self.actors, min_actors), max_actors))
         if not failed(decision):
             self.last = decision
+        if self.width_note:
+            decision, self.width_note = replace(decision, reason=f"{self.width_note}; {decision.reason}"), ""
         predicted = self.safely(
-            "predicting the step", lambda: self._predict_step(decision, scenarios.lengths, prompts, warm), lambda: (0.0, 0.0, 0.0)
+            "predicting the step",
+            lambda: self._predict_step(decision, scenarios.lengths, prompts, most[self.width][1]),
+            lambda: (0.0, 0.0, 0.0),
         )
-        return RolloutPlan(decision, max(min_actors, decision.actors), tuple(plans), *predicted)
+        return RolloutPlan(decision, max(min_actors, decision.actors), tuple(plans), *predicted, width=self.width if self.engines else None)
 
     def _predict_step(self, decision: Decision, lengths: np.ndarray, prompts: list[Prompt], warm: int) -> tuple[float, float, float]:
         """Return seconds of the rollout phase, slot-seconds of its leases, and seconds of the whole step."""
@@ -210,12 +246,15 @@ class Autoscaler:
             lambda: False,
         )
 
-    def _frontier(self, lengths: np.ndarray, prompts: list[Prompt], max_actors: int) -> list[Plan]:
-        """Return the frontier's plans for `lengths`: (n,) known, or (n, S) scenarios."""
+    def _frontier(self, lengths: np.ndarray, prompts: list[Prompt], max_actors: int, width: int | None = None) -> list[Plan]:
+        """Return the frontier's plans for `lengths`: (n,) known, or (n, S) scenarios. `width`: of the engines, if not the present one."""
+        width = width or self.width
         tokens = self._prompt_tokens(prompts)
         longest = float((lengths.reshape(len(tokens), -1).max(1) + tokens).max())  # an engine can hold every single sequence
-        capacity = math.ceil(max(self.capacity, longest)) if math.isfinite(self.capacity) else None
-        pool = Pool(self.engine_speed, max_actors=max_actors, capacity=capacity, devices=self.width)
+        holds = self.capacity if width == self.width else self.engines[width].capacity or math.inf
+        capacity = math.ceil(max(holds, longest)) if math.isfinite(holds) else None
+        speed = replace(self._speed_fit(width).speed, prefill_s=self.terms.prefill.per_unit_s)
+        pool = Pool(speed, max_actors=max_actors, capacity=capacity, devices=width)
         return frontier(lengths, pools=[pool], prompts=tokens, thin=MIN_FRONTIER_GAP)
 
     @property
@@ -223,12 +262,44 @@ class Autoscaler:
         """Speed fitted to decode steps, with the prefill time of a prompt token."""
         return replace(self.speed.speed, prefill_s=self.terms.prefill.per_unit_s)
 
+    def _speed_fit(self, width: int) -> SpeedFit:
+        """Return the speed at a width. If engines never had it, it is what they had, scaled by what the roofline expects of both."""
+        if width == self.width:
+            return self.speed
+        seeds = self.engines[self.width].speed, self.engines[width].speed
+        return self.speeds.get(width) or SpeedFit(scale_speed(self.speed.speed, *seeds))
+
+    def _use_width(self, width: int) -> None:
+        """Plan for engines of another width from now on. None of them works yet."""
+        fit = self._speed_fit(width)
+        self.speeds[self.width] = self.speed
+        self.speed, self.width, self.actors = fit, width, 0
+        self.capacity = self.engines[width].capacity or math.inf
+
+    def _decide_width(self, frontiers: dict[int, list[Plan]], warm: dict[int, int], step: int) -> WidthDecision:
+        """Decide about the engines' width. `warm`: processes of each width without a cold start."""
+        adjusted = {width: self._with_overhead(plans, width) for width, plans in frontiers.items()}
+        width, best = best_width(adjusted, self.objective)
+        now = choose_nearest(adjusted[self.width], self.objective)
+        self.width_history = self.width_history.record(step, width)
+        start = self.terms.warm_start if best.plan.actors <= warm[width] else self.terms.cold_start
+        return decide_width(
+            self.width,
+            now.plan if now.met or not best.met else None,
+            width,
+            best.plan,
+            start_s=start.predict(),
+            value_per_s=max(time_value(self.objective, [plan for plans in frontiers.values() for plan in plans]), MIN_SECOND_VALUE),
+            lasts=min(self.width_history.horizon(step), self.recipe.run.steps - step + 1),
+            gamma=self.recipe.objective.payback,
+        )
+
     def _prompt_tokens(self, prompts: list[Prompt]) -> np.ndarray:
         """Return (samples,) prompt tokens of every response."""
         return np.repeat([len(p.token_ids) for p in prompts], self.samples).astype(float)
 
-    def _decide(self, plans: list[Plan], step: int, warm: int) -> Decision:
-        adjusted = self._with_overhead(plans)
+    def _decide(self, plans: list[Plan], step: int, warm: int, urgent: str = "") -> Decision:
+        adjusted = self._with_overhead(plans, self.width)
         choice = choose_nearest(adjusted, self.objective)
         chosen = plans[choice.index]
         self.value_per_s = max(time_value(self.objective, plans), MIN_SECOND_VALUE)
@@ -246,18 +317,19 @@ class Autoscaler:
             transition=Transition(start.predict(), restart_s=self.terms.warm_start.predict(), price=self.width),
             steps_left=self.recipe.run.steps - step + 1,
             gamma=self.recipe.objective.payback,
+            urgent=urgent,
         )
         if decision.plan is chosen:
             return replace(decision, reason=f"{choice.reason}; {decision.reason}")
         return decision
 
-    def _with_overhead(self, plans: list[Plan]) -> list[Plan]:
+    def _with_overhead(self, plans: list[Plan], width: int) -> list[Plan]:
         """Add the overhead besides decoding to plans, for objectives with a deadline or budget, which cover it too."""
         if self.objective.deadline_s is None and self.objective.budget is None:
             return plans
         overhead_s, slowdown = self.around.predict(), 1 + self.speed.overhead
         return [
-            replace(plan, time_s=plan.time_s * slowdown + overhead_s, cost=plan.cost * slowdown + overhead_s * plan.actors * self.width)
+            replace(plan, time_s=plan.time_s * slowdown + overhead_s, cost=plan.cost * slowdown + overhead_s * plan.actors * width)
             for plan in plans
         ]
 
@@ -345,7 +417,9 @@ class Autoscaler:
 
     def state(self) -> dict[str, Any]:
         self.learn()
+        chosen = {"width": self.width, "width_history": asdict(self.width_history)}
         return {
+            **(chosen | {"speeds": {width: fit.state() for width, fit in self.speeds.items()}} if self.engines else {}),
             "forecaster": self.forecaster.state(),
             "speed": self.speed.state(),
             "actors": self.actors,
@@ -360,6 +434,12 @@ class Autoscaler:
 
     def restore(self, state: dict[str, Any]) -> None:
         self.forecaster.restore(state["forecaster"])
+        if state.get("width") in self.engines:
+            self.speeds = {width: self._speed_fit(width) for width in state["speeds"] if width in self.engines}
+            for width, fit in self.speeds.items():
+                fit.restore(state["speeds"][width])
+            self._use_width(state["width"])
+            self.width_history = ResizeHistory(**state["width_history"])
         self.speed.restore(state["speed"])
         self.actors = state["actors"]
         self.terms.restore(state["terms"])

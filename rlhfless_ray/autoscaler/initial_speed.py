@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from placement.memory import engine_widths
 from placement.speed.decode_speed import Speed
 from placement.speed.roofline import BYTES, Device, Model, decode_speed, kv_capacity
 from rlhfless_ray.recipe import Recipe
@@ -23,15 +24,15 @@ class ExpectedEngine:
     note: str = ""
 
 
-def expected_engine(recipe: Recipe, files: Files, device_name: str | None) -> ExpectedEngine:
-    """Estimate the engine of the policy in `files` on a CPU core (None) or on Ray's `accelerator_type` ("": unknown)."""
+def expected_engine(recipe: Recipe, files: Files, device_name: str | None, width: int = 1) -> ExpectedEngine:
+    """Estimate the engine of the policy in `files` on `width` CPU cores (None) or devices of Ray's `accelerator_type` ("": unknown)."""
     from placement.catalog import catalog
 
     try:
         model = Model.from_config("policy", text_config(files))
     except ValueError as error:
         return ExpectedEngine(ANY_SPEED, None, f"the first plan guesses how fast engines are: {error}")
-    width, value_bytes = recipe.rollout.tensor_parallel, 4 if recipe.policy.dtype == "float32" else BYTES
+    value_bytes = 4 if recipe.policy.dtype == "float32" else BYTES
     if device_name is None:
         speed = decode_speed(model, _scale_to_width(catalog.device(CORE), value_bytes), width)
         block = kv_cache_bytes(files, recipe.rollout.block_size, recipe.rollout.block_size, recipe.policy.dtype, width)
@@ -51,6 +52,36 @@ def expected_engine(recipe: Recipe, files: Files, device_name: str | None) -> Ex
     except ValueError:  # the engine reports that the model does not fit
         capacity = None
     return ExpectedEngine(decode_speed(model, device, width), capacity, note)
+
+
+def expected_widths(
+    recipe: Recipe, files: Files, device_name: str | None, node_slots: int, longest_tokens: int
+) -> tuple[dict[int, ExpectedEngine], str]:
+    """Return what is expected of engines by width, the narrowest first, and why there is only one width, if so.
+
+    `node_slots`: of the largest node. `longest_tokens`: of the longest sequence, which an engine must hold.
+    """
+    rollout = recipe.rollout
+    if rollout.tensor_parallel != "auto":
+        return {rollout.tensor_parallel: expected_engine(recipe, files, device_name, rollout.tensor_parallel)}, ""
+    narrow = expected_engine(recipe, files, device_name)
+    stays = "rollout.tensor_parallel: auto stays at 1, because"
+    for key, (value, _) in recipe.needs_one_slot.items():
+        return {1: narrow}, f"{stays} {key}: {value} needs engines of one slot"
+    if narrow.speed == ANY_SPEED:
+        return {1: narrow}, f"{stays} the speed of wider engines cannot be estimated for this policy"
+    config, most = text_config(files), min(node_slots, rollout.max_actors // rollout.min_actors)
+    widths = [width for width in engine_widths(config, most) or [1] if width & (width - 1) == 0]
+    engines = {width: expected_engine(recipe, files, device_name, width) for width in widths}
+    holding = {width: engine for width, engine in engines.items() if (engine.capacity or 0) >= longest_tokens}
+    if not holding:
+        return {1: narrow}, f"{stays} no width is known to hold a sequence of {longest_tokens} tokens"
+    width, engine = next(iter(holding.items()))
+    if not recipe.functions.elastic:
+        return {width: engine}, f"rollout.tensor_parallel: auto takes {width}, because functions.elastic is off"
+    if len(holding) == 1:
+        return holding, f"rollout.tensor_parallel: auto takes {width}, the only width that fits nodes, heads, memory and rollout.max_actors"
+    return holding, ""
 
 
 def _scale_to_width(device: Device, value_bytes: int) -> Device:

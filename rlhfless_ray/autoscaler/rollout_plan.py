@@ -23,6 +23,7 @@ class RolloutPlan:
     predicted_s: float = 0.0  # whole rollout phase, with loading weights and calls of engines
     predicted_slot_s: float = 0.0  # of its leases, including those that wait for the next phase
     predicted_step_s: float = 0.0  # the whole step, with scoring, learning and everything else
+    width: int | None = None  # slots of an engine, where the planner chooses it
 
     @property
     def reason(self) -> str:
@@ -53,4 +54,5 @@ class RolloutPlan:
             "plan/frontier_time_s": [plan.time_s for plan in points],
             "plan/frontier_cost_slot_s": [p.cost for p in points],
             "plan/frontier_actors": [plan.actors for plan in points],
+            **({} if self.width is None else {"plan/width": self.width}),
         }

@@ -76,6 +76,11 @@ class WorkerPool:
         if parked_memory is not None:
             parked_memory.watch(self)
 
+    def set_width(self, width: int) -> None:
+        """Use this many leases for each further instance. Instances of another width stay parked until their keep-alive ends."""
+        assert width == self.width or not self.working, "instances of another width work"
+        self.width = width
+
     # ---- size -------------------------------------------------------------------------------------------------
 
     def expect(self, count: int) -> None:
@@ -202,7 +207,7 @@ class WorkerPool:
         return Slot(first.node, ",".join(sorted(str(lease.slot.device) for lease in leases)))
 
     def _find(self, slot: Slot) -> Instance | None:
-        return next((instance for instance in self.parked if self.fits(instance, slot)), None)
+        return next((i for i in self.parked if i.width == self.width and self.fits(i, slot)), None)
 
     def prewarm(self, slot: Slot) -> Instance | None:
         """Start a process ahead of its lease: imports only, no device memory. It is parked.

@@ -143,7 +143,7 @@ class RayCluster:
         from rlhfless_ray.functions.lease import most_instances, node_slots
 
         by_node, recipe = node_slots(resource), self.recipe
-        slots, width, unit = sum(by_node.values()), recipe.rollout.tensor_parallel, "GPUs" if resource == "gpu" else "CPU cores"
+        slots, width, unit = sum(by_node.values()), recipe.rollout.least_width, "GPUs" if resource == "gpu" else "CPU cores"
         check_width(recipe, max(by_node.values(), default=0), resource)
         labels, worker_groups = (
             recipe.rollout.nodes,
@@ -181,10 +181,10 @@ class RayCluster:
 
 def check_width(recipe: Recipe, largest: int, resource: str) -> None:
     """Raise UserError if an engine has more slots than the largest node, which has `largest`."""
-    if recipe.rollout.tensor_parallel > max(1, largest):
+    if recipe.rollout.least_width > max(1, largest):
         unit = "GPUs" if resource == "gpu" else "CPU cores"
         raise UserError(
-            f"rollout.tensor_parallel: the {recipe.rollout.tensor_parallel} slots of an engine must be on one node, but the largest node "
+            f"rollout.tensor_parallel: the {recipe.rollout.least_width} slots of an engine must be on one node, but the largest node "
             f"has {largest} ({unit}); lower it"
         )
 

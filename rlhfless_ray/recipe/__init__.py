@@ -134,7 +134,7 @@ class Recipe(Section):
             )
         if self.rollout.min_actors > self.rollout.max_actors:
             raise ValueError("rollout.min_actors: must not exceed rollout.max_actors")
-        if self.rollout.tensor_parallel > 1:
+        if self.rollout.least_width > 1:
             self._check_tensor_parallel()
         algorithm = self.algorithm
         corrected = algorithm.importance_cap > 0 or algorithm.loss.correction_level != "off" or algorithm.loss.ratio_to == "sampler"
@@ -206,13 +206,20 @@ class Recipe(Section):
 
     def _check_tensor_parallel(self) -> None:
         """Raise ValueError for what engines of several slots cannot do yet."""
-        found = {"prefix_kv": self.rollout.prefix_kv == "on", "quantization": self.rollout.quantization != "off"}
-        for name, is_set in found.items():
-            if is_set:
-                value = getattr(self.rollout, name)
-                raise ValueError(f"rollout.{name}: {value} needs engines of one slot; leave it out, or set rollout.tensor_parallel to 1")
+        for key, (value, instead) in self.needs_one_slot.items():
+            raise ValueError(f"{key}: {value} needs engines of one slot; {instead}, or set rollout.tensor_parallel to 1")
+
+    @property
+    def needs_one_slot(self) -> dict[str, tuple[str, str]]:
+        """Keys whose value engines of several slots do not support yet: (value, what to set instead)."""
+        rollout, found = self.rollout, {}
+        if rollout.prefix_kv == "on":
+            found["rollout.prefix_kv"] = ("on", "leave it out")
+        if rollout.quantization != "off":
+            found["rollout.quantization"] = (str(rollout.quantization), "leave it out")
         if self.lora.publish == "adapter":
-            raise ValueError("lora.publish: adapter needs engines of one slot; set merged, or rollout.tensor_parallel to 1")
+            found["lora.publish"] = ("adapter", "set merged")
+        return found
 
     @property
     def answer_column(self) -> str:

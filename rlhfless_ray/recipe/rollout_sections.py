@@ -75,9 +75,10 @@ class RolloutConfig(Section):
     """With `partial`: groups at work in a step, as a multiple of `prompts.batch_prompts`; from 1 to `max_lag_steps` + 1. `auto`: 1.5."""
     nodes: dict[str, str] = Field(default_factory=dict)
     """Ray labels that the engines' nodes must have, such as `{market: spot}`. Empty: any node."""
-    tensor_parallel: int = Field(1, ge=1)
+    tensor_parallel: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
     """Slots of one engine. Each holds a part of the weights and of the KV cache, and all of them compute every token together. They
-    are leased on one node, all or none. The number must divide the policy's heads and layers."""
+    are leased on one node, all or none. The number must divide the policy's heads and layers. `auto`: the plan of each step chooses
+    the width, and `max_actors` counts slots then."""
     max_running: int = Field(256, ge=1)
     """Maximum number of sequences that one engine decodes at once."""
     kv_cache_mb: int = Field(256, ge=16)
@@ -107,6 +108,11 @@ class RolloutConfig(Section):
     silence_s: float = Field(180, gt=0)
     """An engine that has started and sends nothing for this long, while it should load weights or work, counts as hung. It is
     killed, and other engines continue its responses."""
+
+    @property
+    def least_width(self) -> int:
+        """Return the slots of the narrowest engine that the recipe allows."""
+        return 1 if self.tensor_parallel == "auto" else self.tensor_parallel
 
     @property
     def rolls_out_ahead(self) -> bool:

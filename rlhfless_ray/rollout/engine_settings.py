@@ -62,7 +62,7 @@ def engine_settings(recipe: Recipe, longest_prompt_tokens: int, device: str = "c
         device=device,
         prefix_kv=prefix_kv,
         quantization=rollout.quantization,
-        tensor_parallel=rollout.tensor_parallel,
+        tensor_parallel=rollout.least_width,
         adapter=served_adapter(recipe),
     )
 
@@ -71,7 +71,7 @@ def check_heads(recipe: Recipe, config: Mapping[str, Any], key: str) -> None:
     """Raise UserError if the model of this config.json cannot be shared by `rollout.tensor_parallel` slots. `key`: that names it."""
     from placement.memory import engine_widths  # engines' processes import this module, and do without the planner's libraries
 
-    width, fit = recipe.rollout.tensor_parallel, engine_widths(config, MOST_SLOTS)
+    width, fit = recipe.rollout.least_width, engine_widths(config, MOST_SLOTS)
     if fit is not None and width not in fit:  # of unknown heads, loading the model reports what is wrong
         can = ", ".join(map(str, fit))
         raise UserError(f"rollout.tensor_parallel: {width} slots cannot share the heads and layers of {key} evenly; {can} can")

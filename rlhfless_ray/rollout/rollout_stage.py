@@ -57,10 +57,9 @@ class RolloutStage:
         carries = prefix is not None and not prefix.blocked
         self.migration = MigrationPolicy(rollout.migrate, rollout.migrate_tau, carries, context.autoscaler.safely) if can_move else None
 
-    @property
-    def warm(self) -> int:
-        """Number of engines that need no cold start."""
-        return sum(instance.memory_mb > 0 for instance in (*self.pool.parked, *self.pool.working))
+    def warm(self, width: int) -> int:
+        """Return the number of engines of `width` slots that need no cold start."""
+        return sum(instance.memory_mb > 0 and instance.width == width for instance in (*self.pool.parked, *self.pool.working))
 
     def assign_prompts(self, step: Step) -> list[np.ndarray]:
         """Return the positions of the prompts that the plan assigns to each engine."""
@@ -69,6 +68,7 @@ class RolloutStage:
     def begin(self, step: Step, weights: WeightVersion) -> None:
         """Start engines of a planned step before its phase: they take free leases and load the weights."""
         context = self.context
+        self.pool.set_width(step.plan.width or self.pool.width)
         with self._warm_start_timed():
             free = context.leases.without_lost(context.broker.take())
             context.broker.put(self.pool.begin(step.plan.actors, free, partial(fetch_into, weights=weights)))
@@ -120,6 +120,7 @@ class RolloutStage:
         context = self.context
         with context.phases.phase(name):
             context.broker.keep_idle()
+            self.pool.set_width(plan.width or self.pool.width)
             need, begin = context.recipe.rollout.min_actors, partial(fetch_into, weights=weights)
             with self._warm_start_timed():
                 context.broker.resize(self.pool, plan.actors, need=need, wait_s=0.2, begin=begin)
@@ -162,7 +163,7 @@ class RolloutStage:
     def answer(self, prompts: list[Prompt], asked: list[tuple[float, int]], weights: WeightVersion) -> list[Sample]:
         """Generate the responses of an evaluation on as many engines as possible. `asked`: (temperature, responses per prompt)."""
         context = self.context
-        context.broker.resize(self.pool, context.max_actors, wait_s=0.2)
+        context.broker.resize(self.pool, context.most_engines(self.pool.width), wait_s=0.2)
         requests = make_evaluation_requests(context.recipe, prompts, asked)
         prompt_of = np.concatenate([np.repeat(np.arange(len(prompts)), count) for _, count in asked])
         expected = context.autoscaler.expected(prompts)[prompt_of]

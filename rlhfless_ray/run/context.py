@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.step_timer import StepTimer
@@ -30,6 +30,11 @@ class RunContext:
     record: RunRecorder
     autoscaler: Autoscaler
     max_actors: int  # the maximum number of engines that recipe and cluster allow
+    most_by_width: dict[int, int] = field(default_factory=dict)  # the same for each width, if the planner chooses it
+
+    def most_engines(self, width: int) -> int:
+        """Return the maximum number of engines of `width` slots."""
+        return self.most_by_width.get(width, self.max_actors)
 
     @property
     def leases(self) -> LeaseManager:

@@ -173,7 +173,7 @@ def device_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths = Le
     """Return each function's need on one GPU while it works; functions take turns on a device."""
     width, found = memory.VALUE_BYTES[recipe.policy.dtype], []
     if policy := models.get("policy"):
-        slots = recipe.rollout.tensor_parallel
+        slots = recipe.rollout.least_width
         kv = memory.kv_bytes(policy.config, recipe.longest_tokens(lengths.longest_prompt), width, slots)
         parts = (("weights", policy.parameters * _engine_width(recipe) // slots), (_of_kv(recipe, lengths), kv))
         found.append(Need("an engine", policy.key, parts, True, recipe.rollout.gpu_memory_share, slots))
@@ -319,6 +319,7 @@ def check(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room
     if room.bytes is None:
         told = ", ".join(f"{need.who} {gb(need.bytes)}" for need in devices)
         return f"the memory of a {'GPU' if room.resource == GPU else 'node'} is not known here; at least this is needed: {told}"
+    recipe = _with_fitting_width(recipe, models, room, lengths)
     need = shortage(recipe, models, room, lengths)
     if need is not None:
         raise DoesNotFit(
@@ -326,6 +327,16 @@ def check(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room
             + advice(recipe, models, room, lengths, lambda changed: shortage(changed, models, room, lengths) is None)
         )
     return ""
+
+
+def _with_fitting_width(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths) -> Recipe:
+    """Return the recipe with the narrowest engines that fit, if their width is automatic."""
+    if recipe.rollout.tensor_parallel != "auto" or recipe.needs_one_slot or room.resource != GPU or "policy" not in models:
+        return recipe
+    widths = memory.engine_widths(models["policy"].config, room.slots) or [1]
+    changed = [with_settings(recipe, {"rollout.tensor_parallel": width}) for width in widths]
+    fitting = (one for one in changed if all(room.holds(need) for need in device_needs(one, models, lengths) if need.is_engine))
+    return next(fitting, recipe)
 
 
 def sentence(need: Need, room: Room) -> str:
@@ -376,7 +387,7 @@ def _changes(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Leng
         if rollout.gpu_memory_share < 0.95:
             yield {"rollout.gpu_memory_share": 0.95}
         widths = memory.engine_widths(models["policy"].config, room.slots) if "policy" in models else None
-        yield from ({"rollout.tensor_parallel": count} for count in widths or () if count > rollout.tensor_parallel)
+        yield from ({"rollout.tensor_parallel": count} for count in widths or () if count > rollout.least_width)
     else:
         for key, value in (
             ("learner.ranks", learner.ranks),
@@ -461,7 +472,7 @@ def check_ahead(recipe: Recipe, fetch: bool = True, find_room: Callable[[], Room
     if recipe.run.episodes is not None:  # they decide the steps once the prompts are read: at least one
         recipe = with_settings(recipe, {"run.steps": 1})
     check(recipe, models_of(recipe, fetch), find_room or (lambda: room_ahead(recipe)))
-    if recipe.rollout.tensor_parallel > 1 and _starts_ray(recipe):
+    if recipe.rollout.least_width > 1 and _starts_ray(recipe):
         from rlhfless_ray.local.cluster import check_width
 
         room = local_room(recipe)

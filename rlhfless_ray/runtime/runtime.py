@@ -19,7 +19,7 @@ from typing import Any, Self
 from rlhfless_ray.agent.load_agent import AgentSource
 from rlhfless_ray.agent.preflight_agent import dry_play
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
-from rlhfless_ray.autoscaler.initial_speed import ANY_SPEED, expected_engine
+from rlhfless_ray.autoscaler.initial_speed import ANY_SPEED, expected_widths
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.disk_space import FULL, DiskFull
 from rlhfless_ray.common.errors import Stopped, one_line
@@ -190,6 +190,15 @@ class Runtime(StepOperations):
 
     def _create_stages(self, resource: str) -> None:
         longest = max(len(p.token_ids) for p in itertools.chain(self.prompts.train, self.prompts.heldout))
+        from rlhfless_ray.functions.lease import most_instances, node_slots
+
+        rollout, asks = self.recipe.rollout, self.recipe.rollout.tensor_parallel
+        by_node = node_slots(resource, rollout.nodes)
+        device, tokens = self.cluster.device(resource), self.recipe.longest_tokens(longest)
+        engines, note = expected_widths(self.recipe, self.files, device, max(by_node.values(), default=0), tokens)
+        if asks == "auto" and len(engines) == 1:
+            rollout = rollout.model_copy(update={"tensor_parallel": next(iter(engines))})
+            self.recipe = self.recipe.model_copy(update={"rollout": rollout})
         worker_pools = create_worker_pools(
             self.recipe,
             resource,
@@ -201,10 +210,10 @@ class Runtime(StepOperations):
             self.actor_classes(),
             self.record.progress.message,
         )
-        engine = expected_engine(self.recipe, self.files, self.cluster.device(resource))
-        self.autoscaler.expect(engine)
-        if engine.note:
-            self.record.progress.message(engine.note)
+        self.autoscaler.expect_widths(engines, note)
+        worker_pools.rollout.set_width(self.autoscaler.width)
+        for message in {engine.note: 0 for engine in engines.values() if engine.note}:
+            self.record.progress.message(message)
         self.broker, self.leases, self.rollout, self.reward, self.worker_group = (
             worker_pools.broker,
             worker_pools.broker.leases,
@@ -212,11 +221,18 @@ class Runtime(StepOperations):
             worker_pools.reward,
             worker_pools.worker_group,
         )
-        from rlhfless_ray.functions.lease import most_instances
-
-        rollout = self.recipe.rollout
-        most = min(rollout.max_actors, most_instances(self.leases.matching(rollout.nodes), rollout.tensor_parallel))
-        self.context = RunContext(self.recipe, self.ledger, worker_pools.broker, self.phases, self.record, self.autoscaler, most)
+        slots = self.leases.matching(rollout.nodes)
+        most = {width: min(rollout.max_actors // (width if asks == "auto" else 1), most_instances(slots, width)) for width in engines}
+        self.context = RunContext(
+            self.recipe,
+            self.ledger,
+            worker_pools.broker,
+            self.phases,
+            self.record,
+            self.autoscaler,
+            most[self.autoscaler.width],
+            most if len(most) > 1 else {},
+        )
         self.stages = Stages.of(
             self.context, worker_pools, self.files, longest, self.reward_source, self.tokenizer, private=self.cluster.private
         )
@@ -235,7 +251,7 @@ class Runtime(StepOperations):
             home = self.worker_group.by_rank[0].slot
             if self.leases.resource == "cpu":  # on GPU the device is unknown until there is a lease
                 nodes = self.leases.matching(self.recipe.rollout.nodes)
-                engines = {node: slots // self.recipe.rollout.tensor_parallel for node, slots in nodes.items()}
+                engines = {node: slots // self.rollout.width for node, slots in nodes.items()}
                 for slot in places(engines, home.node, self.context.max_actors):
                     self.rollout.prewarm(slot)
                 if self.learn_stage.worker_groups.reference is not None:

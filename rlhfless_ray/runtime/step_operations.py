@@ -101,12 +101,15 @@ class StepOperations(CheckpointedRun):
         return forecast
 
     def plan(self, step: Step) -> RolloutPlan:
-        most = self.context.max_actors
+        now = self.autoscaler.width
+        most = {width: self.context.most_engines(width) for width in {now: 0, **self.context.most_by_width}}
         if self.in_update and self.rolls_out_ahead:  # engines get what the learner leaves
             learner = [lease for rank in self.worker_group.by_rank for lease in rank.leases]
-            most = min(most, most_instances(self.leases.matching({}), self.recipe.rollout.tensor_parallel, learner))
+            most = {width: min(n, most_instances(self.leases.matching({}), width, learner)) for width, n in most.items()}
+        least, warm = self.recipe.rollout.min_actors, self.rollout_stage.warm
+        others = {width: (n, warm(width)) for width, n in most.items() if width != now and n >= least}
         scenarios = step.forecast if step.work is None else Scenarios.from_matrix(step.work)
-        plan = self.autoscaler.plan(scenarios, step.prompts, most, step=step.number, warm=self.rollout_stage.warm)
+        plan = self.autoscaler.plan(scenarios, step.prompts, most[now], step=step.number, warm=warm(now), others=others)
         if failed(plan.decision):
             self.record.progress.message(f"step {step.number}: {plan.reason}")
         return plan
@@ -242,7 +245,7 @@ class StepOperations(CheckpointedRun):
         self.record.samples(step.number, step.samples)
         self.quality = self.record.summarize_samples(step.samples)
         self.autoscaler.observe_samples(step.prompts, step.answers)
-        self.quality |= self.autoscaler.quality(step.forecast, step.answers, step.prompts, self.context.max_actors)
+        self.quality |= self.autoscaler.quality(step.forecast, step.answers, step.prompts, self.context.most_engines(self.autoscaler.width))
         self.quality["epoch"] = self.cursor.epoch
         if troubles := "; ".join(self.autoscaler.troubles):
             self.autoscaler.troubles.clear()

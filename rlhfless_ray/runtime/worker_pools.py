@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,18 +147,20 @@ def create_worker_pools(
         shares_base = kind == "learn" and recipe.lora.publish == "adapter"
         return WorkerGroup(group_pool, ranks, recipe.learner, broker, name, Recovery(snapshot_steps, say), shares_base)
 
-    def engine_pool(kind: str, cls: type | None, **options: Any) -> WorkerPool:
-        return pool(kind, starter(cls, config, engine), on_device=True, give_back_after_s=GIVE_BACK_AFTER_S, **options)
+    def start_engine(slot: Any) -> Any:
+        return start_actor(actors.rollout, slot, resource, {}, config, replace(engine, tensor_parallel=rollout.width))
 
+    engines: dict[str, Any] = {"on_device": True, "give_back_after_s": GIVE_BACK_AFTER_S}
+    rollout = pool("rollout", start_engine, labels=recipe.rollout.nodes, width=recipe.rollout.least_width, **engines)
     reward = starter(actors.reward, source, recipe.reward.timeout_s, resource)
     has_critic, has_reference = recipe.algorithm.has_critic, recipe.has_reference
     return WorkerPools(
         broker,
         faults,
-        engine_pool("rollout", actors.rollout, labels=recipe.rollout.nodes, width=recipe.rollout.tensor_parallel),
+        rollout,
         pool(reward_source.pool_kind, reward, on_device=reward_source.on_device),
         worker_group("learn", actors.learner, learner_settings, recipe.learner.ranks, "learner"),
-        engine_pool("prefill", actors.prefill) if wanted else None,
+        pool("prefill", starter(actors.prefill, config, engine), **engines) if wanted else None,
         worker_group("critic", actors.critic, critic_settings, recipe.critic.ranks, "critic") if has_critic else None,
         worker_group("reference", actors.reference, reference_settings, recipe.reference.ranks, "reference") if has_reference else None,
         f"KV cannot be shared, and contexts of moved responses are computed again: {unshared}" if unshared else None,
@@ -167,8 +169,8 @@ def create_worker_pools(
 
 def _no_pages(recipe: Recipe, files: Files) -> str | None:
     """Return why engines cannot exchange KV pages, or None if they can."""
-    if recipe.rollout.tensor_parallel > 1:
-        return f"engines of {recipe.rollout.tensor_parallel} slots (rollout.tensor_parallel) keep no pages"
+    if recipe.rollout.tensor_parallel != 1:
+        return f"engines of rollout.tensor_parallel = {recipe.rollout.tensor_parallel} keep no pages"
     return unsupported(config_of(files))
 
 
@@ -187,8 +189,9 @@ def check_adapter(recipe: Recipe, files: Files) -> None:
 
 
 def why_not_served(recipe: Recipe, files: Files) -> str | None:
-    if recipe.rollout.tensor_parallel > 1:
-        return f"engines of {recipe.rollout.tensor_parallel} slots (rollout.tensor_parallel) cannot hold adapters"
+    width = recipe.rollout.tensor_parallel
+    if width != 1 and (width != "auto" or recipe.lora.publish == "auto"):  # with a set `adapter`, an automatic width stays at 1
+        return f"engines of rollout.tensor_parallel = {width} cannot hold adapters"
     return not_served(config_of(files).get("model_type", ""), recipe.lora.rank, recipe.lora.target_modules)
 
 

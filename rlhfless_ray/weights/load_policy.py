@@ -207,7 +207,7 @@ def kv_cache_bytes(files: Files, tokens: int, block_size: int, dtype: str, width
 def check_kv_cache(recipe: Recipe, files: Files, longest_prompt_tokens: int) -> None:
     """Raise UserError if an engine's KV cache on CPU cannot hold the longest possible sequence."""
     tokens = recipe.longest_tokens(longest_prompt_tokens)
-    needed = kv_cache_bytes(files, tokens, recipe.rollout.block_size, recipe.policy.dtype, recipe.rollout.tensor_parallel)
+    needed = kv_cache_bytes(files, tokens, recipe.rollout.block_size, recipe.policy.dtype, recipe.rollout.least_width)
     if needed is not None and needed > recipe.rollout.kv_cache_mb * 2**20:
         raise UserError(
             f"rollout.kv_cache_mb: {recipe.rollout.kv_cache_mb} MiB cannot hold one sequence of {tokens} tokens (the longest "

@@ -217,3 +217,44 @@ def test_nothing_that_concerns_planning_only_ends_a_run(monkeypatch):
     ]  # fmt: skip
     assert [trouble.split(" failed")[0] for trouble in auto.troubles] == told
     assert all("ZeroDivisionError: division by zero" in trouble for trouble in auto.troubles)
+
+
+WIDTHS = {1: ExpectedEngine(SPEED), 2: ExpectedEngine(Speed(0.006, 6e-5)), 4: ExpectedEngine(Speed(0.004, 4e-5))}
+OTHERS = {2: (2, 2), 4: (1, 1)}  # (engines, warm ones) on four slots
+
+
+def test_the_width_that_is_faster_is_taken_named_and_kept_by_a_checkpoint():
+    auto = Autoscaler(recipe(objective={"prefer": 0.9}, rollout={"tensor_parallel": "auto"}, run={"steps": 50}), SPEED)
+    auto.expect_widths(WIDTHS, "")
+    trained(auto)
+    widths = []
+    for step in range(7, 12):
+        most = {1: (4, 4), **OTHERS}
+        others = {width: one for width, one in most.items() if width != auto.width}
+        plan = auto.plan(auto.forecast(prompts(), step), prompts(), *most[auto.width][:1], step=step, warm=4, others=others)
+        if not widths:
+            assert plan.width != 1 and f"engines of {plan.width} slots instead of 1" in plan.reason and "once" in plan.reason
+            assert auto.speed.speed.base_s == pytest.approx(WIDTHS[plan.width].speed.base_s, rel=0.05), "measured where it was 1"
+        else:
+            assert f"engines of {plan.width} slots;" in plan.reason
+        widths.append(plan.width)
+        auto.actors = plan.actors
+    assert len(set(widths)) == 1 and plan.metrics()["plan/width"] == widths[0]
+    again = Autoscaler(auto.recipe, SPEED)
+    again.expect_widths(WIDTHS, "")
+    again.restore(auto.state())
+    assert again.width == auto.width and again.speed.state() == auto.speed.state() and again.state().keys() == auto.state().keys()
+
+
+def test_a_fixed_width_plans_and_saves_as_before():
+    found = []
+    for width in (1, "auto"):
+        auto = trained(Autoscaler(recipe(rollout={"tensor_parallel": width}), SPEED))
+        auto.expect_widths({1: WIDTHS[1]}, "" if width == 1 else "auto takes 1")
+        plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
+        assert plan.width is None and "plan/width" not in plan.metrics() and "width" not in auto.state()
+        found.append(plan)
+    assert found[1].reason == f"auto takes 1; {found[0].reason}"
+    assert (found[0].actors, found[0].predicted_s) == (found[1].actors, found[1].predicted_s)
+    again = auto.plan(auto.forecast(prompts(), 8), prompts(), 4, step=8, warm=4)
+    assert "auto takes 1" not in again.reason, "said once"

@@ -10,7 +10,7 @@ import pytest
 import placement
 from placement.catalog import catalog
 from rlhfless_ray import Recipe
-from rlhfless_ray.autoscaler.initial_speed import ANY_SPEED, expected_engine
+from rlhfless_ray.autoscaler.initial_speed import ANY_SPEED, expected_engine, expected_widths
 
 SHIPPED = Path(placement.__file__).parent / "catalog" / "data" / "models"
 QWEN = {"config.json": (SHIPPED / "qwen2.5-3b.json").read_bytes()}
@@ -62,3 +62,27 @@ def test_a_gpu_without_figures_is_taken_for_a_known_one_and_that_is_said(name: s
 def test_a_configuration_of_another_kind_leaves_a_guess_and_that_is_said() -> None:
     engine = expected_engine(recipe(), {"config.json": b'{"model_type": "oddity", "width": 3}'}, None)
     assert engine.speed == ANY_SPEED and engine.capacity is None and "hidden_size" in engine.note
+
+
+def test_an_automatic_width_takes_powers_of_two_that_share_the_heads_and_hold_the_longest_sequence() -> None:
+    auto = recipe(tensor_parallel="auto", max_actors=16)
+    found, note = expected_widths(auto, QWEN, "H100", 8, 4096)  # 16 heads, 2 KV heads
+    assert list(found) == [1, 2, 4, 8] and not note
+    assert list(expected_widths(recipe(tensor_parallel="auto", max_actors=9, min_actors=4), QWEN, "H100", 8, 4096)[0]) == [1, 2]
+    room = found[1].capacity or 0
+    assert list(expected_widths(auto, QWEN, "H100", 8, room + 1)[0]) == [2, 4, 8]
+    fixed, note = expected_widths(recipe(tensor_parallel=2), QWEN, "H100", 8, 4096)
+    assert list(fixed) == [2] and not note and fixed[2] == found[2]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "slots", "said"),
+    [
+        ({"prefix_kv": "on"}, 8, "stays at 1, because rollout.prefix_kv: on needs engines of one slot"),
+        ({"quantization": "int8"}, 8, "stays at 1, because rollout.quantization: int8 needs engines of one slot"),
+        ({}, 1, "takes 1, the only width that fits nodes, heads, memory and rollout.max_actors"),
+    ],
+)
+def test_an_automatic_width_that_has_no_choice_says_why(rollout: dict[str, str], slots: int, said: str) -> None:
+    found, note = expected_widths(recipe(tensor_parallel="auto", max_actors=8, **rollout), QWEN, "H100", slots, 4096)
+    assert list(found) == [1] and said in note

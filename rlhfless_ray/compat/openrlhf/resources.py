@@ -26,7 +26,7 @@ def slots_of(found: Translation) -> Slots:
         return int(found.settings.get(key, otherwise))
 
     v = found.values
-    engine = setting("rollout.tensor_parallel", 1)
+    engine = _least_width(found)
     from rlhfless_ray.recipe import Recipe
 
     rollout = Recipe.model_fields["rollout"].default
@@ -39,6 +39,12 @@ def slots_of(found: Translation) -> Slots:
     if found.settings.get("rollout.max_lag_steps"):  # engines and learner work at once
         fewest, most = max(fewest, fewest_engines * engine + ranks), max(most, most_engines * engine + ranks)
     return Slots(fewest, most, openrlhf_gpus(v))
+
+
+def _least_width(found: Translation) -> int:
+    """Return the slots of the narrowest engine."""
+    width = found.settings.get("rollout.tensor_parallel", 1)
+    return 1 if width == "auto" else int(width)
 
 
 def openrlhf_gpus(v: Values) -> int:
@@ -73,7 +79,7 @@ def fit(found: Translation, environment: Mapping[str, str] = os.environ) -> str:
     Where slots are CPU cores an engine gets one: cores share their memory, and OpenRLHF means devices. Returns a note, or an empty string.
     """
     here, notes = slots_here(found.settings, environment), []
-    width = int(found.settings.get("rollout.tensor_parallel", 1))
+    width = _least_width(found)
     if here is not None and width > 1 and "rollout.tensor_parallel" not in found.own:
         on_gpus = visible_gpus(environment) and found.settings.get("functions.slot", "auto") != "cpu"
         fewer = max(n for n in range(1, (here if on_gpus else 1) + 1) if width % n == 0)
@@ -85,7 +91,7 @@ def fit(found: Translation, environment: Mapping[str, str] = os.environ) -> str:
         key = f"{name}.ranks"
         ranks = int(found.settings.get(key, 1))
         if here is not None and name == "learner" and found.settings.get("rollout.max_lag_steps"):
-            engines = int(found.settings.get("rollout.min_actors", 1)) * int(found.settings.get("rollout.tensor_parallel", 1))
+            engines = int(found.settings.get("rollout.min_actors", 1)) * _least_width(found)
             here = max(1, here - engines)
         if here is not None and ranks > here and key not in found.own:
             found.settings[key] = here
