@@ -107,6 +107,8 @@ class EngineStep:
     new_tokens: int  # tokens computed in the step, prompt tokens included
     context_tokens: int  # tokens in the contexts of the running sequences
     seconds: float
+    drafted: int = 0  # drafted tokens that were verified in the step, among its new tokens
+    accepted: int = 0  # of these, the tokens that were drawn
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class MemberWorker:
         from vllm.platforms import current_platform
         from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-        from rlhfless_ray.rollout.vllm_engine import find_sampler
+        from rlhfless_ray.rollout.vllm_engine import install_sampler
 
         self.worker = WorkerWrapperBase(rpc_rank=rank)
         own = {"vllm_config": config, "local_rank": rank, "rank": rank, "distributed_init_method": init_method, "is_driver_worker": False}
@@ -53,7 +53,7 @@ class MemberWorker:
         self.worker.init_device()
         self.worker.load_model()
         current_platform.update_block_size_for_backend(config)
-        self.sampler = find_sampler(self.worker)
+        self.sampler = install_sampler(self.worker)
 
     def load(self, method: Any, args: tuple[Any, ...]) -> Any:
         """Run `method(worker, weights, *args)` with weights that the engine sends."""

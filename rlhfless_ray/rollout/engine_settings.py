@@ -38,6 +38,7 @@ class EngineSettings:
     device: str = "cpu"  # or "gpu"
     prefix_kv: bool = False  # whether the engine exchanges KV pages with others
     quantization: Literal["off", "int8", "fp8"] = "off"
+    speculation: Literal["off", "auto", "on"] = "off"
     tensor_parallel: int = 1  # members that share the weights, one process and one slot each
     adapter: ServedAdapter | None = None  # None: engines get whole weights
 
@@ -62,6 +63,7 @@ def engine_settings(recipe: Recipe, longest_prompt_tokens: int, device: str = "c
         device=device,
         prefix_kv=prefix_kv,
         quantization=rollout.quantization,
+        speculation=rollout.speculation,
         tensor_parallel=rollout.least_width,
         adapter=served_adapter(recipe),
     )

@@ -10,20 +10,16 @@ temperature or after all processors, so it is kept here and fetched by request k
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.outputs import SamplerOutput
 
 from rlhfless_ray.rollout.nucleus import nucleus
 
-if TYPE_CHECKING:
-    from vllm import SamplingParams
-    from vllm.config import VllmConfig
-    from vllm.v1.sample.logits_processor import BatchUpdate
-
-FORCED = 1e30  # logit of the drawn token: greater than any real one, so that vLLM's greedy choice takes it
+UNUSED = -1  # marks in vLLM's output that a sequence has no further token
 # Limit on the float64 probabilities of rows that are drawn at once. vLLM on GPU does not account for these tensors, so they must fit
 # into the memory that it leaves free, for any batch and vocabulary.
 CHUNK_BYTES = 1 << 27
@@ -80,8 +76,11 @@ def draw_in_chunks(
     return torch.cat(tokens), torch.cat(logprobs)
 
 
-class KeyedSampler(LogitsProcessor):
-    """A vLLM logits processor that draws every token itself. For vLLM all requests are greedy.
+class KeyedSampler:
+    """Takes the place of vLLM's sampler and of its rejection sampler: draws the tokens of a step, and verifies drafted ones.
+
+    A drafted token is accepted if it is the token that is drawn at its position. Tokens and log-probabilities are therefore the same
+    with and without drafts, as far as the model's kernels give the same logits for one token of a sequence and for several.
 
     `SamplingParams.extra_args` of a request: `key` (int, unique among the requests that the engine knows), `seed` (int),
     `temperature` (float), `top_p` (float, default 1), `offset` (tokens generated before a cut). With `min_tokens` (int) the tokens
@@ -89,71 +88,103 @@ class KeyedSampler(LogitsProcessor):
     top_p, as by vLLM's own `min_tokens`, and log-probabilities are those of the remaining tokens.
     """
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self.device = device
-        self.rows: dict[int, dict[str, Any]] = {}
+    def __init__(self, runner: Any) -> None:
+        """`runner`: vLLM's model runner, whose batch and requests are read in each step."""
+        self.runner = runner
+        self.rows: dict[str, dict[str, Any]] = {}  # by vLLM's request id: the requests of the last step
         self.records: list[tuple[np.ndarray, np.ndarray, torch.Tensor]] = []  # since the last `take`
         self.outputs: dict[int, list[int]] = {}  # by key: vLLM's own list of tokens, until `forget`
         self.reset_counts()
 
     def reset_counts(self) -> None:
-        """Start an engine step: zero the counts of its sequences, computed tokens and context tokens."""
+        """Start an engine step: zero the counts of its sequences, computed tokens and context tokens, and its verified drafts."""
         self.running = self.new_tokens = self.context_tokens = 0
+        self.tried: dict[str, tuple[int, int]] = {}  # by request id: drafted tokens that were verified, and that were accepted
 
-    @classmethod
-    def validate_params(cls, sampling_params: SamplingParams) -> None:
-        if not (sampling_params.extra_args or {}).keys() >= {"key", "seed", "temperature"}:
-            raise ValueError("a request needs key, seed and temperature in SamplingParams.extra_args")
+    def _row(self, name: str) -> dict[str, Any]:
+        request = self.runner.requests[name]
+        params = request.sampling_params
+        extra = params.extra_args
+        offset = extra.get("offset", 0)
+        self.outputs[extra["key"]] = request.output_token_ids
+        return {
+            "key": extra["key"],
+            "temperature": extra["temperature"],
+            "top_p": extra.get("top_p", 1.0),
+            "noise": draw_uniforms(extra["seed"], params.max_tokens, offset),
+            "output": request.output_token_ids,
+            "open_until": extra.get("min_tokens", 0) - offset,  # positions before this one cannot end the response
+            "ends": extra.get("ends", ()),
+            "prompt_tokens": request.num_prompt_tokens,
+            "started": False,
+        }
 
-    def is_argmax_invariant(self) -> bool:
-        return False
+    def __call__(self, logits: torch.Tensor, sampling_metadata: Any) -> SamplerOutput:
+        """Draw one token per sequence from `logits` (sequences, vocabulary)."""
+        tokens, _ = self._draw(logits, [0] * len(logits))
+        return SamplerOutput(tokens.to(torch.int32).unsqueeze(1), None)
 
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        if batch_update is None:
-            return
-        for index in batch_update.removed:
-            self.rows.pop(index, None)
-        for index, params, prompt_ids, output_ids in batch_update.added:
-            extra = params.extra_args or {}
-            offset = extra.get("offset", 0)
-            self.rows[index] = {
-                "key": extra["key"],
-                "temperature": extra["temperature"],
-                "top_p": extra.get("top_p", 1.0),
-                "noise": draw_uniforms(extra["seed"], params.max_tokens or 0, offset),
-                "output": output_ids,
-                "open_until": extra.get("min_tokens", 0) - offset,  # positions before this one cannot end the response
-                "ends": extra.get("ends", ()),
-                "prompt_tokens": len(prompt_ids or ()),
-                "started": False,
-            }
-            self.outputs[extra["key"]] = output_ids
-        for a, b, direction in batch_update.moved:
-            row_a, row_b = self.rows.pop(a, None), self.rows.pop(b, None)
-            if row_a is not None:
-                self.rows[b] = row_a
-            if row_b is not None and direction.name == "SWAP":
-                self.rows[a] = row_b
+    def verify(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> SamplerOutput:
+        """Draw the tokens of sequences with drafts, as vLLM calls its rejection sampler.
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        rows = [self.rows[i] for i in range(logits.shape[0])]
-        positions = np.array([len(row["output"]) for row in rows])
-        noise = torch.tensor([row["noise"][p] for row, p in zip(rows, positions, strict=True)], dtype=torch.float64)
-        temperature = torch.tensor([row["temperature"] for row in rows], dtype=torch.float32)
+        metadata: has the drafts. logits: (sequences and drafted tokens, vocabulary), for each sequence a row per drafted token and
+        one after the last. Sequences keep the drawn tokens up to the first that is not the drafted one.
+        """
+        drafted = metadata.num_draft_tokens
+        tokens, kept = self._draw(logits, drafted, metadata.draft_token_ids.tolist())
+        found = torch.full((len(drafted), max(drafted) + 1), UNUSED, dtype=torch.int32)
+        first = 0
+        for row, count in enumerate(drafted):
+            found[row, : kept[row]] = tokens[first : first + kept[row]]
+            first += count + 1
+        return SamplerOutput(found.to(logits.device), None)
+
+    def _draw(self, logits: torch.Tensor, drafted: list[int], drafts: Sequence[int] = ()) -> tuple[torch.Tensor, list[int]]:
+        """Return the tokens drawn from each row of `logits`, and for each sequence how many of its tokens are kept."""
+        names = self.runner.input_batch.req_ids
+        # A request that left the batch, as one that is preempted, starts again.
+        self.rows = {name: self.rows.get(name) or self._row(name) for name in names}
+        rows = list(self.rows.values())
+        starts = np.array([len(row["output"]) for row in rows])
+        counts = np.array(drafted) + 1
+        owner = np.repeat(np.arange(len(rows)), counts)
+        positions = starts[owner] + np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        noise = np.concatenate([row["noise"][start : start + count] for row, start, count in zip(rows, starts, counts, strict=True)])
+        temperature = torch.tensor([row["temperature"] for row in rows], dtype=torch.float32)[owner]
         top_p = None
         if any(row["top_p"] < 1 for row in rows):
-            top_p = torch.tensor([row["top_p"] for row in rows], dtype=torch.float64).to(self.device)
-        for i in np.flatnonzero(positions < np.array([row["open_until"] for row in rows])):
-            logits[i, [token for token in rows[i]["ends"] if token < logits.shape[1]]] = -torch.inf
-        tokens, logprobs = draw_in_chunks(logits, temperature.to(self.device), noise.to(self.device), top_p)
-        self.records.append((np.array([row["key"] for row in rows]), positions, logprobs))
+            top_p = torch.tensor([row["top_p"] for row in rows], dtype=torch.float64)[owner].to(logits.device)
+        for i in np.flatnonzero(positions < np.array([row["open_until"] for row in rows])[owner]):
+            logits[i, [token for token in rows[owner[i]]["ends"] if token < logits.shape[1]]] = -torch.inf
+        device = logits.device
+        tokens, logprobs = draw_in_chunks(logits, temperature.to(device), torch.from_numpy(noise).to(device), top_p)
+        keys = np.array([row["key"] for row in rows])
+        if drafts:
+            kept = self._count_kept(tokens.tolist(), drafted, drafts)
+            self.tried = {name: (count, k - 1) for name, count, k in zip(names, drafted, kept, strict=True) if count}
+            held = positions < (starts + kept)[owner]
+            self.records.append((keys[owner[held]], positions[held], logprobs[torch.from_numpy(held)]))
+        else:
+            kept = [1] * len(rows)
+            self.records.append((keys, positions, logprobs))
         self.running = len(rows)
-        self.context_tokens = int(positions.sum()) + sum(row["prompt_tokens"] for row in rows)
-        for row, position in zip(rows, positions.tolist(), strict=True):
+        self.context_tokens = int(starts.sum()) + sum(row["prompt_tokens"] for row in rows)
+        for row, start, count in zip(rows, starts.tolist(), counts.tolist(), strict=True):
             # a preempted row starts again: its own tokens are computed like its prompt's
-            self.new_tokens += 1 if row["started"] else row["prompt_tokens"] + position
+            self.new_tokens += count if row["started"] else row["prompt_tokens"] + start
             row["started"] = True
-        return logits.scatter_(1, tokens.unsqueeze(1), FORCED)
+        return tokens, kept
+
+    @staticmethod
+    def _count_kept(tokens: list[int], drafted: list[int], drafts: Sequence[int]) -> list[int]:
+        kept, first, draft = [], 0, 0
+        for count in drafted:
+            same = 0
+            while same < count and tokens[first + same] == drafts[draft + same]:
+                same += 1
+            kept.append(same + 1)
+            first, draft = first + count + 1, draft + count
+        return kept
 
     def take(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the draws since the last call, in order: keys (m,), positions (m,), log-probabilities (m,) float32.

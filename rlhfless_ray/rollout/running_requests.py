@@ -25,10 +25,12 @@ class SampledTokens(Protocol):
 
 @dataclass
 class _Row:
-    """`reported`: number of tokens generated here that were reported. `ended`: all tokens generated here, and the kind of end."""
+    """`reported`, `searched`: number of tokens generated here that were reported, and searched for stop words. `ended`: all tokens
+    generated here, and the kind of end."""
 
     request: Request
     reported: int = 0
+    searched: int = 0
     ended: tuple[list[int], int] | None = None
 
 

@@ -34,12 +34,13 @@ from rlhfless_ray.weights.model_folder import content_addressed_folder, stored_w
 from rlhfless_ray.weights.tensor_file import Files, as_numpy, as_tensor
 
 if TYPE_CHECKING:
+    from rlhfless_ray.rollout.drafts import Drafter
     from rlhfless_ray.rollout.keyed_sampler import KeyedSampler
 
 # vLLM reads these when it is imported: engine and worker in this process, no telemetry, errors only.
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-# Overrides the environment, because `KeyedSampler` is a logits processor of vLLM's first model runner. With Triton and a device, the
-# second one is the default, and since vllm-project/vllm#56497 it refuses such a processor.
+# Overrides the environment, because `KeyedSampler` takes the place of the samplers in vLLM's first model runner. With Triton and a
+# device, the second one is the default, and it has others.
 REQUIRED = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 # The engine is eager on CPU. This keeps functions that vLLM decorates from loading the compiler.
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
@@ -95,8 +96,6 @@ class VllmEngine:
         prepare(on_cpu)
         from vllm import EngineArgs, LLMEngine
 
-        from rlhfless_ray.rollout.keyed_sampler import KeyedSampler
-
         self.version: int | None = None
         self.adapter, self.has_base = settings.adapter, False
         self.adapter_request: Any = None  # vLLM's name of the adapter, for each request
@@ -130,7 +129,7 @@ class VllmEngine:
                 tensor_parallel_size=self.width,
                 async_scheduling=False,  # the sampler reads each request's output so far, which must be complete
                 disable_log_stats=True,
-                logits_processors=[KeyedSampler],
+                speculative_config=_speculative_config(settings.speculation),
                 kv_transfer_config=_transfer_config(self.pages),
                 quantization=_quantization_method(settings.quantization),
                 **memory,
@@ -139,7 +138,8 @@ class VllmEngine:
         )
         core: Any = self.engine.engine_core.engine_core  # type: ignore[attr-defined]  # of a client in this process
         self.core = core
-        self.sampler: KeyedSampler = find_sampler(core.model_executor.driver_worker)
+        self.sampler = install_sampler(core.model_executor.driver_worker)
+        self.drafter = _attach_drafter(core.model_executor.driver_worker, settings.speculation)
         self.live = RunningRequests(self.sampler)
         self.on_cpu = on_cpu
         self._name_blocks()
@@ -242,8 +242,7 @@ class VllmEngine:
                 self.sampler.reset_counts()
                 outputs = self._step()
                 now = time.perf_counter()
-                drawn = self.sampler
-                self.steps.append(EngineStep(drawn.running, drawn.new_tokens, drawn.context_tokens, now - start))
+                self._record_step(now - start)
                 has_awaited = self._record_ends(outputs)
                 begun = self.live.find_begun(fresh)
                 if begun or has_awaited or not self.live.decoding or now - last >= interval_s:
@@ -256,6 +255,13 @@ class VllmEngine:
             self.sampler.take()
             if self.pages is not None:
                 self.pages.computed.clear()
+
+    def _record_step(self, seconds: float) -> None:
+        drawn = self.sampler
+        drafted, accepted = (sum(counts) for counts in zip(*drawn.tried.values(), strict=True)) if drawn.tried else (0, 0)
+        self.steps.append(EngineStep(drawn.running, drawn.new_tokens, drawn.context_tokens, seconds, drafted, accepted))
+        if self.drafter is not None:
+            self.drafter.observe_step(self.steps[-1])
 
     def _step(self) -> list[Any]:
         try:
@@ -326,10 +332,10 @@ class VllmEngine:
 
     def _record_ends(self, outputs: list[Any]) -> bool:
         """Record the requests that ended in a step, and return whether one of them is awaited."""
-        awaited = self._end_at_stop_words()
-        for output in outputs:
-            number, answer = int(output.request_id), output.outputs[0]
-            if not output.finished or number not in self.live.rows or self.live.rows[number].ended is not None:
+        ended = {int(output.request_id): output.outputs[0] for output in outputs if output.finished}
+        awaited = self._end_at_stop_words({number: len(answer.token_ids) for number, answer in ended.items()})
+        for number, answer in ended.items():
+            if number not in self.live.rows or self.live.rows[number].ended is not None:
                 continue
             if answer.finish_reason not in ENDS[1:3]:
                 raise RuntimeError(f"vLLM ended request {self.live.rows[number].request.key} as {answer.finish_reason!r}")
@@ -337,18 +343,22 @@ class VllmEngine:
             awaited |= self.live.rows[number].request.awaited
         return awaited
 
-    def _end_at_stop_words(self) -> bool:
+    def _end_at_stop_words(self, lengths: dict[int, int]) -> bool:
         """End the requests that have generated a stop word, and return whether one of them is awaited.
 
-        This precedes vLLM's own ends, so that a stop word in the last token counts as "stop" and not as "length".
+        lengths: {request: tokens} of those that vLLM has ended. Tokens after a response's end, which a step with drafts may have drawn,
+        do not count. This precedes vLLM's own ends, so that a stop word in the last token counts as "stop" and not as "length".
         """
         found = []
         for number, row in self.live.rows.items():
             if row.request.stop and row.ended is None:
-                tokens = self.sampler.outputs.get(number, [])
-                if self.words.found(tokens, row.request.stop, row.request.generated, row.request.min_tokens):
-                    self.live.end(number, tokens, ENDS.index("stop"))
-                    found.append(number)
+                tokens = self.sampler.outputs.get(number, [])[: lengths.get(number)]
+                for count in range(row.searched + 1, len(tokens) + 1):
+                    if self.words.found(tokens[:count], row.request.stop, row.request.generated, row.request.min_tokens):
+                        self.live.end(number, tokens[:count], ENDS.index("stop"))
+                        found.append(number)
+                        break
+                row.searched = len(tokens)
         self.engine.abort_request([str(number) for number in found])
         return any(self.live.rows[number].request.awaited for number in found)
 
@@ -448,11 +458,31 @@ def _transfer_config(pages: PageStore | None) -> Any:
     return transfer_config(pages)
 
 
-def find_sampler(worker: Any) -> KeyedSampler:
-    """Return the sampler that vLLM has built in this worker."""
+def install_sampler(worker: Any) -> KeyedSampler:
+    """Replace vLLM's samplers in this worker."""
     from rlhfless_ray.rollout.keyed_sampler import KeyedSampler
 
-    return next(one for one in worker.model_runner.input_batch.logitsprocs.all if isinstance(one, KeyedSampler))
+    runner = worker.model_runner
+    sampler = KeyedSampler(runner)
+    runner.sampler, runner.rejection_sampler = sampler, sampler.verify
+    return sampler
+
+
+def _speculative_config(kind: str) -> dict[str, Any] | None:
+    if kind == "off":
+        return None
+    from rlhfless_ray.rollout.drafts import MOST_TOKENS, Drafter
+
+    return {"method": "custom_class", "model": f"{Drafter.__module__}.{Drafter.__qualname__}", "num_speculative_tokens": MOST_TOKENS}
+
+
+def _attach_drafter(worker: Any, kind: str) -> Drafter | None:
+    """Complete the drafter that vLLM has built in this worker."""
+    if kind == "off":
+        return None
+    drafter: Drafter = worker.model_runner.drafter
+    drafter.attach(worker.model_runner, always=kind == "on")
+    return drafter
 
 
 def _reload(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) -> set[str]:

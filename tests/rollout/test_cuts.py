@@ -263,7 +263,7 @@ def test_work_of_keeping_log_probabilities_grows_with_the_tokens_only(sampling: 
     """Nothing that was handed out is looked at again."""
     import torch
 
-    sampler = sampling.KeyedSampler(None, torch.device("cpu"), False)
+    sampler = sampling.KeyedSampler(None)
     for step in range(50):
         sampler.records.append((np.arange(8), np.full(8, step), torch.zeros(8)))
         assert len(sampler.take()[0]) == 8 and sampler.records == []

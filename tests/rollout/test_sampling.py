@@ -106,38 +106,78 @@ def test_streams_of_neighbouring_seeds_are_unrelated(sampling: ModuleType) -> No
     assert chisquare(counts).pvalue > 1e-3
 
 
-def test_rows_follow_the_batch_when_it_is_reordered(sampling: ModuleType) -> None:
-    """vLLM removes, adds, moves and swaps the rows of its batch; every request keeps its noise, position and key."""
-    from types import SimpleNamespace
+def runner_of(requests: dict[str, tuple[dict[str, Any], list[int]]], batch: list[str]) -> SimpleNamespace:
+    """What the sampler reads of vLLM's model runner. requests: {id: (extra_args, tokens so far)}."""
+    made = {
+        name: SimpleNamespace(
+            sampling_params=SimpleNamespace(extra_args=extra, max_tokens=9), output_token_ids=output, num_prompt_tokens=3
+        )
+        for name, (extra, output) in requests.items()
+    }
+    return SimpleNamespace(requests=made, input_batch=SimpleNamespace(req_ids=batch))
 
-    from vllm import SamplingParams
-    from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-    sampler = sampling.KeyedSampler(SimpleNamespace(), torch.device("cpu"), False)
+def test_rows_follow_the_batch_when_it_changes(sampling: ModuleType) -> None:
+    """vLLM removes, adds and reorders the requests of its batch; every request keeps its noise, position and key."""
+    outputs: dict[int, list[int]] = {key: [0] * (key % 3) for key in range(10, 20)}
+    runner = runner_of({str(key): ({"key": key, "seed": key, "temperature": 1.0}, outputs[key]) for key in outputs}, [])
+    sampler = sampling.KeyedSampler(runner)
 
-    def added(row: int, key: int, output: list[int]) -> tuple:
-        extra = {"key": key, "seed": key, "temperature": 1.0}
-        return row, SamplingParams(temperature=0.0, max_tokens=9, extra_args=extra), [1, 2, 3], output
-
-    def update(**changes: list) -> list[int]:
-        given = {"removed": [], "added": [], "moved": [], **changes}
-        sampler.update_state(BatchUpdate(batch_size=len(sampler.rows), **given))
-        logits = torch.zeros(len(sampler.rows), 1000)
-        drawn = sampler.apply(logits).argmax(-1).tolist()
+    def step(*names: str) -> list[int]:
+        runner.input_batch.req_ids = list(names)
+        sampler.reset_counts()
+        drawn = sampler(logits=torch.zeros(len(names), 1000), sampling_metadata=None).sampled_token_ids
         keys, positions, _ = sampler.records[-1]
-        for key, position, token in zip(keys.tolist(), positions.tolist(), drawn, strict=True):
+        assert drawn.shape == (len(names), 1) and drawn.dtype == torch.int32 and keys.tolist() == [int(name) for name in names]
+        for key, position, token in zip(keys.tolist(), positions.tolist(), drawn[:, 0].tolist(), strict=True):
             assert position == len(outputs[key])
             assert token == int(sampling.draw_uniforms(key, 9)[position] * 1000)
-        return keys.tolist()
+        return [sampler.running, sampler.new_tokens, sampler.context_tokens]
 
-    outputs: dict[int, list[int]] = {key: [0] * (key % 3) for key in range(10, 20)}
-    assert update(added=[added(row, 10 + row, outputs[10 + row]) for row in range(4)]) == [10, 11, 12, 13]
+    assert step("10", "11", "12") == [3, 3 * 3 + 1 + 2 + 0, 3 * 3 + 1 + 2 + 0]
     outputs[11].append(5)  # vLLM's own list: the position moves with it
-    sampler.update_state(None)
-    assert update(moved=[(0, 2, MoveDirectionality.SWAP)]) == [12, 11, 10, 13]
-    assert update(removed=[1], moved=[(3, 1, MoveDirectionality.UNIDIRECTIONAL)]) == [12, 13, 10]
-    assert update(removed=[0], added=[added(0, 17, outputs[17])]) == [17, 13, 10]
-    assert sampler.running == 3 and sampler.context_tokens == 9 + sum(len(outputs[key]) for key in (17, 13, 10))
+    assert step("12", "11", "13") == [3, 2 + 3 + 1, 3 * 3 + 0 + 3 + 1]
+    assert step("10") == [1, 3 + 1, 3 + 1], "one that left the batch, as when it is preempted, is computed again"
+    assert list(sampler.rows) == ["10"]
+
+
+@given(st.integers(0, 2**32), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_drafts_change_no_token_and_no_log_probability(sampling: ModuleType, seed: int, rows: list[tuple[int, int]]) -> None:
+    """A step with drafts draws what as many steps without them draw. rows: drafted tokens of each sequence, and how many are right."""
+    words, rng = 13, np.random.default_rng(seed)
+    names = [str(i) for i in range(len(rows))]
+    extra = [{"key": i, "seed": seed + i, "temperature": float(rng.choice([0.0, 0.7, 1.0])), "top_p": 0.9} for i in range(len(rows))]
+    outputs: list[list[int]] = [[0] * int(rng.integers(0, 3)) for _ in rows]
+    logits = [torch.randn(drafted + 1, words, generator=torch.Generator().manual_seed(seed + i)) for i, (drafted, _) in enumerate(rows)]
+
+    runner = runner_of({name: (one, list(output)) for name, one, output in zip(names, extra, outputs, strict=True)}, names)
+    single = sampling.KeyedSampler(runner)
+    tokens: list[list[int]] = [[] for _ in rows]
+    for step in range(max(drafted for drafted, _ in rows) + 1):
+        runner.input_batch.req_ids = [name for name, (drafted, _) in zip(names, rows, strict=True) if step <= drafted]
+        drawn = single(logits=torch.stack([logits[int(name)][step] for name in runner.input_batch.req_ids]), sampling_metadata=None)
+        for name, token in zip(runner.input_batch.req_ids, drawn.sampled_token_ids[:, 0].tolist(), strict=True):
+            tokens[int(name)].append(token)
+            runner.requests[name].output_token_ids.append(token)
+    wanted = {(key, at): value for key, at, value in zip(*(part.tolist() for part in single.take()), strict=True)}
+
+    drafts = []
+    for i, (drafted, right) in enumerate(rows):
+        drafts += [tokens[i][j] if j < right else (tokens[i][j] + 1) % words for j in range(drafted)]
+    runner = runner_of({name: (one, list(output)) for name, one, output in zip(names, extra, outputs, strict=True)}, names)
+    sampler = sampling.KeyedSampler(runner)
+    metadata = SimpleNamespace(num_draft_tokens=[drafted for drafted, _ in rows], draft_token_ids=torch.tensor(drafts, dtype=torch.int32))
+    if drafts:
+        found = sampler.verify(metadata, None, torch.cat(logits), None).sampled_token_ids
+    else:
+        found = sampler(logits=torch.cat(logits), sampling_metadata=None).sampled_token_ids
+    kept = [min(drafted, right) + 1 for drafted, right in rows]
+    assert [[token for token in row if token >= 0] for row in found.tolist()] == [one[:k] for one, k in zip(tokens, kept, strict=True)]
+    got = {(key, at): value for key, at, value in zip(*(part.tolist() for part in sampler.take()), strict=True)}
+    begins = [len(output) for output in outputs]
+    assert got == {place: value for place, value in wanted.items() if place[1] < begins[place[0]] + kept[place[0]]}
+    assert sampler.tried == {str(i): (drafted, kept[i] - 1) for i, (drafted, _) in enumerate(rows) if drafted}
 
 
 @pytest.mark.parametrize("offset", [0, 2])
@@ -147,16 +187,15 @@ def test_before_the_least_tokens_what_ends_a_response_is_masked_as_vllm_masks_it
     from vllm.v1.sample.logits_processor import BatchUpdate
     from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 
-    sampler = sampling.KeyedSampler(SimpleNamespace(), torch.device("cpu"), False)
     theirs = MinTokensLogitsProcessor(SimpleNamespace(), torch.device("cpu"), False)  # type: ignore[arg-type]
-    ends, outputs, rows, others = [3, 7], [[], [5], [5, 5, 5], []], [], []
+    ends, outputs, requests, others = [3, 7], [[], [5], [5, 5, 5], []], {}, []
     for i, (output, least) in enumerate(zip(outputs, [1 + offset, 3 + offset, 3 + offset, 0], strict=True)):
         extra = {"key": i, "seed": i, "temperature": 0.8, "offset": offset, "min_tokens": least, "ends": [*ends, 10**6]}
-        rows.append((i, SamplingParams(temperature=0.0, max_tokens=9, extra_args=extra), [1, 2], output))
+        requests[str(i)] = extra, output
         own = SamplingParams(min_tokens=max(0, least - offset), stop_token_ids=ends, max_tokens=9)
         own._all_stop_token_ids = set(ends)
         others.append((i, own, [1, 2], output))
-    sampler.update_state(BatchUpdate(batch_size=4, removed=[], added=rows, moved=[]))
+    sampler = sampling.KeyedSampler(runner_of(requests, list(requests)))
     theirs.update_state(BatchUpdate(batch_size=4, removed=[], added=others, moved=[]))
     logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(1))
     logits[:, 3] += 6  # or the mask would hardly be seen
@@ -164,7 +203,7 @@ def test_before_the_least_tokens_what_ends_a_response_is_masked_as_vllm_masks_it
     assert torch.isneginf(masked).sum(-1).tolist() == [2, 2, 0, 0]
     noise = torch.tensor([sampling.draw_uniforms(i, 9, offset)[len(output)] for i, output in enumerate(outputs)])
     tokens, logprobs = sampling.draw(masked, torch.full((4,), 0.8), noise)
-    drawn = sampler.apply(logits.clone()).argmax(-1)
+    drawn = sampler(logits=logits.clone(), sampling_metadata=None).sampled_token_ids[:, 0]
     assert torch.equal(drawn, tokens) and torch.equal(sampler.records[-1][2], logprobs)
     free = torch.log_softmax(logits[0] / 0.8, -1)
     gap = -torch.log1p(-free[ends].exp().sum())  # by so much the learner's log-probability is smaller
@@ -172,9 +211,7 @@ def test_before_the_least_tokens_what_ends_a_response_is_masked_as_vllm_masks_it
 
 
 def test_what_was_drawn_is_handed_out_once_in_order(sampling: ModuleType) -> None:
-    from types import SimpleNamespace
-
-    sampler = sampling.KeyedSampler(SimpleNamespace(), torch.device("cpu"), False)
+    sampler = sampling.KeyedSampler(None)
     assert [len(part) for part in sampler.take()] == [0, 0, 0]
     for position in range(3):
         logprobs = torch.tensor([-1.0 - position, -10.0 - position])
@@ -184,13 +221,6 @@ def test_what_was_drawn_is_handed_out_once_in_order(sampling: ModuleType) -> Non
     assert keys.tolist() == [7, 8, 7, 8, 7, 8, 7] and positions.tolist() == [0, 0, 1, 1, 2, 2, 2]
     assert logprobs.tolist() == [-1, -10, -2, -11, -3, -12, -9] and logprobs.dtype == np.float32
     assert len(sampler.take()[0]) == 0
-
-
-def test_a_request_without_its_seed_is_refused(sampling: ModuleType) -> None:
-    from vllm import SamplingParams
-
-    with pytest.raises(ValueError, match="needs key, seed and temperature"):
-        sampling.KeyedSampler.validate_params(SamplingParams(extra_args={"key": 1}))
 
 
 @given(st.integers(0, 2**32), st.floats(0.3, 2.0), st.floats(0.05, 1.0), st.floats(0, 1, exclude_max=True))
@@ -253,7 +283,6 @@ def test_an_engine_on_a_device_takes_the_model_runner_that_the_sampler_is_made_f
 
     import vllm.config.vllm as config
     import vllm.envs as envs
-    from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as OfTheOther
 
     from rlhfless_ray.rollout import vllm_engine as engine
 
@@ -266,7 +295,7 @@ def test_an_engine_on_a_device_takes_the_model_runner_that_the_sampler_is_made_f
     # once there is an engine in a process, vLLM reads the environment no more
     monkeypatch.setattr(envs, "__getattr__", getattr(envs.__getattr__, "__wrapped__", envs.__getattr__))
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    assert second() and not issubclass(sampling.KeyedSampler, OfTheOther)
+    assert second()
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # somebody's wish for other engines
     engine.prepare()
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0" and not second()
