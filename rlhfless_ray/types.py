@@ -104,11 +104,16 @@ class EngineStep:
     """One decode step of an engine, to which the speed model is fitted."""
 
     running: int  # sequences in the step
-    new_tokens: int  # tokens computed in the step, prompt tokens included
+    new_tokens: int  # tokens computed in the step, prompt tokens included, drafted tokens not
     context_tokens: int  # tokens in the contexts of the running sequences
     seconds: float
-    drafted: int = 0  # drafted tokens that were verified in the step, among its new tokens
+    drafted: int = 0  # drafted tokens that the step verified
     accepted: int = 0  # of these, the tokens that were drawn
+
+    @property
+    def token_s(self) -> float:
+        """Seconds in which a sequence of the step got one token, on average: the step's, if it had no drafts."""
+        return self.seconds * self.running / (self.running + self.accepted) if self.accepted else self.seconds
 
 
 @dataclass(frozen=True)

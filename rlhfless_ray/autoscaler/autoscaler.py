@@ -353,7 +353,7 @@ class Autoscaler:
 
     def _learn(self, steps: list[EngineStep]) -> None:
         running, new = np.array([s.running for s in steps]), np.array([s.new_tokens for s in steps])
-        seconds = np.array([s.seconds for s in steps])
+        seconds = np.array([s.token_s for s in steps])
         context, prefill = np.array([s.context_tokens for s in steps]), new > running
         self.safely("fitting the speed", lambda: self.speed.observe(running, seconds, context, new), lambda: None)
         self.terms.prefill.observe(new[prefill], seconds[prefill])

@@ -114,7 +114,7 @@ class Drafter:
 
     def observe_step(self, step: EngineStep) -> None:
         """Learn the time of a step."""
-        if step.new_tokens == step.running + step.drafted:  # the step computed no prompt
+        if step.new_tokens == step.running:  # the step computed no prompt
             self.policy.times.observe(step.running, step.context_tokens, step.drafted, step.seconds - self.propose_s)
 
     def load_model(self, *_: Any) -> None:

@@ -418,5 +418,5 @@ def _take_load_spans(instance: Instance) -> list[Span]:
 
 
 def median_step_s(steps: list[EngineStep]) -> float:
-    """Return the median duration of the newest decode steps, in seconds."""
-    return float(np.median([s.seconds for s in steps[-64:]])) if steps else 0.0
+    """Return the median time of a token in the newest decode steps, in seconds."""
+    return float(np.median([s.token_s for s in steps[-64:]])) if steps else 0.0

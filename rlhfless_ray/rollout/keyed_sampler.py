@@ -97,7 +97,7 @@ class KeyedSampler:
         self.reset_counts()
 
     def reset_counts(self) -> None:
-        """Start an engine step: zero the counts of its sequences, computed tokens and context tokens, and its verified drafts."""
+        """Start an engine step: zero the counts of its sequences, computed tokens (without drafts) and context tokens, and the drafts."""
         self.running = self.new_tokens = self.context_tokens = 0
         self.tried: dict[str, tuple[int, int]] = {}  # by request id: drafted tokens that were verified, and that were accepted
 
@@ -111,7 +111,8 @@ class KeyedSampler:
             "key": extra["key"],
             "temperature": extra["temperature"],
             "top_p": extra.get("top_p", 1.0),
-            "noise": draw_uniforms(extra["seed"], params.max_tokens, offset),
+            # vLLM may fill up a request's drafts, also beyond its end
+            "noise": draw_uniforms(extra["seed"], params.max_tokens + self.runner.num_spec_tokens, offset),
             "output": request.output_token_ids,
             "open_until": extra.get("min_tokens", 0) - offset,  # positions before this one cannot end the response
             "ends": extra.get("ends", ()),
@@ -133,7 +134,7 @@ class KeyedSampler:
         drafted = metadata.num_draft_tokens
         tokens, kept = self._draw(logits, drafted, metadata.draft_token_ids.tolist())
         found = torch.full((len(drafted), max(drafted) + 1), UNUSED, dtype=torch.int32)
-        first = 0
+        tokens, first = tokens.cpu(), 0
         for row, count in enumerate(drafted):
             found[row, : kept[row]] = tokens[first : first + kept[row]]
             first += count + 1
@@ -169,9 +170,9 @@ class KeyedSampler:
             self.records.append((keys, positions, logprobs))
         self.running = len(rows)
         self.context_tokens = int(starts.sum()) + sum(row["prompt_tokens"] for row in rows)
-        for row, start, count in zip(rows, starts.tolist(), counts.tolist(), strict=True):
+        for row, start in zip(rows, starts.tolist(), strict=True):
             # a preempted row starts again: its own tokens are computed like its prompt's
-            self.new_tokens += count if row["started"] else row["prompt_tokens"] + start
+            self.new_tokens += 1 if row["started"] else row["prompt_tokens"] + start
             row["started"] = True
         return tokens, kept
 

@@ -197,7 +197,7 @@ class MigrationPolicy:
         """Return the fitted speed, scaled to the newest steps: the first rollout has no fit, and machines vary."""
         if not steps:
             return self.speed
-        pairs = [(s.seconds, self.speed.step_s(s.running, s.context_tokens)) for s in steps[-RECENT:] if s.new_tokens <= s.running]
+        pairs = [(s.token_s, self.speed.step_s(s.running, s.context_tokens)) for s in steps[-RECENT:] if s.new_tokens <= s.running]
         if not pairs:
             return self.speed
         factor = float(np.median([seconds / max(predicted, 1e-9) for seconds, predicted in pairs]))

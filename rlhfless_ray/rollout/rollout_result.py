@@ -39,6 +39,8 @@ class RolloutResult:
             "rollout/move_fallbacks": sum(one.fell_back for one in self.moved),
             "rollout/move_decisions": len(self.decisions),
             "rollout/move_reason": self.decisions[-1] if self.decisions else "",
+            "rollout/drafted": sum(step.drafted for step in self.steps),
+            "rollout/drafts_accepted": sum(step.accepted for step in self.steps),
             "rollout/orphans": self.orphans,
             "rollout/lost_s": self.silent_s,
         }

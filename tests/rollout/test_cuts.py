@@ -25,11 +25,11 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def engines(new_engine: Callable[..., Any]) -> list[Any]:
-    """Three that have nothing in common but the policy: sequences at once, block size, room in the cache."""
+    """Three that have nothing in common but the policy: sequences at once, block size, room in the cache, drafts."""
     made = [
         new_engine(FILES["A"]),
-        new_engine(FILES["A"], max_running=20, block_size=2 * BLOCK, kv_cache_mb=1),
-        new_engine(FILES["A"], max_running=3),
+        new_engine(FILES["A"], max_running=20, block_size=2 * BLOCK, kv_cache_mb=1, speculation="on"),
+        new_engine(FILES["A"], max_running=3, speculation="auto"),
     ]
     version = next(VERSIONS)
     for engine in made:

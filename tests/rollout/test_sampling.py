@@ -114,7 +114,7 @@ def runner_of(requests: dict[str, tuple[dict[str, Any], list[int]]], batch: list
         )
         for name, (extra, output) in requests.items()
     }
-    return SimpleNamespace(requests=made, input_batch=SimpleNamespace(req_ids=batch))
+    return SimpleNamespace(requests=made, input_batch=SimpleNamespace(req_ids=batch), num_spec_tokens=3)
 
 
 def test_rows_follow_the_batch_when_it_changes(sampling: ModuleType) -> None:
