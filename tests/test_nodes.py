@@ -75,6 +75,7 @@ def test_a_run_uses_both_nodes_and_makes_the_same_samples(nodes, tmp_path, unint
         for step in run:
             assert {instance.slot.node for instance in run.worker_group.by_rank} == {home}
             assert step.plan.actors == 2
+            assert step.metrics["weights/pulled_mb"] == step.metrics["weights/least_mb"] > 0.1, "one copy for the node without the learner"
             assert step.metrics["rollout/longest_at_home"] == 1, "the longest share is where the weights and the learner's slots are"
     assert seen.engines.count(both) >= 2, seen.engines  # each step; evaluations take what they get at once
     assert_same(run, uninterrupted, 2)

@@ -229,6 +229,8 @@ HEALTH = (
     ("learn/grad_norm", "gradient norm", "Before clipping."),
     ("learn/entropy", "entropy", "Entropy of the policy in nats per token; near zero it has stopped exploring."),
     ("learn/importance_capped_share", "importance weights capped", "Share of tokens or sequences at the cap."),
+    ("weights/pulled_mb", "weights between nodes, MB", "Pulled of the step's weight version, copies for safety included."),
+    ("weights/least_mb", "least between nodes, MB", "The fewest that give every engine what its node lacks of the version."),
     ("learn/loss", "loss", "Policy gradient loss: its sign does not show progress."),
 )
 

@@ -11,6 +11,7 @@ from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.prefix.step_prefixes import StepPrefixes
 from rlhfless_ray.types import Sample
+from rlhfless_ray.weights.layout import Interval
 
 
 class WeightPublisher(Protocol):
@@ -21,6 +22,8 @@ class WeightPublisher(Protocol):
 
     @property
     def learner_slots(self) -> int: ...
+
+    def held_weights(self, size: int) -> dict[str, list[Interval]]: ...
 
 
 class PrefixPages(Protocol):

@@ -28,6 +28,7 @@ from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.requests import make_evaluation_requests, make_step_requests
 from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_into
 from rlhfless_ray.rollout.samples import ResponseSamples
+from rlhfless_ray.rollout.weight_traffic import WeightTraffic
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Prompt, Request, Sample, Step, WeightVersion
 
@@ -52,6 +53,7 @@ class RolloutStage:
         self.tokenizer, self.weight_bytes = tokenizer, weight_bytes
         self.began_s = 0.0
         self.prefix, self.agents = prefix, agents
+        self.traffic = WeightTraffic()
         rollout = context.recipe.rollout
         can_move = rollout.migrate != "off" and agents is None  # the remaining length of an episode cannot be forecast
         carries = prefix is not None and not prefix.blocked
@@ -152,6 +154,7 @@ class RolloutStage:
         listener = self._listener(samples, overlap if self.context.recipe.functions.elastic else None)
         result = self._run(requests, shares, lengths.mean(1), weights, self.migration, listener, partial_batch)
         step.metrics |= {**result.metrics(), **(overlap.metrics() if overlap is not None else {})}
+        step.metrics |= self.traffic.metrics(weights, self.publisher.held_weights)
         if isinstance(samples, EpisodeSamples):
             step.metrics |= samples.metrics()
         if self.prefix is not None and step.prefixes is not None:
@@ -202,6 +205,7 @@ class RolloutStage:
         recipe, autoscaler = self.context.recipe, self.context.autoscaler
         self.began_s = time.monotonic()
         all_warm = all(instance.memory_mb > 0 for instance in self.pool.working)
+        self.traffic.loaded(weights.version, (instance.slot.node for instance in self.pool.working))
         driver = self._driver(listener.samples, requests)(  # type: ignore[arg-type]
             self.pool,
             requests,
@@ -220,6 +224,7 @@ class RolloutStage:
         )
         result = driver.run(shares, recipe.rollout.deadline_s)
         overhead_s = time.monotonic() - self.began_s - max(result.decode_s.values(), default=0.0)
+        self.traffic.loaded(weights.version, (node for node, _ in result.loads))
         for node, seconds in result.loads:
             autoscaler.observe_load(self.weight_bytes, seconds, away=node not in self.publisher.learner_nodes)
         autoscaler.observe_rollout(result.steps, overhead_s if all_warm else None)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhfless_ray.rollout.weight_traffic import least_bytes
 from rlhfless_ray.weights.layout import even_share, missing_elements, pieces, whole_tensors
 from rlhfless_ray.weights.shards import Shards, save_intervals, shard_name
 
@@ -43,6 +44,13 @@ def test_what_is_missing_is_counted_element_by_element(layout: tuple[int, list[t
     end = data.draw(st.integers(start, elements))
     owned = {x for a, b in held for x in range(a, b)}
     assert missing_elements([(start, end)], held) == len(set(range(start, end)) - owned)
+
+
+@given(st.integers(0, 200), st.integers(1, 9))
+def test_nodes_that_hold_shares_lack_the_rest(size: int, ranks: int) -> None:
+    held = {f"node{rank}": [even_share(size, ranks, rank)] for rank in range(ranks)}
+    assert least_bytes(size, held, held) == size * (ranks - 1)
+    assert least_bytes(size, ["node0", "elsewhere"], {"node0": [(0, size)]}) == size
 
 
 @given(st.integers(0, 200), st.integers(1, 9))
