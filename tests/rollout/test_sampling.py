@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,9 +110,7 @@ def test_streams_of_neighbouring_seeds_are_unrelated(sampling: ModuleType) -> No
 def runner_of(requests: dict[str, tuple[dict[str, Any], list[int]]], batch: list[str]) -> SimpleNamespace:
     """What the sampler reads of vLLM's model runner. requests: {id: (extra_args, tokens so far)}."""
     made = {
-        name: SimpleNamespace(
-            sampling_params=SimpleNamespace(extra_args=extra, max_tokens=9), output_token_ids=output, num_prompt_tokens=3
-        )
+        name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra, max_tokens=9), output_token_ids=output, num_prompt_tokens=3)
         for name, (extra, output) in requests.items()
     }
     return SimpleNamespace(requests=made, input_batch=SimpleNamespace(req_ids=batch), num_spec_tokens=3)
