@@ -16,7 +16,7 @@ from placement.drafting import MOST_TOKENS, Acceptance, Draft, StepTimes, choose
 from rlhfless_ray.types import EngineStep
 
 MATCH_TOKENS = 24  # longest part of a sequence's end that is looked up
-KEPT_RESPONSES = 10_000  # the newest. Their suffixes bound the memory
+KEPT_TOKENS = 400_000  # of responses, the newest. A token takes about 300 bytes, so these take some 120 MB
 PER_MATCHED = 2.0  # drafted tokens per matched token, at most
 LEAST_ESTIMATE = 0.1
 FIRST_REST, LONGEST_REST = 4, 256  # steps without drafts after a step in which none was worth its time; doubled each time
@@ -30,18 +30,25 @@ class SuffixSource:
     That includes the responses of earlier steps, whose version does not matter: a wrong draft costs time and changes no token.
     """
 
-    def __init__(self, kept: int = KEPT_RESPONSES) -> None:
-        self.cache = SuffixDecodingCache(MATCH_TOKENS, kept)
-        self.known: dict[str, int] = {}  # by request: tokens that the cache has
+    def __init__(self, kept_tokens: int = KEPT_TOKENS) -> None:
+        self.cache = SuffixDecodingCache(MATCH_TOKENS)
+        self.kept_tokens = kept_tokens
+        self.known: dict[str, int] = {}  # by running request: tokens that the cache has
+        self.sizes: dict[str, int] = {}  # by request, oldest first: tokens of its response that all requests may draft from
+        self.total = 0  # of these
 
     def propose(self, name: str, prompt_tokens: int, tokens: np.ndarray, most: int) -> Draft:
         """Return a draft that follows `tokens` (n,) int32, of which the first `prompt_tokens` are the request's prompt."""
         known = self.known.get(name)
         if known is None:
             self.cache.start_request(name, np.ascontiguousarray(tokens[:prompt_tokens]))
-            known = prompt_tokens
+            self.total -= self.sizes.pop(name, 0)  # of a request that was preempted, which starts again
+            known, self.sizes[name] = prompt_tokens, 0
         if known < len(tokens):
             self.cache.add_active_response(name, np.ascontiguousarray(tokens[known:]))
+            if name in self.sizes:
+                self.sizes[name] += len(tokens) - known
+                self.total += len(tokens) - known
         self.known[name] = len(tokens)
         found = self.cache.speculate(
             name, np.ascontiguousarray(tokens[-MATCH_TOKENS:]), most, max_spec_factor=PER_MATCHED, min_token_prob=LEAST_ESTIMATE
@@ -49,10 +56,14 @@ class SuffixSource:
         return Draft(list(found.token_ids), list(found.probs), found.match_len)
 
     def forget_all_but(self, names: Sequence[str]) -> None:
-        """Drop the prompts of requests that have left the engine. Later drafts may still use their responses."""
+        """Drop the prompts of requests that have left the engine, and the oldest responses beyond `kept_tokens`."""
         for name in self.known.keys() - set(names):
             del self.known[name]
             self.cache.stop_request(name)
+        while self.total > self.kept_tokens:
+            oldest = next(iter(self.sizes))
+            self.total -= self.sizes.pop(oldest)
+            self.cache.evict_cached_response(oldest)
 
 
 class DraftingPolicy:

@@ -65,3 +65,25 @@ def test_stop_words_and_least_lengths_end_responses_where_they_would_end(engines
     assert {"stop", "length"} <= ends
     assert len({len(one.token_ids) for one in wanted.values()}) > 5
     assert np.mean([step.accepted for step in engines["on"].take_steps()]) > 1
+
+
+def test_drafts_come_from_other_responses_until_newer_ones_take_their_place() -> None:
+    from rlhfless_ray.rollout.drafts import SuffixSource
+
+    source = SuffixSource(kept_tokens=100)
+    text = np.arange(10, 70, dtype=np.int32)
+
+    def draft(name: str, tokens: np.ndarray) -> list[int]:
+        source.forget_all_but([name])
+        return source.propose(name, 2, tokens, 8).tokens
+
+    prompt = np.array([1, 2], np.int32)
+    assert draft("first", np.concatenate([prompt, text])) == []
+    assert draft("second", np.concatenate([prompt + 2, text[:8]])) == text[8:16].tolist()
+    assert draft("third", np.concatenate([prompt + 4, text + 100])) == [] and source.total == 60 + 8 + 60
+    assert draft("fourth", np.concatenate([prompt + 6, text[20:28]])) == [], "the first response is forgotten"
+    assert source.total == 8 + 60 + 8 and list(source.sizes) == ["second", "third", "fourth"]
+    draft("fifth", prompt)
+    assert draft("second", np.concatenate([prompt + 2, text[:4]])) == [] and source.total == 60 + 8 + 4, "one that was preempted"
+    assert list(source.sizes) == ["third", "fourth", "fifth", "second"]
+    assert source.cache.cached_requests == source.sizes.keys() and source.cache.active_requests == {"second"}
