@@ -32,7 +32,8 @@ class WeightTraffic:
         place = get_local_object_locations([weights.ref]).get(weights.ref, {})
         home = weights.node or ray.get_runtime_context().get_node_id()
         size = place.get("object_size") or 0
-        copies = set(place.get("node_ids", ())) - {home}
+        # Ray hears of a copy a moment after it is made; engines that loaded the version have theirs.
+        copies = ({*place.get("node_ids", ())} | self._nodes) - {home}
         return {"weights/pulled_mb": size * len(copies) / 1e6, "weights/least_mb": least_bytes(size, self._nodes, held_weights(size)) / 1e6}
 
 
