@@ -352,13 +352,15 @@ class VllmEngine:
         found = []
         for number, row in self.live.rows.items():
             if row.request.stop and row.ended is None:
-                tokens = self.sampler.outputs.get(number, [])[: lengths.get(number)]
-                for count in range(row.searched + 1, len(tokens) + 1):
-                    if self.words.found(tokens[:count], row.request.stop, row.request.generated, row.request.min_tokens):
-                        self.live.end(number, tokens[:count], ENDS.index("stop"))
+                tokens = self.sampler.outputs.get(number, [])
+                length = lengths.get(number, len(tokens))
+                for count in range(row.searched + 1, length + 1):
+                    said = tokens if count == len(tokens) else tokens[:count]  # without drafts a step copies no response
+                    if self.words.found(said, row.request.stop, row.request.generated, row.request.min_tokens):
+                        self.live.end(number, said, ENDS.index("stop"))
                         found.append(number)
                         break
-                row.searched = len(tokens)
+                row.searched = length
         self.engine.abort_request([str(number) for number in found])
         return any(self.live.rows[number].request.awaited for number in found)
 
