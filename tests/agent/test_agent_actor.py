@@ -131,8 +131,8 @@ def test_what_an_agent_does_wrong_is_its_samples_error(made: Callable[..., Agent
 
 
 def test_one_that_sleeps_is_late_and_the_others_go_on(made: Callable[..., AgentActor]) -> None:
-    over, _, stuck = play(made(timeout_s=2.0), [EpisodeStart(0, "12=", "sleep", 1.0), EpisodeStart(1, "12=", "a", 1.0)])
-    assert over[0].result == "the agent took longer than agent.timeout_s = 2 s" and not isinstance(over[1].result, str) and not stuck
+    over, _, stuck = play(made(timeout_s=1.0), [EpisodeStart(0, "12=", "sleep", 1.0), EpisodeStart(1, "12=", "a", 1.0)])
+    assert over[0].result == "the agent took longer than agent.timeout_s = 1 s" and not isinstance(over[1].result, str) and not stuck
 
 
 def test_one_that_holds_the_loop_is_named(made: Callable[..., AgentActor]) -> None:

@@ -29,6 +29,7 @@ def one_response(setting: Setting) -> tuple[PhaseTimes, StepInput]:
     return PhaseTimes.from_setting(setting), given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_without_a_lag_every_step_is_the_one_of_before(algorithm: str) -> None:
     """Time, cost and work of each step, as the simulator gave them before it knew lags."""

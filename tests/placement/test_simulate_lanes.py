@@ -77,6 +77,7 @@ def test_lanes_are_wider_and_leave_room_for_others() -> None:
     assert not is_possible(times, replace(plan, narrow=True))
 
 
+@pytest.mark.slow
 def test_lanes_are_taken_where_they_pay_and_are_not_said_to_be_built() -> None:
     assert LANES not in POLICIES and "not built" in LANES
     setting = small(prefer=0.3)

@@ -58,6 +58,7 @@ def test_every_width_is_tried_and_neighbours_change_it() -> None:
     assert {(k.width, k.engines) for k in neighbours(times, plan) if k.width != 2} == {(1, 8), (4, 2)}
 
 
+@pytest.mark.slow
 def test_every_policy_takes_about_the_best_of_the_widths() -> None:
     names = [name for name in POLICIES if name not in ("disaggregated", "oracle")]
     auto = simulate(small(tensor_parallel="auto", prefer=0.9), names, 3)
@@ -73,6 +74,7 @@ def test_every_policy_takes_about_the_best_of_the_widths() -> None:
     assert auto.bound_s == pytest.approx(np.mean([min(run.bounds[i].time_s for run in each) for i in range(len(auto.bounds))]))
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(seed=st.integers(0, 1000), prefer=st.sampled_from([0.2, 0.75, 1.0]), width=st.sampled_from([1, 2, "auto"]))
 def test_the_oracle_is_at_least_as_good_as_every_policy_in_every_step(seed: int, prefer: float, width: int | str) -> None:
@@ -84,6 +86,7 @@ def test_the_oracle_is_at_least_as_good_as_every_policy_in_every_step(seed: int,
             assert oracle.time_s <= steps[name][i].time_s + 1e-9 or oracle.full <= steps[name][i].full + 1e-9, (name, i)
 
 
+@pytest.mark.slow
 def test_prefer_above_nine_tenths_is_not_dearer_and_slower_at_once() -> None:
     """Means over seeds: a single step may be unlucky."""
     rows = {}

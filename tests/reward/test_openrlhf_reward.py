@@ -98,8 +98,8 @@ def reward_func(queries, prompts, labels):
     [
         ("raise", "KeyError: 'key' (rewards.py, line 6)", 30.0),
         ("exit", "SystemExit: 2 (rewards.py, line 8)", 30.0),
-        ("slow", "took longer than reward.timeout_s = 0.5 s", 0.5),
-        ("swallow", "took longer than reward.timeout_s = 0.5 s", 0.5),
+        ("slow", "took longer than reward.timeout_s = 0.2 s", 0.2),
+        ("swallow", "took longer than reward.timeout_s = 0.2 s", 0.2),
         ("nan", "`reward_func` returned nan, not a finite number", 30.0),
         ("none", "`reward_func` returned NoneType None, not a number", 30.0),
     ],
