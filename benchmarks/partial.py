@@ -1,8 +1,9 @@
 """What do partial rollouts gain on a long-tailed task? `python -m benchmarks.partial [--steps N] [--rounds N] [section.key=value …]`.
 
-An untrained policy whose lengths are about geometric, on this machine's cores, in synchronous steps and with responses that go on in
-the next step. Each round runs all modes once. The first step of each run, with its cold starts, is left out. The last steps of a
-partial run finish what is in flight, so all modes train the same number of whole groups.
+An untrained policy whose lengths are about geometric, on this machine's cores: in synchronous steps, with responses that go on in the
+next step, and with responses that begin beside the update, where engines and learner hold a core each. Each round runs all modes
+once. The first step of each run, with its cold starts, is left out. The last steps of a partial run finish what is in flight, so all
+modes train the same number of whole groups.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from rlhfless_ray.weights.model_folder import write_folder
 LEAST = 1.3  # times the samples per second of synchronous steps
 SYNCHRONOUS = "synchronous"
 PROMPTS, SAMPLES = 16, 8
+AHEAD = ["rollout.partial=continue", "rollout.ahead=true", "rollout.min_actors=1", "learner.max_slots_per_rank=1"]  # beside the update
 MODES = {
     SYNCHRONOUS: [],
     "continue, lag 1": ["rollout.partial=continue", "rollout.max_lag_steps=1"],
     "continue, lag 2": ["rollout.partial=continue", "rollout.max_lag_steps=2", "rollout.oversample=2"],
+    "ahead, lag 1": [*AHEAD, "rollout.max_lag_steps=1"],
+    "ahead, lag 2": [*AHEAD, "rollout.max_lag_steps=2", "rollout.oversample=2"],
     "restart, lag 2": ["rollout.partial=restart", "rollout.max_lag_steps=2", "rollout.oversample=2"],
 }
 
@@ -107,7 +111,7 @@ def report(found: dict[str, list[dict[str, float]]], options: argparse.Namespace
     targets = [
         Target(f"{mode}: samples per second", ratios[mode]["samples_per_s"].median, least=LEAST, unit="×")
         for mode in MODES
-        if mode.startswith("continue")
+        if mode.startswith(("continue", "ahead"))
     ]
     show_targets(console, targets)
     content = {"steps": options.steps, "overrides": options.overrides, "modes": MODES, "runs": found}

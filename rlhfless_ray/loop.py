@@ -58,6 +58,8 @@ def steps(run: StepOperations) -> Iterator[Step]:
                 roll_out(run, upcoming)  # one step off: the weights of this update come too late for it
             step.stats = update.result()
             run.weights = run.publish(step.number)
+        if upcoming is not None:
+            run.plan_rest(upcoming)  # partial rollouts beside the update go on under its weights
 
         if run.evaluation_is_due(step.number):
             step.evaluation = run.evaluate()

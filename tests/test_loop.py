@@ -22,6 +22,7 @@ class Pipeline:
         self.weights: Any = f"weights {done}"
         self.log: list[str] = []
         self.at_work = False  # the learner
+        self.overtaken = False  # whether updates end before the rollouts beside them
         self.rolls_out_ahead = ahead
 
     def next_prompts(self, step: Step) -> list[str]:
@@ -59,7 +60,14 @@ class Pipeline:
         self.note("rollout over")
 
     def generate(self, step: Step) -> list[str]:
-        return self.note("generate", ["sample"])
+        overtaken = self.overtaken and self.at_work
+        return self.note("generate a part", []) if overtaken else self.note("generate", ["sample"])
+
+    def plan_rest(self, step: Step) -> None:
+        assert not self.at_work and self.weights == f"weights {step.number - 1}"
+        if not step.samples and self.overtaken:
+            step.prefixes = f"weighed {step.number}"
+            self.note(f"plan the rest of {step.number}")
 
     @contextmanager
     def score_phase(self) -> Iterator[None]:
@@ -140,6 +148,17 @@ def test_with_a_lag_the_next_step_is_rolled_out_while_the_learner_works() -> Non
         *("begin 2", "score", "update starts", "observe", "stats 2", "weights 2", "evaluate", "close 2", "record 2", "finish"),
     ]
     assert [step.number for step in done] == [1, 2]
+
+
+def test_a_partial_rollout_that_the_update_has_overtaken_goes_on_under_its_weights() -> None:
+    run = Pipeline(2, ahead=True)
+    run.overtaken = True
+    assert [step.samples for step in steps(run)] == [["sample", "filled"]] * 2  # type: ignore[arg-type]
+    update = run.log.index("update starts")
+    assert run.log[update + 2 : run.log.index("close 1")] == [
+        *("prompts", "forecast 2", "plan 2", "generate a part", "rollout over", "stats 1", "weights 1", "plan the rest of 2")
+    ]
+    assert run.log[run.log.index("begin 2") :][1:3] == ["generate", "rollout over"]
 
 
 def test_the_next_step_is_planned_while_the_learner_works_and_its_engines_start_before_the_step_is_written_down() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from tests.conftest import small_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 
+AHEAD = {"rollout__ahead": True}
 PARTIAL = {
     "rollout__partial": "continue",
     "rollout__max_lag_steps": 2,
@@ -35,6 +37,12 @@ PARTIAL = {
 
 def rows(run: Path) -> list[dict[str, float]]:
     return [row for line in (run / "metrics.jsonl").read_text().splitlines() if (row := json.loads(line)).get("step")]
+
+
+def orders(run: Path, step: int) -> list[dict[str, Any]]:
+    """Return the recorded orders of completion of the step's rollouts."""
+    paths = [run / "samples" / name for name in (f"order_{step}_ahead.json", f"order_{step}.json")]
+    return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
 def recomputed(recipe: Recipe, folder: Path, steps: list[Step]) -> dict[int, dict[int, np.ndarray]]:
@@ -59,8 +67,9 @@ def recomputed(recipe: Recipe, folder: Path, steps: list[Step]) -> dict[int, dic
     return found
 
 
-def test_each_token_has_the_log_probability_of_its_version_across_updates(tmp_path: Path) -> None:
-    recipe = Recipe.parse(small_recipe(tmp_path, **PARTIAL))
+@pytest.mark.parametrize("more", [{}, AHEAD | {"rollout__max_lag_steps": 1, "rollout__oversample": 1}], ids=["in turn", "ahead"])
+def test_each_token_has_the_log_probability_of_its_version_across_updates(tmp_path: Path, more: dict[str, Any]) -> None:
+    recipe = Recipe.parse(small_recipe(tmp_path, **PARTIAL | more))
     with Runtime(recipe) as run:
         steps = list(run)
     folder = tmp_path / "runs" / "small"
@@ -70,7 +79,7 @@ def test_each_token_has_the_log_probability_of_its_version_across_updates(tmp_pa
         for sample in step.samples:
             versions = sample.completion.versions
             mixed += len(versions) > 1
-            assert step.number - 1 - versions[0][0] <= 2
+            assert step.number - 1 - versions[0][0] <= recipe.rollout.max_lag_steps
             wanted, at = [], 0
             for version, tokens in versions:
                 wanted += under[id(sample)][version][at : at + tokens].tolist()
@@ -80,6 +89,10 @@ def test_each_token_has_the_log_probability_of_its_version_across_updates(tmp_pa
     told = rows(folder)
     assert max(row["lag/max"] for row in told) in (1, 2) and told[-1]["partial/in_flight_groups"] == 0
     assert sum(row["partial/recomputed_tokens"] for row in told) > 0
+    if more:
+        assert sum(row["partial/ahead_tokens"] for row in told) > 0
+    if recipe.rollout.max_lag_steps == 1:
+        assert not any(row["partial/in_flight_groups"] for row in told), "each step trains the groups that were begun for it"
 
 
 class Struck(Runtime):
@@ -102,23 +115,24 @@ class Struck(Runtime):
             record.progress.phase = phase  # type: ignore[method-assign]
 
 
-def test_a_resumed_run_goes_on_with_what_was_in_flight(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [{}, AHEAD], ids=["in turn", "ahead"])
+def test_a_resumed_run_goes_on_with_what_was_in_flight(tmp_path: Path, more: dict[str, Any]) -> None:
     """An engine is lost in step 1. The run is left after it."""
-    tree = small_recipe(tmp_path, **PARTIAL)
+    tree = small_recipe(tmp_path, **PARTIAL | more)
     with Struck(Recipe.parse(tree)) as run:
         step = next(iter(run))
     assert run.struck and step.metrics["rollout/orphans"] > 0
     folder = tmp_path / "runs" / "small"
     state = json.loads((folder / "checkpoints" / "step_1" / "driver.json").read_text())
     in_flight = {(g["row"], g["begun"]): [s["completion"] for s in g["samples"]] for g in state["in_flight"]}
-    assert len(in_flight) == step.metrics["partial/in_flight_groups"] == 8
+    assert step.metrics["partial/in_flight_groups"] == 8 and len(in_flight) == (16 if more else 8), "with those begun beside the update"
     assert any(begun["finish_reason"] == "cut" and begun["token_ids"] for group in in_flight.values() for begun in group)
     with Runtime(Recipe.parse(tree), resume=True) as run:
         steps = list(run)
     assert [step.number for step in steps] == [2, 3, 4]
     gone_on = set()
     for step in steps:
-        order = json.loads((folder / "samples" / f"order_{step.number}.json").read_text())
+        (order,) = (found for found in orders(folder, step.number) if found["trained"] is not None)
         for place, group in enumerate(tuple(order["groups"][g]) for g in order["trained"]):
             gone_on.add(group)
             for begun, sample in zip(in_flight.get(group, []), step.samples[4 * place :], strict=False):

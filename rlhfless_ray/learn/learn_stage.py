@@ -207,7 +207,7 @@ class LearnStage:
         if self.passes.each:
             self.context.autoscaler.observe_passes(samples, self.passes_s + time.monotonic() - began_s)
         stats = Pending(lambda: untouched(UpdateStats)) if frozen else self._started(batch, samples)
-        return Pending(lambda: self._updated(stats, samples, told, left))
+        return Pending(lambda: self._updated(stats, samples, told, left), stats.is_ready)
 
     def _started(self, batch: Batch, samples: list[Sample]) -> Pending[UpdateStats]:
         """The learner's update. The autoscaler sees how long it takes, unless ranks were lost in it."""
@@ -222,7 +222,7 @@ class LearnStage:
                 self.context.autoscaler.observe_update(self._slots(), samples, took_s)
             return stats
 
-        return Pending(result)
+        return Pending(result, update.is_ready)
 
     def _updated(
         self, update: Pending[UpdateStats], samples: list[Sample], told: dict[str, Any], left: Batch | None

@@ -11,6 +11,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Pending(Generic[T]):
-    """Call `result` once: it waits for the result, replaces processes that were lost, and returns it or raises."""
+    """Call `result` once: it waits for the result, replaces processes that were lost, and returns it or raises.
+
+    `is_ready`: whether the processes have answered, or were lost. `result` then returns soon, or replaces them.
+    """
 
     result: Callable[[], T]
+    is_ready: Callable[[], bool] = lambda: True

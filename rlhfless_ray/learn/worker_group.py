@@ -189,7 +189,8 @@ class WorkerGroup:
 
     def _begun(self, ask: Callable[[], list[Any]], what: str) -> Pending[list[Any]]:
         """Do the same in the background: only `result` waits for the ranks."""
-        asked = [ask()]
+        refs = ask()
+        asked = [refs]
 
         def result() -> list[Any]:
             while True:
@@ -199,7 +200,7 @@ class WorkerGroup:
                     self.handle_loss(lost)
                     self._assign_free_leases()
 
-        return Pending(result)
+        return Pending(result, lambda: not self.pending(refs))
 
     # ---- work -------------------------------------------------------------------------------------------------
 
@@ -259,7 +260,7 @@ class WorkerGroup:
             return refs
 
         begun = self._begun(ask, f"the {self.name}'s update")
-        return Pending(lambda: self._updated(batch, begun.result()))
+        return replace(begun, result=lambda: self._updated(batch, begun.result()))
 
     def _updated(self, batch: Batch, replies: list[Any]) -> Any:
         self.recovery.did("update", batch)

@@ -48,6 +48,10 @@ class Cursor:
                 break
         return rows
 
+    def rows_left(self, epochs: int) -> int:
+        """Return the number of rows that are left of the first `epochs` epochs."""
+        return max(0, epochs * self.n_rows - self._rows_taken)
+
     @property
     def batches_per_epoch(self) -> int:
         """Number of batches in an epoch with `stops_at_epoch_end`."""

@@ -186,23 +186,27 @@ class Recipe(Section):
                 raise ValueError("rollout.max_lag_steps: more than 1 needs responses that outlive a step; set rollout.partial to continue")
             if rollout.oversample != "auto":
                 raise ValueError("rollout.oversample: rollout.partial is off, so leave it out, or set partial to continue")
+            if rollout.ahead:
+                raise ValueError("rollout.ahead: rollout.partial is off, so leave it out: max_lag_steps of 1 means the same there")
             return
-        most = rollout.max_lag_steps + 1
+        most = rollout.most_begun_share
         if not rollout.max_lag_steps:
             raise ValueError(
                 "rollout.partial: responses that outlive a step need a bound on their age; set rollout.max_lag_steps to 1 or more"
             )
         if not 1 <= rollout.begun_share <= most:
+            limit = f"rollout.max_lag_steps{'' if rollout.ahead else ' + 1'} = {most}"
             raise ValueError(
-                f"rollout.oversample: {rollout.begun_share:g} is not between 1 and rollout.max_lag_steps + 1 = {most}, so some groups "
-                "could not be trained in time"
+                f"rollout.oversample: {rollout.begun_share:g} is not between 1 and {limit}, so some groups could not be trained in time"
+            )
+        if rollout.ahead and rollout.partial == "restart":
+            raise ValueError(
+                "rollout.ahead: with restart each update would discard all unfinished responses; set rollout.partial to continue"
             )
         if self.agent.path:
             raise ValueError("rollout.partial: the agent of agent.path cannot be paused between two weight versions; set partial to off")
         if self.algorithm.filter_range is not None:
             raise ValueError("rollout.partial: algorithm.filter_range replaces groups within their step; leave one of the two out")
-        if self.run.episodes is not None:
-            raise ValueError("rollout.partial: groups outlive the end of an episode; leave run.episodes out, and set run.steps")
 
     def _check_tensor_parallel(self) -> None:
         """Raise ValueError for what engines of several slots cannot do yet."""

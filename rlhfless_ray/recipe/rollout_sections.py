@@ -72,7 +72,11 @@ class RolloutConfig(Section):
     others: `continue`: they go on in the next step from their last token, under the new weights, and their KV cache is computed again.
     `restart`: they begin again. `off`: a rollout ends with its longest response. Needs `max_lag_steps` of at least 1."""
     oversample: Literal["auto"] | float = "auto"
-    """With `partial`: groups at work in a step, as a multiple of `prompts.batch_prompts`; from 1 to `max_lag_steps` + 1. `auto`: 1.5."""
+    """With `partial`: groups at work in a step, as a multiple of `prompts.batch_prompts`; from 1 to `max_lag_steps` + 1, or to
+    `max_lag_steps` with `ahead`. `auto`: 1.5, or that limit if it is lower."""
+    ahead: bool = False
+    """With `partial: continue`: the next step's responses begin while the learner works, so that engines and learner hold slots at
+    once. When the update is done, unfinished responses go on under the new weights. Without `partial`, a lag always means this."""
     nodes: dict[str, str] = Field(default_factory=dict)
     """Ray labels that the engines' nodes must have, such as `{market: spot}`. Empty: any node."""
     tensor_parallel: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
@@ -121,12 +125,17 @@ class RolloutConfig(Section):
     @property
     def rolls_out_ahead(self) -> bool:
         """Whether the next step's responses are generated while the learner works."""
-        return self.max_lag_steps > 0 and self.partial == "off"
+        return self.ahead or (self.max_lag_steps > 0 and self.partial == "off")
+
+    @property
+    def most_begun_share(self) -> int:
+        """Limit of `begun_share`: beyond it some groups could not be trained in time."""
+        return self.max_lag_steps + (not self.ahead)
 
     @property
     def begun_share(self) -> float:
         """Groups at work in a step, as a multiple of those that it trains."""
-        return AUTO_OVERSAMPLE if self.oversample == "auto" else self.oversample
+        return min(AUTO_OVERSAMPLE, self.most_begun_share) if self.oversample == "auto" else self.oversample
 
     def response_tokens(self, prompt_tokens: int) -> int:
         """Return the length of the longest response to a prompt of `prompt_tokens` tokens."""

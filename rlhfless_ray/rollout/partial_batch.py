@@ -55,7 +55,7 @@ class PartialBatch:
     """
 
     def __init__(self, groups: Sequence[Group], step: int, quota: int, max_lag: int, count: int) -> None:
-        self.groups, self.step, self.quota, self.count = groups, step, min(quota, len(groups)), count
+        self.groups, self.step, self.quota, self.max_lag, self.count = groups, step, min(quota, len(groups)), max_lag, count
         self.last_steps = [group.begun + max_lag for group in groups]
         self.chosen: list[int] | None = None
         self.forced = 0  # groups that were waited for although others were complete
@@ -100,6 +100,14 @@ class PartialBatch:
         for completion in unfinished:
             found[completion.key] = Sample(self.groups[completion.key // self.count].prompt, completion.key % self.count, completion)
         return [found[key] for key in sorted(found)]
+
+    def with_samples(self, samples: Sequence[Sample]) -> list[Group]:
+        """Return the groups with these samples, which are given in the order of their keys."""
+        return [replace(group, samples=tuple(samples[g * self.count :][: self.count])) for g, group in enumerate(self.groups)]
+
+    def after(self, samples: Sequence[Sample]) -> PartialBatch:
+        """Return the batch of a rollout that goes on in the same step, from these samples."""
+        return PartialBatch(self.with_samples(samples), self.step, self.quota, self.max_lag, self.count)
 
     def forecast_work(self, forecast: Scenarios) -> np.ndarray:
         """Return (n, S) tokens that this rollout will add to each response, at least 1. `forecast`: of whole responses.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,21 +29,24 @@ class RolloutResult:
     orphans: int = 0  # requests whose engine died
     silent_s: float = 0.0  # sum over dead engines of the time since their last report: that work is repeated
 
-    def metrics(self) -> dict[str, Any]:
-        """Return metrics of moves and lost engines for the step's row."""
+    def metrics(self, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return metrics of moves and lost engines for the step's row. `before`: metrics of the step's earlier rollout."""
         seconds = [one.seconds for one in self.moved]
-        return {
+        sums = {
             "rollout/moved": len(seconds),
-            "rollout/move_p50_s": float(np.median(seconds)) if seconds else None,
             "rollout/moved_context_tokens": sum(one.context_tokens for one in self.moved),
             "rollout/moved_by_pages": sum(one.how == "pages" for one in self.moved),
             "rollout/move_fallbacks": sum(one.fell_back for one in self.moved),
             "rollout/move_decisions": len(self.decisions),
-            "rollout/move_reason": self.decisions[-1] if self.decisions else "",
             "rollout/drafted": sum(step.drafted for step in self.steps),
             "rollout/drafts_accepted": sum(step.accepted for step in self.steps),
             "rollout/orphans": self.orphans,
             "rollout/lost_s": self.silent_s,
+        }
+        return {
+            **{name: value + (before or {}).get(name, 0) for name, value in sums.items()},
+            "rollout/move_p50_s": float(np.median(seconds)) if seconds else None,
+            "rollout/move_reason": self.decisions[-1] if self.decisions else "",
         }
 
 

@@ -131,8 +131,13 @@ class RolloutStage:
             yield
             context.broker.put(self._park())
 
-    def generate(self, step: Step, weights: WeightVersion, overlap: OverlapScheduler | None) -> list[Sample]:
-        """Generate every response to the step's prompts, as samples without reward. `overlap`: works on slots that engines left."""
+    def generate(
+        self, step: Step, weights: WeightVersion, overlap: OverlapScheduler | None, until: Callable[[], bool] = lambda: False
+    ) -> list[Sample]:
+        """Generate every response to the step's prompts, as samples without reward.
+
+        `overlap`: works on slots that engines left. `until`: ends a partial rollout before enough groups are complete.
+        """
         count = self.context.recipe.rollout.samples_per_prompt
         lengths, partial_batch = step.expected_work, step.partial_batch
         if partial_batch is None:
@@ -152,8 +157,8 @@ class RolloutStage:
             self.prefix.send(step.prefixes, tokens, self.pool.working, self._prompts(shares), weights.version)
         samples = self._samples(step.prompts, count, weights)
         listener = self._listener(samples, overlap if self.context.recipe.functions.elastic else None)
-        result = self._run(requests, shares, lengths.mean(1), weights, self.migration, listener, partial_batch)
-        step.metrics |= {**result.metrics(), **(overlap.metrics() if overlap is not None else {})}
+        result = self._run(requests, shares, lengths.mean(1), weights, self.migration, listener, partial_batch, until)
+        step.metrics |= {**result.metrics(step.metrics), **(overlap.metrics() if overlap is not None else {})}
         step.metrics |= self.traffic.metrics(weights, self.publisher.held_weights)
         if isinstance(samples, EpisodeSamples):
             step.metrics |= samples.metrics()
@@ -201,11 +206,15 @@ class RolloutStage:
         migration: MigrationPolicy | None,
         listener: RolloutListener,
         partial_batch: PartialBatch | None = None,
+        until: Callable[[], bool] = lambda: False,
     ) -> RolloutResult:
         recipe, autoscaler = self.context.recipe, self.context.autoscaler
         self.began_s = time.monotonic()
         all_warm = all(instance.memory_mb > 0 for instance in self.pool.working)
         self.traffic.loaded(weights.version, (instance.slot.node for instance in self.pool.working))
+        more: dict[str, Any] = {}
+        if partial_batch is not None:
+            more = {"before": partial_batch.before(), "is_enough": lambda finished: partial_batch.is_enough(finished) or until()}
         driver = self._driver(listener.samples, requests)(  # type: ignore[arg-type]
             self.pool,
             requests,
@@ -220,7 +229,7 @@ class RolloutStage:
             listener=listener,
             migration=migration,
             start_s=autoscaler.terms.cold_start.predict(),
-            **({"before": partial_batch.before(), "is_enough": partial_batch.is_enough} if partial_batch is not None else {}),
+            **more,
         )
         result = driver.run(shares, recipe.rollout.deadline_s)
         overhead_s = time.monotonic() - self.began_s - max(result.decode_s.values(), default=0.0)

@@ -238,11 +238,11 @@ class RunFolder:
             folder.mkdir(exist_ok=True)
         replace_file(folder / f"{name}_{step}.jsonl", ("\n".join(lines) + "\n").encode())
 
-    def write_order(self, step: int, order: dict[str, Any]) -> None:
-        """Write `samples/order_<step>.json`: the order of completion in a partial rollout."""
+    def write_order(self, rollout: str, order: dict[str, Any]) -> None:
+        """Write `samples/order_<rollout>.json`: the order of completion in a partial rollout, which has the number of its step."""
         with writing(self.path / "samples"):
             (self.path / "samples").mkdir(exist_ok=True)
-        replace_file(self.path / "samples" / f"order_{step}.json", json.dumps(order).encode())
+        replace_file(self.path / "samples" / f"order_{rollout}.json", json.dumps(order).encode())
 
     def write_model(self, write: Callable[[Path], Any]) -> Path:
         """Write the final model by one rename, so that it is never partial. `write` fills the folder."""

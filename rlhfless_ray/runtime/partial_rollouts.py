@@ -15,6 +15,8 @@ from rlhfless_ray.rollout.partial_batch import PartialBatch, find_late
 from rlhfless_ray.runtime.sample_state import as_json, from_json
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample
 
+COUNTS = ("begun_groups", "continued", "recomputed_tokens", "restarted", "restarted_tokens")
+
 
 class PartialRollouts:
     """`begin` → rollout → `take`, once per step. `in_flight`: the groups that are begun and not trained."""
@@ -23,29 +25,40 @@ class PartialRollouts:
         self.rollout, self.quota = recipe.rollout, recipe.prompts.batch_prompts
         self.at_work = math.ceil(self.quota * recipe.rollout.begun_share)
         self.in_flight: list[Group] = []
-        self.restarted = self.restarted_tokens = 0  # responses that began again, and their tokens, in this step
+        self.counts: Counter[str] = Counter()  # metrics of this step
 
     def begin(self, step: int, steps_left: int, draw: Callable[[int], list[Prompt]]) -> PartialBatch:
         """Return the groups of a step: those in flight, and new ones up to the number that the remaining steps can train."""
         most, count = self.rollout.max_lag_steps, self.rollout.samples_per_prompt
         late = find_late([group.begun + most for group in self.in_flight], step, self.quota)  # after a resume with a lower bound
-        groups = [self._begin_again(group, step) if g in late else group for g, group in enumerate(self.in_flight)]
+        begun = step - self.rollout.ahead  # one version earlier, if the rollout begins beside an update
+        groups = [self._begin_again(group, begun) if g in late else group for g, group in enumerate(self.in_flight)]
         times: Counter[int] = Counter()
         for prompt in draw(max(0, min(self.at_work, steps_left * self.quota) - len(groups))):
-            groups.append(Group(prompt, step, count * times[prompt.index]))
+            groups.append(Group(prompt, begun, count * times[prompt.index]))
             times[prompt.index] += 1
+        self.counts["begun_groups"] += sum(not group.samples for group in groups)
         return PartialBatch(groups, step, self.quota, most, count)
 
-    def _begin_again(self, group: Group, step: int) -> Group:
-        return replace(group, begun=step, samples=tuple(self._without_tokens(sample) for sample in group.samples))
+    def _begin_again(self, group: Group, begun: int) -> Group:
+        return replace(group, begun=begun, samples=tuple(self._without_tokens(sample) for sample in group.samples))
 
     def _without_tokens(self, sample: Sample) -> Sample:
         """Return the sample as it was before its first token."""
-        self.restarted += len(sample.completion.token_ids) > 0
-        self.restarted_tokens += len(sample.completion.token_ids)
+        self.counts["restarted"] += len(sample.completion.token_ids) > 0
+        self.counts["restarted_tokens"] += len(sample.completion.token_ids)
         version = sample.completion.version
         none = Completion(sample.completion.key, np.zeros(0, np.int32), np.zeros(0, np.float32), UNFINISHED, version)
         return Sample(sample.prompt, sample.sample, none)
+
+    def count(self, batch: PartialBatch, samples: list[Sample], ahead: bool) -> None:
+        """Count what a rollout continued. `samples`: of all groups, in the order of their keys. `ahead`: it was beside an update."""
+        continued = batch.unfinished & (batch.made > 0)
+        prompts = np.repeat([len(group.prompt.token_ids) for group in batch.groups], batch.count)
+        self.counts["continued"] += int(continued.sum())
+        self.counts["recomputed_tokens"] += int((prompts + batch.made)[continued].sum())
+        if ahead:
+            self.counts["ahead_tokens"] += sum(len(sample.completion.token_ids) for sample in samples) - int(batch.made.sum())
 
     def take(self, batch: PartialBatch, samples: list[Sample]) -> tuple[list[Sample], dict[str, Any]]:
         """Return the samples that the step trains, and its metrics. The other groups stay in flight.
@@ -54,8 +67,6 @@ class PartialRollouts:
         """
         assert batch.chosen is not None
         count, trained = batch.count, list[Sample]()
-        continued = batch.unfinished & (batch.made > 0)
-        prompts = np.repeat([len(group.prompt.token_ids) for group in batch.groups], count)
         self.in_flight = []
         for g, group in enumerate(batch.groups):
             mine = samples[g * count : (g + 1) * count]
@@ -67,16 +78,12 @@ class PartialRollouts:
                     mine = [self._without_tokens(s) if s.completion.finish_reason == UNFINISHED else s for s in mine]
                 self.in_flight.append(replace(group, samples=tuple(mine)))
         metrics = {
-            "partial/begun_groups": sum(not group.samples for group in batch.groups),
             "partial/in_flight_groups": len(self.in_flight),
             "partial/in_flight_tokens": sum(len(s.completion.token_ids) for group in self.in_flight for s in group.samples),
-            "partial/continued": int(continued.sum()),
-            "partial/recomputed_tokens": int((prompts + batch.made)[continued].sum()),
             "partial/forced_groups": batch.forced,
-            "partial/restarted": self.restarted,
-            "partial/restarted_tokens": self.restarted_tokens,
+            **{f"partial/{name}": self.counts[name] for name in COUNTS + ("ahead_tokens",) * self.rollout.ahead},
         }
-        self.restarted = self.restarted_tokens = 0
+        self.counts.clear()
         return trained, metrics
 
     @staticmethod

@@ -108,9 +108,11 @@ class Runtime(StepOperations):
         if recipe.save.path:
             check_writable(Path(recipe.save.path), "save.path")
         rows, batch, episodes = len(self.prompts.train), recipe.prompts.batch_prompts, recipe.run.episodes
-        self.cursor = Cursor(rows, batch, recipe.prompts.shuffle, recipe.run.seed, stops_at_epoch_end=episodes is not None)
+        mixes = recipe.rollout.partial != "off"  # groups outlive the end of an episode, and only the last step has fewer prompts
+        self.cursor = Cursor(rows, batch, recipe.prompts.shuffle, recipe.run.seed, stops_at_epoch_end=episodes is not None and not mixes)
         if episodes is not None:
-            run = recipe.run.model_copy(update={"steps": episodes * self.cursor.batches_per_epoch})
+            steps = -(-episodes * rows // batch) if mixes else episodes * self.cursor.batches_per_epoch
+            run = recipe.run.model_copy(update={"steps": steps})
             recipe = recipe.model_copy(update={"run": run})
         self.lengths = lengths_of(self.prompts.train, self.prompts.heldout)
         models = models_with(recipe, config_of(self.files), parameter_count(self.files))

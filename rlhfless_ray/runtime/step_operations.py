@@ -33,7 +33,7 @@ from rlhfless_ray.runtime.agreement import Agreement, compare_mismatch
 from rlhfless_ray.runtime.checkpointed_run import CheckpointedRun
 from rlhfless_ray.runtime.evaluation import evaluate
 from rlhfless_ray.runtime.export import write_models
-from rlhfless_ray.types import Prompt, Sample, Step, UpdateStats, WeightVersion
+from rlhfless_ray.types import Group, Prompt, Sample, Step, UpdateStats, WeightVersion
 from rlhfless_ray.weights.tensor_file import Files
 
 LOOK_EVERY_S = 5.0  # interval of looking for lost nodes with parked processes
@@ -74,6 +74,8 @@ class StepOperations(CheckpointedRun):
     first_row: int  # the ledger's first row of this step
     slots: int  # of the cluster
     ahead: list[Sample] = []  # noqa: RUF012, responses of the next step, without rewards, once they are generated
+    begun_ahead: list[Group] | None = None  # groups of the next step, if a partial rollout was beside the update
+    update: Pending[Any] = Pending(lambda: None)
     in_update = False  # whether the learner makes an update
     unrecorded = False  # whether the learner has made an update that is not recorded yet
     finished = False
@@ -91,6 +93,9 @@ class StepOperations(CheckpointedRun):
         return [group.prompt for group in step.partial_batch.groups]
 
     def _draw(self, count: int) -> list[Prompt]:
+        episodes = self.recipe.run.episodes
+        if episodes is not None:
+            count = min(count, self.cursor.rows_left(episodes))
         return [self.prompts.train[i] for i in self.cursor.next(count)]
 
     def forecast(self, step: Step) -> Scenarios:
@@ -114,9 +119,20 @@ class StepOperations(CheckpointedRun):
             self.record.progress.message(f"step {step.number}: {plan.reason}")
         return plan
 
+    def plan_rest(self, step: Step) -> None:
+        """Plan again, with all slots, what a rollout beside the update left of the step. Does nothing if it left nothing."""
+        batch = step.partial_batch
+        if self.begun_ahead is not None and not step.samples:
+            step.work = self.autoscaler.safely("the forecast", lambda: batch.forecast_work(step.forecast), lambda: None)
+            step.plan = self.plan(step)
+            step.prefixes = self.weigh_prefixes(step)
+
     def weigh_prefixes(self, step: Step) -> StepPrefixes | None:
-        """Decide whether sharing the KV of prompt prefixes pays for the plan. Returns None without prefix KV in this run."""
-        if self.stages.prefix is None:
+        """Decide whether sharing the KV of prompt prefixes pays for the plan. Returns None without prefix KV in this run.
+
+        Also None if all responses of a partial rollout are complete already.
+        """
+        if self.stages.prefix is None or (step.partial_batch is not None and not step.partial_batch.unfinished.any()):
             return None
         steps_left = self.context.recipe.run.steps - step.number + 1
         return self.stages.prefix.weigh([p.token_ids for p in step.prompts], self.rollout_stage.assign_prompts(step), steps_left)
@@ -161,14 +177,25 @@ class StepOperations(CheckpointedRun):
         overlap = None
         if not self.in_update and step.partial_batch is None:
             overlap = OverlapScheduler(self.score_stage, self.learn_stage, self.broker, len(step.prompts), count)
-        samples = self.rollout_stage.generate(step, self.weights, overlap)
+        samples = self.rollout_stage.generate(step, self.weights, overlap, lambda: self.in_update and self.update.is_ready())
+        if step.partial_batch is not None:
+            return self._take_groups(step, step.partial_batch, samples)
         if self.in_update:
             self.ahead = [replace(sample) for sample in samples]
-        return samples if step.partial_batch is None else self._take_groups(step, step.partial_batch, samples)
+        return samples
 
     def _take_groups(self, step: Step, batch: PartialBatch, samples: list[Sample]) -> list[Sample]:
-        """Return the samples of the groups that the step trains, and make them its prompts and forecast. The others stay in flight."""
-        self.record.completion_order(step.number, batch, samples)
+        """Return the samples of the groups that the step trains, and make them its prompts and forecast. The others stay in flight.
+
+        Returns nothing if the rollout was beside an update that was done before enough groups were complete. It goes on then.
+        """
+        self.record.completion_order(step.number, batch, samples, ahead=self.in_update)
+        self.partial_rollouts.count(batch, samples, self.in_update)
+        if self.in_update:
+            self.begun_ahead, self.cursor_after = batch.with_samples(samples), self.cursor.state()
+        if batch.chosen is None:
+            step.partial_batch = batch.after(samples)
+            return []
         trained, metrics = self.partial_rollouts.take(batch, samples)
         assert batch.chosen is not None
         rows = [g * batch.count + n for g in batch.chosen for n in range(batch.count)]
@@ -224,11 +251,12 @@ class StepOperations(CheckpointedRun):
 
     def start_update(self, batch: Batch) -> Pending[UpdateStats]:
         """Update the critic, if there is one, and start the policy's update."""
-        self.in_update, self.ahead = True, []
+        self.in_update, self.ahead, self.begun_ahead = True, [], None
         if self.weights is not None and not self.rolls_out_ahead:  # engines are done with it: the next version takes its place in the store
             self.weights = replace(self.weights, ref=None, copy=None)
         update = self.learn_stage.start_update(batch, self.step.samples)
-        return Pending(lambda: self._updated(update))
+        self.update = Pending(lambda: self._updated(update), update.is_ready)
+        return self.update
 
     def _updated(self, update: Pending[tuple[UpdateStats, dict[str, Any]]]) -> UpdateStats:
         stats, sized = update.result()
@@ -308,7 +336,8 @@ class StepOperations(CheckpointedRun):
     def _close(self, step: Step, starts_next: bool = False) -> dict[str, float]:
         self.steps_done, self.cursor_done, self.unrecorded = step.number, self.cursor_after, False
         self.refill_done = self.dynamic_sampling.state()
-        self.ahead_done, self.in_flight_done = self.ahead, self.partial_rollouts.in_flight
+        self.ahead_done = self.ahead
+        self.in_flight_done = self.partial_rollouts.in_flight if self.begun_ahead is None else self.begun_ahead
         step.phase_s, step.wall_s = self.phases.take()
         step.phase_s["passes"] = self.learn_stage.passes_s
         self.ledger.begin_step(step.number + starts_next)

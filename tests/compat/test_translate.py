@@ -163,19 +163,20 @@ def test_a_critic_brings_its_own_settings(grown):
 def test_what_the_recipe_cannot_say_is_refused_by_name_and_what_it_does_anyway_is_not(monkeypatch):
     class Small(Installed):
         def knows(self, key):
-            return super().knows(key) and key not in ("learner.ring_attention", "algorithm.loss.balance_coefficient")
+            return super().knows(key) and key not in ("rollout.batch_prompts", "algorithm.loss.balance_coefficient")
 
         def accepts(self, key, value):
             return self.knows(key) and super().accepts(key, value)
 
     monkeypatch.setattr(translation, "Installed", Small)
-    found = of(BASE + " --ring_attn_size 2 --aux_loss_coef 3 --temperature 0.7")
+    larger = " --async_train --vllm_generate_batch_size 4096 --elastic.dialect 0.10.1"
+    found = of(BASE + larger + " --aux_loss_coef 3 --temperature 0.7")
     said = {o.flag: o.why for o in found.with_status("refused")}
-    ring = said["--ring_attn_size"]
-    assert "not supported yet" in ring and "`learner.ring_attention` = 2" in ring and "--aux_loss_coef" in said
+    batch = said["--vllm_generate_batch_size"]
+    assert "not supported yet" in batch and "`rollout.batch_prompts` = 4096" in batch and "--aux_loss_coef" in said
     assert status(found, "--temperature") == "honoured" and found.settings["rollout.temperature"] == 0.7
-    assert status(of(BASE + " --ring_attn_size 1"), "--ring_attn_size") == "honoured"
-    assert "--ring_attn_size" in str(refusals(found)) and "--aux_loss_coef" in str(refusals(found))
+    assert status(of(BASE + " --vllm_generate_batch_size 8 --elastic.dialect 0.10.1"), "--vllm_generate_batch_size") == "honoured"
+    assert "--vllm_generate_batch_size" in str(refusals(found)) and "--aux_loss_coef" in str(refusals(found))
 
 
 def test_a_default_that_the_recipe_cannot_follow_is_refused_too(monkeypatch):
@@ -680,18 +681,37 @@ def test_a_generation_batch_above_the_rollout_is_checked_by_the_versions_that_ch
         ("--async_train", 1),
         ("--async_train --async_queue_size 1", 1),
         ("--async_queue_size 3", None),
-        ("--async_train --async_queue_size 2", 2),
+        ("--async_train --async_queue_size 2", 1),
     ],
 )
-def test_a_queue_of_one_batch_is_a_lag_of_one_step(flags, lag):
+def test_asynchronous_training_is_a_lag_of_one_step(flags, lag):
     found = of(f"--pretrain m --prompt_data d.jsonl --remote_rm_url r.py --enable_vllm_is_correction --elastic.dialect 0.9.2 {flags}")
     assert found.wanted.get("rollout.max_lag_steps") in ((0, None) if lag is None else (lag,))
-    assert bool(found.refused) == (lag == 2)
+    assert not found.refused
+    longer = any("at most one step old, where OpenRLHF allows 2" in note for note in found.notes)
+    assert longer == ("--async_train --async_queue_size 2" in flags)
 
 
 def test_a_batch_kept_its_place_in_the_first_versions():
     found = of("--pretrain m --prompt_data d.jsonl --remote_rm_url r.py --async_train --elastic.dialect 0.8.1")
-    assert found.wanted["rollout.max_lag_steps"] == 2 and "--async_train" in found.refused[0].flag
+    assert found.wanted["rollout.max_lag_steps"] == 1 and any("where OpenRLHF allows 2" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "lag", "begun"), [("", 1, 1), ("--async_queue_size 3", 3, 3), ("--vllm_generate_batch_size 192", 2, 1.5)]
+)
+def test_partial_rollouts_begin_beside_the_update(flags, lag, begun):
+    batch = "--rollout_batch_size 128 --train_batch_size 128"
+    line = f"--pretrain m --prompt_data d.jsonl --remote_rm_url r.py --enable_vllm_is_correction {batch} --elastic.dialect 0.10.1"
+    found = of(f"{line} --async_train --partial_rollout {flags}")
+    assert not found.refused and any("prefilled again" in note for note in found.notes)
+    made = Recipe.parse(found.tree).rollout
+    assert (made.partial, made.ahead, made.max_lag_steps, made.begun_share) == ("continue", True, lag, begun)
+
+
+@pytest.mark.parametrize("flag", ["--ring_attn_size 2 --packing_samples", "--ds_tensor_parallel_size 2"])
+def test_a_divided_learner_is_a_hint(flag):
+    assert status(of(BASE + f" {flag}"), flag.split()[0]) == "hint" and not of(BASE + f" {flag}").refused
 
 
 def test_a_value_that_nobody_takes_is_not_called_unsupported_yet():

@@ -50,10 +50,12 @@ def test_the_choice_is_the_earliest_that_leaves_a_feasible_rest(data: st.DataObj
 @given(st.data())
 def test_no_token_is_ever_too_old_whatever_completes_when(data: st.DataObject) -> None:
     """Random progress, engines lost with what they had not reported, resumes, and a bound that is lowered at a resume."""
-    mode = data.draw(st.sampled_from(["continue", "restart"]))
+    mode, ahead = data.draw(st.sampled_from([("continue", False), ("restart", False), ("continue", True)]))
     most, share = data.draw(st.sampled_from([(1, 1.0), (1, 1.5), (1, 2.0), (2, 3.0), (3, 1.67), (3, 4.0)]))
     rng, last, drawn = np.random.default_rng(data.draw(st.integers(0, 2**32))), 9, 0
-    run, prompts = PartialRollouts(recipe(partial=mode, max_lag_steps=most, oversample=share)), [Prompt(i, "", (1, 2)) for i in range(99)]
+    share = min(share, most + (not ahead))
+    prompts = [Prompt(i, "", (1, 2)) for i in range(99)]
+    run = PartialRollouts(recipe(partial=mode, max_lag_steps=most, oversample=share, ahead=ahead))
 
     def draw(count: int) -> list[Prompt]:
         nonlocal drawn
@@ -65,32 +67,38 @@ def test_no_token_is_ever_too_old_whatever_completes_when(data: st.DataObject) -
         if rng.random() < 0.3:  # a resume
             state = run.state(run.in_flight)
             if step > 5 and most > 1:
-                most, share = most - 1, min(share, most)
-            run = PartialRollouts(recipe(partial=mode, max_lag_steps=most, oversample=share))
+                most -= 1
+                share = min(share, most + (not ahead))
+            run = PartialRollouts(recipe(partial=mode, max_lag_steps=most, oversample=share, ahead=ahead))
             run.restore(state, prompts)
         batch = run.begin(step, last - step + 1, draw)
-        before = dict(batch.samples)
-        made = batch.made.copy()
-        finished = [key for key in range(len(made)) if not batch.unfinished[key]]
-        versions = {key: list(before[key].completion.versions) if made[key] else [] for key in range(len(made))}
-        while not batch.is_enough(finished):
-            for key in rng.permutation(np.flatnonzero(batch.unfinished)):
-                if key in finished:
-                    continue
-                if new := int(rng.integers(0, 4)):
-                    versions[key].append((step - 1, new))
-                    made[key] += new
-                if made[key] and rng.random() < 0.3:
-                    finished.append(int(key))
-        new, cut = [], []
-        for key in range(len(made)):
-            tokens = np.zeros(made[key], np.int32), np.zeros(made[key], np.float32)
-            done = Completion(key, *tokens, "stop" if key in finished else UNFINISHED, step - 1, tuple(versions[key]))
-            if key not in finished:
-                cut.append(done)
-            elif batch.unfinished[key]:
-                new.append(Sample(batch.groups[key // 2].prompt, key % 2, done))
-        samples, metrics = run.take(batch, batch.join(new, cut))
+        for version in (step - 2, step - 1) if ahead and step > 1 else (step - 1,):
+            beside_update, before, made = version < step - 1, dict(batch.samples), batch.made.copy()
+            finished = [key for key in range(len(made)) if not batch.unfinished[key]]
+            versions = {key: list(before[key].completion.versions) if made[key] else [] for key in range(len(made))}
+            while not batch.is_enough(finished) and not (beside_update and rng.random() < 0.4):
+                for key in rng.permutation(np.flatnonzero(batch.unfinished)):
+                    if key in finished:
+                        continue
+                    if new := int(rng.integers(0, 4)):
+                        versions[key].append((version, new))
+                        made[key] += new
+                    if made[key] and rng.random() < 0.3:
+                        finished.append(int(key))
+            new, cut = [], []
+            for key in range(len(made)):
+                tokens = np.zeros(made[key], np.int32), np.zeros(made[key], np.float32)
+                done = Completion(key, *tokens, "stop" if key in finished else UNFINISHED, version, tuple(versions[key]))
+                if key not in finished:
+                    cut.append(done)
+                elif batch.unfinished[key]:
+                    new.append(Sample(batch.groups[key // 2].prompt, key % 2, done))
+            joined = batch.join(new, cut)
+            run.count(batch, joined, beside_update)
+            if batch.chosen is not None:
+                break
+            batch = batch.after(joined)
+        samples, metrics = run.take(batch, joined)
         assert len(samples) == 6 and [s.completion.key for s in samples] == list(range(6))
         assert all(s.completion.finish_reason == "stop" for s in samples)
         check_lag(samples, step - 1, most)  # raises if a token is too old
@@ -104,7 +112,7 @@ def test_a_group_that_cannot_be_trained_in_time_begins_again() -> None:
     old = Sample(prompts[0], 0, Completion(0, np.arange(4, dtype=np.int32), np.zeros(4, np.float32), "stop", 0))
     run.in_flight = [Group(prompts[0], 1, 0, (old, old))]
     batch = run.begin(4, 5, lambda count: prompts[1 : count + 1])
-    assert batch.groups[0].begun == 4 and run.restarted == 2 and run.restarted_tokens == 8
+    assert batch.groups[0].begun == 4 and run.counts["restarted"] == 2 and run.counts["restarted_tokens"] == 8
     assert not batch.made.any() and batch.unfinished.all() and len(batch.groups) == 6
 
 
@@ -139,12 +147,14 @@ def test_a_prompt_that_is_begun_twice_in_a_step_gets_other_samples() -> None:
         ({"agent": True}, "rollout.partial: the agent of agent.path cannot be paused"),
         ({"algorithm": {"filter_range": [0.1, 0.9]}}, "rollout.partial: algorithm.filter_range"),
         ({"algorithm": {"importance_cap": 0}}, "rollout.max_lag_steps: responses of older weights need importance weights"),
-        ({"run": {"episodes": 2}}, "rollout.partial: groups outlive the end of an episode"),
+        ({"ahead": True, "oversample": 3}, "rollout.oversample: 3 is not between 1 and rollout.max_lag_steps = 2"),
+        ({"ahead": True, "partial": "restart"}, "rollout.ahead: with restart each update would discard"),
+        ({"ahead": True, "partial": "off", "max_lag_steps": 1, "oversample": "auto"}, "rollout.ahead: rollout.partial is off"),
     ],
 )
 def test_what_partial_rollouts_need_is_said(settings: dict[str, Any], said: str) -> None:
     tree: dict[str, Any] = recipe().model_dump(exclude_unset=True)
-    tree["rollout"] |= {key: value for key, value in settings.items() if key in tree["rollout"]}
+    tree["rollout"] |= {key: value for key, value in settings.items() if key in (*tree["rollout"], "ahead")}
     for section in ("algorithm", "run"):
         tree[section] = tree.get(section, {}) | settings.get(section, {})
     if "agent" in settings:

@@ -223,8 +223,6 @@ def _check_placement(v: Values, notes: list[str]) -> None:
         f"{v.spelled('rollout.batch_size')}: {batches} batches of {v.named('rollout.micro_batch_size')} samples are fewer than the "
         f"actor's {workers} processes ({v.named('actor.num_gpus_per_node')})",
     )
-    if v["train.async_enable"] and v["train.async_queue_size"] > 1:
-        notes.append(f"{v.spelled('train.async_queue_size')}: samples may be that many steps older than the weights they train")
 
 
 def _require_same_size(v: Values, one: str, other: str, why: str) -> None:

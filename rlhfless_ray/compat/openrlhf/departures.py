@@ -14,7 +14,7 @@ from rlhfless_ray.compat.openrlhf.normalise import Values
 
 def departures(v: Values) -> list[str]:
     """Return a sentence for each difference from OpenRLHF."""
-    return [*_frozen(v), *_remainder(v)]
+    return [*_frozen(v), *_remainder(v), *_asynchronous(v)]
 
 
 def other_meanings(line: CommandLine, v: Values) -> list[str]:
@@ -35,6 +35,22 @@ def other_meanings(line: CommandLine, v: Values) -> list[str]:
 def _changed(here: dict[str, Any], there: dict[str, Any]) -> str:
     keys = [key for key in {**here, **there} if (key in here, here.get(key)) != (key in there, there.get(key))]
     return ", ".join(f"{key} {there[key]}" if key in there else f"no {key}" for key in keys)
+
+
+def _asynchronous(v: Values) -> list[str]:
+    if not v["train.async_enable"]:
+        return []
+    steps, partial = m.queue_steps(v), v.spelled("train.partial_rollout_enable")
+    if not v["train.partial_rollout_enable"]:
+        longer = f"{v.spelled('train.async_queue_size')}: samples are at most one step old, where OpenRLHF allows {steps}"
+        return [longer] if steps > 1 else []
+    found = [
+        f"{partial}: a response that goes on under new weights is prefilled again under them, where OpenRLHF keeps the KV of the old ones"
+    ]
+    bound = m.asynchronous(v)["rollout.max_lag_steps"]
+    if bound > 1:
+        found.append(f"{partial}: groups are trained as they are complete, and none is older than {bound} steps")
+    return found
 
 
 def _frozen(v: Values) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -291,13 +292,27 @@ def engines(v: Values) -> str:
     return f"{v.engines} engines at most; the plan of each step decides how many there are"
 
 
-def queue(v: Values) -> dict[str, int]:
-    """Return how many steps old a trained sample may be. A queue's place is free again before its batch is trained."""
-    batches = int(v["train.async_queue_size"]) + (not v.since(PLACE_FREED_SINCE))
-    longer = {"rollout.queue_batches": batches} if batches > 1 else {}  # here a lag of several steps needs partial rollouts
-    return {"rollout.max_lag_steps": batches, **longer}
+def queue_steps(v: Values) -> int:
+    """Return how many steps old a sample of OpenRLHF's queue may be. A place is free again before its batch is trained."""
+    return int(v["train.async_queue_size"]) + (not v.since(PLACE_FREED_SINCE))
+
+
+def asynchronous(v: Values) -> dict[str, Any]:
+    """Return the settings of asynchronous training. A queue of several batches needs responses that outlive a step here."""
+    if not v["train.partial_rollout_enable"]:
+        return {"rollout.max_lag_steps": 1}
+    begun = max(queue_steps(v), (v["rollout.vllm_generate_batch_size"] or 0) / v["rollout.batch_size"])
+    return {"rollout.max_lag_steps": math.ceil(begun), "rollout.partial": "continue", "rollout.ahead": True, "rollout.oversample": begun}
+
+
+def generate_batch(prompts: int | None, v: Values) -> dict[str, Any]:
+    """Return the settings of a generation batch. One that is smaller than the rollout's changes no result."""
+    if not prompts or prompts <= v["rollout.batch_size"]:
+        return {}
+    return asynchronous(v) if v["train.partial_rollout_enable"] else {"rollout.batch_prompts": prompts}
 
 
 SHARED = "functions pass slots to each other here, so models need not share a GPU"
 PARKED = "a process without work gives its device back in any case"
+DIVIDED = "divides the work on a sequence between GPUs, which changes no result; ranks divide the batch and ZeRO the state here"
 BUDGET = "bounds memory; the loss is normalised over the whole optimizer step, so it changes no result"

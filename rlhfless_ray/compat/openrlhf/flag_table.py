@@ -54,6 +54,7 @@ def _row(name: str, kind: Kind, keys: str = "", make: Any = None, *, idle: Any =
 
 
 PULLED = "engines pull weights by version and checksum, so no collective is set up"
+ASYNCHRONOUS = "rollout.max_lag_steps rollout.partial rollout.ahead rollout.oversample"
 CORRECTION_KEYS = " ".join(
     [
         "algorithm.importance_cap",
@@ -124,15 +125,15 @@ RULES: tuple[Rule, ...] = (
     _row(GATING, "exact", CORRECTION_KEYS, m.correction, idle=m.no_correction),
     _row(THRESHOLD, "exact", CORRECTION_KEYS, m.correction, idle=m.no_correction),
     # staleness
-    _row("train.async_enable", "exact", "rollout.max_lag_steps", lambda x, v: m.queue(v) if x else {}),
+    _row("train.async_enable", "exact", ASYNCHRONOUS, lambda x, v: m.asynchronous(v) if x else {}),
     _row(
         "train.async_queue_size",
         "cond",
-        "rollout.max_lag_steps rollout.queue_batches",
-        lambda x, v: m.queue(v),
+        ASYNCHRONOUS,
+        lambda x, v: m.asynchronous(v),
         idle=lambda v: "" if v["train.async_enable"] else "training is synchronous",
     ),
-    _row("train.partial_rollout_enable", "exact", "rollout.mix_versions"),
+    _row("train.partial_rollout_enable", "exact", ASYNCHRONOUS, lambda x, v: m.asynchronous(v) if x else {}),
     # evaluation, checkpoints, logs
     _row(
         "eval.steps",
@@ -200,7 +201,7 @@ RULES: tuple[Rule, ...] = (
     _row("data.disable_fast_tokenizer", "noop", reading="transformers 5 has one tokenizer class for each model"),
     _row("data.dataloader_num_workers", "noop", reading="prompts are tokenized before the run"),
     _row("ds.enable_sleep", "hint", reading=m.PARKED),
-    _row("ds.tensor_parallel_size", "cond", "learner.tensor_parallel"),
+    _row("ds.tensor_parallel_size", "hint", reading=m.DIVIDED),
     _row("ds.packing_samples", "noop", reading="micro-batches are always filled by tokens"),
     _row("train.dynamic_batch_enable", "hint", reading="micro-batches are always filled by tokens"),
     _row("rollout.max_tokens_per_gpu", "hint", reading="scoring passes of the learner use its own budget"),
@@ -227,13 +228,7 @@ RULES: tuple[Rule, ...] = (
     _row("ckpt.output_dir", "exact", "save.path"),
     _row("train.num_episodes", "exact", "run.episodes"),
     _row("rollout.batch_size", "exact", "prompts.batch_prompts"),
-    _row(
-        "rollout.vllm_generate_batch_size",
-        "exact",
-        "rollout.batch_prompts",
-        lambda x, v: {"rollout.batch_prompts": x if x and x != v["rollout.batch_size"] else None},
-        idle=m.no_generate_batch,
-    ),
+    _row("rollout.vllm_generate_batch_size", "cond", f"rollout.batch_prompts {ASYNCHRONOUS}", m.generate_batch, idle=m.no_generate_batch),
     _row("rollout.micro_batch_size", "hint", reading="scoring passes of the learner use its own budget"),
     _row("train.max_epochs", "exact", "algorithm.epochs"),
     _row("data.max_len", "exact", "prompts.max_prompt_tokens rollout.max_tokens rollout.max_total_tokens", m.lengths),
@@ -326,7 +321,7 @@ RULES: tuple[Rule, ...] = (
         idle=lambda v: "no overlong buffer is set" if v["reward.overlong_buffer_len"] is None else "",
     ),
     _row("reward.stop_properly_penalty_coef", "exact", "reward.stop_properly_penalty"),
-    _row("ds.ring_attn_size", "cond", "learner.ring_attention"),
+    _row("ds.ring_attn_size", "hint", reading=m.DIVIDED),
     _row("ds.ring_attn_head_stride", "noop", reading="speed only"),
     # models
     _row("actor.model_name_or_path", "exact", "policy.path"),

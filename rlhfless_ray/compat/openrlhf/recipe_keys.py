@@ -13,11 +13,7 @@ ABSENT_KEYS: dict[str, Any] = {
     "policy.hub": "huggingface",
     "policy.experts": None,
     "rollout.batch_prompts": None,
-    "rollout.mix_versions": False,
-    "rollout.queue_batches": 1,
     "algorithm.loss.balance_coefficient": 0.0,
-    "learner.tensor_parallel": 1,
-    "learner.ring_attention": 1,
 }
 """Keys that the recipe lacks, with the value that describes what a run does without them.
 
