@@ -162,6 +162,7 @@ def test_every_abbreviation_of_every_flag_is_read_as_the_named_version_reads_it(
             assert expected in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "context", [[], ["--pretrain", "m"], ["--actor.model_name_or_path", "m"], ["--pretrain", "m", "--flash_attn"], ["--max_len", "9"]]
 )

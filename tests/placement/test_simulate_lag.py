@@ -76,6 +76,7 @@ def test_what_is_not_built_begins_the_rollout_at_once_and_says_so() -> None:
     assert "not built" in done.reason and "not built" in done.policy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 @pytest.mark.parametrize("width", [1, "auto"])
 def test_costs_are_those_of_the_holds_which_fit_the_cluster_and_no_policy_beats_the_bounds(algorithm: str, width: int | str) -> None:
@@ -127,6 +128,7 @@ def test_every_policy_of_a_lag_says_what_it_is() -> None:
     assert all((policy.__doc__ or "").strip() for policy in policies_of(small(max_lag_steps=1)).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [1, 2, 3])
 def test_partial_rollouts_keep_the_bound_and_bill_what_they_hold(lag: int) -> None:
     """Shares have one entry for each lag that the bound allows, and the whole batch is among them."""
