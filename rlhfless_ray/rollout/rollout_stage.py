@@ -108,7 +108,7 @@ class RolloutStage:
         )
         order = assign_engines(work_s, overhead_s)
         self.pool.working[:] = [*(engines[k] for k in order), *(e for k, e in enumerate(engines) if k not in order)]
-        if len({e.slot.node for e in engines}) > 1:
+        if shares and len({e.slot.node for e in engines}) > 1:
             longest = self.pool.working[int(np.argmax(work_s))]
             step.metrics["rollout/longest_at_home"] = float(longest.slot.node in homes)
 
