@@ -28,6 +28,7 @@ class Prompt:
     text: str  # what the policy sees, with the template applied
     token_ids: tuple[int, ...]
     row: dict[str, Any] = field(default_factory=dict)  # the raw columns, for the reward function
+    cut_tokens: int = 0  # tokens cut off its left, which `text` still has
 
 
 @dataclass(frozen=True)

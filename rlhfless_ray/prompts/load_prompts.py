@@ -25,7 +25,7 @@ class PromptSet:
 
     train: list[Prompt]
     heldout: list[Prompt]
-    notes: tuple[str, ...] = ()  # messages for the user about rows that were left out
+    notes: tuple[str, ...] = ()  # messages for the user about rows that were left out or cut
 
 
 def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None = None) -> PromptSet:
@@ -33,8 +33,8 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
 
     `context_tokens`: longest sequence that the policy takes. With template `chat` the text is rendered by the chat template,
     and no token is added to it. With template `none` a beginning-of-sequence token comes first if the tokenizer itself adds
-    one and the recipe allows it. Nothing is added at the end. Prompts are never truncated. Rows that are too long raise
-    a UserError, which names the row, unless the recipe says to leave them out.
+    one and the recipe allows it. Nothing is added at the end. Rows that are too long raise a UserError, which names the row,
+    unless the recipe says to leave them out or to cut them.
     """
     section, held = recipe.prompts, recipe.evaluate.prompts
     if section.task:
@@ -42,22 +42,22 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
         # Held-out rows come from a stream of their own, and tasks keep their prompts out of the training split.
         rows = [*source.rows(section.rows, recipe.run.seed, "train"), *source.rows(held, recipe.run.seed, "heldout")]
         named_rows: list[NamedRow] = [(f"row {number}", row) for number, row in enumerate(rows, 1)]
-        found, left_out = _make_prompts(named_rows, f"prompts.task {section.task}", "prompt", recipe, tokenizer, context_tokens)
-        return PromptSet(*_split_heldout(found, held, len(left_out), recipe), _left_out_notes(left_out, recipe))
+        found, overlong = _make_prompts(named_rows, f"prompts.task {section.task}", "prompt", recipe, tokenizer, context_tokens)
+        return PromptSet(*_split_heldout(found, held, len(overlong), recipe), _overlong_notes(overlong, recipe))
     seed = recipe.run.seed
     named_rows = read_sources(
         section.sources, section.split, "prompts", probabilities=section.probabilities, max_rows=section.max_rows, seed=seed
     )
     where = _setting_name("prompts", section.sources)
-    found, left_out = _make_prompts(named_rows, where, section.prompt_column, recipe, tokenizer, context_tokens)
+    found, overlong = _make_prompts(named_rows, where, section.prompt_column, recipe, tokenizer, context_tokens)
     if not recipe.evaluate.path or not held:
-        return PromptSet(*_split_heldout(found, held, len(left_out), recipe), _left_out_notes(left_out, recipe))
-    train, _ = _split_heldout(found, 0, len(left_out), recipe)
+        return PromptSet(*_split_heldout(found, held, len(overlong), recipe), _overlong_notes(overlong, recipe))
+    train, _ = _split_heldout(found, 0, len(overlong), recipe)
     paths = recipe.evaluate.path
     sources = [paths] if Path(paths).exists() else [part.strip() for part in paths.split(",")]
     named_rows = read_sources(sources, recipe.evaluate.split, "evaluate", max_rows=section.max_rows)
     heldout, more = _make_prompts(named_rows, _setting_name("evaluate", sources), section.prompt_column, recipe, tokenizer, context_tokens)
-    return PromptSet(train, [replace(p, index=len(train) + p.index) for p in heldout], _left_out_notes(left_out + more, recipe))
+    return PromptSet(train, [replace(p, index=len(train) + p.index) for p in heldout], _overlong_notes(overlong + more, recipe))
 
 
 def _setting_name(section: str, sources: list[str]) -> str:
@@ -72,7 +72,7 @@ def _split_heldout(prompts: list[Prompt], held: int, left_out: int, recipe: Reci
         section = recipe.prompts
         where = f"prompts.task {section.task}" if section.task else _setting_name("prompts", section.sources)
         setting = "prompts.rows" if section.task else "the file"
-        without = f" ({left_out} are too long and left out)" if left_out else ""
+        without = f" ({left_out} are too long and left out)" if left_out and section.overlong == "leave_out" else ""
         raise UserError(
             f"{where}: {len(prompts)} rows{without} are too few for {batch} prompts per step (prompts.batch_prompts) "
             f"and {held} held-out ones (evaluate.prompts); lower one of them, or add rows to {setting}"
@@ -83,23 +83,31 @@ def _split_heldout(prompts: list[Prompt], held: int, left_out: int, recipe: Reci
 def _make_prompts(
     named_rows: list[NamedRow], where: str, column: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None
 ) -> tuple[list[Prompt], list[str]]:
-    """Return prompts counted from 0, and the names of rows that are too long and left out."""
+    """Return prompts counted from 0, and the names of rows that are too long, which are left out or cut."""
     if not recipe.prompts.task:
         _check_columns(named_rows, where, column, recipe)
     texts = _render(named_rows, where, column, recipe, tokenizer)
     ids = _token_ids(texts, where, recipe, tokenizer)
-    is_used = _check_lengths(named_rows, ids, where, recipe, context_tokens)
-    rows = [(row, text, tokens) for (_, row), text, tokens, use in zip(named_rows, texts, ids, is_used, strict=True) if use]
-    prompts = [Prompt(index=i, text=text, token_ids=tuple(tokens), row=row) for i, (row, text, tokens) in enumerate(rows)]
-    return prompts, [name for (name, _), use in zip(named_rows, is_used, strict=True) if not use]
+    limit, cuts = recipe.prompts.max_prompt_tokens, recipe.prompts.overlong == "cut_left"
+    excess = [max(0, len(tokens) - limit) for tokens in ids]
+    if cuts:
+        ids = [tokens[more:] for tokens, more in zip(ids, excess, strict=True)]
+    _check_lengths(named_rows, ids, where, recipe, context_tokens)
+    rows = [found for found in zip(named_rows, texts, ids, excess, strict=True) if cuts or not found[-1]]
+    prompts = [
+        Prompt(index=i, text=text, token_ids=tuple(tokens), row=row, cut_tokens=more)
+        for i, ((_, row), text, tokens, more) in enumerate(rows)
+    ]
+    return prompts, [name for (name, _), more in zip(named_rows, excess, strict=True) if more]
 
 
-def _left_out_notes(left_out: list[str], recipe: Recipe) -> tuple[str, ...]:
-    if not left_out:
+def _overlong_notes(names: list[str], recipe: Recipe) -> tuple[str, ...]:
+    if not names:
         return ()
-    shown = ", ".join(left_out[:5]) + (", …" if len(left_out) > 5 else "")
+    shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
     limit = recipe.prompts.max_prompt_tokens
-    return (f"{len(left_out)} prompts of more than {limit} tokens (prompts.max_prompt_tokens) are left out: {shown}",)
+    done = "are cut from the left" if recipe.prompts.overlong == "cut_left" else "are left out"
+    return (f"{len(names)} prompts of more than {limit} tokens (prompts.max_prompt_tokens) {done}: {shown}",)
 
 
 def _check_columns(named_rows: list[NamedRow], where: str, prompt_column: str, recipe: Recipe) -> None:
@@ -183,11 +191,11 @@ def _token_ids(texts: list[str], where: str, recipe: Recipe, tokenizer: PreTrain
     return ids
 
 
-def _check_lengths(named_rows: list[NamedRow], ids: list[list[int]], where: str, recipe: Recipe, context_tokens: int | None) -> list[bool]:
-    """Return which rows are used. Raises UserError for one that is too long, unless such rows are to be left out."""
+def _check_lengths(named_rows: list[NamedRow], ids: list[list[int]], where: str, recipe: Recipe, context_tokens: int | None) -> None:
+    """Raise UserError for a row that is too long, unless such rows are to be left out."""
     limit, rollout = recipe.prompts.max_prompt_tokens, recipe.rollout
-    is_used = [len(tokens) <= limit for tokens in ids]
-    for (name, _), tokens, use in zip(named_rows, ids, is_used, strict=True):
+    for (name, _), tokens in zip(named_rows, ids, strict=True):
+        use = len(tokens) <= limit
         if not tokens:
             raise UserError(f"{where}, {name}: the policy's tokenizer encodes the prompt as no tokens; check its vocabulary")
         if not use and recipe.prompts.overlong == "stop":
@@ -207,7 +215,6 @@ def _check_lengths(named_rows: list[NamedRow], ids: list[list[int]], where: str,
                 f"{where}, {name}: {len(tokens)} prompt tokens and rollout.{key} = {getattr(rollout, key)} exceed "
                 f"the policy's context of {context_tokens} tokens; lower rollout.{key}, or shorten or remove the row"
             )
-    return is_used
 
 
 def _type_name(value: Any) -> str:

@@ -50,9 +50,10 @@ class PromptsConfig(Section):
     batch_prompts: int = Field(32, ge=1)
     """Prompts per step."""
     max_prompt_tokens: int = Field(512, ge=1)
-    """Longest prompt. Prompts are never truncated; `overlong` says what happens to longer ones."""
-    overlong: Literal["stop", "leave_out"] = "stop"
-    """Longer prompts end the run before it starts (`stop`), or are left out, counted and reported (`leave_out`)."""
+    """Longest prompt. `overlong` says what happens to longer ones."""
+    overlong: Literal["stop", "leave_out", "cut_left"] = "stop"
+    """Longer prompts end the run before it starts (`stop`), or are left out (`leave_out`), or lose their first tokens as in OpenRLHF
+    (`cut_left`). What is left out or cut is counted and reported."""
     shuffle: bool = True
     """Shuffle every epoch, by the run's seed."""
 

@@ -275,6 +275,8 @@ class StepOperations(CheckpointedRun):
         self.autoscaler.observe_samples(step.prompts, step.answers)
         self.quality |= self.autoscaler.quality(step.forecast, step.answers, step.prompts, self.context.most_engines(self.autoscaler.width))
         self.quality["epoch"] = self.cursor.epoch
+        if self.recipe.prompts.overlong == "cut_left":
+            self.quality["prompts/cut"] = sum(prompt.cut_tokens > 0 for prompt in step.prompts)
         if troubles := "; ".join(self.autoscaler.troubles):
             self.autoscaler.troubles.clear()
             self.quality["plan/trouble"] = troubles

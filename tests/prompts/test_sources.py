@@ -186,6 +186,15 @@ def test_long_prompts_end_the_run_or_are_left_out_and_told(tmp_path: Path) -> No
         loaded({"path": path, "max_prompt_tokens": 8, "overlong": "leave_out", "batch_prompts": 5})
 
 
+def test_long_prompts_can_lose_their_first_tokens(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [*rows("a", 2), {"question": "abcdefghij", "answer": ""}])
+    found = loaded({"path": path, "max_prompt_tokens": 8, "overlong": "cut_left"})
+    whole = loaded({"path": path, "max_prompt_tokens": 10})
+    assert [len(p.token_ids) for p in found.train] == [3, 3, 8] and [p.cut_tokens for p in found.train] == [0, 0, 2]
+    assert found.train[2].token_ids == whole.train[2].token_ids[2:] and found.train[2].text == "abcdefghij"
+    assert found.notes == ("1 prompts of more than 8 tokens (prompts.max_prompt_tokens) are cut from the left: line 3",) and not whole.notes
+
+
 def test_a_total_length_leaves_what_the_prompt_does_not_take(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", rows("a"))
     rollout = {"max_tokens": 16, "max_total_tokens": 9}

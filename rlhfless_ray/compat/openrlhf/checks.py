@@ -144,8 +144,8 @@ def _check_sampling(v: Values, notes: list[str]) -> None:
     _check_template(v, notes)
     prompt = min(total - (response or 1), v[PROMPT_LIMIT] or total)
     notes.append(
-        f"prompts longer than {prompt} tokens end the run before it starts (--elastic.prompts.overlong leave_out leaves them out); "
-        "OpenRLHF cuts tokens off their left"
+        f"prompts longer than {prompt} tokens end the run before it starts; OpenRLHF cuts tokens off their left, which "
+        "--elastic.prompts.overlong cut_left does here"
     )
 
 
