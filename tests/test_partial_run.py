@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from safetensors.numpy import load_file
 
 from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.pending import Pending
 from rlhfless_ray.learn.policy_model import load_model
-from rlhfless_ray.types import Sample, Step
+from rlhfless_ray.types import Sample, Step, UpdateStats
 from rlhfless_ray.weights.load_policy import initial_policy
 from rlhfless_ray.weights.model_folder import as_folder
 from tests.conftest import small_recipe
@@ -67,10 +70,26 @@ def recomputed(recipe: Recipe, folder: Path, steps: list[Step]) -> dict[int, dic
     return found
 
 
+class LongUpdate(Runtime):
+    """Its updates end, for the rollout beside them, after some of its responses: not before engines have begun, on a busy machine."""
+
+    def start_update(self, batch: Batch) -> Pending[UpdateStats]:
+        pending, phase, seen = super().start_update(batch), self.context.record.progress.phase, []
+
+        def look(what: str) -> None:
+            phase(what)
+            if what.startswith("rollout: ") and int(what.split()[1]) >= 4:
+                seen.append(what)
+
+        self.context.record.progress.phase = look  # type: ignore[method-assign]
+        self.update = replace(pending, is_ready=lambda: bool(seen) and pending.is_ready())
+        return self.update
+
+
 @pytest.mark.parametrize("more", [{}, AHEAD | {"rollout__max_lag_steps": 1, "rollout__oversample": 1}], ids=["in turn", "ahead"])
 def test_each_token_has_the_log_probability_of_its_version_across_updates(tmp_path: Path, more: dict[str, Any]) -> None:
     recipe = Recipe.parse(small_recipe(tmp_path, **PARTIAL | more))
-    with Runtime(recipe) as run:
+    with (LongUpdate if more else Runtime)(recipe) as run:
         steps = list(run)
     folder = tmp_path / "runs" / "small"
     under, mixed = recomputed(recipe, folder, steps), 0
