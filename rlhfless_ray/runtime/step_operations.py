@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from placement.forecast.forecaster import Scenarios
 from placement.scaling.resize_policy import failed, slots_to_yield
 from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
@@ -100,10 +102,12 @@ class StepOperations(CheckpointedRun):
 
     def forecast(self, step: Step) -> Scenarios:
         forecast = self.autoscaler.forecast(step.prompts, step.number)
-        batch = step.partial_batch
-        if batch is not None:
-            step.work = self.autoscaler.safely("the forecast", lambda: batch.forecast_work(forecast), lambda: None)
+        if step.partial_batch is not None:
+            step.work = self._forecast_work(step.partial_batch, forecast)
         return forecast
+
+    def _forecast_work(self, batch: PartialBatch, forecast: Scenarios) -> np.ndarray | None:
+        return self.autoscaler.safely("the forecast", lambda: batch.forecast_work(forecast), lambda: None)
 
     def plan(self, step: Step) -> RolloutPlan:
         now = self.autoscaler.width
@@ -121,9 +125,8 @@ class StepOperations(CheckpointedRun):
 
     def plan_rest(self, step: Step) -> None:
         """Plan again, with all slots, what a rollout beside the update left of the step. Does nothing if it left nothing."""
-        batch = step.partial_batch
         if self.begun_ahead is not None and not step.samples:
-            step.work = self.autoscaler.safely("the forecast", lambda: batch.forecast_work(step.forecast), lambda: None)
+            step.work = self._forecast_work(step.partial_batch, step.forecast)
             step.plan = self.plan(step)
             step.prefixes = self.weigh_prefixes(step)
 
