@@ -43,17 +43,29 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="Recipe keys to set, as section.key=value.", show_default=False)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the latest run of this name from its checkpoint.")] = False,
 ) -> None:
-    """Train a policy. Exit code 0 after the final save, 2 for a mistake in the input, 1 for a failed run."""
+    """Train a policy, or run the supervised stage that `task` names. Exit code 0 after the final save, 2 for a mistake in the input,
+    1 for a failed run."""
     from rlhfless_ray.recipe import Recipe
+    from rlhfless_ray.recipe.recipe_file import read_tree
 
+    if "task" in read_tree(recipe, overrides or []):
+        from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+        from rlhfless_ray.supervise.run_supervised import run_supervised
+
+        _print_results(run_supervised(SupervisedRecipe.load(recipe, overrides or []), resume=resume).path)
+        return
     parsed = Recipe.load(recipe, overrides or [])
     from rlhfless_ray.runtime.runtime import Runtime
 
     with Runtime(parsed, resume=resume) as run:
         for _ in run:
             pass
-    print(f"model:  {run.folder.path / 'model'}")
-    print(f"report: {(run.folder.path / 'report.html').resolve()}")
+    _print_results(run.folder.path)
+
+
+def _print_results(folder: Path) -> None:
+    print(f"model:  {folder / 'model'}")
+    print(f"report: {(folder / 'report.html').resolve()}")
 
 
 @app.command()

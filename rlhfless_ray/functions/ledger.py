@@ -174,9 +174,9 @@ class Ledger:
             )
         )
 
-    def begin_step(self, step: int) -> None:
-        """Begin a step: close and reopen all holdings, so that each row belongs to one step."""
-        now = time.time()
+    def begin_step(self, step: int, at_s: float | None = None) -> None:
+        """Begin a step (at `at_s`): close and reopen all holdings, so that each row belongs to one step."""
+        now = time.time() if at_s is None else at_s
         for key, holding in list(self.open.items()):
             self._close(key, now)
             self.open[key] = replace(holding, step=step, from_s=now, until_s=None, spans=[])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from rlhfless_ray.learn.lora import LoraAdapters
 from rlhfless_ray.learn.losses import token_weights, value_loss
 from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing, micro_batches, padded, passed
 from rlhfless_ray.learn.output_scale import output_scale
-from rlhfless_ray.learn.policy_model import TokenValues, load_critic
+from rlhfless_ray.learn.policy_model import TokenValues, load_critic, scalar_config
 from rlhfless_ray.learn.rank_settings import CriticSettings
 from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.learn.update_stats import merged, nothing, untouched
@@ -121,6 +120,4 @@ class CriticRank:
 
     def config(self) -> bytes:
         """config.json of the model that `snapshot_bytes` has the weights of."""
-        model = self.trainer.engine.module.model
-        told = {"architectures": [type(model).__name__], "value_head_prefix": "score"}  # whatever the head was called before
-        return json.dumps({**model.config.to_dict(), **told}, indent=1, default=str).encode()
+        return scalar_config(self.trainer.engine.module.model)

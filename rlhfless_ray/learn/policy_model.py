@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -146,6 +147,13 @@ def load_critic(folder: Path, dtype: str, trust_remote_code: bool, value_head: s
             else:
                 model.score.weight.copy_(weight)
     return as_sampled(model)
+
+
+def scalar_config(model: Any) -> bytes:
+    """Return config.json of a model with a scalar head, which is called `score` whatever its name was in the folder it came from."""
+    return json.dumps(
+        {**model.config.to_dict(), "architectures": [type(model).__name__], "value_head_prefix": "score"}, indent=1, default=str
+    ).encode()
 
 
 def _stored(folder: Path, name: str) -> Tensor | None:

@@ -13,11 +13,12 @@ from rlhfless_ray.weights.tensor_file import Files
 if TYPE_CHECKING:
     from rlhfless_ray.prompts.builtin_task import Task
     from rlhfless_ray.recipe import Recipe
+    from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
 HEAD_WIDTH = 32  # vLLM's CPU attention refuses 16
 
 
-def scratch_policy(recipe: Recipe, task: Task) -> Files:
+def scratch_policy(recipe: Recipe | SupervisedRecipe, task: Task) -> Files:
     """A Hugging Face model folder as {file name: content}; weights follow from the run's seed.
 
     It holds config.json, generation_config.json, model.safetensors and the tokenizer's files, and is loaded by

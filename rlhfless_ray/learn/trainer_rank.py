@@ -117,23 +117,23 @@ class TrainerRank:
             restore_moments(self.engine, self.stage, state["moments"], self.optimizer_steps)
             torch.set_rng_state(state["rng"])
 
-    def join_gang(self, rendezvous: tuple[str, int]) -> None:
-        """rendezvous: address and port of rank 0."""
+    def join_gang(self, rendezvous: tuple[str, int] | None) -> None:
+        """rendezvous: address and port of rank 0; None: torch.distributed is initialized already."""
         os.environ.setdefault("DS_ACCELERATOR", "cuda" if self.device.type == "cuda" else "cpu")
         import deepspeed
         import torch.distributed as dist
 
-        address, port = rendezvous
-        if dist.is_initialized():
+        if self.device.type == "cpu":
+            # DeepSpeed would compile a shared-memory all-reduce (about 45 s, needs g++ and ninja); gloo does it too.
+            setattr(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)  # noqa: B010
+        if dist.is_initialized() or rendezvous is None:
             return
+        address, port = rendezvous
         os.environ.update(
             MASTER_ADDR=address, MASTER_PORT=str(port), RANK=str(self.rank), LOCAL_RANK="0", WORLD_SIZE=str(self.ranks), LOCAL_SIZE="1"
         )
         if address.startswith("127."):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        if self.device.type == "cpu":
-            # DeepSpeed would compile a shared-memory all-reduce (about 45 s, needs g++ and ninja); gloo does it too.
-            setattr(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)  # noqa: B010
         deepspeed.init_distributed(
             dist_backend="nccl" if self.device.type == "cuda" else "gloo",
             init_method=f"tcp://{address}:{port}",

@@ -23,6 +23,7 @@ from rlhfless_ray.local.local_ray import local_ray
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.local.orphan_reaper import OrphanReaper
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
 PACKAGES = ("rlhfless_ray", "placement")
 MIN_STORE_MB, STORE_SHARE = 512, 0.3  # share of the machine's memory: Ray's own default
@@ -33,9 +34,10 @@ VERSIONS, STATES = 3, 2  # held at once: a version, its copy and the next; the l
 class RayCluster:
     """A private Ray on loopback with token authentication, or an existing cluster."""
 
-    def __init__(self, recipe: Recipe, parameters: int = 0) -> None:
-        """`parameters`: number of the policy's parameters. A private object store is sized to hold several versions of them."""
-        self.recipe, self.parameters = recipe, parameters
+    def __init__(self, recipe: Recipe | SupervisedRecipe, parameters: int = 0, store_mb: int | None = None) -> None:
+        """`parameters`: number of the policy's parameters. A private object store is sized to hold several versions of them, unless
+        `store_mb` says its size."""
+        self.recipe, self.parameters, self.store_mb = recipe, parameters, store_mb
         self.private = False
         self.joined = False
         self.names: dict[str, str] = {}
@@ -87,8 +89,9 @@ class RayCluster:
                 raise RunError(f"a private Ray did not start on this machine: {one_line(error, 200)}") from error
 
     def _store_mb(self) -> int:
-        if self.recipe.cluster.object_store_mb is not None:
-            return self.recipe.cluster.object_store_mb
+        if (size := self.store_mb or self.recipe.cluster.object_store_mb) is not None:
+            return size
+        assert isinstance(self.recipe, Recipe)
         memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
         return store_mb(self.parameters, memory_mb, keeps_state=snapshot_every_steps(self.recipe, self.parameters) > 0)
 
@@ -143,6 +146,7 @@ class RayCluster:
         from rlhfless_ray.functions.lease import most_instances, node_slots
 
         by_node, recipe = node_slots(resource), self.recipe
+        assert isinstance(recipe, Recipe)
         slots, width, unit = sum(by_node.values()), recipe.rollout.least_width, "GPUs" if resource == "gpu" else "CPU cores"
         check_width(recipe, max(by_node.values(), default=0), resource)
         labels, worker_groups = (

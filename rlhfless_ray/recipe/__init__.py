@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-from typing import Any
+from pydantic import model_validator
 
-import yaml
-from pydantic import ValidationError, model_validator
-
-from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.common.estimators import ESTIMATORS
 from rlhfless_ray.recipe.data_sections import EvaluateConfig, PromptsConfig
 from rlhfless_ray.recipe.learn_sections import AlgorithmConfig, CriticConfig, EmaConfig, LearnerConfig, LoraConfig, ReferenceConfig
-from rlhfless_ray.recipe.reading import apply_override, describe_mistake, known_keys, read_yaml
+from rlhfless_ray.recipe.reading import known_keys
+from rlhfless_ray.recipe.recipe_file import RecipeFile
 from rlhfless_ray.recipe.rollout_sections import AgentConfig, PolicyConfig, RewardConfig, RolloutConfig, WarmStartConfig
 from rlhfless_ray.recipe.run_sections import (
     CheckpointConfig,
@@ -25,7 +20,6 @@ from rlhfless_ray.recipe.run_sections import (
     SaveConfig,
     WatchConfig,
 )
-from rlhfless_ray.recipe.section import Section
 
 __all__ = [
     "AgentConfig",
@@ -54,7 +48,7 @@ __all__ = [
 ]
 
 
-class Recipe(Section):
+class Recipe(RecipeFile):
     """Everything a run needs to be repeated: one typed section per part of a run.
 
     docs/recipes.md explains the sections. The reference of all keys is generated from these types.
@@ -263,54 +257,3 @@ class Recipe(Section):
         both = LearnerConfig.model_fields.keys() & CriticConfig.model_fields.keys()
         own = {name: getattr(self.critic, name) for name in both}
         return self.learner.model_copy(update={**own, "warmup_steps": 0, "decay_all": False})
-
-    @classmethod
-    def load(cls, path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
-        """Read a YAML file and apply overrides of the form `section.key=value`, whose values are YAML.
-
-        Raises:
-            UserError: For a missing file, an unknown key (naming the nearest one), a wrong type or a value out of range.
-
-        Examples:
-            >>> recipe = Recipe.load("recipes/quickstart.yaml", ["rollout.temperature=0.7"])
-            >>> recipe.run.name, recipe.rollout.temperature
-            ('quickstart', 0.7)
-        """
-        path = Path(path)
-        if not path.is_file():
-            raise UserError(f"recipe {path}: " + ("a folder; name the recipe's YAML file" if path.is_dir() else "no such file"))
-        try:
-            tree = read_yaml(path.read_text()) or {}
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UserError(f"recipe {path}: not valid YAML: {one_line(error)}") from None
-        if not isinstance(tree, dict):
-            raise UserError(f"recipe {path}: expected sections such as `rollout:` at the top, found {type(tree).__name__}")
-        for override in overrides:
-            apply_override(tree, override)
-        run = tree.get("run")
-        if run is None or (isinstance(run, dict) and not run.get("name")):
-            tree["run"] = {**(run or {}), "name": re.sub(r"[^\w.-]+", "-", path.stem).lstrip(".-")}
-        return cls.parse(tree, where=f"recipe {path}")
-
-    @classmethod
-    def parse(cls, tree: dict[str, Any], where: str = "recipe") -> Recipe:
-        """Validate a nested dict.
-
-        Raises:
-            UserError: For the first mistake. Its message begins with `where`.
-
-        Examples:
-            >>> Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "rolout": {}})
-            Traceback (most recent call last):
-            ...
-            rlhfless_ray.common.errors.UserError: recipe: unknown key `rolout`; did you mean `rollout`?
-        """
-        try:
-            return cls.model_validate(tree)
-        except ValidationError as error:
-            raise UserError(f"{where}: {describe_mistake(cls, error)}") from None
-
-    def to_yaml(self) -> str:
-        """Return the whole recipe as YAML, defaults included."""
-        text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        return text

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 from rlhfless_ray.recipe.section import MAX_ROWS, Section
 
 
-def _one_gap(template: str) -> str:
+def one_gap(template: str) -> str:
     try:
         filled = template.format("\0")
     except (IndexError, KeyError, ValueError, AttributeError):
@@ -39,7 +39,7 @@ class PromptsConfig(Section):
     """Column with the reference answer, which the reward function gets as part of the row. Empty: there is none."""
     template: Literal["none", "chat"] = "none"
     """`chat`: wrap each prompt as a user turn with the tokenizer's chat template."""
-    input_template: Annotated[str, AfterValidator(_one_gap)] | None = None
+    input_template: Annotated[str, AfterValidator(one_gap)] | None = None
     """Text with one `{}` into which each prompt is put, for `template: none`."""
     system: str = ""
     """System turn put before each prompt when `template` is `chat`."""

@@ -52,6 +52,9 @@ def line(row: dict[str, Any], steps: int) -> str:
     parts = [f"step {row.get('step')!s:>{width}}/{steps}"]
     if finite(row.get("reward/mean")) is not None:
         parts.append(f"reward {row['reward/mean']:.3f}")
+    for key, what in (("learn/loss", "loss"), ("learn/accuracy", "accuracy"), ("learn/margin", "margin")):
+        if finite(row.get(key)) is not None and "reward/mean" not in row:
+            parts.append(f"{what} {number(row[key])}")
     parts += _accuracy(row.get("eval/accuracy_sampled"), row.get("eval/accuracy_greedy"))
     if finite(row.get("length/mean")) is not None:
         parts.append(f"length {number(row['length/mean'])} (p99 {number(row.get('length/p99'))})")

@@ -42,6 +42,11 @@ class RunRecord:
         return record
 
     @property
+    def is_supervised(self) -> bool:
+        """Whether this is a supervised stage, which generates nothing."""
+        return re.search(r"^task:", self.recipe, re.MULTILINE) is not None
+
+    @property
     def steps(self) -> list[dict[str, Any]]:
         """Rows of training steps (from step 1 on)."""
         return [row for row in self.metrics if row["step"] >= 1]
@@ -143,7 +148,7 @@ class RunRecord:
             if match:
                 self.samples[int(match[1])] = path
         self.samples = dict(sorted(self.samples.items()))
-        if not self.samples:
+        if not self.samples and not self.is_supervised:
             self._problem("There are no files in samples/, so no texts and no length histogram are shown.")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.common.disk_space import replace_file
-from rlhfless_ray.report import charts, cost_charts, plan_charts, prefix_charts, summary
+from rlhfless_ray.report import charts, cost_charts, plan_charts, prefix_charts, summary, supervised_charts
 from rlhfless_ray.report.charts import Chart, thin
 from rlhfless_ray.report.formatting import duration, percent
 from rlhfless_ray.report.gantt import gantt
@@ -39,7 +39,14 @@ def render(record: RunRecord) -> str:
     steps = record.steps
     drawn = thin(steps)
     learning = _present(
-        charts.reward(drawn), charts.accuracy(record.metrics), charts.lengths(drawn), charts.histogram(summary.length_groups(record))
+        supervised_charts.loss(record.metrics),
+        supervised_charts.accuracy(record.metrics),
+        supervised_charts.rewards(drawn),
+        supervised_charts.speed(drawn),
+        charts.reward(drawn),
+        charts.accuracy(record.metrics),
+        charts.lengths(drawn),
+        charts.histogram(summary.length_groups(record)),
     )
     planning = _present(
         plan_charts.pool(steps),

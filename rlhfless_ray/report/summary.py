@@ -62,7 +62,7 @@ def cards(record: RunRecord) -> list[Row]:
             gain = f"{100 * (last - first):+.1f} points" if shares else f"{'+' if last >= first else ''}{number(last - first)}"
             under = f"{gain}, step {first_step} to {last_step}"
             out.append(_card(label, f"{shown(first)} → {shown(last)}", under, "good" if last >= first else "bad"))
-    out += _reward_card(steps)
+    out += [*_loss_cards(record), *_reward_card(steps)]
     last_row: Row = record.metrics[-1] if record.metrics else {}
     done = finite(record.status.get("steps_done"))
     done = done if done is not None else float(last_row.get("step", 0)) if last_row else None
@@ -76,7 +76,13 @@ def cards(record: RunRecord) -> list[Row]:
     generated = total(steps, "tokens/generated")
     speeds = [x for x in (finite(row.get("tokens/per_s")) for row in steps) if x is not None]
     if speeds:
-        under = f"median of a whole step; {short(generated)} in all" if generated else "median of a whole step"
+        under = (
+            "trained, median of a step"
+            if record.is_supervised
+            else f"median of a whole step; {short(generated)} in all"
+            if generated
+            else "median of a whole step"
+        )
         out.append(_card("Tokens per second", short(statistics.median(speeds)), under))
     return out
 
@@ -84,6 +90,20 @@ def cards(record: RunRecord) -> list[Row]:
 def _held_out(record: RunRecord, key: str) -> list[tuple[int, float]]:
     """Return (step, mean reward) of the evaluations."""
     return [(row["step"], value) for row in record.metrics if (value := finite(row.get(f"eval/accuracy_{key}"))) is not None]
+
+
+def _loss_cards(record: RunRecord) -> list[Row]:
+    """Return the loss and the accuracy of a supervised stage, of held-out rows if there are any."""
+    found = []
+    for key, label, shown in (("loss", "Loss", number), ("accuracy", "Accuracy", percent)):
+        for source, what in (("eval", "held out"), ("learn", "of training")):
+            points = [(row["step"], x) for row in record.metrics if (x := finite(row.get(f"{source}/{key}"))) is not None]
+            if points:
+                (first, start), (last, end) = points[0], points[-1]
+                under = f"{what}, step {first} to {last}" if len(points) > 1 else f"{what}, at step {last}"
+                found.append(_card(label, f"{shown(start)} → {shown(end)}" if len(points) > 1 else shown(end), under))
+                break
+    return found
 
 
 def _reward_card(steps: Sequence[Row]) -> list[Row]:

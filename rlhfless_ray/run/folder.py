@@ -20,6 +20,7 @@ import yaml
 from rlhfless_ray.common.disk_space import DiskFull, Reserve, replace_file, writing
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.checkpoints import Checkpoints, driver_state, swap_folder
 from rlhfless_ray.types import Sample
 from rlhfless_ray.weights.tensor_file import Files, parts_of
@@ -39,7 +40,7 @@ class RunFolder:
         self.reserve = Reserve(path / ".reserve")
 
     @classmethod
-    def create(cls, recipe: Recipe) -> RunFolder:
+    def create(cls, recipe: Recipe | SupervisedRecipe) -> RunFolder:
         """Create `<root>/<name>`, or `<name>-2`, `-3`, … if it exists: runs never overwrite each other.
 
         Raises DiskFull."""
@@ -63,7 +64,7 @@ class RunFolder:
         raise UserError(f"run.root {root}: too many runs are called {recipe.run.name}; set run.name")
 
     @staticmethod
-    def check_root(recipe: Recipe) -> None:
+    def check_root(recipe: Recipe | SupervisedRecipe) -> None:
         """Check before the start that a run folder can be created, and leave nothing. Raises UserError."""
         root = Path(recipe.run.root).absolute()
         there = next(path for path in (root, *root.parents) if path.exists())
@@ -173,7 +174,7 @@ class RunFolder:
 
     # ---- status -----------------------------------------------------------------------------------------------
 
-    def begin(self, recipe: Recipe, machine: str, steps_done: int) -> None:
+    def begin(self, recipe: Recipe | SupervisedRecipe, machine: str, steps_done: int) -> None:
         """Mark the run as running. A resume keeps `started_at`, and renames the old recipe if it changed."""
         before = self._read_status()
         resumed = [*before.get("resumed_at", []), *([_now()] if before else [])]

@@ -494,18 +494,18 @@ def room_ahead(recipe: Recipe) -> Room:
     cluster = RayCluster(recipe)  # joined for a look, and left again
     try:
         cluster.start()
-        return cluster_room(cluster, cluster.resource())
+        return cluster_room(cluster, recipe, cluster.resource())
     finally:
         cluster.stop()
 
 
-def cluster_room(cluster: RayCluster, resource: str) -> Room:
+def cluster_room(cluster: RayCluster, recipe: Recipe, resource: str) -> Room:
     """Return the memory of a started RayCluster."""
     from rlhfless_ray.functions.lease import cluster_slots
 
-    return local_room(cluster.recipe, resource) if cluster.private else ray_room(resource, cluster_slots(resource))
+    return local_room(recipe, resource) if cluster.private else ray_room(resource, cluster_slots(resource))
 
 
 def check_on(cluster: RayCluster, resource: str, recipe: Recipe, lengths: Lengths) -> str:
     """Call `check` on the run's cluster with the prompts' real lengths."""
-    return check(recipe, models_of(recipe), lambda: cluster_room(cluster, resource), lengths)
+    return check(recipe, models_of(recipe), lambda: cluster_room(cluster, recipe, resource), lengths)

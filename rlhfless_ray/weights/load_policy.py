@@ -51,7 +51,7 @@ def initial_policy(recipe: Recipe) -> tuple[Files, bool]:
     """Return the policy's files, and whether it still needs a warm start. Raises UserError for an invalid folder."""
     if recipe.policy.path:
         files = read_folder(model_folder(recipe.policy.path, "policy.path"))
-        _check_files(files)
+        check_files(files)
         return files, False
     built_in = task(recipe.prompts.task)
     cached = cache_folder() / "policies" / warm_start_key(recipe)
@@ -66,7 +66,7 @@ def initial_policy(recipe: Recipe) -> tuple[Files, bool]:
     return files, recipe.warm_start.steps > 0
 
 
-def _check_files(files: Files) -> None:
+def check_files(files: Files) -> None:
     """Raise UserError for a config without model type and for truncated weights, such as partial copies and git-lfs pointers."""
     config = _config(files)
     if not isinstance(config, dict) or not (config.get("model_type") or config.get("auto_map")):

@@ -1,0 +1,76 @@
+"""Read a recipe from a file or a tree, and write it again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import ValidationError
+
+from rlhfless_ray.common.errors import UserError, one_line
+from rlhfless_ray.recipe.reading import apply_override, describe_mistake, read_yaml
+from rlhfless_ray.recipe.section import Section
+
+
+def read_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a recipe's file as a nested dict with the overrides applied. Raises UserError."""
+    if not path.is_file():
+        raise UserError(f"recipe {path}: " + ("a folder; name the recipe's YAML file" if path.is_dir() else "no such file"))
+    try:
+        tree = read_yaml(path.read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe {path}: not valid YAML: {one_line(error)}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"recipe {path}: expected sections such as `rollout:` at the top, found {type(tree).__name__}")
+    for override in overrides:
+        apply_override(tree, override)
+    return tree
+
+
+class RecipeFile(Section):
+    """A whole recipe: what `rlhfless train` reads."""
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Self:
+        """Read a YAML file and apply overrides of the form `section.key=value`, whose values are YAML.
+
+        Raises:
+            UserError: For a missing file, an unknown key (naming the nearest one), a wrong type or a value out of range.
+
+        Examples:
+            >>> recipe = Recipe.load("recipes/quickstart.yaml", ["rollout.temperature=0.7"])
+            >>> recipe.run.name, recipe.rollout.temperature
+            ('quickstart', 0.7)
+        """
+        path = Path(path)
+        tree = read_tree(path, overrides)
+        run = tree.get("run")
+        if run is None or (isinstance(run, dict) and not run.get("name")):
+            tree["run"] = {**(run or {}), "name": re.sub(r"[^\w.-]+", "-", path.stem).lstrip(".-")}
+        return cls.parse(tree, where=f"recipe {path}")
+
+    @classmethod
+    def parse(cls, tree: dict[str, Any], where: str = "recipe") -> Self:
+        """Validate a nested dict.
+
+        Raises:
+            UserError: For the first mistake. Its message begins with `where`.
+
+        Examples:
+            >>> Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "rolout": {}})
+            Traceback (most recent call last):
+            ...
+            rlhfless_ray.common.errors.UserError: recipe: unknown key `rolout`; did you mean `rollout`?
+        """
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            raise UserError(f"{where}: {describe_mistake(cls, error)}") from None
+
+    def to_yaml(self) -> str:
+        """Return the whole recipe as YAML, defaults included."""
+        text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        return text

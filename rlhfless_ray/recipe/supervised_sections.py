@@ -1,0 +1,236 @@
+"""Recipe of a supervised stage: SFT, a reward model, DPO or KTO."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from rlhfless_ray.recipe.data_sections import one_gap
+from rlhfless_ray.recipe.learn_sections import LearnerConfig, LoraConfig
+from rlhfless_ray.recipe.recipe_file import RecipeFile
+from rlhfless_ray.recipe.rollout_sections import PolicyConfig
+from rlhfless_ray.recipe.run_sections import ClusterConfig, PriceConfig, SaveConfig, WatchConfig
+from rlhfless_ray.recipe.section import MAX_ROWS, Section
+
+SupervisedTask = Literal["sft", "rm", "dpo", "kto"]
+PAIRED = ("rm", "dpo")
+WITH_REFERENCE = ("dpo", "kto")
+
+
+class SupervisedRun(Section):
+    name: str = Field("", pattern=r"^(\w[\w.-]*)?$")
+    """Name of the run's folder below `root`. Empty: the recipe's file name. A number is added if that folder exists already."""
+    root: str = Field("runs", min_length=1)
+    """Folder for run folders. With several nodes it must be a file system that all of them share, as Ray Train asks for."""
+    epochs: int = Field(1, ge=1)
+    """Passes over the rows, which decide the number of optimizer steps unless `steps` does."""
+    steps: int | None = Field(None, ge=1)
+    """Optimizer steps in total. None: `epochs` decides."""
+    seed: int = 0
+    """Seed of the order of rows and of weights that are drawn."""
+    min_ranks: int | None = Field(None, ge=1)
+    """Fewest ranks with which training starts, and continues after a node was lost. Ray Train takes up to `learner.ranks` if there
+    are slots for them. What is learned does not depend on their number. None: `learner.ranks`."""
+    max_restarts: int = Field(3, ge=0)
+    """Number of times that the ranks start again from the last checkpoint because one of them died, before the run ends."""
+
+
+class SupervisedData(Section):
+    task: str = ""
+    """A built-in task, `chain` or `sort`: its supervised responses, or pairs of a right and a wrong one. Set exactly one of this,
+    `path` and `paths`."""
+    path: str = ""
+    """A data set, as in `prompts.path`."""
+    paths: list[str] = Field(default_factory=list)
+    """Several data sets, as in `prompts.paths`."""
+    probabilities: list[float] | None = None
+    """Shares of `paths` in the mix, as in `prompts.probabilities`."""
+    split: str = Field("train", min_length=1)
+    """Split of data sets that have several."""
+    max_rows: int | None = Field(None, ge=1)
+    """Keep only the first rows of each data set, and of their mix. None: all."""
+    rows: int = Field(4096, ge=1, le=MAX_ROWS)
+    """Rows that a built-in task generates for training."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: a text or, with `template: chat`, a text or a list of turns. Empty: there is none, and the other columns
+    hold whole texts or conversations."""
+    response_column: str = "response"
+    """sft, kto: column with the response: a text or a list of turns. Empty: the prompt's column holds the whole text or conversation."""
+    chosen_column: str = Field("chosen", min_length=1)
+    """rm, dpo: column with the preferred response."""
+    rejected_column: str = Field("rejected", min_length=1)
+    """rm, dpo: column with the other response."""
+    margin_column: str = "margin"
+    """rm: column with the least difference of the two rewards, for rows that have it; 0 for others."""
+    label_column: str = Field("label", min_length=1)
+    """kto: column that says whether the response is desirable: true or false."""
+    template: Literal["none", "chat"] = "none"
+    """`chat`: render turns with the tokenizer's chat template."""
+    input_template: Annotated[str, AfterValidator(one_gap)] | None = None
+    """Text with one `{}` into which each prompt is put, for `template: none`."""
+    add_bos: bool = True
+    """For `template: none`: begin with the tokenizer's beginning-of-text token, if it adds one itself."""
+    train_on: Literal["response", "assistant", "all"] = "response"
+    """sft: tokens that the loss counts. `response`: the response, or the last turn. `assistant`: every turn of the assistant.
+    `all`: every token, as in pre-training; no end-of-sequence token is added."""
+    contract: Literal["own", "openrlhf"] = "own"
+    """How text becomes tokens. `own`: prompt and response are tokenized separately, as in a rollout, and the end-of-sequence token
+    follows. `openrlhf`: as in its data sets: prompt and response are one text, which ends with a space and the end-of-sequence token;
+    longer ones lose their last tokens."""
+    max_tokens: int = Field(2048, ge=4)
+    """Longest sequence. `overlong` says what happens to longer ones."""
+    overlong: Literal["stop", "leave_out", "cut_right"] = "stop"
+    """Longer sequences end the run before it starts (`stop`), or are left out (`leave_out`), or lose their last tokens (`cut_right`).
+    What is left out or cut is counted and reported."""
+    batch_rows: int = Field(32, ge=1)
+    """Rows, or pairs, of an optimizer step."""
+    remainder: Literal["short", "drop"] = "short"
+    """An epoch's last rows that do not fill a batch make a shorter one (`short`), or are not trained in this epoch (`drop`)."""
+    shuffle: bool = True
+    """Shuffle every epoch, by the run's seed."""
+
+    @property
+    def sources(self) -> list[str]:
+        return self.paths or ([self.path] if self.path else [])
+
+
+class SupervisedEvaluation(Section):
+    path: str = ""
+    """A data set to evaluate on, or several separated by commas. Empty: held-out rows."""
+    split: str = Field("train", min_length=1)
+    """Split of that data set."""
+    rows: int = Field(0, ge=0, le=MAX_ROWS)
+    """Number of held-out rows. Built-in tasks generate them; of a file the last rows are held out of training. With `path`: the
+    first rows of it, 0: all."""
+    every_steps: int = Field(0, ge=0)
+    """Steps between two evaluations. 0: only before the first step and after the last."""
+
+
+class SupervisedLoss(Section):
+    kind: Literal["sigmoid", "logexp", "ipo"] = "sigmoid"
+    """rm: `sigmoid` (with margins) or `logexp` (without). dpo: `sigmoid`, or `ipo` for the squared loss of IPO."""
+    beta: float = Field(0.1, gt=0)
+    """dpo, kto: strength with which the policy is held to the reference."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """dpo: probability that a pair's labels are the wrong way around (cDPO)."""
+    nll_coefficient: float = Field(0.0, ge=0)
+    """dpo: weight of the chosen responses' negative log-likelihood, a mean over their tokens, which is added to the loss."""
+    desirable_weight: float = Field(1.0, ge=0)
+    """kto: weight of desirable responses."""
+    undesirable_weight: float = Field(1.0, ge=0)
+    """kto: weight of undesirable responses."""
+    mean: Literal["token", "sequence"] = "token"
+    """sft: the loss is a mean over all tokens of a batch (`token`), or over its sequences of the mean of each (`sequence`)."""
+    value_head: str = Field("score", min_length=1)
+    """rm: name of the scalar head's weights in the model folder. Weights that it lacks are drawn."""
+
+
+class SupervisedReference(Section):
+    path: str = ""
+    """dpo, kto: a Hugging Face folder of the model that the policy is held to. Empty: the policy before its first step."""
+
+
+class SupervisedCheckpoints(Section):
+    path: str = ""
+    """Folder for checkpoints, in which Ray Train makes one of the run folder's name. Empty: the run folder."""
+    every_steps: int = Field(0, ge=0)
+    """Steps between two checkpoints. 0: only when the run ends or is stopped."""
+    keep: int = Field(2, ge=1)
+    """Number of checkpoints to keep: the newest."""
+
+
+class SupervisedFunctions(Section):
+    slot: Literal["auto", "cpu", "gpu"] = "auto"
+    """Kind of slot: one core or one GPU. `auto`: GPUs if the cluster has any."""
+    lease_deadline_s: float = Field(300.0, gt=0)
+    """A start of the ranks that takes longer ends the run and names what is missing."""
+
+
+class SupervisedRecipe(RecipeFile):
+    """A supervised stage: `task: sft`, `rm`, `dpo` or `kto`. Sections of the same name have the keys of `Recipe`.
+
+    Examples:
+        >>> SupervisedRecipe.parse({"task": "sft", "data": {"task": "chain"}}).data.batch_rows
+        32
+    """
+
+    task: SupervisedTask
+    """`sft`: next-token loss on responses. `rm`: a reward model from pairs. `dpo`: a policy from pairs. `kto`: a policy from responses
+    with a label."""
+    run: SupervisedRun = SupervisedRun()
+    policy: PolicyConfig = PolicyConfig()
+    data: SupervisedData = SupervisedData()
+    evaluate: SupervisedEvaluation = SupervisedEvaluation()
+    loss: SupervisedLoss = SupervisedLoss()
+    reference: SupervisedReference = SupervisedReference()
+    learner: LearnerConfig = LearnerConfig(learning_rate=1e-5)
+    lora: LoraConfig = LoraConfig()
+    functions: SupervisedFunctions = SupervisedFunctions()
+    price: PriceConfig = PriceConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    checkpoint: SupervisedCheckpoints = SupervisedCheckpoints()
+    save: SaveConfig = SaveConfig()
+    watch: WatchConfig = WatchConfig()
+
+    @property
+    def min_ranks(self) -> int:
+        return self.run.min_ranks or self.learner.ranks
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> SupervisedRecipe:
+        data, loss = self.data, self.loss
+        if sum(map(bool, (data.task, data.path, data.paths))) != 1:
+            raise ValueError("data: set exactly one of `task` (built in) and `path` (a file) or `paths` (several)")
+        if data.sources and not self.policy.path:
+            raise ValueError("policy.path: name a local Hugging Face model folder; only built-in tasks create their own policy")
+        if data.probabilities is not None and len(data.probabilities) != len(data.paths):
+            raise ValueError(f"data.probabilities: {len(data.probabilities)} numbers for {len(data.paths)} data sets in data.paths")
+        if data.task and self.evaluate.path:
+            raise ValueError("evaluate.path: a built-in task generates its own held-out rows; leave it out")
+        if data.input_template is not None and data.template == "chat":
+            raise ValueError("data.input_template: the chat template replaces it; set data.template to none, or leave it out")
+        if data.overlong == "cut_right" and data.contract == "own" and self.task != "sft":
+            raise ValueError("data.overlong: cut_right would compare parts of responses; set `leave_out`, or `stop`")
+        if data.train_on == "assistant" and data.template != "chat":
+            raise ValueError("data.train_on: `assistant` needs turns; set data.template to chat")
+        if data.train_on != "response" and self.task != "sft":
+            raise ValueError(f"data.train_on: {self.task} counts whole responses, so leave it out")
+        if not data.prompt_column and not data.response_column and self.task in ("sft", "kto"):
+            raise ValueError("data.prompt_column: both it and data.response_column are empty; name one")
+        if self.task == "kto" and not (data.prompt_column and data.response_column):
+            raise ValueError("data.response_column: kto needs prompts and responses in columns of their own; name both")
+        kinds = {"rm": ("sigmoid", "logexp"), "dpo": ("sigmoid", "ipo")}.get(self.task, ("sigmoid",))
+        if loss.kind not in kinds:
+            raise ValueError(f"loss.kind: {self.task} has {' and '.join(f'`{kind}`' for kind in kinds)} only")
+        mine = {
+            "sft": {"mean"},
+            "rm": {"kind", "value_head"},
+            "dpo": {"kind", "beta", "label_smoothing", "nll_coefficient"},
+            "kto": {"beta", "desirable_weight", "undesirable_weight"},
+        }[self.task]
+        for key in SupervisedLoss.model_fields:
+            if key not in mine and getattr(loss, key) != SupervisedLoss.model_fields[key].default:
+                raise ValueError(f"loss.{key}: {self.task} does not use it; leave it out")
+        if loss.kind == "ipo" and loss.label_smoothing:
+            raise ValueError("loss.label_smoothing: ipo has none; leave it out")
+        if self.reference.path and self.task not in WITH_REFERENCE:
+            raise ValueError(f"reference.path: {self.task} has no reference; leave it out")
+        if self.reference.path and self.lora.rank and self.task in WITH_REFERENCE and self.reference.path != self.policy.path:
+            raise ValueError("reference.path: with lora.rank the reference is the policy without its adapters; leave it out")
+        if self.min_ranks > self.learner.ranks:
+            raise ValueError("run.min_ranks: must not exceed learner.ranks")
+        if self.learner.ranks > data.batch_rows:
+            raise ValueError("learner.ranks: must not exceed data.batch_rows")
+        if self.policy.dtype == "bfloat16" and self.learner.zero_stage == 0:
+            raise ValueError(
+                "learner.zero_stage: with policy.dtype bfloat16 it must be 1, 2 or 3, which keep the float32 weights that "
+                "small updates need"
+            )
+        if self.learner.overlap != "auto":
+            raise ValueError("learner.overlap: a supervised stage has no rollout; leave it out")
+        if self.lora != LoraConfig() and not self.lora.rank:
+            raise ValueError("lora: lora.rank is 0, so there are no adapters; set it, or leave the section out")
+        if self.lora.publish != "auto":
+            raise ValueError("lora.publish: there are no engines; leave it out")
+        return self

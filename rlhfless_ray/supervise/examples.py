@@ -1,0 +1,144 @@
+"""Tokenized rows of a supervised stage, and the batches and micro-batches that are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing, micro_batches
+from rlhfless_ray.learn.packing import MOST_WORK
+from rlhfless_ray.learn.packing import padded as pack
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sequence: its token ids, the number of those before the first that may be trained (at least 1), and which of the others are."""
+
+    tokens: Sequence[int]
+    context_tokens: int
+    mask: np.ndarray | None = None  # (tokens after the context,) bool; None: all
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Sequences laid end to end. A row has `per_row` of them, which lie behind each other: a pair is the chosen and the rejected one.
+
+    tokens (Σ length,) int32; context_lengths and lengths (sequences,) int64; mask (Σ length,) bool: the tokens that are trained;
+    extras (rows,) float32: margin or label of each row.
+    """
+
+    tokens: np.ndarray
+    context_lengths: np.ndarray
+    lengths: np.ndarray
+    mask: np.ndarray
+    extras: np.ndarray
+    per_row: int = 1
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[Example]], extras: Sequence[float]) -> Examples:
+        sequences = [one for row in rows for one in row]
+        masks = []
+        for one in sequences:
+            trained = np.zeros(len(one.tokens), bool)
+            trained[one.context_tokens :] = True if one.mask is None else one.mask
+            masks.append(trained)
+        return cls(
+            tokens=np.concatenate([np.asarray(one.tokens, np.int32) for one in sequences] or [np.empty(0, np.int32)]),
+            context_lengths=np.array([one.context_tokens for one in sequences], np.int64),
+            lengths=np.array([len(one.tokens) for one in sequences], np.int64),
+            mask=np.concatenate(masks or [np.empty(0, bool)]),
+            extras=np.asarray(extras, np.float32),
+            per_row=len(rows[0]) if rows else 1,
+        )
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.extras)
+
+    def sequences_of(self, rows: np.ndarray) -> np.ndarray:
+        """Return the numbers of these rows' sequences."""
+        return (np.asarray(rows)[:, None] * self.per_row + np.arange(self.per_row)).ravel()
+
+    def batch(self, rows: np.ndarray) -> Batch:
+        """Return the sequences of these rows; `groups` are the positions in `rows`. There are no log-probabilities and advantages."""
+        ends = np.cumsum(self.lengths)
+        numbers = self.sequences_of(rows)
+        pieces = [slice(ends[i] - self.lengths[i], ends[i]) for i in numbers]
+        contexts, lengths = self.context_lengths[numbers], self.lengths[numbers]
+        masks = [self.mask[piece][context:] for piece, context in zip(pieces, contexts, strict=True)]
+        mask = np.concatenate(masks or [np.empty(0, bool)])
+        zeros = np.zeros(int(mask.sum()), np.float32)
+        return Batch(
+            tokens=np.concatenate([self.tokens[piece] for piece in pieces] or [np.empty(0)]).astype(np.int64),
+            prompt_lengths=contexts,
+            lengths=lengths,
+            groups=np.repeat(np.arange(len(rows)), self.per_row),
+            logprobs=zeros,
+            advantages=zeros,
+            mask=None if mask.all() else mask,
+        )
+
+
+def cut_rows(batch: Batch, per_row: int, max_tokens: int, sharing: PromptSharing, rank: int = 0, ranks: int = 1) -> list[MicroBatch]:
+    """Cut a batch into micro-batches of at most `max_tokens` padded tokens, and return those of one rank; see `micro_batches`.
+
+    The two sequences of a pair are always in the same micro-batch, and in the same row where they share enough of a prompt.
+    """
+    if per_row == 1:
+        return micro_batches(batch, np.arange(len(batch)), max_tokens, None, rank, ranks)
+    lengths, contexts = batch.lengths.reshape(-1, per_row), batch.prompt_lengths.reshape(-1, per_row)
+    apart = per_row * lengths.max(axis=1)
+    together = contexts[:, 0] + (lengths - contexts).sum(axis=1)
+    fits = sharing.window is None or lengths.max(initial=0) <= sharing.window
+    shared = (
+        fits
+        and not sharing.obstacle
+        and together.max(initial=0) <= max_tokens
+        and together.sum() <= MOST_WORK * apart.sum()
+        and all(_same_context(batch, contexts))
+    )
+    pairs = np.arange(len(batch)).reshape(-1, per_row)
+    parts = pack(together if shared else apart, max_tokens, ranks)[rank]
+    if shared:
+        return [[pairs[i] for i in part] for part in parts]
+    return [list(pairs[part].reshape(-1, 1)) for part in parts]
+
+
+def _same_context(batch: Batch, contexts: np.ndarray) -> Iterator[bool]:
+    """Yield for each row whether its sequences begin with the same context."""
+    starts = (np.cumsum(batch.lengths) - batch.lengths).reshape(contexts.shape)
+    for row, counts in zip(starts, contexts, strict=True):
+        first = batch.tokens[row[0] : row[0] + counts[0]]
+        yield all(np.array_equal(first, batch.tokens[start : start + n]) for start, n in zip(row, counts, strict=True))
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """Which rows each optimizer step trains: every row once an epoch, in an order that follows from the seed."""
+
+    rows: int
+    batch_rows: int
+    epochs: int
+    seed: int
+    shuffle: bool = True
+    drops: bool = False  # whether an epoch's last rows that do not fill a batch are not trained in it
+    most_steps: int | None = None  # they decide instead of the epochs, which then go on
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.rows // self.batch_rows if self.drops else -(-self.rows // self.batch_rows)
+
+    @property
+    def steps(self) -> int:
+        return self.most_steps or self.epochs * self.steps_per_epoch
+
+    def step(self, number: int) -> np.ndarray:
+        """Return the rows of step `number`, counted from 0."""
+        epoch, within = divmod(number, self.steps_per_epoch)
+        order = np.arange(self.rows)
+        if self.shuffle:
+            np.random.default_rng([self.seed % 2**63, 3, epoch]).shuffle(order)
+        return order[within * self.batch_rows : (within + 1) * self.batch_rows]

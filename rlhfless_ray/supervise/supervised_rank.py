@@ -1,0 +1,273 @@
+"""One rank of a supervised stage: a model, its loss on a batch of rows, and the passes without gradient that the loss needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.lora import LoraAdapters
+from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing, micro_batches, padded, passed
+from rlhfless_ray.learn.policy_model import TokenLogprobs, TokenValues, check_head, load_critic, load_model, scalar_config, token_logprobs
+from rlhfless_ray.learn.rank_settings import RankSettings
+from rlhfless_ray.learn.trainer_rank import TrainerRank
+from rlhfless_ray.recipe import AlgorithmConfig
+from rlhfless_ray.recipe.supervised_sections import WITH_REFERENCE, SupervisedRecipe
+from rlhfless_ray.supervise.examples import Examples, cut_rows
+from rlhfless_ray.supervise.losses import dpo_loss, kto_loss, pairwise_loss
+from rlhfless_ray.weights.model_folder import as_folder
+from rlhfless_ray.weights.tensor_file import Files
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Means over the rows of an optimizer step, or of an evaluation."""
+
+    metrics: dict[str, float]
+    trained_tokens: int
+    grad_norm: float = 0.0
+    learning_rate: float = 0.0
+    skipped: str = ""  # why the step was not applied
+
+
+class SupervisedRank:
+    """Call `open` once, then `step` for each optimizer step. Every rank makes the same calls with the same rows in the same order."""
+
+    def __init__(
+        self, recipe: SupervisedRecipe, steps: int, rank: int = 0, ranks: int = 1, device: str = "cpu", alive: Callable[[], object] = int
+    ) -> None:
+        """`alive`: called now and then in passes over whole data sets."""
+        self.alive = alive
+        self.recipe, self.rank, self.ranks = recipe, rank, ranks
+        self.task, self.loss = recipe.task, recipe.loss
+        self.seed = recipe.run.seed % 2**63
+        self.trainer = TrainerRank(
+            RankSettings(
+                learner=recipe.learner.model_copy(update={"ranks": ranks}),
+                lora=recipe.lora,
+                algorithm=AlgorithmConfig(),
+                policy=recipe.policy,
+                optimizer_steps=steps,
+                temperature=1.0,
+                seed=recipe.run.seed,
+                rank=rank,
+                device=device,
+            )
+        )
+        self.device = self.trainer.device
+        self.sharing = PromptSharing(width=1, obstacle="not open")
+        self.references: dict[int, np.ndarray] = {}  # by data set: log-probabilities of its sequences under the reference
+
+    # ---- life -------------------------------------------------------------------------------------------------
+
+    def open(
+        self, model: Files | Path, reference: Path | None, data: list[Examples], known: list[np.ndarray] | None, state: Any
+    ) -> list[np.ndarray]:
+        """Build the engine and return the reference's log-probabilities of the sequences in each data set, [] without a reference.
+
+        Args:
+            model: the folder that training begins with, or its files.
+            reference: folder of another reference.
+            data: data sets whose rows `step` and `evaluate` will get.
+            known: what an earlier call returned, which is then not computed again.
+            state: see `read_state`; None at the beginning.
+        """
+        recipe = self.recipe
+        self.trainer.join_gang(None)
+        with as_folder(model) as folder:
+            policy = recipe.policy
+            if self.task == "rm":
+                wrapped: Any = TokenValues(load_critic(folder, policy.dtype, policy.trust_remote_code, self.loss.value_head, self.seed))
+            else:
+                wrapped = TokenLogprobs(load_model(folder, policy.dtype, policy.trust_remote_code))
+                check_head(wrapped.model)
+        self.sharing = PromptSharing.of(wrapped.model, recipe.learner.share_prompts, recipe.lora.dropout)
+        if self.task in WITH_REFERENCE and known is None:
+            base = wrapped
+            if reference is not None:
+                base = TokenLogprobs(load_model(reference, policy.dtype, policy.trust_remote_code))
+                if base.model.config.get_text_config().vocab_size != wrapped.model.config.get_text_config().vocab_size:
+                    raise RunError("reference.path: its vocabulary is not that of policy.path, so their log-probabilities do not compare")
+            known = [self._reference_sums(base.to(self.device), examples) for examples in data]
+            del base
+        self.references = dict(enumerate(known or []))
+        lora = LoraAdapters(wrapped.model, recipe.lora, self.seed) if recipe.lora.rank else None
+        self.trainer.open(wrapped, state, lora)
+        return known or []
+
+    def _reference_sums(self, module: Any, examples: Examples) -> np.ndarray:
+        """Return log-probabilities (sequences,) float64 of the trained tokens of each sequence, summed. Without gradient."""
+        sums = torch.zeros(len(examples.lengths), dtype=torch.float64)
+        size = max(1, 8 * self.recipe.data.batch_rows)
+        for start in range(0, len(examples), size):
+            rows = np.arange(start, min(start + size, len(examples)))
+            batch = examples.batch(rows)
+            part = self._sequence_sums(module, batch, self._cut(batch, examples))
+            if self.task == "kto":
+                part += self._sequence_sums(module, batch, self._cut(batch, examples, mismatched=True))
+            sums[torch.from_numpy(examples.sequences_of(rows))] = part.double()
+            self.alive()
+        return self.trainer.over_ranks(sums).numpy()
+
+    def _cut(self, batch: Batch, examples: Examples, mismatched: bool = False) -> list[MicroBatch]:
+        """Return this rank's micro-batches. kto: of the rows' own responses, or of the `mismatched` ones."""
+        most = self.recipe.learner.max_micro_batch_tokens
+        if self.task == "kto":
+            return micro_batches(batch, np.arange(int(mismatched), len(batch), 2), most, None, self.rank, self.ranks)
+        return cut_rows(batch, examples.per_row, most, self.sharing, self.rank, self.ranks)
+
+    def _sequence_sums(self, module: Any, batch: Batch, cuts: list[MicroBatch]) -> Tensor:
+        """Return log-probabilities (sequences,) of this rank's share, summed over tokens; 0 elsewhere. On the host, no gradient."""
+        flat = passed(lambda tensors: token_logprobs(module, tensors, 1.0)[0], batch, cuts, self.device)
+        owner = torch.from_numpy(np.repeat(np.arange(len(batch)), batch.response_lengths))
+        return torch.zeros(len(batch)).index_add_(0, owner, flat.cpu())
+
+    def config(self) -> bytes:
+        """Return config.json of a reward model: a sequence classifier with one label."""
+        return scalar_config(self.trainer.engine.module.model)
+
+    # ---- a step -----------------------------------------------------------------------------------------------
+
+    def step(self, examples: Examples, rows: np.ndarray, data: int = 0) -> StepResult:
+        """Train on these rows: one optimizer step. `data`: which data set they are of."""
+        batch = examples.batch(rows)
+        sums, tokens = self._passes(batch, examples, rows, data, learn=True)
+        rate = self.trainer.rate()
+        norm, applied, reason = self.trainer.step(math.isfinite(sums["loss"]))
+        return StepResult(sums, tokens, norm, rate, "" if applied else reason)
+
+    def evaluate(self, examples: Examples, data: int = 1) -> StepResult:
+        """Return the loss and its companions over a whole data set, without learning."""
+        size, totals, tokens, count = max(1, 4 * self.recipe.data.batch_rows), dict[str, float](), 0, 0.0
+        self.trainer.engine.eval()
+        for start in range(0, len(examples), size):
+            rows = np.arange(start, min(start + size, len(examples)))
+            batch = examples.batch(rows)
+            sums, trained = self._passes(batch, examples, rows, data, learn=False)
+            weight = trained if self.task == "sft" and self.loss.mean == "token" else len(rows)
+            totals = {name: totals.get(name, 0.0) + value * weight for name, value in sums.items()}
+            tokens, count = tokens + trained, count + weight
+            self.alive()
+        self.trainer.engine.train()
+        return StepResult({name: value / count for name, value in totals.items()}, tokens)
+
+    def _passes(self, batch: Batch, examples: Examples, rows: np.ndarray, data: int, learn: bool) -> tuple[dict[str, float], int]:
+        """Run the batch through the model, with gradients if it `learn`s; return means over the batch and its trained tokens."""
+        cuts = self._cut(batch, examples)
+        lengths = batch.response_lengths
+        reference = None
+        if self.task in WITH_REFERENCE:
+            reference = torch.from_numpy(self.references[data][examples.sequences_of(rows)]).float()
+        kl = self._kl(batch, examples, reference) if self.task == "kto" and reference is not None else None
+        extras = torch.from_numpy(examples.extras[rows])
+        totals: dict[str, float] = {}
+        for cut in cuts:
+            # A rank without work still joins the collectives: the first row at weight 0.
+            numbers = cut or list(np.arange(1 if self.task == "kto" else examples.per_row)[:, None])
+            tensors = padded(batch, numbers, self.device)
+            sequences = np.concatenate(numbers)
+            with self.trainer.dropping(batch, sequences, self.seed) if learn else nullcontext(), torch.set_grad_enabled(learn):
+                loss, parts = self._loss(batch, tensors, np.unique(sequences // examples.per_row), lengths, reference, kl, extras)
+                if learn:
+                    self.trainer.backward(loss if cut else loss * 0.0)
+            if cut:
+                for name, value in {"loss": float(loss.detach()), **parts}.items():
+                    totals[name] = totals.get(name, 0.0) + value
+        names = sorted(totals) if totals else []
+        if self.ranks > 1:
+            names = sorted(self._names())
+            summed = self.trainer.over_ranks(torch.tensor([totals.get(name, 0.0) for name in names], dtype=torch.float64))
+            totals = dict(zip(names, summed.tolist(), strict=True))
+        if self.task == "rm":
+            return totals, int(batch.lengths.sum()) - len(batch)
+        return totals, int(lengths[:: examples.per_row].sum() if self.task == "kto" else lengths.sum())
+
+    def _names(self) -> tuple[str, ...]:
+        return {
+            "sft": ("loss",),
+            "rm": ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward"),
+            "dpo": ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "nll"),
+            "kto": ("loss", "accuracy", "kl"),
+        }[self.task]
+
+    def _loss(
+        self,
+        batch: Batch,
+        tensors: dict[str, Tensor],
+        rows: np.ndarray,
+        lengths: np.ndarray,
+        reference: Tensor | None,
+        kl: Tensor | None,
+        extras: Tensor,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Return a micro-batch's part of the batch's mean loss, and of the means of what is logged beside it.
+
+        `rows`: their positions in the batch. `lengths`: trained tokens of each sequence of the batch.
+        """
+        per_row = len(batch) // len(extras)
+        n = len(extras)
+        local = torch.from_numpy(rows)
+        if self.task == "rm":
+            engine = self.trainer.engine
+            values = engine(*(tensors.get(name) for name in ("ids", "rows", "columns", "positions", "segments")))
+            both = _by_row(values, tensors["sequence"], rows, per_row)
+            margins = extras[local].to(self.device)
+            losses = pairwise_loss(both[:, 0], both[:, 1], margins, self.loss.kind)
+            return losses.sum() / n, _pair_means(both, n)
+        logprobs, _ = token_logprobs(self.trainer.engine, tensors, 1.0)
+        if self.task == "sft":
+            counts = torch.from_numpy(lengths)
+            share = 1.0 / int(lengths.sum()) if self.loss.mean == "token" else 1.0 / n
+            weights = torch.full((n,), share) if self.loss.mean == "token" else share / counts
+            return -(logprobs * weights.to(self.device)[tensors["sequence"]]).sum(), {}
+        assert reference is not None
+        sums = _by_row(logprobs, tensors["sequence"], rows, per_row)
+        ratios = sums - reference.reshape(-1, per_row)[local].to(self.device)
+        beta = self.loss.beta
+        if self.task == "dpo":
+            losses = dpo_loss(ratios[:, 0], ratios[:, 1], beta, self.loss.label_smoothing, self.loss.kind)
+            counts = torch.from_numpy(lengths.reshape(-1, per_row)[rows, 0]).to(self.device)
+            nll = -(sums[:, 0] / counts)
+            loss = (losses + self.loss.nll_coefficient * nll).sum() / n
+            return loss, {**_pair_means(beta * ratios, n), "nll": float(nll.detach().sum()) / n}
+        assert kl is not None
+        desirable = extras[local].to(self.device) > 0.5
+        weights_of = (self.loss.desirable_weight, self.loss.undesirable_weight)
+        losses = kto_loss(ratios[:, 0], desirable, kl.to(self.device), beta, weights_of)
+        right = ((ratios[:, 0] > kl.to(self.device)) == desirable).float().sum()
+        return losses.sum() / n, {"accuracy": float(right) / n, "kl": float(kl) * len(rows) / n}
+
+    def _kl(self, batch: Batch, examples: Examples, reference: Tensor) -> Tensor:
+        """Estimate KTO's z on the mismatched sequences of the whole batch: the mean log-ratio, at least 0."""
+        cuts = self._cut(batch, examples, mismatched=True)
+        sums = self.trainer.over_ranks(self._sequence_sums(self.trainer.engine, batch, cuts).double())
+        return (sums - reference.double()).reshape(-1, 2)[:, 1].mean().clamp(min=0).float()
+
+
+def _by_row(values: Tensor, sequences: Tensor, rows: np.ndarray, per_row: int) -> Tensor:
+    """Sum values (tokens,) by sequence: (rows, per_row), in the order of `rows`."""
+    place = torch.full((int(rows.max()) + 1,), -1, dtype=torch.int64, device=values.device)
+    place[torch.from_numpy(rows).to(values.device)] = torch.arange(len(rows), device=values.device)
+    index = place[sequences // per_row] * per_row + sequences % per_row
+    return torch.zeros(len(rows) * per_row, dtype=values.dtype, device=values.device).index_add(0, index, values).reshape(-1, per_row)
+
+
+def _pair_means(both: Tensor, n: int) -> dict[str, float]:
+    """Return these pairs' part of the means over a batch of `n`: accuracy, margin and both rewards."""
+    found = both.detach().double().cpu()
+    difference = found[:, 0] - found[:, 1]
+    return {
+        "accuracy": float((difference > 0).sum()) / n,
+        "margin": float(difference.sum()) / n,
+        "chosen_reward": float(found[:, 0].sum()) / n,
+        "rejected_reward": float(found[:, 1].sum()) / n,
+    }

@@ -1,0 +1,195 @@
+"""What each rank of a supervised stage runs under Ray Train: the loop over optimizer steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+import ray.train
+import torch
+
+from rlhfless_ray.common.errors import RunError, UserError
+from rlhfless_ray.learn.trainer_rank import read_state
+from rlhfless_ray.recipe.supervised_sections import WITH_REFERENCE, SupervisedRecipe
+from rlhfless_ray.supervise.examples import Examples, RowOrder
+from rlhfless_ray.supervise.supervised_rank import StepResult, SupervisedRank
+from rlhfless_ray.types import Span
+from rlhfless_ray.weights.model_folder import read_content, write_folder
+from rlhfless_ray.weights.tensor_file import Files
+
+MODEL, PROGRESS, REFERENCES = "model", "progress.json", "reference_logprobs.npz"
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """What every rank gets. `data`: the rows to train on, and held-out ones. `model`: a folder that each node has, or its files."""
+
+    recipe: SupervisedRecipe
+    order: RowOrder
+    data: Any  # of the object store: list[Examples]
+    model: Any  # Path, or of the object store: Files
+    reference: Path | None
+    storage: Path  # folder of the checkpoints
+    inbox: Any  # actor handle of an `Inbox`
+    device: str
+    threads: int
+
+
+class Inbox:
+    """What the ranks tell the driver, and whether the driver asks them to stop. A Ray actor on the driver's node."""
+
+    def __init__(self) -> None:
+        self.items: list[tuple[str, Any]] = []
+        self.stops = False
+
+    def post(self, kind: str, content: Any) -> bool:
+        """Take a message; return whether the ranks should stop."""
+        self.items.append((kind, content))
+        return self.stops
+
+    def take(self) -> list[tuple[str, Any]]:
+        items, self.items = self.items, []
+        return items
+
+    def stop(self) -> None:
+        self.stops = True
+
+
+def train_rank(config: dict[str, Any]) -> None:
+    """Train until the last step, or until the driver asks to stop. `config`: {"start": RankStart}."""
+    start: RankStart = config["start"]
+    try:
+        _Loop(start).run()
+    except (UserError, RunError) as error:  # another attempt would end in the same way
+        ray.get(start.inbox.post.remote("error", error))
+
+
+class _Loop:
+    def __init__(self, start: RankStart) -> None:
+        context = ray.train.get_context()
+        self.start, self.recipe, self.order = start, start.recipe, start.order
+        self.rank, self.ranks = context.get_world_rank(), context.get_world_size()
+        node = ray.get_runtime_context().get_node_id()
+        began_s = psutil.Process().create_time()
+        self.post("began", (self.rank, self.ranks, node, str(context.get_local_rank()), began_s))
+        torch.set_num_threads(start.threads)
+        self.work = SupervisedRank(self.recipe, self.order.steps, self.rank, self.ranks, start.device, lambda: self.post("alive", None))
+        self.saved = -1
+
+    def post(self, kind: str, content: Any) -> bool:
+        return bool(ray.get(self.start.inbox.post.remote(kind, content)))
+
+    def run(self) -> None:
+        begin = time.time()
+        train, heldout = ray.get(self.start.data)
+        done = self._open([train, heldout])
+        self._span("start", "open", begin)
+        stops, steps = False, self.order.steps
+        if done == 0 and len(heldout):
+            self._evaluate(heldout, 0)
+        while done < steps and not stops:
+            begin = time.time()
+            result = self.work.step(train, self.order.step(done))
+            done += 1
+            stops = self._told(done, result, begin)
+            every = self.recipe.evaluate.every_steps
+            if len(heldout) and (done == steps or (every and done % every == 0)):
+                self._evaluate(heldout, done)
+            every = self.recipe.checkpoint.every_steps
+            if every and done % every == 0 and done < steps:
+                self._save(done)
+        self._save(done, model=done == steps)
+
+    def _open(self, data: list[Examples]) -> int:
+        """Open the engine, from the newest checkpoint if there is one; return the steps that are done."""
+        state, done = None, 0
+        model = self.start.model if isinstance(self.start.model, Path) else ray.get(self.start.model)
+        references = self.start.storage / REFERENCES
+        known = None
+        if self.recipe.task in WITH_REFERENCE and references.is_file():
+            stored = np.load(references)
+            known = [stored[str(number)] for number in range(len(data))]
+        with ExitStack() as stack:
+            checkpoint = ray.train.get_checkpoint()
+            if checkpoint is not None:
+                folder = Path(stack.enter_context(checkpoint.as_directory()))
+                state = read_state({file.name: read_content(file) for file in sorted(folder.iterdir()) if file.is_file()})
+                done = int(json.loads((folder / PROGRESS).read_text())["steps"])
+            found = self.work.open(model, self.start.reference, data, known, state)
+        if found and known is None and self.rank == 0:
+            references.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=references.parent, suffix=".npz", delete=False) as file:
+                np.savez(file, **{str(number): sums for number, sums in enumerate(found)})  # type: ignore[arg-type]
+            os.replace(file.name, references)
+        return done
+
+    def _told(self, done: int, result: StepResult, begin_s: float) -> bool:
+        """Tell the driver about a step; return whether the ranks should stop."""
+        end_s = time.time()
+        seconds = end_s - begin_s
+        self._span("work", "update", begin_s, end_s)
+        stops = False
+        if self.rank == 0:
+            row = {
+                **{f"learn/{name}": value for name, value in result.metrics.items()},
+                "learn/grad_norm": result.grad_norm,
+                "learn/learning_rate": result.learning_rate,
+                "learn/skipped": float(bool(result.skipped)),
+                "tokens/trained": float(result.trained_tokens),
+                "tokens/per_s": result.trained_tokens / seconds,
+                "memory/learner_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+                "step_s": seconds,
+            }
+            stops = self.post("step", (done, row, result.skipped, end_s))
+        return bool(self.work.trainer.over_ranks(torch.tensor([float(stops)])).item()) if self.ranks > 1 else stops
+
+    def _evaluate(self, heldout: Examples, done: int) -> None:
+        begin = time.time()
+        result = self.work.evaluate(heldout)
+        self._span("work", "evaluate", begin)
+        if self.rank == 0:
+            self.post("evaluation", (done, {f"eval/{name}": value for name, value in result.metrics.items()}))
+
+    def _save(self, done: int, model: bool = False) -> None:
+        """Report a checkpoint: each rank its part of the state, and the first one the model if it is complete."""
+        if self.saved == done:
+            return
+        begin = time.time()
+        trainer = self.work.trainer
+        with tempfile.TemporaryDirectory(prefix="rlhfless-checkpoint-") as name:
+            folder = Path(name)
+            write_folder(folder, trainer.state_files())
+            if model:
+                self._write(trainer.model_files, folder / MODEL)
+                if self.recipe.lora.rank:
+                    self._write(lambda: trainer.model_files(trained=True), folder / "adapter")
+            if self.rank == 0:
+                (folder / PROGRESS).write_text(json.dumps({"steps": done}))
+            ray.train.report({"steps": done}, checkpoint=ray.train.Checkpoint.from_directory(name))
+        self.saved = done
+        self._span("work", "checkpoint", begin)
+        if self.rank == 0:
+            self.post("saved", done)
+
+    def _write(self, files_of: Callable[[], Files], folder: Path) -> None:
+        """Write what rank 0 gets; every rank takes part in putting it together."""
+        files = files_of()
+        if self.rank == 0:
+            if self.recipe.task == "rm" and folder.name == MODEL:
+                files = {**files, "config.json": self.work.config()}
+            write_folder(folder, files)
+
+    def _span(self, activity: str, what: str, begin_s: float, end_s: float | None = None) -> None:
+        span = Span(activity, what, begin_s, time.time() if end_s is None else end_s)
+        self.start.inbox.post.remote("spans", (self.rank, [span]))

@@ -1,0 +1,37 @@
+"""One rank of the cases of `test_supervised_rank.py`: python rank_process.py FOLDER RANK RANKS PORT."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rlhfless_ray.supervise.supervised_rank import SupervisedRank
+from rlhfless_ray.weights.load_policy import quiet_libraries
+
+
+def main(folder: Path, rank: int, ranks: int, port: int) -> None:
+    quiet_libraries()
+    torch.set_num_threads(1)
+    cases = pickle.loads((folder / "cases.pickle").read_bytes())
+    results = {}
+    for name, (recipe, examples, steps) in cases.items():
+        work = SupervisedRank(recipe, len(steps), rank, ranks)
+        work.trainer.join_gang(("127.0.0.1", port))
+        references = work.open(folder / "model", None, [examples], None, None)
+        held = work.evaluate(examples, data=0)
+        found = [work.step(examples, rows) for rows in steps]
+        weights = {k: v.clone() for k, v in (work.trainer._merged() or {}).items()}
+        results[name] = {"references": references, "held": held, "steps": found, "weights": {k: np.asarray(v) for k, v in weights.items()}}
+        if rank == 0 and recipe.task == "rm":
+            results[name]["config"] = work.config()
+    if rank == 0:
+        (folder / f"results_{ranks}.pickle").write_bytes(pickle.dumps(results))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

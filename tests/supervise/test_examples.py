@@ -1,0 +1,64 @@
+"""Batches of rows: nothing is lost, pairs stay together, and the order is that of the seed."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhfless_ray.learn.micro_batches import PromptSharing, padded
+from rlhfless_ray.supervise.examples import Example, Examples, RowOrder, cut_rows
+
+
+def pairs(rng: np.random.Generator, count: int, same_context: bool) -> Examples:
+    rows = []
+    for _ in range(count):
+        context = rng.integers(9, size=rng.integers(1, 30)).tolist()
+        others = [context, context if same_context else rng.integers(9, size=len(context)).tolist()]
+        rows.append([Example([*c, *rng.integers(9, size=rng.integers(1, 20)).tolist()], len(c)) for c in others])
+    return Examples.of(rows, np.arange(count))
+
+
+@given(st.integers(1, 200), st.integers(1, 70), st.integers(1, 4), st.booleans(), st.booleans(), st.integers(0, 2**40))
+def test_every_epoch_has_every_row_once(rows: int, batch: int, epochs: int, shuffles: bool, drops: bool, seed: int) -> None:
+    order = RowOrder(rows, batch, epochs, seed, shuffles, drops)
+    steps = [order.step(number) for number in range(order.steps)]
+    assert all(len(step) == batch for step in steps) if drops else all(len(step) for step in steps)
+    for epoch in range(epochs):
+        trained = np.concatenate([np.empty(0, int), *steps[epoch * order.steps_per_epoch : (epoch + 1) * order.steps_per_epoch]])
+        assert len(set(trained)) == len(trained) == (rows // batch * batch if drops else rows)
+
+
+@given(st.integers(0, 2**30), st.integers(1, 12), st.integers(1, 3), st.booleans())
+def test_pairs_stay_together_and_every_token_is_trained_once(seed: int, count: int, ranks: int, same_context: bool) -> None:
+    import torch
+
+    examples = pairs(np.random.default_rng(seed), count, same_context)
+    batch = examples.batch(np.random.default_rng(seed).permutation(count))
+    seen: list[int] = []
+    for rank in range(ranks):
+        for cut in cut_rows(batch, 2, 200, PromptSharing(width=64), rank, ranks):
+            if not cut:
+                continue
+            sequences = np.concatenate(cut)
+            assert sorted(sequences) == sorted(np.concatenate([np.unique(sequences // 2) * 2, np.unique(sequences // 2) * 2 + 1]))
+            tensors = padded(batch, cut, torch.device("cpu"))
+            seen += tensors["flat"].tolist()
+            assert same_context or "segments" not in tensors
+    assert sorted(seen) == list(range(int(batch.response_lengths.sum())))
+
+
+def test_a_shared_context_is_computed_once() -> None:
+    context = list(range(60))
+    examples = Examples.of([[Example([*context, 1, 2], 60), Example([*context, 3], 60)]] * 4, [0.0] * 4)
+    (cut,) = cut_rows(examples.batch(np.arange(4)), 2, 4096, PromptSharing(width=64))
+    assert sorted(len(row) for row in cut) == [2, 2, 2, 2]
+
+
+def test_batch_has_the_rows_asked_for() -> None:
+    examples = pairs(np.random.default_rng(1), 5, True)
+    batch = examples.batch(np.array([3, 1]))
+    starts = np.cumsum(examples.lengths) - examples.lengths
+    expected = [examples.tokens[starts[i] : starts[i] + examples.lengths[i]] for i in (6, 7, 2, 3)]
+    assert np.array_equal(batch.tokens, np.concatenate(expected))
+    assert batch.groups.tolist() == [0, 0, 1, 1]

@@ -1,0 +1,164 @@
+"""Rows → tokens: what is trained, in which template, and what bad rows get."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.prompts.builtin_tasks import task
+from rlhfless_ray.prompts.task_tokenizer import build_tokenizer
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from rlhfless_ray.supervise.examples import Examples
+from rlhfless_ray.supervise.load_rows import SupervisedRows, load_rows
+
+TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """One token for each letter."""
+    found = build_tokenizer(task("sort"))
+    found.add_tokens(list(";0123456789 "))
+    found.chat_template = TEMPLATE
+    return found
+
+
+def recipe(folder: Path, rows: list[dict[str, Any]], stage: str = "sft", **data: Any) -> SupervisedRecipe:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate = data.pop("evaluate", {})
+    return SupervisedRecipe.parse(
+        {"task": stage, "policy": {"path": "x"}, "data": {"path": str(file), **data}, "evaluate": evaluate, "run": {"name": "a"}}
+    )
+
+
+def shown(examples: Examples, tokenizer: Any) -> list[str]:
+    """Return each sequence with its trained tokens in brackets."""
+    found, start = [], 0
+    for length in examples.lengths:
+        tokens = examples.tokens[start : start + length]
+        mask = examples.mask[start : start + length]
+        found.append("".join(f"[{tokenizer.decode([t])}]" if m else tokenizer.decode([t]) for t, m in zip(tokens, mask, strict=True)))
+        start += length
+    return found
+
+
+def read(folder: Path, tokenizer: Any, rows: list[dict[str, Any]], stage: str = "sft", **data: Any) -> tuple[list[str], SupervisedRows]:
+    loaded = load_rows(recipe(folder, rows, stage, **data), tokenizer)
+    return shown(loaded.train, tokenizer), loaded
+
+
+def test_responses_end_and_prompts_are_context(tmp_path: Path, tokenizer: Any) -> None:
+    found, _ = read(tmp_path, tokenizer, [{"prompt": "ab=", "response": "c"}])
+    assert found == ["ab=[c][<eos>]"]
+    found, _ = read(tmp_path, tokenizer, [{"prompt": "ab", "response": "c"}], input_template="x{}=")
+    assert found == ["xab=[c][<eos>]"]
+
+
+def test_pretraining_counts_every_token_but_the_first(tmp_path: Path, tokenizer: Any) -> None:
+    found, _ = read(tmp_path, tokenizer, [{"text": "abc"}], train_on="all", prompt_column="text", response_column="")
+    assert found == ["a[b][c]"]
+
+
+def test_chat_marks_the_last_turn_or_all_of_the_assistant(tmp_path: Path, tokenizer: Any) -> None:
+    turns = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}, {"role": "user", "content": "d"}]
+    row = {"prompt": turns, "response": [{"role": "assistant", "content": "e"}]}
+    found, _ = read(tmp_path, tokenizer, [row], template="chat")
+    assert found == ["ub;ac;ud;a[e][;][<eos>]"] or found == ["ub;ac;ud;a[e][;]"]
+    found, _ = read(tmp_path, tokenizer, [row], template="chat", train_on="assistant")
+    assert found == ["ub;a[c][;]ud;a[e][;]"]
+
+
+def test_openrlhfs_contract_adds_a_space_and_cuts_on_the_right(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"prompt": "ab=", "response": "c\n"}, {"prompt": "ab=", "response": "cdefgh"}, {"prompt": "abcdef=", "response": "c"}]
+    found, loaded = read(tmp_path, tokenizer, rows, contract="openrlhf", max_tokens=8)
+    assert found == ["ab=[c][ ][<eos>]", "ab=[c][d][e][f][<eos>]"]
+    assert "1 rows of more than 8 tokens (data.max_tokens) are left out" in loaded.notes[0] and "line 3" in loaded.notes[0]
+    assert "cut at their end: line 2" in loaded.notes[1]
+
+
+def test_pairs_of_a_reward_model_count_the_place_after_the_last_token(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"prompt": "ab=", "chosen": "c", "rejected": "dd", "margin": 0.5}]
+    found, loaded = read(tmp_path, tokenizer, rows, "rm")
+    assert found == ["ab=c<eos>[<eos>]", "ab=dd<eos>[<eos>]"]
+    assert loaded.train.extras.tolist() == [0.5] and len(loaded.train) == 1
+
+
+def test_kto_pairs_every_prompt_with_another_response(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"prompt": "a=", "response": "x", "label": True}, {"prompt": "b=", "response": "yy", "label": False}]
+    found, loaded = read(tmp_path, tokenizer, rows, "kto")
+    assert found == ["a=[x][<eos>]", "a=[y][y][<eos>]", "b=[y][y][<eos>]", "b=[x][<eos>]"]
+    assert loaded.train.extras.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto"])
+def test_builtin_tasks_have_rows_for_every_stage(stage: str, tokenizer: Any) -> None:
+    parsed = SupervisedRecipe.parse({"task": stage, "data": {"task": "sort", "rows": 20}, "evaluate": {"rows": 5}})
+    loaded = load_rows(parsed, tokenizer)
+    assert len(loaded.train) == 20 and len(loaded.heldout) == 5
+    assert load_rows(parsed, tokenizer).train.tokens.tolist() == loaded.train.tokens.tolist()
+    if stage in ("rm", "dpo"):
+        texts = shown(loaded.train, tokenizer)
+        for chosen in texts[::2]:
+            prompt, _, response = chosen.replace("[", "").replace("]", "").partition("=")
+            assert response.replace("<eos>", "") == "".join(sorted(prompt))
+
+
+def test_held_out_rows_are_the_last(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"prompt": f"{letter}=", "response": letter} for letter in "abcde"]
+    found, loaded = read(tmp_path, tokenizer, rows, evaluate={"rows": 2})
+    assert [text[0] for text in found] == ["a", "b", "c"]
+    assert [text[0] for text in shown(loaded.heldout, tokenizer)] == ["d", "e"]
+
+
+PAIR = {"prompt": "a=", "chosen": "b", "rejected": "c"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "row", "data", "message"),
+    [
+        ("sft", {"promt": "a", "response": "b"}, {}, "line 2: no column `prompt`, only `promt`, `response`; did you mean `promt`?"),
+        ("sft", {"prompt": "a", "response": None}, {}, "line 2: column `response` is null, not a string"),
+        ("sft", {"prompt": "a", "response": ""}, {}, "line 2: column `response` is empty"),
+        ("sft", {"prompt": [{"role": "user", "content": "a"}], "response": "b"}, {}, "set data.template to chat"),
+        ("sft", {"prompt": "a=", "response": "b" * 99}, {"max_tokens": 20}, "line 2: 102 tokens are more than 20"),
+        ("dpo", {**PAIR, "rejected": "b"}, {}, "line 2: `chosen` and `rejected` are the same"),
+        ("rm", {**PAIR, "margin": "wide"}, {}, "line 2: the margin in column `margin` is 'wide', not a number"),
+        ("kto", {"prompt": "a", "response": "b", "label": "good"}, {}, "line 2: the label in column `label` is 'good'"),
+        (
+            "sft",
+            {"prompt": [{"role": "user", "content": "a"}]},
+            {"template": "chat", "train_on": "assistant", "response_column": ""},
+            "line 2: the conversation has no turn of the assistant",
+        ),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, tokenizer: Any, stage: str, row: Any, data: dict[str, Any], message: str) -> None:
+    good = {**PAIR, "response": "b", "label": True}
+    if data.get("train_on") == "assistant":
+        good = {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    with pytest.raises(UserError) as error:
+        load_rows(recipe(tmp_path, [good, row], stage, **data), tokenizer)
+    assert message in str(error.value)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    before, tokenizer.chat_template = tokenizer.chat_template, "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    try:
+        turns = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]
+        with pytest.raises(UserError, match="cannot be told apart"):
+            load_rows(recipe(tmp_path, [{"prompt": turns}], template="chat", response_column=""), tokenizer)
+    finally:
+        tokenizer.chat_template = before
+
+
+def test_long_rows_can_be_left_out(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"prompt": "a=", "response": "b"}, {"prompt": "a=", "response": "b" * 50}]
+    found, loaded = read(tmp_path, tokenizer, rows, max_tokens=20, overlong="leave_out")
+    assert found == ["a=[b][<eos>]"] and "line 2" in loaded.notes[0]
+    assert np.array_equal(loaded.train.lengths, [4])

@@ -1,0 +1,58 @@
+"""Losses against closed forms in numpy, and their gradients against differences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rlhfless_ray.supervise.losses import dpo_loss, kto_loss, pairwise_loss
+
+RNG = np.random.default_rng(5)
+CHOSEN, REJECTED, MARGINS = RNG.normal(size=(3, 16)) * 3
+BETA = 0.3
+
+
+def log_sigmoid(x: np.ndarray) -> np.ndarray:
+    return -np.logaddexp(0, -x)
+
+
+def tensors(*arrays: np.ndarray) -> list[torch.Tensor]:
+    return [torch.from_numpy(x).requires_grad_() for x in arrays]
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"),
+    [
+        (lambda c, r: pairwise_loss(c, r, torch.from_numpy(MARGINS)), lambda c, r: -log_sigmoid(c - r - MARGINS)),
+        (lambda c, r: pairwise_loss(c, r, torch.from_numpy(MARGINS), "logexp"), lambda c, r: np.log1p(np.exp(r - c))),
+        (lambda c, r: dpo_loss(c, r, BETA), lambda c, r: -log_sigmoid(BETA * (c - r))),
+        (
+            lambda c, r: dpo_loss(c, r, BETA, label_smoothing=0.2),
+            lambda c, r: -0.8 * log_sigmoid(BETA * (c - r)) - 0.2 * log_sigmoid(BETA * (r - c)),
+        ),
+        (lambda c, r: dpo_loss(c, r, BETA, kind="ipo"), lambda c, r: (c - r - 0.5 / BETA) ** 2),
+    ],
+)
+def test_pairs(ours, expected) -> None:
+    c, r = tensors(CHOSEN, REJECTED)
+    loss = ours(c, r)
+    assert np.allclose(loss.detach().numpy(), expected(CHOSEN, REJECTED), rtol=1e-12)
+    loss.sum().backward()
+    step = 1e-6
+    slope = (expected(CHOSEN + step, REJECTED) - expected(CHOSEN - step, REJECTED)) / (2 * step)
+    assert c.grad is not None and np.allclose(c.grad.numpy(), slope, atol=1e-7)
+    slope = (expected(CHOSEN, REJECTED + step) - expected(CHOSEN, REJECTED - step)) / (2 * step)
+    assert r.grad is not None and np.allclose(r.grad.numpy(), slope, atol=1e-7)
+
+
+def test_kto() -> None:
+    (ratios,) = tensors(CHOSEN)
+    desirable = torch.from_numpy(RNG.random(16) < 0.5)
+    loss = kto_loss(ratios, desirable, torch.tensor(0.7), BETA, weights=(2.0, 3.0))
+    good, bad = (1 / (1 + np.exp(-BETA * s * (CHOSEN - 0.7))) for s in (1, -1))
+    expected = np.where(desirable.numpy(), 2 * (1 - good), 3 * (1 - bad))
+    assert np.allclose(loss.detach().numpy(), expected, rtol=1e-12)
+    loss.sum().backward()
+    assert ratios.grad is not None
+    assert (np.sign(ratios.grad.numpy()) == np.where(desirable.numpy(), -1, 1)).all()

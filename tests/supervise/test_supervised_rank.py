@@ -1,0 +1,200 @@
+"""Steps of all tasks against plain transformers and torch, and of two ranks against one."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from rlhfless_ray.prompts.builtin_tasks import task
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from rlhfless_ray.supervise.load_rows import load_rows
+from rlhfless_ray.weights.load_policy import load_tokenizer
+from rlhfless_ray.weights.model_folder import read_folder, write_folder
+from tests.conftest import ROOT, environment
+
+pytestmark = pytest.mark.learner
+
+BETA, ROWS = 0.4, 12
+CASES: dict[str, dict[str, Any]] = {
+    "sft": {"task": "sft"},
+    "sft_sequence": {"task": "sft", "loss": {"mean": "sequence"}},
+    "rm": {"task": "rm"},
+    "dpo": {"task": "dpo", "loss": {"beta": BETA, "nll_coefficient": 0.3}},
+    "dpo_apart": {"task": "dpo", "loss": {"beta": BETA, "nll_coefficient": 0.3}, "learner": {"share_prompts": "off"}},
+    "ipo": {"task": "dpo", "loss": {"beta": BETA, "kind": "ipo"}},
+    "kto": {"task": "kto", "loss": {"beta": BETA, "desirable_weight": 1.3}},
+    "lora": {"task": "sft", "lora": {"rank": 4}},
+    "stage_1": {"task": "dpo", "loss": {"beta": BETA, "nll_coefficient": 0.3}, "learner": {"zero_stage": 1}},
+}
+
+
+def parsed(name: str) -> SupervisedRecipe:
+    tree = {"data": {"task": "chain", "rows": ROWS, "batch_rows": 8}, "policy": {"hidden_size": 64, "layers": 2}, **CASES[name]}
+    learner = {"learning_rate": 1e-2, "micro_batch_tokens": 300, "grad_clip": 1e9, "adam_eps": 1e-4, **tree.pop("learner", {})}
+    return SupervisedRecipe.parse({**tree, "learner": learner, "run": {"seed": 7}})
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    from rlhfless_ray.learn.tiny_model import scratch_policy
+
+    folder = tmp_path_factory.mktemp("ranks")
+    write_folder(folder / "model", scratch_policy(parsed("sft"), task("chain")))
+    tokenizer = load_tokenizer(read_folder(folder / "model"), False)
+    steps = [np.array([5, 0, 3, 8, 11, 2, 1]), np.array([4, 9, 6, 7])]
+    cases = {name: (parsed(name), load_rows(parsed(name), tokenizer).train, steps) for name in CASES}
+    (folder / "cases.pickle").write_bytes(pickle.dumps(cases))
+    found: dict[int, dict[str, Any]] = {}
+    for ranks in (1, 2):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        started = [
+            subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("rank_process.py")), str(folder), str(rank), str(ranks), str(port)],
+                cwd=ROOT,
+                env={**environment(), "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        said = [process.communicate(timeout=300)[0] for process in started]
+        assert all(process.returncode == 0 for process in started), "\n".join(said)[-4000:]
+        found[ranks] = pickle.loads((folder / f"results_{ranks}.pickle").read_bytes())
+    found[0] = {"folder": folder, "cases": cases}  # type: ignore[dict-item]
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_learn_what_one_does(results: dict[int, Any], name: str) -> None:
+    one, two = results[1][name], results[2][name]
+    for a, b in zip([one["held"], *one["steps"]], [two["held"], *two["steps"]], strict=True):
+        for found in (a.metrics, b.metrics):
+            found.pop("accuracy", None)  # before the first step all ratios are 0 but for rounding, so who is ahead is chance
+        assert a.metrics == pytest.approx(b.metrics, rel=2e-4, abs=1e-5)
+        assert a.trained_tokens == b.trained_tokens and a.grad_norm == pytest.approx(b.grad_norm, rel=1e-3)
+    for key, weight in one["weights"].items():
+        assert np.allclose(weight, two["weights"][key], atol=3e-4), key
+
+
+def test_sharing_a_prompt_and_zero_change_nothing(results: dict[int, Any]) -> None:
+    for other in ("dpo_apart", "stage_1"):
+        for a, b in zip(results[1]["dpo"]["steps"], results[1][other]["steps"], strict=True):
+            same = ("loss", "margin", "nll")
+            assert [a.metrics[key] for key in same] == pytest.approx([b.metrics[key] for key in same], rel=1e-3, abs=1e-5)
+
+
+class Plain:
+    """The same steps in plain torch: one sequence at a time, the whole logits, autograd, torch's AdamW."""
+
+    def __init__(self, results: dict[int, Any], name: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.recipe, self.examples, self.steps = results[0]["cases"][name]
+        folder = results[0]["folder"] / "model"
+        if self.recipe.task == "rm":
+            from rlhfless_ray.learn.policy_model import load_critic
+
+            self.model = load_critic(folder, "float32", False, "score", self.recipe.run.seed)
+        else:
+            self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model.train()
+        self.starts = np.cumsum(self.examples.lengths) - self.examples.lengths
+        with torch.no_grad():
+            self.references = [] if self.recipe.task in ("sft", "rm") else [self.sum(i) for i in range(len(self.examples.lengths))]
+
+    def sequence(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        here = slice(self.starts[number], self.starts[number] + self.examples.lengths[number])
+        return torch.from_numpy(self.examples.tokens[here].astype(np.int64)), torch.from_numpy(self.examples.mask[here])
+
+    def logprobs(self, number: int) -> torch.Tensor:
+        ids, mask = self.sequence(number)
+        logits = self.model(input_ids=ids[None]).logits[0, :-1]
+        return -functional.cross_entropy(logits, ids[1:], reduction="none")[mask[1:]]
+
+    def sum(self, number: int) -> torch.Tensor:
+        return self.logprobs(number).sum()
+
+    def loss(self, rows: np.ndarray) -> torch.Tensor:
+        section = self.recipe.loss
+        if self.recipe.task == "sft":
+            parts = [self.logprobs(i) for i in rows]
+            return -torch.cat(parts).mean() if section.mean == "token" else -torch.stack([p.mean() for p in parts]).mean()
+        if self.recipe.task == "rm":
+            values = [self.model(input_ids=self.sequence(i)[0][None, :-1]).logits[0, 0] for row in rows for i in (2 * row, 2 * row + 1)]
+            difference = torch.stack(values[::2]) - torch.stack(values[1::2])
+            return torch.log1p(torch.exp(-difference)).mean()
+        ratios = [[self.sum(i) - self.references[i] for i in (2 * row, 2 * row + 1)] for row in rows]
+        if self.recipe.task == "kto":
+            kl = torch.stack([pair[1] for pair in ratios]).mean().clamp(min=0).detach()
+            own = torch.stack([pair[0] for pair in ratios])
+            good = torch.from_numpy(self.examples.extras[rows]) > 0.5
+            lost = torch.where(good, section.desirable_weight * torch.sigmoid(-BETA * (own - kl)), torch.sigmoid(-BETA * (kl - own)))
+            return lost.mean()
+        difference = torch.stack([a - b for a, b in ratios])
+        if section.kind == "ipo":
+            return ((difference - 1 / (2 * BETA)) ** 2).mean()
+        nll = -torch.stack([self.logprobs(2 * row).mean() for row in rows])
+        return (torch.log1p(torch.exp(-BETA * difference)) + section.nll_coefficient * nll).mean()
+
+
+@pytest.mark.parametrize("name", ["sft", "sft_sequence", "rm", "dpo", "ipo", "kto"])
+def test_steps_equal_plain_torch(results: dict[int, Any], name: str) -> None:
+    plain, ours = Plain(results, name), results[1][name]
+    optimizer = torch.optim.AdamW(plain.model.parameters(), lr=1e-2, weight_decay=0.0, eps=1e-4)
+    for rows, step in zip(plain.steps, ours["steps"], strict=True):
+        optimizer.zero_grad()
+        loss = plain.loss(rows)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 1e9)
+        assert step.metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
+        assert step.grad_norm == pytest.approx(norm.item(), rel=1e-3)
+        optimizer.step()
+    state = plain.model.state_dict()
+    for key, weight in ours["weights"].items():
+        assert np.allclose(weight, state[key].numpy(), atol=2e-4), key
+
+
+def test_an_evaluation_is_the_mean_over_all_rows(results: dict[int, Any]) -> None:
+    for name in ("sft", "rm"):
+        plain = Plain(results, name)
+        with torch.no_grad():
+            assert results[1][name]["held"].metrics["loss"] == pytest.approx(plain.loss(np.arange(ROWS)).item(), rel=1e-4)
+
+
+def test_adapters_are_merged(results: dict[int, Any]) -> None:
+    weights = results[1]["lora"]["weights"]
+    start = results[1]["sft"]["weights"].keys()
+    assert set(weights) == set(start)
+
+
+def test_a_reward_model_is_a_sequence_classifier(results: dict[int, Any], tmp_path: Path) -> None:
+    """Loaded by transformers and by the reward stage, it gives the rewards that it was trained to give."""
+    from transformers import AutoModelForSequenceClassification
+
+    from rlhfless_ray.reward.scalar_model import ScalarModel
+    from rlhfless_ray.weights.model_folder import split_files, without_weights
+
+    ours = results[1]["rm"]
+    others = without_weights(read_folder(results[0]["folder"] / "model"))
+    tensors = {k: torch.from_numpy(v) for k, v in ours["weights"].items()}
+    write_folder(tmp_path, {**others, **split_files(tensors), "config.json": ours["config"]})
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert theirs.config.num_labels == 1
+    plain = Plain(results, "rm")
+    ids = [plain.sequence(i)[0][:-1] for i in range(6)]
+    values = ScalarModel.load(tmp_path, "score", "float32").values([x.numpy() for x in ids])
+    with torch.no_grad():
+        logits = [theirs(input_ids=x[None]).logits.item() for x in ids]
+    assert np.allclose(values, logits, atol=1e-5)
