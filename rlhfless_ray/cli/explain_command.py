@@ -29,11 +29,15 @@ def explain(ctx: typer.Context) -> None:
     from rlhfless_ray.compat.openrlhf.command import find, is_submission
     from rlhfless_ray.compat.openrlhf.dialect import Unreadable
     from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
+    from rlhfless_ray.compat.openrlhf.supervised_table import TASKS
     from rlhfless_ray.compat.openrlhf.translate import problem, translate
 
     launch = find(argv)
+    if launch.launcher in TASKS:
+        _explain_supervised(launch.launcher, launch.flags, as_json="--json" in chosen)
+        return
     if launch.launcher != LAUNCHER:
-        raise UserError(f"openrlhf.cli.{launch.launcher}: `explain` reads {LAUNCHER} only; start this launcher with `rlhfless run`")
+        raise UserError(f"openrlhf.cli.{launch.launcher}: `explain` reads launchers that train; start this one with `rlhfless run`")
     try:
         found = translate(launch.flags)
     except Unreadable as error:
@@ -52,4 +56,30 @@ def explain(ctx: typer.Context) -> None:
         if wrong:
             print(f"does not run: {wrong}")
     if found.refused or wrong:
+        raise typer.Exit(2)
+
+
+def _explain_supervised(launcher: str, flags: list[str], as_json: bool) -> None:
+    from rlhfless_ray.compat.openrlhf.supervised import translate_supervised
+
+    found = translate_supervised(launcher, flags)
+    wrong = ""
+    if found.refusal() is None:
+        try:
+            found.recipe()
+        except UserError as error:
+            wrong = str(error)
+    runs = not wrong and found.refusal() is None
+    if as_json:
+        outcomes = [{"flag": flag, "status": status, "why": why} for flag, status, why in found.outcomes]
+        print(
+            json.dumps(
+                {"dialect": found.version, "runs": runs, "flags": outcomes, "problem": wrong or None, "recipe": found.tree}, indent=2
+            )
+        )
+    else:
+        print(found.explanation())
+        if wrong:
+            print(f"does not run: {wrong}")
+    if not runs:
         raise typer.Exit(2)

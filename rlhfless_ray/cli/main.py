@@ -52,7 +52,7 @@ def train(
         from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
         from rlhfless_ray.supervise.run_supervised import run_supervised
 
-        _print_results(run_supervised(SupervisedRecipe.load(recipe, overrides or []), resume=resume).path)
+        print_results(run_supervised(SupervisedRecipe.load(recipe, overrides or []), resume=resume).path)
         return
     parsed = Recipe.load(recipe, overrides or [])
     from rlhfless_ray.runtime.runtime import Runtime
@@ -60,10 +60,10 @@ def train(
     with Runtime(parsed, resume=resume) as run:
         for _ in run:
             pass
-    _print_results(run.folder.path)
+    print_results(run.folder.path)
 
 
-def _print_results(folder: Path) -> None:
+def print_results(folder: Path) -> None:
     print(f"model:  {folder / 'model'}")
     print(f"report: {(folder / 'report.html').resolve()}")
 

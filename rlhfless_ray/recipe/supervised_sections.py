@@ -67,6 +67,8 @@ class SupervisedData(Section):
     """kto: column that says whether the response is desirable: true or false."""
     template: Literal["none", "chat"] = "none"
     """`chat`: render turns with the tokenizer's chat template."""
+    chat_template: str = ""
+    """A chat template (Jinja) in place of the tokenizer's, which the saved model gets too."""
     input_template: Annotated[str, AfterValidator(one_gap)] | None = None
     """Text with one `{}` into which each prompt is put, for `template: none`."""
     add_bos: bool = True
@@ -105,6 +107,8 @@ class SupervisedEvaluation(Section):
     first rows of it, 0: all."""
     every_steps: int = Field(0, ge=0)
     """Steps between two evaluations. 0: only before the first step and after the last."""
+    each_epoch: bool = False
+    """Also evaluate after every epoch."""
 
 
 class SupervisedLoss(Section):
@@ -192,6 +196,8 @@ class SupervisedRecipe(RecipeFile):
             raise ValueError("data.input_template: the chat template replaces it; set data.template to none, or leave it out")
         if data.overlong == "cut_right" and data.contract == "own" and self.task != "sft":
             raise ValueError("data.overlong: cut_right would compare parts of responses; set `leave_out`, or `stop`")
+        if data.chat_template and data.template != "chat":
+            raise ValueError("data.chat_template: data.template is none, so leave it out, or set template to chat")
         if data.train_on == "assistant" and data.template != "chat":
             raise ValueError("data.train_on: `assistant` needs turns; set data.template to chat")
         if data.train_on != "response" and self.task != "sft":

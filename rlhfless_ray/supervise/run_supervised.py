@@ -70,6 +70,9 @@ class SupervisedStage:
         if self.reference is not None:
             check_files(read_folder(self.reference, "reference.path"))
         tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
+        if recipe.data.chat_template:
+            tokenizer.chat_template = recipe.data.chat_template
+            self.files = {**self.files, "chat_template.jinja": recipe.data.chat_template.encode()}
         self.rows: SupervisedRows = load_rows(recipe, tokenizer, context_tokens(self.files))
         data = recipe.data
         self.order = RowOrder(
@@ -152,11 +155,7 @@ class SupervisedStage:
         from rlhfless_ray.supervise.train_loop import Inbox, RankStart
 
         path, name = self.storage
-        done = _steps_saved(path / name)
-        self.metrics = Metrics(
-            self.folder.path, self.recipe.watch, self.folder.path.name, resume_after_step=done, say=self.progress.message
-        )
-        self.ledger.resume_from(self.folder.path / "ledger.csv", done or 0)
+        self._continue_records(_steps_saved(path / name))
         here = ray.get_runtime_context().get_node_id()
         self.inbox: Any = ray.remote(Inbox).options(num_cpus=0, label_selector={"ray.io/node-id": here}).remote()
         start = RankStart(
@@ -170,17 +169,31 @@ class SupervisedStage:
             device=resource,
             threads=self._threads(resource),
         )
-        self.done, self.counted = done or 0, 0
         fit = threading.Thread(target=self._fit, args=(start, resource), daemon=True)
         self.progress.phase("starting the ranks")
-        self.told_s, self.began, self.opened = time.monotonic(), False, False
+        self.told_s, self.began = time.monotonic(), False
         fit.start()
         self._follow(fit)
+
+    def _continue_records(self, done: int | None) -> None:
+        """Open metrics and ledger after the step `done`; what they have of later ones is dropped, or marked as repeated."""
+        folder = self.folder.path
+        self.metrics = Metrics(folder, self.recipe.watch, folder.name, resume_after_step=done, say=self.progress.message)
+        self.ledger.resume_from(folder / "ledger.csv", done or 0)
+        self.done, self.counted, self.opened = done or 0, self.ledger.count, False
 
     def _fit(self, start: Any, resource: str) -> None:
         """In a thread: start the ranks and wait for their end. What fails goes to `failure`."""
         from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
+
+        class Trainer(TorchTrainer):
+            """On a private Ray without Ray Train's cleaner of placement groups: it asks the dashboard, which is not there, and its end
+            would be waited for 12 s. The groups end with that Ray."""
+
+            def _create_default_callbacks(inner) -> Any:
+                callbacks = super()._create_default_callbacks()  # type: ignore[misc]
+                return [one for one in callbacks if not (self.cluster.private and type(one).__name__ == "PlacementGroupCleanerCallback")]
 
         from rlhfless_ray.supervise.train_loop import train_rank
 
@@ -189,7 +202,7 @@ class SupervisedStage:
         ranks = recipe.learner.ranks
         workers: Any = ranks if recipe.min_ranks == ranks else (recipe.min_ranks, ranks)
         try:
-            TorchTrainer(
+            Trainer(
                 train_rank,
                 train_loop_config={"start": start},
                 torch_config=TorchConfig(backend="nccl" if resource == "gpu" else "gloo"),
@@ -252,10 +265,13 @@ class SupervisedStage:
         """A rank has started. The first of a new group ends the leases of the one before."""
         rank, ranks, node, device, began_s = content
         self.began = True
-        if any(self.ledger.open) and f"rank-{rank}" in self.ledger.open:
-            for lease in list(self.ledger.open):
-                self.ledger.release(lease)
-            self.progress.message(f"the ranks start again, {ranks} of them, from the last checkpoint")
+        if f"rank-{rank}" in self.ledger.open:
+            self.ledger.close()
+            self.ledger.append_to(self.folder.path / "ledger.csv")
+            self.metrics.close()
+            done = _steps_saved(Path(*self.storage)) or 0
+            self._continue_records(done)
+            self.progress.message(f"a rank was lost: {ranks} of them start again after step {done}")
         for slot in range(self._threads(self.ledger.resource)):
             lease = f"rank-{rank}" + (f"-{slot}" if slot else "")
             self.ledger.hold(lease, node, device, "learner", f"rank {rank}", since_s=began_s)
@@ -382,15 +398,25 @@ def _steps_saved(folder: Path) -> int | None:
     return None if newest is None else int(json.loads((newest / "progress.json").read_text())["steps"])
 
 
+def has_checkpoint(recipe: SupervisedRecipe) -> bool:
+    """Return whether a run of this name has a checkpoint to continue from."""
+    return bool(_folders_with_checkpoints(recipe))
+
+
 def _newest_folder(recipe: SupervisedRecipe) -> RunFolder:
     """Return the newest of `<name>`, `<name>-2`, … with a checkpoint. Raises UserError if there is none."""
+    found = _folders_with_checkpoints(recipe)
+    if not found:
+        where = Path(recipe.run.root) / recipe.run.name
+        raise UserError(f"--resume: no run with a checkpoint in {where}; start it without --resume")
+    return RunFolder(max(found, key=lambda p: (p / "status.json").stat().st_mtime if (p / "status.json").exists() else 0.0))
+
+
+def _folders_with_checkpoints(recipe: SupervisedRecipe) -> list[Path]:
     root, name = Path(recipe.run.root), recipe.run.name
     family = [p for p in root.glob(f"{name}*") if p.name == name or p.name.removeprefix(f"{name}-").isdigit()]
     elsewhere = recipe.checkpoint.path
-    found = [p for p in family if _newest_checkpoint(Path(elsewhere) / p.name if elsewhere else p / CHECKPOINTS)]
-    if not found:
-        raise UserError(f"--resume: no run with a checkpoint in {root / name}; start it without --resume")
-    return RunFolder(max(found, key=lambda p: (p / "status.json").stat().st_mtime if (p / "status.json").exists() else 0.0))
+    return [p for p in family if _newest_checkpoint(Path(elsewhere) / p.name if elsewhere else p / CHECKPOINTS)]
 
 
 def _root(error: BaseException) -> BaseException:

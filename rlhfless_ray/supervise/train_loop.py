@@ -103,13 +103,17 @@ class _Loop:
             result = self.work.step(train, self.order.step(done))
             done += 1
             stops = self._told(done, result, begin)
-            every = self.recipe.evaluate.every_steps
-            if len(heldout) and (done == steps or (every and done % every == 0)):
+            if len(heldout) and self._evaluates_after(done):
                 self._evaluate(heldout, done)
             every = self.recipe.checkpoint.every_steps
             if every and done % every == 0 and done < steps:
                 self._save(done)
         self._save(done, model=done == steps)
+
+    def _evaluates_after(self, done: int) -> bool:
+        section, order = self.recipe.evaluate, self.order
+        epoch_ends = section.each_epoch and done % order.steps_per_epoch == 0
+        return done == order.steps or epoch_ends or bool(section.every_steps and done % section.every_steps == 0)
 
     def _open(self, data: list[Examples]) -> int:
         """Open the engine, from the newest checkpoint if there is one; return the steps that are done."""

@@ -148,7 +148,10 @@ def test_bad_rows_are_named(tmp_path: Path, tokenizer: Any, stage: str, row: Any
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path, tokenizer: Any) -> None:
-    before, tokenizer.chat_template = tokenizer.chat_template, "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    before, tokenizer.chat_template = (
+        tokenizer.chat_template,
+        "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    )
     try:
         turns = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]
         with pytest.raises(UserError, match="cannot be told apart"):

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,16 @@ import yaml
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.flags import LAUNCHER, launchers
 from rlhfless_ray.compat.openrlhf.shell import simple_commands
+from rlhfless_ray.compat.openrlhf.supervised_table import TASKS
 
-OURS = (LAUNCHER, "serve_rm", "lora_combiner")
+OURS = (LAUNCHER, *TASKS, "serve_rm", "lora_combiner")
 """Launchers with a module of the same name in rlhfless_ray.cli."""
 MODULE = re.compile(r"(?:openrlhf|rlhfless_ray)\.cli\.(\w+)")
 FILE = re.compile(r"(?:\S*/)?(?:openrlhf|rlhfless_ray)/cli/(\w+)\.py")
 INSIDE = re.compile(rf"{MODULE.pattern}|{FILE.pattern}")
 MODULE_FLAGS = ("-m", "--module")
+STARTERS = ("deepspeed", "torchrun")
+"""Programs that start the launchers of supervised stages, one process for each rank."""
 PRINTS = ("echo", "printf", "[", "[[", "test")
 PACKAGES = ("rlhfless_ray", "placement")
 
@@ -57,7 +60,7 @@ def check_covered(launcher: str) -> None:
     if launcher == "train_ppo":
         raise UserError(f"openrlhf.cli.train_ppo: OpenRLHF had it until 0.6.1; start openrlhf.cli.{LAUNCHER} instead")
     if launcher in launchers():
-        raise UserError(f"openrlhf.cli.{launcher} is not covered, because it is not a Ray program; run it with OpenRLHF itself")
+        raise UserError(f"openrlhf.cli.{launcher} is not covered yet; run it with OpenRLHF itself")
     raise UserError(f"openrlhf.cli.{launcher}: OpenRLHF has no such launcher")
 
 
@@ -103,10 +106,30 @@ def replaced(argv: Sequence[str]) -> list[str]:
         else:
             done.append(token)
             continue
+        if Path(done[0]).name in STARTERS:
+            return [sys.executable, "-m", _module_of(done[-1]), *argv[index + 1 :], *_ranks(argv[1:index])]
         if re.fullmatch(r"python[\d.]*", done[0]):
             done[0] = sys.executable
         return [*done, *argv[index + 1 :]]  # the rest are flags and their values
     return done
+
+
+def _module_of(token: str) -> str:
+    return _with_own_launchers(token.removeprefix("-m"))
+
+
+def _ranks(options: Sequence[str]) -> list[str]:
+    """Return the flags for the ranks that deepspeed or torchrun would start: processes per node times nodes, if it is told them."""
+    told = {name.lstrip("-").replace("-", "_"): value for name, value in _pairs(options)}
+    each = next((told[name] for name in ("num_gpus", "nproc_per_node") if told.get(name, "").isdigit()), None)
+    nodes = next((told[name] for name in ("num_nodes", "nnodes") if told.get(name, "").isdigit()), "1")
+    return ["--elastic.learner.ranks", str(int(each) * int(nodes))] if each else []
+
+
+def _pairs(options: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for option, following in zip(options, [*options[1:], ""], strict=True):
+        name, equals, value = option.partition("=")
+        yield name, value if equals else following
 
 
 def _with_own_launchers(text: str) -> str:

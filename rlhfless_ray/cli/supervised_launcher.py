@@ -1,0 +1,46 @@
+"""What OpenRLHF's launchers of supervised stages have in common here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+
+def main(launcher: str, arguments: Sequence[str] | None = None) -> None:
+    """Train. Exit code 0 after the final save, 1 for a failed run, and 2 for a mistake.
+
+    torchrun and deepspeed start this module once for each rank. The first process runs all ranks on Ray; the others end at once.
+    """
+    from rlhfless_ray.cli.main import guarded
+
+    if int(os.environ.get("RANK", "0")) > 0:
+        return
+    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    guarded(lambda: _train(launcher, tokens))
+
+
+def _train(launcher: str, tokens: Sequence[str]) -> None:
+    from rlhfless_ray.cli.main import print_results
+    from rlhfless_ray.common.errors import UserError
+    from rlhfless_ray.compat.openrlhf.supervised import HINT, translate_supervised
+    from rlhfless_ray.local.machine_memory import visible_gpus
+
+    found = translate_supervised(launcher, tokens, ranks=max(1, visible_gpus()))
+    if refused := found.refusal():
+        raise refused
+    recipe = found.recipe()
+    print(f"[rlhfless] command line of {launcher}, OpenRLHF {found.version}", flush=True)
+    for flag, status, why in found.outcomes:
+        if status == HINT:
+            print(f"[rlhfless] {flag} read as: {why}", flush=True)
+    for note in found.notes:
+        print(f"[rlhfless] {note}", flush=True)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)  # of torchrun or deepspeed; the ranks get their own from Ray Train
+    from rlhfless_ray.supervise.run_supervised import has_checkpoint, run_supervised
+
+    try:
+        print_results(run_supervised(recipe, resume=found.resumes and has_checkpoint(recipe)).path)
+    except UserError as error:
+        raise found.by_flag(error) from None

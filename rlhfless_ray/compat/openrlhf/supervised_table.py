@@ -1,0 +1,287 @@
+"""What the flags of train_sft, train_rm and train_dpo mean in a recipe: one row per flag of the newest version, with its older name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhfless_ray.compat.openrlhf.flag_semantics import BUDGET, DIVIDED, DTYPES, stored_dtype
+
+SFT, RM, DPO = "train_sft", "train_rm", "train_dpo"
+TASKS = {SFT: "sft", RM: "rm", DPO: "dpo"}
+ALL_ROWS = 10**6  # the launchers' default for "all rows" is this or more
+
+Values = dict[str, Any]  # by the newest names
+Kind = Literal["exact", "hint", "noop", "refused"]
+
+
+@dataclass(frozen=True)
+class SupervisedRule:
+    """`make`: value and all values → settings; None: the first of `keys` gets the value. `refuses`: why a value is refused, or ""."""
+
+    name: str
+    older: str
+    kind: Kind
+    keys: tuple[str, ...] = ()
+    make: Callable[[Any, Values], dict[str, Any]] | None = None
+    refuses: Callable[[Any, Values], str] = lambda x, v: ""
+    reading: str = ""
+
+    def settings(self, v: Values) -> dict[str, Any]:
+        if self.kind != "exact" or self.name not in v:
+            return {}
+        return self.make(v[self.name], v) if self.make is not None else {self.keys[0]: v[self.name]}
+
+
+def _row(name: str, older: str, kind: Kind, keys: str = "", make: Any = None, *, refuses: Any = None, reading: str = "") -> SupervisedRule:
+    return SupervisedRule(name, older, kind, tuple(keys.split()), make, refuses or (lambda x, v: ""), reading)
+
+
+def _only(value: Any, sentence: str) -> Callable[[Any, Values], str]:
+    """Refuse every value but this one."""
+    return lambda x, v: "" if x == value else sentence
+
+
+def _dtype(x: Any, v: Values) -> dict[str, Any]:
+    """`--bf16` is a switch until 0.9.1; without it the folder's own type counts."""
+    name = ("bf16" if x else stored_dtype(Path(v["model.model_name_or_path"] or ""))) if isinstance(x, bool) else x
+    return {"policy.dtype": DTYPES.get(str(name), str(name))}
+
+
+def _zero_stage(x: int, v: Values) -> dict[str, Any]:
+    needs_one = v["ds.adam_offload"] or _dtype(v["ds.param_dtype"], v)["policy.dtype"] == "bfloat16"
+    return {"learner.zero_stage": max(1, x) if needs_one else x}
+
+
+def _dataset(x: str | None, v: Values) -> dict[str, Any]:
+    if x is not None and ("," in x or "@" in x):
+        return {"data.paths": [part.strip() for part in x.split(",")]}
+    return {"data.path": x}
+
+
+def _probabilities(x: str | None, v: Values) -> dict[str, Any]:
+    shares = [float(part) for part in str(x or "").split(",") if part.strip()]
+    return {"data.probabilities": shares if len(shares) > 1 else None}
+
+
+def _schedule(x: str, v: Values) -> dict[str, Any]:
+    return {"learner.schedule": "constant" if x == "constant" else x}
+
+
+def _warmup(x: float, v: Values) -> dict[str, Any]:
+    return {} if v["lr_scheduler"] == "constant" else {"learner.warmup_share": x}
+
+
+def _template(x: str | None, v: Values) -> dict[str, Any]:
+    replaced = (
+        v["data.apply_chat_template"] or v.get("model.pretrain_mode_enable") or not (v.get("data.input_key") or v.get("data.prompt_key"))
+    )
+    return {} if replaced or x is None else {"data.input_template": x}
+
+
+def _responses(x: str | None, v: Values) -> dict[str, Any]:
+    return {"data.response_column": "" if v.get("model.pretrain_mode_enable") else x or ""}
+
+
+def _trained(x: bool, v: Values) -> dict[str, Any]:
+    if v["model.pretrain_mode_enable"]:
+        return {"data.train_on": "all"}
+    return {"data.train_on": "assistant"} if v["data.multiturn"] else {}
+
+
+def _checkpoints(x: int, v: Values) -> dict[str, Any]:
+    return {"checkpoint.every_steps": max(0, x)}
+
+
+def _lora(key: str) -> Callable[[Any, Values], dict[str, Any]]:
+    return lambda x, v: {f"lora.{key}": x} if v["ds.lora.rank"] else {}
+
+
+def _targets(x: Any, v: Values) -> dict[str, Any]:
+    return {"lora.target_modules": x if isinstance(x, list) else [x]} if v["ds.lora.rank"] else {}
+
+
+def _sink(key: str) -> Callable[[Any, Values], dict[str, Any]]:
+    return lambda x, v: {key: x} if v["logger.wandb.key"] else {}
+
+
+NOT_HERE = "has no counterpart here yet"
+PLAIN_ATTENTION = "kernels of attention are torch's own, and change no result"
+
+RULES: tuple[SupervisedRule, ...] = (
+    # checkpoints and evaluation
+    _row("ckpt.output_dir", "save_path", "exact", "save.path"),
+    _row("ckpt.save_steps", "save_steps", "exact", "checkpoint.every_steps", _checkpoints),
+    _row("ckpt.path", "ckpt_path", "exact", "checkpoint.path", lambda x, v: {"checkpoint.path": x} if v["ckpt.save_steps"] > 0 else {}),
+    _row("ckpt.max_num", "max_ckpt_num", "exact", "checkpoint.keep"),
+    _row("ckpt.max_mem", "max_ckpt_mem", "hint", reading="checkpoints are limited by their number"),
+    _row(
+        "ckpt.save_hf",
+        "save_hf_ckpt",
+        "noop",
+        refuses=lambda x, v: "model folders beside checkpoints have no counterpart here yet" if x and v["ckpt.save_steps"] > 0 else "",
+        reading="no checkpoints are asked for",
+    ),
+    _row("ckpt.disable_ds", "disable_ds_ckpt", "noop", refuses=_only(False, NOT_HERE), reading="the default"),
+    _row("ckpt.load_enable", "load_checkpoint", "hint", reading="continue the newest run of this name if it has a checkpoint"),
+    _row("ds.use_universal_ckpt", "use_ds_universal_ckpt", "noop", reading="every checkpoint is read at any number of ranks"),
+    _row("eval.steps", "eval_steps", "exact", "evaluate.every_steps evaluate.each_epoch", lambda x, v: _evaluations(x)),
+    _row("eval.dataset", "eval_dataset", "exact", "evaluate.path", lambda x, v: {"evaluate.path": x or ""}),
+    _row("eval.split", "eval_split", "exact", "evaluate.split", lambda x, v: {"evaluate.split": x} if v["eval.dataset"] else {}),
+    # batches
+    _row("train.batch_size", "train_batch_size", "exact", "data.batch_rows"),
+    _row("train.micro_batch_size", "micro_train_batch_size", "hint", reading=BUDGET),
+    _row("train.max_epochs", "max_epochs", "exact", "run.epochs"),
+    _row("train.seed", "seed", "exact", "run.seed"),
+    _row("train.full_determinism_enable", "full_determinism", "noop", reading="a run is repeatable anyway"),
+    _row("local_rank", "local_rank", "noop", reading="Ray Train numbers the ranks"),
+    # model
+    _row(
+        "model.model_name_or_path",
+        "pretrain",
+        "exact",
+        "policy.path",
+        lambda x, v: {"policy.path": x or ""},
+        refuses=lambda x, v: "" if x else "name the model to train",
+    ),
+    _row("ds.param_dtype", "param_dtype", "exact", "policy.dtype", _dtype),
+    _row("ds.zero_stage", "zero_stage", "exact", "learner.zero_stage", _zero_stage),
+    _row("ds.adam_offload", "adam_offload", "exact", "learner.optimizer_offload"),
+    _row(
+        "model.gradient_checkpointing_enable",
+        "gradient_checkpointing",
+        "exact",
+        "learner.gradient_checkpointing",
+        lambda x, v: {"learner.gradient_checkpointing": bool(x)},
+    ),
+    _row("model.gradient_checkpointing_reentrant", "gradient_checkpointing_use_reentrant", "noop", reading="it changes no result"),
+    _row(
+        "model.aux_loss_coef", "aux_loss_coef", "noop", refuses=_only(0, "the router's auxiliary loss " + NOT_HERE), reading="the default"
+    ),
+    _row(
+        "ds.load_in_4bit", "load_in_4bit", "noop", refuses=_only(False, "4-bit weights have no counterpart here yet"), reading="the default"
+    ),
+    _row("ds.lora.rank", "lora_rank", "exact", "lora.rank"),
+    _row("ds.lora.alpha", "lora_alpha", "exact", "lora.alpha", _lora("alpha")),
+    _row("ds.lora.dropout", "lora_dropout", "exact", "lora.dropout", _lora("dropout")),
+    _row("ds.lora.target_modules", "target_modules", "exact", "lora.target_modules", _targets),
+    _row("ds.value_head_prefix", "value_head_prefix", "exact", "loss.value_head"),
+    *[
+        _row(name, older, "noop", reading=reading)
+        for name, older, reading in [
+            ("ds.zpg", "zpg", "it changes no result"),
+            ("ds.deepcompile", "deepcompile", "it changes no result"),
+            ("ds.attn_implementation", "attn_implementation", PLAIN_ATTENTION),
+            ("ds.experts_implementation", "experts_implementation", "it changes no result"),
+            ("ds.use_liger_kernel", "use_liger_kernel", PLAIN_ATTENTION),
+            ("ds.grad_accum_dtype", "grad_accum_dtype", "gradients add up in float32"),
+            ("ds.overlap_comm", "overlap_comm", "it changes no result"),
+            ("ds.packing_samples", "packing_samples", "batches are cut with little padding"),
+            ("data.disable_fast_tokenizer", "disable_fast_tokenizer", "tokenizers give the same tokens"),
+            ("data.dataloader_num_workers", "dataloader_num_workers", "rows are tokenized before the start"),
+            ("model.compute_fp32_loss_enable", "compute_fp32_loss", "rewards and losses are float32"),
+            ("ref.offload", "ref_offload", "the reference's log-probabilities are computed once, before the first step"),
+        ]
+    ],
+    _row("ds.tensor_parallel_size", "ds_tensor_parallel_size", "hint", reading=DIVIDED),
+    _row("ds.ring_attn_size", "ring_attn_size", "hint", reading=DIVIDED),
+    _row("ds.ring_attn_head_stride", "ring_head_stride", "hint", reading=DIVIDED),
+    # optimizer
+    _row("optim", "optim", "noop", refuses=_only("adam", "the optimizer muon " + NOT_HERE), reading="the default"),
+    *[
+        _row(f"muon.{name}", f"muon_{name}", "noop", reading="the optimizer is adam")
+        for name in ("lr", "momentum", "ns_steps", "nesterov", "no_nesterov")
+    ],
+    _row("adam.lr", "learning_rate", "exact", "learner.learning_rate"),
+    _row("adam.betas", "adam_betas", "exact", "learner.betas"),
+    _row("adam.eps", "adam_eps", "exact", "learner.adam_eps"),
+    _row("adam.weight_decay", "l2", "exact", "learner.weight_decay"),
+    _row("lr_scheduler", "lr_scheduler", "exact", "learner.schedule", _schedule),
+    _row("lr_warmup_ratio", "lr_warmup_ratio", "exact", "learner.warmup_share", _warmup),
+    _row("min_lr_ratio", "min_lr_ratio", "exact", "learner.min_rate_share"),
+    _row("max_norm", "max_norm", "exact", "learner.grad_clip"),
+    # loss
+    _row("model.pretrain_mode_enable", "pretrain_mode", "exact", "data.train_on", _trained),
+    _row("model.loss_type", "loss", "exact", "loss.kind", lambda x, v: {"loss.kind": "sigmoid" if x == "sigmoid" else "logexp"}),
+    _row(
+        "model.margin_loss_enable", "margin_loss", "exact", "data.margin_column", lambda x, v: {"data.margin_column": "margin" if x else ""}
+    ),
+    _row("model.beta", "beta", "exact", "loss.beta"),
+    _row("model.ipo_enable", "ipo", "exact", "loss.kind", lambda x, v: {"loss.kind": "ipo" if x else "sigmoid"}),
+    _row(
+        "model.label_smoothing",
+        "label_smoothing",
+        "exact",
+        "loss.label_smoothing",
+        lambda x, v: {} if v["model.ipo_enable"] else {"loss.label_smoothing": x},
+    ),
+    _row("model.nll_loss_coef", "nll_loss_coef", "exact", "loss.nll_coefficient"),
+    _row("ref.model_name_or_path", "ref_pretrain", "exact", "reference.path", lambda x, v: {"reference.path": _other_reference(x, v)}),
+    # data
+    _row("data.dataset", "dataset", "exact", "data.path data.paths", _dataset, refuses=lambda x, v: "" if x else "name the data set"),
+    _row("data.dataset_probs", "dataset_probs", "exact", "data.probabilities", _probabilities),
+    _row("data.dataset_split", "dataset_split", "exact", "data.split"),
+    _row("data.max_samples", "max_samples", "exact", "data.max_rows", lambda x, v: {"data.max_rows": int(x) if x < ALL_ROWS else None}),
+    _row("data.multiturn", "multiturn", "exact", "data.train_on", lambda x, v: {}),
+    _row("data.input_key", "input_key", "exact", "data.prompt_column"),
+    _row("data.output_key", "output_key", "exact", "data.response_column", _responses),
+    _row("data.prompt_key", "prompt_key", "exact", "data.prompt_column", lambda x, v: {"data.prompt_column": x or ""}),
+    _row("data.chosen_key", "chosen_key", "exact", "data.chosen_column"),
+    _row("data.rejected_key", "rejected_key", "exact", "data.rejected_column"),
+    _row("data.input_template", "input_template", "exact", "data.input_template", _template),
+    _row(
+        "data.apply_chat_template",
+        "apply_chat_template",
+        "exact",
+        "data.template",
+        lambda x, v: {"data.template": "chat"} if x and not v.get("model.pretrain_mode_enable") else {},
+    ),
+    _row(
+        "data.tokenizer_chat_template",
+        "tokenizer_chat_template",
+        "exact",
+        "data.chat_template",
+        lambda x, v: {"data.chat_template": x or ""},
+    ),
+    _row("data.max_len", "max_len", "exact", "data.max_tokens"),
+    # sinks
+    _row("logger.logging_steps", "logging_steps", "exact", "watch.every_steps"),
+    _row("logger.wandb.key", "use_wandb", "exact", "watch.wandb", lambda x, v: {"watch.wandb": "online" if x else "off"}),
+    _row("logger.wandb.org", "wandb_org", "exact", "watch.wandb_entity", _sink("watch.wandb_entity")),
+    _row("logger.wandb.group", "wandb_group", "exact", "watch.wandb_group", _sink("watch.wandb_group")),
+    _row("logger.wandb.project", "wandb_project", "exact", "watch.wandb_project", _sink("watch.wandb_project")),
+    _row(
+        "logger.wandb.run_name", "wandb_run_name", "exact", "watch.run_name", lambda x, v: {} if "<prefix>" in x else {"watch.run_name": x}
+    ),
+    _row(
+        "logger.tensorboard_dir",
+        "use_tensorboard",
+        "exact",
+        "watch.tensorboard watch.tensorboard_path",
+        lambda x, v: {"watch.tensorboard": True, "watch.tensorboard_path": x} if x else {"watch.tensorboard": False},
+    ),
+    _row("use_ms", "use_ms", "noop", refuses=_only(False, "the ModelScope hub has no counterpart here yet"), reading="the default"),
+)
+
+ALWAYS: dict[str, Any] = {
+    "data.contract": "openrlhf",
+    "data.overlong": "leave_out",
+    "data.remainder": "drop",
+    "data.add_bos": False,
+    "learner.decay_all": False,
+    "run.min_ranks": 1,
+}
+"""Settings that no flag decides: what these launchers always do."""
+
+OLDER_NAMES = {rule.older: rule.name for rule in RULES} | {"bf16": "ds.param_dtype", "train_split": "data.dataset_split"}
+
+
+def _evaluations(x: int) -> dict[str, Any]:
+    return {"evaluate.each_epoch": True} if x == -1 else {"evaluate.every_steps": x}
+
+
+def _other_reference(x: str | None, v: Values) -> str:
+    """The reference is the policy's own start unless another folder is named."""
+    return "" if x in (None, "", v["model.model_name_or_path"]) else str(x)

@@ -1,0 +1,170 @@
+"""Whole runs of a supervised stage through the command line: what is written, and that kills and stops change nothing."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+
+from tests.conftest import ROOT, command_here, environment
+
+DONE_AT_LEAST = 10  # steps before a run is disturbed
+
+
+def recipe(folder: Path, name: str, **more: Any) -> Path:
+    tree: dict[str, Any] = {
+        "task": "sft",
+        "run": {"name": name, "root": str(folder / "runs"), "seed": 3},
+        "policy": {"hidden_size": 64, "layers": 2},
+        "data": {"task": "chain", "rows": 480, "batch_rows": 8},
+        "evaluate": {"rows": 16, "every_steps": 30},
+        "learner": {"learning_rate": 1e-3, "schedule": "cosine"},
+        "checkpoint": {"every_steps": 8},
+        "watch": {"progress": "plain", "tensorboard": False, "wandb": "off"},
+        **more,
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def start(path: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlhfless_ray", "train", str(path), *arguments],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, said
+    return said
+
+
+def wait_for_steps(run: Path, process: subprocess.Popen[str], steps: int = DONE_AT_LEAST) -> None:
+    end = time.monotonic() + 240
+    while len(rows(run)) < steps:
+        assert process.poll() is None and time.monotonic() < end, process.communicate()[0]
+        time.sleep(0.02)
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    file = run / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def weights(run: Path) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load_file
+
+    return load_file(run / "model" / "model.safetensors")
+
+
+def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) for key in a)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("supervised")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    """An undisturbed run."""
+    finish(start(recipe(folder, "whole")))
+    return folder / "runs" / "whole"
+
+
+@pytest.mark.ray
+@pytest.mark.learner
+def test_a_run_writes_model_metrics_ledger_and_report(whole: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    found = rows(whole)
+    assert [row["step"] for row in found] == list(range(61))
+    assert found[-1]["eval/loss"] < found[0]["eval/loss"] and "eval/loss" in found[30]
+    assert found[-1]["learn/loss"] < found[1]["learn/loss"]
+    status = json.loads((whole / "status.json").read_text())
+    assert status["status"] == "done" and status["steps_done"] == status["steps_total"] == 60
+    with (whole / "ledger.csv").open() as file:
+        ledger = list(csv.DictReader(file))
+    worked = [row for row in ledger if row["activity"] == "work" and row["what"] == "update"]
+    assert len({row["step"] for row in worked}) == 60
+    assert sum(float(row["money"]) for row in ledger) == pytest.approx(found[-1]["cost/total_money"], rel=0.5)
+    for before, after in zip(ledger, ledger[1:], strict=False):  # each second of the lease once
+        assert float(after["from_s"]) == pytest.approx(float(before["to_s"]), abs=1e-5)
+    page = (whole / "report.html").read_text()
+    assert "supervised-loss" in page and "There are no files in samples/" not in page
+    model = AutoModelForCausalLM.from_pretrained(whole / "model")
+    assert AutoTokenizer.from_pretrained(whole / "model").eos_token_id == model.config.eos_token_id
+
+
+@pytest.mark.ray
+@pytest.mark.learner
+def test_a_killed_rank_changes_nothing(folder: Path, whole: Path) -> None:
+    process = start(recipe(folder, "killed"))
+    run = folder / "runs" / "killed"
+    wait_for_steps(run, process)
+    ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if "RayTrainWorker" in "".join(p.cmdline())]
+    assert len(ranks) == 1
+    ranks[0].kill()
+    said = finish(process)
+    assert "a rank was lost: 1 of them start again after step" in said
+    assert same(weights(run), weights(whole))
+    assert {row["step"]: row["learn/loss"] for row in rows(run)[1:]} == {row["step"]: row["learn/loss"] for row in rows(whole)[1:]}
+
+
+@pytest.mark.ray
+@pytest.mark.learner
+def test_a_stopped_run_goes_on(folder: Path, whole: Path) -> None:
+    path = recipe(folder, "stopped")
+    process = start(path)
+    run = folder / "runs" / "stopped"
+    wait_for_steps(run, process)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 130 and "continue with --resume" in said, said
+    stopped = json.loads((run / "status.json").read_text())
+    assert stopped["status"] == "stopped" and DONE_AT_LEAST <= stopped["steps_done"] < 60
+    finish(start(path, "--resume"))
+    assert same(weights(run), weights(whole))
+    assert [row["step"] for row in rows(run)] == list(range(61))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["task=sfft"], "`task`: input should be 'sft', 'rm', 'dpo' or 'kto' (got 'sfft')"),
+        (["loss.beta=0.2"], "loss.beta: sft does not use it"),
+        (["data.batch_row=4"], "unknown key `data.batch_row`; did you mean `data.batch_rows`?"),
+        (["learner.ranks=2", "run.min_ranks=3"], "run.min_ranks: must not exceed learner.ranks"),
+        (["learner.overlap=off"], "learner.overlap: a supervised stage has no rollout"),
+        (["task=dpo", "reference.path=/nowhere"], "reference.path: /nowhere is not a folder"),
+        (["data.batch_rows=500", "data.remainder=drop"], "data.batch_rows: the 480 rows do not fill one batch of 500"),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path: Path, changes: list[str], message: str) -> None:
+    said = command_here("train", str(recipe(tmp_path, "bad")), *changes)
+    assert said.returncode == 2 and message in said.stderr, said.stderr
+    assert said.stderr.count("\n") == 1 and not (tmp_path / "runs").exists()
+
+
+def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    said = command_here("train", str(recipe(tmp_path, "none")), "--resume")
+    assert said.returncode == 2 and "--resume: no run with a checkpoint" in said.stderr
+    assert os.listdir(tmp_path) == ["none.yaml"]
