@@ -16,7 +16,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 MARKER = re.compile(r"^<!-- generate: ([\w-]+) -->$", re.MULTILINE)
-MEMBERS = {"Recipe": "[load, parse, to_yaml]", "Runtime": "false"}  # the others are for the loop and the stages
+MEMBERS = {
+    "Recipe": "[load, parse, to_yaml]",
+    "Runtime": "false",
+    "SupervisedRecipe": "[load, parse, to_yaml]",
+}  # the others are for the loop and the stages
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -29,9 +33,21 @@ def recipe_keys() -> str:
     """Return one table for each section of the recipe: key, type, default, meaning."""
     from rlhfless_ray.recipe import Recipe
 
+    return _sections(Recipe)
+
+
+def supervised_keys() -> str:
+    """Return the same for the recipe of a supervised stage."""
+    from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+
+    return _sections(SupervisedRecipe)
+
+
+def _sections(recipe: type[BaseModel]) -> str:
     parts: list[str] = []
-    for name, info in Recipe.model_fields.items():
-        parts += _section(name, info.annotation, level=2)
+    for name, info in recipe.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            parts += _section(name, info.annotation, level=2)
     return "\n".join(parts)
 
 
@@ -115,6 +131,7 @@ def api(module: str) -> str:
 
 GENERATORS: dict[str, Callable[[], str]] = {
     "recipe-keys": recipe_keys,
+    "supervised-keys": supervised_keys,
     "commands": commands,
     "api-rlhfless_ray": lambda: api("rlhfless_ray"),
     "api-placement": lambda: api("placement"),

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
+
+# what torchrun and deepspeed set for each process
+STARTERS_OWN = re.compile(
+    r"TORCHELASTIC_.*|(LOCAL_|GROUP_|ROLE_|CROSS_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|(LOCAL_|CROSS_)SIZE|MASTER_(ADDR|PORT)"
+)
 
 
 def main(launcher: str, arguments: Sequence[str] | None = None) -> None:
@@ -36,8 +42,8 @@ def _train(launcher: str, tokens: Sequence[str]) -> None:
             print(f"[rlhfless] {flag} read as: {why}", flush=True)
     for note in found.notes:
         print(f"[rlhfless] {note}", flush=True)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)  # of torchrun or deepspeed; the ranks get their own from Ray Train
+    for name in [name for name in os.environ if STARTERS_OWN.fullmatch(name)]:
+        del os.environ[name]  # the ranks get their own from Ray Train; with torchrun's they would wait for its store
     from rlhfless_ray.supervise.run_supervised import has_checkpoint, run_supervised
 
     try:

@@ -77,7 +77,7 @@ def cards(record: RunRecord) -> list[Row]:
     speeds = [x for x in (finite(row.get("tokens/per_s")) for row in steps) if x is not None]
     if speeds:
         under = (
-            "trained, median of a step"
+            "of sequences, median of an update"
             if record.is_supervised
             else f"median of a whole step; {short(generated)} in all"
             if generated

@@ -32,7 +32,11 @@ def rewards(rows: Sequence[Row]) -> Chart | None:
 
 def speed(rows: Sequence[Row]) -> Chart | None:
     data = lines(rows, [("tokens/per_s", "tokens per second", "@rollout", "solid")])
-    return Chart("supervised-speed", "Tokens per second", "Trained tokens and seconds of an update.", data) if data else None
+    return (
+        Chart("supervised-speed", "Tokens per second", "All tokens of a step's sequences, by the seconds of its update.", data)
+        if data
+        else None
+    )
 
 
 def _chart(rows: Sequence[Row], name: str, title: str, note: str, key: str) -> Chart | None:

@@ -33,7 +33,8 @@ class StepResult:
     """Means over the rows of an optimizer step, or of an evaluation."""
 
     metrics: dict[str, float]
-    trained_tokens: int
+    trained_tokens: int  # that the loss counts; rm: all
+    tokens: int = 0  # of the sequences, context included
     grad_norm: float = 0.0
     learning_rate: float = 0.0
     skipped: str = ""  # why the step was not applied
@@ -143,7 +144,8 @@ class SupervisedRank:
         sums, tokens = self._passes(batch, examples, rows, data, learn=True)
         rate = self.trainer.rate()
         norm, applied, reason = self.trainer.step(math.isfinite(sums["loss"]))
-        return StepResult(sums, tokens, norm, rate, "" if applied else reason)
+        counted = batch.lengths[::2] if self.task == "kto" else batch.lengths - (self.task == "rm")
+        return StepResult(sums, tokens, int(counted.sum()), norm, rate, "" if applied else reason)
 
     def evaluate(self, examples: Examples, data: int = 1) -> StepResult:
         """Return the loss and its companions over a whole data set, without learning."""

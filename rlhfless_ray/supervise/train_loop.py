@@ -151,7 +151,7 @@ class _Loop:
                 "learn/learning_rate": result.learning_rate,
                 "learn/skipped": float(bool(result.skipped)),
                 "tokens/trained": float(result.trained_tokens),
-                "tokens/per_s": result.trained_tokens / seconds,
+                "tokens/per_s": result.tokens / seconds,
                 "memory/learner_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
                 "step_s": seconds,
             }

@@ -15,13 +15,15 @@ from docs.check import make_scratch, public_examples, run, run_examples
 from docs.hooks import MARKER, on_page_markdown
 from rlhfless_ray.compat.openrlhf.explain_report import BEGIN
 from rlhfless_ray.recipe import Recipe, known_keys
+from rlhfless_ray.recipe.recipe_file import read_tree
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
-KEYS = set(known_keys(Recipe))
-SECTIONS = set(Recipe.model_fields)
+KEYS = {*known_keys(Recipe), *known_keys(SupervisedRecipe)}
+SECTIONS = {*Recipe.model_fields, *SupervisedRecipe.model_fields}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 INLINE = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:[=:][^`]*)?`")
 EXAMPLES = dict(public_examples())
-NEEDS_RAY = "rlhfless_ray.Runtime"
+NEEDS_RAY = ("rlhfless_ray.Runtime", "rlhfless_ray.run_supervised")
 
 
 def prose(page: Path) -> str:
@@ -91,7 +93,8 @@ def test_every_override_in_a_command_makes_a_recipe(tmp_path: Path, monkeypatch:
     for command in commands():
         words = shlex.split(command.text)
         if words[:2] == ["rlhfless", "train"]:
-            Recipe.load(words[2], [word for word in words[3:] if not word.startswith("--")])
+            kind = SupervisedRecipe if "task" in read_tree(Path(words[2])) else Recipe
+            kind.load(words[2], [word for word in words[3:] if not word.startswith("--")])
             trained += 1
     assert trained >= 10
 
@@ -117,7 +120,7 @@ def test_python_blocks_compile(block: Block) -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_public_name_has_an_example_and_it_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert EXAMPLES[name], f"{name}: its docstring has no example"
-    if name == NEEDS_RAY:
+    if name in NEEDS_RAY:
         return  # the next test
     make_scratch(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -126,9 +129,10 @@ def test_every_public_name_has_an_example_and_it_runs(name: str, tmp_path: Path,
 
 @pytest.mark.ray
 @pytest.mark.engine
-def test_the_example_of_the_runtime_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NEEDS_RAY)
+def test_examples_that_need_ray_run(name: str, tmp_path: Path) -> None:
     environment = make_scratch(tmp_path)
-    code = "from docs.check import *; sys.exit(run_examples(dict(public_examples())['rlhfless_ray.Runtime']) or None)"
+    code = f"from docs.check import *; sys.exit(run_examples(dict(public_examples())['{name}']) or None)"
     assert run([str(tmp_path / "bin" / "python"), "-c", code], tmp_path, environment) == ""
 
 
@@ -137,9 +141,10 @@ def test_the_readme_takes_a_minute() -> None:
 
 
 def test_the_reference_names_every_key_and_command() -> None:
-    page = on_page_markdown((ROOT / "docs" / "reference" / "recipe.md").read_text())
-    for key in KEYS:
-        assert f'id="{key}"' in page or f"#{key} }}" in page, f"the reference lacks {key}"
+    for file, recipe in (("recipe.md", Recipe), ("supervised.md", SupervisedRecipe)):
+        page = on_page_markdown((ROOT / "docs" / "reference" / file).read_text())
+        for key in known_keys(recipe):
+            assert f'id="{key}"' in page or f"#{key} }}" in page or key == "task", f"the reference lacks {key}"
     page = on_page_markdown((ROOT / "docs" / "reference" / "commands.md").read_text())
     for name in ("train", "plan", "simulate", "report", "explain", "run", "submit"):
         assert f"## rlhfless {name}" in page

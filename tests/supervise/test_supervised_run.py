@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import signal
@@ -106,7 +107,7 @@ def test_a_run_writes_model_metrics_ledger_and_report(whole: Path) -> None:
     worked = [row for row in ledger if row["activity"] == "work" and row["what"] == "update"]
     assert len({row["step"] for row in worked}) == 60
     assert sum(float(row["money"]) for row in ledger) == pytest.approx(found[-1]["cost/total_money"], rel=0.5)
-    for before, after in zip(ledger, ledger[1:], strict=False):  # each second of the lease once
+    for before, after in itertools.pairwise(ledger):  # each second of the lease once
         assert float(after["from_s"]) == pytest.approx(float(before["to_s"]), abs=1e-5)
     page = (whole / "report.html").read_text()
     assert "supervised-loss" in page and "There are no files in samples/" not in page

@@ -1,0 +1,168 @@
+"""Command lines of train_sft, train_rm and train_dpo: every flag of every version has a meaning, and what it is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.compat.openrlhf.command import replaced
+from rlhfless_ray.compat.openrlhf.supervised import _data, _flags, _newest, translate_supervised
+from rlhfless_ray.compat.openrlhf.supervised_table import RULES, TASKS
+from rlhfless_ray.recipe.reading import known_keys
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from tests.conftest import command_here
+
+VERSIONS = _data()["versions"]
+LEAST = ["--dataset", "rows.jsonl", "--pretrain", "folder", "--bf16"]
+
+
+def test_every_flag_of_every_version_has_a_rule() -> None:
+    names = {rule.name for rule in RULES}
+    for launcher in TASKS:
+        for version in VERSIONS:
+            assert {_newest(flag) for flag in _flags(launcher, version)} <= names, (launcher, version)
+
+
+def test_every_key_is_one_of_the_recipe() -> None:
+    keys = known_keys(SupervisedRecipe)
+    assert not [key for rule in RULES for key in rule.keys if key not in keys]
+
+
+@pytest.mark.parametrize("launcher", TASKS)
+def test_defaults_of_every_version_make_a_recipe(launcher: str) -> None:
+    for version in VERSIONS:
+        dotted = "--data.dataset" in {f"--{flag}" for flag in _flags(launcher, version)}
+        line = ["--data.dataset", "rows.jsonl", "--model.model_name_or_path", "folder"] if dotted else LEAST
+        if not dotted and "bf16" not in _flags(launcher, version):
+            line = line[:-1]
+        if launcher == "train_sft":
+            line = [*line, "--data.output_key" if dotted else "--output_key", "answer"]
+        found = translate_supervised(launcher, [*line, "--elastic.dialect", version], {})
+        assert found.refusal() is None and found.version == version
+        recipe = found.recipe()
+        assert recipe.task == TASKS[launcher] and recipe.policy.dtype == "bfloat16" and recipe.learner.zero_stage == 2
+        assert recipe.data.batch_rows == 128 and recipe.data.contract == "openrlhf" and recipe.data.remainder == "drop"
+        assert recipe.learner.betas == (0.9, 0.95) and recipe.learner.schedule == "cosine_with_min_lr"
+        assert recipe.learner.min_rate_share == 0.1 and recipe.learner.warmup_share == 0.03 and recipe.save.path == "./ckpt"
+        expected = {"train_sft": (5e-6, 2, 2048), "train_rm": (9e-6, 1, 512), "train_dpo": (1e-5, 1, 512)}[launcher]
+        assert (recipe.learner.learning_rate, recipe.run.epochs, recipe.data.max_tokens) == expected
+
+
+def settings(launcher: str, *more: str) -> dict[str, Any]:
+    return translate_supervised(launcher, [*LEAST, *more], {}).settings
+
+
+@pytest.mark.parametrize(
+    ("launcher", "flags", "expected"),
+    [
+        ("train_sft", ["--pretrain_mode"], {"data.train_on": "all", "data.response_column": ""}),
+        (
+            "train_sft",
+            ["--multiturn", "--apply_chat_template", "--input_key", "messages"],
+            {"data.train_on": "assistant", "data.template": "chat", "data.prompt_column": "messages"},
+        ),
+        ("train_sft", ["--input_template", "Q: {}\nA:"], {"data.input_template": "Q: {}\nA:"}),
+        ("train_sft", ["--dataset", "a,b@c", "--dataset_probs", "0.2,0.8"], {"data.paths": ["a", "b@c"], "data.probabilities": [0.2, 0.8]}),
+        ("train_sft", ["--save_steps", "50", "--ckpt_path", "c"], {"checkpoint.every_steps": 50, "checkpoint.path": "c"}),
+        ("train_sft", ["--eval_steps", "7", "--eval_dataset", "e"], {"evaluate.every_steps": 7, "evaluate.path": "e"}),
+        ("train_rm", ["--margin_loss"], {"data.margin_column": "margin"}),
+        ("train_rm", [], {"data.margin_column": "", "data.prompt_column": "", "loss.kind": "sigmoid"}),
+        ("train_rm", ["--loss", "logexp", "--value_head_prefix", "value"], {"loss.kind": "logexp", "loss.value_head": "value"}),
+        ("train_dpo", ["--ipo", "--beta", "0.3", "--label_smoothing", "0.1"], {"loss.kind": "ipo", "loss.beta": 0.3}),
+        ("train_dpo", ["--ref_pretrain", "other", "--nll_loss_coef", "0.2"], {"reference.path": "other", "loss.nll_coefficient": 0.2}),
+        ("train_dpo", ["--ref_pretrain", "folder"], {"reference.path": ""}),
+        (
+            "train_dpo",
+            ["--lora_rank", "8", "--lora_alpha", "32", "--target_modules", "q_proj", "v_proj"],
+            {"lora.rank": 8, "lora.alpha": 32, "lora.target_modules": ["q_proj", "v_proj"]},
+        ),
+        ("train_dpo", ["--elastic.learner.ranks", "4"], {"learner.ranks": 4}),
+    ],
+)
+def test_flags_become_settings(launcher: str, flags: list[str], expected: dict[str, Any]) -> None:
+    found = settings(launcher, *flags)
+    assert {key: found.get(key) for key in expected} == expected
+    if expected.get("loss.kind") == "ipo":
+        assert "loss.label_smoothing" not in found
+
+
+@pytest.mark.parametrize(
+    ("launcher", "flags", "named"),
+    [
+        ("train_sft", [*LEAST, "--load_in_4bit"], "--load_in_4bit: 4-bit weights"),
+        ("train_sft", [*LEAST, "--aux_loss_coef", "0.01"], "--aux_loss_coef: the router's auxiliary loss"),
+        ("train_sft", [*LEAST, "--save_steps", "5", "--save_hf_ckpt"], "--save_hf_ckpt: model folders beside checkpoints"),
+        ("train_sft", ["--pretrain", "x", "--bf16"], "--dataset: name the data set"),
+        ("train_dpo", ["--data.dataset", "x", "--model.model_name_or_path", "y", "--optim", "muon"], "--optim: the optimizer muon"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(launcher: str, flags: list[str], named: str) -> None:
+    assert named in str(translate_supervised(launcher, flags, {}).refusal())
+
+
+def test_unknown_flags_and_versions_are_named() -> None:
+    with pytest.raises(UserError, match=r"train_sft: unrecognized arguments: --beta 1 \(read as OpenRLHF"):
+        translate_supervised("train_sft", [*LEAST, "--beta", "1"], {})
+    with pytest.raises(UserError, match=r"--elastic.dialect: 0.1 is none of"):
+        translate_supervised("train_sft", [*LEAST, "--elastic.dialect", "0.1"], {})
+    with pytest.raises(UserError, match=r"--elastic.data.batch_rows: OpenRLHF's --train_batch_size sets this"):
+        translate_supervised("train_sft", [*LEAST, "--elastic.data.batch_rows", "1"], {})
+
+
+def test_invalid_values_name_the_flag() -> None:
+    with pytest.raises(UserError, match=r"--train_batch_size: .*data.batch_rows"):
+        translate_supervised("train_sft", [*LEAST, "--output_key", "a", "--train_batch_size", "0"], {}).recipe()
+
+
+@given(st.lists(st.sampled_from([r.older for r in RULES]), max_size=6, unique=True), st.sampled_from(sorted(TASKS)))
+def test_any_flags_are_translated_or_refused_in_words(flags: list[str], launcher: str) -> None:
+    known = _flags(launcher, "0.8.11")
+    tokens = list(LEAST)
+    for flag in flags:
+        if flag in known and flag not in ("dataset", "pretrain", "bf16"):
+            spec = known[flag]
+            default = spec["choices"][0] if spec.get("choices") else spec.get("default") or 1
+            value = [] if spec.get("action") else [str(int(default) if spec.get("type") == "int" else default)]
+            if spec.get("nargs") == 2:
+                value = ["0.9", "0.99"]
+            tokens += [f"--{flag}", *value]
+    found = translate_supervised(launcher, tokens, {})
+    statuses = {flag: status for flag, status, _ in found.outcomes}
+    assert all(token in statuses for token in tokens if token.startswith("--"))
+    assert all(why for _, _, why in found.outcomes)
+
+
+def test_deepspeed_and_torchrun_only_tell_the_number_of_ranks() -> None:
+    rest = ["--bf16", "--max_epochs", "1"]
+    for head, ranks in [
+        (["deepspeed", "--module"], []),
+        (["deepspeed", "--num_gpus", "4", "--module"], ["--elastic.learner.ranks", "4"]),
+        (["torchrun", "--nproc_per_node=8", "--nnodes=2", "-m"], ["--elastic.learner.ranks", "16"]),
+    ]:
+        assert replaced([*head, "openrlhf.cli.train_sft", *rest]) == [
+            sys.executable, "-m", "rlhfless_ray.cli.train_sft", *rest, *ranks
+        ]  # fmt: skip
+    assert translate_supervised("train_sft", LEAST, {"WORLD_SIZE": "8"}).settings["learner.ranks"] == 8
+
+
+def test_explain_shows_the_recipe(tmp_path: Path) -> None:
+    script = tmp_path / "sft.sh"
+    script.write_text(f"set -x\ndeepspeed --module openrlhf.cli.train_sft {' '.join(LEAST)} --output_key a --packing_samples\n")
+    said = command_here("explain", "--", "bash", str(script))
+    assert said.returncode == 0 and "dialect     train_sft of OpenRLHF" in said.stdout and "task: sft" in said.stdout
+    found = json.loads(command_here("explain", "--json", "--", "bash", str(script)).stdout)
+    assert found["runs"] and {"flag": "--packing_samples", "status": "no effect"}.items() <= found["flags"][-1].items()
+    script.write_text(script.read_text().replace("--packing_samples", "--load_in_4bit"))
+    assert command_here("explain", "--", "bash", str(script)).returncode == 2
+
+
+def test_the_launcher_refuses_in_one_sentence() -> None:
+    said = command_here("--pretrain", "nowhere", "--dataset", "rows.jsonl", "--bf16", "--output_key", "a", module="tests.compat.sft_main")
+    assert said.returncode == 2 and "nowhere" in said.stderr and said.stderr.count("\n") == 1
