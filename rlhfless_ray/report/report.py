@@ -59,6 +59,8 @@ def render(record: RunRecord) -> str:
     )
     prefix = _present(prefix_charts.tokens(drawn), prefix_charts.saved(drawn), prefix_charts.break_even(drawn))
     health, constant = charts.health(drawn)
+    if record.is_supervised:  # its loss is above, and nothing is planned
+        health, planning = [chart for chart in health if chart.id != "learn-loss"], []
     cost = _present(cost_charts.cost(record.ledger))
     phases = _present(cost_charts.phases(steps))
     samples = summary.sample_picks(record)  # before `record.problems` is used, because reading samples may add to it
@@ -70,6 +72,7 @@ def render(record: RunRecord) -> str:
         head=summary.header(record),
         cards=summary.cards(record),
         warnings=summary.warnings(record),
+        supervised=record.is_supervised,
         problems=record.problems,
         learning=learning,
         planning=planning,

@@ -30,6 +30,7 @@ from rlhfless_ray.weights.model_folder import read_files, read_folder, with_dtyp
 from rlhfless_ray.weights.tensor_file import Files
 
 CHECKPOINTS = "checkpoints"
+RESIZE_S = 60.0  # interval in which Ray Train looks for slots of more ranks
 STOP_S = 60.0  # time for the ranks to finish their step and save after Ctrl-C
 
 
@@ -94,6 +95,7 @@ class SupervisedStage:
         megabytes = sum(part.nbytes for part in _arrays(self.rows)) // 2**20 + sum(len(x) for x in self.files.values()) // 2**20
         self.cluster = RayCluster(self.recipe, store_mb=recipe.cluster.object_store_mb or MIN_STORE_MB + 2 * megabytes)
         self.failure: BaseException | None = None
+        self.lost, self.restarts = 0, False  # since the last row; whether the ranks have not opened since then
 
     def run(self) -> RunFolder:
         with ExitStack() as stack:
@@ -155,7 +157,9 @@ class SupervisedStage:
         from rlhfless_ray.supervise.train_loop import Inbox, RankStart
 
         path, name = self.storage
-        self._continue_records(_steps_saved(path / name))
+        file = self.folder.path / "ledger.csv"
+        self._open_metrics(_steps_saved(path / name))
+        self.ledger.resume_from(file, self.done)
         here = ray.get_runtime_context().get_node_id()
         self.inbox: Any = ray.remote(Inbox).options(num_cpus=0, label_selector={"ray.io/node-id": here}).remote()
         start = RankStart(
@@ -175,12 +179,23 @@ class SupervisedStage:
         fit.start()
         self._follow(fit)
 
-    def _continue_records(self, done: int | None) -> None:
-        """Open metrics and ledger after the step `done`; what they have of later ones is dropped, or marked as repeated."""
+    def _open_metrics(self, done: int | None) -> None:
+        """Open the metrics after the step `done`; rows of later ones are dropped."""
         folder = self.folder.path
         self.metrics = Metrics(folder, self.recipe.watch, folder.name, resume_after_step=done, say=self.progress.message)
-        self.ledger.resume_from(folder / "ledger.csv", done or 0)
         self.done, self.counted, self.opened = done or 0, self.ledger.count, False
+
+    def _on_opened(self, done: int) -> None:
+        """The ranks go on after the step `done`: that of the last checkpoint that Ray Train counts as whole."""
+        if done == self.done and not self.restarts:
+            return
+        self.metrics.close()
+        self._open_metrics(done)
+        file, started_s = self.folder.path / "ledger.csv", self.ledger.started_s
+        self.ledger.append_to(file)
+        self.ledger.resume_from(file, done)  # marks later rows as repeated
+        self.ledger.started_s, self.restarts = started_s, False
+        self.progress.message(f"the ranks go on after step {done}")
 
     def _fit(self, start: Any, resource: str) -> None:
         """In a thread: start the ranks and wait for their end. What fails goes to `failure`."""
@@ -208,6 +223,8 @@ class SupervisedStage:
                 torch_config=TorchConfig(backend="nccl" if resource == "gpu" else "gloo"),
                 scaling_config=ScalingConfig(
                     num_workers=workers,
+                    # to grow, Ray Train starts the ranks again from the last checkpoint
+                    elastic_resize_monitor_interval_s=RESIZE_S if recipe.checkpoint.every_steps else float("inf"),  # type: ignore[call-arg]
                     use_gpu=resource == "gpu",
                     resources_per_worker={"CPU": 1, "GPU": 1} if resource == "gpu" else {"CPU": start.threads},
                 ),
@@ -267,11 +284,9 @@ class SupervisedStage:
         self.began = True
         if f"rank-{rank}" in self.ledger.open:
             self.ledger.close()
-            self.ledger.append_to(self.folder.path / "ledger.csv")
-            self.metrics.close()
-            done = _steps_saved(Path(*self.storage)) or 0
-            self._continue_records(done)
-            self.progress.message(f"a rank was lost: {ranks} of them start again after step {done}")
+            self.restarts, self.opened = True, False
+            self.lost += 1
+            self.progress.message(f"a rank was lost: {ranks} of them start again from the last checkpoint")
         for slot in range(self._threads(self.ledger.resource)):
             lease = f"rank-{rank}" + (f"-{slot}" if slot else "")
             self.ledger.hold(lease, node, device, "learner", f"rank {rank}", since_s=began_s)
@@ -301,10 +316,12 @@ class SupervisedStage:
             "cost/money": own["money"],
             "cost/total_full_slot_s": total["full_slot_s"],
             "cost/total_money": total["money"],
+            "faults/replaced": self.lost,
             "time_left_s": measured["step_s"] * ((self.recipe.run.steps or 0) - done),
         }
         if skipped:
             self.progress.message(f"step {done}: the update was skipped: {skipped}")
+        self.lost = 0
         self.metrics.write(row)
         self.ledger.append_to(self.folder.path / "ledger.csv")
         self.folder.write_status(steps_done=done)

@@ -94,6 +94,8 @@ class _Loop:
         begin = time.time()
         train, heldout = ray.get(self.start.data)
         done = self._open([train, heldout])
+        if self.rank == 0:
+            self.post("opened", done)
         self._span("start", "open", begin)
         stops, steps = False, self.order.steps
         if done == 0 and len(heldout):

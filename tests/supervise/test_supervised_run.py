@@ -125,8 +125,9 @@ def test_a_killed_rank_changes_nothing(folder: Path, whole: Path) -> None:
     assert len(ranks) == 1
     ranks[0].kill()
     said = finish(process)
-    assert "a rank was lost: 1 of them start again after step" in said
+    assert "a rank was lost: 1 of them start again from the last checkpoint" in said and "the ranks go on after step" in said
     assert same(weights(run), weights(whole))
+    assert sum(row.get("faults/replaced", 0) for row in rows(run)) == 1
     assert {row["step"]: row["learn/loss"] for row in rows(run)[1:]} == {row["step"]: row["learn/loss"] for row in rows(whole)[1:]}
 
 
