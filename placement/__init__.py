@@ -24,9 +24,6 @@ from placement.speed.decode_speed import Speed
 if TYPE_CHECKING:
     from placement.simulate.rollout.simulate_rollout import simulate_rollout
 
-if TYPE_CHECKING:
-    from placement.simulate.rollout.simulate_rollout import simulate_rollout
-
 __all__ = [
     "Bounds",
     "Choice",

@@ -1,0 +1,276 @@
+"""A market for slots: who of several runs on one pool holds how many, and what a slot is worth.
+
+Each run bids with what numbers of slots are worth to it. Clearing maximises the weighted worth of all, exactly, under three rules. No run
+gets less than its share while it can use it. A change pays back the slot-seconds that a hand-over takes. What a run lends below its share
+is a credit, with which it comes first later.
+
+Worth is in slot-seconds: a run whose objective is `prefer` p pays p / (1 - p) slot-seconds for a second, as in `scaling.resize_policy`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from placement.planning.objective import Objective
+from placement.scaling.resize_policy import MAX_PREFER
+
+CREDIT_S = 600.0  # seconds of the whole pool that a run's credit or debt is limited to
+CREDIT_WEIGHT = 0.5  # share by which a full credit raises what a run's slots above its share count, and a full debt lowers it
+PAYBACK = 0.5  # largest share of what a change gains that its hand-overs may cost, as for one run
+EVEN = 1e-9  # relative difference of worths that counts as none
+
+
+@dataclass(frozen=True)
+class Bid:
+    """What numbers of slots are worth to a run until its phase ends.
+
+    Parameters
+    ----------
+    run : str
+        Name of the run.
+    slots : tuple of int
+        Numbers of slots that the run can use, ascending. The first is what it cannot do without.
+    worth : tuple of float
+        Slot-seconds that each number is worth more than the first, strictly ascending from 0.
+    share : float, optional
+        Share of the pool that the run may always have. None: what the shares of others leave, in equal parts.
+    weight : float
+        Priority: how much a slot-second of this run counts.
+
+    Examples
+    --------
+    >>> bid_of("a", [(1, 40.0), (2, 22.0), (4, 21.5)], Objective(prefer=0.5))
+    Bid(run='a', slots=(1, 2), worth=(0.0, 18.0), share=None, weight=1.0)
+    """
+
+    run: str
+    slots: tuple[int, ...]
+    worth: tuple[float, ...]
+    share: float | None = None
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.slots or len(self.slots) != len(self.worth):
+            raise ValueError(
+                f"the bid of {self.run}: {len(self.slots)} numbers of slots and {len(self.worth)} worths, expected as many, at least 1"
+            )
+        if self.slots[0] < 0 or any(b <= a for a, b in itertools.pairwise(self.slots)):
+            raise ValueError(f"the bid of {self.run}: numbers of slots must ascend from 0 or more, got {self.slots}")
+        if self.worth[0] != 0 or any(not b > a for a, b in itertools.pairwise(self.worth)) or not all(map(math.isfinite, self.worth)):
+            raise ValueError(f"the bid of {self.run}: worths must be finite and ascend from 0, got {self.worth}")
+        if self.share is not None and not 0 <= self.share <= 1:
+            raise ValueError(f"the share of {self.run} lies between 0 and 1, got {self.share}")
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise ValueError(f"the weight of {self.run} must be finite and above 0, got {self.weight}")
+
+    @property
+    def most(self) -> int:
+        return self.slots[-1]
+
+
+def bid_of(run: str, points: Sequence[tuple[int, float]], objective: Objective, share: float | None = None, weight: float = 1.0) -> Bid:
+    """Return the bid of a run that knows its time with each number of slots.
+
+    Parameters
+    ----------
+    run, share, weight
+        See `Bid`.
+    points : sequence of (int, float)
+        Slots, and seconds until the phase ends with them; every slot is held until then.
+    objective : Objective
+        With `prefer`, a number of slots is offered if it is worth what it costs. With `deadline_s`, slots that meet the deadline are
+        worth as much as all the seconds they save; later ones nothing. `budget` bounds slots × seconds. `knee` is `prefer` 0.5.
+
+    Returns
+    -------
+    Bid
+        Without numbers of slots that are no better for the run than fewer.
+    """
+    if not points:
+        raise ValueError(f"the bid of {run}: there are no points")
+    ordered = sorted(points)
+    first, start_s = ordered[0]
+    prefer = min(0.5 if objective.prefer is None else objective.prefer, MAX_PREFER)
+    exchange = prefer / (1 - prefer)
+    slots, worth, seconds_of, met = [first], [0.0], start_s, False
+    least = first * start_s + exchange * start_s  # what the best number so far costs the run, in slot-seconds
+    for count, seconds in ordered[1:]:
+        if objective.deadline_s is not None:
+            better = seconds < seconds_of and not met and seconds_of > objective.deadline_s
+            met = met or seconds <= objective.deadline_s
+        elif objective.budget is not None:
+            better = seconds < seconds_of and count * seconds <= objective.budget
+        else:
+            better = count * seconds + exchange * seconds < least
+        gain = (exchange if objective.prefer is not None or objective.knee else 1 / (1 - MAX_PREFER)) * (start_s - seconds)
+        if better and gain > worth[-1]:
+            slots, worth, seconds_of = [*slots, count], [*worth, gain], seconds
+            least = min(least, count * seconds + exchange * seconds)
+    return Bid(run, tuple(slots), tuple(worth), share, weight)
+
+
+@dataclass(frozen=True)
+class Credits:
+    """What runs have lent below their share (above 0) and borrowed above it (below 0), in slot-seconds. They add up to 0 at most.
+
+    Examples
+    --------
+    >>> credits = Credits().after(10.0, {"a": 1, "b": 3}, {"a": 2, "b": 2}, pool_slots=4)
+    >>> credits.of("a"), credits.of("b")
+    (10.0, -10.0)
+    """
+
+    balance: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, run: str) -> float:
+        return self.balance.get(run, 0.0)
+
+    def after(self, seconds: float, held: Mapping[str, int], entitled: Mapping[str, int], pool_slots: int) -> Credits:
+        """Return the credits after `seconds` in which runs held these slots. Slots that nobody borrowed were not lent."""
+        over = {run: max(0, held.get(run, 0) - entitled[run]) for run in entitled}
+        under = {run: max(0, entitled[run] - held.get(run, 0)) for run in entitled}
+        borrowed, offered, limit = sum(over.values()), sum(under.values()), CREDIT_S * pool_slots
+        used = min(1.0, borrowed / offered) if offered else 0.0
+        paid = min(1.0, offered / borrowed) if borrowed else 0.0  # slots of no run's share are free
+        balance = dict(self.balance)
+        for run in entitled:
+            changed = self.of(run) + seconds * (under[run] * used - over[run] * paid)
+            balance[run] = min(limit, max(-limit, changed))
+        return Credits(balance)
+
+
+@dataclass(frozen=True)
+class Clearing:
+    """Slots of each run, what one slot more would be worth (0: some are free), and the reason for each run."""
+
+    slots: Mapping[str, int]
+    price: float
+    reasons: Mapping[str, str]
+
+
+def entitled_slots(pool_slots: int, bids: Sequence[Bid]) -> dict[str, int]:
+    """Return each run's share in whole slots, by largest remainders. Runs without a share divide what others leave.
+
+    Raises ValueError if shares add up to more than 1, or two bids are of one run.
+    """
+    names = [bid.run for bid in bids]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two bids are of one run: {', '.join(sorted({name for name in names if names.count(name) > 1}))}")
+    given = sum(bid.share or 0.0 for bid in bids)
+    if given > 1 + EVEN:
+        raise ValueError(f"shares add up to {given:g}, more than 1")
+    open_runs = sum(bid.share is None for bid in bids)
+    exact = {bid.run: pool_slots * ((1 - given) / open_runs if bid.share is None else bid.share) for bid in bids}
+    whole = {run: int(x + EVEN) for run, x in exact.items()}
+    spare = int(sum(exact.values()) + EVEN) - sum(whole.values())
+    for run in sorted(exact, key=lambda name: (whole[name] - exact[name], name))[:spare]:
+        whole[run] += 1
+    return whole
+
+
+def clear(
+    pool_slots: int, bids: Sequence[Bid], held: Mapping[str, int] | None = None, credits: Credits | None = None, handover_s: float = 0.0
+) -> Clearing:
+    """Divide a pool among runs: the largest Σ weight · worth, by dynamic programming over runs and slots.
+
+    A run gets at least as many slots as its share has, or the most that it can use if that is less. A number of slots above the share
+    counts more for a run with credit and less for one in debt. Slots that a run takes in addition to those that it holds cost
+    `handover_s` each, and count twice as much, so that a change pays back. Of equal divisions the one with the fewest such slots is taken.
+
+    A false bid cannot take from others what their shares give them. It can win slots above all shares, at most the pool less these, and
+    pays for each second of them with credit.
+
+    Parameters
+    ----------
+    pool_slots : int
+        Slots of the pool.
+    bids : sequence of Bid
+        One for each run.
+    held : mapping of str to int, optional
+        Slots that runs hold now.
+    credits : Credits, optional
+        What they have lent and borrowed.
+    handover_s : float
+        Seconds from the moment a slot is let go until it works for another run.
+
+    Raises
+    ------
+    ValueError
+        If the pool is smaller than what the runs cannot do without, and for shares above 1 or two bids of one run.
+
+    Examples
+    --------
+    >>> tail = Bid("tail", (1, 2, 3), (0.0, 1.0, 1.5))
+    >>> busy = Bid("busy", (1, 2, 3), (0.0, 30.0, 50.0))
+    >>> clear(4, [tail, busy]).slots
+    {'busy': 2, 'tail': 2}
+    >>> clear(4, [Bid("tail", (1,), (0.0,)), busy]).slots
+    {'busy': 3, 'tail': 1}
+    """
+    held, credits = held or {}, credits or Credits()
+    bids = sorted(bids, key=lambda bid: bid.run)
+    entitled = entitled_slots(pool_slots, bids)
+    least = sum(bid.slots[0] for bid in bids)
+    if least > pool_slots:
+        raise ValueError(f"the runs cannot do without {least} slots, but the pool has {pool_slots}")
+    floors = _floors(pool_slots, bids, entitled)
+    values, choices = np.zeros(pool_slots + 1), []
+    room = np.arange(pool_slots + 1)
+    for bid in bids:
+        options = np.array([i for i, count in enumerate(bid.slots) if count >= floors[bid.run]])
+        counts = np.array(bid.slots)[options]
+        own = held.get(bid.run, 0)
+        worths = [_counted(bid, i, entitled[bid.run], credits, pool_slots) - _cost(bid.slots[i], own, handover_s) for i in options]
+        before = room - counts[:, None]  # slots that are left for the runs before this one
+        found = np.where(before >= 0, values[np.maximum(before, 0)], -np.inf) + np.array(worths)[:, None]
+        best = found.argmax(axis=0)
+        choices.append(options[best])
+        values = found[best, room]
+    left, slots = pool_slots, {}
+    for bid, chosen in zip(reversed(bids), reversed(choices), strict=True):
+        slots[bid.run] = bid.slots[chosen[left]]
+        left -= slots[bid.run]
+    slots = dict(sorted(slots.items()))
+    price = float(values[-1] - values[-2]) if pool_slots and math.isfinite(values[-2]) else 0.0
+    reasons = {bid.run: _reason(bid, slots[bid.run], entitled[bid.run], held.get(bid.run, 0), price) for bid in bids}
+    return Clearing(slots, max(0.0, price), reasons)
+
+
+def _floors(pool_slots: int, bids: Sequence[Bid], entitled: Mapping[str, int]) -> dict[str, int]:
+    """Return the fewest slots of each run: as many of its share as it can use. Where a run cannot do without more than its share,
+    others go below theirs, those above it by most first."""
+    floors = {bid.run: max([bid.slots[0], *(count for count in bid.slots if count <= entitled[bid.run])]) for bid in bids}
+    options = {bid.run: bid.slots for bid in bids}
+    while sum(floors.values()) > pool_slots:
+        run = max((name for name in floors if floors[name] > options[name][0]), key=lambda name: (floors[name], name))
+        floors[run] = max(count for count in options[run] if count < floors[run])
+    return floors
+
+
+def _counted(bid: Bid, option: int, entitled: int, credits: Credits, pool_slots: int) -> float:
+    """Return what an option counts: its weighted worth, of which the part above the share is changed by credit or debt."""
+    within = bid.worth[max(0, bisect_right(bid.slots, min(entitled, bid.slots[option])) - 1)]
+    level = 1 + CREDIT_WEIGHT * credits.of(bid.run) / (CREDIT_S * pool_slots) if pool_slots else 1.0
+    return bid.weight * (within + (bid.worth[option] - within) * level)
+
+
+def _cost(count: int, held: int, handover_s: float) -> float:
+    """Return what it costs to take slots in addition to those that are held; ever so little where a hand-over is free."""
+    return max(0, count - held) * max(handover_s / PAYBACK, 1e-6)
+
+
+def _reason(bid: Bid, slots: int, entitled: int, held: int, price: float) -> str:
+    changed = "keeps" if slots == held else f"goes from {held} to"
+    if slots >= bid.most:
+        why = "all that it can use"
+    elif slots > entitled:
+        why = f"{slots - entitled} above its share of {entitled}; the next would have to be worth more than {price:.3g} slot-s"
+    else:
+        why = f"its share is {entitled}, and other runs gain more by what is left ({price:.3g} slot-s a slot)"
+    return f"{bid.run} {changed} {slots} of its {bid.most} wanted slots: {why}"
