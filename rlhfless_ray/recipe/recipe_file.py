@@ -47,6 +47,8 @@ class RecipeFile(Section):
         """
         path = Path(path)
         tree = read_tree(path, overrides)
+        if "task" in tree and "task" not in cls.model_fields:
+            raise UserError(f"recipe {path}: `task` makes it a supervised stage; run it with `rlhfless train`")
         run = tree.get("run")
         if run is None or (isinstance(run, dict) and not run.get("name")):
             tree["run"] = {**(run or {}), "name": re.sub(r"[^\w.-]+", "-", path.stem).lstrip(".-")}

@@ -166,6 +166,11 @@ def test_mistakes_are_one_sentence(tmp_path: Path, changes: list[str], message: 
     assert said.stderr.count("\n") == 1 and not (tmp_path / "runs").exists()
 
 
+def test_other_commands_say_what_the_recipe_is(tmp_path: Path) -> None:
+    said = command_here("plan", "--memory", str(recipe(tmp_path, "stage")))
+    assert said.returncode == 2 and "`task` makes it a supervised stage; run it with `rlhfless train`" in said.stderr
+
+
 def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     said = command_here("train", str(recipe(tmp_path, "none")), "--resume")
     assert said.returncode == 2 and "--resume: no run with a checkpoint" in said.stderr
