@@ -110,6 +110,7 @@ class EngineStep:
     seconds: float
     drafted: int = 0  # drafted tokens that the step verified
     accepted: int = 0  # of these, the tokens that were drawn
+    draft_s: float = 0.0  # of `seconds`: for looking up drafts
 
     @property
     def token_s(self) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhfless_ray.prefix.block_hash import salt
 from rlhfless_ray.prefix.pages import Bundle
-from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
+from rlhfless_ray.rollout.control_queue import ControlQueue, DraftNews, EngineCommand
 from rlhfless_ray.rollout.engine_members import members_memory_mb, start_members
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.token_deltas import TokenDeltas
@@ -114,17 +114,24 @@ class RolloutActor:
             return wrong, self.engine.differing(folder, self.settings, arrays)
 
     def rollout(
-        self, epoch: int, requests: list[Request], interval_s: float, threads: int, pages: Sequence[Any] = ()
+        self,
+        epoch: int,
+        requests: list[Request],
+        interval_s: float,
+        threads: int,
+        pages: Sequence[Any] = (),
+        drafts: DraftNews | None = None,
     ) -> Iterator[tuple[TokenDeltas, list[EngineStep], list[Span]]]:
         """Answer requests, and yield new tokens and step records about every `interval_s`.
 
-        `epoch`: number of this call. Commands that `enqueue` gets for it are carried out. `pages`: as in `EngineCommand`.
+        `epoch`: number of this call. Commands that `enqueue` gets for it are carried out. `pages`, `drafts`: as in `EngineCommand`.
         """
         self._set_threads(threads)
         for ticket in self.old_tickets:  # not fetched during a whole call
             self.engine.kept.pop(ticket, None)
         self.old_tickets = set(self.engine.kept)
         self._fetch(pages)
+        self.engine.hear(drafts)
         self.control_queue.open(epoch)
         start = time.time()
         try:

@@ -23,7 +23,7 @@ from rlhfless_ray.local.process_memory import release_free_heap, release_pages, 
 from rlhfless_ray.prefix.block_hash import root, salt
 from rlhfless_ray.prefix.block_hasher import BlockHasher
 from rlhfless_ray.prefix.pages import PageStore
-from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
+from rlhfless_ray.rollout.control_queue import ControlQueue, DraftNews, EngineCommand
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.running_requests import RunningRequests
 from rlhfless_ray.rollout.stop_strings import StopStrings
@@ -239,6 +239,8 @@ class VllmEngine:
                         return
                     continue
                 start = time.perf_counter()
+                if self.drafter is not None:
+                    self.drafter.begin_step(self.sampler.running, self.sampler.context_tokens)
                 self.sampler.reset_counts()
                 outputs = self._step()
                 now = time.perf_counter()
@@ -259,7 +261,8 @@ class VllmEngine:
     def _record_step(self, seconds: float) -> None:
         drawn = self.sampler
         drafted, accepted = (sum(counts) for counts in zip(*drawn.tried.values(), strict=True)) if drawn.tried else (0, 0)
-        self.steps.append(EngineStep(drawn.running, drawn.new_tokens, drawn.context_tokens, seconds, drafted, accepted))
+        draft_s = self.drafter.draft_s if self.drafter is not None else 0.0
+        self.steps.append(EngineStep(drawn.running, drawn.new_tokens, drawn.context_tokens, seconds, drafted, accepted, draft_s))
         if self.drafter is not None:
             self.drafter.observe_step(self.steps[-1])
 
@@ -275,6 +278,8 @@ class VllmEngine:
 
     def _take_deltas(self, version: int) -> TokenDeltas:
         deltas = self.live.take_deltas(version)
+        if self.drafter is not None:
+            deltas = replace(deltas, observed=self.drafter.learned.acceptance.take_news())
         if self.pages is None or not self.pages.computed:
             return deltas
         begun = zip(deltas.keys.tolist(), deltas.counts.tolist(), strict=True)
@@ -291,8 +296,15 @@ class VllmEngine:
         if self.pages is not None and keep:
             self.kept[command.ticket] = self.pages.take_saved(names)
         added = self._add(command.add)
-        self.spans.append(Span("transfer", command.what, begin, time.time()))
+        self.hear(command.drafts)
+        if command.what:
+            self.spans.append(Span("transfer", command.what, begin, time.time()))
         return added
+
+    def hear(self, drafts: DraftNews | None) -> None:
+        """Learn what other engines know for drafts."""
+        if drafts is not None and self.drafter is not None:
+            self.drafter.hear(drafts.learned, drafts.said)
 
     def _add(self, requests: Iterable[Request]) -> set[int]:
         from vllm import SamplingParams
@@ -340,6 +352,8 @@ class VllmEngine:
             if answer.finish_reason not in ENDS[1:3]:
                 raise RuntimeError(f"vLLM ended request {self.live.rows[number].request.key} as {answer.finish_reason!r}")
             self.live.end(number, answer.token_ids, ENDS.index(answer.finish_reason))
+            if self.drafter is not None:
+                self.drafter.finish(number, answer.token_ids)
             awaited |= self.live.rows[number].request.awaited
         return awaited
 

@@ -68,22 +68,26 @@ def test_stop_words_and_least_lengths_end_responses_where_they_would_end(engines
 
 
 def test_drafts_come_from_other_responses_until_newer_ones_take_their_place() -> None:
-    from rlhfless_ray.rollout.drafts import SuffixSource
+    from rlhfless_ray.rollout.text_drafts import TextSource
 
-    source = SuffixSource(kept_tokens=100)
+    source = TextSource(kept_tokens=100)
     text = np.arange(10, 70, dtype=np.int32)
 
     def draft(name: str, tokens: np.ndarray) -> list[int]:
+        found = source.propose(name, 2, tokens, 8).tokens
         source.forget_all_but([name])
-        return source.propose(name, 2, tokens, 8).tokens
+        return found
 
     prompt = np.array([1, 2], np.int32)
     assert draft("first", np.concatenate([prompt, text])) == []
     assert draft("second", np.concatenate([prompt + 2, text[:8]])) == text[8:16].tolist()
-    assert draft("third", np.concatenate([prompt + 4, text + 100])) == [] and source.total == 60 + 8 + 60
+    assert source.total == 2 + 60 + 2 + 8
+    assert draft("third", np.concatenate([prompt + 4, text + 100])) == [] and source.total == 2 + 8 + 2 + 60
     assert draft("fourth", np.concatenate([prompt + 6, text[20:28]])) == [], "the first response is forgotten"
-    assert source.total == 8 + 60 + 8 and list(source.sizes) == ["second", "third", "fourth"]
-    draft("fifth", prompt)
-    assert draft("second", np.concatenate([prompt + 2, text[:4]])) == [] and source.total == 60 + 8 + 4, "one that was preempted"
-    assert list(source.sizes) == ["third", "fourth", "fifth", "second"]
-    assert source.cache.cached_requests == source.sizes.keys() and source.cache.active_requests == {"second"}
+    assert draft("fourth", np.concatenate([prompt + 6, text[20:29]])) == [] and source.known == {"fourth": 8}, "few tokens wait"
+    assert draft("fifth", prompt) == [3], "from the prompts"
+    assert draft("fourth", np.concatenate([prompt + 6, text[20:30]])) == [] and source.texts["fourth"][1] == 10, "one that was preempted"
+    source.finish("fourth", text[20:34])
+    assert source.texts["fourth"][1] == 14 and source.known == {}
+    source.finish("sixth", text[:8])
+    assert draft("seventh", np.concatenate([prompt + 6, text[:4]])) == text[4:8].tolist(), "from one that was never looked up"
