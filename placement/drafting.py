@@ -25,7 +25,8 @@ ESTIMATE_BUCKETS = 10
 OUTLIER = 5.0  # times the median step
 PRIOR_STEPS = 0.5  # steps that the earlier terms weigh in a fit. They alone decide about a term that does not vary
 ALLOWED_LOSS = 0.005  # share of the decode time that attempts may cost
-FIRST_BALANCE, MOST_BALANCE = 2.0, 8.0  # steps' time: what attempts may cost at first, and at most after gains
+FIRST_BALANCE = 2.0  # steps' time that attempts may cost at first
+LEAST_BALANCE, MOST_BALANCE = -2.0, 8.0  # steps' time: bounds of what is owed, and of what gains allow
 TRIAL_STEPS = 16  # steps with drafts from which the price of a drafted token is known
 LONGEST_REST = 64  # steps between two look-ups for a sequence whose drafts are refused
 
@@ -277,4 +278,4 @@ class Attempts:
         """Take seconds from the balance. `running`, `context_tokens`: of a step, whose time is the balance's unit."""
         step_s = self.learned.times.step_s(running, context_tokens)
         if step_s is not None and self.learned.times.is_known:
-            self.balance = min(max(self.balance - seconds / step_s, -MOST_BALANCE), MOST_BALANCE)
+            self.balance = min(max(self.balance - seconds / step_s, LEAST_BALANCE), MOST_BALANCE)

@@ -5,18 +5,39 @@ Imported by engines with `rollout.speculation` only.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from placement.drafting import MOST_TOKENS, NOTHING, Attempts, Draft, Learned, choose_lengths
+from placement.drafting import MOST_TOKENS, Attempts, Draft, Learned, choose_lengths
+from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.rollout.text_drafts import TextSource
 from rlhfless_ray.types import EngineStep
 
+if TYPE_CHECKING:
+    from rlhfless_ray.rollout.model_drafts import Ask, ModelSource
+
 ALL = 1 << 30  # sequences
+MODEL = "model"  # name of the drafter among the sequences that rest; those have numbers
+TRIAL_PASSES = 4  # of the drafter until its time is known, and in each step without `auto`
+ENOUGH_PROMISED = 4.0  # expected tokens of a draft from text that the drafter is not asked to better
 TRIAL_TOKENS = 2  # drafted for a sequence until the time of a verified token is known
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """A sequence for which drafts are looked up. `name`: vLLM's request id. `key`: the request's number. `most`: tokens to draft."""
+
+    name: str
+    key: int
+    prompt_tokens: int
+    tokens: np.ndarray
+    most: int
 
 
 class Drafter:
@@ -27,19 +48,26 @@ class Drafter:
         self.most_tokens = vllm_config.model_config.max_model_len
         self.runner: Any = None
 
-    def attach(self, runner: Any, always: bool) -> None:
-        """`always`: verify all that the sources offer, in each step."""
+    def attach(self, runner: Any, always: bool, model: Path | None = None) -> None:
+        """`always`: verify all that the sources offer, in each step. `model`: folder of a model that drafts too."""
         self.runner, self.always = runner, always
         # vLLM would verify zeros for all sequences when one is near the end of the context. `propose` keeps to the end itself.
         runner.effective_drafter_max_model_len = self.most_tokens + MOST_TOKENS + 1
         self.config = runner.speculative_config
         self.text, self.learned = TextSource(), Learned()
         self.attempts = Attempts(self.learned)
+        self.model = None if model is None else self._load(model)
+        self.pass_s = 0.0  # of the model for one token of each sequence
         self.offered: dict[str, Draft] = {}  # by vLLM's request id: the draft whose first tokens the next step verifies
         self.most = 0  # sequences for which the step looks up drafts
         self.verified: dict[str, Draft] = {}  # the same of the step that has just ended
         self.draft_s = 0.0  # that the step spent on drafts
         self.running = self.context_tokens = 0  # of the last step
+
+    def _load(self, folder: Path) -> ModelSource | None:
+        from rlhfless_ray.rollout.model_drafts import ModelSource
+
+        return ModelSource(folder, self.runner.model_config.get_vocab_size(), self.most_tokens + MOST_TOKENS + 1)
 
     def begin_step(self, running: int, context_tokens: int) -> None:
         """Decide whether the next step looks up drafts. `running`, `context_tokens`: of the last one.
@@ -50,9 +78,13 @@ class Drafter:
         self.most = ALL if self.always else self.attempts.begin_step(running, context_tokens)
         self.runner.speculative_config = self.config if self.most or self.offered else None
 
-    def observe_step(self, step: EngineStep) -> None:
-        """Learn from a step: its time, and what it saved."""
-        tried: Mapping[str, tuple[int, int]] = self.runner.sampler.tried
+    def count_by_model(self, tried: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+        """Return how many of a step's verified and accepted tokens the drafter model had drafted."""
+        counts = [count for name, count in tried.items() if name in self.verified and self.verified[name].source]
+        return sum(drafted for drafted, _ in counts), sum(accepted for _, accepted in counts)
+
+    def observe_step(self, step: EngineStep, tried: Mapping[str, tuple[int, int]]) -> None:
+        """Learn from a step: its time, and what it saved. `tried`: by vLLM's request id, drafted tokens and those accepted."""
         for name, (drafted, accepted) in tried.items():
             if (draft := self.verified.get(name)) is not None:
                 self.learned.acceptance.observe(draft, drafted, accepted)
@@ -75,9 +107,9 @@ class Drafter:
     def _read(self, read: Callable[..., None], *text: Any) -> None:
         """Add a text, unless too little was saved by drafts to pay for it."""
         if self.always or self.attempts.balance > 0:
-            begin = time.perf_counter()
+            begin = time.thread_time()
             read(*text)
-            self.attempts.spend(time.perf_counter() - begin, self.running, self.context_tokens)
+            self.attempts.spend(time.thread_time() - begin, self.running, self.context_tokens)
 
     def load_model(self, *_: Any) -> None:
         """Called by vLLM. There is no model."""
@@ -94,25 +126,30 @@ class Drafter:
         self.verified, self.offered = self.offered, {}
         if not self.most:
             return found
-        begin = time.perf_counter()
+        begin = time.thread_time()
         batch = self.runner.input_batch
         names = batch.req_ids[: len(sampled)]
         keys = [self.runner.sampler.rows[name]["key"] for name in names]
         self.text.forget_all_but(keys)
-        self.attempts.forget_all_but(names)
+        self.attempts.forget_all_but([*names, MODEL])
         rows = [row for row, new in enumerate(sampled) if new]
-        due = rows if self.always else [rows[i] for i in self.attempts.due([names[row] for row in rows], self.most)]
-        drafts = [self._draft(batch, row, keys[row], int(lengths[row]), token_ids) for row in due]
-        for row, draft, count in zip(due, drafts, self._choose(drafts, len(rows), int(lengths[rows].sum())), strict=True):
+        running, context_tokens = len(rows), int(lengths[rows].sum())
+        tries = rows if self.always else [rows[i] for i in self.attempts.due([names[row] for row in rows], self.most)]
+        due = [self._sequence(batch, row, keys[row], token_ids[row, : lengths[row]]) for row in tries]
+        drafts = [self.text.propose(one.key, one.prompt_tokens, one.tokens, one.most) for one in due]
+        if self.model is not None and due:
+            self.model.forget_all_but(keys)
+            if self.always or (len(due) <= self.model.MOST_SEQUENCES and self.attempts.due([MODEL], 1)):
+                self._draft_by_model(self.model, due, drafts, running, context_tokens)
+        for row, draft, count in zip(tries, drafts, self._choose(drafts, running, context_tokens), strict=True):
             if count:
                 found[row] = draft.tokens[:count]
                 self.offered[names[row]] = draft
             else:
                 self.attempts.note(names[row], False)
-        seconds = time.perf_counter() - begin
-        self.draft_s = seconds
+        self.draft_s = time.thread_time() - begin  # of the processor: what another process takes from it is not the drafts' fault
         if due:
-            self.attempts.observe_look_up(seconds, len(due))
+            self.attempts.observe_look_up(self.draft_s, len(due))
         return found
 
     def _choose(self, drafts: Sequence[Draft], running: int, context_tokens: int) -> list[int]:
@@ -125,11 +162,51 @@ class Drafter:
             return [min(TRIAL_TOKENS, len(draft.tokens)) for draft in drafts]
         return choose_lengths(self.learned.acceptance.survival(drafts), step_s, times.verify_s, times.path_s, running)
 
-    def _draft(self, batch: Any, row: int, key: int, length: int, token_ids: np.ndarray) -> Draft:
+    def _sequence(self, batch: Any, row: int, key: int, tokens: np.ndarray) -> _Sequence:
         request = self.runner.requests[batch.req_ids[row]]
         # The step draws one token besides the drafted ones.
         left = (request.sampling_params.max_tokens or 0) - len(request.output_token_ids) - 1
-        most = min(MOST_TOKENS, left, self.most_tokens - length - 1)
-        if most <= 0:
-            return NOTHING
-        return self.text.propose(key, int(batch.num_prompt_tokens[row]), token_ids[row, :length], most)
+        most = max(min(MOST_TOKENS, left, self.most_tokens - len(tokens) - 1), 0)
+        return _Sequence(batch.req_ids[row], key, int(batch.num_prompt_tokens[row]), tokens, most)
+
+    def _draft_by_model(self, model: ModelSource, due: Sequence[_Sequence], drafts: list[Draft], running: int, context_tokens: int) -> None:
+        """Replace drafts from text by the model's where those promise more."""
+        acceptance, times = self.learned.acceptance, self.learned.times
+        promised = acceptance.survival(drafts).sum(1)
+        least = np.argsort(promised)[: model.MOST_SEQUENCES].tolist()
+        places = [i for i in least if due[i].most and model.fits(due[i].tokens, due[i].most) and promised[i] < ENOUGH_PROMISED]
+        if not places:
+            return
+        step_s = times.step_s(running, context_tokens)
+        token_s = 0.0 if step_s is None else step_s / running  # of a token without drafts
+        begin, passes = time.thread_time(), 0
+
+        def goes_on(found: list[Draft]) -> bool:
+            nonlocal passes
+            passes += 1
+            if self.always or not token_s or not self.pass_s:
+                return passes < TRIAL_PASSES
+            # The next token survives no more often than this one.
+            return float(acceptance.survival(found)[:, passes - 1].sum()) * token_s > self.pass_s + len(places) * times.verify_s
+
+        try:
+            found = model.propose([self._ask(due[i]) for i in places], goes_on)
+        except Exception as error:  # of the drafter's own code: without it, decoding goes on
+            print(f"the drafter failed, so this engine goes on without it ({one_line_with_type(error, 300)})", file=sys.stderr, flush=True)
+            self.model = None
+            return
+        seconds = time.thread_time() - begin
+        self.pass_s += 0.1 * (seconds / passes - self.pass_s) if self.pass_s else seconds / passes
+        gains = np.maximum(acceptance.survival(found).sum(1) - promised[places], 0.0)
+        for i, draft, gain in zip(places, found, gains.tolist(), strict=True):
+            if gain:
+                drafts[i] = draft
+        self.attempts.note(MODEL, not token_s or float(gains.sum()) * token_s > seconds)
+
+    def _ask(self, one: _Sequence) -> Ask:
+        from rlhfless_ray.rollout.model_drafts import Ask
+
+        state = self.runner.sampler.rows[one.name]
+        begin = len(state["output"])
+        uniforms = state["noise"][begin : begin + one.most]
+        return Ask(one.key, one.tokens.astype(np.int64), uniforms, one.most, state["temperature"], state["top_p"])

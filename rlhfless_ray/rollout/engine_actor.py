@@ -29,10 +29,11 @@ class RolloutActor:
     # `enqueue` runs beside `rollout`. `hand_over` also runs while `enqueue` waits for pages of an engine that waits for ours.
     concurrency_groups: ClassVar = {"control": 1, "pages": 1}
 
-    def __init__(self, files: Files, settings: EngineSettings) -> None:
-        """Import everything, so that a process can be prewarmed without a lease. `files`: config and tokenizer."""
+    def __init__(self, files: Files, settings: EngineSettings, drafter: Files | None = None) -> None:
+        """Import everything, so that a process can be prewarmed without a lease. `files`: config and tokenizer. `drafter`: a model
+        that drafts."""
         start = time.time()
-        self.files, self.settings = files, settings
+        self.files, self.settings, self.drafter = files, settings, drafter
         self.engine: Any = None
         self.control_queue = ControlQueue()
         self.carried: list[bytes] = []  # addresses of pages that arrived with requests
@@ -55,7 +56,9 @@ class RolloutActor:
         self._set_threads(threads)
         with tempfile.TemporaryDirectory(prefix="rlhfless-engine-") as name:
             tempfile.tempdir = name  # vLLM leaves a rendezvous file in the temporary folder
-            self.engine = VllmEngine(model_folder(Path(name), self.files, self.settings), self.settings, self._tokenizer)
+            drafter = write_folder(Path(name) / "drafter", self.drafter) if self.drafter else None
+            folder = model_folder(Path(name), self.files, self.settings)
+            self.engine = VllmEngine(folder, self.settings, self._tokenizer, drafter=drafter)
             tempfile.tempdir = None
         spans = [self.imported, Span("start", "build engine", start, time.time())]
         pages = self.engine.pages

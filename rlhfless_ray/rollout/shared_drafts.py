@@ -101,6 +101,11 @@ class SharedDrafts:
         while self.total > self.kept_tokens:
             self.total -= sum(len(text.tokens) for text in self.earlier.pop(next(iter(self.earlier))))
 
+    def saved_s(self, steps: Iterable[EngineStep]) -> float:
+        """Return the engines' time that drafts saved in these steps against decoding without, by the fitted step times."""
+        times = self.learned.times
+        return sum(times.saved_s(step.running, step.context_tokens, step.drafted, step.accepted, step.draft_s) for step in steps)
+
     def _keep(self, prompt: str, text: _Text) -> None:
         self.earlier[prompt] = [*self.earlier.pop(prompt, []), text]
         self.total += len(text.tokens)

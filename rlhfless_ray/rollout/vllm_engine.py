@@ -88,10 +88,15 @@ class VllmEngine:
     """
 
     def __init__(
-        self, folder: Path, settings: EngineSettings, tokenizer: Callable[[], Any] | None = None, load_format: str = "dummy"
+        self,
+        folder: Path,
+        settings: EngineSettings,
+        tokenizer: Callable[[], Any] | None = None,
+        load_format: str = "dummy",
+        drafter: Path | None = None,
     ) -> None:
         """`folder`: contains config.json and perhaps generation_config.json. `tokenizer`: loads the tokenizer, for stop strings.
-        `load_format`: as in vLLM; "auto" loads the folder's weights."""
+        `load_format`: as in vLLM; "auto" loads the folder's weights. `drafter`: folder of a model that drafts."""
         on_cpu = settings.device == "cpu"
         prepare(on_cpu)
         from vllm import EngineArgs, LLMEngine
@@ -139,7 +144,7 @@ class VllmEngine:
         core: Any = self.engine.engine_core.engine_core  # type: ignore[attr-defined]  # of a client in this process
         self.core = core
         self.sampler = install_sampler(core.model_executor.driver_worker)
-        self.drafter = _attach_drafter(core.model_executor.driver_worker, settings.speculation)
+        self.drafter = _attach_drafter(core.model_executor.driver_worker, settings.speculation, drafter)
         self.live = RunningRequests(self.sampler)
         self.on_cpu = on_cpu
         self._name_blocks()
@@ -261,10 +266,11 @@ class VllmEngine:
     def _record_step(self, seconds: float) -> None:
         drawn = self.sampler
         drafted, accepted = (sum(counts) for counts in zip(*drawn.tried.values(), strict=True)) if drawn.tried else (0, 0)
-        draft_s = self.drafter.draft_s if self.drafter is not None else 0.0
-        self.steps.append(EngineStep(drawn.running, drawn.new_tokens, drawn.context_tokens, seconds, drafted, accepted, draft_s))
+        step = EngineStep(drawn.running, drawn.new_tokens, drawn.context_tokens, seconds, drafted, accepted)
         if self.drafter is not None:
-            self.drafter.observe_step(self.steps[-1])
+            step = replace(step, draft_s=self.drafter.draft_s, by_model=self.drafter.count_by_model(drawn.tried))
+            self.drafter.observe_step(step, drawn.tried)
+        self.steps.append(step)
 
     def _step(self) -> list[Any]:
         try:
@@ -492,12 +498,12 @@ def _speculative_config(kind: str) -> dict[str, Any] | None:
     return {"method": "custom_class", "model": f"{Drafter.__module__}.{Drafter.__qualname__}", "num_speculative_tokens": MOST_TOKENS}
 
 
-def _attach_drafter(worker: Any, kind: str) -> Drafter | None:
+def _attach_drafter(worker: Any, kind: str, model: Path | None) -> Drafter | None:
     """Complete the drafter that vLLM has built in this worker."""
     if kind == "off":
         return None
     drafter: Drafter = worker.model_runner.drafter
-    drafter.attach(worker.model_runner, always=kind == "on")
+    drafter.attach(worker.model_runner, kind == "on", model)
     return drafter
 
 
