@@ -67,7 +67,16 @@ class Drafter:
     def _load(self, folder: Path) -> ModelSource | None:
         from rlhfless_ray.rollout.model_drafts import ModelSource
 
-        return ModelSource(folder, self.runner.model_config.get_vocab_size(), self.most_tokens + MOST_TOKENS + 1)
+        try:
+            return ModelSource(folder, self.runner.model_config.get_vocab_size(), self.most_tokens + MOST_TOKENS + 1)
+        except Exception as error:  # of many types
+            self._drop_model(error)
+            return None
+
+    def _drop_model(self, error: Exception) -> None:
+        """Go on without the drafter model, whose failures must not end a run."""
+        print(f"the drafter failed, so this engine goes on without it ({one_line_with_type(error, 300)})", file=sys.stderr, flush=True)
+        self.model = None
 
     def begin_step(self, running: int, context_tokens: int) -> None:
         """Decide whether the next step looks up drafts. `running`, `context_tokens`: of the last one.
@@ -191,9 +200,8 @@ class Drafter:
 
         try:
             found = model.propose([self._ask(due[i]) for i in places], goes_on)
-        except Exception as error:  # of the drafter's own code: without it, decoding goes on
-            print(f"the drafter failed, so this engine goes on without it ({one_line_with_type(error, 300)})", file=sys.stderr, flush=True)
-            self.model = None
+        except Exception as error:
+            self._drop_model(error)
             return
         seconds = time.thread_time() - begin
         self.pass_s += 0.1 * (seconds / passes - self.pass_s) if self.pass_s else seconds / passes
