@@ -171,7 +171,8 @@ def main() -> None:
     done = {mode: runs for mode, runs in found.items() if runs}
     show(done, console)
     show_targets(console, targets(done))
-    draw(done, PICTURE if not options.quick else result_folder(True) / "staleness.svg")
+    if not options.quick:
+        draw(done, PICTURE)
 
 
 if __name__ == "__main__":

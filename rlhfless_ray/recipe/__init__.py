@@ -199,8 +199,6 @@ class Recipe(RecipeFile):
             )
         if self.agent.path:
             raise ValueError("rollout.partial: the agent of agent.path cannot be paused between two weight versions; set partial to off")
-        if self.algorithm.filter_range is not None:
-            raise ValueError("rollout.partial: algorithm.filter_range replaces groups within their step; leave one of the two out")
 
     def _check_tensor_parallel(self) -> None:
         """Raise ValueError for what engines of several slots cannot do yet."""

@@ -17,14 +17,17 @@ from rlhfless_ray.rollout.requests import make_request
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Request, Sample
 
 
-def choose_groups(last_steps: Sequence[int], completed: Sequence[int], step: int, quota: int) -> list[int] | None:
+def choose_groups(
+    last_steps: Sequence[int], completed: Sequence[int], step: int, quota: int, per_step: int | None = None
+) -> list[int] | None:
     """Choose the groups that a step trains, or return None while one of them is not complete.
 
     Args:
         last_steps: The last step in which each group may be trained.
         completed: The complete groups, in the order in which they became complete.
         step: Number of this step.
-        quota: Groups that each step trains.
+        quota: Groups to choose.
+        per_step: Groups that each later step trains. None: as many as this one.
 
     Returns:
         Ascending numbers of `quota` groups: the first complete ones, except that enough groups with an early last step are among
@@ -33,7 +36,7 @@ def choose_groups(last_steps: Sequence[int], completed: Sequence[int], step: int
     until, chosen = np.asarray(last_steps), list[int]()
     for last in range(step, int(until.max(initial=step)) + 1):
         # the steps after this one, up to `last`, train the other groups that may not be trained later than that
-        owed = min(quota, int((until <= last).sum()) - (last - step) * quota)
+        owed = min(quota, int((until <= last).sum()) - (last - step) * (per_step or quota))
         chosen += [g for g in completed if until[g] <= last and g not in chosen][: max(0, owed - len(chosen))]
         if len(chosen) < owed:
             return None
@@ -54,8 +57,10 @@ class PartialBatch:
     `unfinished` (n,): bool.
     """
 
-    def __init__(self, groups: Sequence[Group], step: int, quota: int, max_lag: int, count: int) -> None:
+    def __init__(self, groups: Sequence[Group], step: int, quota: int, max_lag: int, count: int, per_step: int | None = None) -> None:
+        """`quota`: groups to choose. `per_step`: groups that each later step trains, if that is another number."""
         self.groups, self.step, self.quota, self.max_lag, self.count = groups, step, min(quota, len(groups)), max_lag, count
+        self.per_step = per_step or self.quota
         self.last_steps = [group.begun + max_lag for group in groups]
         self.chosen: list[int] | None = None
         self.forced = 0  # groups that were waited for although others were complete
@@ -89,7 +94,7 @@ class PartialBatch:
                 missing[key // self.count] -= 1
                 if not missing[key // self.count]:
                     completed.append(key // self.count)
-            self.chosen = choose_groups(self.last_steps, completed, self.step, self.quota)
+            self.chosen = choose_groups(self.last_steps, completed, self.step, self.quota, self.per_step)
             if self.chosen is not None:
                 self.forced = len(set(self.chosen) - set(completed[: self.quota]))
         return self.chosen is not None
@@ -107,7 +112,7 @@ class PartialBatch:
 
     def after(self, samples: Sequence[Sample]) -> PartialBatch:
         """Return the batch of a rollout that goes on in the same step, from these samples."""
-        return PartialBatch(self.with_samples(samples), self.step, self.quota, self.max_lag, self.count)
+        return PartialBatch(self.with_samples(samples), self.step, self.quota, self.max_lag, self.count, self.per_step)
 
     def forecast_work(self, forecast: Scenarios) -> np.ndarray:
         """Return (n, S) tokens that this rollout will add to each response, at least 1. `forecast`: of whole responses.
