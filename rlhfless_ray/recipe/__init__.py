@@ -197,8 +197,6 @@ class Recipe(RecipeFile):
             raise ValueError(
                 "rollout.ahead: with restart each update would discard all unfinished responses; set rollout.partial to continue"
             )
-        if self.agent.path:
-            raise ValueError("rollout.partial: the agent of agent.path cannot be paused between two weight versions; set partial to off")
 
     def _check_tensor_parallel(self) -> None:
         """Raise ValueError for what engines of several slots cannot do yet."""

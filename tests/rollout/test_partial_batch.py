@@ -154,7 +154,6 @@ def test_a_prompt_that_is_begun_twice_in_a_step_gets_other_samples() -> None:
         ({"oversample": 0.5}, "rollout.oversample: 0.5 is not between 1"),
         ({"partial": "off"}, "rollout.max_lag_steps: more than 1 needs responses that outlive a step"),
         ({"partial": "off", "max_lag_steps": 1}, "rollout.oversample: rollout.partial is off"),
-        ({"agent": True}, "rollout.partial: the agent of agent.path cannot be paused"),
         ({"algorithm": {"importance_cap": 0}}, "rollout.max_lag_steps: responses of older weights need importance weights"),
         ({"ahead": True, "oversample": 3}, "rollout.oversample: 3 is not between 1 and rollout.max_lag_steps = 2"),
         ({"ahead": True, "partial": "restart"}, "rollout.ahead: with restart each update would discard"),
@@ -166,8 +165,6 @@ def test_what_partial_rollouts_need_is_said(settings: dict[str, Any], said: str)
     tree["rollout"] |= {key: value for key, value in settings.items() if key in (*tree["rollout"], "ahead")}
     for section in ("algorithm", "run"):
         tree[section] = tree.get(section, {}) | settings.get(section, {})
-    if "agent" in settings:
-        tree |= {"reward": {}, "agent": {"path": "agent.py"}}
     with pytest.raises(UserError) as caught:
         Recipe.parse(tree)
     assert said in str(caught.value)
