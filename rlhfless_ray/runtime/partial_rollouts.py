@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 
 from placement.forecast.forecaster import Scenarios
+from placement.scaling.partial_rollout import find_late
+from rlhfless_ray.autoscaler.autoscaler import Autoscaler
+from rlhfless_ray.autoscaler.oversample import StaleCost, choose_oversample
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.partial_batch import PartialBatch, find_late
+from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.runtime.sample_state import as_json, from_json
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, Step
 
@@ -31,7 +34,18 @@ class PartialRollouts:
         self.in_flight: list[Group] = []
         self.counts: Counter[str] = Counter()  # metrics of this step
         self.times: Counter[int] = Counter()  # how often each prompt was begun in this step
+        self.stale_cost, self.reason = StaleCost(), ""
         self.refills = 0  # rollouts of this step for groups in place of dropped ones
+
+    def resize(self, autoscaler: Autoscaler, newest: Step) -> None:
+        """Decide the number of groups at work with `oversample: auto`. `newest`: the step that is planned and not finished."""
+        if self.rollout.oversample == "auto" and (chosen := choose_oversample(autoscaler, newest, self.stale_cost.per_version)):
+            self.at_work, self.reason = math.ceil(self.quota * chosen.share), chosen.reason
+
+    def observe(self, step: Step) -> None:
+        """Observe what the lag of a finished step's tokens cost."""
+        if step.stats is not None and step.metrics.get("lag/mean"):
+            self.stale_cost.observe(step.metrics["lag/mean"], step.stats.effective_share)
 
     def begin(self, step: int, steps_left: int, draw: Callable[[int], list[Prompt]], missing: int | None = None) -> PartialBatch:
         """Return the groups of a step: those in flight, and new ones up to the number that can be trained in time.
@@ -107,6 +121,8 @@ class PartialRollouts:
                     mine = [self._without_tokens(s) if s.completion.finish_reason == UNFINISHED else s for s in mine]
                 self.in_flight.append(replace(group, samples=tuple(mine)))
         metrics = {
+            "partial/oversample": self.at_work / self.quota,
+            "partial/oversample_reason": self.reason,
             "partial/in_flight_groups": len(self.in_flight),
             "partial/in_flight_tokens": sum(len(s.completion.token_ids) for group in self.in_flight for s in group.samples),
             **{f"partial/{name}": self.counts[name] for name in COUNTS + ("ahead_tokens",) * self.rollout.ahead},

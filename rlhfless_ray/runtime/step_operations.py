@@ -88,12 +88,11 @@ class StepOperations(CheckpointedRun):
         return self.recipe.run.steps
 
     def next_prompts(self, step: Step, missing: int | None = None) -> list[Prompt]:
-        """Return the prompts of a step. With rollout.partial the first ones are those of responses in flight.
-
-        `missing`: with rollout.partial, the groups that the step lacks since others were dropped.
-        """
+        """Return a step's prompts, those of responses in flight first. `missing`: groups that it lacks since partial ones were dropped."""
         if self.recipe.rollout.partial == "off":
             return self._draw(self.dynamic_sampling.missing)
+        if missing is None:
+            self.partial_rollouts.resize(self.autoscaler, self.step)
         step.partial_batch = self.partial_rollouts.begin(step.number, self.last_step - step.number + 1, self._draw, missing)
         return [group.prompt for group in step.partial_batch.groups]
 
@@ -377,6 +376,7 @@ class StepOperations(CheckpointedRun):
     def _write_row(self, step: Step) -> None:
         self.learn_stage.worker_groups.keep()
         self.autoscaler.observe_step(step.phase_s, step.wall_s, len(step.samples))
+        self.partial_rollouts.observe(step)
         self.stages.faults.step_done()
         step.metrics |= {**self.stages.faults.take_metrics(), **self.worker_group.recovery.take_metrics()}
         predicted_mb = self.memory_fit.step_mb(step.plan.actors if step.plan else 1)

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.forecast.forecaster import Scenarios
+from placement.scaling.partial_rollout import choose_groups, find_late
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.partial_batch import PartialBatch, choose_groups, find_late
+from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.staleness import check_lag
 from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample
