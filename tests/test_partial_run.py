@@ -176,7 +176,7 @@ def test_a_resumed_run_goes_on_with_what_was_in_flight(tmp_path: Path, more: dic
 def test_other_features_work_with_partial_rollouts(tmp_path: Path, case: str) -> None:
     more = {
         "agents begin again": {"rollout__partial": "restart"},
-        "filtered groups": {"algorithm__filter_range": [-3.6, 0.0], "algorithm__filter_patience": 90},
+        "filtered groups": {"rollout__max_tokens": 24, "algorithm__filter_range": [-3.6, 0.0], "algorithm__filter_patience": 90},
     }[case]
     tree = small_recipe(tmp_path, **PARTIAL | {"run__steps": 3} | more)
     with Runtime(Recipe.parse(with_agent(tree, tmp_path) if case == "agents begin again" else tree)) as run:

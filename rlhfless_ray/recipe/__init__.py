@@ -177,7 +177,10 @@ class Recipe(RecipeFile):
         rollout = self.rollout
         if rollout.partial == "off":
             if rollout.max_lag_steps > 1:
-                raise ValueError("rollout.max_lag_steps: more than 1 needs responses that outlive a step; set rollout.partial to continue")
+                raise ValueError(
+                    "rollout.max_lag_steps: more than 1 needs responses that outlive a step, since an update waits for whole rollouts; set "
+                    "rollout.partial to continue"
+                )
             if rollout.oversample != "auto":
                 raise ValueError("rollout.oversample: rollout.partial is off, so leave it out, or set partial to continue")
             if rollout.ahead:

@@ -69,7 +69,8 @@ class RolloutConfig(Section):
     must be on."""
     partial: Annotated[Literal["off", "continue", "restart"], OffIsAWord] = "off"
     """End a step's rollout as soon as `prompts.batch_prompts` groups are complete. What happens to the unfinished responses of the
-    others: `continue`: they go on in the next step from their last token, under the new weights, and their KV cache is computed again.
+    others: `continue`: they go on in the next step from their last token, under the new weights, and their KV cache is computed again. An
+    agent plays its episode again and gets the same replies, up to its last whole turn.
     `restart`: they begin again. `off`: a rollout ends with its longest response. Needs `max_lag_steps` of at least 1."""
     oversample: Literal["auto"] | float = "auto"
     """With `partial`: groups at work in a step, as a multiple of `prompts.batch_prompts`; from 1 to `max_lag_steps` + 1, or to
