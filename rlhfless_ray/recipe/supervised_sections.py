@@ -224,7 +224,7 @@ class SupervisedRecipe(RecipeFile):
             raise ValueError(f"data.train_on: {self.task} counts whole responses, so leave it out")
         if not data.prompt_column and not data.response_column and self.task in ("sft", "kto", "kd"):
             raise ValueError("data.prompt_column: both it and data.response_column are empty; name one")
-        if self.task == "kto" and not (data.prompt_column and data.response_column):
+        if self.task == "kto" and data.template == "none" and not (data.prompt_column and data.response_column):
             raise ValueError("data.response_column: kto needs prompts and responses in columns of their own; name both")
         self._check_steps()
         if bool(self.teacher.path) != (self.task == "kd"):
