@@ -33,7 +33,6 @@ SETTINGS = EngineSettings(
     kv_cache_mb=64,
     gpu_memory_share=0.5,
     prefix_kv=True,
-    speculation="on",
 )
 LONG = [r for r in requests(96, seed=70) if len(r.token_ids) > 2 * BLOCK]
 ASKED = [Request(i, r.token_ids, r.seed, 160, 0.0 if i % 3 == 0 else 1.0) for i, r in enumerate(LONG[:20])]
@@ -84,13 +83,12 @@ def roll_out(pool: WorkerPool) -> Any:
     import ray
 
     from rlhfless_ray.rollout.driver import RolloutDriver
-    from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 
-    weights, drafts = weights_of(FILES["A"]), SharedDrafts()
+    weights = weights_of(FILES["A"])
     ref, total = ray.put(weights), checksum(weights)
 
     def run(version: int, **options: Any) -> Any:
-        given = {"migration": None, "silence_s": 60.0, "drafts": drafts, **options}
+        given = {"migration": None, "silence_s": 60.0, **options}
         shares = np.array_split(np.arange(len(ASKED)), len(pool.working))
         driver = RolloutDriver(
             pool,
