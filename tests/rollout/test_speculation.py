@@ -119,7 +119,8 @@ def test_pages_of_a_cut_response_serve_an_engine_that_drafts(engines: dict[str, 
     from rlhfless_ray.rollout.engine_actor import RolloutActor
 
     asked = [one for one in requests(60, temperature=0.7, seed=6, longest=120) if len(one.token_ids) > 2 * BLOCK][:6]
-    wanted, actors = answer(engines["off"], asked), []
+    wanted, actors, drafted = answer(engines["off"], asked), [], 0
+    settings_of = EngineSettings(max_model_len=320, max_running=64, block_size=BLOCK, kv_cache_mb=64, gpu_memory_share=0.5)
     for _ in range(2):
         actors.append(
             RolloutActor(
@@ -133,10 +134,11 @@ def test_pages_of_a_cut_response_serve_an_engine_that_drafts(engines: dict[str, 
     for deltas, steps, _ in actors[0].rollout(1, asked, 0.0, 1):
         for key, begin, end in zip(deltas.keys.tolist(), deltas.bounds, deltas.bounds[1:], strict=False):
             said[key] += deltas.token_ids[begin:end].tolist()
+        drafted += sum(step.drafted for step in steps)
         if min(map(len, said.values())) > BLOCK + 5:
             actors[0].enqueue(1, EngineCommand(cut=tuple(said), ticket=7))
     bundle = actors[0].hand_over(7)
-    assert bundle is not None and max(map(len, said.values())) < 120 and sum(step.drafted for step in steps)
+    assert bundle is not None and max(map(len, said.values())) < 120 and drafted
     actors[1]._add_pages(bundle)
     rest = [replace(one, generated=tuple(said[one.key])) for one in asked]
     for one, more in _tokens(actors[1].engine, rest).items():
