@@ -122,11 +122,7 @@ def test_pages_of_a_cut_response_serve_an_engine_that_drafts(engines: dict[str, 
     wanted, actors, drafted = answer(engines["off"], asked), [], 0
     settings_of = EngineSettings(max_model_len=320, max_running=64, block_size=BLOCK, kv_cache_mb=64, gpu_memory_share=0.5)
     for _ in range(2):
-        actors.append(
-            RolloutActor(
-                FILES["A"], EngineSettings(max_model_len=320, max_running=64, block_size=BLOCK, kv_cache_mb=64, gpu_memory_share=0.5)
-            )
-        )
+        actors.append(RolloutActor(FILES["A"], settings_of))
         actors[-1].engine = new_engine(FILES["A"], prefix_kv=True, speculation="on")
         actors[-1].engine.load(engines["off"].version, weights_of(FILES["A"]))
     actors[0].engine.hear(DraftNews({}, tuple((key, one.token_ids[:60]) for key, one in wanted.items())))
