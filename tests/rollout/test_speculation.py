@@ -51,7 +51,7 @@ def test_drafts_change_nothing_but_the_number_of_steps(engines: dict[str, Any], 
         steps = {name: steps[name] + engines[name].take_steps() for name in ("off", kind)}
         generated += sum(len(one.token_ids) for one in found["off"].values())
     assert not sum(step.drafted for step in steps["off"])
-    assert sum(step.drafted for step in steps[kind]) and len(steps[kind]) <= len(steps["off"])
+    assert len(steps[kind]) <= len(steps["off"])
     if kind != "auto":  # which drafts what pays, by times that depend on the machine
         assert sum(step.accepted for step in steps[kind]) > (100 if temperature == 0 else 0)
     drawn = sum(step.running + step.accepted for step in steps[kind])
