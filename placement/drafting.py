@@ -6,6 +6,7 @@ drafted tokens before it were kept. A draft therefore changes the time of a step
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,9 +62,11 @@ class Acceptance:
 
     def survival(self, drafts: Sequence[Draft]) -> np.ndarray:
         """Return (drafts, MOST_TOKENS) the probability that a token and all before it are accepted, 0 behind a draft's end."""
+        counts = np.array([len(draft.tokens) for draft in drafts], int)
         estimates = np.zeros((len(drafts), MOST_TOKENS))
-        for row, draft in enumerate(drafts):
-            estimates[row, : len(draft.tokens)] = draft.estimates
+        estimates[np.arange(MOST_TOKENS) < counts[:, None]] = np.fromiter(
+            itertools.chain.from_iterable(draft.estimates for draft in drafts), float, counts.sum()
+        )
         match = np.searchsorted(MATCH_EDGES, [draft.match for draft in drafts], side="right")[:, None]
         cells = self._cells(np.array([draft.source for draft in drafts], int)[:, None], match, estimates)
         chance = (PRIOR_WEIGHT * estimates + self.accepted[cells]) / (PRIOR_WEIGHT + self.tried[cells])

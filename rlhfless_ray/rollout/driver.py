@@ -227,7 +227,7 @@ class RolloutDriver:
         self.result.decode_s[instance.id] = self.result.decode_s.get(instance.id, 0.0) + sum(step.seconds for step in steps)
         self.pool.ledger.spans([lease.id for lease in instance.leases], [*loaded, *spans])
         ended, cut = self.token_log.accept(call.number, instance.id, deltas)
-        self.calls.share_drafts(call, self.token_log.indices(deltas.keys), deltas.observed, steps)
+        self.calls.share_drafts(call, self.token_log.indices(deltas.keys), deltas.observed)
         for moved in self.migrations.complete(call, deltas):
             if self.migration is not None:
                 self.migration.observe(moved.context_tokens, moved.seconds, moved.how)

@@ -17,7 +17,6 @@ from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.control_queue import EngineCommand
 from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 from rlhfless_ray.rollout.token_log import TokenLog
-from rlhfless_ray.types import EngineStep
 
 _epochs = itertools.count(1)  # over all rollouts of this driver: a command belongs to one call of one engine
 
@@ -77,10 +76,10 @@ class EngineCalls:
         )
         self.running[generator] = EngineCall(instance, number, epoch, set(indices.tolist()), time.monotonic())
 
-    def share_drafts(self, call: EngineCall, indices: np.ndarray, observed: Sequence[Any], steps: Sequence[EngineStep]) -> None:
+    def share_drafts(self, call: EngineCall, indices: np.ndarray, observed: Sequence[Any]) -> None:
         """Learn what became of an engine's drafts, and tell the engines of siblings what these requests say. `indices`: with news."""
         if self.drafts is not None:
-            self.drafts.observe(observed, steps)
+            self.drafts.observe(observed)
             for number, drafts in self.drafts.spread(indices.tolist(), call.number).items():
                 if (other := self.find(number)) is not None:
                     self.send_command(other, EngineCommand(drafts=drafts))

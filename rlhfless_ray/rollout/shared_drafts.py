@@ -80,18 +80,19 @@ class SharedDrafts:
                 self.told[i, number] = int(self.log.length[i])
         return found
 
-    def observe(self, observed: Sequence[tuple[np.ndarray, int]], steps: Iterable[EngineStep]) -> None:
-        """Learn from an engine's report."""
+    def observe(self, observed: Sequence[tuple[np.ndarray, int]]) -> None:
+        """Learn what became of an engine's drafts."""
         self.learned.acceptance.merge(observed)
-        for step in steps:
-            if step.new_tokens == step.running:
-                self.learned.times.add(
-                    step.running, step.context_tokens, step.drafted, step.seconds - step.draft_s, bool(step.drafted or step.draft_s)
-                )
 
-    def end(self, instances: Sequence[str]) -> None:
+    def end(self, instances: Sequence[str], steps: Sequence[EngineStep]) -> None:
         """Fit the step times, and keep the responses of the rollout. `instances`: ids of its engines by number."""
-        self.learned.times.fit()
+        times = self.learned.times
+        for has_drafts in (False, True):
+            kind = [step for step in steps if step.new_tokens == step.running and (step.drafted > 0) == has_drafts]
+            for step in kind[:: len(kind) // times.KEPT + 1]:  # of the whole rollout: its end alone has few sequences
+                verifies = bool(step.drafted or step.draft_s)
+                times.add(step.running, step.context_tokens, step.drafted, step.seconds - step.draft_s, verifies)
+        times.fit()
         known_by = [{instances[owner]} if owner != NO_ENGINE else set() for owner in self.log.owner.tolist()]
         for i, engine in self.told:
             known_by[i].add(instances[engine])
