@@ -20,6 +20,7 @@ from rlhfless_ray.agent.load_agent import AgentSource
 from rlhfless_ray.agent.preflight_agent import dry_play
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.autoscaler.initial_speed import ANY_SPEED, expected_widths
+from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.disk_space import FULL, DiskFull
 from rlhfless_ray.common.errors import Stopped, one_line
@@ -193,6 +194,7 @@ class Runtime(StepOperations):
     def _create_stages(self, resource: str) -> None:
         longest = max(len(p.token_ids) for p in itertools.chain(self.prompts.train, self.prompts.heldout))
         from rlhfless_ray.functions.lease import most_instances, node_slots
+        from rlhfless_ray.functions.slot_pool import PoolClient
 
         rollout, asks = self.recipe.rollout, self.recipe.rollout.tensor_parallel
         by_node = node_slots(resource, rollout.nodes)
@@ -211,6 +213,7 @@ class Runtime(StepOperations):
             self.folder.path,
             self.actor_classes(),
             self.record.progress.message,
+            shared=not self.cluster.private and self.recipe.cluster.pool,
         )
         self.autoscaler.expect_widths(engines, note)
         worker_pools.rollout.set_width(self.autoscaler.width)
@@ -223,6 +226,8 @@ class Runtime(StepOperations):
             worker_pools.reward,
             worker_pools.worker_group,
         )
+        if isinstance(self.leases.source, PoolClient):
+            self.autoscaler.bids = MarketBids(self.leases.source, self.autoscaler.objective, self.recipe.learner.ranks)
         slots = self.leases.matching(rollout.nodes)
         most = {width: min(rollout.max_actors // (width if asks == "auto" else 1), most_instances(slots, width)) for width in engines}
         self.context = RunContext(

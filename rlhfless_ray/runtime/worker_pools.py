@@ -27,6 +27,7 @@ from rlhfless_ray.weights.tensor_file import Files
 if TYPE_CHECKING:
     from rlhfless_ray.functions.broker import SlotBroker
     from rlhfless_ray.functions.lease import LeaseManager
+    from rlhfless_ray.functions.slot_pool import PoolClient
     from rlhfless_ray.functions.worker_pool import WorkerPool
     from rlhfless_ray.learn.worker_group import WorkerGroup
 
@@ -77,11 +78,14 @@ def create_worker_pools(
     folder: Path,
     actors: ActorClasses,
     say: Callable[[str], None],
+    *,
+    shared: bool = False,
 ) -> WorkerPools:
     """Create the pools, all empty. Instances get everything they need as bytes, because nodes lack the driver's files.
 
     `files`: of the initial policy's folder. `folder`: of the run; its path and the time name the run's leases on a shared cluster.
-    `say`: callback for log messages.
+    `say`: callback for log messages. `shared`: take slots from the pool that all runs of the cluster share. Raises UserError if the pool
+    refuses the run.
     """
     import ray
 
@@ -100,7 +104,8 @@ def create_worker_pools(
     if recipe.lora.rank:
         recipe = with_publish(recipe, files, resource)
     run_id = hashlib.blake2b(f"{folder.resolve()} {time.time_ns()}".encode(), digest_size=4).hexdigest()
-    leases = LeaseManager(resource, ledger, recipe.functions.lease_deadline_s, run_id)
+    source = _join_pool(recipe, resource, folder, say) if shared else None
+    leases = LeaseManager(resource, ledger, recipe.functions.lease_deadline_s, run_id, source)
     broker = SlotBroker(leases)
     faults = FailureBudget(recipe.functions.max_replacements)
     parked = WarmMemoryBudget(recipe.functions.parked_mb, leases.memory_mb, say)
@@ -111,7 +116,7 @@ def create_worker_pools(
     unshared = _no_pages(recipe, files) if wanted else None
     config = ray.put(without_weights(files))
     engine = engine_settings(recipe, longest_prompt_tokens, resource, wanted and unshared is None)
-    source = ray.put(reward_source)  # may contain a reward model's weights
+    reward_ref = ray.put(reward_source)  # may contain a reward model's weights
 
     def starter(cls: type | None, *arguments: Any) -> Callable[[Any], Any]:
         assert cls is not None
@@ -152,7 +157,7 @@ def create_worker_pools(
 
     engines: dict[str, Any] = {"on_device": True, "give_back_after_s": GIVE_BACK_AFTER_S}
     rollout = pool("rollout", start_engine, labels=recipe.rollout.nodes, width=recipe.rollout.least_width, **engines)
-    reward = starter(actors.reward, source, recipe.reward.timeout_s, resource)
+    reward = starter(actors.reward, reward_ref, recipe.reward.timeout_s, resource)
     has_critic, has_reference = recipe.algorithm.has_critic, recipe.has_reference
     return WorkerPools(
         broker,
@@ -165,6 +170,15 @@ def create_worker_pools(
         worker_group("reference", actors.reference, reference_settings, recipe.reference.ranks, "reference") if has_reference else None,
         f"KV cannot be shared, and contexts of moved responses are computed again: {unshared}" if unshared else None,
     )
+
+
+def _join_pool(recipe: Recipe, resource: str, folder: Path, say: Callable[[str], None]) -> PoolClient:
+    from rlhfless_ray.functions.pool_state import RunInfo
+    from rlhfless_ray.functions.slot_pool import PoolClient
+
+    least = max(recipe.learner.ranks, recipe.rollout.min_actors * recipe.rollout.least_width)
+    info = RunInfo(folder.name, recipe.cluster.share, recipe.cluster.priority, least, str(folder.resolve()))
+    return PoolClient(resource, info, say)
 
 
 def _no_pages(recipe: Recipe, files: Files) -> str | None:

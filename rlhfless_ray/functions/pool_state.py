@@ -1,0 +1,339 @@
+"""The slots that the runs of a cluster share: which run holds which slot, which waits, and which pays. Pure; `slot_pool.py` acts on it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from placement.market import Bid, Clearing, Credits, clear, entitled_slots
+
+SILENT_S = 20.0  # a run that was not heard of for so long has ended, and its slots are free
+IDLE_S = 2.0  # a slot that no run takes for so long goes back to Ray; a new grant of a slot that was just freed takes Ray up to 0.8 s
+RECENT_S = 2.0  # a run that withdrew its request counts as waiting for so long: a worker group asks again after a short pause
+HANDOVER_S = 0.05  # longest hand-over on CPU, for the market's payback
+MAX_PAST = 200  # ended runs whose cost is remembered
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """A run as it joins: its name, what it is entitled to (see `Bid`), and where it runs."""
+
+    run: str
+    share: float | None = None
+    weight: float = 1.0
+    least: int = 1  # slots that it cannot do without
+    folder: str = ""
+
+
+@dataclass(frozen=True)
+class SlotRequest:
+    """A wish for one slot, on a node (any if empty) that has these labels."""
+
+    id: str
+    run: str
+    node: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class PoolSlot:
+    """A slot that Ray has granted to the pool. `group`: its placement group, which this module does not look at."""
+
+    id: str
+    node: str
+    device: int | str
+    group: Any = None
+    holder: str = ""  # name of the run; empty: free
+    since_s: float = 0.0  # time of the last hand-over
+    last: str = ""  # the run that held it before
+
+
+@dataclass
+class PoolRun:
+    info: RunInfo
+    bid: Bid
+    heard_s: float
+    joined_s: float
+    held_since_s: float = 0.0
+    waits_since_s: float | None = None  # since when it wants a slot and has none
+    wanted_s: float = -float("inf")  # when it last had a request
+    slot_s: float = 0.0  # slot-seconds that it has paid for
+    lent_slot_s: float = 0.0
+    borrowed_slot_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class PoolView:
+    """What a run sees of the pool. `surplus`: slots above its target that runs below theirs wait for."""
+
+    slots: int
+    runs: int
+    held: int
+    target: int
+    surplus: int
+    price: float
+    reason: str
+    slot_s: float
+    lent_slot_s: float
+    borrowed_slot_s: float
+    waiting: tuple[str, ...] = ()  # runs below their target that want slots
+
+
+class PoolState:
+    """All methods take the time in seconds, on one clock."""
+
+    def __init__(self, now_s: float) -> None:
+        self.runs: dict[str, PoolRun] = {}
+        self.slots: dict[str, PoolSlot] = {}
+        self.requests: dict[str, SlotRequest] = {}  # oldest first
+        self.nodes: dict[str, tuple[int, Mapping[str, str]]] = {}  # id → slots and labels
+        self.credits = Credits()
+        self.past: list[tuple[RunInfo, float, float, float]] = []  # of ended runs: when they joined and ended, slot-seconds
+        self.free_slot_s = 0.0  # slot-seconds that no run paid for
+        self.handovers = 0  # slots that passed from one run to another without Ray
+        self._at_s = now_s
+        self._cleared: Clearing | None = None
+
+    # ---- runs ---------------------------------------------------------------------------------------------------
+
+    def join(self, info: RunInfo, now_s: float, held: Iterable[PoolSlot] = (), paid_slot_s: float = 0.0) -> str:
+        """Add a run. Returns why it cannot join, or an empty string.
+
+        `held`: slots that it has held since before this state was made, by a pool that has been lost. `paid_slot_s`: what it paid there.
+        """
+        if info.run in self.runs:
+            return f"a run named {info.run} is on this cluster already"
+        taken = {run.info.run: run.info.share for run in self.runs.values() if run.info.share is not None}
+        if info.share is not None and (total := sum(taken.values()) + info.share) > 1 + 1e-9:
+            others = ", ".join(f"{name}: {share:g}" for name, share in sorted(taken.items()))
+            return f"a share of {info.share:g} and those of the other runs ({others}) add up to {total:g}, more than the pool"
+        self._account(now_s)
+        self.runs[info.run] = PoolRun(info, Bid(info.run, (info.least,), (0.0,), info.share, info.weight), now_s, now_s, slot_s=paid_slot_s)
+        for slot in held:
+            known = self.slots.get(slot.id)
+            if known is None or not known.holder:
+                self.slots[slot.id] = slot
+                self._give(slot, info.run, now_s)
+        self._cleared = None
+        return ""
+
+    def leave(self, run: str, now_s: float) -> None:
+        """Remove a run. Its slots are free, its requests withdrawn."""
+        self._account(now_s)
+        known = self.runs.pop(run, None)
+        if known is None:
+            return
+        self.requests = {id: one for id, one in self.requests.items() if one.run != run}
+        for slot in self.slots.values():
+            if slot.holder == run:
+                slot.holder, slot.since_s, slot.last = "", now_s, run
+        self.past = [*self.past, (known.info, known.joined_s, now_s, known.slot_s)][-MAX_PAST:]
+        balance = {name: amount for name, amount in self.credits.balance.items() if name != run}
+        self.credits, self._cleared = Credits(balance), None
+
+    def heard(self, run: str, now_s: float) -> None:
+        self.runs[run].heard_s = now_s
+
+    def end_silent(self, now_s: float) -> list[str]:
+        """Remove runs that were silent for too long, and return their names."""
+        silent = [name for name, run in self.runs.items() if now_s - run.heard_s > SILENT_S]
+        for name in silent:
+            self.leave(name, now_s)
+        return silent
+
+    def bid(self, run: str, bid: Bid, now_s: float) -> None:
+        self._account(now_s)
+        if self.runs[run].bid != bid:
+            self.runs[run].bid, self._cleared = bid, None
+
+    # ---- slots --------------------------------------------------------------------------------------------------
+
+    def ask(self, request: SlotRequest, now_s: float) -> None:
+        run = self.runs[request.run]
+        self.requests[request.id] = request
+        run.wanted_s = now_s
+        if not self.held(request.run) and run.waits_since_s is None:
+            run.waits_since_s, self._cleared = now_s, None
+
+    def withdraw(self, id: str, now_s: float) -> None:
+        if (request := self.requests.pop(id, None)) is not None:
+            self.runs[request.run].wanted_s = now_s
+
+    def put(self, slot: PoolSlot, now_s: float) -> None:
+        """Add a free slot that Ray has granted."""
+        self._account(now_s)
+        slot.holder, slot.since_s = "", now_s
+        self.slots[slot.id] = slot
+
+    def release(self, run: str, ids: Iterable[str], now_s: float) -> None:
+        """Make slots of a run free. Ids that it does not hold are ignored: a release may be sent again."""
+        self._account(now_s)
+        for id in ids:
+            slot = self.slots.get(id)
+            if slot is not None and slot.holder == run:
+                slot.holder, slot.since_s, self._cleared = "", now_s, None
+                slot.last = run
+
+    def match(self, now_s: float) -> list[tuple[SlotRequest, PoolSlot]]:
+        """Grant free slots: first to runs below their target, then to any other that asks, unless a slot is kept for one below."""
+        self._account(now_s)
+        granted: list[tuple[SlotRequest, PoolSlot]] = []
+        while True:
+            free = [slot for slot in self.slots.values() if not slot.holder]
+            if not free:
+                return granted
+            targets, held = self.clearing().slots, self._held()
+            pausing = sum(
+                max(0, targets.get(name, 0) - held[name])
+                for name, run in self.runs.items()
+                if now_s - run.wanted_s <= RECENT_S and not any(one.run == name for one in self.requests.values())
+            )
+            found = None
+            for request in sorted(self.requests.values(), key=lambda one: held[one.run] >= targets.get(one.run, 0)):
+                below = held[request.run] < targets.get(request.run, 0)
+                if not below and (len(free) <= pausing or self._waits_below(request.run)):
+                    continue
+                found = next((slot for slot in free if self._fits(request, slot)), None)
+                if found is not None:
+                    break
+            if found is None:
+                return granted
+            del self.requests[request.id]
+            self._give(found, request.run, now_s)
+            granted.append((request, found))
+
+    def _waits_below(self, run: str) -> bool:
+        """Return whether a free slot would fit a request of another run below its target."""
+        targets, held = self.clearing().slots, self._held()
+        free = [slot for slot in self.slots.values() if not slot.holder]
+        return any(
+            one.run != run and held[one.run] < targets.get(one.run, 0) and any(self._fits(one, slot) for slot in free)
+            for one in self.requests.values()
+        )
+
+    def idle(self, now_s: float) -> list[PoolSlot]:
+        """Return the free slots that should go back to Ray."""
+        return [slot for slot in self.slots.values() if not slot.holder and now_s - slot.since_s > IDLE_S]
+
+    def drop(self, id: str, now_s: float) -> None:
+        """Forget a slot that went back to Ray, or whose node is gone."""
+        self._account(now_s)
+        if self.slots.pop(id, None) is not None:
+            self._cleared = None
+
+    def set_nodes(self, nodes: dict[str, tuple[int, Mapping[str, str]]], now_s: float) -> list[PoolSlot]:
+        """Set the cluster's nodes: id → slots and labels. Returns the slots of nodes that are gone, which are dropped."""
+        if nodes != self.nodes:
+            self._account(now_s)
+            self.nodes, self._cleared = nodes, None
+        gone = [slot for slot in self.slots.values() if slot.node not in nodes]
+        for slot in gone:
+            self.drop(slot.id, now_s)
+        return gone
+
+    # ---- who gets what ------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """Slots of the cluster."""
+        return max(sum(count for count, _ in self.nodes.values()), len(self.slots))
+
+    def held(self, run: str) -> int:
+        return sum(slot.holder == run for slot in self.slots.values())
+
+    def _held(self) -> Counter[str]:
+        return Counter(slot.holder for slot in self.slots.values() if slot.holder)
+
+    def clearing(self) -> Clearing:
+        """Return the targets of all runs. If the pool is too small for all, runs take turns: those that wait longest come first, and
+        those that have held slots longest pause."""
+        if self._cleared is None:
+            self._cleared = self.cleared([run.bid for run in self.runs.values()])
+        return self._cleared
+
+    def cleared(self, bids: list[Bid]) -> Clearing:
+        """Return what the runs would get with these bids."""
+        held, size, present, left = self._held(), self.size, [], self.size
+        for bid in sorted(bids, key=lambda bid: self._turn(bid.run, held)):
+            if bid.slots[0] <= left:
+                present.append(bid)
+                left -= bid.slots[0]
+        found = clear(size, present, held, self.credits, HANDOVER_S)
+        absent = {bid.run for bid in bids} - {bid.run for bid in present}
+        reasons = {name: f"{name} waits for its turn: the pool of {size} slots is too small for all runs at once" for name in absent}
+        return Clearing({**found.slots, **dict.fromkeys(absent, 0)}, found.price, {**found.reasons, **reasons})
+
+    def _turn(self, name: str, held: Mapping[str, int]) -> tuple[int, float, str]:
+        run = self.runs.get(name)
+        if run is None:
+            return 2, 0.0, name
+        if held.get(name):
+            return 1, -run.held_since_s, name
+        return (0, run.waits_since_s, name) if run.waits_since_s is not None else (2, run.joined_s, name)
+
+    def what_if(self, bid: Bid) -> Clearing:
+        """Return the division if this run bid so and the others as they do."""
+        return self.cleared([bid if run.bid.run == bid.run else run.bid for run in self.runs.values()])
+
+    def waiting(self, now_s: float) -> dict[str, int]:
+        """Return {run: slots} of the runs below their target that want slots, or did just now."""
+        targets, held = self.clearing().slots, self._held()
+        asking = Counter(one.run for one in self.requests.values())
+        return {
+            name: missing
+            for name, run in self.runs.items()
+            if (missing := targets[name] - held[name]) > 0 and (asking[name] or now_s - run.wanted_s <= RECENT_S)
+        }
+
+    def view(self, run: str, now_s: float) -> PoolView:
+        self._account(now_s)
+        known, cleared, held = self.runs[run], self.clearing(), self.held(run)
+        waiting = {name: missing for name, missing in self.waiting(now_s).items() if name != run}
+        surplus = min(max(0, held - cleared.slots[run]), sum(waiting.values()))
+        return PoolView(
+            self.size,
+            len(self.runs),
+            held,
+            cleared.slots[run],
+            surplus,
+            cleared.price,
+            cleared.reasons[run],
+            known.slot_s,
+            known.lent_slot_s,
+            known.borrowed_slot_s,
+            tuple(sorted(waiting)),
+        )
+
+    # ---- inside -------------------------------------------------------------------------------------------------
+
+    def _fits(self, request: SlotRequest, slot: PoolSlot) -> bool:
+        labels = self.nodes.get(slot.node, (0, {}))[1]
+        return request.node in ("", slot.node) and all(labels.get(name) == value for name, value in request.labels.items())
+
+    def _give(self, slot: PoolSlot, run: str, now_s: float) -> None:
+        self.handovers += slot.last not in ("", run)
+        slot.holder, slot.since_s = run, now_s
+        known = self.runs[run]
+        if known.waits_since_s is not None or self.held(run) == 1:
+            known.waits_since_s, known.held_since_s = None, now_s
+        self._cleared = None
+
+    def _account(self, now_s: float) -> None:
+        """Bill the time since the last change: each slot has one payer, the run that holds it, or the pool."""
+        seconds, self._at_s = now_s - self._at_s, now_s
+        if seconds <= 0 or not self.slots:
+            return
+        held = self._held()
+        for name, count in held.items():
+            self.runs[name].slot_s += count * seconds
+        self.free_slot_s += (len(self.slots) - sum(held.values())) * seconds
+        if len(self.runs) > 1:
+            entitled = entitled_slots(self.size, [run.bid for run in self.runs.values()])
+            before = self.credits
+            self.credits = before.after(seconds, held, entitled, self.size)
+            for name, run in self.runs.items():
+                changed = self.credits.of(name) - before.of(name)
+                run.lent_slot_s += max(0.0, changed)
+                run.borrowed_slot_s += max(0.0, -changed)
