@@ -88,6 +88,10 @@ class SlotSource(Protocol):
         """Slots that other runs wait for and that this one should give back; None if that is not known."""
         ...
 
+    def may_wait(self) -> bool:
+        """Return whether a slot that is needed may still come after its deadline."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -148,6 +152,9 @@ class RayGroups:
     def others_wait(self) -> bool:
         return others_wait(self.resource, {group.id.hex() for group in self.groups.values()})
 
+    def may_wait(self) -> bool:
+        return False
+
     def close(self) -> None:
         pass
 
@@ -204,8 +211,10 @@ class LeaseManager:
         start = time.monotonic()
         leases = list(have or [])
         for request in requests:
-            seconds = self.deadline_s if len(leases) < need else wait_s
-            grant = self.source.wait(request, start + seconds)
+            needed = len(leases) < need
+            grant = self.source.wait(request, start + (self.deadline_s if needed else wait_s))
+            while grant is None and needed and self.source.may_wait():
+                grant = self.source.wait(request, time.monotonic() + PREFERRED_S)
             if grant is None:
                 self.withdraw([request])
             else:
@@ -276,7 +285,7 @@ class LeaseManager:
                 return [], spare
             self.release(spare)
             spare = []
-            if time.monotonic() >= end:
+            if time.monotonic() >= end and not self.source.may_wait():
                 where = "one node" + (f" labelled {labels}" if labels else "")
                 wanted = f"{kind} needs {count} × {self.bundle} on {where}"
                 raise RunError(f"{wanted} and did not get them within {self.deadline_s:.0f} s; {self.availability()}")

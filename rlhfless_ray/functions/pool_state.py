@@ -25,6 +25,7 @@ class RunInfo:
     weight: float = 1.0
     least: int = 1  # slots that it cannot do without
     folder: str = ""
+    job: str = ""  # Ray's id of its driver
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class PoolSlot:
     device: int | str
     group: Any = None
     holder: str = ""  # name of the run; empty: free
+    request: str = ""  # id of the request that it was granted for
     since_s: float = 0.0  # time of the last hand-over
     last: str = ""  # the run that held it before
 
@@ -58,10 +60,20 @@ class PoolRun:
     joined_s: float
     held_since_s: float = 0.0
     waits_since_s: float | None = None  # since when it wants a slot and has none
-    wanted_s: float = -float("inf")  # when it last had a request
+    withdrew_s: float = -float("inf")  # when it last ended a request that was not granted; a later grant resets it
     slot_s: float = 0.0  # slot-seconds that it has paid for
     lent_slot_s: float = 0.0
     borrowed_slot_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run that has ended, and the slot-seconds that it paid for."""
+
+    info: RunInfo
+    joined_s: float
+    ended_s: float
+    slot_s: float
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,8 @@ class PoolView:
     slot_s: float
     lent_slot_s: float
     borrowed_slot_s: float
-    waiting: tuple[str, ...] = ()  # runs below their target that want slots
+    others: Mapping[str, int] = field(default_factory=dict)  # slots of the other runs that hold any
+    waiting: tuple[str, ...] = ()  # other runs below their target that want slots
 
 
 class PoolState:
@@ -90,34 +103,44 @@ class PoolState:
         self.requests: dict[str, SlotRequest] = {}  # oldest first
         self.nodes: dict[str, tuple[int, Mapping[str, str]]] = {}  # id → slots and labels
         self.credits = Credits()
-        self.past: list[tuple[RunInfo, float, float, float]] = []  # of ended runs: when they joined and ended, slot-seconds
+        self.past: list[PastRun] = []
         self.free_slot_s = 0.0  # slot-seconds that no run paid for
         self.handovers = 0  # slots that passed from one run to another without Ray
+        self.silent_s = SILENT_S
         self._at_s = now_s
         self._cleared: Clearing | None = None
 
     # ---- runs ---------------------------------------------------------------------------------------------------
 
-    def join(self, info: RunInfo, now_s: float, held: Iterable[PoolSlot] = (), paid_slot_s: float = 0.0) -> str:
-        """Add a run. Returns why it cannot join, or an empty string.
-
-        `held`: slots that it has held since before this state was made, by a pool that has been lost. `paid_slot_s`: what it paid there.
-        """
-        if info.run in self.runs:
-            return f"a run named {info.run} is on this cluster already"
-        taken = {run.info.run: run.info.share for run in self.runs.values() if run.info.share is not None}
+    def refusal(self, info: RunInfo) -> str:
+        """Return why a run cannot join, or an empty string."""
+        if info.run in self.runs and self.runs[info.run].info.folder != info.folder:  # otherwise it has died: its folder was locked
+            return f"run.name: a run in a folder named {info.run} is on this cluster already"
+        if info.least > self.size:
+            return f"the run needs {info.least} slots at once, but the pool has {self.size}"
+        taken = {run.info.run: run.info.share for run in self.runs.values() if run.info.share is not None and run.info.run != info.run}
         if info.share is not None and (total := sum(taken.values()) + info.share) > 1 + 1e-9:
             others = ", ".join(f"{name}: {share:g}" for name, share in sorted(taken.items()))
-            return f"a share of {info.share:g} and those of the other runs ({others}) add up to {total:g}, more than the pool"
-        self._account(now_s)
-        self.runs[info.run] = PoolRun(info, Bid(info.run, (info.least,), (0.0,), info.share, info.weight), now_s, now_s, slot_s=paid_slot_s)
-        for slot in held:
-            known = self.slots.get(slot.id)
-            if known is None or not known.holder:
-                self.slots[slot.id] = slot
-                self._give(slot, info.run, now_s)
-        self._cleared = None
+            return f"cluster.share: {info.share:g} and the shares of other runs ({others}) add up to {total:g}, more than the pool"
         return ""
+
+    def join(self, info: RunInfo, now_s: float, held: Iterable[PoolSlot] = (), paid_slot_s: float = 0.0) -> list[str]:
+        """Add a run that is not refused. Returns the ids of slots that other runs hold by now.
+
+        `held`: slots that it has held since before this state knew it. `paid_slot_s`: what it has paid so far.
+        """
+        self.leave(info.run, now_s)
+        self.runs[info.run] = PoolRun(info, Bid(info.run, (info.least,), (0.0,), info.share, info.weight), now_s, now_s, slot_s=paid_slot_s)
+        gone = []
+        for slot in held:
+            known = self.slots.setdefault(slot.id, slot)
+            if known is not slot and known.holder:
+                gone.append(slot.id)
+            else:
+                known.last = info.run  # not a hand-over
+                self._give(known, SlotRequest(slot.request, info.run), now_s)
+        self._cleared = None
+        return gone
 
     def leave(self, run: str, now_s: float) -> None:
         """Remove a run. Its slots are free, its requests withdrawn."""
@@ -128,20 +151,17 @@ class PoolState:
         self.requests = {id: one for id, one in self.requests.items() if one.run != run}
         for slot in self.slots.values():
             if slot.holder == run:
-                slot.holder, slot.since_s, slot.last = "", now_s, run
-        self.past = [*self.past, (known.info, known.joined_s, now_s, known.slot_s)][-MAX_PAST:]
+                _free(slot, now_s)
+        self.past = [*self.past, PastRun(known.info, known.joined_s, now_s, known.slot_s)][-MAX_PAST:]
         balance = {name: amount for name, amount in self.credits.balance.items() if name != run}
         self.credits, self._cleared = Credits(balance), None
 
     def heard(self, run: str, now_s: float) -> None:
         self.runs[run].heard_s = now_s
 
-    def end_silent(self, now_s: float) -> list[str]:
-        """Remove runs that were silent for too long, and return their names."""
-        silent = [name for name, run in self.runs.items() if now_s - run.heard_s > SILENT_S]
-        for name in silent:
-            self.leave(name, now_s)
-        return silent
+    def silent(self, now_s: float) -> list[RunInfo]:
+        """Return the runs that were silent for too long."""
+        return [run.info for run in self.runs.values() if now_s - run.heard_s > self.silent_s]
 
     def bid(self, run: str, bid: Bid, now_s: float) -> None:
         self._account(now_s)
@@ -150,68 +170,70 @@ class PoolState:
 
     # ---- slots --------------------------------------------------------------------------------------------------
 
+    def granted(self, id: str) -> PoolSlot | None:
+        """Return the slot that was granted for a request, if a run holds it still."""
+        return next((slot for slot in self.slots.values() if slot.request == id and slot.holder), None)
+
     def ask(self, request: SlotRequest, now_s: float) -> None:
+        """Add a request, unless it is known or granted already: a call may be repeated."""
+        if self.granted(request.id) is not None:
+            return
         run = self.runs[request.run]
-        self.requests[request.id] = request
-        run.wanted_s = now_s
+        self.requests.setdefault(request.id, request)
         if not self.held(request.run) and run.waits_since_s is None:
             run.waits_since_s, self._cleared = now_s, None
 
-    def withdraw(self, id: str, now_s: float) -> None:
-        if (request := self.requests.pop(id, None)) is not None:
-            self.runs[request.run].wanted_s = now_s
+    def release(self, ids: Iterable[str], now_s: float) -> None:
+        """End requests. Slots that were granted for them are free again. May be repeated: a slot that is granted anew has another id."""
+        self._account(now_s)
+        for id in ids:
+            if (request := self.requests.pop(id, None)) is not None:
+                self.runs[request.run].withdrew_s = now_s
+            elif (slot := self.granted(id)) is not None:
+                _free(slot, now_s)
+                self._cleared = None
 
     def put(self, slot: PoolSlot, now_s: float) -> None:
         """Add a free slot that Ray has granted."""
         self._account(now_s)
-        slot.holder, slot.since_s = "", now_s
+        slot.since_s = now_s
         self.slots[slot.id] = slot
 
-    def release(self, run: str, ids: Iterable[str], now_s: float) -> None:
-        """Make slots of a run free. Ids that it does not hold are ignored: a release may be sent again."""
-        self._account(now_s)
-        for id in ids:
-            slot = self.slots.get(id)
-            if slot is not None and slot.holder == run:
-                slot.holder, slot.since_s, self._cleared = "", now_s, None
-                slot.last = run
-
-    def match(self, now_s: float) -> list[tuple[SlotRequest, PoolSlot]]:
+    def match(self, now_s: float) -> list[PoolSlot]:
         """Grant free slots: first to runs below their target, then to any other that asks, unless a slot is kept for one below."""
         self._account(now_s)
-        granted: list[tuple[SlotRequest, PoolSlot]] = []
-        while True:
-            free = [slot for slot in self.slots.values() if not slot.holder]
-            if not free:
-                return granted
-            targets, held = self.clearing().slots, self._held()
+        granted: list[PoolSlot] = []
+        free = [slot for slot in self.slots.values() if not slot.holder]
+        if not free or not self.requests:
+            return granted
+        targets, held = self.clearing().slots, self._held()
+        asking = {one.run for one in self.requests.values()}
+
+        def below(run: str) -> bool:
+            return held[run] < targets[run]
+
+        while free:
             pausing = sum(
-                max(0, targets.get(name, 0) - held[name])
+                max(0, targets[name] - held[name])
                 for name, run in self.runs.items()
-                if now_s - run.wanted_s <= RECENT_S and not any(one.run == name for one in self.requests.values())
+                if name not in asking and now_s - run.withdrew_s <= RECENT_S
             )
             found = None
-            for request in sorted(self.requests.values(), key=lambda one: held[one.run] >= targets.get(one.run, 0)):
-                below = held[request.run] < targets.get(request.run, 0)
-                if not below and (len(free) <= pausing or self._waits_below(request.run)):
+            for request in sorted(self.requests.values(), key=lambda one: not below(one.run)):
+                if not below(request.run) and len(free) <= pausing:
                     continue
-                found = next((slot for slot in free if self._fits(request, slot)), None)
+                fitting = [slot for slot in free if self._fits(request, slot)]
+                # the one that its run has held before, on which its processes are
+                found = min(fitting, key=lambda slot: slot.last != request.run, default=None)
                 if found is not None:
                     break
             if found is None:
-                return granted
-            del self.requests[request.id]
-            self._give(found, request.run, now_s)
-            granted.append((request, found))
-
-    def _waits_below(self, run: str) -> bool:
-        """Return whether a free slot would fit a request of another run below its target."""
-        targets, held = self.clearing().slots, self._held()
-        free = [slot for slot in self.slots.values() if not slot.holder]
-        return any(
-            one.run != run and held[one.run] < targets.get(one.run, 0) and any(self._fits(one, slot) for slot in free)
-            for one in self.requests.values()
-        )
+                break
+            self._give(found, self.requests.pop(request.id), now_s)
+            held[request.run] += 1
+            free.remove(found)
+            granted.append(found)
+        return granted
 
     def idle(self, now_s: float) -> list[PoolSlot]:
         """Return the free slots that should go back to Ray."""
@@ -284,7 +306,7 @@ class PoolState:
         return {
             name: missing
             for name, run in self.runs.items()
-            if (missing := targets[name] - held[name]) > 0 and (asking[name] or now_s - run.wanted_s <= RECENT_S)
+            if (missing := targets[name] - held[name]) > 0 and (asking[name] or now_s - run.withdrew_s <= RECENT_S)
         }
 
     def view(self, run: str, now_s: float) -> PoolView:
@@ -303,6 +325,7 @@ class PoolState:
             known.slot_s,
             known.lent_slot_s,
             known.borrowed_slot_s,
+            {name: count for name, count in self._held().items() if name != run},
             tuple(sorted(waiting)),
         )
 
@@ -312,10 +335,12 @@ class PoolState:
         labels = self.nodes.get(slot.node, (0, {}))[1]
         return request.node in ("", slot.node) and all(labels.get(name) == value for name, value in request.labels.items())
 
-    def _give(self, slot: PoolSlot, run: str, now_s: float) -> None:
+    def _give(self, slot: PoolSlot, request: SlotRequest, now_s: float) -> None:
+        run = request.run
         self.handovers += slot.last not in ("", run)
-        slot.holder, slot.since_s = run, now_s
+        slot.holder, slot.request, slot.since_s = run, request.id, now_s
         known = self.runs[run]
+        known.withdrew_s = -float("inf")
         if known.waits_since_s is not None or self.held(run) == 1:
             known.waits_since_s, known.held_since_s = None, now_s
         self._cleared = None
@@ -337,3 +362,7 @@ class PoolState:
                 changed = self.credits.of(name) - before.of(name)
                 run.lent_slot_s += max(0.0, changed)
                 run.borrowed_slot_s += max(0.0, -changed)
+
+
+def _free(slot: PoolSlot, now_s: float) -> None:
+    slot.holder, slot.request, slot.since_s, slot.last = "", "", now_s, slot.holder

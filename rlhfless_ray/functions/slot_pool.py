@@ -1,39 +1,35 @@
-"""One pool of slots for all runs of a cluster: a Ray actor that is found by name, and each run's client of it.
+"""One pool of slots for all runs of a cluster: a Ray actor that is found by name. `pool_client` is a run's part.
 
-The first run starts the actor, and it ends after the last one has left. It holds the placement groups, so that a slot passes from run to run
-without Ray's queue. They outlive the actor: if it dies Ray starts another one, which learns from the runs' heartbeats what they hold.
+The first run starts the actor, and it ends after the last one has left. It holds the placement groups, so that a slot passes from run to
+run without Ray's queue. They outlive the actor: if it dies Ray starts another one, which learns from the runs what they hold.
+
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
+import os
+import signal
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from ray.util.placement_group import get_placement_group, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from placement.market import Bid, Clearing
-from rlhfless_ray.common.deadlines import STOP
-from rlhfless_ray.common.errors import RunError, UserError
-from rlhfless_ray.functions.lease import POOL_PREFIX, Grant, LeaseRequest, bundle_of, device_ids, device_named, node_slots, others_wait
+from rlhfless_ray.functions.lease import POOL_PREFIX, bundle_of, device_ids, device_named, node_slots
 from rlhfless_ray.functions.pool_state import SILENT_S, PoolSlot, PoolState, PoolView, RunInfo, SlotRequest
 
 NAMESPACE = "rlhfless"
-BEAT_S = 1.0  # interval of heartbeats
 TICK_S = 0.25  # interval at which the pool looks for silent runs and idle slots
 LOOK_S = 1.0  # interval at which it looks at the cluster's nodes
 POLL_S = (0.002, 0.05)  # shortest and longest pause between two looks at a placement group that Ray has not granted yet
-EMPTY_S = 5.0  # a pool without runs ends after this time
-ANSWER_S = 10.0  # timeout of a call to the pool, after which it is replaced
-REPLACE_S = 60.0  # time for a lost pool to be replaced, before the run ends
-WAIT_S = 0.2  # longest wait within the pool for one slot, between two checks for a stop signal
+EMPTY_S = 5.0  # a pool that no run has joined for so long ends
 
 
 class UnknownRun(Exception):
@@ -45,24 +41,18 @@ class SlotPool:
 
     def __init__(self, resource: str) -> None:
         """`resource`: "cpu" (a slot is a core) or "gpu" (a slot is a device)."""
+        now = time.monotonic()
         self.resource, self.bundle = resource, bundle_of(resource)
-        self.state = PoolState(time.monotonic())
-        self.granted: dict[str, asyncio.Future[PoolSlot]] = {}  # by request id
-        self.creating: dict[str, Any] = {}  # placement groups that Ray has not granted yet, by the request they were asked for
-        self.counter, self.began_s, self.empty_s = 0, time.time(), time.monotonic()
-        self.looked_s = -float("inf")
+        self.state = PoolState(now)
+        self.waits: dict[str, asyncio.Future[PoolSlot]] = {}  # by request id
+        self.creating: dict[str, PlacementGroup] = {}  # groups that Ray has not granted yet, by the request they were asked for
+        self.counter, self.began_s, self.empty_s, self.looked_s = 0, time.time(), now, -float("inf")
         self.look()
-        until = time.monotonic() + SILENT_S
-        self.orphans = {info["name"]: until for info in self._groups()}  # of an earlier pool: when they are removed unless a run has them
+        # of an earlier pool: they are removed unless a run claims them
+        self.orphans = {info["name"]: _group(id) for id, info in placement_group_table().items() if self._is_ours(info)}
+        self.orphans_until_s = now + SILENT_S
         self.tasks: set[asyncio.Task[None]] = set()  # asyncio keeps weak references only
-        self.ticking = False
-
-    def _prefix(self) -> str:
-        return f"{POOL_PREFIX}{self.resource}-"
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """Return Ray's rows of this pool's placement groups that exist."""
-        return [info for info in placement_group_table().values() if info["name"].startswith(self._prefix()) and info["state"] != "REMOVED"]
+        self._begin(self._tick())
 
     def look(self) -> None:
         """Look at the nodes of the cluster."""
@@ -76,71 +66,73 @@ class SlotPool:
 
     # ---- calls of the runs ----------------------------------------------------------------------------------------
 
-    async def join(self, info: RunInfo, held: list[PoolSlot], paid_slot_s: float = 0.0) -> str:
-        """Add a run; returns why it cannot join, or an empty string. `held`: slots that it has from a pool that was lost."""
-        if not self.ticking:
-            self.ticking = True
-            self.tasks.add(asyncio.create_task(self._tick()))
-        slots = []
-        for one in held:
-            if self.orphans.pop(one.id, None) is not None:
-                slots.append(replace(one, group=get_placement_group(one.id)))
-        return self.state.join(info, time.monotonic(), slots, paid_slot_s)
+    async def join(self, info: RunInfo, held: list[PoolSlot], paid_slot_s: float = 0.0) -> tuple[str, list[str]]:
+        """Add a run. Returns why it cannot join, or an empty string, and the ids of those of `held` that it has no more.
 
-    async def leave(self, run: str) -> None:
-        now = time.monotonic()
-        for request in [one for one in self.state.requests.values() if one.run == run]:
-            self._withdraw(request.id)
-        self.state.leave(run, now)
-        self.empty_s = now
+        `held`: slots that it holds, as far as it knows.
+        """
+        self.look()
+        if refused := self.state.refusal(info):
+            return refused, []
+        self._forget(info.run)
+        there = [one for one in held if placement_group_table(one.group)["state"] == "CREATED"]
+        for one in there:
+            self.orphans.pop(one.id, None)
+        taken = self.state.join(info, time.monotonic(), [replace(one) for one in there], paid_slot_s)
+        removed = [one.id for one in held if one not in there and one.node in self.state.nodes]
+        return "", [*taken, *removed]
+
+    async def leave(self, run: str) -> bool:
+        """Remove a run. Returns whether it was the last one."""
+        self._forget(run)
+        self.state.leave(run, time.monotonic())
         self._match()
-        if not self.state.runs:
-            self._remove_idle(all_of_them=True)
+        return not self.state.runs
+
+    async def end_if_empty(self) -> None:
+        """End the pool and return its slots to Ray, unless a run has joined. The call fails if it ends."""
+        if self.state.runs:
+            return
+        for slot in list(self.state.slots.values()):
+            self._remove(slot)
+        for group in self.orphans.values():
+            remove_placement_group(group)
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+        await asyncio.sleep(TICK_S)
 
     async def beat(self, run: str, released: list[str]) -> PoolView:
-        """Say that the run is alive, and which slots it has released. Returns what it sees of the pool."""
-        now = self._known(run)
+        """Say that the run is alive, and what it has released. Returns what it sees of the pool."""
+        await self.release(run, released)
+        now = time.monotonic()
         self.state.heard(run, now)
-        self.state.release(run, released, now)
-        self._match()
         return self.state.view(run, now)
 
     async def release(self, run: str, ids: list[str]) -> None:
-        self.state.release(run, ids, self._known(run))
+        """End requests, and make the slots free that were granted for them."""
+        now = self._known(run)
+        for id in ids:
+            self._abandon(id)
+        self.state.release(ids, now)
         self._match()
 
-    async def ask(self, requests: list[SlotRequest]) -> None:
-        """Ask for slots. `wait` returns them. An id that was asked for before is ignored: a call may be repeated."""
+    async def ask(self, requests: list[SlotRequest]) -> dict[str, PoolSlot]:
+        """Ask for slots. Returns {request id: slot} of those granted at once; `wait` waits for the others."""
         for request in requests:
-            now = self._known(request.run)
-            if request.id not in self.granted:
-                self.granted[request.id] = asyncio.get_running_loop().create_future()
-                self.state.ask(request, now)
+            self.state.ask(request, self._known(request.run))
         self._match()
         for request in requests:
             if request.id in self.state.requests and request.id not in self.creating:  # no free slot for it: Ray may have one
                 self._create(request)
+        return {one.id: slot for one in requests if (slot := self.state.granted(one.id)) is not None}
 
     async def wait(self, request: SlotRequest, seconds: float) -> PoolSlot | None:
         """Return the slot for a request, or None if there is none within `seconds`."""
-        await self.ask([request])  # of a pool that was replaced it was not asked yet
-        with contextlib.suppress(TimeoutError):
-            slot = await asyncio.wait_for(asyncio.shield(self.granted[request.id]), seconds)
-            return replace(slot, group=None)
+        if granted := await self.ask([request]):  # also if a lost pool was asked for it
+            return granted[request.id]
+        waits = self.waits[request.id] = asyncio.get_running_loop().create_future()
+        with suppress(TimeoutError, asyncio.CancelledError):
+            return await asyncio.wait_for(waits, seconds)
         return None
-
-    async def withdraw(self, run: str, ids: list[str]) -> None:
-        """End requests. A slot that was granted meanwhile is free again."""
-        now = self._known(run)
-        for id in ids:
-            future = self._withdraw(id)
-            if future is not None and future.done() and not future.cancelled():
-                self.state.release(run, [future.result().id], now)
-        self._match()
-
-    async def taken(self, run: str, id: str) -> None:
-        """Forget a request: the run has received its slot."""
-        self.granted.pop(id, None)
 
     async def bid(self, bid: Bid) -> PoolView:
         now = self._known(bid.run)
@@ -157,6 +149,7 @@ class SlotPool:
         """Return everything that `rlhfless cluster` shows."""
         self.look()
         now, state = time.monotonic(), self.state
+        waiting = state.waiting(now)
         runs = [
             {
                 "name": name,
@@ -165,8 +158,8 @@ class SlotPool:
                 "priority": run.info.weight,
                 "since_s": now - run.joined_s,
                 "silent_s": now - run.heard_s,
-                "slots_by_node": _count(slot.node for slot in state.slots.values() if slot.holder == name),
-                "waits": state.waiting(now).get(name, 0),
+                "slots_by_node": dict(Counter(slot.node for slot in state.slots.values() if slot.holder == name)),
+                "waits": waiting.get(name, 0),
                 **asdict(state.view(name, now)),
             }
             for name, run in sorted(state.runs.items())
@@ -181,12 +174,25 @@ class SlotPool:
             "began_s": self.began_s,
             "runs": runs,
             "past": [
-                {"name": info.run, "folder": info.folder, "lasted_s": to_s - from_s, "ended_s_ago": now - to_s, "slot_s": paid}
-                for info, from_s, to_s, paid in state.past
+                {
+                    "name": past.info.run,
+                    "folder": past.info.folder,
+                    "lasted_s": past.ended_s - past.joined_s,
+                    "ended_s_ago": now - past.ended_s,
+                    "slot_s": past.slot_s,
+                }
+                for past in state.past
             ],
         }
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _is_ours(self, info: dict[str, Any]) -> bool:
+        return info["name"].startswith(f"{POOL_PREFIX}{self.resource}-") and info["state"] != "REMOVED"
+
+    def _begin(self, work: Any) -> None:
+        self.tasks.add(task := asyncio.get_event_loop().create_task(work))
+        task.add_done_callback(self.tasks.discard)
 
     def _known(self, run: str) -> float:
         """Return the time, if the run is known."""
@@ -196,32 +202,36 @@ class SlotPool:
 
     def _match(self) -> None:
         """Hand free slots to those who wait."""
-        for request, slot in self.state.match(time.monotonic()):
-            self._abandon(request.id)
-            future = self.granted[request.id]
-            future.set_result(slot)
-
-    def _withdraw(self, id: str) -> asyncio.Future[PoolSlot] | None:
-        self.state.withdraw(id, time.monotonic())
-        self._abandon(id)
-        return self.granted.pop(id, None)
+        for slot in self.state.match(time.monotonic()):
+            if (waits := self.waits.pop(slot.request, None)) is not None and not waits.done():
+                waits.set_result(slot)
+            self._abandon(slot.request)
 
     def _abandon(self, id: str) -> None:
-        """End the request to Ray that was made for this one."""
+        """End the request to Ray that was made for this one, and the wait for it."""
         if (group := self.creating.pop(id, None)) is not None:
             remove_placement_group(group)
+        if (waits := self.waits.pop(id, None)) is not None:
+            waits.cancel()
+
+    def _forget(self, run: str) -> None:
+        for request in [one for one in self.state.requests.values() if one.run == run]:
+            self._abandon(request.id)
+
+    def _remove(self, slot: PoolSlot) -> None:
+        self.state.drop(slot.id, time.monotonic())
+        remove_placement_group(slot.group)
 
     def _create(self, request: SlotRequest) -> None:
         self.counter += 1
-        name = f"{self._prefix()}{int(1e6 * self.began_s):x}-{self.counter}"
+        name = f"{POOL_PREFIX}{self.resource}-{int(1e6 * self.began_s):x}-{self.counter}"
         selector = dict(request.labels) | ({"ray.io/node-id": request.node} if request.node else {})
         selectors = [selector] if selector else None
         group = placement_group([dict(self.bundle)], name=name, lifetime="detached", bundle_label_selector=selectors)
         self.creating[request.id] = group
-        self.tasks.add(task := asyncio.create_task(self._receive(request, name, group)))
-        task.add_done_callback(self.tasks.discard)
+        self._begin(self._receive(request, name, group))
 
-    async def _receive(self, request: SlotRequest, name: str, group: Any) -> None:
+    async def _receive(self, request: SlotRequest, name: str, group: PlacementGroup) -> None:
         """Wait until Ray grants a group, and make it a slot of the pool."""
         pause, longest = POLL_S
         while (table := placement_group_table(group))["state"] != "CREATED":
@@ -234,7 +244,8 @@ class SlotPool:
             device = await self._device(group) if self.resource == "gpu" else self._number(node)
         except RayError:  # the node was lost before it could name the device
             if self.creating.get(request.id) is group:
-                self._abandon(request.id)
+                del self.creating[request.id]
+                remove_placement_group(group)
                 self._create(request)
             return
         if self.creating.get(request.id) is group:  # otherwise it was abandoned meanwhile
@@ -242,7 +253,7 @@ class SlotPool:
             self.state.put(PoolSlot(name, node, device, group), time.monotonic())
             self._match()
 
-    async def _device(self, group: Any) -> int | str:
+    async def _device(self, group: PlacementGroup) -> int | str:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         ids = await device_ids.options(scheduling_strategy=strategy).remote()
         return device_named(ids[0])
@@ -251,194 +262,52 @@ class SlotPool:
         taken = {slot.device for slot in self.state.slots.values() if slot.node == node}
         return next(n for n in range(len(taken) + 1) if n not in taken)
 
-    def _remove_idle(self, all_of_them: bool = False) -> None:
-        now = time.monotonic()
-        free = [slot for slot in self.state.slots.values() if not slot.holder] if all_of_them else self.state.idle(now)
-        for slot in free:
-            self.state.drop(slot.id, now)
-            remove_placement_group(slot.group)
-
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             self.look()
-            for run in self.state.end_silent(now):
-                for id in [id for id in self.granted if id.startswith(f"{run}/")]:
-                    self._withdraw(id)
-                self.empty_s = now
+            for info in self.state.silent(now):
+                self._forget(info.run)
+                _end_processes(info.job)
+                self.state.leave(info.run, now)
             self._match()
-            self._remove_idle()
-            for name in [name for name, until in self.orphans.items() if now > until]:  # no run has claimed them
-                del self.orphans[name]
-                remove_placement_group(get_placement_group(name))
-            if not self.state.runs and not self.orphans and now - self.empty_s > EMPTY_S:
-                ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+            for slot in self.state.idle(now):
+                self._remove(slot)
+            if self.orphans and now > self.orphans_until_s:
+                for group in self.orphans.values():
+                    remove_placement_group(group)
+                self.orphans.clear()
+            if self.state.runs or self.orphans:
+                self.empty_s = now
+            elif now - self.empty_s > EMPTY_S:
+                await self.end_if_empty()
 
 
-class PoolClient:
-    """A run's part: it asks for slots as `RayGroups` does, and keeps the heartbeat in a thread of its own."""
+def _group(id: str) -> PlacementGroup:
+    return PlacementGroup(ray.PlacementGroupID.from_hex(id))
 
-    def __init__(self, resource: str, info: RunInfo, say: Callable[[str], None] = lambda text: None) -> None:
-        """Join the cluster's pool; the first run starts it. Raises UserError if the pool refuses the run.
 
-        `say`: callback for log messages.
-        """
-        self.resource, self.info, self.say = resource, info, say
-        self.name = f"slot-pool-{resource}"
-        self.held: dict[str, PoolSlot] = {}
-        self.released: set[str] = set()  # not confirmed by the pool yet
-        self.view = PoolView(0, 1, 0, 0, 0, 0.0, "", 0.0, 0.0, 0.0)
-        self.lock, self.closed = threading.RLock(), threading.Event()
-        self.lost = ""  # why this run's slots are no longer its own
-        self.handle = self._find()
-        if refused := ray.get(self.handle.join.remote(info, []), timeout=REPLACE_S):
-            raise UserError(f"the slot pool of this cluster: {refused}; see `rlhfless cluster`")
-        self.thread = threading.Thread(target=self._beat, name="slot pool heartbeat", daemon=True)
-        self.thread.start()
+def _end_processes(job: str) -> None:
+    """Kill the processes of a run whose driver does not answer: they may hold memory of the slots that go to other runs."""
+    import ray._private.state as state
 
-    # ---- what a LeaseManager needs ----------------------------------------------------------------------------------
+    for actor in state.actors(job_id=ray.JobID.from_hex(job)).values():
+        if actor["State"] == "ALIVE" and actor["ActorClassName"] != SlotPool.__name__:
+            on_its_node = NodeAffinitySchedulingStrategy(actor["Address"]["NodeID"], soft=False)
+            _kill.options(scheduling_strategy=on_its_node).remote(actor["Pid"])
 
-    def ask(self, requests: list[LeaseRequest]) -> None:
-        if requests:
-            self._call("ask", [self._asked(one) for one in requests])
 
-    def wait(self, request: LeaseRequest, until_s: float) -> Grant | None:
-        """Return what was granted, or None at the time `until_s` (monotonic)."""
-        while True:
-            self._check()
-            seconds = min(WAIT_S, max(0.0, until_s - time.monotonic()))
-            request.from_s = time.time()
-            slot = self._call("wait", self._asked(request), seconds)
-            if slot is not None:
-                self.held[slot.id] = slot
-                self.handle.taken.remote(self.info.run, self._id(request))
-                request.from_s = time.time()
-                return Grant(slot.id, slot.node, slot.device)
-            STOP.check()
-            if time.monotonic() >= until_s:
-                return None
-
-    def withdraw(self, requests: list[LeaseRequest]) -> None:
-        if requests:
-            self._call("withdraw", self.info.run, [self._id(one) for one in requests])
-
-    def release(self, ids: list[str]) -> None:
-        """Give slots to the pool. If the call is lost, the next heartbeat repeats it."""
-        for id in ids:
-            self.held.pop(id, None)
-        if ids:
-            with self.lock:
-                self.released |= set(ids)
-                self.handle.release.remote(self.info.run, ids)
-
-    def others_wait(self) -> bool:
-        """Return whether another run is short of slots that this one has above its target, or another program waits for any."""
-        return self.view.surplus > 0 or others_wait(self.resource, set())
-
-    @property
-    def surplus(self) -> int:
-        return self.view.surplus
-
-    def close(self) -> None:
-        """Leave the pool."""
-        if self.closed.is_set():
-            return
-        self.closed.set()
-        self.thread.join(ANSWER_S)
-        with contextlib.suppress(RayActorError, GetTimeoutError):  # the heartbeat's end says the same a little later
-            ray.get(self.handle.leave.remote(self.info.run), timeout=ANSWER_S)
-
-    # ---- the market ---------------------------------------------------------------------------------------------------
-
-    def bid(self, bid: Bid) -> None:
-        """Say what slots are worth to the run from now on."""
-        self.view = self._call("bid", bid)
-
-    def what_if(self, bid: Bid) -> Clearing:
-        """Return how the pool would be divided if this run bid so."""
-        return self._call("what_if", bid)
-
-    # ---- inside -------------------------------------------------------------------------------------------------------
-
-    def _id(self, request: LeaseRequest) -> str:
-        return f"{self.info.run}/{request.id}"
-
-    def _asked(self, request: LeaseRequest) -> SlotRequest:
-        return SlotRequest(self._id(request), self.info.run, request.node, request.labels)
-
-    def _check(self) -> None:
-        if self.lost:
-            raise RunError(self.lost)
-
-    def _find(self) -> Any:
-        options = {"name": self.name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
-        return ray.remote(SlotPool).options(**options, max_restarts=-1, num_cpus=0, max_concurrency=1000).remote(self.resource)
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        """Call the pool. One that is lost is replaced, and learns again what this run holds."""
-        end = time.monotonic() + REPLACE_S
-        while True:
-            try:
-                return ray.get(getattr(self.handle, method).remote(*arguments), timeout=ANSWER_S)
-            except (RayActorError, GetTimeoutError, UnknownRun) as error:
-                self._check()
-                if time.monotonic() > end:
-                    raise RunError(f"the slot pool of this cluster did not answer within {REPLACE_S:.0f} s") from error
-                self._rejoin(error)
-
-    def _rejoin(self, error: Exception) -> None:
-        """Find the pool again, and join it if it does not know this run."""
-        with self.lock:
-            if isinstance(error, GetTimeoutError):  # it hangs: Ray starts another one
-                with contextlib.suppress(RayActorError, ValueError):
-                    ray.kill(self.handle, no_restart=False)
-            time.sleep(TICK_S)
-            try:
-                self.handle = self._find()
-                ray.get(self.handle.beat.remote(self.info.run, []), timeout=ANSWER_S)
-                return  # another thread was quicker
-            except UnknownRun:
-                pass
-            except (RayActorError, GetTimeoutError):
-                return  # the caller tries again
-            held = list(self.held.values())
-            with contextlib.suppress(RayActorError, GetTimeoutError):
-                refused = ray.get(self.handle.join.remote(self.info, held, self.view.slot_s), timeout=ANSWER_S)
-                known = ray.get(self.handle.beat.remote(self.info.run, []), timeout=ANSWER_S) if not refused else None
-                if known is None or known.held < len(held):
-                    self.lost = refused or (
-                        f"this run did not answer for {SILENT_S:.0f} s, and its slots went to other runs of the cluster; --resume continues it"
-                    )
-                else:
-                    self.say("the slot pool of the cluster was replaced; this run goes on with what it holds")
-
-    def _beat(self) -> None:
-        while not self.closed.wait(BEAT_S):
-            with self.lock:
-                released = list(self.released)
-            try:
-                self.view = ray.get(self.handle.beat.remote(self.info.run, released), timeout=ANSWER_S)
-            except (RayActorError, GetTimeoutError, UnknownRun) as error:
-                self._rejoin(error)
-                if self.lost:
-                    return
-                continue
-            with self.lock:
-                self.released -= set(released)
+@ray.remote(num_cpus=0, max_retries=0)
+def _kill(process: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
 
 
 def find_pools() -> list[Any]:
     """Return the handles of the pools on this cluster."""
     found = []
     for resource in ("cpu", "gpu"):
-        with contextlib.suppress(ValueError):
+        with suppress(ValueError):
             found.append(ray.get_actor(f"slot-pool-{resource}", namespace=NAMESPACE))
     return found
-
-
-def _count(names: Iterable[str]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
-    return counts

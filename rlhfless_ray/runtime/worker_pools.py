@@ -26,8 +26,8 @@ from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
     from rlhfless_ray.functions.broker import SlotBroker
-    from rlhfless_ray.functions.lease import LeaseManager
-    from rlhfless_ray.functions.slot_pool import PoolClient
+    from rlhfless_ray.functions.lease import LeaseManager, SlotSource
+    from rlhfless_ray.functions.pool_client import PoolClient
     from rlhfless_ray.functions.worker_pool import WorkerPool
     from rlhfless_ray.learn.worker_group import WorkerGroup
 
@@ -78,14 +78,12 @@ def create_worker_pools(
     folder: Path,
     actors: ActorClasses,
     say: Callable[[str], None],
-    *,
-    shared: bool = False,
+    source: SlotSource | None = None,
 ) -> WorkerPools:
     """Create the pools, all empty. Instances get everything they need as bytes, because nodes lack the driver's files.
 
     `files`: of the initial policy's folder. `folder`: of the run; its path and the time name the run's leases on a shared cluster.
-    `say`: callback for log messages. `shared`: take slots from the pool that all runs of the cluster share. Raises UserError if the pool
-    refuses the run.
+    `say`: callback for log messages. `source`: of the slots; default: Ray's queue.
     """
     import ray
 
@@ -104,7 +102,6 @@ def create_worker_pools(
     if recipe.lora.rank:
         recipe = with_publish(recipe, files, resource)
     run_id = hashlib.blake2b(f"{folder.resolve()} {time.time_ns()}".encode(), digest_size=4).hexdigest()
-    source = _join_pool(recipe, resource, folder, say) if shared else None
     leases = LeaseManager(resource, ledger, recipe.functions.lease_deadline_s, run_id, source)
     broker = SlotBroker(leases)
     faults = FailureBudget(recipe.functions.max_replacements)
@@ -172,12 +169,17 @@ def create_worker_pools(
     )
 
 
-def _join_pool(recipe: Recipe, resource: str, folder: Path, say: Callable[[str], None]) -> PoolClient:
+def join_pool(recipe: Recipe, resource: str, folder: Path, say: Callable[[str], None]) -> PoolClient:
+    """Join the pool of slots that all runs of the cluster share. Raises UserError if it refuses the run."""
+    import ray
+
+    from rlhfless_ray.functions.pool_client import PoolClient
     from rlhfless_ray.functions.pool_state import RunInfo
-    from rlhfless_ray.functions.slot_pool import PoolClient
 
     least = max(recipe.learner.ranks, recipe.rollout.min_actors * recipe.rollout.least_width)
-    info = RunInfo(folder.name, recipe.cluster.share, recipe.cluster.priority, least, str(folder.resolve()))
+    info = RunInfo(
+        folder.name, recipe.cluster.share, recipe.cluster.priority, least, str(folder.resolve()), ray.get_runtime_context().get_job_id()
+    )
     return PoolClient(resource, info, say)
 
 
