@@ -197,7 +197,9 @@ class Autoscaler:
         )
         self.learner_slots = decision.actors
         if self.bids is not None and not self.recipe.rollout.rolls_out_ahead:
-            self.bids.begin_update(self.learner, decision.actors, float(response_tokens(samples).sum()))
+            room, why = self.bids.begin_update(self.learner, decision.actors, float(response_tokens(samples).sum()))
+            if why:
+                return replace(decision, actors=room, reason=f"{why}; {decision.reason}")
         return decision
 
     def observe_update(self, slots: int, samples: list[Sample], seconds: float) -> None:

@@ -51,13 +51,19 @@ class MarketBids:
         if self.rollout is not None:
             self.pool.bid(self.rollout)
 
-    def begin_update(self, sizes: LearnerSize, slots_per_rank: int, tokens: float) -> None:
-        """Bid for an update on `slots_per_rank` slots per rank, worth what the times of earlier updates say."""
+    def begin_update(self, sizes: LearnerSize, slots_per_rank: int, tokens: float) -> tuple[int, str]:
+        """Bid for an update on `slots_per_rank` slots per rank, worth what the times of earlier updates say.
+
+        Returns how many the pool has for each rank, and why they are fewer than asked for.
+        """
         tried = [count for count in sizes.counts if sizes.tried[count] and count <= slots_per_rank] or [1]
         points = [(self.learner_ranks * count, sizes.predict(count, tokens)) for count in tried]
         if tried[-1] < slots_per_rank:  # to be tried: worth a little, so that it is done where slots are free
             points.append((self.learner_ranks * slots_per_rank, 0.999 * points[-1][1]))
         self.pool.bid(self._bid(points))
+        view = self.pool.view
+        room = max(1, view.target // self.learner_ranks)
+        return min(room, slots_per_rank), view.reason if room < slots_per_rank else ""
 
     def metrics(self) -> dict[str, Any]:
         view = self.pool.view

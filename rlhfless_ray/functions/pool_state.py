@@ -26,6 +26,7 @@ class RunInfo:
     least: int = 1  # slots that it cannot do without
     folder: str = ""
     job: str = ""  # Ray's id of its driver
+    price: float = 0.0  # money of a slot-hour
 
 
 @dataclass(frozen=True)

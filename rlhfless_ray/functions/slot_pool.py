@@ -160,6 +160,7 @@ class SlotPool:
                 "silent_s": now - run.heard_s,
                 "slots_by_node": dict(Counter(slot.node for slot in state.slots.values() if slot.holder == name)),
                 "waits": waiting.get(name, 0),
+                "money": run.slot_s / 3600 * run.info.price,
                 **asdict(state.view(name, now)),
             }
             for name, run in sorted(state.runs.items())
@@ -168,7 +169,7 @@ class SlotPool:
             "resource": self.resource,
             "slots": state.size,
             "nodes": {id: count for id, (count, _) in state.nodes.items()},
-            "free": sum(not slot.holder for slot in state.slots.values()),
+            "held": sum(slot.holder != "" for slot in state.slots.values()),
             "free_slot_s": state.free_slot_s,
             "handovers": state.handovers,
             "began_s": self.began_s,
@@ -180,6 +181,7 @@ class SlotPool:
                     "lasted_s": past.ended_s - past.joined_s,
                     "ended_s_ago": now - past.ended_s,
                     "slot_s": past.slot_s,
+                    "money": past.slot_s / 3600 * past.info.price,
                 }
                 for past in state.past
             ],

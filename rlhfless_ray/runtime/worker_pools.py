@@ -177,9 +177,9 @@ def join_pool(recipe: Recipe, resource: str, folder: Path, say: Callable[[str], 
     from rlhfless_ray.functions.pool_state import RunInfo
 
     least = max(recipe.learner.ranks, recipe.rollout.min_actors * recipe.rollout.least_width)
-    info = RunInfo(
-        folder.name, recipe.cluster.share, recipe.cluster.priority, least, str(folder.resolve()), ray.get_runtime_context().get_job_id()
-    )
+    section, job = recipe.cluster, ray.get_runtime_context().get_job_id()
+    price = recipe.price.gpu_slot_per_hour if resource == "gpu" else recipe.price.cpu_slot_per_hour
+    info = RunInfo(folder.name, section.share, section.priority, least, str(folder.resolve()), job, price)
     return PoolClient(resource, info, say)
 
 

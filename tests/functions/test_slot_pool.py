@@ -146,7 +146,9 @@ def test_a_run_that_is_killed_or_hangs_loses_its_slots_and_no_other_run_ends(run
     other = subprocess.Popen([sys.executable, "-c", RUN, address], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment())
     try:
         assert other.stdout is not None and other.stdout.readline().strip() == "holds"
-        [engine] = [actor for actor in ray._private.state.actors().values() if actor["ActorClassName"] == "Engine" and actor["State"] == "ALIVE"]
+        [engine] = [
+            actor for actor in ray._private.state.actors().values() if actor["ActorClassName"] == "Engine" and actor["State"] == "ALIVE"
+        ]
         os.kill(other.pid, how)
         from_s = time.monotonic()
         assert len(one.take(3, "rollout")) == 3  # although its deadline is shorter than the time until the other one counts as gone
