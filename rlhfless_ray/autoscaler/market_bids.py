@@ -79,4 +79,4 @@ class MarketBids:
         }
 
     def _bid(self, points: Sequence[tuple[int, float]]) -> Bid:
-        return bid_of(self.pool.info.run, points, self.objective, self.pool.info.share, self.pool.info.weight)
+        return bid_of(self.pool.info.run, points, self.objective)

@@ -53,17 +53,16 @@ class PoolClient:
 
     def wait(self, request: LeaseRequest, until_s: float) -> Grant | None:
         """Return what was granted, or None at the time `until_s` (monotonic)."""
-        while True:
-            slot = self.granted.pop(self._id(request), None)
-            if slot is not None:
-                return Grant(slot.id, slot.node, slot.device)
+        while (slot := self.granted.pop(self._id(request), None)) is None:
             STOP.check()
-            request.from_s = time.time()
-            if (seconds := until_s - time.monotonic()) < 0:
-                return None
-            if (found := self._call("wait", self._asked(request), min(WAIT_S, seconds))) is not None:
+            request.from_s, seconds = time.time(), max(0.0, until_s - time.monotonic())
+            found = self._call("wait", self._asked(request), min(WAIT_S, seconds))
+            if found is not None:
                 self._take({self._id(request): found})
-                request.from_s = time.time()
+            elif not seconds:
+                return None
+        request.from_s = min(time.time(), max(request.from_s, slot.granted_s))  # nodes' clocks may differ a little
+        return Grant(slot.id, slot.node, slot.device)
 
     def withdraw(self, requests: list[LeaseRequest]) -> None:
         for request in requests:

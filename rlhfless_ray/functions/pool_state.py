@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from placement.market import Bid, Clearing, Credits, clear, entitled_slots
@@ -50,6 +50,7 @@ class PoolSlot:
     holder: str = ""  # name of the run; empty: free
     request: str = ""  # id of the request that it was granted for
     since_s: float = 0.0  # time of the last hand-over
+    granted_s: float = 0.0  # the same as wall-clock time, for the ledger of the run
     last: str = ""  # the run that held it before
 
 
@@ -164,10 +165,16 @@ class PoolState:
         """Return the runs that were silent for too long."""
         return [run.info for run in self.runs.values() if now_s - run.heard_s > self.silent_s]
 
-    def bid(self, run: str, bid: Bid, now_s: float) -> None:
+    def bid(self, bid: Bid, now_s: float) -> None:
         self._account(now_s)
-        if self.runs[run].bid != bid:
-            self.runs[run].bid, self._cleared = bid, None
+        run, bid = self.runs[bid.run], self._entitled(bid)
+        if run.bid != bid:
+            run.bid, self._cleared = bid, None
+
+    def _entitled(self, bid: Bid) -> Bid:
+        """Return the bid with the share and priority that the run has joined with."""
+        info = self.runs[bid.run].info
+        return replace(bid, share=info.share, weight=info.weight)
 
     # ---- slots --------------------------------------------------------------------------------------------------
 
@@ -298,7 +305,7 @@ class PoolState:
 
     def what_if(self, bid: Bid) -> Clearing:
         """Return the division if this run bid so and the others as they do."""
-        return self.cleared([bid if run.bid.run == bid.run else run.bid for run in self.runs.values()])
+        return self.cleared([self._entitled(bid) if run.bid.run == bid.run else run.bid for run in self.runs.values()])
 
     def waiting(self, now_s: float) -> dict[str, int]:
         """Return {run: slots} of the runs below their target that want slots, or did just now."""

@@ -136,7 +136,7 @@ class SlotPool:
 
     async def bid(self, bid: Bid) -> PoolView:
         now = self._known(bid.run)
-        self.state.bid(bid.run, bid, now)
+        self.state.bid(bid, now)
         self._match()
         return self.state.view(bid.run, now)
 
@@ -205,6 +205,7 @@ class SlotPool:
     def _match(self) -> None:
         """Hand free slots to those who wait."""
         for slot in self.state.match(time.monotonic()):
+            slot.granted_s = time.time()
             if (waits := self.waits.pop(slot.request, None)) is not None and not waits.done():
                 waits.set_result(slot)
             self._abandon(slot.request)

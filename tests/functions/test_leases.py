@@ -89,8 +89,8 @@ def test_handing_over_does_not_touch_the_group_and_changes_the_holder_in_the_led
     time.sleep(0.02)
     leases.hand_over(lease, "learn", "learn-1")
     time.sleep(0.02)
-    leases.release([lease])
     assert leases.source.groups[lease.id].id == group and leases.handed_over == 1
+    leases.release([lease])
     kinds = [row.kind for row in leases.ledger.rows]
     assert kinds[-1] == "learn" and "rollout" in kinds
     held = leases.ledger.rows[-1].to_s - leases.ledger.rows[0].from_s

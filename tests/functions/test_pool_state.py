@@ -87,8 +87,7 @@ class SharedSlots(RuleBasedStateMachine):
     def bid(self, run: str, worth: list[float], least: int) -> None:
         if run in self.state.runs:
             slots = tuple(range(least, least + len(worth) + 1))
-            known = self.state.runs[run].info
-            self.state.bid(run, Bid(run, slots, (0.0, *np.cumsum(worth)), known.share, known.weight), self.now)
+            self.state.bid(Bid(run, slots, (0.0, *np.cumsum(worth))), self.now)
 
     @rule()
     def ray_grants(self) -> None:

@@ -123,7 +123,7 @@ def test_what_runs_paid_adds_up_to_what_the_pool_counted(runs):
     held_s = time.monotonic() - began
     for leases, name in ((one, "one"), (other, "other")):
         leases.release(list(leases.held.values()))
-        assert sum(row.seconds for row in leases.ledger.rows) == pytest.approx(found[name], abs=0.1)
+        assert sum(row.seconds for row in leases.ledger.rows) == pytest.approx(found[name], abs=0.5)
     assert sum(found.values()) == pytest.approx(found["one"] + found["other"]) and sum(found.values()) < 4 * held_s
 
 
@@ -217,13 +217,13 @@ def test_a_run_that_was_silent_too_long_learns_that_its_slots_are_gone(runs, mon
 
 
 def test_a_bid_moves_slots_to_the_run_that_gains_more(runs):
-    one, other = runs("one"), runs("other")
+    one, other = runs("one", share=0.25), runs("other", share=0.25)
     one.source.bid(Bid("one", (1, 2, 3), (0.0, 10.0, 20.0)))
     other.source.bid(Bid("other", (1, 2, 3), (0.0, 1.0, 1.5)))
     one.take(1, "rollout"), other.take(3, "rollout")
     asked = one.ask(2)
-    eventually(lambda: other.source.surplus == 1)
-    assert other.others_wait() and other.source.what_if(Bid("other", (1, 2, 3), (0.0, 90.0, 99.0))).slots["other"] > 2
+    eventually(lambda: other.source.surplus == 2)
+    assert other.others_wait() and other.source.what_if(Bid("other", (1, 2, 3), (0.0, 90.0, 99.0))).slots["other"] == 2
     other.release(list(other.held.values())[:1])
     assert len(one.collect(asked[:1], "rollout", 30.0, need=1)) == 1
     one.withdraw(asked[1:])
