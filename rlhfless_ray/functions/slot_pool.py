@@ -258,7 +258,7 @@ class SlotPool:
 
     async def _device(self, group: PlacementGroup) -> int | str:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-        ids = await device_ids.options(scheduling_strategy=strategy).remote()
+        ids = await device_ids.options(scheduling_strategy=strategy, max_retries=0).remote()  # it ends with its group
         return device_named(ids[0])
 
     def _number(self, node: str) -> int:
