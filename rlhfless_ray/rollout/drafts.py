@@ -68,7 +68,8 @@ class Drafter:
         from rlhfless_ray.rollout.model_drafts import ModelSource
 
         try:
-            return ModelSource(folder, self.runner.model_config.get_vocab_size(), self.most_tokens + MOST_TOKENS + 1)
+            vocabulary, longest = self.runner.model_config.get_vocab_size(), self.most_tokens + MOST_TOKENS + 1
+            return ModelSource(folder, vocabulary, longest, self.runner.device)
         except Exception as error:  # of many types
             self._drop_model(error)
             return None

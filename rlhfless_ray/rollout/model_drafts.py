@@ -35,9 +35,10 @@ class Ask:
 class ModelSource:
     MOST_SEQUENCES = 16  # in one forward pass, and with a KV cache: for more, verification costs more than it brings
 
-    def __init__(self, folder: Path, vocabulary: int, longest_tokens: int) -> None:
+    def __init__(self, folder: Path, vocabulary: int, longest_tokens: int, device: torch.device) -> None:
         """`vocabulary`: of the policy, whose tokens alone are drafted. `longest_tokens`: of a sequence with its draft."""
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, attn_implementation="sdpa").eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, attn_implementation="sdpa")
+        self.model, self.device = model.eval().to(device), device
         self.vocabulary = vocabulary
         longest_tokens = min(longest_tokens, getattr(self.model.config, "max_position_embeddings", None) or longest_tokens)
         self.cache = _SlotCache(longest_tokens)
@@ -71,11 +72,12 @@ class ModelSource:
         slots = np.array([self.slots[ask.name] for ask in asked])
         new = [ask.tokens[self._shared(slot, ask.tokens) :] for slot, ask in zip(slots, asked, strict=True)]
         drafts = [Draft([], [], 0, SOURCES.index("model")) for _ in asked]
-        temperature = torch.tensor([ask.temperature for ask in asked], dtype=torch.float32)
-        top_p = torch.tensor([ask.top_p for ask in asked], dtype=torch.float64) if any(ask.top_p < 1 for ask in asked) else None
+        temperature, top_p = self._tensor([ask.temperature for ask in asked], torch.float32), None
+        if any(ask.top_p < 1 for ask in asked):
+            top_p = self._tensor([ask.top_p for ask in asked], torch.float64)
         for count in range(max(ask.most for ask in asked)):
             logits = self._forward(slots, new)
-            uniform = torch.tensor([ask.uniforms[min(count, len(ask.uniforms) - 1)] for ask in asked], dtype=torch.float64)
+            uniform = self._tensor([ask.uniforms[min(count, len(ask.uniforms) - 1)] for ask in asked], torch.float64)
             tokens, logprobs = draw_in_chunks(logits, temperature, uniform, top_p)
             new = [np.array([token]) for token in tokens.tolist()]
             for draft, ask, token, chance in zip(drafts, asked, tokens.tolist(), logprobs.exp().tolist(), strict=True):
@@ -85,6 +87,9 @@ class ModelSource:
             if not goes_on(drafts):
                 break
         return drafts
+
+    def _tensor(self, values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=dtype, device=self.device)
 
     def _shared(self, slot: int, tokens: np.ndarray) -> int:
         """Return how many of the first tokens the cache has. The last one is computed in any case, for its logits."""
@@ -105,17 +110,12 @@ class ModelSource:
         # Padding is written behind a sequence's end, where nothing attends to it before it is overwritten.
         positions = np.minimum(begins[:, None] + np.arange(padded.shape[1]), self.cache.longest - 1)
         width = int(positions.max()) + 1
-        seen = torch.from_numpy(np.arange(width) <= positions[:, :, None])[:, None]
-        mask = torch.zeros(seen.shape, dtype=self.model.dtype).masked_fill_(~seen, torch.finfo(self.model.dtype).min)
-        self.cache.place(torch.from_numpy(slots), torch.from_numpy(positions), width)
-        found = self.model(
-            torch.from_numpy(padded),
-            attention_mask=mask,
-            position_ids=torch.from_numpy(positions),
-            past_key_values=self.cache,
-            use_cache=True,
-        ).logits
-        return found[torch.arange(len(new)), torch.from_numpy(counts - 1), : self.vocabulary].float()
+        hidden, least = self._tensor(np.arange(width) > positions[:, :, None])[:, None], torch.finfo(self.model.dtype).min
+        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device).masked_fill_(hidden, least)
+        at = self._tensor(positions)
+        self.cache.place(self._tensor(slots), at, width)
+        found = self.model(self._tensor(padded), attention_mask=mask, position_ids=at, past_key_values=self.cache, use_cache=True).logits
+        return found[torch.arange(len(new)), self._tensor(counts - 1), : self.vocabulary].float()
 
 
 class _SlotCache(DynamicCache):  # type: ignore[misc]
