@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import model_validator
 
 from rlhfless_ray.common.estimators import ESTIMATORS
@@ -80,6 +82,7 @@ class Recipe(RecipeFile):
     checkpoint: CheckpointConfig = CheckpointConfig()
     save: SaveConfig = SaveConfig()
     watch: WatchConfig = WatchConfig()
+    learns: ClassVar[bool] = True  # whether there is a learner
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Recipe:
@@ -166,7 +169,7 @@ class Recipe(RecipeFile):
             raise ValueError("rollout.migrate: turns of an agent are not moved between engines; leave it at `auto`, or set `off`")
         if not self.agent.path and self.agent != AgentConfig():
             raise ValueError("agent.path: name the agent's file, or leave the section out")
-        if not sources and not self.agent.path:
+        if self.learns and not sources and not self.agent.path:
             raise ValueError("reward.function: name one: `task`, `math` or `path/to/file.py:name`; or set reward.url or model_path")
         if len(sources) > 1:
             raise ValueError(f"reward.{sources[1]}: rewards have one source; set it or reward.{sources[0]}")

@@ -284,7 +284,7 @@ def training_groups(recipe: Recipe, models: dict[str, Model], lengths: Lengths) 
     width, section = memory.VALUE_BYTES[recipe.policy.dtype], recipe.learner
     found = []
     for name, model in (("learner", models.get("policy")), ("critic", models.get("critic"))):
-        if model is None:
+        if model is None or not recipe.learns:
             continue
         ranks = section.ranks if name == "learner" else recipe.critic.ranks
         training = memory.Training(ranks, section.zero_stage, width, section.offloads_optimizer, recipe.lora.rank > 0)

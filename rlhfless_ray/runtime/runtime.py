@@ -31,7 +31,7 @@ from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.memory_watch import MemoryWatch
 from rlhfless_ray.loop import steps
 from rlhfless_ray.prompts.cursor import Cursor
-from rlhfless_ray.prompts.load_prompts import load_prompts
+from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.load_reward import load_reward
 from rlhfless_ray.reward.preflight_reward import dry_call
@@ -53,6 +53,7 @@ from rlhfless_ray.weights.load_policy import cache_policy, cached_folder, contex
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
 from rlhfless_ray.weights.remote_folder import StoredFiles, writer
 
+Checkpoint = tuple[int, StoredFiles, dict[str, Any]]  # step, the learner's files, the driver's state
 FAILED_SAVE_S = 30.0  # timeout for the learner's state after a failure
 
 
@@ -100,7 +101,7 @@ class Runtime(StepOperations):
         if recipe.critic.normalize:
             output_scale(config_of(self.critic_files or self.files), "critic.path", "critic.normalize")
         self.tokenizer = policy_tokenizer(recipe, self.files)
-        self.prompts = load_prompts(recipe, self.tokenizer, context_tokens(self.files))
+        self.prompts = self._load_prompts(recipe)
         self.reward_source = load_reward(recipe, self.tokenizer)
         if isinstance(self.reward_source, AgentSource):
             dry_play(recipe, self.reward_source, self.prompts.train, self.files)
@@ -135,7 +136,7 @@ class Runtime(StepOperations):
         with ExitStack() as stack:
             stack.push(self._raise_reported_error)
             if self.resume:
-                self.folder = RunFolder.resumed(self.recipe)
+                self.folder = self._folder_to_resume()
                 stack.enter_context(self.folder.locked())
             stack.enter_context(STOP.listening())
             stack.callback(self.cluster.stop)
@@ -154,9 +155,7 @@ class Runtime(StepOperations):
             if not self.resume:
                 self.folder = RunFolder.create(self.recipe)
                 stack.enter_context(self.folder.locked())
-            self.checkpoints = Checkpoints(self.recipe.checkpoint, self.folder.path)
-            checkpoint = self.checkpoints.load() if self.resume else None
-            self.steps_done = checkpoint[0] if checkpoint else 0
+            checkpoint = self._open_folder()
             stack.push(self._end_folder)
             self.folder.begin(self.recipe, f"{platform.machine()}, {self.slots} {resource} slots", self.steps_done)
             self.ledger = Ledger(resource)
@@ -186,6 +185,22 @@ class Runtime(StepOperations):
         if self._steps is None:
             self._steps = steps(self)
         return self._steps
+
+    def _load_prompts(self, recipe: Recipe) -> PromptSet:
+        return load_prompts(recipe, self.tokenizer, context_tokens(self.files))
+
+    def _folder_to_resume(self) -> RunFolder:
+        return RunFolder.resumed(self.recipe)
+
+    def _open_folder(self) -> Checkpoint | None:
+        """Read what the run folder has of earlier steps."""
+        self.checkpoints = Checkpoints(self.recipe.checkpoint, self.folder.path)
+        checkpoint = self.checkpoints.load() if self.resume else None
+        self.steps_done = checkpoint[0] if checkpoint else 0
+        return checkpoint
+
+    def _can_resume(self, folder: Path) -> bool:
+        return bool(Checkpoints(self.recipe.checkpoint, folder).list())
 
     def actor_classes(self) -> ActorClasses:
         return ActorClasses.real()
@@ -242,7 +257,7 @@ class Runtime(StepOperations):
         self.agreement = Agreement(self.context, self.stages.learn.worker_groups, self.rollout) if computes else None
         self.rollout_stage, self.score_stage, self.learn_stage = self.stages.rollout, self.stages.score, self.stages.learn
 
-    def _start(self, checkpoint: tuple[int, StoredFiles, dict[str, Any]] | None) -> None:
+    def _start(self, checkpoint: Checkpoint | None) -> None:
         """Start the learner and the engines' processes, and publish the first weights."""
         import ray
 
@@ -369,5 +384,5 @@ class Runtime(StepOperations):
         if isinstance(error, OSError) and error.errno in FULL:  # raised by a library
             error = DiskFull(Path(error.filename or (folder.path if folder is not None else self.recipe.run.root)))
         if isinstance(error, (Stopped, DiskFull)):
-            error.resumable = folder is not None and bool(Checkpoints(self.recipe.checkpoint, folder.path).list())
+            error.resumable = folder is not None and self._can_resume(folder.path)
         return error
