@@ -11,7 +11,6 @@ from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.rollout.overlap import OverlapScheduler
 from rlhfless_ray.types import Sample
 
-
 OnSamples = Callable[[list[Sample]], None]
 
 

@@ -116,7 +116,7 @@ class ResponseRecord:
                     for prompt in prompts:
                         for n in range(count):
                             row, score = self._row(record, (prompt.index, n)), self.scores.get((prompt.index, n), {})
-                            scored = {name: score[name] for name in ("reward", "error") if name in score}
+                            scored: dict[str, Any] = {name: score[name] for name in ("reward", "error") if name in score}
                             tokens, logprobs = row.pop("token_ids"), row.pop("logprobs")
                             file.write(_line({**row, **scored, "token_ids": tokens, "logprobs": logprobs}))
                 temporary.replace(path)
@@ -186,7 +186,7 @@ def _check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None
         if before.get(name) != value:
             changed = "" if name in ("model", "prompts") else f" ({before.get(name)} then, {value} now)"
             raise UserError(
-                f"--resume: {path} was generated with another {name}{changed}; set it back, or start without --resume under another run.name"
+                f"--resume: {path} was generated with another {name}{changed}; set it back, or start another run without --resume"
             )
 
 
