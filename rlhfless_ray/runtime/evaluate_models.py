@@ -115,6 +115,13 @@ def evaluate(
     Raises:
         UserError: For mistakes in the recipe, the data or the models.
         RunError: If generation fails.
+
+    Examples:
+        >>> from rlhfless_ray import GenerationRecipe, evaluate
+        >>> evaluate(GenerationRecipe.of({"prompts": {"task": "chain"}}), ["my-model"])
+        Traceback (most recent call last):
+        ...
+        rlhfless_ray.common.errors.UserError: reward: an evaluation needs one; set reward.function, reward.url or reward.model_path
     """
     count = recipe.evaluate.samples_per_prompt
     if not recipe.scores:
