@@ -13,6 +13,7 @@ import pytest
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe.generation import GenerationRecipe
+from rlhfless_ray.run.find_model import find_model
 from rlhfless_ray.run.responses import RECORD, RESPONSES, ResponseRecord, best_responses, preference_pairs, write_rows
 from rlhfless_ray.runtime.evaluate_models import best_of_k
 from rlhfless_ray.types import Completion, Prompt, Sample
@@ -120,11 +121,13 @@ def test_a_torn_record_goes_on_and_other_settings_are_refused(tmp_path: Path) ->
 
 @pytest.mark.ray
 @pytest.mark.engine
-def test_a_resumed_generation_samples_the_same_tokens(tmp_path: Path, no_ray: None) -> None:
+def test_a_resumed_generation_samples_the_same_tokens(tmp_path: Path, ray_cluster: None) -> None:
     """Half of the record is lost; then more responses to each prompt are wanted than before. Two engines, batches of another size."""
     from rlhfless_ray.runtime.generation import Generation, generate
 
-    tree = small_recipe(tmp_path, prompts__rows=18, rollout__samples_per_prompt=3, rollout__max_actors=2, run__name="gen")
+    tree = small_recipe(
+        tmp_path, prompts__rows=18, rollout__samples_per_prompt=3, rollout__max_actors=2, run__name="gen", functions__slot="cpu"
+    )
     done = generate(GenerationRecipe.of(tree), out=tmp_path / "copy.jsonl")
     whole = rows_of(done)
     assert (tmp_path / "copy.jsonl").read_bytes() == done.read_bytes()
@@ -159,28 +162,34 @@ def test_a_resumed_generation_samples_the_same_tokens(tmp_path: Path, no_ray: No
 
 @pytest.mark.ray
 @pytest.mark.engine
-def test_a_run_and_its_checkpoint_are_evaluated_side_by_side(uninterrupted: Path, tmp_path: Path, no_ray: None) -> None:
+def test_a_run_and_its_checkpoint_are_evaluated_side_by_side(uninterrupted: Path, tmp_path: Path, ray_cluster: None) -> None:
     from rlhfless_ray import evaluate
 
     data = tmp_path / "data.jsonl"
     write_rows(data, ({"question": row["prompt"], "answer": row["answer"]} for row in task("chain").rows(6, 9, "heldout")))
     tree = small_recipe(tmp_path, policy__path=str(uninterrupted / "model"), run__name="eval", evaluate__samples_per_prompt=2)
-    tree["prompts"] = {"path": str(data), "max_rows": 6}
-    models = [uninterrupted / "checkpoints" / "step_4", uninterrupted, uninterrupted / "checkpoints" / "step_2"]
+    tree |= {"prompts": {"path": str(data)}, "functions": {"slot": "cpu"}}
+    models = [uninterrupted / "checkpoints" / "step_2", uninterrupted]
     found = evaluate(GenerationRecipe.of(tree), models, [str(data), str(data)])
-    assert [(s.model, s.data) for s in found.scores[:2]] == [("step_4", str(data)), ("step_4", f"{data}-1")]
-    assert [s.model for s in found.scores[::2]] == ["step_4", "small", "step_2"]
-    same, run, earlier = found.scores[::2]
-    assert same.prompts == 6 and same.samples_per_prompt == 2 and set(same.pass_at) == {1, 2}
-    assert run.mean == same.mean and run.difference == run.difference_error == 0.0  # the newest checkpoint is the final model
-    assert earlier.mean != same.mean and earlier.difference == pytest.approx(earlier.mean - same.mean)
-    assert same.mean <= same.pass_at[2] and found.costs["small"]["slot_s"] > 0
+    assert [(s.model, s.data) for s in found.scores] == [(m, d) for m in ("step_2", "small") for d in (str(data), f"{data}-1")]
+    first, _, run, _ = found.scores
+    assert first.prompts == 6 and first.samples_per_prompt == 2 and set(first.pass_at) == {1, 2}
+    assert first.difference == 0 and run.mean != first.mean and run.difference == pytest.approx(run.mean - first.mean)
+    assert run.mean == pytest.approx(run.pass_at[1]) and run.mean <= run.pass_at[2] and found.costs["small"]["slot_s"] > 0
     assert "step_2" in str(found) and "<table>" in found._repr_html_()
-    assert json.loads((tmp_path / "runs" / "eval" / "evaluation.json").read_text())["scores"][0]["model"] == "step_4"
+    assert json.loads((tmp_path / "runs" / "eval" / "evaluation.json").read_text())["scores"][0]["model"] == "step_2"
     with pytest.raises(UserError, match="exists already"):
         evaluate(GenerationRecipe.of(tree), models)
-    again = evaluate(GenerationRecipe.of(tree), models, [str(data), str(data)], resume=True)  # nothing is left to generate
-    assert again.scores == found.scores
+
+
+def test_the_newest_checkpoint_of_a_run_is_its_model(uninterrupted: Path, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    found = find_model(uninterrupted / "checkpoints" / "step_4", "--model", tmp_path)
+    assert find_model(uninterrupted, "--model", tmp_path) == uninterrupted / "model"
+    mine, final = (load_file(folder / "model.safetensors") for folder in (found, uninterrupted / "model"))
+    assert mine.keys() == final.keys() and all(np.array_equal(mine[name], final[name]) for name in mine)
+    assert {file.name for file in found.iterdir()} == {file.name for file in (uninterrupted / "model").iterdir()}
 
 
 def _ledger(folder: Path) -> list[dict[str, str]]:
