@@ -1,4 +1,4 @@
-"""`rlhfless generate` and `rlhfless evaluate`: a model's responses without training."""
+"""`rlhfless generate`, `evaluate` and `workflow`: responses without training, and stages one after another."""
 
 from __future__ import annotations
 
@@ -65,3 +65,17 @@ def evaluate(
 
     print(run(recipe, models, data or (), k or (), resume=resume))
     print(f"\njson: {Path(recipe.run.root) / recipe.run.name / FILE}")
+
+
+def workflow(
+    file: Annotated[Path, typer.Argument(help="A workflow in YAML.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Keys to set, as section.key=value.", show_default=False)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the workflow of this name; finished stages are kept.")] = False,
+) -> None:
+    """Run the stages of a file one after another: training, generation, evaluation. One report covers all of them."""
+    from rlhfless_ray.recipe.workflow_file import Workflow
+
+    parsed = Workflow.load(file, overrides or [])
+    from rlhfless_ray.runtime.run_workflow import run_workflow
+
+    print(f"report: {(run_workflow(parsed, resume=resume) / 'report.html').resolve()}")

@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from rlhfless_ray.cli.explain_command import explain
-from rlhfless_ray.cli.generate_command import evaluate, generate
+from rlhfless_ray.cli.generate_command import evaluate, generate, workflow
 from rlhfless_ray.cli.import_command import import_logs
 from rlhfless_ray.cli.passthrough import PassthroughCommand
 from rlhfless_ray.cli.plan_command import plan
@@ -86,6 +86,7 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder, finished, sto
 
 app.command()(generate)
 app.command()(evaluate)
+app.command()(workflow)
 app.command()(simulate)
 for command in (explain, run, submit):
     app.command(cls=PassthroughCommand)(command)

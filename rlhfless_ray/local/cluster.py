@@ -110,6 +110,12 @@ class RayCluster:
             except Exception as error:  # Ray raises plain exceptions if its processes do not start in time
                 raise RunError(f"a private Ray did not start on this machine: {one_line(error, 200)}") from error
 
+    @staticmethod
+    def largest_store_mb(recipe: Recipe | SupervisedRecipe) -> int:
+        """Return the size of an object store for runs whose needs are not known yet: memory is taken as it fills."""
+        memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+        return recipe.cluster.object_store_mb or int(STORE_SHARE * memory_mb)
+
     def _store_mb(self) -> int:
         if (size := self.store_mb or self.recipe.cluster.object_store_mb) is not None:
             return size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -34,20 +35,9 @@ def write_report(run_folder: Path) -> Path:
 
 def render(record: RunRecord) -> str:
     """Render the page as text."""
-    from jinja2 import Environment, FileSystemLoader
-
     steps = record.steps
     drawn = thin(steps)
-    learning = _present(
-        supervised_charts.loss(record.metrics),
-        supervised_charts.accuracy(record.metrics),
-        supervised_charts.rewards(drawn),
-        supervised_charts.speed(drawn),
-        charts.reward(drawn),
-        charts.accuracy(record.metrics),
-        charts.lengths(drawn),
-        charts.histogram(summary.length_groups(record)),
-    )
+    learning = learning_charts(record)
     planning = _present(
         plan_charts.pool(steps),
         plan_charts.frontier(steps),
@@ -66,9 +56,9 @@ def render(record: RunRecord) -> str:
     samples = summary.sample_picks(record)  # before `record.problems` is used, because reading samples may add to it
     every = [*learning, *planning, *prefix, *health, *cost, *phases]
     leases = gantt(record.ledger, steps)
-    environment = Environment(loader=FileSystemLoader(PAGE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"duration": duration, "percent": percent}
-    return environment.get_template("report.html.j2").render(
+    return fill_page(
+        "report.html.j2",
+        every,
         head=summary.header(record),
         cards=summary.cards(record),
         warnings=summary.warnings(record),
@@ -89,12 +79,38 @@ def render(record: RunRecord) -> str:
         samples=samples,
         leases=leases,
         recipe=record.recipe,
+        leases_json=_json(leases),
+    )
+
+
+def learning_charts(record: RunRecord) -> list[Chart]:
+    """Return the curves of what a run learned, without those that it lacks."""
+    drawn = thin(record.steps)
+    return _present(
+        supervised_charts.loss(record.metrics),
+        supervised_charts.accuracy(record.metrics),
+        supervised_charts.rewards(drawn),
+        supervised_charts.speed(drawn),
+        charts.reward(drawn),
+        charts.accuracy(record.metrics),
+        charts.lengths(drawn),
+        charts.histogram(summary.length_groups(record)),
+    )
+
+
+def fill_page(template: str, every: Sequence[Chart], **values: Any) -> str:
+    """Return a page with style, scripts and the data of its charts."""
+    from jinja2 import Environment, FileSystemLoader
+
+    environment = Environment(loader=FileSystemLoader(PAGE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"duration": duration, "percent": percent}
+    return environment.get_template(template).render(
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         css=(PAGE / "report.css").read_text(encoding="utf-8"),
         scripts=[(PAGE / name).read_text(encoding="utf-8") for name in ("gantt.js", "report.js")],
         charts_json=_json({chart.id: {"data": chart.data, "layout": chart.layout, "height": chart.height} for chart in every}),
-        leases_json=_json(leases),
         plotly=_plotly() if every else "",
+        **values,
     )
 
 

@@ -99,7 +99,13 @@ class Evaluation:
 
 
 def evaluate(
-    recipe: GenerationRecipe, models: Sequence[str | Path], data: Sequence[str] = (), ks: Sequence[int] = (), *, resume: bool = False
+    recipe: GenerationRecipe,
+    models: Sequence[str | Path],
+    data: Sequence[str] = (),
+    ks: Sequence[int] = (),
+    *,
+    labels: Sequence[str] = (),
+    resume: bool = False,
 ) -> Evaluation:
     """Evaluate models on the same prompts with the same random numbers.
 
@@ -110,6 +116,7 @@ def evaluate(
         models: Model folders, names on the hub, checkpoints or run folders. Differences are to the first one.
         data: Data sets, as in `prompts.path`. None: the recipe's held-out prompts.
         ks: Numbers of responses for pass@k. None: 1 and `evaluate.samples_per_prompt`.
+        labels: A name for each model. None: those of its folder or its run.
         resume: Keep responses that are there.
 
     Raises:
@@ -133,7 +140,7 @@ def evaluate(
         raise UserError(f"{root} exists already; continue it with --resume, or set another run.name")
     recipes = {
         label: _for_model(recipe, find_model(model, "--model", root / "models"), root, label)
-        for label, model in zip(_labels(models), models, strict=True)
+        for label, model in zip(labels or _labels(models), models, strict=True)
     }
     scores: list[ModelScore] = []
     costs: dict[str, dict[str, float]] = {}
