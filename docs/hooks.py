@@ -19,8 +19,10 @@ MARKER = re.compile(r"^<!-- generate: ([\w-]+) -->$", re.MULTILINE)
 MEMBERS = {
     "GenerationRecipe": "[read, of]",
     "Recipe": "[load, parse, to_yaml]",
-    "Runtime": "false",
+    "RunRecord": "[read]",
+    "Runtime": "[objective]",
     "SupervisedRecipe": "[load, parse, to_yaml]",
+    "Workflow": "[load, parse, plan]",
 }  # the others are for the loop and the stages
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 

@@ -10,12 +10,26 @@ if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
     from rlhfless_ray.recipe.generation import GenerationRecipe
     from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+    from rlhfless_ray.recipe.workflow_file import Workflow
+    from rlhfless_ray.report.read_run import RunRecord
     from rlhfless_ray.runtime.evaluate_models import evaluate
     from rlhfless_ray.runtime.generation import generate
+    from rlhfless_ray.runtime.run_workflow import run_workflow
     from rlhfless_ray.runtime.runtime import Runtime
     from rlhfless_ray.supervise.run_supervised import run_supervised
 
-__all__ = ["GenerationRecipe", "Recipe", "Runtime", "SupervisedRecipe", "evaluate", "generate", "run_supervised"]
+__all__ = [
+    "GenerationRecipe",
+    "Recipe",
+    "RunRecord",
+    "Runtime",
+    "SupervisedRecipe",
+    "Workflow",
+    "evaluate",
+    "generate",
+    "run_supervised",
+    "run_workflow",
+]
 __version__ = "0.1.0"
 
 # What Ray starts, it forks with Python in between; where gRPC has worked before (Serve's handles, in a notebook's second run), its fork
@@ -26,11 +40,14 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 _MODULES = {
     "GenerationRecipe": "recipe.generation",
     "Recipe": "recipe",
+    "RunRecord": "report.read_run",
     "Runtime": "runtime.runtime",
     "SupervisedRecipe": "recipe.supervised_sections",
+    "Workflow": "recipe.workflow_file",
     "evaluate": "runtime.evaluate_models",
     "generate": "runtime.generation",
     "run_supervised": "supervise.run_supervised",
+    "run_workflow": "runtime.run_workflow",
 }
 
 

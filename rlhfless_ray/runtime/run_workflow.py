@@ -41,6 +41,14 @@ def run_workflow(workflow: Workflow, *, resume: bool = False, say: Callable[[str
     Raises:
         UserError: For a mistake in the file, or if a finished stage's recipe has changed.
         RunError: If a stage fails. What it has done stays.
+
+    Examples:
+        >>> from rlhfless_ray import Workflow, run_workflow
+        >>> quiet = {"progress": "off", "wandb": "off"}
+        >>> train = {"task": "sft", "run": {"steps": 1}, "data": {"task": "chain", "rows": 64}, "watch": quiet}
+        >>> workflow = Workflow.parse({"run": {"name": "mine"}, "stages": [{"name": "sft", "train": train}]})
+        >>> (run_workflow(workflow, say=lambda line: None) / "report.html").exists()
+        True
     """
     stages, folder = workflow.plan(), workflow.folder
     if folder.is_dir() and not resume:

@@ -13,6 +13,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from functools import cache, partial
+from html import escape
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,7 +33,8 @@ from rlhfless_ray.local.memory_watch import MemoryWatch
 from rlhfless_ray.loop import steps
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
-from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe import ObjectiveConfig, Recipe
+from rlhfless_ray.report.read_run import RunRecord
 from rlhfless_ray.reward.load_reward import load_reward
 from rlhfless_ray.reward.preflight_reward import dry_call
 from rlhfless_ray.rollout.engine_settings import check_heads, check_quantization
@@ -185,6 +187,25 @@ class Runtime(StepOperations):
         if self._steps is None:
             self._steps = steps(self)
         return self._steps
+
+    @property
+    def objective(self) -> ObjectiveConfig:
+        """What plans are chosen by. Set it between steps, also to a dict of its keys: it counts from the next plan on.
+
+        A step that is planned already keeps its plan. A resumed run has its recipe's objective again.
+        """
+        return self.recipe.objective
+
+    @objective.setter
+    def objective(self, value: ObjectiveConfig | dict[str, Any]) -> None:
+        tree = value if isinstance(value, dict) else value.model_dump(mode="json")
+        changed = self.recipe.parse({**self.recipe.model_dump(mode="json"), "objective": tree}, where="run.objective")
+        self.recipe = self.recipe.model_copy(update={"objective": changed.objective})
+        self.autoscaler.set_objective(changed.objective)
+
+    def _repr_html_(self) -> str:
+        """Show the run so far in a notebook, before, while and after it is trained."""
+        return RunRecord.read(self.folder.path)._repr_html_() if hasattr(self, "folder") else f"<pre>{escape(self.recipe.to_yaml())}</pre>"
 
     def _load_prompts(self, recipe: Recipe) -> PromptSet:
         return load_prompts(recipe, self.tokenizer, context_tokens(self.files))
