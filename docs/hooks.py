@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 MARKER = re.compile(r"^<!-- generate: ([\w-]+) -->$", re.MULTILINE)
 MEMBERS = {
+    "Evaluation": "[read]",
     "GenerationRecipe": "[read, of]",
     "Recipe": "[load, parse, to_yaml]",
     "RunRecord": "[read]",

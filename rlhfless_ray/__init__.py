@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
     from rlhfless_ray.recipe.workflow_file import Workflow
     from rlhfless_ray.report.read_run import RunRecord
-    from rlhfless_ray.runtime.evaluate_models import evaluate
+    from rlhfless_ray.runtime.evaluate_models import Evaluation, evaluate
     from rlhfless_ray.runtime.generation import generate
     from rlhfless_ray.runtime.run_workflow import run_workflow
     from rlhfless_ray.runtime.runtime import Runtime
     from rlhfless_ray.supervise.run_supervised import run_supervised
 
 __all__ = [
+    "Evaluation",
     "GenerationRecipe",
     "Recipe",
     "RunRecord",
@@ -38,6 +39,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
 _MODULES = {
+    "Evaluation": "runtime.evaluate_models",
     "GenerationRecipe": "recipe.generation",
     "Recipe": "recipe",
     "RunRecord": "report.read_run",

@@ -60,6 +60,21 @@ class Evaluation:
     scores: list[ModelScore]
     costs: dict[str, dict[str, float]] = field(default_factory=dict)  # model → slot_s, money, tokens_per_s
 
+    @classmethod
+    def read(cls, folder: str | Path) -> Evaluation:
+        """Read the result from its folder.
+
+        Examples:
+            >>> from rlhfless_ray import Evaluation
+            >>> from pathlib import Path
+            >>> _ = Path("evaluation.json").write_text('{"scores": [], "costs": {}}')
+            >>> Evaluation.read(".").scores
+            []
+        """
+        found = json.loads((Path(folder) / FILE).read_text())
+        scores = [{**score, "pass_at": {int(k): value for k, value in score["pass_at"].items()}} for score in found["scores"]]
+        return cls([ModelScore(**score) for score in scores], found["costs"])
+
     def rows(self) -> list[list[str]]:
         """Return the table's cells, with a heading."""
         ks = sorted({k for score in self.scores for k in score.pass_at})
