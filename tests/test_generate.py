@@ -68,12 +68,12 @@ def test_best_of_k_is_the_mean_over_all_subsets() -> None:
 
 
 def test_pairs_and_best_responses(tmp_path: Path) -> None:
-    rewards = {0: [0.0, 1.0, 1.0], 1: [1.0, 1.0, 1.0], 2: [None, 0.5, 0.0], 3: [None, None, None]}
+    rewards: dict[int, list[float | None]] = {0: [0.0, 1.0, 1.0, -1.0], 1: [1.0, 1.0, 1.0], 2: [None, 0.5, 0.0], 3: [None, None, None]}
     path = tmp_path / RESPONSES
     write_rows(
         path,
         (
-            {"prompt_index": p, "sample": n, "prompt": f"p{p}", "response": f"{p}{n}", "reward": r}
+            {"prompt_index": p, "sample": n, "prompt": f"p{p}", "response": f"{p}{n}" if n < 3 else "", "reward": r}
             for p, group in rewards.items()
             for n, r in enumerate(group)
         ),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 COLOURS = ("#3b6fb5", "#c8553d", "#4b9b6a", "#8a5ab0", "#c79a2b", "#5f6b7a")
 SHADES = dict(zip(ACTIVITIES, (1.0, 0.65, 0.4, 0.2), strict=True))
-LEFT, RIGHT, TOP, BOTTOM = 52, 8, 22, 34
+LEFT, RIGHT, TOP, BOTTOM = 52, 16, 22, 34
 SHOWN = (  # metrics of a run, those of one figure together
     {"reward/mean": "reward", "eval/accuracy_sampled": "held out"},
     {"learn/loss": "loss", "eval/loss": "held-out loss"},

@@ -144,9 +144,13 @@ def best_responses(path: Path) -> Iterator[dict[str, Any]]:
 def preference_pairs(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the best and the worst response to each prompt as a pair, with the columns that `task: dpo` and `rm` read.
 
-    Prompts whose responses all have the same reward or the same text are left out. Raises UserError if no response has a reward.
+    Empty responses are left out, and prompts whose responses all have the same reward or the same text. Raises UserError if no response
+    has a reward.
     """
-    for scored in _scored_groups(path):
+    for group in _scored_groups(path):
+        scored = [row for row in group if row["response"]]
+        if not scored:
+            continue
         chosen, rejected = max(scored, key=_reward), min(scored, key=_reward)
         if chosen["reward"] > rejected["reward"] and chosen["response"] != rejected["response"]:
             yield {
