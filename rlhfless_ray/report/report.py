@@ -56,9 +56,10 @@ def render(record: RunRecord) -> str:
     samples = summary.sample_picks(record)  # before `record.problems` is used, because reading samples may add to it
     every = [*learning, *planning, *prefix, *health, *cost, *phases]
     leases = gantt(record.ledger, steps)
-    return fill_page(
+    return render_page(
         "report.html.j2",
         every,
+        leases,
         head=summary.header(record),
         cards=summary.cards(record),
         warnings=summary.warnings(record),
@@ -77,9 +78,8 @@ def render(record: RunRecord) -> str:
         memory_table=cost_charts.memory_table(steps),
         memory_settings=cost_charts.memory_settings(steps),
         samples=samples,
-        leases=leases,
         recipe=record.recipe,
-        leases_json=_json(leases),
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
 
 
@@ -98,19 +98,20 @@ def learning_charts(record: RunRecord) -> list[Chart]:
     )
 
 
-def fill_page(template: str, every: Sequence[Chart], **values: Any) -> str:
-    """Return a page with style, scripts and the data of its charts."""
+def render_page(template: str, drawn: Sequence[Chart], leases: dict[str, Any] | None = None, **values: Any) -> str:
+    """Render a page with its charts, and the scripts that draw them. leases: of the timeline, if the page has one."""
     from jinja2 import Environment, FileSystemLoader
 
     environment = Environment(loader=FileSystemLoader(PAGE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"duration": duration, "percent": percent}
     return environment.get_template(template).render(
-        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        **values,
+        leases=leases,
         css=(PAGE / "report.css").read_text(encoding="utf-8"),
         scripts=[(PAGE / name).read_text(encoding="utf-8") for name in ("gantt.js", "report.js")],
-        charts_json=_json({chart.id: {"data": chart.data, "layout": chart.layout, "height": chart.height} for chart in every}),
-        plotly=_plotly() if every else "",
-        **values,
+        charts_json=_json({chart.id: {"data": chart.data, "layout": chart.layout, "height": chart.height} for chart in drawn}),
+        leases_json=_json(leases),
+        plotly=_plotly() if drawn else "",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rlhfless_ray.report import summary
 from rlhfless_ray.report.charts import Chart
 from rlhfless_ray.report.formatting import duration, finite
 from rlhfless_ray.report.read_run import RunRecord
-from rlhfless_ray.report.report import fill_page, learning_charts
+from rlhfless_ray.report.report import learning_charts, render_page
 
 SHOWN_CHARTS = 2  # of each stage; the others are in its own report
 
@@ -46,13 +47,14 @@ def write_workflow_report(folder: Path, stages: Sequence[tuple[str, str]]) -> Pa
     done = states.count("done")
     state = "done" if done == len(states) else next((s for s in states if s not in ("done", "waiting")), "running")
     sums = [sum(getattr(section, key) for section in sections) for key in ("seconds", "slot_s", "money")]
-    page = fill_page(
+    page = render_page(
         "workflow.html.j2",
         [chart for section in sections for chart in section.charts],
         name=folder.name,
         state=state,
         sentence=f"{done} of {len(states)} stages are done, in {duration(sums[0])} and {sums[1]:,.0f} slot-seconds.",
         sections=sections,
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         total=[duration(sums[0]), f"{sums[1]:,.0f}", f"{sums[2]:.4f}"],
     )
     path = folder / "report.html"

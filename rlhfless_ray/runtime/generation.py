@@ -158,7 +158,7 @@ class Generation(Runtime):
             step = upcoming
         self.finish()
 
-    def next_prompts(self, step: Step) -> list[Prompt]:
+    def next_prompts(self, step: Step, missing: int | None = None) -> list[Prompt]:
         """Return the next prompts that lack responses. Those that are there are part of the step's batch."""
         size, count = self.recipe.prompts.batch_prompts, self.recipe.rollout.samples_per_prompt
         prompts, self.pending = self.pending[:size], self.pending[size:]
