@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.learn.logprobs import chunked_logprobs, nucleus_logprobs
-from rlhfless_ray.learn.micro_batches import attention_mask
+from rlhfless_ray.learn.micro_batch_tensors import attention_mask
 
 
 class TokenLogprobs(nn.Module):
@@ -39,7 +39,7 @@ class TokenLogprobs(nn.Module):
         segments: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies, both (tokens,) float32. With `top_p` below 1 log-probabilities are those of the
-        nucleus, without gradient, and there are no entropies (0). Tensors: see `micro_batches.padded`."""
+        nucleus, without gradient, and there are no entropies (0). Tensors: see `micro_batch_tensors.padded`."""
         hidden = hidden_states(self.model, ids, positions, segments)[rows, columns]
         head, vocabulary = output_head(self.model), self.model.config.get_text_config().vocab_size
         if top_p < 1:

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.micro_batches import PromptSharing, micro_batches, passed
+from rlhfless_ray.learn.micro_batch_tensors import passed
+from rlhfless_ray.learn.micro_batches import PromptSharing
 from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model, token_logprobs
 from rlhfless_ray.learn.rank_settings import ReferenceSettings
+from rlhfless_ray.learn.shares import Cutter, Share
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.model_folder import as_folder
 from rlhfless_ray.weights.tensor_file import Files
@@ -37,14 +38,18 @@ class ReferenceRank:
         self.model = TokenLogprobs(model).eval().requires_grad_(False).to(self.device)
         return [Span("start", "open reference", start, time.time())]
 
-    def logprobs(self, batch: Batch, threads: int) -> tuple[np.ndarray, list[Span]]:
-        """Of the tokens of this rank's share, 0 elsewhere: (Σ response length,) float32."""
+    @property
+    def cutter(self) -> Cutter:
+        """How the batches of all ranks are cut."""
+        return Cutter(self.settings.ranks, self.settings.micro_batch_tokens, self.sharing)
+
+    def logprobs(self, share: Share, threads: int) -> tuple[np.ndarray, list[Span]]:
+        """Of the share's tokens, 0 where another rank computes them: (response tokens,) float32."""
         assert self.model is not None
         start, model, temperature = time.time(), self.model, self.settings.temperature
         torch.set_num_threads(threads)
-        settings, every = self.settings, np.arange(len(batch))
-        share = micro_batches(batch, every, settings.micro_batch_tokens, self.sharing, settings.rank, settings.ranks)
-        found = passed(lambda tensors: token_logprobs(model, tensors, temperature)[0], batch, [cut for cut in share if cut], self.device)
+        cuts = [cut for cut in share.passes if cut]
+        found = passed(lambda tensors: token_logprobs(model, tensors, temperature)[0], share.batch, cuts, self.device)
         return found.cpu().numpy(), [Span("work", "log-probabilities", start, time.time())]
 
     def leave_device(self) -> list[Span]:

@@ -151,11 +151,11 @@ class TrainerRank:
 
     # ---- the step ---------------------------------------------------------------------------------------------
 
-    def dropping(self, batch: Batch, sequences: np.ndarray, seed: int) -> AbstractContextManager[None]:
+    def dropping(self, batch: Batch, sequences: np.ndarray, seed: int, numbers: np.ndarray | None = None) -> AbstractContextManager[None]:
         """Around the passes that a step is made of: see `LoraAdapters.dropping`."""
         if self.lora is None or not self.drops:
             return nullcontext()
-        return self.lora.dropping(batch, sequences, [seed, self.optimizer_steps])
+        return self.lora.dropping(batch, sequences, [seed, self.optimizer_steps], numbers)
 
     @property
     def drops(self) -> bool:

@@ -12,7 +12,7 @@ from learner_reference import load, logprobs, sequences
 from tiny_policy import VOCABULARY, random_batch, tiny_policy
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.learn.micro_batches import padded
+from rlhfless_ray.learn.micro_batch_tensors import padded
 from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_model
 from rlhfless_ray.weights.model_folder import write_folder
 

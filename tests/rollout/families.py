@@ -108,10 +108,12 @@ class LearnerHost:
         return self.learners[name].weights()[0]
 
     def update(self, name: str, batch: Any) -> Any:
-        return self.learners[name].update(batch, 1)[0]
+        learner = self.learners[name]
+        return learner.update(learner.cutter.of_update(batch)[0], 1)[0]
 
     def logprobs(self, name: str, batch: Any, top_p: float = 1.0) -> np.ndarray:
-        return self.learners[name].agreement(batch, 1.0, top_p, 1)[0]
+        learner = self.learners[name]
+        return learner.agreement(learner.cutter.of_pass(batch)[0], 1.0, top_p, 1)[0]
 
     def model(self, name: str) -> dict[str, bytes]:
         return {file: bytes(content) for file, content in self.learners[name].trainer.model_files().items()}
