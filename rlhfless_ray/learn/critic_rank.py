@@ -56,7 +56,7 @@ class CriticRank:
     def cutter(self) -> Cutter:
         """How the batches of all ranks are cut now."""
         most, done = self.settings.learner.max_micro_batch_tokens, self.trainer.optimizer_steps
-        return Cutter(self.ranks, most, self.sharing, self.settings.algorithm, self.seed, done)
+        return Cutter(self.trainer.replicas, most, self.sharing, self.settings.algorithm, self.seed, done)
 
     def values(self, share: Share, threads: int) -> tuple[np.ndarray, list[Span]]:
         """The value before every response token of the share, 0 where another rank computes it: (response tokens,) float32."""

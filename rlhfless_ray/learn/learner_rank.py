@@ -80,7 +80,7 @@ class LearnerRank:
     def cutter(self) -> Cutter:
         """How the batches of all ranks are cut now."""
         most, done = self.learner.max_micro_batch_tokens, self.trainer.optimizer_steps
-        return Cutter(self.ranks, most, self.sharing, self.algorithm, self.seed, done, self.trainer.drops)
+        return Cutter(self.trainer.replicas, most, self.sharing, self.algorithm, self.seed, done, self.trainer.drops)
 
     def update(self, share: Share, threads: int) -> tuple[UpdateStats, list[Span]]:
         """Make the optimizer steps of one rollout batch, of which this rank has its share."""

@@ -314,13 +314,21 @@ class WorkerGroup:
         `overlap.passes`), `reference` of a reference, `values` of a critic."""
         replies = self._surely(lambda: self.ask(what, batch, *more), f"the {self.name}'s {what}")
         self._book(spans for *_, spans in replies)
-        return joined([(found, places) for found, places, _ in replies])
+        return self._joined(replies)
 
     def ask(self, what: str, batch: Batch, *more: Any) -> list[Any]:
         """Call method `what` of every rank with its share of the batch. Returns references for `answered`."""
         cut = {"update": self.cutter.of_update, "accumulate": self.cutter.of_gradients}.get(what, self.cutter.of_pass)
-        asked = zip(self.by_rank, cut(batch), strict=True)
-        return [getattr(i.actor, what).remote(share, len(i.leases), *more) for i, share in asked]
+        shares = cut(batch)
+        copies = [ray.put(share) for share in shares] if len(shares) < self.ranks else shares
+        return [
+            getattr(i.actor, what).remote(copies[rank * len(copies) // self.ranks], len(i.leases), *more)
+            for rank, i in enumerate(self.by_rank)
+        ]
+
+    def _joined(self, replies: list[Any]) -> dict[str, np.ndarray]:
+        """Put the shares' values together. Ranks of one copy of the model computed the same."""
+        return joined([(found, places) for found, places, _ in replies[:: self.ranks // self.cutter.ranks]])
 
     def accumulate(self, batch: Batch) -> list[Any]:
         """Accumulate gradients of a part of a step on every rank. Returns references for `accumulated`."""
@@ -341,8 +349,7 @@ class WorkerGroup:
         if not (replies := self._heard(refs, what)):
             return None
         self._book(spans for *_, spans in replies)
-        found = joined([(values, places) for values, places, _ in replies])
-        return found, max(sum(span.to_s - span.from_s for span in spans) for *_, spans in replies)
+        return self._joined(replies), max(sum(span.to_s - span.from_s for span in spans) for *_, spans in replies)
 
     def _heard(self, refs: list[Any], what: str) -> list[Any]:
         """Return the replies, or an empty list if a rank was lost."""

@@ -169,7 +169,10 @@ class AlgorithmConfig(Section):
 
 class LearnerConfig(Section):
     ranks: int = Field(1, ge=1)
-    """Number of data-parallel ranks."""
+    """Number of ranks, which share each batch."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Number of ranks that share one copy of the policy (DeepSpeed AutoTP, with `zero_stage` 0, 1 or 2). Each holds a slice of every
+    linear layer, and all of them work on the same samples. It must divide `ranks`, the model's heads and its feed-forward size."""
     max_slots_per_rank: int = Field(1, ge=1)
     """CPU only: a rank runs as many threads as it holds slots, at most this many, when they are free."""
     zero_stage: Literal[0, 1, 2, 3] = 0
@@ -231,6 +234,14 @@ class LearnerConfig(Section):
     def _check_offload(self) -> LearnerConfig:
         if self.optimizer_offload is True and self.zero_stage == 0:
             raise ValueError("learner.optimizer_offload: needs a learner.zero_stage of 1, 2 or 3")
+        return self
+
+    @model_validator(mode="after")
+    def _check_tensor_parallel(self) -> LearnerConfig:
+        if self.tensor_parallel > 1 and self.zero_stage == 3:
+            raise ValueError("learner.tensor_parallel: DeepSpeed divides matrices with a learner.zero_stage of 0, 1 or 2")
+        if self.ranks % self.tensor_parallel:
+            raise ValueError(f"learner.tensor_parallel: {self.tensor_parallel} does not divide learner.ranks, which is {self.ranks}")
         return self
 
     @property
