@@ -29,10 +29,10 @@ from rlhfless_ray.weights.model_folder import as_folder
 from rlhfless_ray.weights.tensor_file import Files
 
 SUMS = (
-    *("loss", "policy_loss", "kl", "entropy", "clipped", "importance", "capped", "mismatch", "ppo_kl", "sampler_kl", "reference_gap"),
-    *("ratio", "ratio_squared"),
+    *("loss", "policy_loss", "kl", "router_balance", "entropy", "clipped", "importance", "capped", "mismatch", "ppo_kl"),
+    *("sampler_kl", "reference_gap", "ratio", "ratio_squared"),
 )
-WEIGHTED = 3  # of SUMS, the first ones: weighted as the loss is; the others count every token the same
+WEIGHTED = 4  # of SUMS, the first ones: weighted as the loss is; the others count every token the same
 
 
 class LearnerRank:
@@ -69,7 +69,7 @@ class LearnerRank:
         section = self.settings.lora
         self.sharing = PromptSharing.of(model, self.learner.share_prompts, section.dropout)
         lora = LoraAdapters(model, section, self.seed, "CAUSAL_LM") if section.rank else None
-        self.trainer.open(TokenLogprobs(model), state, lora)
+        self.trainer.open(TokenLogprobs(model, balances=bool(self.algorithm.loss.router_aux)), state, lora)
         if lora is not None:
             self.base = BaseModel(self.trainer.engine, lora)
         return [Span("start", "open learner", start, time.time())]
@@ -164,7 +164,7 @@ class LearnerRank:
         """Log-probabilities of the share's tokens, 0 where another rank computes them: (response tokens,)."""
         return passed(lambda tensors: self._forward(module, tensors)[0], share.batch, share.passes, self.device)
 
-    def _forward(self, module: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _forward(self, module: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
         return token_logprobs(module, tensors, self.settings.temperature)
 
     def _step(self, share: Share, step: ShareStep, old: Tensor | None) -> UpdateStats:
@@ -234,6 +234,7 @@ class LearnerRank:
             next_learning_rate=self.trainer.rate(),
             last_grad_norm=norm,
             effective_share=effective,
+            router_balance=named["router_balance"],
         )
 
     def _micro_loss(
@@ -245,7 +246,7 @@ class LearnerRank:
         weight, regularization_weight = weight
         # before the policy's: nothing may come between a forward pass and its backward one
         reference = self._reference(tensors, mine)
-        logprobs, entropy = self._forward(self.trainer.engine, tensors)
+        logprobs, entropy, *routers = self._forward(self.trainer.engine, tensors)
         drawn, before = mine["drawn"], mine.get("old", logprobs.detach())
         if self.correction is None:
             cap = algorithm.importance_cap
@@ -270,11 +271,15 @@ class LearnerRank:
         loss = policy_loss + kl_coefficient * kl
         if algorithm.loss.entropy_coefficient:
             loss = loss - algorithm.loss.entropy_coefficient * (regularization_weight * entropy).sum()
+        balance = torch.zeros((), device=self.device)
+        if routers:  # the micro-batch's share of the step, as its tokens have it in the regularization
+            balance = regularization_weight.sum() * routers[0]
+            loss = loss + algorithm.loss.router_aux * balance
         mismatch = (before - drawn).abs()
         each = weight > 0
         ratio = token_ratios(before, drawn).double()
         apart = (before - logprobs.detach(), drawn - before, gap, ratio, ratio.square())
-        terms = [loss, policy_loss, kl, *((each * x).sum() for x in (entropy, clipped, importance, capped, mismatch, *apart))]
+        terms = [loss, policy_loss, kl, balance, *((each * x).sum() for x in (entropy, clipped, importance, capped, mismatch, *apart))]
         values = torch.stack([t.detach().double().cpu() for t in terms])
         worst = mismatch.max().detach().double().cpu() if mismatch.numel() else torch.zeros(1).double()
         return loss, values, worst

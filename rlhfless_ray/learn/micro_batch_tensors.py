@@ -23,10 +23,11 @@ def padded(batch: Batch, rows: Sequence[np.ndarray] | np.ndarray, device: torch.
     `rows`: indices of the sequences of each row, or one index for each.
 
     Returns:
-        ids (rows, longest); rows, columns, targets, flat (response tokens,): the place from which each token is foreseen, the token,
-        and its number in the batch; sequence (response tokens,): the sequence's index in the batch. Of responses these are the tokens
-        that the policy wrote; all others are in `ids` only. Where a row has several responses also positions and segments (rows,
-        longest): each token's position in its own sequence, and its response's number in the row, 0 for the prompt, -1 for padding.
+        ids (rows, longest); seen (rows, longest): False for padding. rows, columns, targets, flat (response tokens,): the place from
+        which each token is foreseen, the token, and its number in the batch; sequence (response tokens,): the sequence's index in the
+        batch. Of responses these are the tokens that the policy wrote; all others are in `ids` only. Where a row has several responses
+        also positions and segments (rows, longest): each token's position in its own sequence, and its response's number in the row,
+        0 for the prompt, -1 for padding.
     """
     rows = [np.atleast_1d(row) for row in rows]
     starts = np.concatenate([[0], np.cumsum(batch.lengths)])
@@ -55,7 +56,7 @@ def padded(batch: Batch, rows: Sequence[np.ndarray] | np.ndarray, device: torch.
             parts["flat"].append(np.arange(response_starts[i], response_starts[i + 1]))
             parts["sequence"].append(np.full(len(before), i))
             end = here.stop
-    arrays = {name: np.concatenate(pieces) for name, pieces in parts.items()} | {"ids": ids}
+    arrays = {name: np.concatenate(pieces) for name, pieces in parts.items()} | {"ids": ids, "seen": segments >= 0}
     if any(len(row) > 1 for row in rows):
         arrays |= {"positions": positions, "segments": segments}
     return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}

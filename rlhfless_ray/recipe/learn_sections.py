@@ -58,6 +58,9 @@ class LossConfig(Section):
     """Bound on the loss of negative advantages, in units of the advantage. None: no bound."""
     entropy_coefficient: float | None = Field(None, ge=0)
     """Weight of the policy's entropy in what is maximised. The entropy is logged in any case."""
+    router_aux: float = Field(0.0, ge=0)
+    """Weight of the routers' auxiliary loss, which keeps the experts of a mixture equally busy. It is computed for each micro-batch,
+    so it depends on which samples share one. Computing ahead of the learn phase is off with it."""
     correction_level: Literal["off", "token", "seq"] = "off"
     """Use importance weights learner / sampler with a band instead of `importance_cap`, judged per token or per sequence."""
     correction_mode: Literal["mask", "clip"] = "mask"

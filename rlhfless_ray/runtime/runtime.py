@@ -26,8 +26,8 @@ from rlhfless_ray.common.errors import Stopped, one_line
 from rlhfless_ray.common.step_timer import StepTimer
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.learn.colocation import of_learner
+from rlhfless_ray.learn.model_checks import check_division, check_routers
 from rlhfless_ray.learn.output_scale import output_scale
-from rlhfless_ray.learn.tensor_parallel import check_division
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.memory_watch import MemoryWatch
 from rlhfless_ray.loop import steps
@@ -98,6 +98,7 @@ class Runtime(StepOperations):
         check_adapter(recipe, self.files)
         check_heads(recipe, config_of(self.files), "policy.path" if recipe.policy.path else "a policy made from scratch")
         check_division(recipe, config_of(self.files))
+        check_routers(recipe, config_of(self.files))
         self.critic_files = read_folder(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
         if recipe.critic.normalize:
             output_scale(config_of(self.critic_files or self.files), "critic.path", "critic.normalize")

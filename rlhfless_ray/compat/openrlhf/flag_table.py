@@ -287,7 +287,7 @@ RULES: tuple[Rule, ...] = (
     _row("actor.loss_agg_mode", "exact", "algorithm.loss_mean algorithm.regularization_mean", m.loss_mean),
     _row("algo.kl.estimator", "exact", "algorithm.kl.estimator algorithm.kl.limit", m.kl_estimator, idle=m.no_reference),
     _row("algo.kl.unbiased_gradient", "exact", "algorithm.kl.unbiased_gradient", idle=m.no_reference),
-    _row("actor.aux_loss_coef", "cond", "algorithm.loss.balance_coefficient"),
+    _row("actor.aux_loss_coef", "exact", "algorithm.loss.router_aux"),
     _row("actor.entropy_coef", "exact", "algorithm.loss.entropy_coefficient"),
     _row("reward.clip_range", "exact", "reward.clip_range"),
     *_optimizer_rows("actor", "learner"),
