@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib
 import json
 import math
 import os
@@ -22,6 +21,7 @@ from rlhfless_ray.learn.ema import ema_update
 from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name, trained
 from rlhfless_ray.learn.offload import leave_device, return_to_device
 from rlhfless_ray.learn.optimizer_state import held_moments, link_moments, parameter_sizes, plain_optimizer, restore_moments, whole_weights
+from rlhfless_ray.learn.process_group import join_gang
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.schedule import rate
 from rlhfless_ray.learn.tensor_parallel import ModelSlices, deepspeed_section
@@ -131,28 +131,7 @@ class TrainerRank:
 
     def join_gang(self, rendezvous: tuple[str, int] | None) -> None:
         """rendezvous: address and port of rank 0; None: torch.distributed is initialized already."""
-        os.environ.setdefault("DS_ACCELERATOR", "cuda" if self.device.type == "cuda" else "cpu")
-        import deepspeed
-        import torch.distributed as dist
-
-        if self.device.type == "cpu":
-            # DeepSpeed would compile a shared-memory all-reduce (about 45 s, needs g++ and ninja); gloo does it too.
-            setattr(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)  # noqa: B010
-        if dist.is_initialized() or rendezvous is None:
-            return
-        address, port = rendezvous
-        os.environ.update(
-            MASTER_ADDR=address, MASTER_PORT=str(port), RANK=str(self.rank), LOCAL_RANK="0", WORLD_SIZE=str(self.ranks), LOCAL_SIZE="1"
-        )
-        if address.startswith("127."):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        deepspeed.init_distributed(
-            dist_backend="nccl" if self.device.type == "cuda" else "gloo",
-            init_method=f"tcp://{address}:{port}",
-            rank=self.rank,
-            world_size=self.ranks,
-            verbose=False,
-        )
+        join_gang(rendezvous, self.rank, self.ranks, self.device.type)
 
     def _forget_trial_step(self) -> None:
         """DeepSpeed's ZeRO creates the optimizer state by a step on zero gradients; undo its count, which would

@@ -300,8 +300,15 @@ class CriticConfig(Section):
 
 class ReferenceConfig(Section):
     ranks: int = Field(1, ge=1)
-    """Processes that share the reference's passes. Each holds the initial policy. Micro-batches, threads and deadline are the
-    learner's."""
+    """Processes that share the reference's passes. Micro-batches, threads and deadline are the learner's."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Number of processes that share one copy of the initial policy, as with `learner.tensor_parallel`. 1: each holds all of it."""
+
+    @model_validator(mode="after")
+    def _check_tensor_parallel(self) -> ReferenceConfig:
+        if self.ranks % self.tensor_parallel:
+            raise ValueError(f"reference.tensor_parallel: {self.tensor_parallel} does not divide reference.ranks, which is {self.ranks}")
+        return self
 
 
 class LoraConfig(Section):

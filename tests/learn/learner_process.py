@@ -75,9 +75,10 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
         own = ReferenceSettings(
             dtype=settings.policy.dtype, trust_remote_code=False, micro_batch_tokens=settings.learner.micro_batch_tokens,
             temperature=settings.temperature, ranks=ranks, rank=rank, device=settings.device,
+            tensor_parallel=settings.learner.tensor_parallel,
         )  # fmt: skip
         reference = ReferenceRank(own)
-        reference.open(case["files"], ("", 0), 1)
+        reference.open(case["files"], ("127.0.0.1", port), 1)
 
     def passed(rank_of: Any, batch: Any, *more: Any) -> dict[str, np.ndarray]:
         """What a gang does with the answers of its ranks."""
