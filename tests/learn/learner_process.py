@@ -80,9 +80,13 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
         reference = ReferenceRank(own)
         reference.open(case["files"], ("127.0.0.1", port), 1)
 
+    def own(shares: list[Any]) -> Any:
+        """Return this rank's. Ranks of one copy of the model have the same."""
+        return shares[rank * len(shares) // ranks]
+
     def passed(rank_of: Any, batch: Any, *more: Any) -> dict[str, np.ndarray]:
         """What a gang does with the answers of its ranks."""
-        share = rank_of.cutter.of_pass(batch)[rank]
+        share = own(rank_of.cutter.of_pass(batch))
         found = rank_of.logprobs(share, *more, 1)[0]
         return _together(learner.trainer, share, found if isinstance(found, dict) else {"reference": found})
 
@@ -108,14 +112,14 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
         ahead = np.unique(batch.groups)[: case.get("early", 0)]
         for group in ahead:
             part = batch.take(np.flatnonzero(batch.groups == group))
-            learner.accumulate(learner.cutter.of_gradients(part)[rank], 1)
+            learner.accumulate(own(learner.cutter.of_gradients(part)), 1)
         if names := case.get("looks"):
             found["logprobs"].append(passed(learner, batch, names))
         if names := case.get("passes"):
             parts = [passed(learner, batch.take(part), names) for part in np.array_split(np.arange(len(batch)), 3)]
             batch = replace(batch, **{name: np.concatenate([part[name] for part in parts]) for name in names})
         rest = batch.take(np.flatnonzero(~np.isin(batch.groups, ahead))) if len(ahead) else batch
-        stats, _ = learner.update(learner.cutter.of_update(rest)[rank], 1)
+        stats, _ = learner.update(own(learner.cutter.of_update(rest)), 1)
         found["stats"].append(stats)
         weights, _ = learner.weights()  # arrays of the live parameters: Ray would copy them
         found["weights"].append(_values(weights))

@@ -33,7 +33,6 @@ class Wide:
     def __init__(self, folder: Path, cases: Cases) -> None:
         from tiny_policy import tiny_policy
 
-        self.cases = cases
         files, half = (tiny_policy(kv_heads=2, dtype=dtype) for dtype in ("float32", "bfloat16"))
         one = {name: {**cases.first(1)[name], "files": files, "snapshots": (1,)} for name in STAGES}
         one["bf16/1"] = {**cases.first(1)["bf16/1"], "files": half, "snapshots": (1,)}
@@ -56,7 +55,8 @@ class Wide:
 
 
 @pytest.fixture(scope="session")
-def both(tmp_path_factory: pytest.TempPathFactory, cases: Cases) -> Wide:
+def both(tmp_path_factory: pytest.TempPathFactory) -> Wide:
+    cases = Cases(Path())  # their settings and batches, not their results
     return Wide(made_once(tmp_path_factory, "tensor-parallel", lambda folder: Wide(folder, cases)), cases)
 
 
