@@ -70,21 +70,25 @@ def close(found: dict[str, Any], wanted: dict[str, Any], apart: float, skip: int
         assert max(float(np.abs(got[name] - expected[name]).max()) for name in expected) < 200 * apart
 
 
+@pytest.mark.learner
 @pytest.mark.parametrize("name", STAGES)
 def test_two_ranks_of_one_copy_make_the_updates_of_one_rank(both: Wide, name: str) -> None:
     close(both.results[2][0][name], both.results[1][0][name], 1e-6)
 
 
+@pytest.mark.learner
 @pytest.mark.parametrize("family", DIVIDED)
 def test_every_family_that_is_divided(both: Wide, family: str) -> None:
     close(both.results[2][0][family], both.results[1][0][family], 1e-6)
 
 
+@pytest.mark.learner
 def test_in_bfloat16_and_with_a_moving_average(both: Wide) -> None:
     close(both.results[2][0]["bf16/1"], both.results[1][0]["bf16/1"], 1e-3)
     close(both.results[2][0]["averaged/1"], both.results[1][0]["averaged/1"], 1e-6)
 
 
+@pytest.mark.learner
 @pytest.mark.parametrize("name", [*STAGES, "bf16/1"])
 def test_checkpoints_are_read_at_the_other_width(both: Wide, name: str) -> None:
     apart = 1e-3 if name.startswith("bf16") else 1e-6
@@ -92,13 +96,13 @@ def test_checkpoints_are_read_at_the_other_width(both: Wide, name: str) -> None:
         close(both.continued[ranks][0][name], both.results[1][0][name], apart, skip=1)
 
 
+@pytest.mark.learner
 def test_no_rank_writes_what_the_other_has(both: Wide) -> None:
     sizes = [sum(map(len, rank["plain/1"]["snapshots"][1].values())) for rank in both.results[2]]
     alone = sum(map(len, both.results[1][0]["plain/1"]["snapshots"][1].values()))
     assert sum(sizes) < 1.1 * alone and max(sizes) < 0.75 * alone
 
 
-@pytest.mark.pure
 @given(st.sampled_from(["llama", "qwen3"]), st.integers(1, 4), st.integers(1, 4), st.integers(2, 8))
 def test_a_width_that_does_not_divide_the_heads_is_refused(family: str, heads: int, kv_heads: int, width: int) -> None:
     config = {"model_type": family, "num_attention_heads": heads * kv_heads, "num_key_value_heads": kv_heads, "intermediate_size": 64}
@@ -107,7 +111,6 @@ def test_a_width_that_does_not_divide_the_heads_is_refused(family: str, heads: i
     assert (why is None) == fits and (fits or why.startswith(f"{width} does not divide"))
 
 
-@pytest.mark.pure
 def test_other_families_are_refused_by_name() -> None:
     why = refusal(json.loads('{"model_type": "mixtral"}'), 2)
     assert why is not None and "mixtral" in why
