@@ -327,7 +327,9 @@ def main() -> None:
         return
     if options.quick:
         options.faults, options.drivers, options.partial = len(KINDS), 1, len(KINDS)
-    whole = not options.quick and options.faults and options.drivers  # else its results do not replace those of one that is
+    # else its results do not replace those of one that is whole
+    whole = not options.quick and bool(options.faults and options.drivers or not (options.faults or options.drivers or options.real))
+    part_name = "chaos" if options.faults or options.drivers or options.real else "chaos_partial"
     quiet_ray()
     console, found = make_console(), {}
     on_real = partial(real, kinds=tuple(options.kinds), ranks=options.ranks)
@@ -339,7 +341,7 @@ def main() -> None:
         if count:
             with tempfile.TemporaryDirectory(prefix="rlhfless-chaos-") as folder:
                 found[name] = tried(partial(part, Path(folder), count, options.seed), partial(told_now, console, name))
-            save("chaos", {"options": vars(options), **found}, reached(options, found), console=console, quick=not whole)
+            save(part_name, {"options": vars(options), **found}, reached(options, found), console=console, quick=not whole)
     table = Table("part", "fault", "times", title="faults survived", title_justify="left")
     for name, one in found.items():
         for kind, times in one.get("faults", {}).items():
