@@ -328,7 +328,7 @@ def main() -> None:
     if options.quick:
         options.faults, options.drivers, options.partial = len(KINDS), 1, len(KINDS)
     # else its results do not replace those of one that is whole
-    whole = not options.quick and bool(options.faults and options.drivers or not (options.faults or options.drivers or options.real))
+    whole = not options.quick and bool((options.faults and options.drivers) or not (options.faults or options.drivers or options.real))
     part_name = "chaos" if options.faults or options.drivers or options.real else "chaos_partial"
     quiet_ray()
     console, found = make_console(), {}
