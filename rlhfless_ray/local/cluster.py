@@ -25,6 +25,7 @@ from rlhfless_ray.local.orphan_reaper import OrphanReaper
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
+CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's variable; 0: this Ray is on loopback only
 PACKAGES = ("rlhfless_ray", "placement")
 MIN_STORE_MB, STORE_SHARE = 512, 0.3  # share of the machine's memory: Ray's own default
 WEIGHT_BYTES, STATE_BYTES = 4, 12  # per parameter in the store: float32; float32 with Adam's two moments
@@ -54,11 +55,7 @@ class RayCluster:
         address = section.address or os.environ.get("RAY_ADDRESS", "")
         _shorten_ray_errors()
         if address:
-            _check_address(address)
-            try:
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=_runtime_env())
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise UserError(f"cluster.address {address}: no Ray cluster answers there: {one_line(error, 200)}") from None
+            connect(address)
             return
         self.private = True
         _set_auth_token()
@@ -194,8 +191,9 @@ def check_width(recipe: Recipe, largest: int, resource: str) -> None:
 
 
 def _runtime_env() -> dict[str, Any] | None:
-    """Return a runtime environment with this project's packages, or None inside a Ray job, which ships its own."""
-    if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
+    """Return a runtime environment with this project's packages. None inside a Ray job, which ships its own, and below a sweep with a
+    private Ray, whose processes find them on this machine."""
+    if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or os.environ.get(CLUSTERS) == "0":
         return None
     return {"py_modules": [str(Path(sys.modules[name].__file__ or "").parent) for name in PACKAGES if name in sys.modules]}
 
@@ -209,7 +207,18 @@ def store_mb(parameters: int, memory_mb: float, keeps_state: bool) -> int:
     return max(MIN_STORE_MB, int(min(MIN_STORE_MB + parameters * each / 2**20, STORE_SHARE * memory_mb)))
 
 
-def _check_address(address: str) -> None:
+def connect(address: str, key: str = "cluster.address") -> None:
+    """Connect to a running Ray cluster. Raises UserError, with the name of the `key`, if none answers."""
+    import ray
+
+    _check_address(address, key)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=_runtime_env())
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(f"{key} {address}: no Ray cluster answers there: {one_line(error, 200)}") from None
+
+
+def _check_address(address: str, key: str) -> None:
     """Raise UserError if nothing listens at the address. Ray itself would retry for minutes."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():  # `auto` and similar names, which Ray resolves
@@ -217,7 +226,7 @@ def _check_address(address: str) -> None:
     try:
         socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), timeout=10).close()
     except (OSError, OverflowError) as error:
-        raise UserError(f"cluster.address {address}: no Ray cluster answers there: {one_line(error, 200)}") from None
+        raise UserError(f"{key} {address}: no Ray cluster answers there: {one_line(error, 200)}") from None
 
 
 def _temporary_folder() -> Path:
@@ -324,6 +333,6 @@ def _bind_to_loopback(on: bool) -> None:
 
     constants.ENABLE_RAY_CLUSTER = not on
     if on:
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        os.environ[CLUSTERS] = "0"
     else:
-        os.environ.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)
+        os.environ.pop(CLUSTERS, None)
