@@ -34,7 +34,7 @@ class Cluster(LeaseManager):
 
     def lease(self, node: str, device: int) -> Lease:
         self.counter += 1
-        lease = Lease(f"test-{self.counter}", Slot(node, device), None)
+        lease = Lease(f"test-{self.counter}", Slot(node, device))
         self.held[lease.id] = lease
         return lease
 
