@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from rlhfless_ray.cli.cluster_command import cluster
 from rlhfless_ray.cli.explain_command import explain
 from rlhfless_ray.cli.generate_command import evaluate, generate, workflow
 from rlhfless_ray.cli.import_command import import_logs
@@ -103,6 +104,7 @@ app.command()(generate)
 app.command()(evaluate)
 app.command()(workflow)
 app.command()(simulate)
+app.command()(cluster)
 for command in (explain, run, submit):
     app.command(cls=PassthroughCommand)(command)
 
