@@ -20,7 +20,7 @@ MEMBERS = {
     "Evaluation": "[read]",
     "GenerationRecipe": "[read, of]",
     "Recipe": "[load, parse, to_yaml]",
-    "RunRecord": "[read]",
+    "RunView": "[read]",
     "Runtime": "[objective]",
     "SupervisedRecipe": "[load, parse, to_yaml]",
     "Workflow": "[load, parse, plan]",

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rlhfless_ray.recipe.generation import GenerationRecipe
     from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
     from rlhfless_ray.recipe.workflow_file import Workflow
-    from rlhfless_ray.report.read_run import RunRecord
+    from rlhfless_ray.report.run_view import RunView
     from rlhfless_ray.runtime.evaluate_models import Evaluation, evaluate
     from rlhfless_ray.runtime.generation import generate
     from rlhfless_ray.runtime.run_workflow import run_workflow
@@ -22,7 +22,7 @@ __all__ = [
     "Evaluation",
     "GenerationRecipe",
     "Recipe",
-    "RunRecord",
+    "RunView",
     "Runtime",
     "SupervisedRecipe",
     "Workflow",
@@ -42,7 +42,7 @@ _MODULES = {
     "Evaluation": "runtime.evaluate_models",
     "GenerationRecipe": "recipe.generation",
     "Recipe": "recipe",
-    "RunRecord": "report.read_run",
+    "RunView": "report.run_view",
     "Runtime": "runtime.runtime",
     "SupervisedRecipe": "recipe.supervised_sections",
     "Workflow": "recipe.workflow_file",

@@ -1,4 +1,4 @@
-"""Small plots for notebooks: SVG without a drawing library, of curves, a plan's frontier, a ledger and a run folder."""
+"""Small plots for notebooks: SVG without a drawing library, of curves, a plan's frontier and a ledger."""
 
 from __future__ import annotations
 
@@ -6,23 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlhfless_ray.report import summary
-from rlhfless_ray.report.charts import series
-from rlhfless_ray.report.cost_charts import ACTIVITIES, by_kind
-
-if TYPE_CHECKING:
-    from rlhfless_ray.report.read_run import RunRecord
+from rlhfless_ray.report.cost_charts import ACTIVITIES
 
 COLOURS = ("#3b6fb5", "#c8553d", "#4b9b6a", "#8a5ab0", "#c79a2b", "#5f6b7a")
 SHADES = dict(zip(ACTIVITIES, (1.0, 0.65, 0.4, 0.2), strict=True))
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 22, 34
-SHOWN = (  # metrics of a run, those of one figure together
-    {"reward/mean": "reward", "eval/accuracy_sampled": "held out"},
-    {"learn/loss": "loss", "eval/loss": "held-out loss"},
-    {"step_s": "step (s)", "cost/full_slot_s": "cost (slot-s)"},
-)
 
 
 @dataclass(frozen=True)
@@ -104,17 +94,6 @@ def ledger_html(table: Mapping[str, Mapping[str, float]]) -> str:
         lines.append(f"<tr><th>{escape(kind)}</th><td>{bars}</td><td>{whole:.1f}</td><td>{cells.get('work', 0.0) / whole:.0%}</td></tr>")
     head = "<tr><th></th><th>work, transfer, start, idle</th><th>slot-s</th><th>work</th></tr>"
     return f"<table>{head}{''.join(lines)}</table>"
-
-
-def run_html(record: RunRecord) -> str:
-    """Return a run folder's state: status, key figures, curves and costs. The run may go on meanwhile."""
-    status = record.status
-    head = f"<b>{escape(record.folder.name)}</b>: {status.get('status', 'unknown')}, step {status.get('steps_done', '?')} of "
-    parts = [f"<p>{head}{status.get('steps_total', '?')}{escape(': ' + status['reason'] if status.get('reason') else '')}</p>"]
-    cards = [f"<td><small>{escape(card['label'])}</small><br>{escape(str(card['value']))}</td>" for card in summary.cards(record)]
-    parts.append(f"<table><tr>{''.join(cards)}</tr></table>")
-    parts += [curves({label: series(record.metrics, key) for key, label in names.items()}).text for names in SHOWN]
-    return "".join([*parts, ledger_html(by_kind(record.ledger))])
 
 
 def ticks(low: float, high: float) -> list[float]:

@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rlhfless_ray.report.formatting import finite
 from rlhfless_ray.report.metrics import read_rows
@@ -17,7 +17,7 @@ LEDGER_NUMBERS = ("step", "from_s", "to_s", "seconds", "slots", "memory_mb", "mo
 
 @dataclass
 class RunRecord:
-    """A run folder's content, finished or not: the data of report and timeline. A notebook shows it with small plots.
+    """A run folder's content, finished or not: the data of report and timeline.
 
     metrics: one row per step in order of steps, step 0 is the evaluation before training. ledger: rows with numbers where
     `LEDGER_NUMBERS` says so (None when empty), in order of `from_s`. samples: step → file. problems: one sentence each.
@@ -32,13 +32,8 @@ class RunRecord:
     problems: list[str] = field(default_factory=list)
 
     @classmethod
-    def read(cls, folder: str | Path) -> RunRecord:
-        """Read the folder as it is now. What is missing or torn becomes a sentence in `problems`.
-
-        Examples:
-            >>> RunRecord.read("runs/none").problems[0]
-            'status.json is missing, so how the run ended is unknown.'
-        """
+    def read(cls, folder: str | Path) -> Self:
+        """Read the folder as it is now. What is missing or torn becomes a sentence in `problems`."""
         record = cls(folder=Path(folder))
         record._read_status()
         record._read_recipe()
@@ -46,11 +41,6 @@ class RunRecord:
         record._read_ledger()
         record._find_samples()
         return record
-
-    def _repr_html_(self) -> str:
-        from rlhfless_ray.report.inline import run_html
-
-        return run_html(self)
 
     @property
     def is_supervised(self) -> bool:

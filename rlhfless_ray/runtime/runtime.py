@@ -37,7 +37,7 @@ from rlhfless_ray.loop import steps
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
 from rlhfless_ray.recipe import ObjectiveConfig, Recipe
-from rlhfless_ray.report.read_run import RunRecord
+from rlhfless_ray.report.run_view import RunView
 from rlhfless_ray.reward.load_reward import load_reward
 from rlhfless_ray.reward.preflight_reward import dry_call
 from rlhfless_ray.rollout.engine_settings import check_heads, check_quantization
@@ -217,7 +217,7 @@ class Runtime(StepOperations):
 
     def _repr_html_(self) -> str:
         """Show the run so far in a notebook, before, while and after it is trained."""
-        return RunRecord.read(self.folder.path)._repr_html_() if hasattr(self, "folder") else f"<pre>{escape(self.recipe.to_yaml())}</pre>"
+        return RunView.read(self.folder.path)._repr_html_() if hasattr(self, "folder") else f"<pre>{escape(self.recipe.to_yaml())}</pre>"
 
     def _load_prompts(self, recipe: Recipe) -> PromptSet:
         return load_prompts(recipe, self.tokenizer, context_tokens(self.files))
