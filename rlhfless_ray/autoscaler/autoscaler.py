@@ -40,7 +40,7 @@ from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
 from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.common.errors import describe_failure
-from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe import ObjectiveConfig, Recipe
 from rlhfless_ray.types import EngineStep, Prompt, Sample
 
 T = TypeVar("T")
@@ -92,6 +92,11 @@ class Autoscaler:
         self.width, self.width_note = next(iter(engines)), note
         self.engines = engines if len(engines) > 1 else {}
         self.expect(engines[self.width])
+
+    def set_objective(self, objective: ObjectiveConfig) -> None:
+        """Choose plans by another objective from now on."""
+        self.recipe = self.recipe.model_copy(update={"objective": objective})
+        self.objective = _objective(self.recipe)
 
     def forecast(self, prompts: list[Prompt], step: int) -> Scenarios:
         """Draw joint lengths of all responses to `prompts`; those of one prompt are adjacent."""

@@ -37,16 +37,7 @@ def render(record: RunRecord) -> str:
     """Render the page as text."""
     steps = record.steps
     drawn = thin(steps)
-    learning = _present(
-        supervised_charts.loss(record.metrics),
-        supervised_charts.accuracy(record.metrics),
-        supervised_charts.rewards(drawn),
-        supervised_charts.speed(drawn),
-        charts.reward(drawn),
-        charts.accuracy(record.metrics),
-        charts.lengths(drawn),
-        charts.histogram(summary.length_groups(record)),
-    )
+    learning = learning_charts(record)
     planning = _present(
         plan_charts.pool(steps),
         plan_charts.frontier(steps),
@@ -90,6 +81,21 @@ def render(record: RunRecord) -> str:
         samples=samples,
         recipe=record.recipe,
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+
+
+def learning_charts(record: RunRecord) -> list[Chart]:
+    """Return the curves of what a run learned, without those that it lacks."""
+    drawn = thin(record.steps)
+    return _present(
+        supervised_charts.loss(record.metrics),
+        supervised_charts.accuracy(record.metrics),
+        supervised_charts.rewards(drawn),
+        supervised_charts.speed(drawn),
+        charts.reward(drawn),
+        charts.accuracy(record.metrics),
+        charts.lengths(drawn),
+        charts.histogram(summary.length_groups(record)),
     )
 
 
