@@ -87,7 +87,7 @@ def test_two_settings_are_compared(scratch: Path) -> None:
 def test_the_workflow_runs(scratch: Path) -> None:
     """Few rows, and a reward of any kind: an untrained policy is never right."""
     (scratch / "reward.py").write_text("def spread(prompt, response, row):\n    return len(response)\n")
-    smaller = {'"rows": 4000}': '"rows": 64}', '"rows": 64}, "rollout"': '"rows": 12}, "rollout"', '"prompts": 64': '"prompts": 4'}
+    smaller = {'"rows": 64}': '"rows": 12}', '"rows": 4000}': '"rows": 64}', '"prompts": 64': '"prompts": 4'}
     smaller |= {'"reward": {"function": "task"}': '"reward": {"function": "reward.py:spread"}', '"max_tokens": 96': '"max_tokens": 16'}
     outputs = execute("workflow_notebook.ipynb", scratch, smaller)
     table, record = shown(outputs)
