@@ -152,6 +152,8 @@ class Recipe(RecipeFile):
                 "rollout.max_lag_steps: samples that algorithm.remainder=carry keeps for later steps would be older than this bound; set "
                 "remainder to `short` or `drop`, or max_lag_steps to 0"
             )
+        if self.rollout.drafter and self.rollout.speculation == "off":
+            raise ValueError("rollout.drafter: rollout.speculation is off, so nothing is drafted; set it to auto, or leave the drafter out")
         self._check_partial()
         if self.price.rollout_slot_per_hour is not None and not self.rollout.nodes:
             raise ValueError("price.rollout_slot_per_hour: it is the price of the nodes that rollout.nodes names, which is empty")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.common.disk_space import replace_file
-from rlhfless_ray.report import charts, cost_charts, plan_charts, prefix_charts, summary, supervised_charts
+from rlhfless_ray.report import charts, cost_charts, draft_charts, plan_charts, prefix_charts, summary, supervised_charts
 from rlhfless_ray.report.charts import Chart, thin
 from rlhfless_ray.report.formatting import duration, percent
 from rlhfless_ray.report.gantt import gantt
@@ -46,6 +46,7 @@ def render(record: RunRecord) -> str:
         plan_charts.plan_cost(steps),
         charts.forecast(drawn),
         charts.calibration(drawn),
+        draft_charts.drafts(steps),
     )
     prefix = _present(prefix_charts.tokens(drawn), prefix_charts.saved(drawn), prefix_charts.break_even(drawn))
     health, constant = charts.health(drawn)

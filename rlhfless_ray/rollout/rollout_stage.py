@@ -28,6 +28,7 @@ from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.requests import make_evaluation_requests, make_step_requests
 from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_into
 from rlhfless_ray.rollout.samples import ResponseSamples
+from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 from rlhfless_ray.rollout.weight_traffic import WeightTraffic
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Prompt, Request, Sample, Step, WeightVersion
@@ -54,6 +55,7 @@ class RolloutStage:
         self.began_s = 0.0
         self.prefix, self.agents = prefix, agents
         self.traffic = WeightTraffic()
+        self.drafts = SharedDrafts() if context.recipe.rollout.speculation != "off" else None
         rollout = context.recipe.rollout
         can_move = rollout.migrate != "off" and agents is None  # the remaining length of an episode cannot be forecast
         carries = prefix is not None and not prefix.blocked
@@ -239,9 +241,13 @@ class RolloutStage:
             listener=listener,
             migration=migration,
             start_s=autoscaler.terms.cold_start.predict(),
+            drafts=self.drafts,
             **more,
         )
         result = driver.run(shares, recipe.rollout.deadline_s)
+        if self.drafts is not None:
+            self.drafts.end([engine.id for engine in driver.calls.engines], result.steps)
+            result.drafts_saved_s = self.drafts.saved_s(result.steps)
         overhead_s = time.monotonic() - self.began_s - max(result.decode_s.values(), default=0.0)
         self.traffic.loaded(weights.version, (node for node, _ in result.loads))
         for node, seconds in result.loads:

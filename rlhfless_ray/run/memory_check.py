@@ -70,13 +70,13 @@ class Model:
 
 
 def models_of(recipe: Recipe, fetch: bool = True) -> dict[str, Model]:
-    """Return the models by name ("policy", "critic", "reward"), without unreadable folders and policies made from scratch.
+    """Return the models by name ("policy", "critic", "reward", "drafter"), without unreadable folders and policies made from scratch.
 
     `fetch`: ask the Hugging Face hub for the configuration of a policy that is not on this machine.
     """
     from rlhfless_ray.weights.load_policy import cached_folder, small_files
 
-    named = {"policy": "policy.path", "critic": "critic.path", "reward": "reward.model_path"}
+    named = {"policy": "policy.path", "critic": "critic.path", "reward": "reward.model_path", "drafter": "rollout.drafter"}
     found: dict[str, Model] = {}
     for who, key in named.items():
         section, _, field = key.partition(".")
@@ -204,6 +204,7 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
         driver = (*driver, ("in the average of the weights", memory.AVERAGE_BYTES * policy.parameters))
     engines = (
         ("in engine weights", policy.parameters * _engine_width(recipe)),
+        ("in drafter weights", models["drafter"].parameters * width if "drafter" in models else 0),
         ("in KV cache", recipe.rollout.kv_cache_mb * 2**20),  # vLLM does not start an engine where so much is not free
     )
     found, opened = [], driver

@@ -41,6 +41,7 @@ from rlhfless_ray.report.run_view import RunView
 from rlhfless_ray.reward.load_reward import load_reward
 from rlhfless_ray.reward.preflight_reward import dry_call
 from rlhfless_ray.rollout.engine_settings import check_heads, check_quantization
+from rlhfless_ray.rollout.speculation import check_speculation, read_drafter
 from rlhfless_ray.run.checkpoints import Best, Checkpoints, swap_folder
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder, check_writable
@@ -111,6 +112,8 @@ class Runtime(StepOperations):
         if recipe.critic.normalize:
             output_scale(config_of(self.critic_files or self.files), "critic.path", "critic.normalize")
         self.tokenizer = policy_tokenizer(recipe, self.files)
+        recipe, self.speculation_note = check_speculation(recipe, self.files)
+        self.drafter_files = read_drafter(recipe, self.tokenizer)
         self.prompts = self._load_prompts(recipe)
         self.reward_source = load_reward(recipe, self.tokenizer)
         if isinstance(self.reward_source, AgentSource):
@@ -179,7 +182,9 @@ class Runtime(StepOperations):
             stack.push(self._close_record)
             if sum(self.least_mb.values()) > SHOWN_MB or self.memory_fit.reason:
                 self.record.progress.message(self.memory_fit.statement(self.least_mb))
-            for message in filter(None, [*self.prompts.notes, note, self.memory_fit.note, self.folder.deletion_note]):
+            for message in filter(
+                None, [*self.prompts.notes, note, self.speculation_note, self.memory_fit.note, self.folder.deletion_note]
+            ):
                 self.record.progress.message(message)
             self.phases = StepTimer(self.record.progress.phase)
             self.step = Step(self.steps_done)
@@ -269,6 +274,7 @@ class Runtime(StepOperations):
             self.actor_classes(),
             self.record.progress.message,
             self.shared_pool,
+            self.drafter_files,
         )
         self.autoscaler.expect_widths(engines, note)
         worker_pools.rollout.set_width(self.autoscaler.width)
