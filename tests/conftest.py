@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, settings
 
 import rlhfless_ray  # noqa: F401 - sets what has to be set before grpc is loaded
 from rlhfless_ray.rollout.engine_settings import EngineSettings
+from tests import warm_workers
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -224,6 +225,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def cpu_s() -> float:
     """Processor seconds of this process and of its children that have ended."""
     return sum(os.times()[:4])
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fork the workers of the first test's Ray, and of all after it, from one process that has imported everything."""
+    if item.get_closest_marker("ray") and warm_workers.PREFIX not in os.environ:
+        warm_workers.start(item.config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def cold_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers import by themselves, as a user's do."""
+    monkeypatch.delenv(warm_workers.PREFIX, raising=False)
 
 
 @pytest.hookimpl(wrapper=True)
