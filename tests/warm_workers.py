@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -103,10 +104,8 @@ def _end(key: selectors.SelectorKey, watched: selectors.BaseSelector) -> None:
     status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     for event in (client, ended):
         watched.unregister(event)
-    try:
+    with suppress(OSError):  # killed
         client.sendall(bytes([status % 256]))
-    except OSError:  # killed
-        pass
     client.close()
     os.close(ended)
 
