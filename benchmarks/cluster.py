@@ -28,8 +28,6 @@ from benchmarks.simulated.cluster_targets import targets
 from benchmarks.simulated.cluster_variants import ABLATED, ABLATION, sensitivity
 from benchmarks.simulated.fair_baselines import measure_fair
 from benchmarks.simulated.lag_bounds import BOUNDS, measure_lags
-from benchmarks.simulated.lanes import SETTINGS as LANED
-from benchmarks.simulated.lanes import measure_lanes
 from benchmarks.simulator_page import write_page
 from placement.simulate import POLICIES, Setting, SimulatedRun, named, names, simulate
 
@@ -39,7 +37,7 @@ PAPER = [name for name in names() if name.startswith("qwen")]
 LARGE = [name for name in names() if name.startswith("llama")]
 TUNED = 2  # seeds 0 and 1 were looked at while `ours` was made; results are of those that follow
 AGAINST_ORACLE = ("qwen3b-gsm8k-grpo", "qwen7b-gpqa-grpo", "qwen3b-livecodebench-ppo")
-PARTS = ("fair", "lanes", "lag", "paper", "large", "oracle", "ablation", "sensitivity", "cheap")
+PARTS = ("fair", "lag", "paper", "large", "oracle", "ablation", "sensitivity", "cheap")
 
 
 def measure(setting: Setting, policies: Sequence[Any], seeds: int) -> list[SimulatedRun]:
@@ -251,9 +249,6 @@ def main() -> None:
         setting = named(name).but(prefer=PREFER)
         return fair_table(name, measure_fair(setting, range(TUNED, TUNED + seeds)), console)
 
-    def lanes(name: str) -> Any:
-        return measure_lanes(named(name), range(TUNED, TUNED + seeds))
-
     def lag(name: str) -> Any:
         return lag_table(name, measure_lags(named(name).but(prefer=PREFER), range(TUNED, TUNED + seeds)), console)
 
@@ -276,7 +271,6 @@ def main() -> None:
 
     parts: dict[str, tuple[Callable[[str], Any], list[str], list[str]]] = {  # what runs, of which keys, which of them now
         "fair": (fair, PAPER, chosen),
-        "lanes": (lanes, list(LANED), [n for n in LANED if n in chosen]),
         "lag": (lag, PAPER, chosen),
         "paper": (paper, PAPER, chosen),
         "cheap": (cheap, PAPER, chosen),

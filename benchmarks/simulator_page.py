@@ -15,7 +15,6 @@ from benchmarks.common.results import FOLDER, Target
 from benchmarks.common.run_metadata import ROOT
 from benchmarks.simulated.cluster_targets import of, room, targets
 from benchmarks.simulated.lag_bounds import BOUNDS, mean_over
-from placement.simulate.lane_policy import LANES
 
 PAGE = ROOT / "docs" / "simulator.md"
 NAMED = ("fixed+", "global-cut", "rlhfless-paper", "ours", "oracle")
@@ -117,22 +116,6 @@ def fair_rivals(content: dict[str, Any]) -> str:
             shown = ", ".join(f"{w}: {count}" for w, count in sorted(widths.items(), key=lambda item: int(item[0])))
             rows.append([said, f"`{policy}`", *cells, shown])
     return _table(["all-reduce", "policy", "over plain `fixed`", "over `fixed` at its best width", "steps by width"], rows)
-
-
-def lanes(content: dict[str, Any]) -> str:
-    """Ours with engines of one width a step and with lanes, by setting, all-reduce and `prefer`."""
-    entries = content["lanes"]
-    rows = []
-    for name, entry in entries.items():
-        for point, found in entry.items():
-            if not isinstance(found, dict):
-                continue
-            own, laned = found["ours"]["plain"], found[LANES]["plain"]
-            over = found[LANES]["over ours"]
-            cells = (f"{row['speedup']:.2f}×, {_less(row['saving'])}" for row in (own, laned, over))
-            rows.append([name, point, *cells, f"{found[LANES]['steps_with_lane']:.0%}"])
-    heads = ["setting", "all-reduce", "`ours` over plain `fixed`", "with lanes", "lanes over `ours`", "steps with a lane"]
-    return f"{_table(heads, rows)}\n\n{_counted(entries, content, 'lanes')}"
 
 
 def lag(content: dict[str, Any]) -> str:
@@ -241,7 +224,6 @@ def break_even(content: dict[str, Any]) -> str:
 TABLES: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {  # of which file and which part of it each is made
     "cluster fair": ("cluster", "fair", fair),
     "cluster fair rivals": ("cluster", "fair", fair_rivals),
-    "cluster lanes": ("cluster", "lanes", lanes),
     "cluster lag": ("cluster", "lag", lag),
     "cluster targets": ("cluster", "paper", reached),
     "cluster paper": ("cluster", "paper", paper),

@@ -61,6 +61,8 @@ class Completion:
     finish_reason: str  # "stop": by itself; "length": at max_tokens; UNFINISHED: it goes on in the next step
     version: int  # weight version of the last token
     versions: tuple[tuple[int, int], ...] = ()  # (version, tokens) in order; () means a single version
+    # of an agent's unfinished episode: context, number of tokens and finish reason of each turn of the policy so far
+    turns: tuple[tuple[tuple[int, ...], int, str], ...] = ()
 
     def __post_init__(self) -> None:
         self.versions = self.versions or ((self.version, len(self.token_ids)),)

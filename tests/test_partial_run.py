@@ -22,6 +22,7 @@ from rlhfless_ray.learn.policy_model import load_model
 from rlhfless_ray.types import Sample, Step, UpdateStats
 from rlhfless_ray.weights.load_policy import initial_policy
 from rlhfless_ray.weights.model_folder import as_folder
+from tests.compat.test_runs import AGENT
 from tests.conftest import small_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -86,9 +87,17 @@ class LongUpdate(Runtime):
         return self.update
 
 
-@pytest.mark.parametrize("more", [{}, AHEAD | {"rollout__max_lag_steps": 1, "rollout__oversample": 1}], ids=["in turn", "ahead"])
-def test_each_token_has_the_log_probability_of_its_version_across_updates(tmp_path: Path, more: dict[str, Any]) -> None:
-    recipe = Recipe.parse(small_recipe(tmp_path, **PARTIAL | more))
+def with_agent(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Add an agent of three turns."""
+    (folder / "agent.py").write_text(AGENT)
+    return tree | {"reward": {}, "agent": {"path": str(folder / "agent.py"), "max_tokens": 400, "turn_tokens": 60}}
+
+
+@pytest.mark.parametrize("case", ["in turn", "ahead", "agent"])
+def test_each_token_has_the_log_probability_of_its_version_across_updates(tmp_path: Path, case: str) -> None:
+    more = AHEAD | {"rollout__max_lag_steps": 1, "rollout__oversample": 1} if case == "ahead" else {}
+    tree = small_recipe(tmp_path, **PARTIAL | more)
+    recipe = Recipe.parse(with_agent(tree, tmp_path) if case == "agent" else tree)
     with (LongUpdate if more else Runtime)(recipe) as run:
         steps = list(run)
     folder = tmp_path / "runs" / "small"
@@ -103,7 +112,8 @@ def test_each_token_has_the_log_probability_of_its_version_across_updates(tmp_pa
             for version, tokens in versions:
                 wanted += under[id(sample)][version][at : at + tokens].tolist()
                 at += tokens
-            np.testing.assert_allclose(sample.completion.logprobs, wanted, atol=1e-4)
+            drawn = slice(None) if sample.action_mask is None else sample.action_mask
+            np.testing.assert_allclose(sample.completion.logprobs[drawn], np.array(wanted)[drawn], atol=1e-4)
     assert mixed > 0
     told = rows(folder)
     assert max(row["lag/max"] for row in told) in (1, 2) and told[-1]["partial/in_flight_groups"] == 0
@@ -160,3 +170,23 @@ def test_a_resumed_run_goes_on_with_what_was_in_flight(tmp_path: Path, more: dic
                 assert sample.completion.logprobs[:made].tolist() == np.array(begun["logprobs"], np.float32).tolist()
     assert gone_on >= set(in_flight)
     assert [row["partial/in_flight_groups"] for row in rows(folder)] == [8, 8, 8, 0]
+
+
+@pytest.mark.parametrize("case", ["agents begin again", "filtered groups"])
+def test_other_features_work_with_partial_rollouts(tmp_path: Path, case: str) -> None:
+    more = {
+        "agents begin again": {"rollout__partial": "restart"},
+        "filtered groups": {"rollout__max_tokens": 24, "algorithm__filter_range": [-3.6, 0.0], "algorithm__filter_patience": 90},
+    }[case]
+    tree = small_recipe(tmp_path, **PARTIAL | {"run__steps": 3} | more)
+    with Runtime(Recipe.parse(with_agent(tree, tmp_path) if case == "agents begin again" else tree)) as run:
+        steps = list(run)
+    assert all(len(step.samples) == 32 and step.stats is not None and step.stats.applied for step in steps)
+    told = rows(tmp_path / "runs" / "small")
+    assert sum(row["partial/in_flight_groups"] for row in told) > 0 == told[-1]["partial/in_flight_groups"]
+    if case == "filtered groups":
+        assert sum(row["filter/dropped_prompts"] for row in told) > 0
+        assert all(-3.6 < np.mean([s.reward for s in step.samples[at : at + 4]]) < 0 for step in steps for at in range(0, 32, 4))
+    else:
+        assert all(len(s.completion.versions) == 1 for step in steps for s in step.samples)
+        assert sum(row["partial/restarted"] for row in told) > 0

@@ -13,7 +13,6 @@ from placement.simulate.narrowing import Narrowing
 from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.plan_candidates import candidates, held_cluster, neighbours
 from placement.simulate.plan_search import Planner, Trial
-from placement.simulate.rollout_with_lane import roll_out_with_lane
 from placement.simulate.simulate_step import DeviceHold, SimulatedRollout, StepInput, StepPlanSettings, StepRun, learn_beside, roll_out
 
 Rollouts = Callable[..., SimulatedRollout]
@@ -56,8 +55,6 @@ def elastic(
     engines may be awake when the step begins. generate: simulates the rollout; a partial one says what is learned after
     it.
     """
-    if plan.lane is not None:
-        generate = partial(roll_out_with_lane, times.at(plan.lane.width), plan.lane)
     times = times.at(plan.width)
     if plan.held:
         within = replace(plan, held=0, width=0)
@@ -129,7 +126,7 @@ def _roll_out(
     Engines on devices that the learner leaves free wake beside the end of the previous step. They only wait for the new
     weights, which are sent between processes. Engines on the learner's own devices stay awake, or wake while it learns,
     if its memory allows that, and get the weights in place. Otherwise all wait until they have woken, as in `fixed`. A
-    rollout that opens engines later, other than a lane, wakes all of them when it needs them.
+    rollout that opens engines later wakes all of them when it needs them.
     """
     d, w = times.devices, times.width
     narrowings: tuple[Narrowing, ...] = ()
@@ -145,10 +142,9 @@ def _roll_out(
     if prewarmed and times.holds_one(room):
         transfer = max(times.broadcast_s if beside else 0.0, times.reshard_s if awake else 0.0)
         run = generate(wake_s=0.0, transfer_s=transfer, capacity=room)
-        if not any(lease.from_s > 0 and lease.actor >= 0 for lease in run.leases):
-            first = sum(lease.from_s == 0 for lease in run.leases)
-            beside = min(beside, first)
-            return run, EngineWaking(times.wake_s, beside, first - beside)
+        if not any(lease.from_s > 0 for lease in run.leases):
+            beside = min(beside, len(run.leases))
+            return run, EngineWaking(times.wake_s, beside, len(run.leases) - beside)
     return generate(), EngineWaking()
 
 

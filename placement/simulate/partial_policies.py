@@ -1,10 +1,9 @@
-"""Step policies whose responses may outlive a step: those of the baselines' authors, and ours, which is not built yet."""
+"""Step policies whose responses may outlive a step: those of the baselines' authors, and ours, as it is built and as it could be."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -30,9 +29,14 @@ class Partial:
     width, and for separate pools their split are those that take the least on scenarios, like every static choice.
     """
 
-    def __init__(self, name: str, steps: Steps, plans: Callable[[PhaseTimes], list[StepPlanSettings]], ahead: int) -> None:
-        """ahead: 1 if a rollout works beside the update of the batch before it, which makes every token one version older."""
-        self.name, self.steps, self.plans, self.ahead = name, steps, plans, ahead
+    def __init__(
+        self, name: str, steps: Steps, plans: Callable[[PhaseTimes], list[StepPlanSettings]], ahead: int, in_turn: bool = False
+    ) -> None:
+        """ahead: 1 if a rollout works beside the update of the batch before it, which makes every token one version older.
+
+        in_turn: whether learners begin only after the rollout.
+        """
+        self.name, self.steps, self.plans, self.ahead, self.in_turn = name, steps, plans, ahead, in_turn
         self.chosen: tuple[StepPlanSettings, float] | None = None
         self.state: InFlight | None = None
         self.learned = 0.0
@@ -67,7 +71,12 @@ class Partial:
             return lambda seen, plan: _ours(times, seen, plan, generation, 0.0, rollout)
 
         given, planner.given = planner.given, view
-        plan = planner.search(self.name, trial("ours"), trial(ROUGH_POLICY), candidates(times), partial(neighbours, times))
+
+        def allowed(plans: list[StepPlanSettings]) -> list[StepPlanSettings]:
+            return [plan for plan in plans if not (self.in_turn and plan.early)]
+
+        near = lambda plan: allowed(neighbours(times, plan))  # noqa: E731
+        plan = planner.search(self.name, trial("ours"), trial(ROUGH_POLICY), allowed(candidates(times)), near)
         planner.given = given
         return plan
 
@@ -168,10 +177,11 @@ def partial_policies() -> dict[str, Policy]:
     `fixed` has separate pools that both work all the time, and engines that take new weights between two tokens: AReaL
     (arXiv 2505.24298), ROLL Flash (arXiv 2510.11345) and verl's fully asynchronous trainer. `april` holds all devices
     for one phase after the other, and ends the rollout when a batch is complete (arXiv 2509.18521). Ours gives devices
-    back, lets a learner work beside the tail, and is not built yet.
+    back. As the runtime does it, engines and learner work in turn. What is not built lets a learner work beside the tail.
     """
     return {
         "fixed": Partial("fixed", _separate, splits, ahead=1),
         "april": Partial("april", _april, _whole, ahead=0),
+        "ours": Partial("ours", _ours, _whole, ahead=0, in_turn=True),
         NOT_BUILT: Partial(NOT_BUILT, _ours, _halves, ahead=0),
     }

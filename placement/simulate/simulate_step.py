@@ -87,25 +87,6 @@ class StepRun:
 
 
 @dataclass(frozen=True)
-class Lane:
-    """Wide engines beside narrower ones in a rollout.
-
-    width: devices of one. started: the likely-longest responses, which begin there. survivors: the last of the others, which
-    move in.
-    """
-
-    width: int
-    engines: int
-    started: int
-    survivors: int
-
-    @property
-    def reason(self) -> str:
-        who = [f"{self.started} likely-long responses"] * bool(self.started) + [f"the last {self.survivors} others"] * bool(self.survivors)
-        return f"a lane of {self.engines} of {self.width} devices for {' and '.join(who)}"
-
-
-@dataclass(frozen=True)
 class StepPlanSettings:
     """What a step plan chooses.
 
@@ -115,8 +96,7 @@ class StepPlanSettings:
     whitened advantages are learned from early, by linearity (`work_of`). awake: the learner is sharded so that engines
     on its devices need not sleep. hosted: the optimizer's state stays in host memory until the update (`TrainerModel`).
     held: devices that the job holds throughout and plans on (0: every lease is given back when its phase ends). width:
-    devices of one engine (0: as the setting says). lane: wider engines beside those. `engines` then counts them as well, as
-    narrow ones.
+    devices of one engine (0: as the setting says).
     """
 
     engines: int
@@ -130,7 +110,6 @@ class StepPlanSettings:
     hosted: bool = False
     held: int = 0
     width: int = 0
-    lane: Lane | None = None
 
     @property
     def reason(self) -> str:
@@ -140,7 +119,6 @@ class StepPlanSettings:
             before = f"{self.early} devices learn{how} {'from' if self.narrow else 'once'} {self.share:.0%} ended, "
         held = f"{self.held} devices held throughout, " * bool(self.held)
         wide = f" of {self.width} devices" * bool(self.width)
-        wide += f" with {self.lane.reason}" if self.lane else ""
         return f"{held}at most {self.engines} engines{wide}, prefer {self.prefer:g}; {before}{self.late} afterwards"
 
 

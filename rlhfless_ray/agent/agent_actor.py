@@ -55,7 +55,7 @@ class AgentActor:
         self.loop = asyncio.new_event_loop()
         self.out: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.episodes: dict[int, EpisodePort] = {}
-        self.epoch = 0
+        self.epoch = self.abandoned = 0
         self.heartbeat_s = time.monotonic()
         threading.Thread(target=self._run_loop, name="agents", daemon=True).start()
         player = asyncio.run_coroutine_threadsafe(self._create_player(source), self.loop)
@@ -83,17 +83,24 @@ class AgentActor:
 
         `epoch` numbers the calls.
         """
-        self.out, self.episodes, self.epoch = queue.SimpleQueue(), {one.key: EpisodePort(one) for one in starts}, epoch
+        self.out = queue.SimpleQueue()
+        self.episodes, self.epoch = {one.key: EpisodePort(one, self.out) for one in starts}, epoch
         left = len(starts)
         for episode_port in list(self.episodes.values()):
-            asyncio.run_coroutine_threadsafe(self._play(episode_port), self.loop)
-        while left:
+            episode_port.playing = asyncio.run_coroutine_threadsafe(self._play(episode_port), self.loop)
+        while left and epoch > self.abandoned:
             events = self._events()
             left -= sum(isinstance(event, EpisodeEnd) for event in events)
             if not events and (hung := self._find_hung_agent()):
                 events = [hung]
             if events:
                 yield [_cpu_time(), *events]
+        for episode_port in self.episodes.values():
+            episode_port.playing.cancel()
+
+    def abandon(self, epoch: int) -> None:
+        """End the call without the episodes that still play, in the concurrency group "control"."""
+        self.abandoned = epoch
 
     def answer(self, epoch: int, answers: list[TurnReply]) -> None:
         """Deliver policy turns, in the concurrency group "control". Turns for an earlier call are dropped."""
@@ -158,7 +165,7 @@ class AgentActor:
         if episode_port.agent_since_s is not None:
             episode_port.agent_s += time.monotonic() - episode_port.agent_since_s
         episode_port.agent_since_s, episode_port.is_over = None, True
-        self.out.put(self._end_of(episode_port, result))
+        episode_port.out.put(self._end_of(episode_port, result))
 
     async def _generate(self, episode_port: EpisodePort, limit: asyncio.Timeout, given: Any, token_ids: list[int], params: Any) -> Reply:
         """Request a policy turn. The agent's time limit is paused meanwhile."""
@@ -183,7 +190,7 @@ class AgentActor:
                 episode_port.agent_since_s = None
                 limit.reschedule(None)
             future = episode_port.waiting[turn] = self.loop.create_future()
-            self.out.put(
+            episode_port.out.put(
                 TurnRequest(episode_port.start.key, turn, context, max_tokens, stop, stop_tokens, min(min_tokens_of(params), max_tokens))
             )
             reply = await future

@@ -91,10 +91,18 @@ class AgentProcesses:
     # ---- a rollout --------------------------------------------------------------------------------------------
 
     def begin(self, openings: list[EpisodeStart]) -> None:
-        self.replies = {one.key: [] for one in openings}
+        self.replies = {one.key: list(one.earlier_replies) for one in openings}
         for k, process in enumerate(self.processes):
             process.batches = [part] if (part := openings[k :: len(self.processes)]) else []
             self._play_next_batch(process)
+
+    def abandon(self) -> None:
+        """End the rollout without the episodes that still play."""
+        for process in self.processes:
+            if process.generator is not None:
+                process.actor.abandon.options(concurrency_group="control").remote(process.epoch)
+                self._book_cpu_time(process)
+            process.batches, process.playing, process.with_agent, process.generator = [], {}, set(), None
 
     def refs(self) -> list[Any]:
         return [process.generator for process in self.processes if process.generator is not None]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlhfless_ray.agent.messages import EpisodeEnd
+from rlhfless_ray.agent.unfinished_episode import token_versions
 from rlhfless_ray.types import Completion, Prompt, Sample
 
 
@@ -16,7 +17,7 @@ class EpisodeSamples:
     """Samples of a rollout by key. Key k is sample k % `count` of prompt k // `count`."""
 
     def __init__(self, prompts: list[Prompt], count: int, version: int) -> None:
-        """`version`: weight version, the same for all turns of a rollout."""
+        """`version`: weight version, the same for all turns that this rollout draws."""
         self.prompts, self.count, self.version = prompts, count, version
         self.made: dict[int, Sample] = {}
         self.agent_s: list[float] = []
@@ -34,6 +35,8 @@ class EpisodeSamples:
             else:
                 text = "".join(text for _, text in one.texts)
                 sample = one.result.sample(prompt, number, one.key, self.version, text)
+                if any(version != self.version for _, _, version in one.drawn):
+                    sample.completion = replace(sample.completion, versions=token_versions(one.result, one.drawn))
                 if sample.prompt is not prompt:
                     sample.prompt = replace(sample.prompt, text=one.observation)
                 sample.turns = one.texts

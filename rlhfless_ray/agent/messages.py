@@ -8,10 +8,12 @@ from typing import Any
 from rlhfless_ray.agent.engine_api import Reply
 from rlhfless_ray.agent.episode import Episode
 
+Drawn = tuple[tuple[tuple[int, ...], Reply, int], ...]  # context, reply and weight version of each turn of the policy
+
 
 @dataclass(frozen=True)
 class EpisodeStart:
-    """Start an episode. `earlier_replies`: (context, reply) pairs of an attempt whose process died; they are reused."""
+    """Start an episode. `earlier_replies`: (context, reply) pairs of an attempt that did not end; they are reused."""
 
     key: int
     prompt: str
@@ -47,6 +49,7 @@ class EpisodeEnd:
     observation: str = ""
     texts: tuple[tuple[str, str], ...] = ()
     agent_s: float = 0.0  # time of the agent, without the policy's turns
+    drawn: Drawn = ()  # added by the driver
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class EpisodePort:
     """An episode's state in the agent process. `agent_since_s`: start of the agent's turn, or None in the policy's."""
 
     start: EpisodeStart
+    out: Any  # queue of the call's events
+    playing: Any = None  # future of the episode
     turns: int = 0
     agent_since_s: float | None = None
     agent_s: float = 0.0

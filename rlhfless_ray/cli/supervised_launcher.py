@@ -29,7 +29,8 @@ def main(launcher: str, arguments: Sequence[str] | None = None) -> None:
 def _train(launcher: str, tokens: Sequence[str]) -> None:
     from rlhfless_ray.cli.main import print_results
     from rlhfless_ray.common.errors import UserError
-    from rlhfless_ray.compat.openrlhf.supervised import HINT, translate_supervised
+    from rlhfless_ray.compat.openrlhf.launcher_flags import HINT
+    from rlhfless_ray.compat.openrlhf.supervised import translate_supervised
     from rlhfless_ray.local.machine_memory import visible_gpus
 
     found = translate_supervised(launcher, tokens, ranks=max(1, visible_gpus()))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from rlhfless_ray.rollout.nucleus import nucleus
@@ -50,6 +51,38 @@ def chunked_logprobs(
         done = [part(h, t) for h, t in pieces]
     logprobs, entropies = zip(*done, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+def chunked_distillation(
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    teacher_head: Callable[[Tensor], Tensor],
+    teacher_hidden: Tensor,
+    vocabulary: int,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return log p(target) and the cross-entropy -Σ q·log p of the head's distribution p with the teacher's q, both (tokens,) float32.
+
+    Arguments as above. The gradient goes to the head and to `hidden` only. Logits that one of the two heads lacks belong to no token:
+    the teacher's are cut, or count as -inf.
+    """
+    size = chunk_tokens or max(1, CHUNK_BYTES // (4 * vocabulary))
+
+    def part(h: Tensor, t: Tensor, taught: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs = torch.log_softmax(head(h).float(), dim=-1)
+        with torch.no_grad():
+            logits = teacher_head(taught).float()[:, : logprobs.shape[1]]
+            q = pad(torch.softmax(logits, dim=-1), (0, logprobs.shape[1] - logits.shape[1]))
+        return logprobs.gather(-1, t[:, None]).squeeze(-1), -torch.linalg.vecdot(q, logprobs)
+
+    pieces = list(zip(hidden.split(size), targets.split(size), teacher_hidden.split(size), strict=True))
+    if torch.is_grad_enabled():
+        done = [checkpoint(part, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+    else:
+        done = [part(*piece) for piece in pieces]
+    logprobs, crosses = zip(*done, strict=True)
+    return torch.cat(logprobs), torch.cat(crosses)
 
 
 def nucleus_logprobs(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfless_ray.common.errors import UserError, one_line
-from rlhfless_ray.learn.logprobs import chunked_logprobs, nucleus_logprobs
+from rlhfless_ray.learn.logprobs import chunked_distillation, chunked_logprobs, nucleus_logprobs
 from rlhfless_ray.learn.micro_batches import attention_mask
 
 
@@ -46,6 +46,44 @@ class TokenLogprobs(nn.Module):
             logprobs = nucleus_logprobs(head, hidden, targets, temperature, top_p)
             return logprobs, torch.zeros_like(logprobs)
         return chunked_logprobs(head, hidden, targets, vocabulary, temperature)
+
+
+class TokenDistillation(nn.Module):
+    """A causal LM beside a teacher of the same vocabulary, whose weights do not count as this module's."""
+
+    def __init__(self, model: nn.Module, teacher: nn.Module) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.teachers: tuple[Any, ...] = (teacher,)  # a tuple hides it from parameters()
+
+    def forward(
+        self, ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor, positions: Tensor | None = None, segments: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities, and cross-entropies of the model's with the teacher's distribution, both (tokens,) float32.
+        Arguments as in `TokenLogprobs`."""
+        (teacher,) = self.teachers
+        with torch.no_grad():
+            taught = hidden_states(teacher, ids, positions, segments)[rows, columns]
+        hidden = hidden_states(self.model, ids, positions, segments)[rows, columns]
+        vocabulary = self.model.config.get_text_config().vocab_size
+        return chunked_distillation(output_head(self.model), hidden, targets, output_head(teacher), taught, vocabulary)
+
+
+class TokenLogits(nn.Module):
+    """A causal LM whose forward pass gives logits of some tokens at given places."""
+
+    def __init__(self, model: nn.Module, tokens: list[int] | None) -> None:
+        """`tokens`: those whose logits are returned; None: all."""
+        super().__init__()
+        self.model: Any = model
+        self.tokens = tokens
+
+    def forward(
+        self, ids: Tensor, rows: Tensor, columns: Tensor, positions: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
+        """Return logits (places, tokens) float32. Arguments as in `TokenLogprobs`."""
+        logits = output_head(self.model)(hidden_states(self.model, ids, positions, segments)[rows, columns])
+        return (logits if self.tokens is None else logits[:, self.tokens]).float()
 
 
 def token_logprobs(module: Any, tensors: dict[str, Tensor], temperature: float, top_p: float = 1.0) -> tuple[Tensor, Tensor]:

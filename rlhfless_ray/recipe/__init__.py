@@ -177,7 +177,10 @@ class Recipe(RecipeFile):
         rollout = self.rollout
         if rollout.partial == "off":
             if rollout.max_lag_steps > 1:
-                raise ValueError("rollout.max_lag_steps: more than 1 needs responses that outlive a step; set rollout.partial to continue")
+                raise ValueError(
+                    "rollout.max_lag_steps: more than 1 needs responses that outlive a step, since an update waits for whole rollouts; set "
+                    "rollout.partial to continue"
+                )
             if rollout.oversample != "auto":
                 raise ValueError("rollout.oversample: rollout.partial is off, so leave it out, or set partial to continue")
             if rollout.ahead:
@@ -197,10 +200,6 @@ class Recipe(RecipeFile):
             raise ValueError(
                 "rollout.ahead: with restart each update would discard all unfinished responses; set rollout.partial to continue"
             )
-        if self.agent.path:
-            raise ValueError("rollout.partial: the agent of agent.path cannot be paused between two weight versions; set partial to off")
-        if self.algorithm.filter_range is not None:
-            raise ValueError("rollout.partial: algorithm.filter_range replaces groups within their step; leave one of the two out")
 
     def _check_tensor_parallel(self) -> None:
         """Raise ValueError for what engines of several slots cannot do yet."""

@@ -69,11 +69,13 @@ class RolloutConfig(Section):
     must be on."""
     partial: Annotated[Literal["off", "continue", "restart"], OffIsAWord] = "off"
     """End a step's rollout as soon as `prompts.batch_prompts` groups are complete. What happens to the unfinished responses of the
-    others: `continue`: they go on in the next step from their last token, under the new weights, and their KV cache is computed again.
+    others: `continue`: they go on in the next step from their last token, under the new weights, and their KV cache is computed again. An
+    agent plays its episode again and gets the same replies, up to its last whole turn.
     `restart`: they begin again. `off`: a rollout ends with its longest response. Needs `max_lag_steps` of at least 1."""
     oversample: Literal["auto"] | float = "auto"
     """With `partial`: groups at work in a step, as a multiple of `prompts.batch_prompts`; from 1 to `max_lag_steps` + 1, or to
-    `max_lag_steps` with `ahead`. `auto`: 1.5, or that limit if it is lower."""
+    `max_lag_steps` with `ahead`. `auto`: decided in each step from forecasts, measured speeds and what old tokens teach less; 1.5 in the
+    first step, or that limit if it is lower."""
     ahead: bool = False
     """With `partial: continue`: the next step's responses begin while the learner works, so that engines and learner hold slots at
     once. When the update is done, unfinished responses go on under the new weights. Without `partial`, a lag always means this."""

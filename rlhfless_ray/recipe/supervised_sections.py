@@ -1,4 +1,4 @@
-"""Recipe of a supervised stage: SFT, a reward model, DPO or KTO."""
+"""Recipe of a supervised stage: SFT, reward models, DPO, KTO or distillation."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from rlhfless_ray.recipe.rollout_sections import PolicyConfig
 from rlhfless_ray.recipe.run_sections import ClusterConfig, PriceConfig, SaveConfig, WatchConfig
 from rlhfless_ray.recipe.section import MAX_ROWS, Section
 
-SupervisedTask = Literal["sft", "rm", "dpo", "kto"]
+SupervisedTask = Literal["sft", "rm", "dpo", "kto", "kd", "prm"]
 PAIRED = ("rm", "dpo")
 WITH_REFERENCE = ("dpo", "kto")
+BY_TOKEN = ("sft", "kd", "prm")
+"""Tasks whose loss is a mean over tokens, of which `prm` has one for each step of a response."""
+WITH_NEXT = ("rm", "prm")
+"""Tasks that read a value off a token itself. A sequence has one more token, and the token after the value's counts as trained."""
 
 
 class SupervisedRun(Section):
@@ -56,7 +60,8 @@ class SupervisedData(Section):
     """Column with the prompt: a text or, with `template: chat`, a text or a list of turns. Empty: there is none, and the other columns
     hold whole texts or conversations."""
     response_column: str = "response"
-    """sft, kto: column with the response: a text or a list of turns. Empty: the prompt's column holds the whole text or conversation."""
+    """sft, kto, kd: column with the response: a text or a list of turns. Empty: the prompt's column holds the whole text or conversation.
+    prm: not read; the prompt's column holds the whole text."""
     chosen_column: str = Field("chosen", min_length=1)
     """rm, dpo: column with the preferred response."""
     rejected_column: str = Field("rejected", min_length=1)
@@ -64,7 +69,13 @@ class SupervisedData(Section):
     margin_column: str = "margin"
     """rm: column with the least difference of the two rewards, for rows that have it; 0 for others."""
     label_column: str = Field("label", min_length=1)
-    """kto: column that says whether the response is desirable: true or false."""
+    """kto: column that says whether the response is desirable: true or false. prm: column with a list, which has a label for each
+    placeholder of the text: one of `reward_tokens`, or the probability of the first of them."""
+    placeholder_token: str = ""
+    """prm: the token that ends each step of a text. The reward of the step is predicted there."""
+    reward_tokens: list[str] | None = Field(None, min_length=2)
+    """prm: tokens that a label may be. The best comes first. The loss compares their logits only. None: any token, out of all of the
+    vocabulary."""
     template: Literal["none", "chat"] = "none"
     """`chat`: render turns with the tokenizer's chat template."""
     chat_template: str = ""
@@ -74,7 +85,7 @@ class SupervisedData(Section):
     add_bos: bool = True
     """For `template: none`: begin with the tokenizer's beginning-of-text token, if it adds one itself."""
     train_on: Literal["response", "assistant", "all"] = "response"
-    """sft: tokens that the loss counts. `response`: the response, or the last turn. `assistant`: every turn of the assistant.
+    """sft, kd: tokens that the loss counts. `response`: the response, or the last turn. `assistant`: every turn of the assistant.
     `all`: every token, as in pre-training; no end-of-sequence token is added."""
     contract: Literal["own", "openrlhf"] = "own"
     """How text becomes tokens. `own`: prompt and response are tokenized separately, as in a rollout, and the end-of-sequence token
@@ -125,7 +136,9 @@ class SupervisedLoss(Section):
     undesirable_weight: float = Field(1.0, ge=0)
     """kto: weight of undesirable responses."""
     mean: Literal["token", "sequence"] = "token"
-    """sft: the loss is a mean over all tokens of a batch (`token`), or over its sequences of the mean of each (`sequence`)."""
+    """sft, kd: the loss is a mean over all tokens of a batch (`token`), or over its sequences of the mean of each (`sequence`)."""
+    teacher_weight: float = Field(0.4, ge=0, le=1)
+    """kd: weight of the cross-entropy with the teacher's distribution. The negative log-likelihood of the rows has the rest of 1."""
     value_head: str = Field("score", min_length=1)
     """rm: name of the scalar head's weights in the model folder. Weights that it lacks are drawn."""
 
@@ -133,6 +146,11 @@ class SupervisedLoss(Section):
 class SupervisedReference(Section):
     path: str = ""
     """dpo, kto: a Hugging Face folder of the model that the policy is held to. Empty: the policy before its first step."""
+
+
+class SupervisedTeacher(Section):
+    path: str = ""
+    """kd: a Hugging Face folder of the teacher, whose tokenizer must have the policy's vocabulary. Every rank holds all of it."""
 
 
 class SupervisedCheckpoints(Section):
@@ -152,7 +170,7 @@ class SupervisedFunctions(Section):
 
 
 class SupervisedRecipe(RecipeFile):
-    """A supervised stage: `task: sft`, `rm`, `dpo` or `kto`. Sections of the same name have the keys of `Recipe`.
+    """A supervised stage, which `task` names. Sections of the same name have the keys of `Recipe`.
 
     Examples:
         >>> SupervisedRecipe.parse({"task": "sft", "data": {"task": "chain"}}).data.batch_rows
@@ -161,13 +179,15 @@ class SupervisedRecipe(RecipeFile):
 
     task: SupervisedTask
     """`sft`: next-token loss on responses. `rm`: a reward model from pairs. `dpo`: a policy from pairs. `kto`: a policy from responses
-    with a label."""
+    with a label. `kd`: a policy from responses and a teacher's distribution. `prm`: a process reward model from texts with a label for
+    each step."""
     run: SupervisedRun = SupervisedRun()
     policy: PolicyConfig = PolicyConfig()
     data: SupervisedData = SupervisedData()
     evaluate: SupervisedEvaluation = SupervisedEvaluation()
     loss: SupervisedLoss = SupervisedLoss()
     reference: SupervisedReference = SupervisedReference()
+    teacher: SupervisedTeacher = SupervisedTeacher()
     learner: LearnerConfig = LearnerConfig(learning_rate=1e-5)
     lora: LoraConfig = LoraConfig()
     functions: SupervisedFunctions = SupervisedFunctions()
@@ -194,18 +214,23 @@ class SupervisedRecipe(RecipeFile):
             raise ValueError("evaluate.path: a built-in task generates its own held-out rows; leave it out")
         if data.input_template is not None and data.template == "chat":
             raise ValueError("data.input_template: the chat template replaces it; set data.template to none, or leave it out")
-        if data.overlong == "cut_right" and data.contract == "own" and self.task != "sft":
+        if data.overlong == "cut_right" and data.contract == "own" and self.task not in BY_TOKEN:
             raise ValueError("data.overlong: cut_right would compare parts of responses; set `leave_out`, or `stop`")
         if data.chat_template and data.template != "chat":
             raise ValueError("data.chat_template: data.template is none, so leave it out, or set template to chat")
         if data.train_on == "assistant" and data.template != "chat":
             raise ValueError("data.train_on: `assistant` needs turns; set data.template to chat")
-        if data.train_on != "response" and self.task != "sft":
+        if data.train_on != "response" and self.task not in ("sft", "kd"):
             raise ValueError(f"data.train_on: {self.task} counts whole responses, so leave it out")
-        if not data.prompt_column and not data.response_column and self.task in ("sft", "kto"):
+        if not data.prompt_column and not data.response_column and self.task in ("sft", "kto", "kd"):
             raise ValueError("data.prompt_column: both it and data.response_column are empty; name one")
-        if self.task == "kto" and not (data.prompt_column and data.response_column):
+        if self.task == "kto" and data.template == "none" and not (data.prompt_column and data.response_column):
             raise ValueError("data.response_column: kto needs prompts and responses in columns of their own; name both")
+        self._check_steps()
+        if bool(self.teacher.path) != (self.task == "kd"):
+            raise ValueError(
+                f"teacher.path: {self.task} has no teacher; leave it out" if self.teacher.path else "teacher.path: name the teacher"
+            )
         kinds = {"rm": ("sigmoid", "logexp"), "dpo": ("sigmoid", "ipo")}.get(self.task, ("sigmoid",))
         if loss.kind not in kinds:
             raise ValueError(f"loss.kind: {self.task} has {' and '.join(f'`{kind}`' for kind in kinds)} only")
@@ -214,6 +239,8 @@ class SupervisedRecipe(RecipeFile):
             "rm": {"kind", "value_head"},
             "dpo": {"kind", "beta", "label_smoothing", "nll_coefficient"},
             "kto": {"beta", "desirable_weight", "undesirable_weight"},
+            "kd": {"mean", "teacher_weight"},
+            "prm": set(),
         }[self.task]
         for key in SupervisedLoss.model_fields:
             if key not in mine and getattr(loss, key) != SupervisedLoss.model_fields[key].default:
@@ -240,3 +267,18 @@ class SupervisedRecipe(RecipeFile):
         if self.lora.publish != "auto":
             raise ValueError("lora.publish: there are no engines; leave it out")
         return self
+
+    def _check_steps(self) -> None:
+        """Check the keys of process reward models."""
+        data = self.data
+        if self.task != "prm":
+            if data.placeholder_token or data.reward_tokens:
+                raise ValueError(f"data.placeholder_token: {self.task} has no steps; leave it and data.reward_tokens out")
+        elif not data.placeholder_token:
+            raise ValueError("data.placeholder_token: name the token that ends each step")
+        elif data.task:
+            raise ValueError("data.task: built-in tasks have no steps with labels; set data.path")
+        elif not data.prompt_column:
+            raise ValueError("data.prompt_column: name the column with the texts")
+        elif data.template == "chat" or data.input_template is not None:
+            raise ValueError("data.template: prm reads whole texts; leave it and data.input_template out")

@@ -12,7 +12,10 @@ def loss(rows: Sequence[Row]) -> Chart | None:
 
 
 def accuracy(rows: Sequence[Row]) -> Chart | None:
-    note = "Share of pairs whose chosen response has the higher reward; with KTO, of responses that are on the right side."
+    note = (
+        "Share of pairs whose chosen response has the higher reward; with KTO, of responses that are on the right side; "
+        "of a process reward model, of steps whose own reward token is the likeliest."
+    )
     return _chart(rows, "supervised-accuracy", "Accuracy", note, "accuracy")
 
 

@@ -99,8 +99,8 @@ class RolloutDriver:
             raise ValueError(
                 f"{len(shares)} shares with {sum(map(len, shares))} requests for {len(instances)} engines and {missing} requests"
             )
-        if self.is_enough(self.result.completions):
-            self.result.unfinished = self.token_log.unfinished(self.weights.version)
+        if self.is_enough(self.ended):
+            self.result.unfinished = self.unfinished()
             return self.result
         fetch_weights(self.pool, self.weights)
         for instance, share in zip(instances, shares, strict=False):
@@ -127,7 +127,7 @@ class RolloutDriver:
             if self.listener is not None and self.has_work:
                 self.listener.poll(self.tail_s(), self.decide_lease)
         if self.stopping:
-            self.result.unfinished = self.token_log.unfinished(self.weights.version)
+            self.result.unfinished = self.unfinished()
         elif missing := self.token_log.missing:
             total = len(self.token_log.requests)
             raise RunError(f"{missing} of {total} responses are missing although every engine reported to be done")
@@ -135,8 +135,9 @@ class RolloutDriver:
 
     def stop_if_enough(self) -> None:
         """Cut all requests once the rollout may end. Engines that start only now are sent the cut again with each report."""
-        if not self.stopping and self.is_enough(self.result.completions):
+        if not self.stopping and self.is_enough(self.ended):
             self.stopping = True
+            self.stop_sources()
             self.migrations.leaving.clear()
             for call in self.calls.running.values():
                 self.cut_owed(call)
@@ -153,6 +154,18 @@ class RolloutDriver:
 
     def start_sources(self) -> None:
         """Called once all engines have their shares."""
+
+    def stop_sources(self) -> None:
+        """Called when the rollout ends early."""
+
+    def unfinished(self) -> list[Completion]:
+        """Return what there is of the unfinished responses."""
+        return self.token_log.unfinished(self.weights.version)
+
+    @property
+    def ended(self) -> Collection[int]:
+        """Keys of the finished responses, in order."""
+        return self.result.completions
 
     @property
     def has_work(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +16,12 @@ import numpy as np
 
 from rlhfless_ray.agent.agent_processes import AgentProcesses
 from rlhfless_ray.agent.engine_api import Reply
-from rlhfless_ray.agent.messages import EpisodeEnd, EpisodeStart, TurnReply, TurnRequest
+from rlhfless_ray.agent.messages import Drawn, EpisodeEnd, EpisodeStart, TurnReply, TurnRequest
+from rlhfless_ray.agent.unfinished_episode import replies_of, unfinished_episode, versions_of_turns
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.driver import OUTLIVES, RolloutDriver, median_step_s
 from rlhfless_ray.rollout.growable_array import GrowableArray
-from rlhfless_ray.types import Request, WeightVersion
+from rlhfless_ray.types import UNFINISHED, Completion, Request, WeightVersion
 
 
 class MultiTurnRollout(RolloutDriver):
@@ -37,15 +39,23 @@ class MultiTurnRollout(RolloutDriver):
     ) -> None:
         """`labels`: prompt and label of each episode. `requests`: their keys 0 … n - 1, seeds and sampling parameters; the turn
         determines the rest. `options`: of the base class. Turns are never moved."""
+        before: Sequence[Completion] = options.pop("before", ())
         super().__init__(pool, [], np.zeros(0), weights, **{**options, "migration": None})
         self.agents, self.episodes = agents, requests
+        self.ended_keys = [one.key for one in before if one.finish_reason != UNFINISHED]
+        earlier = {one.key: replies_of(one) for one in before}
         self.openings = [
-            EpisodeStart(one.key, prompt, label, one.temperature, one.top_p, one.min_tokens)
+            EpisodeStart(one.key, prompt, label, one.temperature, one.top_p, one.min_tokens, earlier.get(one.key, ()))
             for one, (prompt, label) in zip(requests, labels, strict=True)
+            if one.key not in self.ended_keys
         ]
+        self.versions = {one.key: list(versions_of_turns(one)) for one in before}  # of the turns so far, by key
         self.tokens, self.turns = expected, GrowableArray(np.zeros(0))
         self.written = np.zeros(len(requests), np.int64)
+        for one in before:
+            self.written[one.key] = len(one.token_ids)
         self.over = np.zeros(len(requests), bool)
+        self.over[self.ended_keys] = True
         self.home = np.full(len(requests), -1)  # number of each episode's engine
         self.waiting: dict[int, tuple[int, TurnRequest]] = {}  # by request: the agent call's epoch, and the turn it requested
 
@@ -57,9 +67,28 @@ class MultiTurnRollout(RolloutDriver):
     def start_sources(self) -> None:
         self.agents.begin(self.openings)
 
+    def stop_sources(self) -> None:
+        self.agents.abandon()
+
+    def unfinished(self) -> list[Completion]:
+        """Return the finished turns of the unfinished episodes. A turn that was cut begins again."""
+        self.result.cut_tokens = int(self.token_log.length[~self.token_log.finished].sum())
+        return [unfinished_episode(key, self.drawn_by(key), self.weights.version) for key in np.flatnonzero(~self.over).tolist()]
+
+    def drawn_by(self, key: int) -> Drawn:
+        """Return an episode's turns of the policy, with the version of each. Turns of this rollout are of the newest."""
+        before = self.versions.get(key, [])
+        replies = self.agents.replies[key]
+        versions = [*before, *[self.weights.version] * (len(replies) - len(before))]
+        return tuple((context, reply, version) for (context, reply), version in zip(replies, versions, strict=True))
+
+    @property
+    def ended(self) -> Collection[int]:
+        return self.ended_keys
+
     @property
     def has_work(self) -> bool:
-        return not self.over.all()
+        return not self.over.all() and not self.stopping
 
     def sources(self) -> list[Any]:
         return self.agents.refs()
@@ -92,12 +121,15 @@ class MultiTurnRollout(RolloutDriver):
         """Send a requested turn to an engine, or record the end of an episode."""
         if isinstance(event, EpisodeEnd):
             self.over[event.key] = True
+            self.ended_keys.append(event.key)
             if self.listener is not None:
-                self.listener.add([event])
+                self.listener.add([replace(event, drawn=self.drawn_by(event.key))])
             for number in range(len(self.calls.engines)):  # an engine without unfinished episodes gets no more turns
                 self.drain_if_idle(number)
             return
         episode = self.episodes[event.key]
+        del self.agents.replies[event.key][event.turn :]  # played again, the agent asked for something else
+        del self.versions.setdefault(event.key, [])[event.turn :]
         i = self.token_log.add(
             replace(  # the other sampling parameters are the episode's
                 episode,

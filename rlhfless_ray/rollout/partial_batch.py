@@ -1,8 +1,4 @@
-"""Partial rollouts: which groups a step trains, and what goes on in the next step.
-
-A group is begun in one step and trained in that step or a later one, at most `max_lag_steps` steps later. Each step makes one
-weight version. So no token of a trained group is more than `max_lag_steps` versions old.
-"""
+"""The groups that a step with partial rollouts works on, and what goes on in the next step."""
 
 from __future__ import annotations
 
@@ -12,39 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from placement.forecast.forecaster import Scenarios
+from placement.scaling.partial_rollout import choose_groups
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.requests import make_request
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Request, Sample
-
-
-def choose_groups(last_steps: Sequence[int], completed: Sequence[int], step: int, quota: int) -> list[int] | None:
-    """Choose the groups that a step trains, or return None while one of them is not complete.
-
-    Args:
-        last_steps: The last step in which each group may be trained.
-        completed: The complete groups, in the order in which they became complete.
-        step: Number of this step.
-        quota: Groups that each step trains.
-
-    Returns:
-        Ascending numbers of `quota` groups: the first complete ones, except that enough groups with an early last step are among
-        them for all others to be trained in time.
-    """
-    until, chosen = np.asarray(last_steps), list[int]()
-    for last in range(step, int(until.max(initial=step)) + 1):
-        # the steps after this one, up to `last`, train the other groups that may not be trained later than that
-        owed = min(quota, int((until <= last).sum()) - (last - step) * quota)
-        chosen += [g for g in completed if until[g] <= last and g not in chosen][: max(0, owed - len(chosen))]
-        if len(chosen) < owed:
-            return None
-    chosen += [g for g in completed if g not in chosen][: quota - len(chosen)]
-    return sorted(chosen) if len(chosen) == quota else None
-
-
-def find_late(last_steps: Sequence[int], step: int, quota: int) -> list[int]:
-    """Return the groups that cannot be trained in time, even if all are complete and the most urgent are trained first."""
-    order = np.argsort(last_steps, kind="stable")
-    return sorted(int(g) for place, g in enumerate(order) if last_steps[g] < step + place // quota)
 
 
 class PartialBatch:
@@ -54,8 +21,10 @@ class PartialBatch:
     `unfinished` (n,): bool.
     """
 
-    def __init__(self, groups: Sequence[Group], step: int, quota: int, max_lag: int, count: int) -> None:
+    def __init__(self, groups: Sequence[Group], step: int, quota: int, max_lag: int, count: int, per_step: int | None = None) -> None:
+        """`quota`: groups to choose. `per_step`: groups that each later step trains, if that is another number."""
         self.groups, self.step, self.quota, self.max_lag, self.count = groups, step, min(quota, len(groups)), max_lag, count
+        self.per_step = per_step or self.quota
         self.last_steps = [group.begun + max_lag for group in groups]
         self.chosen: list[int] | None = None
         self.forced = 0  # groups that were waited for although others were complete
@@ -89,7 +58,7 @@ class PartialBatch:
                 missing[key // self.count] -= 1
                 if not missing[key // self.count]:
                     completed.append(key // self.count)
-            self.chosen = choose_groups(self.last_steps, completed, self.step, self.quota)
+            self.chosen = choose_groups(self.last_steps, completed, self.step, self.quota, self.per_step)
             if self.chosen is not None:
                 self.forced = len(set(self.chosen) - set(completed[: self.quota]))
         return self.chosen is not None
@@ -107,7 +76,7 @@ class PartialBatch:
 
     def after(self, samples: Sequence[Sample]) -> PartialBatch:
         """Return the batch of a rollout that goes on in the same step, from these samples."""
-        return PartialBatch(self.with_samples(samples), self.step, self.quota, self.max_lag, self.count)
+        return PartialBatch(self.with_samples(samples), self.step, self.quota, self.max_lag, self.count, self.per_step)
 
     def forecast_work(self, forecast: Scenarios) -> np.ndarray:
         """Return (n, S) tokens that this rollout will add to each response, at least 1. `forecast`: of whole responses.

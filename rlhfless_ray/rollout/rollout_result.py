@@ -26,6 +26,7 @@ class RolloutResult:
     moved: list[MigrationStats] = field(default_factory=list)
     decisions: list[str] = field(default_factory=list)  # about moves, each with its reason
     replaced: int = 0
+    cut_tokens: int = 0  # of agents' turns that a rollout's end cut, which begin again
     orphans: int = 0  # requests whose engine died
     silent_s: float = 0.0  # sum over dead engines of the time since their last report: that work is repeated
 

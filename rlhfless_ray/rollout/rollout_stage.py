@@ -162,6 +162,8 @@ class RolloutStage:
         step.metrics |= self.traffic.metrics(weights, self.publisher.held_weights)
         if isinstance(samples, EpisodeSamples):
             step.metrics |= samples.metrics()
+            if partial_batch is not None:
+                step.metrics["agent/cut_tokens"] = result.cut_tokens + step.metrics.get("agent/cut_tokens", 0)
         if self.prefix is not None and step.prefixes is not None:
             step.metrics |= self.prefix.finish(step.prefixes)
         if partial_batch is not None:

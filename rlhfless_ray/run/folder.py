@@ -251,7 +251,7 @@ class RunFolder:
         replace_file(folder / f"{name}_{step}.jsonl", ("\n".join(lines) + "\n").encode())
 
     def write_order(self, rollout: str, order: dict[str, Any]) -> None:
-        """Write `samples/order_<rollout>.json`: the order of completion in a partial rollout, which has the number of its step."""
+        """Write `samples/order_<rollout>.json`: the order of completion in a partial rollout, named by its step."""
         with writing(self.path / "samples"):
             (self.path / "samples").mkdir(exist_ok=True)
         replace_file(self.path / "samples" / f"order_{rollout}.json", json.dumps(order).encode())

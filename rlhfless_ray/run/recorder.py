@@ -119,14 +119,11 @@ class RunRecorder:
         kept = [*samples[:shown], *(s for s in samples[shown:] if s.error is not None)]
         self.folder.write_samples(step, kept, self.recipe.answer_column, name)
 
-    def completion_order(self, step: int, batch: PartialBatch, samples: list[Sample], ahead: bool) -> None:
-        """Record which groups the step trains, and where the other responses were cut: with the seed, this determines the run.
-
-        `ahead`: the rollout was beside an update, so the step may have a second one.
-        """
+    def completion_order(self, rollout: str, batch: PartialBatch, samples: list[Sample]) -> None:
+        """Record which groups are trained, and where the other responses were cut: with the seed, this determines the run."""
         cut = [[s.prompt.index, s.sample, len(s.completion.token_ids)] for s in samples if s.completion.finish_reason == UNFINISHED]
         groups = [[group.prompt.index, group.begun] for group in batch.groups]
-        self.folder.write_order(f"{step}_ahead" if ahead else f"{step}", {"groups": groups, "trained": batch.chosen, "cut": cut})
+        self.folder.write_order(rollout, {"groups": groups, "trained": batch.chosen, "cut": cut})
 
     def summarize_samples(self, samples: list[Sample]) -> dict[str, Any]:
         """Return metrics of rewards and lengths for the step's row."""

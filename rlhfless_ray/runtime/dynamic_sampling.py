@@ -33,8 +33,8 @@ class DynamicSampling:
         self.begin()
 
     @property
-    def first(self) -> int:
-        """Number of prompts that a step begins with."""
+    def missing(self) -> int:
+        """Number of groups that the step lacks."""
         return self.batch - len(self.ready)
 
     def begin(self) -> None:
@@ -76,7 +76,7 @@ class DynamicSampling:
 
         If batches end with the episode, its last step may have fewer groups, but at least one.
         """
-        missing = self.batch - len(self.ready)
+        missing = self.missing
         if missing <= 0 or (self.ready and self.cursor.stops_at_epoch_end and self.cursor.is_epoch_boundary):
             return []
         most = 2 * self.batch - 1 - len(self.ready)  # so that surplus groups leave the next step at least one prompt
@@ -91,14 +91,14 @@ class DynamicSampling:
             for n, s in enumerate(group)
         ]
 
-    def fill(self, samples: list[Sample], answer: Callable[[list[int]], list[Sample]]) -> list[Sample]:
-        """Return a step's samples, given those of its first round. `answer`: generates scored responses to prompts, by row."""
+    def fill(self, samples: list[Sample], more: Callable[[], list[Sample]]) -> list[Sample]:
+        """Return a step's samples, given those of its first round. `more`: returns those of the next round, or none at the end."""
         if self.section.filter_range is None:
             return samples
         self.begin()
         self.add(samples)
-        while rows := self.draw():
-            self.add(answer(rows))
+        while found := more():
+            self.add(found)
         return self.take()
 
     def metrics(self) -> dict[str, Any]:

@@ -10,35 +10,63 @@ from typing import Any
 
 import numpy as np
 
+from placement.forecast.forecaster import Scenarios
+from placement.scaling.partial_rollout import find_late
+from rlhfless_ray.autoscaler.autoscaler import Autoscaler
+from rlhfless_ray.autoscaler.oversample import StaleCost, choose_oversample
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.partial_batch import PartialBatch, find_late
+from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.runtime.sample_state import as_json, from_json
-from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample
+from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, Step
 
-COUNTS = ("begun_groups", "continued", "recomputed_tokens", "restarted", "restarted_tokens")
+COUNTS = ("begun_groups", "forced_groups", "continued", "recomputed_tokens", "restarted", "restarted_tokens")
 
 
 class PartialRollouts:
-    """`begin` → rollout → `take`, once per step. `in_flight`: the groups that are begun and not trained."""
+    """`begin` → rollout → `take`, once per step, and again while filtering leaves a step short of groups.
+
+    `in_flight`: the groups that are begun and neither trained nor dropped.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         self.rollout, self.quota = recipe.rollout, recipe.prompts.batch_prompts
         self.at_work = math.ceil(self.quota * recipe.rollout.begun_share)
         self.in_flight: list[Group] = []
         self.counts: Counter[str] = Counter()  # metrics of this step
+        self.times: Counter[int] = Counter()  # how often each prompt was begun in this step
+        self.stale_cost, self.reason = StaleCost(), ""
+        self.refills = 0  # rollouts of this step for groups in place of dropped ones
 
-    def begin(self, step: int, steps_left: int, draw: Callable[[int], list[Prompt]]) -> PartialBatch:
-        """Return the groups of a step: those in flight, and new ones up to the number that the remaining steps can train."""
+    def resize(self, autoscaler: Autoscaler, newest: Step) -> None:
+        """Decide the number of groups at work with `oversample: auto`. `newest`: the step that is planned and not finished."""
+        if self.rollout.oversample == "auto" and (chosen := choose_oversample(autoscaler, newest, self.stale_cost.per_version)):
+            self.at_work, self.reason = math.ceil(self.quota * chosen.share), chosen.reason
+
+    def observe(self, step: Step) -> None:
+        """Observe what the lag of a finished step's tokens cost."""
+        if step.stats is not None and step.metrics.get("lag/mean"):
+            self.stale_cost.observe(step.metrics["lag/mean"], step.stats.effective_share)
+
+    def begin(self, step: int, steps_left: int, draw: Callable[[int], list[Prompt]], missing: int | None = None) -> PartialBatch:
+        """Return the groups of a step: those in flight, and new ones up to the number that can be trained in time.
+
+        `steps_left`: with this one. `missing`: groups that the step lacks, if earlier ones were dropped.
+        """
+        self.refills = 0 if missing is None else self.refills + 1
+        if missing is None:
+            self.counts.clear()
+            self.times.clear()
         most, count = self.rollout.max_lag_steps, self.rollout.samples_per_prompt
+        quota = self.quota if missing is None else missing
         late = find_late([group.begun + most for group in self.in_flight], step, self.quota)  # after a resume with a lower bound
         begun = step - self.rollout.ahead  # one version earlier, if the rollout begins beside an update
         groups = [self._begin_again(group, begun) if g in late else group for g, group in enumerate(self.in_flight)]
-        times: Counter[int] = Counter()
-        for prompt in draw(max(0, min(self.at_work, steps_left * self.quota) - len(groups))):
-            groups.append(Group(prompt, begun, count * times[prompt.index]))
-            times[prompt.index] += 1
+        room = quota + self.quota * min(steps_left - 1, begun + most - step)
+        for prompt in draw(max(0, min(self.at_work, room) - len(groups))):
+            groups.append(Group(prompt, begun, count * self.times[prompt.index]))
+            self.times[prompt.index] += 1
         self.counts["begun_groups"] += sum(not group.samples for group in groups)
-        return PartialBatch(groups, step, self.quota, most, count)
+        return PartialBatch(groups, step, quota, most, count, self.quota)
 
     def _begin_again(self, group: Group, begun: int) -> Group:
         return replace(group, begun=begun, samples=tuple(self._without_tokens(sample) for sample in group.samples))
@@ -60,6 +88,20 @@ class PartialRollouts:
         if ahead:
             self.counts["ahead_tokens"] += sum(len(sample.completion.token_ids) for sample in samples) - int(batch.made.sum())
 
+    def rollout_name(self, step: int, ahead: bool) -> str:
+        """Return the name under which the rollout's order of completion is recorded. A step may have several rollouts."""
+        return f"{step}_ahead" if ahead else f"{step}_refill_{self.refills}" if self.refills else f"{step}"
+
+    def train(self, step: Step, batch: PartialBatch, samples: list[Sample], prefill_s: float) -> list[Sample]:
+        """Return the samples that the step trains, and make their groups its prompts and forecast. `prefill_s`: of one token."""
+        trained, metrics = self.take(batch, samples)
+        assert batch.chosen is not None
+        rows = [g * batch.count + n for g in batch.chosen for n in range(batch.count)]
+        step.prompts = [batch.groups[g].prompt for g in batch.chosen]
+        step.forecast = Scenarios.from_matrix(step.forecast.lengths[rows])
+        step.metrics |= metrics | {"partial/recomputed_s": metrics["partial/recomputed_tokens"] * prefill_s}
+        return trained
+
     def take(self, batch: PartialBatch, samples: list[Sample]) -> tuple[list[Sample], dict[str, Any]]:
         """Return the samples that the step trains, and its metrics. The other groups stay in flight.
 
@@ -67,6 +109,7 @@ class PartialRollouts:
         """
         assert batch.chosen is not None
         count, trained = batch.count, list[Sample]()
+        self.counts["forced_groups"] += batch.forced
         self.in_flight = []
         for g, group in enumerate(batch.groups):
             mine = samples[g * count : (g + 1) * count]
@@ -78,12 +121,12 @@ class PartialRollouts:
                     mine = [self._without_tokens(s) if s.completion.finish_reason == UNFINISHED else s for s in mine]
                 self.in_flight.append(replace(group, samples=tuple(mine)))
         metrics = {
+            "partial/oversample": self.at_work / self.quota,
+            "partial/oversample_reason": self.reason,
             "partial/in_flight_groups": len(self.in_flight),
             "partial/in_flight_tokens": sum(len(s.completion.token_ids) for group in self.in_flight for s in group.samples),
-            "partial/forced_groups": batch.forced,
             **{f"partial/{name}": self.counts[name] for name in COUNTS + ("ahead_tokens",) * self.rollout.ahead},
         }
-        self.counts.clear()
         return trained, metrics
 
     @staticmethod

@@ -16,7 +16,9 @@ def as_json(sample: Sample) -> dict[str, Any]:
     completion = asdict(sample.completion)
     completion |= {name: completion[name].tolist() for name in ("token_ids", "logprobs")}
     mask = None if sample.action_mask is None else sample.action_mask.tolist()
-    return {"row": sample.prompt.index, "completion": completion, "action_mask": mask, **{name: getattr(sample, name) for name in PLAIN}}
+    of_agent = {"observation": [sample.prompt.text, list(sample.prompt.token_ids)]} if sample.turns else {}
+    values = {name: getattr(sample, name) for name in PLAIN}
+    return {"row": sample.prompt.index, "completion": completion, "action_mask": mask, **values, **of_agent}
 
 
 def from_json(row: dict[str, Any], prompts: list[Prompt]) -> Sample:
@@ -26,7 +28,11 @@ def from_json(row: dict[str, Any], prompts: list[Prompt]) -> Sample:
         "token_ids": np.array(fields["token_ids"], np.int32),
         "logprobs": np.array(fields["logprobs"], np.float32),
         "versions": tuple((version, tokens) for version, tokens in fields["versions"]),
+        "turns": tuple((tuple(context), tokens, reason) for context, tokens, reason in fields.get("turns", ())),
     }
+    prompt = prompts[row["row"]]
+    if "observation" in row:  # an agent's first one takes the prompt's place
+        prompt = replace(prompt, text=row["observation"][0], token_ids=tuple(row["observation"][1]))
     mask = None if row["action_mask"] is None else np.array(row["action_mask"], bool)
-    sample = Sample(prompts[row["row"]], completion=Completion(**fields), action_mask=mask, **{name: row[name] for name in PLAIN})
+    sample = Sample(prompt, completion=Completion(**fields), action_mask=mask, **{name: row[name] for name in PLAIN})
     return replace(sample, turns=tuple((who, text) for who, text in sample.turns))

@@ -87,11 +87,13 @@ class StepOperations(CheckpointedRun):
         """The number of the last step. Filtered groups can lower it by using up an episode's prompts early."""
         return self.recipe.run.steps
 
-    def next_prompts(self, step: Step) -> list[Prompt]:
-        """Return the prompts of a step. With rollout.partial the first ones are those of responses in flight."""
+    def next_prompts(self, step: Step, missing: int | None = None) -> list[Prompt]:
+        """Return a step's prompts, those of responses in flight first. `missing`: groups that it lacks since partial ones were dropped."""
         if self.recipe.rollout.partial == "off":
-            return self._draw(self.dynamic_sampling.first)
-        step.partial_batch = self.partial_rollouts.begin(step.number, self.last_step - step.number + 1, self._draw)
+            return self._draw(self.dynamic_sampling.missing)
+        if missing is None:
+            self.partial_rollouts.resize(self.autoscaler, self.step)
+        step.partial_batch = self.partial_rollouts.begin(step.number, self.last_step - step.number + 1, self._draw, missing)
         return [group.prompt for group in step.partial_batch.groups]
 
     def _draw(self, count: int) -> list[Prompt]:
@@ -192,21 +194,14 @@ class StepOperations(CheckpointedRun):
 
         Returns nothing if the rollout was beside an update that was done before enough groups were complete. It goes on then.
         """
-        self.record.completion_order(step.number, batch, samples, ahead=self.in_update)
+        self.record.completion_order(self.partial_rollouts.rollout_name(step.number, self.in_update), batch, samples)
         self.partial_rollouts.count(batch, samples, self.in_update)
         if self.in_update:
             self.begun_ahead, self.cursor_after = batch.with_samples(samples), self.cursor.state()
         if batch.chosen is None:
             step.partial_batch = batch.after(samples)
             return []
-        trained, metrics = self.partial_rollouts.take(batch, samples)
-        assert batch.chosen is not None
-        rows = [g * batch.count + n for g in batch.chosen for n in range(batch.count)]
-        step.prompts = [batch.groups[g].prompt for g in batch.chosen]
-        step.forecast = Scenarios.from_matrix(step.forecast.lengths[rows])
-        seconds = metrics["partial/recomputed_tokens"] * self.autoscaler.terms.prefill.per_unit_s
-        step.metrics |= metrics | {"partial/recomputed_s": seconds}
-        return trained
+        return self.partial_rollouts.train(step, batch, samples, self.autoscaler.terms.prefill.per_unit_s)
 
     def score_phase(self) -> AbstractContextManager[None]:
         return self._accounted("score", self.score_stage.phase())
@@ -219,13 +214,20 @@ class StepOperations(CheckpointedRun):
         step.answers = step.samples
         asked = list(step.prompts)
 
-        def answer(rows: list[int]) -> list[Sample]:
-            more = Step(step.number, [self.prompts.train[i] for i in rows], list(asked))
+        def answer() -> list[Sample]:
+            more = Step(step.number, before=list(asked))
+            if self.recipe.rollout.partial == "off":
+                more.prompts = [self.prompts.train[i] for i in self.dynamic_sampling.draw()]
+            elif missing := self.dynamic_sampling.missing:
+                more.prompts = self.next_prompts(more, missing)
+            if not more.prompts:
+                return []
             asked.extend(more.prompts)
             more.forecast = self.forecast(more)
             more.plan = self.plan(more)
             with self.rollout_phase(more.plan):
                 more.samples = self.generate(more)
+            step.metrics |= {name: value for name, value in more.metrics.items() if name.startswith("partial/")}
             with self.score_phase():
                 self.score(more.samples)
             self.autoscaler.observe_samples(more.prompts, more.samples)
@@ -290,7 +292,8 @@ class StepOperations(CheckpointedRun):
     def _end_when_prompts_are_used_up(self, number: int) -> None:
         """Make this step the last one if filtered groups have used up the last episode's prompts early."""
         episodes = self.recipe.run.episodes
-        if episodes is not None and self.recipe.algorithm.filter_range is not None and self.cursor.epoch >= episodes:
+        goes_on = bool(self.partial_rollouts.in_flight)
+        if episodes is not None and self.recipe.algorithm.filter_range is not None and self.cursor.epoch >= episodes and not goes_on:
             self.recipe = self.recipe.model_copy(update={"run": self.recipe.run.model_copy(update={"steps": number})})
 
     def publish(self, version: int) -> WeightVersion:
@@ -373,6 +376,7 @@ class StepOperations(CheckpointedRun):
     def _write_row(self, step: Step) -> None:
         self.learn_stage.worker_groups.keep()
         self.autoscaler.observe_step(step.phase_s, step.wall_s, len(step.samples))
+        self.partial_rollouts.observe(step)
         self.stages.faults.step_done()
         step.metrics |= {**self.stages.faults.take_metrics(), **self.worker_group.recovery.take_metrics()}
         predicted_mb = self.memory_fit.step_mb(step.plan.actors if step.plan else 1)

@@ -1,1 +1,1 @@
-"""Supervised stages on Ray Train: SFT, reward models, DPO and KTO."""
+"""Supervised stages on Ray Train: SFT, reward models, DPO, KTO and distillation."""

@@ -20,6 +20,7 @@ class Example:
     tokens: Sequence[int]
     context_tokens: int
     mask: np.ndarray | None = None  # (tokens after the context,) bool; None: all
+    labels: Sequence[float] = ()  # one for each trained token, or none
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Examples:
     """Sequences laid end to end. A row has `per_row` of them, which lie behind each other: a pair is the chosen and the rejected one.
 
     tokens (Σ length,) int32; context_lengths and lengths (sequences,) int64; mask (Σ length,) bool: the tokens that are trained;
-    extras (rows,) float32: margin or label of each row.
+    extras (rows,) float32: margin or label of each row; labels (trained tokens,) float32, or empty.
     """
 
     tokens: np.ndarray
@@ -35,6 +36,7 @@ class Examples:
     lengths: np.ndarray
     mask: np.ndarray
     extras: np.ndarray
+    labels: np.ndarray
     per_row: int = 1
 
     @classmethod
@@ -51,6 +53,7 @@ class Examples:
             lengths=np.array([len(one.tokens) for one in sequences], np.int64),
             mask=np.concatenate(masks or [np.empty(0, bool)]),
             extras=np.asarray(extras, np.float32),
+            labels=np.concatenate([np.asarray(one.labels, np.float32) for one in sequences] or [np.empty(0, np.float32)]),
             per_row=len(rows[0]) if rows else 1,
         )
 
@@ -61,6 +64,11 @@ class Examples:
     def sequences_of(self, rows: np.ndarray) -> np.ndarray:
         """Return the numbers of these rows' sequences."""
         return (np.asarray(rows)[:, None] * self.per_row + np.arange(self.per_row)).ravel()
+
+    def labels_of(self, rows: np.ndarray) -> np.ndarray:
+        """Return the labels of these rows' trained tokens (trained tokens,), in the order of `batch`."""
+        ends, trained = np.cumsum(self.lengths), np.concatenate([[0], np.cumsum(self.mask)])
+        return np.concatenate([self.labels[trained[ends[i] - self.lengths[i]] : trained[ends[i]]] for i in self.sequences_of(rows)])
 
     def batch(self, rows: np.ndarray) -> Batch:
         """Return the sequences of these rows; `groups` are the positions in `rows`. There are no log-probabilities and advantages."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.prompts.builtin_tasks import task as builtin_task
 from rlhfless_ray.prompts.read_rows import NamedRow
 from rlhfless_ray.prompts.sources import read_sources
-from rlhfless_ray.recipe.supervised_sections import PAIRED, SupervisedRecipe
+from rlhfless_ray.recipe.supervised_sections import PAIRED, WITH_NEXT, SupervisedRecipe
 from rlhfless_ray.supervise.examples import Example, Examples
 
 DRAWS = 8  # responses of a built-in task that are drawn to find a right and a wrong one
@@ -25,6 +25,7 @@ NAMED = 5  # rows that a note names
 class SupervisedRows:
     train: Examples
     heldout: Examples
+    reward_tokens: list[int] | None = None  # prm: what labels are out of; None: all tokens
     notes: tuple[str, ...] = ()  # messages for the user about rows that were left out or cut
 
 
@@ -65,7 +66,7 @@ def _builtin_rows(recipe: SupervisedRecipe, count: int, split: Any) -> list[Name
     rows: list[dict[str, Any]] = []
     while len(rows) < count:
         for row in task.rows(wanted, recipe.run.seed, split)[-(wanted - len(rows)) if rows else 0 :]:
-            if recipe.task == "sft":
+            if recipe.task in ("sft", "kd"):
                 rows.append({data.prompt_column: row["prompt"], data.response_column: task.example(row, rng)})
                 continue
             drawn = {task.verify(text, row): text for text in (task.example(row, rng) for _ in range(DRAWS))}
@@ -93,6 +94,7 @@ class _RowReader:
         self.cut: list[str] = []
         self.where = self.name = ""
         self.bos: list[int] = []
+        self.reward_tokens: list[int] = []
         if self.data.add_bos and getattr(tokenizer, "bos_token_id", None) is not None:
             self.bos = [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
         if context_tokens is not None and self.data.max_tokens > context_tokens:
@@ -101,6 +103,10 @@ class _RowReader:
             raise UserError("policy.path: its tokenizer has no end-of-sequence token, so responses would have no end; set eos_token")
         if self.data.template == "chat" and not getattr(tokenizer, "chat_template", None):
             raise UserError("data.template: the tokenizer of policy.path has no chat template; set data.template to none")
+
+        if self.task == "prm":
+            self.placeholder = self._single(self.data.placeholder_token, "data.placeholder_token")
+            self.reward_tokens = [self._single(token, "data.reward_tokens") for token in self.data.reward_tokens or []]
 
     def read(self, rows: Sequence[NamedRow], where: str) -> list[Rendered]:
         self.where = where
@@ -116,7 +122,7 @@ class _RowReader:
         return found
 
     def found(self, train: list[Rendered], heldout: list[Rendered]) -> SupervisedRows:
-        return SupervisedRows(self._examples(train), self._examples(heldout), self._notes())
+        return SupervisedRows(self._examples(train), self._examples(heldout), self.reward_tokens or None, self._notes())
 
     def _examples(self, rows: list[Rendered]) -> Examples:
         if self.task == "kto":  # each response with the prompt of another row, to estimate the KL divergence
@@ -152,6 +158,8 @@ class _RowReader:
             if not isinstance(margin, (int, float)) or isinstance(margin, bool):
                 raise UserError(f"{self.name}: the margin in column `{data.margin_column}` is {margin!r}, not a number; fix the row")
             return [chosen, rejected], float(margin)
+        if self.task == "prm":
+            return [self._steps(row)], 0.0
         extra = 0.0
         if self.task == "kto":
             label = self._cell(row, data.label_column, "label_column")
@@ -222,7 +230,7 @@ class _RowReader:
 
     def _limited(self, tokens: list[int], context: int, mask: np.ndarray | None = None) -> Example:
         """Apply the limit. `mask` (tokens,) bool: what is trained; None: all after `context`."""
-        limit = self.data.max_tokens - (self.task == "rm")
+        limit = self.data.max_tokens - (self.task in WITH_NEXT)
         if len(tokens) > limit:
             if self.data.overlong == "stop":
                 raise UserError(
@@ -237,6 +245,8 @@ class _RowReader:
         context = max(1, context)
         if self.task == "rm":  # the value at the last token is the one before a token that follows it
             return Example([*tokens, self.tokenizer.eos_token_id], min(context, len(tokens)), _only_last(tokens, context))
+        if self.task == "prm" and mask is not None:
+            return Example([*tokens, self.tokenizer.eos_token_id], 1, np.append(False, mask)[1:])
         trained = None if mask is None else mask[context:]
         if len(tokens) <= context or (trained is not None and not trained.any()):
             if self.data.overlong == "stop":
@@ -258,6 +268,54 @@ class _RowReader:
             self.cut.append(self.name.rpartition(", ")[2])
         tokens = [*tokens[:limit][:-1], self.tokenizer.eos_token_id]
         return self._limited(tokens, context)
+
+    def _steps(self, row: dict[str, Any]) -> Example:
+        """Return a text whose steps end with placeholders. The token after a placeholder is the one that counts as trained."""
+        data = self.data
+        text, labels = self._cell(row, data.prompt_column, "prompt_column"), self._cell(row, data.label_column, "label_column")
+        tokens = [*self.bos, *self._ids(text)]
+        steps = tokens.count(self.placeholder)
+        if not steps:
+            raise UserError(
+                f"{self.name}: column `{data.prompt_column}` has no placeholder token `{data.placeholder_token}`, so it has no steps; "
+                "fix or remove the row, or set data.placeholder_token"
+            )
+        if not isinstance(labels, list) or len(labels) != steps:
+            found = f"{len(labels)} labels" if isinstance(labels, list) else "no list"
+            raise UserError(f"{self.name}: column `{data.label_column}` has {found} for {steps} steps; give each step a label")
+        values = [self._label(label) for label in labels]
+        if data.contract == "openrlhf" and len(tokens) > data.max_tokens - 1:
+            self.cut.append(self.name.rpartition(", ")[2])
+            tokens = tokens[: data.max_tokens - 1]
+        example = self._limited(tokens, 1, np.array(tokens) == self.placeholder)
+        assert example.mask is not None
+        if not example.mask.any():
+            raise _LeftOut
+        return replace(example, labels=values[: int(example.mask.sum())])
+
+    def _label(self, label: Any) -> float:
+        """Return a step's label as `step_loss` takes it; without reward tokens: the token."""
+        named = f"{self.name}: the label {label!r} in column `{self.data.label_column}`"
+        known = self.data.reward_tokens
+        if isinstance(label, str):
+            if known is None:
+                return float(self._single(label, named))
+            if label not in known:
+                raise UserError(f"{named} is none of data.reward_tokens {', '.join(known)}; fix the row")
+            place = known.index(label)
+            return float(1 - place if len(known) == 2 else place)
+        if isinstance(label, bool) or not isinstance(label, (int, float)) or not 0 <= label <= 1:
+            raise UserError(f"{named} is neither a reward token nor a probability from 0 to 1; fix the row")
+        if len(known or []) != 2:
+            raise UserError(f"{named} is a probability; set data.reward_tokens to two tokens, whose first it is the probability of")
+        return float(label)
+
+    def _single(self, token: str, what: str) -> int:
+        """Return the id of a text that is one token."""
+        ids = self._ids(token)
+        if len(ids) != 1:
+            raise UserError(f"{what}: `{token}` is {len(ids)} tokens of policy.path's tokenizer, not one; choose another, or add it there")
+        return ids[0]
 
     # ---- turns --------------------------------------------------------------------------------------------------------
 

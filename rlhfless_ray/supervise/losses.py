@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import cross_entropy, logsigmoid
 
 
 def pairwise_loss(chosen: Tensor, rejected: Tensor, margins: Tensor, kind: str = "sigmoid") -> Tensor:
@@ -48,3 +48,15 @@ def kto_loss(ratios: Tensor, desirable: Tensor, kl: Tensor, beta: float, weights
     """
     values = torch.sigmoid(beta * torch.where(desirable, ratios - kl, kl - ratios))
     return torch.where(desirable, weights[0], weights[1]) * (1 - values)
+
+
+def step_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of a process reward model (steps,): the cross-entropy of its reward tokens.
+
+    Args:
+        logits: Of the reward tokens at the end of each step, (steps, tokens) float32.
+        labels: (steps,) float32. With two tokens: the probability of the first. With more: the number of the right one.
+    """
+    if logits.shape[1] != 2:
+        return cross_entropy(logits, labels.long(), reduction="none")
+    return cross_entropy(logits, torch.stack([labels, 1 - labels], dim=1), reduction="none")

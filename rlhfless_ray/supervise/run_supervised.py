@@ -67,10 +67,8 @@ class SupervisedStage:
             if path:
                 check_writable(Path(path), setting)
         self.model_path, self.files = _initial_model(recipe)
-        self.reference = model_folder(recipe.reference.path, "reference.path").resolve() if recipe.reference.path else None
-        if self.reference is not None:
-            check_files(read_folder(self.reference, "reference.path"))
         tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
+        self.second = _second_model(recipe, tokenizer)
         if recipe.data.chat_template:
             tokenizer.chat_template = recipe.data.chat_template
             self.files = {**self.files, "chat_template.jinja": recipe.data.chat_template.encode()}
@@ -167,7 +165,8 @@ class SupervisedStage:
             order=self.order,
             data=ray.put([self.rows.train, self.rows.heldout]),
             model=self.model_path or ray.put(self.files),
-            reference=self.reference,
+            second=self.second,
+            reward_tokens=self.rows.reward_tokens,
             storage=path / name,
             inbox=self.inbox,
             device=resource,
@@ -397,6 +396,25 @@ def _initial_model(recipe: SupervisedRecipe) -> tuple[Path | None, Files]:
     from rlhfless_ray.learn.tiny_model import scratch_policy
 
     return None, scratch_policy(recipe, builtin_task(recipe.data.task))
+
+
+def _second_model(recipe: SupervisedRecipe, tokenizer: Any) -> Path | None:
+    """Return the folder of another reference or of the teacher. Raises UserError for a teacher with another vocabulary."""
+    key, path = ("teacher.path", recipe.teacher.path) if recipe.teacher.path else ("reference.path", recipe.reference.path)
+    if not path:
+        return None
+    folder = model_folder(path, key).resolve()
+    files = read_folder(folder, key)
+    check_files(files)
+    if recipe.teacher.path:
+        ours, theirs = tokenizer.get_vocab(), load_tokenizer(files, recipe.policy.trust_remote_code).get_vocab()
+        if ours != theirs:
+            token = next(token for token in {**ours, **theirs} if ours.get(token) != theirs.get(token))
+            raise UserError(
+                f"teacher.path: its tokenizer has another vocabulary than that of policy.path ({token!r} is {theirs.get(token, 'unknown')} "
+                f"and {ours.get(token, 'unknown')}), so their probabilities do not compare; choose another teacher"
+            )
+    return folder
 
 
 def _arrays(rows: SupervisedRows) -> list[Any]:

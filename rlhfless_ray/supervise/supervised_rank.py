@@ -17,13 +17,23 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.lora import LoraAdapters
 from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing, micro_batches, padded, passed
-from rlhfless_ray.learn.policy_model import TokenLogprobs, TokenValues, check_head, load_critic, load_model, scalar_config, token_logprobs
+from rlhfless_ray.learn.policy_model import (
+    TokenDistillation,
+    TokenLogits,
+    TokenLogprobs,
+    TokenValues,
+    check_head,
+    load_critic,
+    load_model,
+    scalar_config,
+    token_logprobs,
+)
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.recipe import AlgorithmConfig
-from rlhfless_ray.recipe.supervised_sections import WITH_REFERENCE, SupervisedRecipe
+from rlhfless_ray.recipe.supervised_sections import BY_TOKEN, WITH_NEXT, WITH_REFERENCE, SupervisedRecipe
 from rlhfless_ray.supervise.examples import Examples, cut_rows
-from rlhfless_ray.supervise.losses import dpo_loss, kto_loss, pairwise_loss
+from rlhfless_ray.supervise.losses import dpo_loss, kto_loss, pairwise_loss, step_loss
 from rlhfless_ray.weights.model_folder import as_folder
 from rlhfless_ray.weights.tensor_file import Files
 
@@ -71,16 +81,23 @@ class SupervisedRank:
     # ---- life -------------------------------------------------------------------------------------------------
 
     def open(
-        self, model: Files | Path, reference: Path | None, data: list[Examples], known: list[np.ndarray] | None, state: Any
+        self,
+        model: Files | Path,
+        second: Path | None,
+        data: list[Examples],
+        known: list[np.ndarray] | None,
+        state: Any,
+        reward_tokens: list[int] | None = None,
     ) -> list[np.ndarray]:
         """Build the engine and return the reference's log-probabilities of the sequences in each data set, [] without a reference.
 
         Args:
             model: the folder that training begins with, or its files.
-            reference: folder of another reference.
+            second: folder of another reference, or of the teacher.
             data: data sets whose rows `step` and `evaluate` will get.
             known: what an earlier call returned, which is then not computed again.
             state: see `read_state`; None at the beginning.
+            reward_tokens: prm: the tokens whose logits are compared; None: all.
         """
         recipe = self.recipe
         self.trainer.join_gang(None)
@@ -89,13 +106,19 @@ class SupervisedRank:
             if self.task == "rm":
                 wrapped: Any = TokenValues(load_critic(folder, policy.dtype, policy.trust_remote_code, self.loss.value_head, self.seed))
             else:
-                wrapped = TokenLogprobs(load_model(folder, policy.dtype, policy.trust_remote_code))
-                check_head(wrapped.model)
+                loaded = load_model(folder, policy.dtype, policy.trust_remote_code)
+                check_head(loaded)
+                if self.task == "kd":
+                    assert second is not None
+                    teacher = load_model(second, policy.dtype, policy.trust_remote_code)
+                    wrapped = TokenDistillation(loaded, teacher.eval().requires_grad_(False).to(self.device))
+                else:
+                    wrapped = TokenLogits(loaded, reward_tokens) if self.task == "prm" else TokenLogprobs(loaded)
         self.sharing = PromptSharing.of(wrapped.model, recipe.learner.share_prompts, recipe.lora.dropout)
         if self.task in WITH_REFERENCE and known is None:
             base = wrapped
-            if reference is not None:
-                base = TokenLogprobs(load_model(reference, policy.dtype, policy.trust_remote_code))
+            if second is not None:
+                base = TokenLogprobs(load_model(second, policy.dtype, policy.trust_remote_code))
                 if base.model.config.get_text_config().vocab_size != wrapped.model.config.get_text_config().vocab_size:
                     raise RunError("reference.path: its vocabulary is not that of policy.path, so their log-probabilities do not compare")
             known = [self._reference_sums(base.to(self.device), examples) for examples in data]
@@ -144,7 +167,7 @@ class SupervisedRank:
         sums, tokens = self._passes(batch, examples, rows, data, learn=True)
         rate = self.trainer.rate()
         norm, applied, reason = self.trainer.step(math.isfinite(sums["loss"]))
-        counted = batch.lengths[::2] if self.task == "kto" else batch.lengths - (self.task == "rm")
+        counted = batch.lengths[::2] if self.task == "kto" else batch.lengths - (self.task in WITH_NEXT)
         return StepResult(sums, tokens, int(counted.sum()), norm, rate, "" if applied else reason)
 
     def evaluate(self, examples: Examples, data: int = 1) -> StepResult:
@@ -155,7 +178,7 @@ class SupervisedRank:
             rows = np.arange(start, min(start + size, len(examples)))
             batch = examples.batch(rows)
             sums, trained = self._passes(batch, examples, rows, data, learn=False)
-            weight = trained if self.task == "sft" and self.loss.mean == "token" else len(rows)
+            weight = trained if self.task in BY_TOKEN and self.loss.mean == "token" else len(rows)
             totals = {name: totals.get(name, 0.0) + value * weight for name, value in sums.items()}
             tokens, count = tokens + trained, count + weight
             self.alive()
@@ -170,7 +193,7 @@ class SupervisedRank:
         if self.task in WITH_REFERENCE:
             reference = torch.from_numpy(self.references[data][examples.sequences_of(rows)]).float()
         kl = self._kl(batch, examples, reference) if self.task == "kto" and reference is not None else None
-        extras = torch.from_numpy(examples.extras[rows])
+        extras = torch.from_numpy(examples.labels_of(rows) if self.task == "prm" else examples.extras[rows])
         totals: dict[str, float] = {}
         for cut in cuts:
             # A rank without work still joins the collectives: the first row at weight 0.
@@ -199,6 +222,8 @@ class SupervisedRank:
             "rm": ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward"),
             "dpo": ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "nll"),
             "kto": ("loss", "accuracy", "kl"),
+            "kd": ("loss", "nll", "distillation"),
+            "prm": ("loss", "accuracy"),
         }[self.task]
 
     def _loss(
@@ -213,24 +238,24 @@ class SupervisedRank:
     ) -> tuple[Tensor, dict[str, float]]:
         """Return a micro-batch's part of the batch's mean loss, and of the means of what is logged beside it.
 
-        `rows`: their positions in the batch. `lengths`: trained tokens of each sequence of the batch.
+        `rows`: their positions in the batch. `lengths`: trained tokens of each sequence of the batch. `extras`: of each row; prm: of
+        each step.
         """
+        engine = self.trainer.engine
+        if self.task == "prm":
+            return self._step_loss(tensors, extras)
+        if self.task in BY_TOKEN:
+            return self._token_loss(tensors, lengths)
         per_row = len(batch) // len(extras)
         n = len(extras)
         local = torch.from_numpy(rows)
         if self.task == "rm":
-            engine = self.trainer.engine
             values = engine(*(tensors.get(name) for name in ("ids", "rows", "columns", "positions", "segments")))
             both = _by_row(values, tensors["sequence"], rows, per_row)
             margins = extras[local].to(self.device)
             losses = pairwise_loss(both[:, 0], both[:, 1], margins, self.loss.kind)
             return losses.sum() / n, _pair_means(both, n)
-        logprobs, _ = token_logprobs(self.trainer.engine, tensors, 1.0)
-        if self.task == "sft":
-            counts = torch.from_numpy(lengths)
-            share = 1.0 / int(lengths.sum()) if self.loss.mean == "token" else 1.0 / n
-            weights = torch.full((n,), share) if self.loss.mean == "token" else share / counts
-            return -(logprobs * weights.to(self.device)[tensors["sequence"]]).sum(), {}
+        logprobs, _ = token_logprobs(engine, tensors, 1.0)
         assert reference is not None
         sums = _by_row(logprobs, tensors["sequence"], rows, per_row)
         ratios = sums - reference.reshape(-1, per_row)[local].to(self.device)
@@ -247,6 +272,29 @@ class SupervisedRank:
         losses = kto_loss(ratios[:, 0], desirable, kl.to(self.device), beta, weights_of)
         right = ((ratios[:, 0] > kl.to(self.device)) == desirable).float().sum()
         return losses.sum() / n, {"accuracy": float(right) / n, "kl": float(kl) * len(rows) / n}
+
+    def _token_loss(self, tensors: dict[str, Tensor], lengths: np.ndarray) -> tuple[Tensor, dict[str, float]]:
+        """sft, kd: the same of a loss that is a mean over tokens."""
+        n, counts = len(lengths), torch.from_numpy(lengths)
+        weights = torch.full((n,), 1.0 / int(lengths.sum())) if self.loss.mean == "token" else 1.0 / (n * counts)
+        share = weights.to(self.device)[tensors["sequence"]]
+        if self.task == "sft":
+            logprobs, _ = token_logprobs(self.trainer.engine, tensors, 1.0)
+            return -(logprobs * share).sum(), {}
+        names = ("ids", "rows", "columns", "targets", "positions", "segments")
+        logprobs, crosses = self.trainer.engine(*(tensors.get(name) for name in names))
+        nll, distillation = -(logprobs * share).sum(), (crosses * share).sum()
+        coefficient = self.loss.teacher_weight
+        parts = {"nll": float(nll.detach()), "distillation": float(distillation.detach())}
+        return (1 - coefficient) * nll + coefficient * distillation, parts
+
+    def _step_loss(self, tensors: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """prm: the same of a loss that is a mean over the steps of a batch."""
+        logits = self.trainer.engine(*(tensors.get(name) for name in ("ids", "rows", "columns", "positions", "segments")))
+        here, n = labels.to(self.device)[tensors["flat"]], len(labels)
+        best = (here < 0.5).long() if logits.shape[1] == 2 else here.long()
+        right = (logits.argmax(dim=1) == best).float().sum()
+        return step_loss(logits, here).sum() / n, {"accuracy": float(right) / n}
 
     def _kl(self, batch: Batch, examples: Examples, reference: Tensor) -> Tensor:
         """Estimate KTO's z on the mismatched sequences of the whole batch: the mean log-ratio, at least 0."""

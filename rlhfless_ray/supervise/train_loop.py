@@ -33,13 +33,15 @@ MODEL, PROGRESS, REFERENCES = "model", "progress.json", "reference_logprobs.npz"
 
 @dataclass(frozen=True)
 class RankStart:
-    """What every rank gets. `data`: the rows to train on, and held-out ones. `model`: a folder that each node has, or its files."""
+    """What every rank gets. `data`: the rows to train on, and held-out ones. `model`: a folder that each node has, or its files.
+    `second`: folder of another reference, or of the teacher."""
 
     recipe: SupervisedRecipe
     order: RowOrder
     data: Any  # of the object store: list[Examples]
     model: Any  # Path, or of the object store: Files
-    reference: Path | None
+    second: Path | None
+    reward_tokens: list[int] | None
     storage: Path  # folder of the checkpoints
     inbox: Any  # actor handle of an `Inbox`
     device: str
@@ -132,7 +134,7 @@ class _Loop:
                 folder = Path(stack.enter_context(checkpoint.as_directory()))
                 state = read_state({file.name: read_content(file) for file in sorted(folder.iterdir()) if file.is_file()})
                 done = int(json.loads((folder / PROGRESS).read_text())["steps"])
-            found = self.work.open(model, self.start.reference, data, known, state)
+            found = self.work.open(model, self.start.second, data, known, state, self.start.reward_tokens)
         if found and known is None and self.rank == 0:
             references.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=references.parent, suffix=".npz", delete=False) as file:

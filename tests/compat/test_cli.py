@@ -137,8 +137,8 @@ def test_the_launcher_hands_its_recipe_to_the_runtime(monkeypatch, capsys):
 def test_explain_what_is_wrong():
     done = command_here("explain", "--", "python3", "-m", "openrlhf.cli.train_ppo_ray", "--flash_atn")
     assert done.returncode == 2 and "did you mean --flash_attn (0.8.0 to 0.8.9" in done.stderr
-    done = command_here("explain", "--", "python3", "-m", "openrlhf.cli.train_kto")
-    assert done.returncode == 2 and "not covered" in done.stderr
+    done = command_here("explain", "--", "python3", "-m", "openrlhf.cli.train_kd", "--pretrain", "m", "--dataset", "d")
+    assert done.returncode == 2 and "--teacher_model: name the teacher" in done.stdout
     done = command_here("explain", "--flags")
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 167
 

@@ -25,7 +25,7 @@ def checkout(folder: Path) -> Path:
     (cli.parent / "__init__.py").write_text("")
     (cli / "__init__.py").write_text("")
     (cli.parent / "own.py").write_text("HERE = 'theirs'\n")
-    for name in ("train_ppo_ray", "train_sft", "train_kto"):
+    for name in ("train_ppo_ray", "train_sft", "train_es_ray"):
         (cli / f"{name}.py").write_text("from openrlhf.own import HERE\nprint(HERE)\n")
     return folder
 
@@ -51,12 +51,12 @@ def test_without_the_folder_the_working_folder_wins(tmp_path):
 
 
 def test_the_other_trainers_stay_theirs(tmp_path):
-    done = python("-m", "openrlhf.cli.train_kto", cwd=checkout(tmp_path / "there"))
+    done = python("-m", "openrlhf.cli.train_es_ray", cwd=checkout(tmp_path / "there"))
     assert done.stdout == "theirs\n"
     done = python("-m", "openrlhf.cli.train_sft", "--no_such_flag", cwd=tmp_path)
     assert done.returncode == 2 and "--no_such_flag" in done.stderr
-    done = python("-m", "openrlhf.cli.train_kto", cwd=tmp_path)
-    assert done.returncode == 2 and "openrlhf.cli.train_kto is not covered" in done.stderr and "Traceback" not in done.stderr
+    done = python("-m", "openrlhf.cli.train_es_ray", cwd=tmp_path)
+    assert done.returncode == 2 and "openrlhf.cli.train_es_ray is not covered" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_other_processes_are_left_alone_and_another_sitecustomize_still_runs(tmp_path):

@@ -1,4 +1,4 @@
-"""Command lines of train_sft, train_rm and train_dpo: every flag of every version has a meaning, and what it is."""
+"""Command lines of the launchers that train on rows: every flag of every version has a meaning, and what it is."""
 
 from __future__ import annotations
 
@@ -13,21 +13,34 @@ from hypothesis import strategies as st
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.command import replaced
-from rlhfless_ray.compat.openrlhf.supervised import _data, _flags, _newest, translate_supervised
+from rlhfless_ray.compat.openrlhf.launcher_flags import flags_of, versions_data
+from rlhfless_ray.compat.openrlhf.supervised import _newest, translate_supervised
 from rlhfless_ray.compat.openrlhf.supervised_table import RULES, TASKS
 from rlhfless_ray.recipe.reading import known_keys
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from tests.conftest import command_here
 
-VERSIONS = _data()["versions"]
+VERSIONS = versions_data()["versions"]
 LEAST = ["--dataset", "rows.jsonl", "--pretrain", "folder", "--bf16"]
+NEEDED = {"train_kd": ["--teacher_model", "big"], "train_prm": ["--placeholder_token", "+"], "train_kto": ["--output_key", "a"]}
+"""Flags beside `LEAST` without which a launcher does not train."""
+
+
+def versions_of(launcher: str) -> list[str]:
+    return [version for version in VERSIONS if flags_of(launcher, version)]
+
+
+def test_three_launchers_were_given_up() -> None:
+    for launcher in TASKS:
+        found = versions_of(launcher)
+        assert found[0] == "0.8.0" and found[-1] == ("0.9.5" if launcher in NEEDED else "0.11.2")
 
 
 def test_every_flag_of_every_version_has_a_rule() -> None:
     names = {rule.name for rule in RULES}
     for launcher in TASKS:
         for version in VERSIONS:
-            assert {_newest(flag) for flag in _flags(launcher, version)} <= names, (launcher, version)
+            assert {_newest(flag) for flag in flags_of(launcher, version)} <= names, (launcher, version)
 
 
 def test_every_key_is_one_of_the_recipe() -> None:
@@ -37,11 +50,12 @@ def test_every_key_is_one_of_the_recipe() -> None:
 
 @pytest.mark.parametrize("launcher", TASKS)
 def test_defaults_of_every_version_make_a_recipe(launcher: str) -> None:
-    for version in VERSIONS:
-        dotted = "--data.dataset" in {f"--{flag}" for flag in _flags(launcher, version)}
+    for version in versions_of(launcher):
+        dotted = "--data.dataset" in {f"--{flag}" for flag in flags_of(launcher, version)}
         line = ["--data.dataset", "rows.jsonl", "--model.model_name_or_path", "folder"] if dotted else LEAST
-        if not dotted and "bf16" not in _flags(launcher, version):
+        if not dotted and "bf16" not in flags_of(launcher, version):
             line = line[:-1]
+        line = [*line, *NEEDED.get(launcher, [])]
         if launcher == "train_sft":
             line = [*line, "--data.output_key" if dotted else "--output_key", "answer"]
         found = translate_supervised(launcher, [*line, "--elastic.dialect", version], {})
@@ -51,12 +65,19 @@ def test_defaults_of_every_version_make_a_recipe(launcher: str) -> None:
         assert recipe.data.batch_rows == 128 and recipe.data.contract == "openrlhf" and recipe.data.remainder == "drop"
         assert recipe.learner.betas == (0.9, 0.95) and recipe.learner.schedule == "cosine_with_min_lr"
         assert recipe.learner.min_rate_share == 0.1 and recipe.learner.warmup_share == 0.03 and recipe.save.path == "./ckpt"
-        expected = {"train_sft": (5e-6, 2, 2048), "train_rm": (9e-6, 1, 512), "train_dpo": (1e-5, 1, 512)}[launcher]
+        expected = {
+            "train_sft": (5e-6, 2, 2048),
+            "train_rm": (9e-6, 1, 512),
+            "train_dpo": (1e-5, 1, 512),
+            "train_kto": (1e-5, 1, 2048),
+            "train_kd": (5e-6, 1, 2048),
+            "train_prm": (1e-6, 1, 2048),
+        }[launcher]
         assert (recipe.learner.learning_rate, recipe.run.epochs, recipe.data.max_tokens) == expected
 
 
 def settings(launcher: str, *more: str) -> dict[str, Any]:
-    return translate_supervised(launcher, [*LEAST, *more], {}).settings
+    return translate_supervised(launcher, [*LEAST, *NEEDED.get(launcher, []), *more], {}).settings
 
 
 @pytest.mark.parametrize(
@@ -83,6 +104,20 @@ def settings(launcher: str, *more: str) -> dict[str, Any]:
             ["--lora_rank", "8", "--lora_alpha", "32", "--target_modules", "q_proj", "v_proj"],
             {"lora.rank": 8, "lora.alpha": 32, "lora.target_modules": ["q_proj", "v_proj"]},
         ),
+        (
+            "train_kto",
+            ["--desirable_loss_weight", "1.5", "--undesirable_loss_weight", "0.5", "--label_key", "good", "--beta", "0.2"],
+            {"loss.desirable_weight": 1.5, "loss.undesirable_weight": 0.5, "data.label_column": "good", "loss.beta": 0.2},
+        ),
+        ("train_kto", [], {"data.prompt_column": "input", "data.response_column": "a", "data.label_column": "label", "loss.beta": 0.01}),
+        ("train_kd", ["--kd_coef", "0.7"], {"teacher.path": "big", "loss.teacher_weight": 0.7, "data.response_column": "output"}),
+        ("train_kd", ["--teacher_offload", "--pretrain_mode"], {"loss.teacher_weight": 0.4, "data.train_on": "all"}),
+        (
+            "train_prm",
+            ["--reward_tokens", "+", "-", "--input_key", "text", "--label_key", "labels", "--flash_attn"],
+            {"data.placeholder_token": "+", "data.reward_tokens": ["+", "-"], "data.prompt_column": "text", "data.label_column": "labels"},
+        ),
+        ("train_prm", [], {"data.reward_tokens": None, "data.prompt_column": "input"}),
         ("train_dpo", ["--elastic.learner.ranks", "4"], {"learner.ranks": 4}),
     ],
 )
@@ -100,6 +135,8 @@ def test_flags_become_settings(launcher: str, flags: list[str], expected: dict[s
         ("train_sft", [*LEAST, "--aux_loss_coef", "0.01"], "--aux_loss_coef: the router's auxiliary loss"),
         ("train_sft", [*LEAST, "--save_steps", "5", "--save_hf_ckpt"], "--save_hf_ckpt: model folders beside checkpoints"),
         ("train_sft", ["--pretrain", "x", "--bf16"], "--dataset: name the data set"),
+        ("train_kd", LEAST, "--teacher_model: name the teacher"),
+        ("train_prm", LEAST, "--placeholder_token: name the token that ends each step"),
         ("train_dpo", ["--data.dataset", "x", "--model.model_name_or_path", "y", "--optim", "muon"], "--optim: the optimizer muon"),
     ],
 )
@@ -110,7 +147,7 @@ def test_what_cannot_be_done_is_refused_by_name(launcher: str, flags: list[str],
 def test_unknown_flags_and_versions_are_named() -> None:
     with pytest.raises(UserError, match=r"train_sft: unrecognized arguments: --beta 1 \(read as OpenRLHF"):
         translate_supervised("train_sft", [*LEAST, "--beta", "1"], {})
-    with pytest.raises(UserError, match=r"--elastic.dialect: 0.1 is none of"):
+    with pytest.raises(UserError, match=r"--elastic.dialect: train_sft is in OpenRLHF 0.8.0 to 0.11.2, not in 0.1"):
         translate_supervised("train_sft", [*LEAST, "--elastic.dialect", "0.1"], {})
     with pytest.raises(UserError, match=r"--elastic.data.batch_rows: OpenRLHF's --train_batch_size sets this"):
         translate_supervised("train_sft", [*LEAST, "--elastic.data.batch_rows", "1"], {})
@@ -123,13 +160,15 @@ def test_invalid_values_name_the_flag() -> None:
 
 @given(st.lists(st.sampled_from([r.older for r in RULES]), max_size=6, unique=True), st.sampled_from(sorted(TASKS)))
 def test_any_flags_are_translated_or_refused_in_words(flags: list[str], launcher: str) -> None:
-    known = _flags(launcher, "0.8.11")
+    known = flags_of(launcher, "0.8.11")
     tokens = list(LEAST)
     for flag in flags:
         if flag in known and flag not in ("dataset", "pretrain", "bf16"):
             spec = known[flag]
             default = spec["choices"][0] if spec.get("choices") else spec.get("default") or 1
             value = [] if spec.get("action") else [str(int(default) if spec.get("type") == "int" else default)]
+            if flag == "reward_tokens":
+                value = ["+", "-"]
             if spec.get("nargs") == 2:
                 value = ["0.9", "0.99"]
             tokens += [f"--{flag}", *value]

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.learn.importance import GATES, UNITS, Correction, binary_kl, correction_weights
+from rlhfless_ray.learn.importance import GATES, UNITS, Correction, binary_kl, correction_weights, importance_weights
+from rlhfless_ray.learn.losses import clipped_loss, token_ratios
 
 LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=5)
 
@@ -149,3 +150,30 @@ def test_half_precision_is_widened_and_empty_is_fine() -> None:
     for unit in UNITS:
         c = Correction(unit, gate="ratio", gate_unit=unit)
         assert correction_weights(c, nothing, nothing, torch.zeros(0, dtype=torch.int64), 0)[0].shape == (0,)
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.05, 2.0], ids=["first optimizer step", "within the clip", "beyond the clip"])
+def test_the_objective_is_decoupled_ppo(moved: float) -> None:
+    """AReaL's objective (arXiv 2505.24298), over all three actions of a policy, for responses of an older version.
+
+    The clip is measured from the proximal policy, the weights from the version that drew the action. So the expected gradient is that
+    of the newest policy's reward in closed form, π(a)·(A(a) - mean of A), where the clip cuts nothing.
+    """
+    behavior, proximal = (torch.tensor(x, dtype=torch.float64).log_softmax(0) for x in ([0.0, 1.0, -1.0], [0.5, 0.2, -0.3]))
+    advantages = torch.tensor([1.0, -0.5, 0.25], dtype=torch.float64)
+    logits = (proximal + moved * torch.tensor([1.0, -1.0, 0.0], dtype=torch.float64)).requires_grad_()
+    logprobs = logits.log_softmax(0)
+    weights = importance_weights(proximal, behavior, math.inf)
+    loss, clipped = clipped_loss(token_ratios(logprobs, proximal), advantages, 0.2, 0.2)
+    objective = -(behavior.exp() * weights * loss).sum()
+    ratio, clip = logprobs.exp() / proximal.exp(), (logprobs.exp() / proximal.exp()).clamp(0.8, 1.2)
+    assert objective.item() == pytest.approx((proximal.exp() * torch.minimum(ratio * advantages, clip * advantages)).sum().item())
+    objective.backward()
+    policy = logprobs.exp().detach()
+    wanted = policy * (advantages - (policy * advantages).sum())
+    assert clipped.any() == (moved == 2.0)
+    assert torch.allclose(logits.grad, wanted) == (moved < 2.0)
+    coupled, _ = clipped_loss(token_ratios(logprobs.detach(), behavior), advantages, 0.2, 0.2)
+    assert (behavior.exp() * coupled).sum().item() != pytest.approx(-objective.item()), (
+        "clipped from the old version it is another objective"
+    )

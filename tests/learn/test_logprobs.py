@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhfless_ray.learn.logprobs import TargetLogprobs, chunked_logprobs
+from rlhfless_ray.learn.logprobs import TargetLogprobs, chunked_distillation, chunked_logprobs
 
 WIDTH, VOCABULARY = 16, 53
 
@@ -51,6 +51,25 @@ def test_only_one_of_the_two_may_be_used() -> None:
         (found,) = torch.autograd.grad((a * chunked_logprobs(head, hidden, targets, VOCABULARY, 1.0, 4)[k]).sum(), hidden)
         (exact,) = torch.autograd.grad((a * whole(head, hidden, targets, 1.0)[k]).sum(), hidden)
         torch.testing.assert_close(found, exact)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100, None])
+@pytest.mark.parametrize("teacher_vocabulary", [VOCABULARY, VOCABULARY - 6, VOCABULARY + 6])
+def test_distillation_is_that_of_the_whole_matrix(chunk: int | None, teacher_vocabulary: int) -> None:
+    head, hidden, targets, a, b = case(torch.float32)
+    teacher = nn.Linear(5, teacher_vocabulary)
+    taught = torch.randn(len(targets), 5, generator=torch.Generator().manual_seed(1))
+    inputs = (hidden, *head.parameters())
+    found = chunked_distillation(head, hidden, targets, teacher, taught, VOCABULARY, chunk)
+    logprobs = head(hidden).log_softmax(-1)
+    shared = min(VOCABULARY, teacher_vocabulary)
+    q = teacher(taught)[:, :shared].softmax(-1).detach()
+    expected = logprobs[torch.arange(len(targets)), targets], -(q * logprobs[:, :shared]).sum(-1)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+    slopes, exact = (torch.autograd.grad((a * x).sum() + (b * y).sum(), inputs) for x, y in (found, expected))
+    for x, y in zip(slopes, exact, strict=True):
+        torch.testing.assert_close(x, y)
 
 
 def test_the_closed_form_passes_gradcheck() -> None:

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.forecast.forecaster import Scenarios
+from placement.scaling.partial_rollout import choose_groups, find_late
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.partial_batch import PartialBatch, choose_groups, find_late
+from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.staleness import check_lag
 from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample
@@ -29,15 +30,16 @@ def recipe(**rollout: object) -> Recipe:
 @given(st.data())
 def test_the_choice_is_the_earliest_that_leaves_a_feasible_rest(data: st.DataObject) -> None:
     step, quota = 5, data.draw(st.integers(1, 3))
+    per_step = data.draw(st.integers(quota, 3))  # more than the quota in a step that lacks some groups only
     until = data.draw(st.lists(st.integers(5, 8), min_size=quota, max_size=7))
     completed = data.draw(st.permutations(range(len(until))))[: data.draw(st.integers(0, len(until)))]
 
     def is_feasible(chosen: tuple[int, ...]) -> bool:
-        return not find_late([last for g, last in enumerate(until) if g not in chosen], step + 1, quota)
+        return not find_late([last for g, last in enumerate(until) if g not in chosen], step + 1, per_step)
 
-    if find_late(until, step, quota):
+    if not any(is_feasible(chosen) for chosen in combinations(range(len(until)), quota)):
         return
-    found = choose_groups(until, completed, step, quota)
+    found = choose_groups(until, completed, step, quota, per_step)
     possible = [c for c in combinations(sorted(completed), quota) if is_feasible(c)]
     assert (found is not None) == bool(possible)
     if found is not None:
@@ -49,12 +51,13 @@ def test_the_choice_is_the_earliest_that_leaves_a_feasible_rest(data: st.DataObj
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_no_token_is_ever_too_old_whatever_completes_when(data: st.DataObject) -> None:
-    """Random progress, engines lost with what they had not reported, resumes, and a bound that is lowered at a resume."""
+    """Random progress, engines lost with what they had not reported, groups dropped by a filter, resumes, and a lowered bound."""
     mode, ahead = data.draw(st.sampled_from([("continue", False), ("restart", False), ("continue", True)]))
+    filters = data.draw(st.booleans())
     most, share = data.draw(st.sampled_from([(1, 1.0), (1, 1.5), (1, 2.0), (2, 3.0), (3, 1.67), (3, 4.0)]))
     rng, last, drawn = np.random.default_rng(data.draw(st.integers(0, 2**32))), 9, 0
     share = min(share, most + (not ahead))
-    prompts = [Prompt(i, "", (1, 2)) for i in range(99)]
+    prompts = [Prompt(i, "", (1, 2)) for i in range(999)]
     run = PartialRollouts(recipe(partial=mode, max_lag_steps=most, oversample=share, ahead=ahead))
 
     def draw(count: int) -> list[Prompt]:
@@ -62,17 +65,8 @@ def test_no_token_is_ever_too_old_whatever_completes_when(data: st.DataObject) -
         drawn += count
         return prompts[drawn - count : drawn]
 
-    trained: list[int] = []
-    for step in range(1, last + 1):
-        if rng.random() < 0.3:  # a resume
-            state = run.state(run.in_flight)
-            if step > 5 and most > 1:
-                most -= 1
-                share = min(share, most + (not ahead))
-            run = PartialRollouts(recipe(partial=mode, max_lag_steps=most, oversample=share, ahead=ahead))
-            run.restore(state, prompts)
-        batch = run.begin(step, last - step + 1, draw)
-        for version in (step - 2, step - 1) if ahead and step > 1 else (step - 1,):
+    def roll_out(batch: PartialBatch, versions_of: tuple[int, ...]) -> tuple[PartialBatch, list[Sample]]:
+        for version in versions_of:
             beside_update, before, made = version < step - 1, dict(batch.samples), batch.made.copy()
             finished = [key for key in range(len(made)) if not batch.unfinished[key]]
             versions = {key: list(before[key].completion.versions) if made[key] else [] for key in range(len(made))}
@@ -98,13 +92,30 @@ def test_no_token_is_ever_too_old_whatever_completes_when(data: st.DataObject) -
             if batch.chosen is not None:
                 break
             batch = batch.after(joined)
-        samples, metrics = run.take(batch, joined)
-        assert len(samples) == 6 and [s.completion.key for s in samples] == list(range(6))
-        assert all(s.completion.finish_reason == "stop" for s in samples)
-        check_lag(samples, step - 1, most)  # raises if a token is too old
-        trained += [s.prompt.index for s in samples[::2]]
+        return batch, joined
+
+    ended: list[int] = []
+    for step in range(1, last + 1):
+        if rng.random() < 0.3:  # a resume
+            state = run.state(run.in_flight)
+            if step > 5 and most > 1:
+                most -= 1
+                share = min(share, most + (not ahead))
+            run = PartialRollouts(recipe(partial=mode, max_lag_steps=most, oversample=share, ahead=ahead))
+            run.restore(state, prompts)
+        kept, missing, versions_of = [], None, (step - 2, step - 1) if ahead and step > 1 else (step - 1,)
+        while len(kept) < 3:
+            batch = run.begin(step, last - step + 1, draw, missing)
+            batch, joined = roll_out(batch, versions_of)
+            samples, metrics = run.take(batch, joined)
+            assert [s.completion.key for s in samples] == list(range(len(samples))) and len(samples) == 2 * (missing or 3)
+            assert all(s.completion.finish_reason == "stop" for s in samples)
+            check_lag(samples, step - 1, most)  # raises if a token is too old
+            ended += [s.prompt.index for s in samples[::2]]
+            kept += [s for s in samples[::2] if not filters or rng.random() < 0.6]
+            missing, versions_of = 3 - len(kept), (step - 1,)
         assert mode == "continue" or not metrics["partial/recomputed_tokens"]
-    assert not run.in_flight and sorted(trained) == list(range(27))
+    assert not run.in_flight and sorted(ended) == list(range(drawn)) and (filters or drawn == 27)
 
 
 def test_a_group_that_cannot_be_trained_in_time_begins_again() -> None:
@@ -144,8 +155,6 @@ def test_a_prompt_that_is_begun_twice_in_a_step_gets_other_samples() -> None:
         ({"oversample": 0.5}, "rollout.oversample: 0.5 is not between 1"),
         ({"partial": "off"}, "rollout.max_lag_steps: more than 1 needs responses that outlive a step"),
         ({"partial": "off", "max_lag_steps": 1}, "rollout.oversample: rollout.partial is off"),
-        ({"agent": True}, "rollout.partial: the agent of agent.path cannot be paused"),
-        ({"algorithm": {"filter_range": [0.1, 0.9]}}, "rollout.partial: algorithm.filter_range"),
         ({"algorithm": {"importance_cap": 0}}, "rollout.max_lag_steps: responses of older weights need importance weights"),
         ({"ahead": True, "oversample": 3}, "rollout.oversample: 3 is not between 1 and rollout.max_lag_steps = 2"),
         ({"ahead": True, "partial": "restart"}, "rollout.ahead: with restart each update would discard"),
@@ -157,8 +166,6 @@ def test_what_partial_rollouts_need_is_said(settings: dict[str, Any], said: str)
     tree["rollout"] |= {key: value for key, value in settings.items() if key in (*tree["rollout"], "ahead")}
     for section in ("algorithm", "run"):
         tree[section] = tree.get(section, {}) | settings.get(section, {})
-    if "agent" in settings:
-        tree |= {"reward": {}, "agent": {"path": "agent.py"}}
     with pytest.raises(UserError) as caught:
         Recipe.parse(tree)
     assert said in str(caught.value)

@@ -48,7 +48,8 @@ def answers(rows: list[int], mean: Callable[[int], float | None], version: int =
 
 def run(dynamic_sampling: DynamicSampling, mean: Callable[[int], float | None]) -> tuple[list[int], int]:
     """One step: rows of its groups, and how many rounds it took."""
-    filled = dynamic_sampling.fill(answers(dynamic_sampling.cursor.next(dynamic_sampling.first), mean), lambda rows: answers(rows, mean))
+    first = answers(dynamic_sampling.cursor.next(dynamic_sampling.missing), mean)
+    filled = dynamic_sampling.fill(first, lambda: answers(dynamic_sampling.draw(), mean))
     assert [s.completion.key for s in filled] == list(range(len(filled)))
     assert [s.sample for s in filled] == [0, 1] * (len(filled) // COUNT)
     return [s.prompt.index for s in filled[::COUNT]], dynamic_sampling.rounds
@@ -90,7 +91,7 @@ def test_bounds_are_outside_and_a_score_goes_before_the_reward() -> None:
     scored = answers([4, 5], lambda row: 0.5)
     for sample in scored[:COUNT]:
         sample.score = 1.0
-    filled = dynamic_sampling.fill(scored, lambda rows: answers(rows, lambda row: 0.5))
+    filled = dynamic_sampling.fill(scored, lambda: answers(dynamic_sampling.draw(), lambda row: 0.5))
     assert [s.prompt.index for s in filled] == [5, 5, 4, 4], "the cursor's next row takes the place of the one that was dropped"
 
 
@@ -131,7 +132,7 @@ def test_what_is_left_over_outlives_the_process() -> None:
             assert (one.action_mask is None) == (other.action_mask is None)
     np.testing.assert_array_equal(resumed.ready[0][0].action_mask, [True, False])
     assert [run(dynamic_sampling, lambda row: mean[row]) for _ in range(5)] == [run(resumed, lambda row: mean[row]) for _ in range(5)]
-    assert dynamic_sampling.first == 4 - len(dynamic_sampling.ready)
+    assert dynamic_sampling.missing == 4 - len(dynamic_sampling.ready)
 
 
 def test_a_run_in_which_nothing_passes_ends_with_what_was_seen() -> None:
@@ -160,4 +161,4 @@ def test_settings() -> None:
             recipe(**changes)
     off = DynamicSampling(Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}}), Cursor(4, 2, False, 0))
     some = answers([0, 1], lambda row: 0.0)
-    assert off.fill(some, lambda rows: []) is some and off.metrics() == {}
+    assert off.fill(some, list) is some and off.metrics() == {}

@@ -18,10 +18,11 @@ def main(folder: Path, rank: int, ranks: int, port: int) -> None:
     torch.set_num_threads(1)
     cases = pickle.loads((folder / "cases.pickle").read_bytes())
     results = {}
-    for name, (recipe, examples, steps) in cases.items():
+    for name, (recipe, rows, steps) in cases.items():
+        examples, teacher = rows.train, folder / "teacher" if recipe.teacher.path else None
         work = SupervisedRank(recipe, len(steps), rank, ranks)
         work.trainer.join_gang(("127.0.0.1", port))
-        references = work.open(folder / "model", None, [examples], None, None)
+        references = work.open(folder / "model", teacher, [examples], None, None, rows.reward_tokens)
         held = work.evaluate(examples, data=0)
         found = [work.step(examples, rows) for rows in steps]
         weights = {k: v.clone() for k, v in (work.trainer._merged() or {}).items()}

@@ -96,9 +96,59 @@ def test_kto_pairs_every_prompt_with_another_response(tmp_path: Path, tokenizer:
     assert loaded.train.extras.tolist() == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto"])
+STEPS = {"placeholder_token": ";", "reward_tokens": ["1", "0"]}
+
+
+def test_steps_of_a_process_reward_model_count_the_place_after_their_placeholder(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"prompt": "ab;c;d", "label": ["1", "0"]}, {"prompt": "a;", "label": [0.25]}]
+    found, loaded = read(tmp_path, tokenizer, rows, "prm", **STEPS)
+    assert found == ["ab;[c];[d]<eos>", "a;[<eos>]"]
+    assert loaded.train.labels.tolist() == [1.0, 0.0, 0.25] and loaded.train.labels_of(np.array([1, 0])).tolist() == [0.25, 1.0, 0.0]
+    assert loaded.reward_tokens == [tokenizer("1")["input_ids"][0], tokenizer("0")["input_ids"][0]]
+    rows = [{"prompt": "a;b;c;", "label": ["1", "2", "0"]}]
+    _, loaded = read(tmp_path, tokenizer, rows, "prm", **{**STEPS, "reward_tokens": ["0", "1", "2"]})
+    assert loaded.train.labels.tolist() == [1.0, 2.0, 0.0]
+    _, loaded = read(tmp_path, tokenizer, rows, "prm", placeholder_token=";")
+    assert loaded.train.labels.tolist() == [tokenizer(x)["input_ids"][0] for x in "120"] and loaded.reward_tokens is None
+
+
+def test_cut_texts_keep_the_labels_of_their_steps(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"prompt": "a;b;cdefgh;", "label": ["1", "0", "1"]}, {"prompt": "abcdefgh;", "label": ["1"]}]
+    found, loaded = read(tmp_path, tokenizer, rows, "prm", contract="openrlhf", overlong="leave_out", max_tokens=7, **STEPS)
+    assert found == ["a;[b];[c]d<eos>"] and loaded.train.labels.tolist() == [1.0, 0.0]
+    assert "line 2" in loaded.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "ab", "label": ["1"]}, "line 2: column `prompt` has no placeholder token `;`, so it has no steps"),
+        ({"prompt": "a;b;", "label": ["1"]}, "line 2: column `label` has 1 labels for 2 steps"),
+        ({"prompt": "a;", "label": "1"}, "line 2: column `label` has no list for 1 steps"),
+        ({"prompt": "a;", "label": ["7"]}, "line 2: the label '7' in column `label` is none of data.reward_tokens 1, 0"),
+        ({"prompt": "a;", "label": [1.5]}, "line 2: the label 1.5 in column `label` is neither a reward token nor a probability"),
+        ({"prompt": "a;", "label": [True]}, "line 2: the label True in column `label` is neither"),
+        ({"prompt": "a;"}, "line 2: no column `label`"),
+    ],
+)
+def test_bad_steps_are_named(tmp_path: Path, tokenizer: Any, row: Any, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        read(tmp_path, tokenizer, [{"prompt": "a;", "label": ["1"]}, row], "prm", **STEPS)
+    assert message in str(error.value)
+
+
+def test_tokens_of_steps_are_single_ones(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"prompt": "a;", "label": [0.5]}]
+    with pytest.raises(UserError, match=r"data.placeholder_token: `;;` is 2 tokens of policy.path's tokenizer"):
+        read(tmp_path, tokenizer, rows, "prm", placeholder_token=";;")
+    with pytest.raises(UserError, match=r"line 1: the label 0.5 .* is a probability; set data.reward_tokens to two tokens"):
+        read(tmp_path, tokenizer, rows, "prm", placeholder_token=";")
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto", "kd"])
 def test_builtin_tasks_have_rows_for_every_stage(stage: str, tokenizer: Any) -> None:
-    parsed = SupervisedRecipe.parse({"task": stage, "data": {"task": "sort", "rows": 20}, "evaluate": {"rows": 5}})
+    teacher = {"teacher": {"path": "x"}} if stage == "kd" else {}
+    parsed = SupervisedRecipe.parse({"task": stage, "data": {"task": "sort", "rows": 20}, "evaluate": {"rows": 5}, **teacher})
     loaded = load_rows(parsed, tokenizer)
     assert len(loaded.train) == 20 and len(loaded.heldout) == 5
     assert load_rows(parsed, tokenizer).train.tokens.tolist() == loaded.train.tokens.tolist()

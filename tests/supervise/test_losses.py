@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhfless_ray.supervise.losses import dpo_loss, kto_loss, pairwise_loss
+from rlhfless_ray.supervise.losses import dpo_loss, kto_loss, pairwise_loss, step_loss
 
 RNG = np.random.default_rng(5)
 CHOSEN, REJECTED, MARGINS = RNG.normal(size=(3, 16)) * 3
@@ -56,3 +56,17 @@ def test_kto() -> None:
     loss.sum().backward()
     assert ratios.grad is not None
     assert (np.sign(ratios.grad.numpy()) == np.where(desirable.numpy(), -1, 1)).all()
+
+
+def test_steps_with_probabilities_and_with_classes() -> None:
+    logits = torch.from_numpy(RNG.normal(size=(16, 3))).requires_grad_()
+    p, classes = RNG.random(16), RNG.integers(3, size=16)
+    two = step_loss(logits[:, :2], torch.from_numpy(p)).detach().numpy()
+    difference = (logits[:, 0] - logits[:, 1]).detach().numpy()
+    assert np.allclose(two, -p * log_sigmoid(difference) - (1 - p) * log_sigmoid(-difference), rtol=1e-12)
+    loss = step_loss(logits, torch.from_numpy(classes.astype(np.float64)))
+    loss.sum().backward()
+    shares = np.exp(logits.detach().numpy())
+    shares /= shares.sum(1, keepdims=True)
+    assert np.allclose(loss.detach().numpy(), -np.log(shares[np.arange(16), classes]), rtol=1e-12)
+    assert logits.grad is not None and np.allclose(logits.grad.numpy(), shares - np.eye(3)[classes], atol=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from rlhfless_ray.prompts.builtin_tasks import task
+from rlhfless_ray.recipe.rollout_sections import PolicyConfig
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.supervise.load_rows import load_rows
 from rlhfless_ray.weights.load_policy import load_tokenizer
@@ -32,15 +34,41 @@ CASES: dict[str, dict[str, Any]] = {
     "dpo_apart": {"task": "dpo", "loss": {"beta": BETA, "nll_coefficient": 0.3}, "learner": {"share_prompts": "off"}},
     "ipo": {"task": "dpo", "loss": {"beta": BETA, "kind": "ipo"}},
     "kto": {"task": "kto", "loss": {"beta": BETA, "desirable_weight": 1.3}},
+    "kd": {"task": "kd", "teacher": {"path": "teacher"}, "loss": {"teacher_weight": 0.3}},
+    "kd_lora": {"task": "kd", "teacher": {"path": "teacher"}, "lora": {"rank": 4}},
+    "prm": {"task": "prm", "data": {"reward_tokens": ["=", "#"]}},
+    "prm_soft": {"task": "prm", "data": {"reward_tokens": ["=", "#"]}},
+    "prm_three": {"task": "prm", "data": {"reward_tokens": ["=", "#", "0"]}},
+    "prm_all": {"task": "prm"},
     "lora": {"task": "sft", "lora": {"rank": 4}},
     "stage_1": {"task": "dpo", "loss": {"beta": BETA, "nll_coefficient": 0.3}, "learner": {"zero_stage": 1}},
 }
 
 
 def parsed(name: str) -> SupervisedRecipe:
-    tree = {"data": {"task": "chain", "rows": ROWS, "batch_rows": 8}, "policy": {"hidden_size": 64, "layers": 2}, **CASES[name]}
+    tree = {"policy": {"hidden_size": 64, "layers": 2}, **CASES[name]}
+    if tree["task"] == "prm":  # its rows are written by the fixture
+        tree["policy"] = {"path": "model"}
+        tree["data"] = {"path": f"{name}.jsonl", "placeholder_token": ";", **tree.get("data", {})}
+    else:
+        tree["data"] = {"task": "chain", "rows": ROWS}
+    tree["data"]["batch_rows"] = 8
     learner = {"learning_rate": 1e-2, "micro_batch_tokens": 300, "grad_clip": 1e9, "adam_eps": 1e-4, **tree.pop("learner", {})}
     return SupervisedRecipe.parse({**tree, "learner": learner, "run": {"seed": 7}})
+
+
+def write_steps(folder: Path, name: str) -> SupervisedRecipe:
+    """Write rows with one to five steps, and return the recipe that reads them."""
+    recipe, rng = parsed(name), np.random.default_rng(3)
+    rows = []
+    for row in task("chain").rows(ROWS, 1, "train"):
+        steps = int(rng.integers(1, 6))
+        known = recipe.data.reward_tokens or ["=", "#", "0", "1"]
+        labels: list[Any] = [round(float(x), 2) for x in rng.random(steps)] if name == "prm_soft" else list(rng.choice(known, steps))
+        rows.append({"prompt": row["prompt"] + "".join(f"{rng.integers(10)};" for _ in range(steps)), "label": labels})
+    file = folder / f"{name}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"path": str(file)})})
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +77,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
 
     folder = tmp_path_factory.mktemp("ranks")
     write_folder(folder / "model", scratch_policy(parsed("sft"), task("chain")))
+    wide = parsed("sft").model_copy(update={"policy": PolicyConfig(hidden_size=96, layers=1)})
+    write_folder(folder / "teacher", scratch_policy(wide, task("chain")))
     tokenizer = load_tokenizer(read_folder(folder / "model"), False)
     steps = [np.array([5, 0, 3, 8, 11, 2, 1]), np.array([4, 9, 6, 7])]
-    cases = {name: (parsed(name), load_rows(parsed(name), tokenizer).train, steps) for name in CASES}
+    recipes = {name: write_steps(folder, name) if CASES[name]["task"] == "prm" else parsed(name) for name in CASES}
+    cases = {name: (recipe, load_rows(recipe, tokenizer), steps) for name, recipe in recipes.items()}
     (folder / "cases.pickle").write_bytes(pickle.dumps(cases))
     found: dict[int, dict[str, Any]] = {}
     for ranks in (1, 2):
@@ -101,18 +132,20 @@ class Plain:
     def __init__(self, results: dict[int, Any], name: str) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.recipe, self.examples, self.steps = results[0]["cases"][name]
-        folder = results[0]["folder"] / "model"
+        self.recipe, self.rows, self.steps = results[0]["cases"][name]
+        self.examples = self.rows.train
+        folder = self.folder = results[0]["folder"] / "model"
         if self.recipe.task == "rm":
             from rlhfless_ray.learn.policy_model import load_critic
 
             self.model = load_critic(folder, "float32", False, "score", self.recipe.run.seed)
         else:
             self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.teacher = AutoModelForCausalLM.from_pretrained(results[0]["folder"] / "teacher", dtype=torch.float32)
         self.model.train()
         self.starts = np.cumsum(self.examples.lengths) - self.examples.lengths
         with torch.no_grad():
-            self.references = [] if self.recipe.task in ("sft", "rm") else [self.sum(i) for i in range(len(self.examples.lengths))]
+            self.references = [] if self.recipe.task not in ("dpo", "kto") else [self.sum(i) for i in range(len(self.examples.lengths))]
 
     def sequence(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         here = slice(self.starts[number], self.starts[number] + self.examples.lengths[number])
@@ -126,11 +159,41 @@ class Plain:
     def sum(self, number: int) -> torch.Tensor:
         return self.logprobs(number).sum()
 
+    def crosses(self, number: int) -> torch.Tensor:
+        """Cross-entropy with the teacher at each trained token."""
+        ids, mask = self.sequence(number)
+        with torch.no_grad():
+            q = self.teacher(input_ids=ids[None]).logits[0, :-1].softmax(-1)
+        return -(q * self.model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)).sum(-1)[mask[1:]]
+
+    def steps_of(self, number: int) -> torch.Tensor:
+        """The loss at each placeholder, as OpenRLHF computes it."""
+        ids, _ = self.sequence(number)
+        ids = ids[:-1]
+        vocabulary = {token: self.rows.reward_tokens[i] for i, token in enumerate(self.recipe.data.reward_tokens or [])}
+        tokenizer = load_tokenizer(read_folder(Path(self.folder)), False)
+        row = json.loads(Path(self.recipe.data.path).read_text().splitlines()[number])
+        (placeholder,) = tokenizer(";")["input_ids"]
+        logits = self.model(input_ids=ids[None]).logits[0][ids == placeholder]
+        if not vocabulary:
+            return functional.cross_entropy(logits, torch.tensor([tokenizer(x)["input_ids"][0] for x in row["label"]]), reduction="none")
+        logits = logits[:, list(vocabulary.values())]
+        if isinstance(row["label"][0], float):
+            p = torch.tensor(row["label"])
+            return functional.cross_entropy(logits, torch.stack([p, 1 - p], dim=-1), reduction="none")
+        return functional.cross_entropy(logits, torch.tensor([list(vocabulary).index(x) for x in row["label"]]), reduction="none")
+
     def loss(self, rows: np.ndarray) -> torch.Tensor:
         section = self.recipe.loss
         if self.recipe.task == "sft":
             parts = [self.logprobs(i) for i in rows]
             return -torch.cat(parts).mean() if section.mean == "token" else -torch.stack([p.mean() for p in parts]).mean()
+        if self.recipe.task == "kd":
+            weight = section.teacher_weight
+            nll = -torch.cat([self.logprobs(i) for i in rows]).mean()
+            return (1 - weight) * nll + weight * torch.cat([self.crosses(i) for i in rows]).mean()
+        if self.recipe.task == "prm":
+            return torch.cat([self.steps_of(i) for i in rows]).mean()
         if self.recipe.task == "rm":
             values = [self.model(input_ids=self.sequence(i)[0][None, :-1]).logits[0, 0] for row in rows for i in (2 * row, 2 * row + 1)]
             difference = torch.stack(values[::2]) - torch.stack(values[1::2])
@@ -149,7 +212,7 @@ class Plain:
         return (torch.log1p(torch.exp(-BETA * difference)) + section.nll_coefficient * nll).mean()
 
 
-@pytest.mark.parametrize("name", ["sft", "sft_sequence", "rm", "dpo", "ipo", "kto"])
+@pytest.mark.parametrize("name", ["sft", "sft_sequence", "rm", "dpo", "ipo", "kto", "kd", "prm", "prm_soft", "prm_three", "prm_all"])
 def test_steps_equal_plain_torch(results: dict[int, Any], name: str) -> None:
     plain, ours = Plain(results, name), results[1][name]
     optimizer = torch.optim.AdamW(plain.model.parameters(), lr=1e-2, weight_decay=0.0, eps=1e-4)
@@ -167,7 +230,7 @@ def test_steps_equal_plain_torch(results: dict[int, Any], name: str) -> None:
 
 
 def test_an_evaluation_is_the_mean_over_all_rows(results: dict[int, Any]) -> None:
-    for name in ("sft", "rm"):
+    for name in ("sft", "rm", "kd", "prm"):
         plain = Plain(results, name)
         with torch.no_grad():
             assert results[1][name]["held"].metrics["loss"] == pytest.approx(plain.loss(np.arange(ROWS)).item(), rel=1e-4)

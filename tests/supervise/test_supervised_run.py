@@ -18,6 +18,7 @@ import psutil
 import pytest
 import yaml
 
+from rlhfless_ray.common.errors import UserError
 from tests.conftest import ROOT, command_here, environment
 
 DONE_AT_LEAST = 10  # steps before a run is disturbed
@@ -151,11 +152,16 @@ def test_a_stopped_run_goes_on(folder: Path, whole: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["task=sfft"], "`task`: input should be 'sft', 'rm', 'dpo' or 'kto' (got 'sfft')"),
+        (["task=sfft"], "`task`: input should be 'sft', 'rm', 'dpo', 'kto', 'kd' or 'prm' (got 'sfft')"),
         (["loss.beta=0.2"], "loss.beta: sft does not use it"),
         (["data.batch_row=4"], "unknown key `data.batch_row`; did you mean `data.batch_rows`?"),
         (["learner.ranks=2", "run.min_ranks=3"], "run.min_ranks: must not exceed learner.ranks"),
         (["learner.overlap=off"], "learner.overlap: a supervised stage has no rollout"),
+        (["task=kd"], "teacher.path: name the teacher"),
+        (["teacher.path=x"], "teacher.path: sft has no teacher; leave it out"),
+        (["task=prm"], "data.placeholder_token: name the token that ends each step"),
+        (["task=prm", "data.placeholder_token=x"], "data.task: built-in tasks have no steps with labels"),
+        (["data.placeholder_token=x"], "data.placeholder_token: sft has no steps"),
         (["task=dpo", "reference.path=/nowhere"], "reference.path: /nowhere is not a folder"),
         (["data.batch_rows=500", "data.remainder=drop"], "data.batch_rows: the 480 rows do not fill one batch of 500"),
     ],
@@ -164,6 +170,24 @@ def test_mistakes_are_one_sentence(tmp_path: Path, changes: list[str], message: 
     said = command_here("train", str(recipe(tmp_path, "bad")), *changes)
     assert said.returncode == 2 and message in said.stderr, said.stderr
     assert said.stderr.count("\n") == 1 and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("other", ["sort", "chain"])
+def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path, other: str) -> None:
+    from rlhfless_ray.learn.tiny_model import scratch_policy
+    from rlhfless_ray.prompts.builtin_tasks import task
+    from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+    from rlhfless_ray.supervise.run_supervised import SupervisedStage
+    from rlhfless_ray.weights.model_folder import write_folder
+
+    tree = yaml.safe_load(recipe(tmp_path, "kd", task="kd", teacher={"path": str(tmp_path / "teacher")}).read_text())
+    parsed = SupervisedRecipe.parse(tree)
+    write_folder(tmp_path / "teacher", scratch_policy(parsed, task(other)))
+    if other == "chain":
+        assert SupervisedStage(parsed).second == tmp_path / "teacher"
+        return
+    with pytest.raises(UserError, match=r"teacher.path: its tokenizer has another vocabulary than that of policy.path \('"):
+        SupervisedStage(parsed)
 
 
 def test_other_commands_say_what_the_recipe_is(tmp_path: Path) -> None:

@@ -1,47 +1,17 @@
-"""What the flags of train_sft, train_rm and train_dpo mean in a recipe: one row per flag of the newest version, with its older name."""
+"""What the flags of the launchers that train on rows mean in a recipe: one row per flag of the newest version, with its older name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rlhfless_ray.compat.openrlhf.flag_semantics import BUDGET, DIVIDED, DTYPES, stored_dtype
+from rlhfless_ray.compat.openrlhf.launcher_flags import FlagRule, Values, only, row
 
-SFT, RM, DPO = "train_sft", "train_rm", "train_dpo"
-TASKS = {SFT: "sft", RM: "rm", DPO: "dpo"}
+SFT, RM, DPO, KTO, KD, PRM = "train_sft", "train_rm", "train_dpo", "train_kto", "train_kd", "train_prm"
+TASKS = {SFT: "sft", RM: "rm", DPO: "dpo", KTO: "kto", KD: "kd", PRM: "prm"}
 ALL_ROWS = 10**6  # the launchers' default for "all rows" is this or more
-
-Values = dict[str, Any]  # by the newest names
-Kind = Literal["exact", "hint", "noop", "refused"]
-
-
-@dataclass(frozen=True)
-class SupervisedRule:
-    """`make`: value and all values → settings; None: the first of `keys` gets the value. `refuses`: why a value is refused, or ""."""
-
-    name: str
-    older: str
-    kind: Kind
-    keys: tuple[str, ...] = ()
-    make: Callable[[Any, Values], dict[str, Any]] | None = None
-    refuses: Callable[[Any, Values], str] = lambda x, v: ""
-    reading: str = ""
-
-    def settings(self, v: Values) -> dict[str, Any]:
-        if self.kind != "exact" or self.name not in v:
-            return {}
-        return self.make(v[self.name], v) if self.make is not None else {self.keys[0]: v[self.name]}
-
-
-def _row(name: str, older: str, kind: Kind, keys: str = "", make: Any = None, *, refuses: Any = None, reading: str = "") -> SupervisedRule:
-    return SupervisedRule(name, older, kind, tuple(keys.split()), make, refuses or (lambda x, v: ""), reading)
-
-
-def _only(value: Any, sentence: str) -> Callable[[Any, Values], str]:
-    """Refuse every value but this one."""
-    return lambda x, v: "" if x == value else sentence
 
 
 def _dtype(x: Any, v: Values) -> dict[str, Any]:
@@ -88,7 +58,7 @@ def _responses(x: str | None, v: Values) -> dict[str, Any]:
 def _trained(x: bool, v: Values) -> dict[str, Any]:
     if v["model.pretrain_mode_enable"]:
         return {"data.train_on": "all"}
-    return {"data.train_on": "assistant"} if v["data.multiturn"] else {}
+    return {"data.train_on": "assistant"} if v.get("data.multiturn") else {}
 
 
 def _checkpoints(x: int, v: Values) -> dict[str, Any]:
@@ -110,35 +80,35 @@ def _sink(key: str) -> Callable[[Any, Values], dict[str, Any]]:
 NOT_HERE = "has no counterpart here yet"
 PLAIN_ATTENTION = "kernels of attention are torch's own, and change no result"
 
-RULES: tuple[SupervisedRule, ...] = (
+RULES: tuple[FlagRule, ...] = (
     # checkpoints and evaluation
-    _row("ckpt.output_dir", "save_path", "exact", "save.path"),
-    _row("ckpt.save_steps", "save_steps", "exact", "checkpoint.every_steps", _checkpoints),
-    _row("ckpt.path", "ckpt_path", "exact", "checkpoint.path", lambda x, v: {"checkpoint.path": x} if v["ckpt.save_steps"] > 0 else {}),
-    _row("ckpt.max_num", "max_ckpt_num", "exact", "checkpoint.keep"),
-    _row("ckpt.max_mem", "max_ckpt_mem", "hint", reading="checkpoints are limited by their number"),
-    _row(
+    row("ckpt.output_dir", "save_path", "exact", "save.path"),
+    row("ckpt.save_steps", "save_steps", "exact", "checkpoint.every_steps", _checkpoints),
+    row("ckpt.path", "ckpt_path", "exact", "checkpoint.path", lambda x, v: {"checkpoint.path": x} if v["ckpt.save_steps"] > 0 else {}),
+    row("ckpt.max_num", "max_ckpt_num", "exact", "checkpoint.keep"),
+    row("ckpt.max_mem", "max_ckpt_mem", "hint", reading="checkpoints are limited by their number"),
+    row(
         "ckpt.save_hf",
         "save_hf_ckpt",
         "noop",
         refuses=lambda x, v: "model folders beside checkpoints have no counterpart here yet" if x and v["ckpt.save_steps"] > 0 else "",
         reading="no checkpoints are asked for",
     ),
-    _row("ckpt.disable_ds", "disable_ds_ckpt", "noop", refuses=_only(False, NOT_HERE), reading="the default"),
-    _row("ckpt.load_enable", "load_checkpoint", "hint", reading="continue the newest run of this name if it has a checkpoint"),
-    _row("ds.use_universal_ckpt", "use_ds_universal_ckpt", "noop", reading="every checkpoint is read at any number of ranks"),
-    _row("eval.steps", "eval_steps", "exact", "evaluate.every_steps evaluate.each_epoch", lambda x, v: _evaluations(x)),
-    _row("eval.dataset", "eval_dataset", "exact", "evaluate.path", lambda x, v: {"evaluate.path": x or ""}),
-    _row("eval.split", "eval_split", "exact", "evaluate.split", lambda x, v: {"evaluate.split": x} if v["eval.dataset"] else {}),
+    row("ckpt.disable_ds", "disable_ds_ckpt", "noop", refuses=only(False, NOT_HERE), reading="the default"),
+    row("ckpt.load_enable", "load_checkpoint", "hint", reading="continue the newest run of this name if it has a checkpoint"),
+    row("ds.use_universal_ckpt", "use_ds_universal_ckpt", "noop", reading="every checkpoint is read at any number of ranks"),
+    row("eval.steps", "eval_steps", "exact", "evaluate.every_steps evaluate.each_epoch", lambda x, v: _evaluations(x)),
+    row("eval.dataset", "eval_dataset", "exact", "evaluate.path", lambda x, v: {"evaluate.path": x or ""}),
+    row("eval.split", "eval_split", "exact", "evaluate.split", lambda x, v: {"evaluate.split": x} if v["eval.dataset"] else {}),
     # batches
-    _row("train.batch_size", "train_batch_size", "exact", "data.batch_rows"),
-    _row("train.micro_batch_size", "micro_train_batch_size", "hint", reading=BUDGET),
-    _row("train.max_epochs", "max_epochs", "exact", "run.epochs"),
-    _row("train.seed", "seed", "exact", "run.seed"),
-    _row("train.full_determinism_enable", "full_determinism", "noop", reading="a run is repeatable anyway"),
-    _row("local_rank", "local_rank", "noop", reading="Ray Train numbers the ranks"),
+    row("train.batch_size", "train_batch_size", "exact", "data.batch_rows"),
+    row("train.micro_batch_size", "micro_train_batch_size", "hint", reading=BUDGET),
+    row("train.max_epochs", "max_epochs", "exact", "run.epochs"),
+    row("train.seed", "seed", "exact", "run.seed"),
+    row("train.full_determinism_enable", "full_determinism", "noop", reading="a run is repeatable anyway"),
+    row("local_rank", "local_rank", "noop", reading="Ray Train numbers the ranks"),
     # model
-    _row(
+    row(
         "model.model_name_or_path",
         "pretrain",
         "exact",
@@ -146,30 +116,28 @@ RULES: tuple[SupervisedRule, ...] = (
         lambda x, v: {"policy.path": x or ""},
         refuses=lambda x, v: "" if x else "name the model to train",
     ),
-    _row("ds.param_dtype", "param_dtype", "exact", "policy.dtype", _dtype),
-    _row("ds.zero_stage", "zero_stage", "exact", "learner.zero_stage", _zero_stage),
-    _row("ds.adam_offload", "adam_offload", "exact", "learner.optimizer_offload"),
-    _row(
+    row("ds.param_dtype", "param_dtype", "exact", "policy.dtype", _dtype),
+    row("ds.zero_stage", "zero_stage", "exact", "learner.zero_stage", _zero_stage),
+    row("ds.adam_offload", "adam_offload", "exact", "learner.optimizer_offload"),
+    row(
         "model.gradient_checkpointing_enable",
         "gradient_checkpointing",
         "exact",
         "learner.gradient_checkpointing",
         lambda x, v: {"learner.gradient_checkpointing": bool(x)},
     ),
-    _row("model.gradient_checkpointing_reentrant", "gradient_checkpointing_use_reentrant", "noop", reading="it changes no result"),
-    _row(
-        "model.aux_loss_coef", "aux_loss_coef", "noop", refuses=_only(0, "the router's auxiliary loss " + NOT_HERE), reading="the default"
+    row("model.gradient_checkpointing_reentrant", "gradient_checkpointing_use_reentrant", "noop", reading="it changes no result"),
+    row("model.aux_loss_coef", "aux_loss_coef", "noop", refuses=only(0, "the router's auxiliary loss " + NOT_HERE), reading="the default"),
+    row(
+        "ds.load_in_4bit", "load_in_4bit", "noop", refuses=only(False, "4-bit weights have no counterpart here yet"), reading="the default"
     ),
-    _row(
-        "ds.load_in_4bit", "load_in_4bit", "noop", refuses=_only(False, "4-bit weights have no counterpart here yet"), reading="the default"
-    ),
-    _row("ds.lora.rank", "lora_rank", "exact", "lora.rank"),
-    _row("ds.lora.alpha", "lora_alpha", "exact", "lora.alpha", _lora("alpha")),
-    _row("ds.lora.dropout", "lora_dropout", "exact", "lora.dropout", _lora("dropout")),
-    _row("ds.lora.target_modules", "target_modules", "exact", "lora.target_modules", _targets),
-    _row("ds.value_head_prefix", "value_head_prefix", "exact", "loss.value_head"),
+    row("ds.lora.rank", "lora_rank", "exact", "lora.rank"),
+    row("ds.lora.alpha", "lora_alpha", "exact", "lora.alpha", _lora("alpha")),
+    row("ds.lora.dropout", "lora_dropout", "exact", "lora.dropout", _lora("dropout")),
+    row("ds.lora.target_modules", "target_modules", "exact", "lora.target_modules", _targets),
+    row("ds.value_head_prefix", "value_head_prefix", "exact", "loss.value_head"),
     *[
-        _row(name, older, "noop", reading=reading)
+        row(name, older, "noop", reading=reading)
         for name, older, reading in [
             ("ds.zpg", "zpg", "it changes no result"),
             ("ds.deepcompile", "deepcompile", "it changes no result"),
@@ -185,84 +153,105 @@ RULES: tuple[SupervisedRule, ...] = (
             ("ref.offload", "ref_offload", "the reference's log-probabilities are computed once, before the first step"),
         ]
     ],
-    _row("ds.tensor_parallel_size", "ds_tensor_parallel_size", "hint", reading=DIVIDED),
-    _row("ds.ring_attn_size", "ring_attn_size", "hint", reading=DIVIDED),
-    _row("ds.ring_attn_head_stride", "ring_head_stride", "hint", reading=DIVIDED),
+    row("ds.tensor_parallel_size", "ds_tensor_parallel_size", "hint", reading=DIVIDED),
+    row("ds.ring_attn_size", "ring_attn_size", "hint", reading=DIVIDED),
+    row("ds.ring_attn_head_stride", "ring_head_stride", "hint", reading=DIVIDED),
     # optimizer
-    _row("optim", "optim", "noop", refuses=_only("adam", "the optimizer muon " + NOT_HERE), reading="the default"),
+    row("optim", "optim", "noop", refuses=only("adam", "the optimizer muon " + NOT_HERE), reading="the default"),
     *[
-        _row(f"muon.{name}", f"muon_{name}", "noop", reading="the optimizer is adam")
+        row(f"muon.{name}", f"muon_{name}", "noop", reading="the optimizer is adam")
         for name in ("lr", "momentum", "ns_steps", "nesterov", "no_nesterov")
     ],
-    _row("adam.lr", "learning_rate", "exact", "learner.learning_rate"),
-    _row("adam.betas", "adam_betas", "exact", "learner.betas"),
-    _row("adam.eps", "adam_eps", "exact", "learner.adam_eps"),
-    _row("adam.weight_decay", "l2", "exact", "learner.weight_decay"),
-    _row("lr_scheduler", "lr_scheduler", "exact", "learner.schedule", _schedule),
-    _row("lr_warmup_ratio", "lr_warmup_ratio", "exact", "learner.warmup_share", _warmup),
-    _row("min_lr_ratio", "min_lr_ratio", "exact", "learner.min_rate_share"),
-    _row("max_norm", "max_norm", "exact", "learner.grad_clip"),
+    row("adam.lr", "learning_rate", "exact", "learner.learning_rate"),
+    row("adam.betas", "adam_betas", "exact", "learner.betas"),
+    row("adam.eps", "adam_eps", "exact", "learner.adam_eps"),
+    row("adam.weight_decay", "l2", "exact", "learner.weight_decay"),
+    row("lr_scheduler", "lr_scheduler", "exact", "learner.schedule", _schedule),
+    row("lr_warmup_ratio", "lr_warmup_ratio", "exact", "learner.warmup_share", _warmup),
+    row("min_lr_ratio", "min_lr_ratio", "exact", "learner.min_rate_share"),
+    row("max_norm", "max_norm", "exact", "learner.grad_clip"),
     # loss
-    _row("model.pretrain_mode_enable", "pretrain_mode", "exact", "data.train_on", _trained),
-    _row("model.loss_type", "loss", "exact", "loss.kind", lambda x, v: {"loss.kind": "sigmoid" if x == "sigmoid" else "logexp"}),
-    _row(
+    row("model.pretrain_mode_enable", "pretrain_mode", "exact", "data.train_on", _trained),
+    row("model.loss_type", "loss", "exact", "loss.kind", lambda x, v: {"loss.kind": "sigmoid" if x == "sigmoid" else "logexp"}),
+    row(
         "model.margin_loss_enable", "margin_loss", "exact", "data.margin_column", lambda x, v: {"data.margin_column": "margin" if x else ""}
     ),
-    _row("model.beta", "beta", "exact", "loss.beta"),
-    _row("model.ipo_enable", "ipo", "exact", "loss.kind", lambda x, v: {"loss.kind": "ipo" if x else "sigmoid"}),
-    _row(
+    row("model.beta", "beta", "exact", "loss.beta"),
+    row("model.ipo_enable", "ipo", "exact", "loss.kind", lambda x, v: {"loss.kind": "ipo" if x else "sigmoid"}),
+    row(
         "model.label_smoothing",
         "label_smoothing",
         "exact",
         "loss.label_smoothing",
         lambda x, v: {} if v["model.ipo_enable"] else {"loss.label_smoothing": x},
     ),
-    _row("model.nll_loss_coef", "nll_loss_coef", "exact", "loss.nll_coefficient"),
-    _row("ref.model_name_or_path", "ref_pretrain", "exact", "reference.path", lambda x, v: {"reference.path": _other_reference(x, v)}),
+    row("model.nll_loss_coef", "nll_loss_coef", "exact", "loss.nll_coefficient"),
+    row("ref.model_name_or_path", "ref_pretrain", "exact", "reference.path", lambda x, v: {"reference.path": _other_reference(x, v)}),
+    row("desirable_loss_weight", "desirable_loss_weight", "exact", "loss.desirable_weight"),
+    row("undesirable_loss_weight", "undesirable_loss_weight", "exact", "loss.undesirable_weight"),
+    row(
+        "teacher_model",
+        "teacher_model",
+        "exact",
+        "teacher.path",
+        lambda x, v: {"teacher.path": x or ""},
+        refuses=lambda x, v: "" if x else "name the teacher",
+    ),
+    row("kd_coef", "kd_coef", "exact", "loss.teacher_weight"),
+    row("teacher_offload", "teacher_offload", "hint", reading="the teacher stays on the ranks' devices"),
     # data
-    _row("data.dataset", "dataset", "exact", "data.path data.paths", _dataset, refuses=lambda x, v: "" if x else "name the data set"),
-    _row("data.dataset_probs", "dataset_probs", "exact", "data.probabilities", _probabilities),
-    _row("data.dataset_split", "dataset_split", "exact", "data.split"),
-    _row("data.max_samples", "max_samples", "exact", "data.max_rows", lambda x, v: {"data.max_rows": int(x) if x < ALL_ROWS else None}),
-    _row("data.multiturn", "multiturn", "exact", "data.train_on", lambda x, v: {}),
-    _row("data.input_key", "input_key", "exact", "data.prompt_column"),
-    _row("data.output_key", "output_key", "exact", "data.response_column", _responses),
-    _row("data.prompt_key", "prompt_key", "exact", "data.prompt_column", lambda x, v: {"data.prompt_column": x or ""}),
-    _row("data.chosen_key", "chosen_key", "exact", "data.chosen_column"),
-    _row("data.rejected_key", "rejected_key", "exact", "data.rejected_column"),
-    _row("data.input_template", "input_template", "exact", "data.input_template", _template),
-    _row(
+    row(
+        "placeholder_token",
+        "placeholder_token",
+        "exact",
+        "data.placeholder_token",
+        refuses=lambda x, v: "" if x else "name the token that ends each step",
+    ),
+    row("reward_tokens", "reward_tokens", "exact", "data.reward_tokens"),
+    row("label_key", "label_key", "exact", "data.label_column"),
+    row("data.dataset", "dataset", "exact", "data.path data.paths", _dataset, refuses=lambda x, v: "" if x else "name the data set"),
+    row("data.dataset_probs", "dataset_probs", "exact", "data.probabilities", _probabilities),
+    row("data.dataset_split", "dataset_split", "exact", "data.split"),
+    row("data.max_samples", "max_samples", "exact", "data.max_rows", lambda x, v: {"data.max_rows": int(x) if x < ALL_ROWS else None}),
+    row("data.multiturn", "multiturn", "exact", "data.train_on", lambda x, v: {}),
+    row("data.input_key", "input_key", "exact", "data.prompt_column"),
+    row("data.output_key", "output_key", "exact", "data.response_column", _responses),
+    row("data.prompt_key", "prompt_key", "exact", "data.prompt_column", lambda x, v: {"data.prompt_column": x or ""}),
+    row("data.chosen_key", "chosen_key", "exact", "data.chosen_column"),
+    row("data.rejected_key", "rejected_key", "exact", "data.rejected_column"),
+    row("data.input_template", "input_template", "exact", "data.input_template", _template),
+    row(
         "data.apply_chat_template",
         "apply_chat_template",
         "exact",
         "data.template",
         lambda x, v: {"data.template": "chat"} if x and not v.get("model.pretrain_mode_enable") else {},
     ),
-    _row(
+    row(
         "data.tokenizer_chat_template",
         "tokenizer_chat_template",
         "exact",
         "data.chat_template",
         lambda x, v: {"data.chat_template": x or ""},
     ),
-    _row("data.max_len", "max_len", "exact", "data.max_tokens"),
+    row("data.max_len", "max_len", "exact", "data.max_tokens"),
     # sinks
-    _row("logger.logging_steps", "logging_steps", "exact", "watch.every_steps"),
-    _row("logger.wandb.key", "use_wandb", "exact", "watch.wandb", lambda x, v: {"watch.wandb": "online" if x else "off"}),
-    _row("logger.wandb.org", "wandb_org", "exact", "watch.wandb_entity", _sink("watch.wandb_entity")),
-    _row("logger.wandb.group", "wandb_group", "exact", "watch.wandb_group", _sink("watch.wandb_group")),
-    _row("logger.wandb.project", "wandb_project", "exact", "watch.wandb_project", _sink("watch.wandb_project")),
-    _row(
+    row("logger.logging_steps", "logging_steps", "exact", "watch.every_steps"),
+    row("logger.wandb.key", "use_wandb", "exact", "watch.wandb", lambda x, v: {"watch.wandb": "online" if x else "off"}),
+    row("logger.wandb.org", "wandb_org", "exact", "watch.wandb_entity", _sink("watch.wandb_entity")),
+    row("logger.wandb.group", "wandb_group", "exact", "watch.wandb_group", _sink("watch.wandb_group")),
+    row("logger.wandb.project", "wandb_project", "exact", "watch.wandb_project", _sink("watch.wandb_project")),
+    row(
         "logger.wandb.run_name", "wandb_run_name", "exact", "watch.run_name", lambda x, v: {} if "<prefix>" in x else {"watch.run_name": x}
     ),
-    _row(
+    row(
         "logger.tensorboard_dir",
         "use_tensorboard",
         "exact",
         "watch.tensorboard watch.tensorboard_path",
         lambda x, v: {"watch.tensorboard": True, "watch.tensorboard_path": x} if x else {"watch.tensorboard": False},
     ),
-    _row("use_ms", "use_ms", "noop", refuses=_only(False, "the ModelScope hub has no counterpart here yet"), reading="the default"),
+    row("use_ms", "use_ms", "noop", refuses=only(False, "the ModelScope hub has no counterpart here yet"), reading="the default"),
 )
 
 ALWAYS: dict[str, Any] = {
@@ -275,7 +264,11 @@ ALWAYS: dict[str, Any] = {
 }
 """Settings that no flag decides: what these launchers always do."""
 
-OLDER_NAMES = {rule.older: rule.name for rule in RULES} | {"bf16": "ds.param_dtype", "train_split": "data.dataset_split"}
+OLDER_NAMES = {rule.older: rule.name for rule in RULES} | {
+    "bf16": "ds.param_dtype",
+    "train_split": "data.dataset_split",
+    "flash_attn": "ds.attn_implementation",
+}
 
 
 def _evaluations(x: int) -> dict[str, Any]:

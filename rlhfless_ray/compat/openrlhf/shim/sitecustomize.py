@@ -12,7 +12,7 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(HERE))))
-OURS = ("train_ppo_ray", "train_sft", "train_rm", "train_dpo", "serve_rm", "lora_combiner")
+OURS = ("train_ppo_ray", "train_sft", "train_rm", "train_dpo", "train_kto", "train_kd", "train_prm", "serve_rm", "lora_combiner")
 
 
 class Launchers:

@@ -1,0 +1,56 @@
+"""How many groups are at work with `rollout.oversample: auto`, by what the run has measured."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from placement.scaling.partial_rollout import Oversample, StepCosts, choose_share
+from rlhfless_ray.autoscaler.autoscaler import Autoscaler
+from rlhfless_ray.types import Step
+
+FADE = 0.8  # of earlier steps, per step
+
+
+class StaleCost:
+    """What old tokens teach less: c in exp(-c · mean lag), fitted to the effective sample size of the importance weights."""
+
+    def __init__(self) -> None:
+        self.lost = self.lags = 0.0
+
+    def observe(self, lag: float, effective_share: float) -> None:
+        """Record a step's mean lag, and the effective share of its tokens."""
+        if effective_share > 0:
+            self.lost = FADE * self.lost - math.log(effective_share)
+            self.lags = FADE * self.lags + lag
+
+    @property
+    def per_version(self) -> float:
+        return self.lost / self.lags if self.lags > 0 else 0.0
+
+
+def choose_oversample(autoscaler: Autoscaler, step: Step, stale_cost: float) -> Oversample | None:
+    """Choose from the forecasts of `step`, the newest planned one. Returns None before anything was measured."""
+    recipe = autoscaler.recipe
+    if not autoscaler.speed.records or step.forecast is None or not autoscaler.actors:
+        return None
+    count, lengths = recipe.rollout.samples_per_prompt, step.forecast.lengths
+    groups = lengths.reshape(-1, count, lengths.shape[1]).transpose(2, 0, 1).reshape(-1, count)
+    tokens = float(lengths.mean(1).sum()) * recipe.prompts.batch_prompts * count / len(lengths)
+    learn_s = autoscaler.learner.predict(autoscaler.learner_slots, tokens)
+    learn_s += autoscaler.terms.passes.predict(tokens) if autoscaler.terms.passes.records else 0.0
+    costs = StepCosts(
+        autoscaler.speed.speed,
+        autoscaler.actors,
+        float(np.mean([len(prompt.token_ids) for prompt in step.prompts])),
+        learn_s,
+        autoscaler.learner_slots * recipe.learner.ranks,
+        recipe.rollout.ahead,
+    )
+    bound, prefer = recipe.rollout.max_lag_steps, recipe.objective.prefer
+    return autoscaler.safely(
+        "choosing rollout.oversample",
+        lambda: choose_share(groups, recipe.prompts.batch_prompts, bound, costs, prefer, stale_cost),
+        lambda: None,
+    )

@@ -1,0 +1,177 @@
+"""Command lines of OpenRLHF's launchers beside PPO's: their parsers in every version, and what became of the flags."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+import yaml
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.compat.openrlhf.parsers import FlagParser, Refused
+from rlhfless_ray.compat.openrlhf.recipe_keys import nested
+
+HONOURED, HINT, NO_EFFECT, REFUSED = "honoured", "hint", "no effect", "refused"
+CONVERTERS: dict[str | None, Any] = {"int": int, "float": float, None: None}
+
+Values = dict[str, Any]  # by the newest names
+Kind = Literal["exact", "hint", "noop", "refused"]
+
+
+@dataclass(frozen=True)
+class FlagRule:
+    """`make`: value and all values → settings; None: the first of `keys` gets the value. `refuses`: why a value is refused, or ""."""
+
+    name: str
+    older: str
+    kind: Kind
+    keys: tuple[str, ...] = ()
+    make: Callable[[Any, Values], dict[str, Any]] | None = None
+    refuses: Callable[[Any, Values], str] = lambda x, v: ""
+    reading: str = ""
+
+    def settings(self, v: Values) -> dict[str, Any]:
+        if self.kind != "exact" or self.name not in v:
+            return {}
+        return self.make(v[self.name], v) if self.make is not None else {self.keys[0]: v[self.name]}
+
+    def outcome(self, value: Any, v: Values) -> tuple[str, str]:
+        """Return what becomes of a given value, and why."""
+        why = self.refuses(value, v)
+        if why:
+            return REFUSED, why
+        if self.kind == "exact":
+            return HONOURED, ", ".join(f"`{key}`" for key in self.keys)
+        return (HINT if self.kind == "hint" else NO_EFFECT), self.reading
+
+
+def row(name: str, older: str, kind: Kind, keys: str = "", make: Any = None, *, refuses: Any = None, reading: str = "") -> FlagRule:
+    return FlagRule(name, older, kind, tuple(keys.split()), make, refuses or (lambda x, v: ""), reading)
+
+
+def only(value: Any, sentence: str) -> Callable[[Any, Values], str]:
+    """Refuse every value but this one."""
+    return lambda x, v: "" if x == value else sentence
+
+
+@dataclass
+class LauncherTranslation:
+    """A command line as settings. `outcomes`: (flag as it was given, what became of it, why)."""
+
+    launcher: str
+    version: str
+    settings: dict[str, Any]
+    outcomes: list[tuple[str, str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    owners: dict[str, str] = field(default_factory=dict)
+    """Recipe key → the flag that decides it, as the dialect spells it."""
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        return nested(self.settings)
+
+    def refusal(self) -> UserError | None:
+        """Return an error that names every refused flag, or None if the command can run."""
+        refused = [f"{flag}: {why}" for flag, status, why in self.outcomes if status == REFUSED]
+        return UserError("; ".join(refused)) if refused else None
+
+    def problem(self) -> UserError | None:
+        """Return the first error of the settings that no flag is refused for, which names the flags, or None."""
+        return None
+
+    def by_flag(self, error: UserError) -> UserError:
+        """Return the error with the flags that decide the keys it names."""
+        named = [flag for key, flag in self.owners.items() if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", str(error))]
+        return UserError((f"{', '.join(dict.fromkeys(named))}: " if named else "") + str(error))
+
+    def explanation(self) -> str:
+        """Describe the dialect, the outcomes of all flags, and the recipe, as `rlhfless explain` prints them."""
+        given = {
+            status: [(flag, why) for flag, found, why in self.outcomes if found == status]
+            for status in (HONOURED, HINT, NO_EFFECT, REFUSED)
+        }
+        lines = [
+            f"dialect     {self.launcher} of OpenRLHF {self.version}",
+            f"honoured    {len(given[HONOURED])} of {len(self.outcomes)} flags: {' '.join(flag for flag, _ in given[HONOURED]) or 'none'}",
+            *_block("hints", [f"{flag}: {why}" for flag, why in given[HINT]]),
+            *_block("no effect", [f"{flag}: {why}" for flag, why in given[NO_EFFECT]]),
+            *_block("notes", self.notes),
+            *_block("refused", [f"{flag}: {why}" for flag, why in given[REFUSED]]),
+            "recipe" + (" (without the refused flags)" if given[REFUSED] else ""),
+        ]
+        lines += ["  " + line for line in yaml.safe_dump(self.tree, sort_keys=False, allow_unicode=True).splitlines()]
+        return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- versions
+
+
+@cache
+def versions_data() -> dict[str, Any]:
+    text = resources.files(__package__).joinpath("data", "supervised.json").read_text(encoding="utf-8")
+    data: dict[str, Any] = json.loads(text)
+    return data
+
+
+@cache
+def flags_of(launcher: str, version: str) -> dict[str, dict[str, Any]]:
+    """Return {flag without dashes: its definition} of a launcher in a version."""
+    data = versions_data()
+    place = data["versions"].index
+    return {
+        flag[2:]: span
+        for flag, spans in data["launchers"][launcher].items()
+        for span in spans
+        if place(span["since"]) <= place(version) <= place(span["until"])
+    }
+
+
+def defaults(launcher: str, version: str) -> dict[str, Any]:
+    """Return {flag without dashes: its default} in a version."""
+    found = {}
+    for flag, spec in flags_of(launcher, version).items():
+        action = spec.get("action", "store")
+        found[flag] = spec.get("default") if action == "store" else action == "store_false"
+    return found
+
+
+@cache
+def _parser(launcher: str, version: str) -> FlagParser:
+    parser = FlagParser(prog=f"{launcher}.py", argument_default=argparse.SUPPRESS, add_help=False)
+    for flag, spec in flags_of(launcher, version).items():
+        if spec.get("action", "store") == "store":
+            parser.add_argument(
+                f"--{flag}", dest=flag, type=CONVERTERS[spec.get("type")], nargs=spec.get("nargs"), choices=spec.get("choices")
+            )
+        else:
+            parser.add_argument(f"--{flag}", dest=flag, action=spec["action"])
+    return parser
+
+
+def read(launcher: str, tokens: Sequence[str], wanted: str | None) -> tuple[str, dict[str, Any]]:
+    """Return the newest version that accepts the line (or the wanted one), and {flag: value}. Raises UserError."""
+    known_versions = [version for version in versions_data()["versions"] if flags_of(launcher, version)]
+    versions = [wanted] if wanted else list(reversed(known_versions))
+    if wanted and wanted not in known_versions:
+        raise UserError(f"--elastic.dialect: {launcher} is in OpenRLHF {known_versions[0]} to {known_versions[-1]}, not in {wanted}")
+    refused: list[tuple[int, str, str]] = []
+    for version in versions:
+        try:
+            found = _parser(launcher, version).parse_args(list(tokens))
+        except Refused as error:
+            known = sum(token.partition("=")[0][2:] in flags_of(launcher, version) for token in tokens if token.startswith("--"))
+            refused.append((known, version, str(error)))
+            continue
+        return version, {f"--{flag}": value for flag, value in vars(found).items()}
+    _, version, message = max(refused, key=lambda one: one[0])
+    raise UserError(f"{launcher}: {message} (read as OpenRLHF {version})")
+
+
+def _block(title: str, entries: list[str]) -> list[str]:
+    return [f"{title if not index else '':<12}{entry}" for index, entry in enumerate(entries)]
