@@ -51,6 +51,14 @@ class ClusterConfig(Section):
     """Ray address. Empty: RAY_ADDRESS or the surrounding job's cluster, else a private Ray on this machine."""
     cpus: int = Field(0, ge=0)
     """Cores of the private cluster. 0: those that this process may use."""
+    pool: bool = True
+    """Share the slots of a joined cluster with other runs through one pool, which divides them by what they are worth to each run.
+    `false`: Ray's queue alone decides. A private cluster has no other runs."""
+    share: float | None = Field(None, gt=0, le=1)
+    """Share of the pool's slots that this run may always have while it can use them. None: what the shares of other runs leave, in equal
+    parts."""
+    priority: float = Field(1.0, gt=0)
+    """Weight of this run where runs compete for slots above their shares."""
     object_store_mb: int | None = Field(None, ge=80)
     """Object store of the private cluster, MB. None: the size of weights and learner state on their way, at least 512, at most 0.3
     of the memory. Beyond it Ray writes to disk."""
@@ -146,6 +154,14 @@ class WatchConfig(Section):
     """Team or user in Weights & Biases. None: the account's own."""
     wandb_group: str | None = None
     """Group of runs in Weights & Biases. None: the name of the run, which joins the parts of a resumed run."""
+    mlflow: str = ""
+    """MLflow's tracking address, or a folder. Empty: off. Needs the extra `mlflow`."""
+    mlflow_experiment: str = Field("rlhfless-ray", min_length=1)
+    """Experiment in MLflow."""
+    trackio: str = ""
+    """Project in trackio. Empty: off. Needs the extra `trackio`."""
+    prometheus: bool = False
+    """Export metrics through Ray's own, for Prometheus. The cluster must collect metrics; a private Ray does not."""
     run_name: str = ""
     """Name of the run in Weights & Biases, and of its folder below `tensorboard_path`. Empty: the run folder's name."""
     tensorboard_path: str = ""
@@ -154,7 +170,7 @@ class WatchConfig(Section):
     """`openrlhf`: TensorBoard and Weights & Biases get OpenRLHF's names for metrics that it logs too, and each step is printed as
     `Global step N: {…}`. The run folder's `metrics.jsonl` keeps its own names."""
     every_steps: int = Field(1, ge=1)
-    """Log to TensorBoard and Weights & Biases every this many steps. Evaluations are always logged. `metrics.jsonl` has every
-    step."""
+    """Log to TensorBoard, Weights & Biases and the others every this many steps. Evaluations are always logged. `metrics.jsonl` has
+    every step."""
     samples_per_step: int = Field(64, ge=0)
     """Number of samples written to `samples/step_<n>.jsonl`. 0: all."""

@@ -55,13 +55,13 @@ class Model:
 
 
 def models_of(recipe: Recipe, fetch: bool = True) -> dict[str, Model]:
-    """Return the models by name ("policy", "critic", "reward"), without unreadable folders and policies made from scratch.
+    """Return the models by name ("policy", "critic", "reward", "drafter"), without unreadable folders and policies made from scratch.
 
     `fetch`: ask the Hugging Face hub for the configuration of a policy that is not on this machine.
     """
     from rlhfless_ray.weights.load_policy import cached_folder, small_files
 
-    named = {"policy": "policy.path", "critic": "critic.path", "reward": "reward.model_path"}
+    named = {"policy": "policy.path", "critic": "critic.path", "reward": "reward.model_path", "drafter": "rollout.drafter"}
     found: dict[str, Model] = {}
     for who, key in named.items():
         section, _, field = key.partition(".")
@@ -162,6 +162,7 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
         driver = (*driver, ("in the average of the weights", memory.AVERAGE_BYTES * policy.parameters))
     engines = (
         ("in engine weights", policy.parameters * _engine_width(recipe)),
+        ("in drafter weights", models["drafter"].parameters * width if "drafter" in models else 0),
         ("in KV cache", recipe.rollout.kv_cache_mb * 2**20),  # vLLM does not start an engine where so much is not free
     )
     found, opened = [], driver
@@ -242,10 +243,11 @@ def training_groups(recipe: Recipe, models: dict[str, Model], lengths: Lengths) 
     width, section = memory.VALUE_BYTES[recipe.policy.dtype], recipe.learner
     found = []
     for name, model in (("learner", models.get("policy")), ("critic", models.get("critic"))):
-        if model is None:
+        if model is None or not recipe.learns:
             continue
         ranks = section.ranks if name == "learner" else recipe.critic.ranks
-        training = memory.Training(ranks, section.zero_stage, width, section.offloads_optimizer, recipe.lora.rank > 0)
+        division = (section.tensor_parallel, memory.end_parameters(model.config)) if name == "learner" else (1, 0)
+        training = memory.Training(ranks, section.zero_stage, width, section.offloads_optimizer, recipe.lora.rank > 0, *division)
         activations = memory.activation_bytes(model.config, lengths.shortest_prompt + 1, width)
         parameters = model.parameters if name == "learner" else model.body
         found.append(TrainingGroup(name, model, parameters, training, memory.rank_memory(parameters, training, activations)))
