@@ -15,9 +15,9 @@ import pytest
 
 from placement import Objective, Pool, Speed, choose, frontier, rollout_bounds
 from placement.forecast.forecaster import LengthForecaster
-from rlhfless_ray.cli.frontier_svg import _ticks
 from rlhfless_ray.cli.main import app
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.report.inline import ticks
 from tests.conftest import command_here
 
 SPEED = ("--actors", "6", "--speed", "0.0085,3e-5")
@@ -159,9 +159,9 @@ def test_the_table_names_the_chosen_point_and_the_reason(grouped: Path, capsys, 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (13.4, 24.4), (0.0, 3e-5), (7.0, 7.0), (0.0, 0.0), (99.0, 101.0)])
 def test_ticks_span_what_is_drawn(low: float, high: float) -> None:
-    ticks = _ticks(low, high)
-    assert ticks[0] <= low + 1e-12 and ticks[-1] >= high - 1e-9 and 2 <= len(ticks) <= 9
-    assert all(b > a for a, b in itertools.pairwise(ticks))
+    found = ticks(low, high)
+    assert found[0] <= low + 1e-12 and found[-1] >= high - 1e-9 and 2 <= len(found) <= 9
+    assert all(b > a for a, b in itertools.pairwise(found))
 
 
 # ---- what bad input gets -----------------------------------------------------------------------------------------
