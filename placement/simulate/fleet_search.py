@@ -43,6 +43,13 @@ class FleetSearch:
     best: tuple[Fleet, ...]
     refused: dict[str, str]
 
+    def calibrated(self, factor: float) -> FleetSearch:
+        """Return the search with all times multiplied by a factor, which is measured over planned seconds of a run."""
+        times = [
+            tuple(replace(k, time_s=factor * k.time_s, rollout_s=factor * k.rollout_s) for k in some) for some in (self.fleets, self.best)
+        ]
+        return FleetSearch(*times, self.refused)
+
 
 def search_fleets(setting: Setting, devices: Sequence[Device], most: int, spot_discount: float | None = None) -> FleetSearch:
     """Try 1, 2, 4, … up to `most` devices of each kind, at each width, with the phases one after the other on all devices.
