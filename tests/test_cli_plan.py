@@ -300,6 +300,9 @@ def test_a_fleet_is_chosen_among_those_that_nothing_beats(grouped: Path, capsys)
     for row in rows:
         assert row["cost"] == pytest.approx(row["time_s"] * row["count"] * row["price_per_hour"] / 3600)
         assert row["run_cost"] == pytest.approx(10 * row["cost"]) and row["rollout_s"] < row["time_s"]
+    slower = said(capsys, grouped, "--model", "qwen2.5-7b", "--fleet", "8", "--prefer", "0", "--steps", "10", "--calibrate", "1.5")["best"]
+    assert [row["time_s"] for row in slower] == pytest.approx([1.5 * row["time_s"] for row in rows])
+    assert [row["cost"] for row in slower] == pytest.approx([1.5 * row["cost"] for row in rows])
 
 
 def test_spot_devices_cost_their_discount_and_the_steps_they_lose(grouped: Path, capsys) -> None:
