@@ -45,10 +45,11 @@ class FleetSearch:
 
     def calibrated(self, factor: float) -> FleetSearch:
         """Return the search with all times multiplied by a factor, which is measured over planned seconds of a run."""
-        times = [
-            tuple(replace(k, time_s=factor * k.time_s, rollout_s=factor * k.rollout_s) for k in some) for some in (self.fleets, self.best)
-        ]
-        return FleetSearch(*times, self.refused)
+
+        def scaled(some: tuple[Fleet, ...]) -> tuple[Fleet, ...]:
+            return tuple(replace(fleet, time_s=factor * fleet.time_s, rollout_s=factor * fleet.rollout_s) for fleet in some)
+
+        return FleetSearch(scaled(self.fleets), scaled(self.best), self.refused)
 
 
 def search_fleets(setting: Setting, devices: Sequence[Device], most: int, spot_discount: float | None = None) -> FleetSearch:
