@@ -20,6 +20,7 @@ from rlhfless_ray.functions.slot_pool import NAMESPACE, TICK_S, SlotPool, Unknow
 
 BEAT_S = 1.0  # interval of heartbeats
 ANSWER_S = 10.0  # timeout of a call to the pool, after which it is replaced
+START_S = 120.0  # time for the pool to start
 REPLACE_S = 60.0  # time for a lost pool to be replaced, before the run ends
 STANDING_S = 30.0  # longest wait for a slot that a phase asks for while it works
 WAIT_S = 0.2  # longest wait within the pool for one slot, between two checks for a stop signal
@@ -142,15 +143,15 @@ class PoolClient:
         return remote.remote(self.resource)
 
     def _join_first(self) -> None:
-        end = time.monotonic() + REPLACE_S
+        end = time.monotonic() + START_S
         while True:
             try:
-                refused, _ = ray.get(self.handle.join.remote(self.info, []), timeout=REPLACE_S)
+                refused, _ = ray.get(self.handle.join.remote(self.info, []), timeout=START_S)
                 break
-            except RayActorError:  # it ended with the last run before
+            except (RayActorError, GetTimeoutError) as error:  # it ended with the last run before
                 STOP.check()
                 if time.monotonic() > end:
-                    raise
+                    raise RunError(f"the slot pool of this cluster did not start within {START_S:.0f} s") from error
                 time.sleep(TICK_S)
                 self.handle = self._find()
         if refused:
