@@ -64,6 +64,21 @@ def train(
     print_results(run.folder.path)
 
 
+@app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(help="A sweep in YAML.")],
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the latest sweep of this name; finished runs are kept.")] = False,
+) -> None:
+    """Run many runs on one cluster, at most so many at once. Exit code 0 if all ended well, 2 for a mistake in the input, 1 if one
+    failed."""
+    from rlhfless_ray.sweep.sweep_file import load_sweep
+
+    planned = load_sweep(file)
+    from rlhfless_ray.sweep.run_sweep import SweepRunner
+
+    SweepRunner(planned, resume=resume).run()
+
+
 def print_results(folder: Path) -> None:
     print(f"model:  {folder / 'model'}")
     print(f"report: {(folder / 'report.html').resolve()}")

@@ -25,6 +25,7 @@ from rlhfless_ray.local.orphan_reaper import OrphanReaper
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
+CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's variable; 0: this Ray is on loopback only
 PACKAGES = ("rlhfless_ray", "placement")
 MIN_STORE_MB, STORE_SHARE = 512, 0.3  # share of the machine's memory: Ray's own default
 WEIGHT_BYTES, STATE_BYTES = 4, 12  # per parameter in the store: float32; float32 with Adam's two moments
@@ -190,8 +191,9 @@ def check_width(recipe: Recipe, largest: int, resource: str) -> None:
 
 
 def _runtime_env() -> dict[str, Any] | None:
-    """Return a runtime environment with this project's packages, or None inside a Ray job, which ships its own."""
-    if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
+    """Return a runtime environment with this project's packages. None inside a Ray job, which ships its own, and below a sweep with a
+    private Ray, whose processes find them on this machine."""
+    if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or os.environ.get(CLUSTERS) == "0":
         return None
     return {"py_modules": [str(Path(sys.modules[name].__file__ or "").parent) for name in PACKAGES if name in sys.modules]}
 
@@ -331,6 +333,6 @@ def _bind_to_loopback(on: bool) -> None:
 
     constants.ENABLE_RAY_CLUSTER = not on
     if on:
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        os.environ[CLUSTERS] = "0"
     else:
-        os.environ.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)
+        os.environ.pop(CLUSTERS, None)

@@ -40,6 +40,11 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         raise UserError(f"override `{override}`: the value is not valid YAML") from None
     if "#" in text and (value is None or isinstance(value, str)) and not text.lstrip().startswith(("'", '"')):
         value = text.strip()  # a command line has no comments, which YAML would cut off after ` #`
+    set_key(tree, key, value if text != "" else "", f"override `{override}`")
+
+
+def set_key(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
+    """Set a dotted key in a recipe's tree. Raises UserError, whose message begins with `where`."""
     *parents, leaf = key.split(".")
     node = tree
     for parent in parents:
@@ -47,9 +52,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         if child is None:
             child = node[parent] = {}
         if not isinstance(child, dict):
-            raise UserError(f"override `{override}`: `{parent}` is a value, not a section")
+            raise UserError(f"{where}: `{parent}` is a value, not a section")
         node = child
-    node[leaf] = value if text != "" else ""
+    node[leaf] = value
 
 
 def describe_mistake(model: type[BaseModel], error: ValidationError) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -34,8 +35,6 @@ def write_report(run_folder: Path) -> Path:
 
 def render(record: RunRecord) -> str:
     """Render the page as text."""
-    from jinja2 import Environment, FileSystemLoader
-
     steps = record.steps
     drawn = thin(steps)
     learning = _present(
@@ -66,9 +65,10 @@ def render(record: RunRecord) -> str:
     samples = summary.sample_picks(record)  # before `record.problems` is used, because reading samples may add to it
     every = [*learning, *planning, *prefix, *health, *cost, *phases]
     leases = gantt(record.ledger, steps)
-    environment = Environment(loader=FileSystemLoader(PAGE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"duration": duration, "percent": percent}
-    return environment.get_template("report.html.j2").render(
+    return render_page(
+        "report.html.j2",
+        every,
+        leases,
         head=summary.header(record),
         cards=summary.cards(record),
         warnings=summary.warnings(record),
@@ -87,14 +87,25 @@ def render(record: RunRecord) -> str:
         memory_table=cost_charts.memory_table(steps),
         memory_settings=cost_charts.memory_settings(steps),
         samples=samples,
-        leases=leases,
         recipe=record.recipe,
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+
+
+def render_page(template: str, drawn: Sequence[Chart], leases: dict[str, Any] | None = None, **values: Any) -> str:
+    """Render a page with its charts, and the scripts that draw them. leases: of the timeline, if the page has one."""
+    from jinja2 import Environment, FileSystemLoader
+
+    environment = Environment(loader=FileSystemLoader(PAGE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"duration": duration, "percent": percent}
+    return environment.get_template(template).render(
+        **values,
+        leases=leases,
         css=(PAGE / "report.css").read_text(encoding="utf-8"),
         scripts=[(PAGE / name).read_text(encoding="utf-8") for name in ("gantt.js", "report.js")],
-        charts_json=_json({chart.id: {"data": chart.data, "layout": chart.layout, "height": chart.height} for chart in every}),
+        charts_json=_json({chart.id: {"data": chart.data, "layout": chart.layout, "height": chart.height} for chart in drawn}),
         leases_json=_json(leases),
-        plotly=_plotly() if every else "",
+        plotly=_plotly() if drawn else "",
     )
 
 

@@ -1,0 +1,178 @@
+"""Many runs on one pool (simulated): a market against static partitions, a queue, and interleaving in RollMux's manner.
+
+python -m benchmarks.simulated.shared_pool [--quick] [--seeds N]
+
+Every baseline has the best partition, split and bound on slowdowns for each seed, chosen with hindsight; the market has one `prefer`
+throughout. Seeds 0 and 1 were looked at while it was made.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.common.results import Target, make_console, save, show_targets
+from benchmarks.simulator_page import write_page
+from placement.simulate import named, names
+from placement.simulate.pool_policies import Interleaved, Market, Partitions
+from placement.simulate.pool_work import PoolRun, pool_run
+from placement.simulate.simulate_pool import PoolOutcome, PoolPolicy, simulate_pool
+
+TUNED, PREFER = 2, 0.9
+ROLLMUX = {"disaggregated": 1.84, "colocated": 1.38}  # what RollMux (arXiv 2512.11306) reports over each
+GRPO = [name for name in names() if name.startswith("qwen") and name.endswith("grpo")]
+ALL = [name for name in names() if name.startswith("qwen")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Runs of these settings with so many steps, which arrive at random. parts, slowdowns: what baselines try."""
+
+    devices: int
+    settings: list[str]
+    runs: int
+    steps: int
+    between_s: float
+    parts: tuple[int, ...] = (1, 2, 3, 4, 5, 8)
+    slowdowns: tuple[float, ...] = (1.5, 2.0, 3.0, 5.0)
+
+
+CASES = {
+    "16 L40S, GRPO": Case(16, GRPO, 24, 10, 30.0),
+    "16 L40S, GRPO and PPO": Case(16, ALL, 24, 10, 30.0),
+    "16 L40S, few arrivals": Case(16, GRPO, 24, 10, 240.0),
+    "300 L40S, GRPO and PPO": Case(300, ALL, 96, 6, 3.0, parts=(18, 25, 37), slowdowns=(3.0,)),
+}
+
+
+def runs_of(case: Case, seed: int) -> list[PoolRun]:
+    rng = np.random.default_rng(seed)
+    arrivals = np.cumsum(rng.exponential(case.between_s, case.runs))
+    chosen = [case.settings[k] for k in rng.permutation(np.resize(np.arange(len(case.settings)), case.runs))]
+    sizes = [n for n in (*range(1, 17), 20, 24, 32, 48, 64) if n <= case.devices]
+    return [
+        pool_run(f"{i}: {name}", named(name), case.steps, sizes, float(at), seed * 1000 + i)
+        for i, (name, at) in enumerate(zip(chosen, arrivals, strict=True))
+    ]
+
+
+def policies(case: Case) -> dict[str, Iterable[PoolPolicy]]:
+    """Every policy with each of its settings."""
+    n = case.devices
+    splits = [
+        (parts, m) for parts in case.parts for m in sorted({n // parts // 3, n // parts // 2, 2 * n // parts // 3}) if 1 <= m < n // parts
+    ]
+    return {
+        "disaggregated": [Partitions(n, parts, m) for parts, m in splits],
+        "colocated": [Partitions(n, parts) for parts in case.parts],
+        "queue": [Partitions(n, 1)],
+        "interleaved": [Interleaved(n, parts, m, slowdown) for parts, m in splits for slowdown in case.slowdowns],
+        "market": [Market(n, PREFER)],
+    }
+
+
+def best(runs: list[PoolRun], devices: int, tried: Iterable[PoolPolicy]) -> tuple[PoolOutcome, str]:
+    """Return the outcome with the most work per slot-second, and its settings. Partitions that cannot hold a run drop out."""
+    found: list[tuple[PoolOutcome, str]] = []
+    for policy in tried:
+        said = ", ".join(
+            f"{key} {value}" for key, value in vars(policy).items() if key in ("parts", "groups", "trainers", "slowdown", "prefer")
+        )
+        try:
+            found.append((simulate_pool(runs, devices, policy), said))
+        except ValueError:  # too small for a run
+            continue
+    return max(found, key=lambda one: one[0].work_per_slot_s)
+
+
+def measure(case: Case, seeds: range) -> dict[str, Any]:
+    """Return every policy's figures, means over seeds; ratios are paired by seed."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for seed in seeds:
+        runs = runs_of(case, seed)
+        for name, tried in policies(case).items():
+            outcome, said = best(runs, case.devices, tried)
+            times = np.array(outcome.times_s)
+            rows.setdefault(name, []).append(
+                {
+                    "work_per_slot_s": outcome.work_per_slot_s,
+                    "work_per_paid_s": outcome.work_per_paid_s,
+                    "makespan_s": outcome.makespan_s,
+                    "cost_per_run": sum(outcome.cost.values()) / len(runs),
+                    **{f"time_p{p}_s": float(np.quantile(times, p / 100)) for p in (50, 90, 100)},
+                    "settings": said,
+                }
+            )
+    found = {
+        name: {key: float(np.mean([row[key] for row in some])) for key in some[0] if key != "settings"} | {"settings": some[-1]["settings"]}
+        for name, some in rows.items()
+    }
+    over = {
+        name: {
+            base: {
+                key: float(np.mean([a[key] / b[key] for a, b in zip(rows[name], rows[base], strict=True)]))
+                for key in ("work_per_slot_s", "work_per_paid_s", "makespan_s", "time_p50_s", "time_p100_s")
+            }
+            for base in ("disaggregated", "colocated", "queue", "interleaved")
+        }
+        for name in rows
+    }
+    return {"seeds": len(seeds), **asdict(case), "policies": found, "over": over}
+
+
+def targets(cases: dict[str, Any]) -> list[Target]:
+    """What RollMux reports, as targets for the market."""
+    found = []
+    for case, entry in cases.items():
+        for base, least in ROLLMUX.items():
+            over = entry["over"]["market"][base]["work_per_slot_s"]
+            own = entry["over"]["interleaved"][base]["work_per_slot_s"]
+            why = "" if over >= least else f"interleaving reaches {own:.2f}× here; {_why(entry)}"
+            found.append(Target(f"{case}: work per slot-second over {base}", over, least=least, unit="×", why=why))
+    return found
+
+
+def _why(entry: dict[str, Any]) -> str:
+    idle = entry["policies"]["colocated"]["work_per_slot_s"]
+    return f"the best static partitions already work in {idle:.0%} of all slot-seconds, so nothing can exceed {1 / idle:.2f}×"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.simulated.shared_pool")
+    parser.add_argument("--quick", action="store_true", help="one seed, one case: shows that it runs")
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    console = make_console()
+    cases = {}
+    for case in list(CASES)[: 1 if options.quick else None]:
+        cases[case] = measure(CASES[case], range(TUNED, TUNED + (1 if options.quick else options.seeds)))
+        table = Table(title=case, title_justify="left")
+        for head in (
+            "policy",
+            "work per slot-s",
+            "of those paid for",
+            "makespan, s",
+            "cost a run",
+            "run time p50, p90, max, s",
+            "settings",
+        ):
+            table.add_column(head)
+        for name, row in cases[case]["policies"].items():
+            times = ", ".join(f"{row[f'time_p{p}_s']:.0f}" for p in (50, 90, 100))
+            shares = (f"{row['work_per_slot_s']:.1%}", f"{row['work_per_paid_s']:.1%}")
+            table.add_row(name, *shares, f"{row['makespan_s']:.0f}", f"{row['cost_per_run']:.0f}", times, row["settings"])
+        console.print(table)
+    reached = targets(cases)
+    show_targets(console, reached)
+    save("shared_pool_simulated", {"cases": cases, "prefer": PREFER}, reached, console=console, quick=options.quick)
+    if not options.quick:
+        write_page()
+
+
+if __name__ == "__main__":
+    main()

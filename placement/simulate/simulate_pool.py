@@ -1,0 +1,165 @@
+"""Many runs on one pool in virtual time: an event queue of arrivals, ends of stages, and devices that begin to work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from placement.simulate.pool_work import PoolRun, Stage
+
+CLOSE = 1e-9  # seconds, or share of a stage, that count as none
+
+
+@dataclass
+class Progress:
+    """A run at work. left: share of the current stage that is left. slots: devices it holds, of which `working` work, all of them from
+    `ready_s` on."""
+
+    run: PoolRun
+    step: int = 0
+    part: int = 0
+    left: float = 1.0
+    slots: int = 0
+    working: int = 0
+    ready_s: float = 0.0
+    entered_s: float = 0.0  # when it came to the current stage
+    begun_s: float | None = None  # when it got its first device
+
+    @property
+    def stage(self) -> Stage:
+        return self.run.steps[self.step][self.part]
+
+    @property
+    def expected(self) -> Stage:
+        """What the run knows of its current stage: the same part of the step before."""
+        parts = self.run.forecast[self.step]
+        return next((s for s in parts[min(self.part, len(parts) - 1) :] if s.kind == self.stage.kind), parts[-1])
+
+    @property
+    def ends_in_s(self) -> float:
+        return self.left * self.stage.seconds_on(self.working) if self.working else math.inf
+
+
+class PoolPolicy(Protocol):
+    """Divides a pool among runs."""
+
+    def allocate(self, now_s: float, runs: Sequence[Progress]) -> Mapping[str, int]:
+        """Return the devices of each run, those that have arrived in order. Runs that are left out have none."""
+
+    def setup_s(self, one: Progress, slots: int) -> float:
+        """Return the seconds until devices that a run takes for its stage work."""
+
+    def billed(self, runs: Sequence[Progress]) -> Mapping[str, float]:
+        """Return the devices that each run pays for now."""
+
+
+@dataclass(frozen=True)
+class PoolHold:
+    """Devices that a run held from one time to another."""
+
+    run: str
+    slots: int
+    from_s: float
+    to_s: float
+
+
+@dataclass
+class PoolOutcome:
+    """Outcome of a policy. end_s, begun_s, cost: of each run; cost in device-seconds that it paid for."""
+
+    devices: int
+    runs: tuple[PoolRun, ...]
+    end_s: dict[str, float] = field(default_factory=dict)
+    begun_s: dict[str, float] = field(default_factory=dict)
+    cost: dict[str, float] = field(default_factory=dict)
+    holds: list[PoolHold] = field(default_factory=list)
+
+    @property
+    def work(self) -> float:
+        return sum(run.work for run in self.runs)
+
+    @property
+    def makespan_s(self) -> float:
+        return max(self.end_s.values()) - min(run.arrival_s for run in self.runs)
+
+    @property
+    def work_per_slot_s(self) -> float:
+        """Share of the pool's device-seconds that is work, from the first arrival to the last end. 1 cannot be exceeded."""
+        return self.work / (self.devices * self.makespan_s)
+
+    @property
+    def work_per_paid_s(self) -> float:
+        """The same of the device-seconds that runs paid for."""
+        return self.work / sum(self.cost.values())
+
+    @property
+    def times_s(self) -> list[float]:
+        """Seconds from the arrival of each run to its end."""
+        return [self.end_s[run.name] - run.arrival_s for run in self.runs]
+
+
+def simulate_pool(runs: Sequence[PoolRun], devices: int, policy: PoolPolicy) -> PoolOutcome:
+    """Run all runs under a policy. Raises RuntimeError if it leaves all runs without devices for ever or gives more than there are, and
+    ValueError for a stage with fewer devices than it needs."""
+    arriving = sorted(runs, key=lambda run: (run.arrival_s, run.name))
+    outcome = PoolOutcome(devices, tuple(runs), cost={run.name: 0.0 for run in runs})
+    active: list[Progress] = []
+    now = arriving[0].arrival_s
+    while arriving or active:
+        while arriving and arriving[0].arrival_s <= now + CLOSE:
+            active.append(Progress(arriving.pop(0), entered_s=now))
+        given = policy.allocate(now, active)
+        if sum(given.values()) > devices:
+            raise RuntimeError(f"{sum(given.values())} devices were given at {now:.3f} s, but the pool has {devices}")
+        for one in active:
+            _hand(one, given.get(one.run.name, 0), now, policy)
+        events = [run.arrival_s for run in arriving[:1]] + [one.ready_s for one in active if one.ready_s > now + CLOSE]
+        until = min([*events, *(now + one.ends_in_s for one in active)])
+        if math.isinf(until):
+            raise RuntimeError(f"at {now:.3f} s {len(active)} runs wait for devices, and none works")
+        for name, billed in policy.billed(active).items():
+            outcome.cost[name] += billed * (until - now)
+        for one in active:
+            if one.slots:
+                outcome.holds.append(PoolHold(one.run.name, one.slots, now, until))
+            if one.working:
+                one.left -= (until - now) / one.stage.seconds_on(one.working)
+        now = until
+        for one in list(active):
+            if one.left <= CLOSE and not _advance(one, now):
+                active.remove(one)
+                outcome.end_s[one.run.name] = now
+                outcome.begun_s[one.run.name] = one.begun_s if one.begun_s is not None else now
+    return outcome
+
+
+def _hand(one: Progress, slots: int, now: float, policy: PoolPolicy) -> None:
+    """Give a run its devices. Those that are new to it work after their set-up, while the others go on."""
+    if 0 < slots < one.stage.slots[0]:
+        raise ValueError(f"{one.run.name} needs {one.stage.slots[0]} devices for its {one.stage.kind} stage, got {slots}")
+    if slots and one.begun_s is None:
+        one.begun_s = now
+    if slots > one.slots or (slots and not one.slots):
+        one.ready_s = now + policy.setup_s(one, slots)
+    elif slots < one.slots:
+        one.working = min(one.working, slots)
+    one.slots = slots
+    if one.ready_s <= now + CLOSE:
+        one.working = slots
+    if one.working < one.stage.slots[0]:
+        one.working = 0  # too few go on; all begin once the others are ready
+
+
+def _advance(one: Progress, now: float) -> bool:
+    """Go on to the next stage. Returns whether there is one. Devices change their work between a rollout and learning."""
+    before = one.stage.kind
+    one.left, one.entered_s, one.part = 1.0, now, one.part + 1
+    if one.part == len(one.run.steps[one.step]):
+        one.step, one.part = one.step + 1, 0
+        if one.step == len(one.run.steps):
+            return False
+    if (before == "learn") != (one.stage.kind == "learn"):
+        one.slots = one.working = 0  # they are taken anew, with their set-up
+    return True

@@ -1,0 +1,1 @@
+"""Sweeps: many runs on one cluster, at most so many at once."""

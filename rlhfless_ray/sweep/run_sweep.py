@@ -1,0 +1,271 @@
+"""Run a sweep: start runs as others end, end those that fall behind, and write down what became of each."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhfless_ray.common.deadlines import STOP
+from rlhfless_ray.common.disk_space import replace_file
+from rlhfless_ray.common.errors import RunError, Stopped, UserError
+from rlhfless_ray.local.cluster import STORE_SHARE, RayCluster
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.report.metrics import read_rows
+from rlhfless_ray.report.sweep_report import write_sweep_report
+from rlhfless_ray.run.checkpoints import Checkpoints
+from rlhfless_ray.sweep.halving import Halving
+from rlhfless_ray.sweep.sweep_file import PlannedRun, Sweep
+from rlhfless_ray.sweep.sweep_folder import FINISHED, RunState, State, SweepFolder
+from rlhfless_ray.sweep.sweep_table import SweepDisplay
+
+POLL_S = 0.5  # interval at which runs are looked at
+END_S = 600.0  # time for a run to save and end once it was asked to; an update of a large policy takes minutes
+
+
+@dataclass
+class RunningRun:
+    """A run at work. asked: the state that it was asked to end in. bytes_read: size of its metrics file when it was last read."""
+
+    run: PlannedRun
+    state: RunState
+    process: subprocess.Popen[bytes]
+    asked: State | None = None
+    bytes_read: int = 0
+
+
+def next_runs(waiting: list[PlannedRun], running: list[PlannedRun], at_most: int, made: Mapping[str, bool]) -> list[PlannedRun]:
+    """Return the runs to start now, in the sweep's order.
+
+    A run whose initial policy another run is making from scratch waits until that policy is there. made: whether each such policy is.
+    """
+    busy = {run.policy_key for run in running if run.policy_key and not made[run.policy_key]}
+    chosen: list[PlannedRun] = []
+    for run in waiting:
+        if len(running) + len(chosen) >= at_most:
+            break
+        key = run.policy_key
+        if key and not made[key]:
+            if key in busy:
+                continue
+            busy.add(key)
+        chosen.append(run)
+    return chosen
+
+
+class SweepRunner:
+    """A sweep at work. `run` returns once every run has ended."""
+
+    def __init__(self, sweep: Sweep, *, resume: bool = False) -> None:
+        """Check everything that needs no Ray. Raises UserError."""
+        file = sweep.file
+        cores = file.cluster.cpus or len(os.sched_getaffinity(0))
+        if not (file.cluster.address or os.environ.get("RAY_ADDRESS")) and file.at_most > cores:
+            raise UserError(
+                f"at_most: {file.at_most} runs need a slot each at least, but this machine has {cores} cores for them; lower it"
+            )
+        self.sweep, self.resume = sweep, resume
+        self.folder = SweepFolder.resumed(sweep) if resume else SweepFolder.new(sweep)
+        self.states = {state.name: state for state in self.folder.states}
+        self.waiting = [run for run in sweep.runs if self.states[run.name].state not in FINISHED]
+        self.running: list[RunningRun] = []
+        most = max(run.recipe.run.steps or 10_000 for run in sweep.runs)
+        section = file.early_stopping
+        self.halving = Halving(section, file.metric, file.direction, self.states, most) if section else None
+        self.environment = dict(os.environ)
+
+    def run(self) -> Path:
+        """Raises RunError if a run failed, and Stopped after a stop signal, once all runs have saved and ended."""
+        with ExitStack() as stack:
+            stack.enter_context(STOP.listening())
+            self._start_cluster(stack)
+            STOP.listen()  # Ray installs a handler of its own
+            if not self.resume:
+                self.folder.create()
+            stack.enter_context(self.folder.locked())
+            self.display = SweepDisplay(self.sweep, self.folder.states)
+            stack.push(self._close)
+            for name in self.states:
+                self._read(name)  # what a resumed sweep knows already: it decides nothing by itself, and later runs are compared with it
+            while self.waiting or self.running:
+                self._start_runs()
+                time.sleep(POLL_S)
+                STOP.check()
+                for one in list(self.running):
+                    self._look_at(one)
+                self._write("running")
+        failed = [state.name for state in self.folder.states if state.state == "failed"]
+        if failed:
+            raise RunError(
+                f"{len(failed)} of {len(self.states)} runs failed: {', '.join(failed)}; their logs are in {self.folder.path / 'logs'}, and "
+                "--resume tries them again"
+            )
+        return self.folder.path
+
+    def _start_cluster(self, stack: ExitStack) -> None:
+        """Join the given cluster, or start a private Ray that all runs join."""
+        file = self.sweep.file
+        memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+        recipe = self.sweep.runs[0].recipe.model_copy(update={"cluster": file.cluster})
+        cluster = RayCluster(recipe, store_mb=file.cluster.object_store_mb or int(STORE_SHARE * memory_mb))
+        stack.callback(cluster.stop)
+        try:
+            cluster.start()
+        except SystemExit:  # Ray's own handler, active while it starts, turns SIGTERM into this
+            raise Stopped(signal.SIGTERM) from None
+        import ray
+
+        from rlhfless_ray.functions.lease import node_slots
+
+        resource = cluster.resource()
+        slots = sum(node_slots(resource).values())
+        if file.at_most > slots:
+            raise UserError(f"at_most: {file.at_most} runs need a slot each at least, but the cluster has {slots} ({resource}); lower it")
+        self.environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+
+    def _start_runs(self) -> None:
+        from rlhfless_ray.weights.load_policy import cache_folder
+
+        keys = {run.policy_key for run in self.sweep.runs if run.policy_key}
+        made = {key: (cache_folder() / "policies" / key).is_dir() for key in keys}
+        for run in next_runs(self.waiting, [one.run for one in self.running], self.sweep.file.at_most, made):
+            self.waiting.remove(run)
+            self._start(run)
+
+    def _start(self, run: PlannedRun) -> None:
+        state, path = self.states[run.name], self.folder.path
+        folder = path / run.name
+        _end_leftover(folder)
+        recipe = run.recipe.model_copy(update={"run": run.recipe.run.model_copy(update={"root": str(path)})})
+        resumes = _has_checkpoint(recipe, folder)
+        if not resumes:
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before it saved anything
+        file = path / "recipes" / f"{run.name}.yaml"
+        replace_file(file, recipe.to_yaml().encode())
+        words = [sys.executable, "-m", "rlhfless_ray", "train", str(file), *(["--resume"] if resumes else [])]
+        with (path / "logs" / f"{run.name}.log").open("ab") as log:
+            # a session of its own: Ctrl-C reaches the sweep alone, which then asks each run to end
+            process = subprocess.Popen(
+                words, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        state.state, state.reason = "running", ""
+        self.running.append(RunningRun(run, state, process))
+        self.display.message(f"{run.name}: {'goes on from its checkpoint' if resumes else 'started'}")
+
+    def _metrics(self, name: str) -> Path:
+        return self.folder.path / name / "metrics.jsonl"
+
+    def _read(self, name: str) -> int | None:
+        """Read a run's metrics. Returns the step at which it turns out to have fallen behind. Rows read before decide nothing again."""
+        path = self._metrics(name)
+        rows = read_rows(path)[0] if path.is_file() else []
+        self.states[name].read(rows, self.sweep.file.metric)
+        behind = [int(row["step"]) for row in rows if self.halving is not None and self.halving.ends(name, row)]
+        return behind[0] if behind else None
+
+    def _look_at(self, one: RunningRun) -> None:
+        """Read what a run has written, end it if it has fallen behind, and take it from the running ones if it has ended."""
+        code, path, state = one.process.poll(), self._metrics(one.run.name), one.state
+        size = path.stat().st_size if path.is_file() else 0
+        if size != one.bytes_read:
+            one.bytes_read, behind = size, self._read(one.run.name)
+            if behind is not None and code is None and one.asked is None:
+                state.reason = f"it fell behind at step {behind}"
+                self._ask(one, "ended early", signal.SIGINT)
+        if code is None:
+            return
+        self.running.remove(one)
+        if code == 0:
+            state.state, state.reason = "done", ""
+        elif one.asked is not None and code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+            state.state = one.asked
+        else:
+            state.state, state.reason = "failed", self._failure(one.run.name, code)
+        self.display.message(f"{one.run.name}: {state.state}{f': {state.reason}' if state.reason else f' after {state.step} steps'}")
+
+    def _failure(self, name: str, code: int) -> str:
+        """Return the last line that a run printed: the sentence that `rlhfless train` ends with."""
+        lines = (self.folder.path / "logs" / f"{name}.log").read_text(errors="replace").splitlines()
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return last[:300] if code > 0 and last else f"ended by signal {-code}" if code < 0 else f"exit code {code}"
+
+    def _ask(self, one: RunningRun, state: State, number: int) -> None:
+        one.asked = state
+        if one.process.poll() is None:
+            one.process.send_signal(number)
+
+    def _close(self, kind: Any, error: Any, trace: Any) -> None:
+        """Ask running runs to save and end, wait for them, and write table, file and report."""
+        stopped = isinstance(error, (Stopped, KeyboardInterrupt))
+        number = error.signal_number if isinstance(error, Stopped) else signal.SIGINT
+        if self.running:
+            self.display.message(f"stopping {len(self.running)} runs, which save first; press Ctrl-C again to wait for nothing")
+        STOP.acknowledge()
+        for one in self.running:
+            self._ask(one, "stopped", number)
+        until = time.monotonic() + END_S
+        while self.running and time.monotonic() < until:
+            time.sleep(POLL_S / 5)
+            for one in list(self.running):
+                self._look_at(one)
+            if STOP.acknowledge() is not None:
+                until = time.monotonic()
+        for one in list(self.running):
+            one.process.kill()
+            one.process.wait(10)
+            self._look_at(one)
+        states = [state.state for state in self.folder.states]
+        whole = all(state in FINISHED for state in states)
+        self._write("done" if whole else "stopped" if stopped else "failed")
+        self.display.close()
+        self.display.message(f"report: {(self.folder.path / 'report.html').resolve()}")
+        if isinstance(error, Stopped):
+            error.resumable = True
+
+    def _write(self, status: str) -> None:
+        self.folder.write(self.sweep, status)
+        if status != "running":
+            write_sweep_report(self.folder.path)
+
+
+def _has_checkpoint(recipe: Any, folder: Path) -> bool:
+    if isinstance(recipe, Recipe):
+        return bool(Checkpoints(recipe.checkpoint, folder).list())
+    from rlhfless_ray.supervise.run_supervised import has_checkpoint
+
+    return has_checkpoint(recipe)
+
+
+def _end_leftover(folder: Path) -> None:
+    """End the driver of a run that a killed sweep left at work. Raises RunError if it does not end."""
+    if not folder.is_dir():
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    until, asked = time.monotonic() + END_S, False
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                status = json.loads((folder / "status.json").read_text()) if (folder / "status.json").is_file() else {}
+                if not asked and status.get("host") == platform.node() and status.get("pid"):
+                    os.kill(int(status["pid"]), signal.SIGINT)
+                    asked = True
+            if time.monotonic() > until:
+                raise RunError(f"{folder}: another process still writes it after {END_S:.0f} s; end it and use --resume")
+            STOP.check()
+            time.sleep(POLL_S)
+    finally:
+        os.close(handle)

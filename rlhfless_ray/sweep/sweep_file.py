@@ -1,0 +1,192 @@
+"""A sweep's file: which runs there are, how many work at once, and which of them end early."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.reading import describe_mistake, set_key
+from rlhfless_ray.recipe.recipe_file import read_tree
+from rlhfless_ray.recipe.run_sections import ClusterConfig
+from rlhfless_ray.recipe.section import Section
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+
+NAME = r"^(\w[\w.-]*)?$"
+POLICY_METRICS = ("reward/mean", "eval/accuracy_sampled", "eval/accuracy_greedy", "learn/kl", "length/mean")
+SUPERVISED_METRICS = ("learn/loss", "learn/accuracy", "eval/loss", "eval/accuracy")
+OF_THE_SWEEP = ("run.name", "run.root", "cluster.address", "cluster.cpus", "cluster.object_store_mb", "checkpoint.path")
+
+
+class EarlyStopping(Section):
+    """End runs that fall behind, by asynchronous successive halving (ASHA)."""
+
+    first_step: int = Field(ge=1)
+    """Step at which runs are compared for the first time."""
+    keep: float = Field(0.5, gt=0, lt=1)
+    """Share of the runs that go on at each comparison. Comparisons are `1 / keep` times as many steps apart each time."""
+
+
+class SweepRun(Section):
+    """One run, or one for each point of the grid."""
+
+    name: str = Field("", pattern=NAME)
+    """Name of the run's folder below the sweep's. Empty: made from the grid's values."""
+    recipe: str = ""
+    """Recipe, relative to the sweep's file. Empty: the sweep's `recipe`."""
+    set: dict[str, Any] = Field({})
+    """Dotted recipe keys and their values, which win over those of the sweep."""
+    alone: str = ""
+    """Folder of a run that did the same work alone, for comparison."""
+
+
+class SweepFile(Section):
+    """What `rlhfless sweep` reads."""
+
+    name: str = Field("", pattern=NAME)
+    """Name of the sweep's folder below `root`. Empty: the file's name."""
+    root: str = Field("runs", min_length=1)
+    """Folder for the sweep's folder."""
+    recipe: str = ""
+    """Recipe of runs that name none, relative to the sweep's file."""
+    set: dict[str, Any] = Field({})
+    """Dotted recipe keys and their values for every run."""
+    grid: dict[str, list[Any]] = Field({})
+    """Dotted recipe keys, each with a list of values. There is one run for each combination."""
+    runs: list[SweepRun] = Field([SweepRun()])
+    """Runs by themselves. With a grid, each of them at every point."""
+    at_most: int = Field(2, ge=1)
+    """Runs at once."""
+    metric: str = "eval/accuracy_sampled"
+    """Metric that runs are compared by."""
+    direction: Literal["max", "min"] = "max"
+    """Whether more of the metric is better, or less."""
+    early_stopping: EarlyStopping | None = None
+    """Runs that fall behind end early. None: all runs go to their end."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Cluster of all runs. Without an address the sweep starts a private Ray for them."""
+
+    @model_validator(mode="after")
+    def _check(self) -> SweepFile:
+        if not self.runs:
+            raise ValueError("`runs` is empty; name a run, or leave the key out for one run at each point of `grid`")
+        empty = [key for key, values in self.grid.items() if not values]
+        if empty:
+            raise ValueError(f"`grid`: `{empty[0]}` has no values")
+        for key in [*self.set, *self.grid, *(key for run in self.runs for key in run.set)]:
+            if key in OF_THE_SWEEP:
+                raise ValueError(f"`{key}`: the sweep decides it for its runs; leave it out")
+        known = (*POLICY_METRICS, *SUPERVISED_METRICS)
+        if self.metric not in known:
+            near = difflib.get_close_matches(self.metric, known, n=1, cutoff=0.5)
+            raise ValueError(
+                f"unknown `metric` {self.metric}; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run of a sweep. settings: what is set for this run and differs from others. recipe: validated, named, in the sweep's folder."""
+
+    name: str
+    recipe: Recipe | SupervisedRecipe
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    alone: str = ""
+
+    @cached_property
+    def policy_key(self) -> str | None:
+        """What determines the initial policy if it is made from scratch. Runs with the same one share it. None: it is given."""
+        from rlhfless_ray.weights.load_policy import warm_start_key
+
+        return warm_start_key(self.recipe) if isinstance(self.recipe, Recipe) and not self.recipe.policy.path else None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    file: SweepFile
+    runs: tuple[PlannedRun, ...]
+
+
+def load_sweep(path: Path) -> Sweep:
+    """Read a sweep's file and every recipe that it makes. Raises UserError for the first mistake."""
+    if not path.is_file():
+        raise UserError(f"sweep {path}: " + ("a folder; name the sweep's YAML file" if path.is_dir() else "no such file"))
+    tree = read_tree(path)
+    tree["name"] = tree.get("name") or re.sub(r"[^\w.-]+", "-", path.stem).lstrip(".-")
+    where = f"sweep {path}"
+    try:
+        file = SweepFile.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(f"{where}: {describe_mistake(SweepFile, error)}") from None
+    runs = tuple(_planned(file, given, point, path.parent, where) for given in file.runs for point in _points(file.grid))
+    _check_names([run.name for run in runs], where)
+    _check_metric(file, runs, where)
+    return Sweep(file, runs)
+
+
+def _points(grid: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+def _planned(file: SweepFile, given: SweepRun, point: dict[str, Any], folder: Path, where: str) -> PlannedRun:
+    """Return one run of the sweep, its recipe validated."""
+    source = given.recipe or file.recipe
+    if not source:
+        raise UserError(f"{where}: no recipe; name one in `recipe`, or in each of `runs`")
+    words = [given.name, *(f"{key.rpartition('.')[2]}-{_word(value, file.grid[key])}" for key, value in point.items())]
+    name = "_".join(filter(None, words)) or Path(source).stem
+    own = {**given.set, **point}
+    tree = read_tree(folder / source)
+    for key, value in {**file.set, **own}.items():
+        set_key(tree, key, value, f"{where}: run {name}")
+    tree["run"] = {**(tree.get("run") or {}), "name": name, "root": file.root}
+    kind = SupervisedRecipe if "task" in tree else Recipe
+    recipe = kind.parse(tree, where=f"{where}: run {name}")
+    cluster = recipe.cluster
+    if cluster.address or cluster.cpus or recipe.checkpoint.path:
+        key = "checkpoint.path" if recipe.checkpoint.path else "cluster.address" if cluster.address else "cluster.cpus"
+        raise UserError(f"{where}: run {name}: `{key}` of {source}: the sweep decides it for its runs; leave it out")
+    return PlannedRun(name, recipe, own, given.alone)
+
+
+def _word(value: Any, values: list[Any]) -> str:
+    """Return a grid's value as a part of a run's name; its number where it is no word."""
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if re.fullmatch(r"[\w.-]+", text) and not isinstance(value, (dict, list)) else str(values.index(value) + 1)
+
+
+def _check_names(names: Iterable[str], where: str) -> None:
+    """Raise UserError for two runs of one name, and for a name that a resumed run of another name could take."""
+    names = list(names)
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{where}: two runs are called {name}; give them names of their own with `name`")
+        numbered = re.fullmatch(r"(.+)-\d+", name)
+        if numbered and numbered[1] in names:
+            raise UserError(f"{where}: runs {numbered[1]} and {name}: a repeated run gets such a number; give one of them another name")
+
+
+def _check_metric(file: SweepFile, runs: Iterable[PlannedRun], where: str) -> None:
+    """Raise UserError if a run never has the metric that decides which runs end early."""
+    if file.early_stopping is None:
+        return
+    for run in runs:
+        supervised = isinstance(run.recipe, SupervisedRecipe)
+        if file.metric not in (SUPERVISED_METRICS if supervised else POLICY_METRICS):
+            kind = "supervised stages" if supervised else "runs of a policy"
+            raise UserError(f"{where}: run {run.name}: {kind} have no metric {file.metric}, which early_stopping needs")
+        if isinstance(run.recipe, Recipe) and file.metric.startswith("eval/") and not run.recipe.evaluate.prompts:
+            raise UserError(f"{where}: run {run.name}: evaluate.prompts is 0, so it has no {file.metric}, which early_stopping needs")
+        first, steps = file.early_stopping.first_step, run.recipe.run.steps
+        if steps is not None and first >= steps:
+            raise UserError(f"{where}: early_stopping.first_step: {first} is not before the end of run {run.name}, which has {steps} steps")

@@ -1,0 +1,158 @@
+"""A sweep's folder: `sweep.json`, the recipes and logs of its runs, their run folders and the report over all."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhfless_ray.common.disk_space import replace_file
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.report.formatting import finite
+from rlhfless_ray.report.metrics import read_rows
+from rlhfless_ray.run.folder import RunFolder
+from rlhfless_ray.sweep.sweep_file import PlannedRun, Sweep
+
+State = Literal["waiting", "running", "done", "ended early", "stopped", "failed"]
+FINISHED: tuple[State, ...] = ("done", "ended early")  # what a resumed sweep keeps
+
+
+@dataclass
+class RunState:
+    """What is known of a run. metric: its last value. seconds, slot_s and money: of the run so far, as its ledger counts them.
+
+    alone: the same three of a run that did this work alone, where the sweep names one.
+    """
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    state: State = "waiting"
+    reason: str = ""
+    step: int = 0
+    steps: int | None = None
+    metric: float | None = None
+    seconds: float | None = None
+    slot_s: float | None = None
+    money: float | None = None
+    alone: dict[str, float] = field(default_factory=dict)
+
+    def read(self, rows: list[dict[str, Any]], metric: str) -> None:
+        """Take over the newest values of a run's metrics."""
+        for row in rows:
+            self.step = int(row["step"])
+            value = finite(row.get(metric))
+            self.metric = self.metric if value is None else value
+            for name, value in _costs(row).items():
+                setattr(self, name, value)
+
+    @property
+    def saved(self) -> dict[str, float]:
+        """Shares of time, slot-seconds and money that were saved against the run alone."""
+        own = {name: getattr(self, name) for name in self.alone}
+        return {name: 1 - own[name] / value for name, value in self.alone.items() if own[name] is not None and value > 0}
+
+
+def _costs(row: dict[str, Any]) -> dict[str, float]:
+    keys = {"seconds": "time_s", "slot_s": "cost/total_full_slot_s", "money": "cost/total_money"}
+    return {name: value for name, key in keys.items() if (value := finite(row.get(key))) is not None}
+
+
+def costs_alone(folder: str) -> dict[str, float]:
+    """Return seconds, slot-seconds and money of a whole run. Raises UserError if the folder has none."""
+    found: dict[str, float] = {}
+    path = Path(folder) / "metrics.jsonl"
+    for row in read_rows(path)[0] if path.is_file() else []:
+        found |= _costs(row)
+    if not found:
+        raise UserError(f"runs.alone: {folder} is no run folder with metrics; name one, or leave it out")
+    return found
+
+
+class SweepFolder:
+    """`<root>/<name>/`. Its runs' folders lie in it."""
+
+    def __init__(self, path: Path, states: list[RunState]) -> None:
+        self.path, self.states = path, states
+
+    @classmethod
+    def new(cls, sweep: Sweep) -> SweepFolder:
+        """Return a folder that `create` will make."""
+        RunFolder.check_root(sweep.runs[0].recipe)
+        return cls(Path(sweep.file.root) / sweep.file.name, [_new_state(run) for run in sweep.runs])
+
+    def create(self) -> None:
+        """Create `<root>/<name>`, or `<name>-2`, `-3`, … if it exists."""
+        first, number = self.path, 1
+        while True:
+            try:
+                self.path.mkdir(parents=True)
+                break
+            except FileExistsError:
+                number += 1
+                self.path = first.with_name(f"{first.name}-{number}")
+        for name in ("recipes", "logs"):
+            (self.path / name).mkdir()
+
+    @classmethod
+    def resumed(cls, sweep: Sweep) -> SweepFolder:
+        """Return the newest folder of this sweep, with its finished runs.
+
+        Raises UserError if there is none, or if a run that finished had other settings.
+        """
+        root, name = Path(sweep.file.root), sweep.file.name
+        family = [p.parent for p in root.glob(f"{name}*/sweep.json") if re.fullmatch(re.escape(name) + r"(-\d+)?", p.parent.name)]
+        if not family:
+            raise UserError(f"--resume: no sweep in {root / name}; start it without --resume")
+        path = max(family, key=lambda p: (p / "sweep.json").stat().st_mtime)
+        before = {run["name"]: RunState(**run) for run in json.loads((path / "sweep.json").read_text())["runs"]}
+        states = []
+        for run in sweep.runs:
+            state = before.get(run.name)
+            if state is None or state.state not in FINISHED:
+                state = _new_state(run)
+            elif state.settings != run.settings:
+                raise UserError(
+                    f"--resume: run {run.name} of {path} has finished with other settings; set them back, or start without --resume"
+                )
+            states.append(state)
+        return cls(path, states)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock the folder against another process of the same sweep. Raises UserError if there is one."""
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(handle)
+            raise UserError(f"--resume: {self.path} is being written by another process; stop that sweep first") from None
+        try:
+            yield
+        finally:
+            os.close(handle)
+
+    def write(self, sweep: Sweep, status: str) -> None:
+        """Write `sweep.json`."""
+        file = sweep.file
+        content = {
+            "name": file.name,
+            "status": status,
+            "written_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "metric": file.metric,
+            "direction": file.direction,
+            "at_most": file.at_most,
+            "runs": [asdict(state) for state in self.states],
+        }
+        replace_file(self.path / "sweep.json", (json.dumps(content, indent=1) + "\n").encode())
+
+
+def _new_state(run: PlannedRun) -> RunState:
+    alone = costs_alone(run.alone) if run.alone else {}
+    return RunState(run.name, dict(run.settings), steps=run.recipe.run.steps, alone=alone)
