@@ -112,6 +112,8 @@ class EngineStep:
     seconds: float
     drafted: int = 0  # drafted tokens that the step verified
     accepted: int = 0  # of these, the tokens that were drawn
+    draft_s: float = 0.0  # of `seconds`: for looking up drafts
+    by_model: tuple[int, int] = (0, 0)  # of `drafted` and `accepted`: the tokens that a drafter model has drafted
 
     @property
     def token_s(self) -> float:
@@ -154,6 +156,7 @@ class UpdateStats:
     reference_gap: float = 0.0  # log p - log p_reference, or log p_old - log p_reference if the KL is part of the reward
     next_learning_rate: float = 0.0  # of the optimizer step that follows this update
     last_grad_norm: float = 0.0  # before clipping, of the last optimizer step
+    router_balance: float = 0.0  # the routers' auxiliary loss before its weight, where there is one
     effective_share: float = 1.0  # effective sample size of the tokens' importance weights p_old / p_sampler, as a share of the tokens
 
 
