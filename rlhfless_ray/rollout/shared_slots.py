@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import ray
 
 from placement.scaling.resize_policy import Release
+from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import LeaseManager, LeaseRequest
 from rlhfless_ray.functions.pool_client import PoolClient
-from rlhfless_ray.rollout.rollout_result import fetch_weights
-
-if TYPE_CHECKING:
-    from rlhfless_ray.rollout.driver import RolloutDriver
+from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.rollout.engine_calls import EngineCalls
+from rlhfless_ray.rollout.inflight_migrations import InflightMigrations
+from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_weights
+from rlhfless_ray.rollout.token_log import TokenLog
+from rlhfless_ray.types import WeightVersion
 
 PAUSE_S = 1.0  # between two decisions to give slots: until the pool has seen the last one
 GIVEN = Release(0, "another run of the cluster waits for its slot")
+
+
+class Rollout(Protocol):
+    """What this needs of a `RolloutDriver`."""
+
+    pool: WorkerPool
+    weights: WeightVersion
+    calls: EngineCalls
+    token_log: TokenLog
+    migrations: InflightMigrations
+    result: RolloutResult
+    stopping: bool
+    start_s: float
+
+    def tail_s(self) -> float: ...
+
+    def evacuate(self, leaving: list[Instance], stay: list[int], reason: str) -> None: ...
 
 
 class SharedSlots:
@@ -34,7 +54,7 @@ class SharedSlots:
     def refs(self) -> list[Any]:
         return [] if self.answer is None else [self.answer]
 
-    def poll(self, driver: RolloutDriver) -> None:
+    def poll(self, driver: Rollout) -> None:
         """Give slots that other runs wait for, or else take one that is granted, and ask for more if they have work."""
         if driver.stopping:
             self.close()
@@ -58,11 +78,11 @@ class SharedSlots:
     def metrics(self) -> dict[str, int]:
         return {"shared/slots_taken": self.taken, "shared/slots_given": self.given}
 
-    def _wait_s(self, driver: RolloutDriver) -> float:
+    def _wait_s(self, driver: Rollout) -> float:
         """Return how long the rollout must go on for one more engine to pay."""
         return 2 * (self.start_s if any(instance.memory_mb > 0 for instance in driver.pool.parked) else driver.start_s)
 
-    def _take(self, driver: RolloutDriver) -> None:
+    def _take(self, driver: Rollout) -> None:
         request, self.request, self.answer = self.request, None, None
         if request is None or request.id not in self.leases.asked:  # a worker group withdrew it
             return
@@ -72,7 +92,7 @@ class SharedSlots:
             driver.pool.assign_leases(got)  # the next moves give it requests
             fetch_weights(driver.pool, driver.weights)
 
-    def _give(self, driver: RolloutDriver) -> None:
+    def _give(self, driver: Rollout) -> None:
         working = {driver.calls.number(instance): instance for instance in driver.pool.working}
         self.given += len(self.leaving - set(working))
         self.leaving &= set(working)
