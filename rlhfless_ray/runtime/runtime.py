@@ -45,8 +45,9 @@ from rlhfless_ray.rollout.speculation import check_speculation, read_drafter
 from rlhfless_ray.run.checkpoints import Best, Checkpoints, swap_folder
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder, check_writable
-from rlhfless_ray.run.memory_check import check_ahead, check_on, least_mb, lengths_of, room_ahead
+from rlhfless_ray.run.memory_check import check_ahead, check_on, room_ahead
 from rlhfless_ray.run.memory_fit import fit, models_with
+from rlhfless_ray.run.memory_needs import least_mb, lengths_of
 from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.runtime.agreement import Agreement
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
