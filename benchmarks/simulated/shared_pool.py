@@ -1,6 +1,6 @@
 """Many runs on one pool (simulated): a market against static partitions, a queue, and interleaving in RollMux's manner.
 
-python -m benchmarks.simulated.shared_pool [--quick] [--seeds N]
+python -m benchmarks.simulated.shared_pool [--quick] [--only CASE …] [--seeds N]
 
 Every baseline has the best partition, split and bound on slowdowns for each seed, chosen with hindsight; the market has one `prefer`
 throughout. Seeds 0 and 1 were looked at while it was made.
@@ -9,6 +9,7 @@ throughout. Seeds 0 and 1 were looked at while it was made.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks.common.results import Target, make_console, save, show_targets
+from benchmarks.common.results import Target, make_console, result_folder, save, show_targets
 from benchmarks.simulator_page import write_page
 from placement.simulate import named, names
 from placement.simulate.pool_policies import Interleaved, Market, Partitions
@@ -47,7 +48,7 @@ CASES = {
     "16 L40S, GRPO": Case(16, GRPO, 24, 10, 30.0),
     "16 L40S, GRPO and PPO": Case(16, ALL, 24, 10, 30.0),
     "16 L40S, few arrivals": Case(16, GRPO, 24, 10, 240.0),
-    "300 L40S, GRPO and PPO": Case(300, ALL, 96, 6, 3.0, parts=(18, 25, 37), slowdowns=(3.0,), seeds=2),
+    "300 L40S, GRPO and PPO": Case(300, ALL, 60, 4, 3.0, parts=(18, 25, 37), slowdowns=(3.0,), seeds=2),
 }
 
 
@@ -146,11 +147,13 @@ def _why(entry: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.simulated.shared_pool")
     parser.add_argument("--quick", action="store_true", help="one seed, one case: shows that it runs")
+    parser.add_argument("--only", nargs="*", choices=list(CASES), default=list(CASES), help="some cases: the others' results stay")
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     console = make_console()
-    cases = {}
-    for case in list(CASES)[: 1 if options.quick else None]:
+    path = result_folder(options.quick) / "shared_pool_simulated.json"
+    cases = json.loads(path.read_text())["cases"] if path.exists() else {}
+    for case in options.only[: 1 if options.quick else None]:
         seeds = 1 if options.quick else min(options.seeds, CASES[case].seeds)
         cases[case] = measure(CASES[case], range(TUNED, TUNED + seeds))
         table = Table(title=case, title_justify="left")
@@ -169,6 +172,7 @@ def main() -> None:
             shares = (f"{row['work_per_slot_s']:.1%}", f"{row['work_per_paid_s']:.1%}")
             table.add_row(name, *shares, f"{row['makespan_s']:.0f}", f"{row['cost_per_run']:.0f}", times, row["settings"])
         console.print(table)
+        cases = {name: cases[name] for name in CASES if name in cases}
         reached = targets(cases)  # written after each case: what is finished outlives a cut
         save("shared_pool_simulated", {"cases": cases, "prefer": PREFER}, reached, console=console, quick=options.quick)
     show_targets(console, reached)
