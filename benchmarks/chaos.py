@@ -1,10 +1,11 @@
-"""Random faults of every kind in one run: `python -m benchmarks.chaos [--quick] [--faults N] [--real N] [--drivers N]`.
+"""Random faults of every kind in one run: `python -m benchmarks.chaos [--quick] [--faults N] [--real N] [--drivers N] [--partial N]`.
 
 A run on a local cluster of several nodes, struck once in every step, next to one that is not: the same samples, each once, the
 same learning (a replayed learner's weights are a digest of all it was given, in order), nothing left behind. Replayed engines
 for the volume; real ones, with `--real`, for a part: there the weights of every version are DeepSpeed's, and the same to the bit,
-so what is learned with faults is what is learned without. The driver is killed and resumed in processes of its own. A part that
-fails is told with its reason, and the others are run and written down all the same.
+so what is learned with faults is what is learned without. The driver is killed and resumed in processes of its own. Partial rollouts
+depend on speed, so there every group must be trained once, whole and in time. A part that fails is told with its reason, and the
+others are run and written down all the same.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ from benchmarks.common.fault_injection import (
     FaultInjector,
     InjectedFault,
     Nodes,
+    compare,
     left_behind,
     left_of,
     outcome,
     quick_to_see_hangs,
+    quiet_ray,
     step_rows,
 )
+from benchmarks.common.partial_outcome import wrong_of
 from benchmarks.common.replay_setup import ReplaySetup, build, recipe_for, synthetic_lengths
 from benchmarks.common.results import Target, make_console, save, show_targets
 from rlhfless_ray.recipe import Recipe
@@ -57,6 +61,10 @@ REAL_KINDS = (
 )
 SILENCE_S = 5.0  # after which an engine hangs; a real one may have to load weights in it
 EVERY = KINDS | PAGE_KINDS
+PARTIAL: dict[str, dict[str, Any]] = {
+    "in turn": {"partial": "continue", "max_lag_steps": 2, "oversample": 2},
+    "ahead": {"partial": "continue", "max_lag_steps": 2, "oversample": 2, "ahead": True},
+}
 BUDGET = 10**6  # here faults are what is wanted
 DEADLINE_S = 600.0  # of leases, and twice that of a driver: a machine that does something else too is no fault
 MISSES = 2
@@ -115,6 +123,7 @@ def drive(run: FaultInjector) -> dict[str, Any]:
     found = outcome(run.folder.path)
     rewards = [float(np.mean([row[-1] for row in found[step] if row[-1] is not None])) for step in sorted(found)]
     return {
+        "path": run.folder.path,
         "samples": found,
         "published": run.published,
         "rewards": rewards,
@@ -122,20 +131,6 @@ def drive(run: FaultInjector) -> dict[str, Any]:
         "seconds": time.monotonic() - began_s,
         "steps": len(rows),
         **{name: sum(row.get(name) or 0 for row in rows) for name in names},
-    }
-
-
-def compare(struck: dict[str, Any], clean: dict[str, Any]) -> dict[str, int]:
-    """What is wrong with the struck run: nothing, if all of it is 0."""
-    ids = [(step, *one[:2]) for step, rows in struck["samples"].items() for one in rows]
-    expected = [(step, *one[:2]) for step, rows in clean["samples"].items() for one in rows]
-    counts = Counter(ids)
-    return {
-        "samples twice": sum(n - 1 for n in counts.values()),
-        "samples lost": len(set(expected) - set(ids)),
-        "samples too many": len(set(ids) - set(expected)),
-        "steps with other samples": sum(struck["samples"].get(step) != rows for step, rows in clean["samples"].items()),
-        "versions with other weights": sum(struck["published"].get(v) != c for v, c in clean["published"].items()),
     }
 
 
@@ -215,17 +210,41 @@ def told(struck: dict[str, Any], clean: dict[str, Any], chaos: Chaos, left: dict
     }  # fmt: skip
 
 
-def drivers(folder: Path, times: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Drivers killed by SIGKILL at random moments, each followed by one that resumes."""
+def partial_rollouts(folder: Path, faults: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Faults of every kind while responses outlive steps, half of them with rollouts beside the update, and drivers killed."""
+    found: dict[str, Any] = {"faults": Counter(), "wrong": Counter(), "left": Counter(), "compared": Counter()}
+    nodes, world = Nodes(3), small_world(folder)
+    try:
+        for name, rollout in PARTIAL.items():
+            chaos = Chaos(shuffled(faults // len(PARTIAL), tuple(KINDS), seed), nodes, seed, say)
+            given = recipe(world, folder / name, len(chaos.kinds) + len(chaos.kinds) // 4 + 6, rollout=rollout)
+            with quick_to_see_hangs():
+                struck = on_cluster(nodes, InjectedFault(given, chaos))
+            found["faults"] += Counter(kind for _, kind, _ in chaos.done)
+            found["wrong"] += Counter(wrong_of(struck["path"], given))
+            found["left"] += Counter(left_behind(nodes.address))
+            found["compared"] += Counter({"samples": sum(map(len, struck["samples"].values()))})
+            say(f"{name}: {struck['steps']} steps in {struck['seconds']:.0f} s")
+    finally:
+        nodes.close()
+    killed = drivers(folder, max(1, faults // 10), seed, say, PARTIAL["in turn"])
+    return {key: dict(value + Counter(killed[key])) for key, value in found.items()}
+
+
+def drivers(folder: Path, times: int, seed: int, say: Callable[[str], None], rollout: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Drivers killed by SIGKILL at random moments, each followed by one that resumes. `rollout`: settings of partial rollouts."""
     rng, nodes = np.random.default_rng(seed), Nodes(2)
     try:
         world, steps = small_world(folder), 2 * times + 2
-        clean = on_cluster(nodes, InjectedFault(recipe(world, folder / "clean", steps), lambda run, moment: None))
+        clean = None
+        if rollout is None:
+            clean = on_cluster(nodes, InjectedFault(recipe(world, folder / "clean", steps), lambda run, moment: None))
         moments = ("begin", "rollout", "score", "update", "publish", "published")
         kills = [(2 * k + 2, str(rng.choice(moments))) for k in range(times)]
         began_s = time.monotonic()
         for k, (step, moment) in enumerate([*kills, (0, "")]):
-            tree = recipe(world, folder / "struck", steps, checkpoint={"every_steps": 1}).model_dump(exclude_unset=True)
+            given = recipe(world, folder / "struck", steps, checkpoint={"every_steps": 1}, rollout=rollout or {})
+            tree = given.model_dump(exclude_unset=True)
             job = {"recipe": tree, "address": nodes.address, "step": step, "moment": moment, "resume": k > 0}
             command = [sys.executable, "-m", "benchmarks.chaos", "--drive", json.dumps(job)]
             done = subprocess.run(command, timeout=2 * DEADLINE_S, stderr=subprocess.PIPE, text=True)
@@ -236,11 +255,11 @@ def drivers(folder: Path, times: int, seed: int, say: Callable[[str], None]) -> 
         [path] = (folder / "struck" / "runs").iterdir()
         struck = {"samples": outcome(path), "published": json.loads((path / "published.json").read_text())}
         struck["published"] = {int(version): checksum for version, checksum in struck["published"].items()}
-        wrong = compare(struck, {**clean, "published": {steps: clean["published"][steps]}})
+        wrong = wrong_of(path, given) if clean is None else compare(struck, {**clean, "published": {steps: clean["published"][steps]}})
         left = left_behind(nodes.address)
         return {
             "faults": {"driver killed": times}, "wrong": wrong, "left": left, "log": kills, "seconds": time.monotonic() - began_s,
-            "compared": {"samples": sum(map(len, clean["samples"].values())), "versions": 1},
+            "compared": {"samples": sum(map(len, (clean or struck)["samples"].values())), "versions": int(clean is not None)},
         }  # fmt: skip
     finally:
         nodes.close()
@@ -273,7 +292,7 @@ def small_world(folder: Path) -> ReplaySetup:
     return build(folder, lengths, base_s=0.005, per_seq_s=1e-4, start_s=0.1, learn_s=0.1, clock=1.0)
 
 
-def recipe(world: ReplaySetup, folder: Path, steps: int, **sections: Any) -> Recipe:
+def recipe(world: ReplaySetup, folder: Path, steps: int, rollout: dict[str, Any] | None = None, **sections: Any) -> Recipe:
     return recipe_for(
         world,
         folder,
@@ -285,7 +304,7 @@ def recipe(world: ReplaySetup, folder: Path, steps: int, **sections: Any) -> Rec
         objective={"prefer": 1.0},
         functions={"slot": "cpu", "max_replacements": BUDGET, "lease_deadline_s": DEADLINE_S},
         reward={"timeout_s": 1.0},
-        rollout={"stream_interval_s": 0.05, "silence_s": SILENCE_S},
+        rollout={"stream_interval_s": 0.05, "silence_s": SILENCE_S, **(rollout or {})},
         watch={"samples_per_step": 0},
         **sections,
     )
@@ -296,6 +315,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=105, help="on replayed engines")
     parser.add_argument("--drivers", type=int, default=5, help="drivers killed")
     parser.add_argument("--real", type=int, default=0, help="faults on real engines; 20 take about ten minutes on two cores")
+    parser.add_argument("--partial", type=int, default=32, help="with partial rollouts, on replayed engines; and a tenth as many drivers")
     parser.add_argument("--kinds", nargs="*", choices=REAL_KINDS, default=REAL_KINDS, help="of faults on real engines")
     parser.add_argument("--ranks", type=int, default=1, help="of the real learner")
     parser.add_argument("--seed", type=int, default=0)
@@ -306,19 +326,22 @@ def main() -> None:
         driven(json.loads(options.drive))
         return
     if options.quick:
-        options.faults, options.drivers = len(KINDS), 1
-    whole = not options.quick and options.faults and options.drivers  # else its results do not replace those of one that is
+        options.faults, options.drivers, options.partial = len(KINDS), 1, len(KINDS)
+    # else its results do not replace those of one that is whole
+    whole = not options.quick and bool((options.faults and options.drivers) or not (options.faults or options.drivers or options.real))
+    part_name = "chaos" if options.faults or options.drivers or options.real else "chaos_partial"
     quiet_ray()
     console, found = make_console(), {}
     on_real = partial(real, kinds=tuple(options.kinds), ranks=options.ranks)
     parts: dict[str, tuple[Callable[..., dict[str, Any]], int]] = {
         "replayed": (replayed, options.faults), "drivers": (drivers, options.drivers), "real": (on_real, options.real),
+        "partial": (partial_rollouts, options.partial),
     }  # fmt: skip
     for name, (part, count) in parts.items():
         if count:
             with tempfile.TemporaryDirectory(prefix="rlhfless-chaos-") as folder:
                 found[name] = tried(partial(part, Path(folder), count, options.seed), partial(told_now, console, name))
-            save("chaos", {"options": vars(options), **found}, reached(options, found), console=console, quick=not whole)
+            save(part_name, {"options": vars(options), **found}, reached(options, found), console=console, quick=not whole)
     table = Table("part", "fault", "times", title="faults survived", title_justify="left")
     for name, one in found.items():
         for kind, times in one.get("faults", {}).items():
@@ -369,14 +392,6 @@ def reached(options: argparse.Namespace, found: dict[str, Any]) -> list[Target]:
         if options.real:
             targets.append(Target("faults on real engines", sum(found.get("real", {}).get("faults", {}).values()), least=20))
     return targets
-
-
-def quiet_ray() -> None:
-    """Ray prints the last words of every node that is lost: that is what happens here all the time."""
-    import ray._private.worker as worker
-
-    worker.listen_error_messages = lambda *_: None  # type: ignore[assignment]
-    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # of calls whose answer nobody waits for any more
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What control costs at size: `python -m benchmarks.control [--quick]`. Replayed engines, real everything else.
+"""What control costs at size: `python -m benchmarks.control [--quick] [--lag]`. Replayed engines, real everything else.
 
 The real loop, pools and placement groups on 32 logical GPUs. Engines and learner are replayed (recorded lengths, modelled
-speed, real time), so every second on the critical path in which no instance works is the runtime's own.
+speed, real time), so every second on the critical path in which no instance works is the runtime's own. `--lag` runs fixed pools and
+partial rollouts beside the update instead, and compares their speed and cost.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.ledger_anatomy import anatomy, gaps
@@ -28,6 +30,12 @@ from rlhfless_ray.functions.ledger import read_rows
 from rlhfless_ray.local.local_ray import local_ray
 
 OVERHEAD = 0.01  # of the step
+FASTER = 1.8  # than fixed pools, with partial rollouts
+LAGS: dict[str, dict[str, Any]] = {
+    "fixed": {"functions": {"slot": "gpu", "elastic": False}},
+    "beside the update, bound 1": {"rollout": {"partial": "continue", "ahead": True, "max_lag_steps": 1}},
+    "beside the update, bound 2": {"rollout": {"partial": "continue", "ahead": True, "max_lag_steps": 2}},
+}
 BASE_S, PER_SEQ_S = 8.5e-3, 3e-5  # a 3 B model's decode step on one L40S, by the roofline of its weights and caches
 
 
@@ -38,12 +46,16 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--prefer", type=float, default=0.5, help="0 cheapest, 1 fastest")
+    parser.add_argument("--lag", action="store_true", help="compare partial rollouts with fixed pools")
     parser.add_argument("--quick", action="store_true", help="4 GPUs, small and fast: shows that it runs, measures nothing")
     options = parser.parse_args()
     if options.quick:
         options.gpus, options.steps, options.prompts, options.samples = 4, 3, 16, 4
     console = make_console()
     learn_s, max_tokens, clock = (10.0, 2048, 1.0) if not options.quick else (1.0, 256, 1.0)
+    if options.lag:
+        compare_lag(options, learn_s, max_tokens, clock, console)
+        return
     with tempfile.TemporaryDirectory(prefix="rlhfless-control-") as name:
         found = measure(Path(name), options, learn_s, max_tokens, clock)
     table = Table("", "median (quartiles)", title=f"{options.gpus} logical GPUs, replayed engines and learner", title_justify="left")
@@ -59,7 +71,26 @@ def main() -> None:
     save("control", {"replayed": True, "options": vars(options), **found}, targets, console=console, quick=options.quick)
 
 
-def measure(folder: Path, options: Any, learn_s: float, max_tokens: int, clock: float) -> dict[str, Any]:
+def compare_lag(options: Any, learn_s: float, max_tokens: int, clock: float, console: Console) -> None:
+    """Run fixed pools without a lag, and partial rollouts beside the update."""
+    found: dict[str, Any] = {}
+    for mode, sections in LAGS.items():
+        with tempfile.TemporaryDirectory(prefix="rlhfless-control-") as name:
+            found[mode] = measure(Path(name), options, learn_s, max_tokens, clock, **sections)
+        console.print(f"{mode}: {found[mode]['step_s'].show()} s, {found[mode]['full_slot_s'].show()} slot-s", highlight=False)
+    base = found["fixed"]
+    targets = []
+    for mode, one in found.items():
+        if mode != "fixed":
+            saved = 100 * (1 - one["full_slot_s"].median / base["full_slot_s"].median)
+            console.print(f"{mode}: {saved:.0f} % of the cost saved", highlight=False)
+            targets.append(Target(f"{mode}: speed over fixed pools", base["step_s"].median / one["step_s"].median, least=FASTER, unit="×"))
+            targets.append(Target(f"{mode}: control, share of a step", one["overhead_share"].median, most=OVERHEAD))
+    show_targets(console, targets)
+    save("control_lag", {"replayed": True, "options": vars(options), "modes": LAGS, **found}, targets, console=console, quick=options.quick)
+
+
+def measure(folder: Path, options: Any, learn_s: float, max_tokens: int, clock: float, **sections: Any) -> dict[str, Any]:
     import ray
 
     lengths = synthetic_lengths(4 * options.prompts, options.samples, max_tokens, seed=0)
@@ -73,7 +104,7 @@ def measure(folder: Path, options: Any, learn_s: float, max_tokens: int, clock: 
         actors=options.gpus,
         max_tokens=max_tokens,
         objective={"prefer": options.prefer},
-        functions={"slot": "gpu"},
+        **{"functions": {"slot": "gpu"}, **sections},
     )
     with local_ray():
         ray.init(
@@ -103,6 +134,7 @@ def measure(folder: Path, options: Any, learn_s: float, max_tokens: int, clock: 
     steps = [parts[number] for number in steady]
     return {
         "step_s": Spread.of(s.wall_s for s in steps),
+        "full_slot_s": Spread.of(row["cost/full_slot_s"] for row in rows if row["step"] in steady),
         "overhead_s": Spread.of(s.overhead_s for s in steps),
         "overhead_share": Spread.of(s.overhead_share for s in steps),
         "driver_cpu_s": Spread.of(cpu[1:]),

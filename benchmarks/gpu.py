@@ -190,16 +190,16 @@ class Part:
             port = probe.getsockname()[1]
         rank, batch = LearnerRank(learner_settings(self.recipe, 0, self.device)), self.batch()
         rank.open(self.files, ("127.0.0.1", port), threads())
-        found, _ = rank.agreement(batch, self.work.temperature, 1.0, threads())
+        found, _ = rank.agreement(rank.cutter.of_pass(batch)[0], self.work.temperature, 1.0, threads())
         apart = np.abs(found - batch.logprobs)
-        times = [timed(lambda: self.done(rank.update(batch, threads())))[0] for _ in range(UPDATES + 1)]
+        times = [timed(lambda: self.done(rank.update(rank.cutter.of_update(batch)[0], threads())))[0] for _ in range(UPDATES + 1)]
         working_mb = self.memory_mb()
         if self.device == "gpu":
             rank.leave_device()
         parked_mb = self.memory_mb()
         if self.device == "gpu":
             rank.return_to_device()
-        rank.update(batch, threads())
+        rank.update(rank.cutter.of_update(batch)[0], threads())
         return {
             "step_s": median(times[1:]),
             "learner_mb": working_mb,

@@ -141,6 +141,15 @@ def header_parameters(tensors: Iterable[tuple[str, list[int], str]], head: bool 
     return total
 
 
+def end_parameters(config: Mapping[str, Any]) -> int:
+    """Return the parameters of embeddings and output head, 0 if the configuration lacks their sizes."""
+    config = text_part(config)
+    vocabulary, hidden = config.get("vocab_size"), config.get("hidden_size")
+    if not isinstance(vocabulary, int) or not isinstance(hidden, int):
+        return 0
+    return vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+
+
 def kv_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int, width: int = 1) -> int:
     """KV cache of one sequence of `tokens` tokens, in bytes. 0 for a family whose attention is not known here.
 
@@ -191,6 +200,14 @@ class Training:
     """Gradients, moments and float32 weights stay in host memory."""
     adapters: bool = False
     """Adapters alone are trained. Their own few weights are left out."""
+    tensor_parallel: int = 1
+    """Ranks that share one copy of the model."""
+    undivided: int = 0
+    """Parameters that each of them holds all the same: embeddings and output head."""
+
+    def own(self, parameters: int) -> int:
+        """Return the parameters of which a rank has at least a part of the state, out of so many of the model."""
+        return self.undivided + (parameters - self.undivided) // self.tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -244,7 +261,7 @@ def rank_memory(parameters: int, training: Training, activations: int = 0) -> Ra
     model onto its device before stage 3 shards it (`opening`). Gradients at stage 1 count as sharded: DeepSpeed's stage 1 may
     reduce them early, and bfloat16 is trained by its stage 2.
     """
-    n, width = training.ranks, training.value_bytes
+    parameters, n, width = training.own(parameters), training.ranks // training.tensor_parallel, training.value_bytes
     whole = parameters * width
     weights = whole // n if training.zero_stage == 3 else whole
     trained = 0 if training.adapters else parameters

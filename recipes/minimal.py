@@ -24,7 +24,8 @@ from rlhfless_ray import Recipe
 from rlhfless_ray.learn.advantage import group_advantages
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.losses import clipped_loss, token_ratios, token_weights
-from rlhfless_ray.learn.micro_batches import PromptSharing, micro_batches, padded
+from rlhfless_ray.learn.micro_batch_tensors import padded
+from rlhfless_ray.learn.micro_batches import PromptSharing, micro_batches
 from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model, token_logprobs
 from rlhfless_ray.learn.warm_start import warm_start
 from rlhfless_ray.prompts.builtin_tasks import task

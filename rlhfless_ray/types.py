@@ -154,6 +154,7 @@ class UpdateStats:
     reference_gap: float = 0.0  # log p - log p_reference, or log p_old - log p_reference if the KL is part of the reward
     next_learning_rate: float = 0.0  # of the optimizer step that follows this update
     last_grad_norm: float = 0.0  # before clipping, of the last optimizer step
+    router_balance: float = 0.0  # the routers' auxiliary loss before its weight, where there is one
     effective_share: float = 1.0  # effective sample size of the tokens' importance weights p_old / p_sampler, as a share of the tokens
 
 

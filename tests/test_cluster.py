@@ -46,7 +46,7 @@ def node_states(cluster) -> dict[str, int]:
 def test_a_run_on_another_node_survives_a_killed_engine_and_leaves_nothing(cluster, tmp_path, uninterrupted, uncollected):
     folder = tmp_path / "before"
     folder.mkdir()
-    tree = small_recipe(folder)
+    tree = small_recipe(folder, cluster__pool=True)
     tree["run"]["root"] = str(tmp_path / "runs")
     run = Runtime(Recipe.parse(tree))
     folder.rename(tmp_path / "renamed")  # the reward file and all else the driver read are gone from where they were

@@ -19,7 +19,7 @@ from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.pending import Pending
 from rlhfless_ray.learn.policy_model import load_model
-from rlhfless_ray.types import Sample, Step, UpdateStats
+from rlhfless_ray.types import UNFINISHED, Sample, Step, UpdateStats
 from rlhfless_ray.weights.load_policy import initial_policy
 from rlhfless_ray.weights.model_folder import as_folder
 from tests.compat.test_runs import AGENT
@@ -87,6 +87,38 @@ class LongUpdate(Runtime):
         return self.update
 
 
+class Repeated(Runtime):
+    """Ends each response where another run cut it, by that run's recorded orders of completion."""
+
+    def __init__(self, recipe: Recipe, other: Path) -> None:
+        super().__init__(recipe)
+        self.other = other
+
+    def generate(self, step: Step) -> list[Sample]:
+        batch = step.partial_batch
+        (order,) = orders(self.other, step.number)
+        assert [[group.prompt.index, group.begun] for group in batch.groups] == order["groups"]
+        cut = {(row, sample): tokens for row, sample, tokens in order["cut"]}
+        keys = {g * batch.count + n: (group.prompt.index, n) for g, group in enumerate(batch.groups) for n in range(batch.count)}
+        self.cuts = {key: cut[name] for key, name in keys.items() if name in cut}
+        asked = batch.requests(self.recipe)
+        most = [max(self.cuts.get(one.key, one.max_tokens), batch.made[one.key] + 1) for one in asked]
+        batch.requests = lambda recipe: [replace(one, max_tokens=int(tokens)) for one, tokens in zip(asked, most, strict=True)]
+        batch.is_enough = lambda finished: len(finished) == len(asked)
+        batch.chosen = order["trained"]
+        return super().generate(step)
+
+    def _take_groups(self, step: Step, batch: Any, samples: list[Sample]) -> list[Sample]:
+        for key, tokens in self.cuts.items():
+            done, left, versions = samples[key].completion, tokens, []
+            for version, count in done.versions:
+                versions += [(version, min(count, left))] if left else []
+                left -= min(count, left)
+            parts = {"token_ids": done.token_ids[:tokens], "logprobs": done.logprobs[:tokens], "versions": tuple(versions)}
+            samples[key] = replace(samples[key], completion=replace(done, finish_reason=UNFINISHED, **parts))
+        return super()._take_groups(step, batch, samples)
+
+
 def with_agent(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Add an agent of three turns."""
     (folder / "agent.py").write_text(AGENT)
@@ -120,6 +152,13 @@ def test_each_token_has_the_log_probability_of_its_version_across_updates(tmp_pa
     assert sum(row["partial/recomputed_tokens"] for row in told) > 0
     if more:
         assert sum(row["partial/ahead_tokens"] for row in told) > 0
+    if case == "in turn":
+        with Repeated(Recipe.parse(small_recipe(tmp_path, **PARTIAL, run__name="again")), folder) as run:
+            for step, again in zip(steps, run, strict=True):
+                for sample, same in zip(step.samples, again.samples, strict=True):
+                    assert sample.completion.versions == same.completion.versions
+                    assert sample.completion.token_ids.tolist() == same.completion.token_ids.tolist()
+                    np.testing.assert_allclose(sample.completion.logprobs, same.completion.logprobs, atol=1e-5)
     if recipe.rollout.max_lag_steps == 1:
         assert not any(row["partial/in_flight_groups"] for row in told), "each step trains the groups that were begun for it"
 

@@ -6,7 +6,7 @@ import csv
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import psutil
@@ -26,20 +26,20 @@ WIDE = {"rollout__tensor_parallel": 2}
 
 
 class Killing(Runtime):
-    """A run that kills a further member of its engine in the middle of the second rollout."""
+    """A run that stops a further member of its engine in the middle of the first rollout, and kills one in the second."""
 
-    killed = 0
+    ended: ClassVar[list[int]] = []
 
     def generate(self, step: Step) -> list[Sample]:
         stage = self.rollout_stage
         on_progress = stage._on_progress
 
         def look(done: int, total: int) -> None:
-            if step.number == 2 and not self.killed and 0 < done < total:
+            if len(self.ended) < step.number and 0 < done < total:
                 engine = psutil.Process(pid_of(self.rollout.working[0]))
                 (member,) = [one for one in engine.children() if "engine_member" in " ".join(one.cmdline())]
-                self.killed = member.pid
-                os.kill(member.pid, signal.SIGKILL)
+                self.ended.append(member.pid)
+                os.kill(member.pid, signal.SIGSTOP if step.number == 1 else signal.SIGKILL)
             on_progress(done, total)
 
         stage._on_progress = look  # type: ignore[method-assign]
@@ -81,15 +81,16 @@ def test_the_width_changes_between_steps_and_the_tokens_do_not(tmp_path: Path, w
     assert len(engines[0]) == 1 and not engines[0] & engines[1], "the wide engine works at the narrow width"
 
 
-def test_two_slots_give_the_tokens_of_one_also_after_a_member_is_lost(tmp_path: Path, wanted: list[Step]) -> None:
+def test_two_slots_give_the_tokens_of_one_also_after_a_member_hangs_or_is_lost(tmp_path: Path, wanted: list[Step]) -> None:
     found, _ = run(tmp_path / "two", **WIDE)
     assert_same(found, wanted)
     rows = list(csv.DictReader((tmp_path / "two" / "runs" / "small" / "ledger.csv").open()))
     decoding = {(row["device"], row["slots"]) for row in rows if (row["step"], row["what"]) == ("1", "generate")}
     assert decoding == {("0", "1"), ("1", "1")}, "the engine is not billed for both of its slots"
-    again, killing = run(tmp_path / "lost", Killing, **WIDE)
-    assert killing.killed and again[1].metrics["rollout/orphans"] > 0
+    again, _ = run(tmp_path / "lost", Killing, **WIDE, rollout__silence_s=10)
+    assert len(Killing.ended) == 2 and all(step.metrics["rollout/orphans"] > 0 for step in again)
     assert_same(again, wanted)
+    assert not any(psutil.pid_exists(pid) for pid in Killing.ended), "a hung member outlives its engine"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -289,3 +290,25 @@ def left_behind(address: str) -> dict[str, int]:
             time.sleep(0.2)
     finally:
         ray.shutdown()
+
+
+def compare(struck: dict[str, Any], clean: dict[str, Any]) -> dict[str, int]:
+    """What is wrong with the struck run: nothing, if all of it is 0."""
+    ids = [(step, *one[:2]) for step, rows in struck["samples"].items() for one in rows]
+    expected = [(step, *one[:2]) for step, rows in clean["samples"].items() for one in rows]
+    counts = Counter(ids)
+    return {
+        "samples twice": sum(n - 1 for n in counts.values()),
+        "samples lost": len(set(expected) - set(ids)),
+        "samples too many": len(set(ids) - set(expected)),
+        "steps with other samples": sum(struck["samples"].get(step) != rows for step, rows in clean["samples"].items()),
+        "versions with other weights": sum(struck["published"].get(v) != c for v, c in clean["published"].items()),
+    }
+
+
+def quiet_ray() -> None:
+    """Ray prints the last words of every node that is lost: that is what happens here all the time."""
+    import ray._private.worker as worker
+
+    worker.listen_error_messages = lambda *_: None  # type: ignore[assignment]
+    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # of calls whose answer nobody waits for any more

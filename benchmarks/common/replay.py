@@ -20,6 +20,7 @@ import numpy as np
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.learn.rank_actors import Source, read_source
 from rlhfless_ray.learn.rank_settings import RankSettings
+from rlhfless_ray.learn.shares import Cutter, Share
 from rlhfless_ray.reward.scoring import RewardActor
 from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
 from rlhfless_ray.rollout.engine_actor import fill_between
@@ -201,7 +202,7 @@ class ReplayedLearner:
     batch that is lost, learned twice or in another order shows in its weights."""
 
     def __init__(self, settings: RankSettings) -> None:
-        self.learn_s = 0.0
+        self.learn_s, self.algorithm = 0.0, settings.algorithm
         self.digest, self.updates, self.early = bytes(8), 0, b""
 
     def open(self, threads: int) -> dict[str, Any]:
@@ -219,19 +220,19 @@ class ReplayedLearner:
         if state is not None:
             saved = read_source(state)
             self.digest, self.updates = bytes(saved["model.safetensors"]), int(bytes(saved["learner.json"]))
-        return {"memory_mb": 1.0, "spans": [], "sharing_obstacle": ""}
+        return {"memory_mb": 1.0, "spans": [], "cutter": Cutter(algorithm=self.algorithm)}
 
-    def accumulate(self, batch: Any, threads: int) -> list[Span]:
-        self.early += batch.tokens.tobytes()
+    def accumulate(self, share: Share, threads: int) -> list[Span]:
+        self.early += share.batch.tokens.tobytes()
         return []
 
-    def update(self, batch: Any, threads: int) -> tuple[UpdateStats, list[Span]]:
+    def update(self, share: Share, threads: int) -> tuple[UpdateStats, list[Span]]:
         start = time.time()
         time.sleep(self.learn_s)
-        learned = self.early + batch.tokens.tobytes()
+        learned = self.early + share.batch.tokens.tobytes()
         self.digest, self.early = hashlib.blake2b(self.digest + learned, digest_size=8).digest(), b""
         self.updates += 1
-        nothing = UpdateStats(0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, int(batch.lengths.sum()), 0)
+        nothing = UpdateStats(0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, int(share.batch.lengths.sum()), 0)
         return nothing, [Span("work", "update (replayed)", start, start + self.learn_s)]
 
     def weights(self) -> tuple[dict[str, np.ndarray], tuple[int, list[Span]]]:

@@ -49,19 +49,22 @@ def mean_over(entries: dict[str, Any], bound: str, policy: str, base: str) -> tu
 
 
 def lag_targets(entries: dict[str, Any]) -> list[Target]:
-    """What ours was to reach at a bound of one step, with partial rollouts as the runtime does them."""
+    """What ours was to reach at a bound of one step: as the runtime does partial rollouts, in results that have it."""
     found, bound = [], "1, partial"
+    mine = "ours" if all("ours" in entry[bound] for entry in entries.values()) else NOT_BUILT
     for base, said, (speed, saved) in (("plain", "plain `fixed`", OVER_PLAIN), ("same", "`fixed` at its best width", OVER_BEST)):
-        (built, kept), (faster, cheaper) = (mean_over(entries, bound, policy, base) for policy in ("ours", NOT_BUILT))
+        (reached, kept), (faster, cheaper) = (mean_over(entries, bound, policy, base) for policy in (mine, NOT_BUILT))
         why = f"a learner beside the tail, which is not built, reaches {faster:.2f}× and {100 * cheaper:.0f} %"
-        found.append(Target(f"lag of one step: speed over {said}", built, speed, unit="×", why=why))
+        if mine == NOT_BUILT:
+            why = f"responses that end within their step reach {mean_over(entries, '1', NOT_BUILT, base)[0]:.2f}×"
+        found.append(Target(f"lag of one step: speed over {said}", reached, speed, unit="×", why=why))
         found.append(Target(f"lag of one step: cost saved over {said}", 100 * kept, saved, unit=" %", why=why))
     rivals = {policy for entry in entries.values() for policy in entry[bound]} - {"ours", NOT_BUILT}
     behind = [
         f"{name} ({policy})"
         for name, entry in entries.items()
         for policy in sorted(rivals)
-        if entry[bound][policy]["step_s"] < entry[bound]["ours"]["step_s"]
+        if entry[bound][policy]["step_s"] < entry[bound][mine]["step_s"]
     ]
     pairs = len(entries) * len(rivals)
     name = "lag of one step: faster than a baseline with the same bound"

@@ -237,13 +237,17 @@ def assign_groups(lengths: np.ndarray, groups: np.ndarray, actors: int) -> list[
     return [np.concatenate(d) if d else np.empty(0, int) for d in dealt]
 
 
-def slots_to_yield(held: int, least: int, others_wait: bool) -> Decision:
-    """Decide what to give up at the end of a step if others wait: half, or everything if only the minimum is held.
+def slots_to_yield(held: int, least: int, others_wait: bool, surplus: int | None = None) -> Decision:
+    """Decide what to give up at the end of a step if others wait.
 
-    On a shared cluster leases pass from phase to phase and never through Ray's queue, so another job's request would
-    wait forever.
+    This is the `surplus` that a shared pool says. If that is not known, or the others are not of the pool (0), it is half, or everything
+    if only the minimum is held. On a shared cluster leases pass from phase to phase and never through Ray's queue, so another job's
+    request would wait forever.
     """
     if not others_wait or held == 0:
         return Hold(held, "no other job waits for slots")
+    if surplus:
+        keep = max(0, held - surplus)
+        return Release(keep, f"other runs wait for their share of the pool: {held - keep} of {held} slots go to them")
     keep = max(least, math.ceil(held / 2)) if held > least else 0
     return Release(keep, f"another job waits: {held - keep} of {held} slots go back to Ray")

@@ -37,6 +37,7 @@ from placement.scaling.resize_policy import (
 from placement.speed.cost_terms import Term, Terms
 from placement.speed.decode_speed import Speed, SpeedFit
 from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
+from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.common.errors import describe_failure
 from rlhfless_ray.recipe import Recipe
@@ -77,6 +78,7 @@ class Autoscaler:
         self.passes_s = 0.0  # duration of the passes before it
         self.pending_steps: list[list[EngineStep]] = []  # step records that the speed is not fitted to yet
         self.troubles: list[str] = []  # failures since the last report
+        self.bids: MarketBids | None = None  # on a pool that the run shares with others
 
     def expect(self, engine: ExpectedEngine) -> None:
         """Set the speed and capacity expected of an engine before one has run."""
@@ -137,17 +139,20 @@ class Autoscaler:
         plans: list[Plan] = []
 
         def make() -> Decision:
-            if not others:
-                plans.extend(self._frontier(scenarios.lengths, prompts, max_actors))
-                return self._decide(plans, step, warm)
             frontiers = {width: self._frontier(scenarios.lengths, prompts, count, width) for width, (count, _) in most.items()}
+            frontiers, note = self._shared(frontiers)
+            if not others:
+                plans.extend(frontiers[self.width])
+                decision = self._decide(plans, step, warm)
+                return replace(decision, reason=f"{note}; {decision.reason}") if note else decision
             chosen = self._decide_width(frontiers, {width: count for width, (_, count) in most.items()}, step)
             plans.extend(frontiers[chosen.width])
+            reason = f"{note}; {chosen.reason}" if note else chosen.reason
             if chosen.width == self.width:
                 decision = self._decide(plans, step, warm)
-                return replace(decision, reason=f"{chosen.reason}; {decision.reason}")
+                return replace(decision, reason=f"{reason}; {decision.reason}")
             self._use_width(chosen.width)
-            return self._decide(plans, step, most[chosen.width][1], urgent=chosen.reason)
+            return self._decide(plans, step, most[chosen.width][1], urgent=reason)
 
         decision = safe_decide(self.last, make, fallback=min(max(self.actors, min_actors), max_actors))
         if not failed(decision):
@@ -160,6 +165,13 @@ class Autoscaler:
             lambda: (0.0, 0.0, 0.0),
         )
         return RolloutPlan(decision, max(min_actors, decision.actors), tuple(plans), *predicted, width=self.width if self.engines else None)
+
+    def _shared(self, frontiers: dict[int, list[Plan]]) -> tuple[dict[int, list[Plan]], str]:
+        """Return the plans that a pool shared with other runs has slots for, by width, and why others were left out."""
+        if self.bids is None:
+            return frontiers, ""
+        learner = self.recipe.learner.ranks * self.learner_slots if self.recipe.rollout.rolls_out_ahead else 0
+        return self.bids.divide(frontiers, learner)
 
     def _predict_step(self, decision: Decision, lengths: np.ndarray, prompts: list[Prompt], warm: int) -> tuple[float, float, float]:
         """Return seconds of the rollout phase, slot-seconds of its leases, and seconds of the whole step."""
@@ -184,6 +196,10 @@ class Autoscaler:
             lambda: Hold(self.learner_slots, "as before: sizing the learner failed"),
         )
         self.learner_slots = decision.actors
+        if self.bids is not None and not self.recipe.rollout.rolls_out_ahead:
+            room, why = self.bids.begin_update(self.learner, decision.actors, float(response_tokens(samples).sum()))
+            if why:
+                return replace(decision, actors=room, reason=f"{why}; {decision.reason}")
         return decision
 
     def observe_update(self, slots: int, samples: list[Sample], seconds: float) -> None:

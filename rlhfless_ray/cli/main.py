@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from rlhfless_ray.cli.cluster_command import cluster
 from rlhfless_ray.cli.explain_command import explain
 from rlhfless_ray.cli.import_command import import_logs
 from rlhfless_ray.cli.passthrough import PassthroughCommand
@@ -99,6 +100,7 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder, finished, sto
 
 
 app.command()(simulate)
+app.command()(cluster)
 for command in (explain, run, submit):
     app.command(cls=PassthroughCommand)(command)
 

@@ -11,8 +11,8 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -27,6 +27,8 @@ NODES_S = 1.0  # how long a list of nodes is reused: Ray takes milliseconds to m
 NOTICES_S = 0.25  # the same for notices of drained nodes, which leave little time and take a millisecond to query
 ANSWER_S = 2.0  # timeout of a connection to a node
 PREFERRED_S = 1.0  # longest wait for a preferred node: a little more than Ray's retry interval
+DEVICE_S = 60.0  # timeout for the name of a granted device
+POOL_PREFIX = "rlhfless-pool-"  # of the names of the shared pool's placement groups
 LOOKING_SHARE = 0.01  # largest share of time for checks whether others wait: Ray's table lists every group ever created
 
 
@@ -46,26 +48,125 @@ class Slot:
 class Lease:
     id: str
     slot: Slot
-    group: Any
     holder: str = ""  # id of the instance that holds it
 
 
 @dataclass(eq=False)
 class LeaseRequest:
-    """A placement group that was requested and may not be granted yet."""
+    """A slot that was requested and may not be granted yet, on a node (any if empty) that has these labels."""
 
     id: str
-    group: Any
     from_s: float  # wall-clock time before which it was not granted
+    node: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Grant:
+    """A granted slot. `id`: of the lease."""
+
+    id: str
+    node: str
+    device: int | str
+
+
+class SlotSource(Protocol):
+    """Where leases come from: Ray's queue, or the pool that the runs of a cluster share."""
+
+    def ask(self, requests: list[LeaseRequest], /) -> None: ...
+
+    def wait(self, request: LeaseRequest, until_s: float, /) -> Grant | None: ...
+
+    def withdraw(self, requests: list[LeaseRequest], /) -> None: ...
+
+    def release(self, ids: list[str], /) -> None: ...
+
+    def others_wait(self) -> bool: ...
+
+    @property
+    def surplus(self) -> int | None:
+        """Slots that other runs wait for and that this one should give back; None if that is not known."""
+        ...
+
+    def may_wait(self) -> bool:
+        """Return whether a slot that is needed may still come after its deadline."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class RayGroups:
+    """Slots as placement groups of this run's own, from Ray's queue."""
+
+    surplus = None
+
+    def __init__(self, resource: str) -> None:
+        self.resource, self.bundle = resource, bundle_of(resource)
+        self.groups: dict[str, Any] = {}  # by the id of the request, which is the lease's id
+        self.numbers: dict[str, tuple[str, int]] = {}  # on CPU: node and number of each granted slot
+
+    def ask(self, requests: list[LeaseRequest]) -> None:
+        for one in requests:
+            selector = one.labels | ({"ray.io/node-id": one.node} if one.node else {})
+            selectors = [selector] if selector else None
+            self.groups[one.id] = placement_group([dict(self.bundle)], name=f"rlhfless-{one.id}", bundle_label_selector=selectors)
+
+    def wait(self, request: LeaseRequest, until_s: float) -> Grant | None:
+        """Return what was granted, or None at the time `until_s` (monotonic), or if its node was lost before it could name the device.
+
+        Ray's own wait rounds timeouts down to whole seconds.
+        """
+        group, pause = self.groups[request.id], 0.001
+        while (table := placement_group_table(group))["state"] != "CREATED":
+            request.from_s = time.time()
+            STOP.check()
+            if time.monotonic() >= until_s:
+                return None
+            time.sleep(pause)
+            pause = min(0.05, 1.5 * pause)
+        node = table["bundles_to_node_id"][0]
+        if self.resource == "cpu":
+            taken = {number for place, number in self.numbers.values() if place == node}
+            self.numbers[request.id] = node, next(n for n in range(len(taken) + 1) if n not in taken)
+            return Grant(request.id, node, self.numbers[request.id][1])
+        try:
+            return Grant(request.id, node, self._device(group))
+        except RayTaskError:
+            raise
+        except RayError:
+            return None
+
+    def _device(self, group: Any) -> int | str:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        ids = ray.get(device_ids.options(scheduling_strategy=strategy).remote(), timeout=DEVICE_S)
+        return device_named(ids[0])
+
+    def withdraw(self, requests: list[LeaseRequest]) -> None:
+        self.release([one.id for one in requests])
+
+    def release(self, ids: list[str]) -> None:
+        for id in ids:
+            self.numbers.pop(id, None)
+            remove_placement_group(self.groups.pop(id))
+
+    def others_wait(self) -> bool:
+        return others_wait(self.resource, {group.id.hex() for group in self.groups.values()})
+
+    def may_wait(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
 
 
 class LeaseManager:
-    """Request and release slots of Ray, and record every change in the ledger."""
+    """Request and release slots, and record every change in the ledger."""
 
-    def __init__(self, resource: str, ledger: Ledger, deadline_s: float, run_id: str) -> None:
-        """`resource`: "cpu" (a slot is a core) or "gpu" (a slot is a device)."""
+    def __init__(self, resource: str, ledger: Ledger, deadline_s: float, run_id: str, source: SlotSource | None = None) -> None:
+        """`resource`: "cpu" (a slot is a core) or "gpu" (a slot is a device). `source`: of the slots; default: Ray's queue."""
         self.resource = resource
-        self.bundle = {"GPU": 1} if resource == "gpu" else {"CPU": 1}
+        self.bundle = bundle_of(resource)
+        self.source: SlotSource = RayGroups(resource) if source is None else source
         self.ledger = ledger
         self.deadline_s = deadline_s
         self.run_id = run_id
@@ -93,12 +194,10 @@ class LeaseManager:
         requests = []
         for i in range(count):
             self.counter += 1
-            id = f"{self.run_id}-{self.counter}"
-            selector = dict(labels or {}) | ({"ray.io/node-id": nodes[i]} if nodes and i < len(nodes) else {})
-            group = placement_group([dict(self.bundle)], name=f"rlhfless-{id}", bundle_label_selector=[selector] if selector else None)
-            request = LeaseRequest(id, group, time.time())
-            self.asked[id] = request
-            requests.append(request)
+            node = nodes[i] if nodes and i < len(nodes) else ""
+            requests.append(LeaseRequest(f"{self.run_id}-{self.counter}", time.time(), node, dict(labels or {})))
+        self.source.ask(requests)
+        self.asked |= {request.id: request for request in requests}
         return requests
 
     def collect(
@@ -112,13 +211,14 @@ class LeaseManager:
         start = time.monotonic()
         leases = list(have or [])
         for request in requests:
-            seconds = self.deadline_s if len(leases) < need else wait_s
-            node = self._wait_granted(request, start + seconds)
-            lease = self._granted(request, node, kind) if node is not None else None
-            if lease is None:
+            needed = len(leases) < need
+            grant = self.source.wait(request, start + (self.deadline_s if needed else wait_s))
+            while grant is None and needed and self.source.may_wait():
+                grant = self.source.wait(request, time.monotonic() + PREFERRED_S)
+            if grant is None:
                 self.withdraw([request])
             else:
-                leases.append(lease)
+                leases.append(self._granted(request, grant, kind))
         seconds = time.monotonic() - start
         self.waited_s += seconds
         if len(leases) < need:
@@ -185,7 +285,7 @@ class LeaseManager:
                 return [], spare
             self.release(spare)
             spare = []
-            if time.monotonic() >= end:
+            if time.monotonic() >= end and not self.source.may_wait():
                 where = "one node" + (f" labelled {labels}" if labels else "")
                 wanted = f"{kind} needs {count} × {self.bundle} on {where}"
                 raise RunError(f"{wanted} and did not get them within {self.deadline_s:.0f} s; {self.availability()}")
@@ -247,67 +347,37 @@ class LeaseManager:
             self.lost.add(node)
         return node in self.lost
 
-    def _wait_granted(self, request: LeaseRequest, until: float) -> str | None:
-        """Return the node of the granted slot, or None past the deadline. Ray's own wait rounds timeouts down to whole seconds."""
-        pause = 0.001
-        while True:
-            table = placement_group_table(request.group)
-            if table["state"] == "CREATED":
-                return table["bundles_to_node_id"][0]
-            request.from_s = time.time()
-            STOP.check()
-            if time.monotonic() >= until:
-                return None
-            time.sleep(pause)
-            pause = min(0.05, 1.5 * pause)
-
-    def _granted(self, request: LeaseRequest, node: str, kind: str) -> Lease | None:
-        """Register a granted lease. Returns None if its node was lost before it could name the device."""
-        try:
-            device = self._device(request.group) if self.resource == "gpu" else self._number(node)
-        except RayTaskError:
-            raise
-        except RayError:
-            return None
+    def _granted(self, request: LeaseRequest, grant: Grant, kind: str) -> Lease:
         self.asked.pop(request.id, None)
-        lease = Lease(request.id, Slot(node, device), request.group)
+        lease = Lease(grant.id, Slot(grant.node, grant.device))
         self.held[lease.id] = lease
         self.asked_leases += 1
-        self.ledger.hold(lease.id, node, str(device), kind, "", request.from_s)
+        self.ledger.hold(lease.id, grant.node, str(grant.device), kind, "", request.from_s)
         return lease
-
-    def _device(self, group: Any) -> int | str:
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-        ids = ray.get(_device_ids.options(scheduling_strategy=strategy).remote(), timeout=self.deadline_s)
-        return device_named(ids[0])
-
-    def _number(self, node: str) -> int:
-        taken = {lease.slot.device for lease in self.held.values() if lease.slot.node == node}
-        return next(n for n in range(len(taken) + 1) if n not in taken)
 
     # ---- giving back ------------------------------------------------------------------------------------------
 
     def hand_over(self, lease: Lease, kind: str, instance: str) -> None:
-        """Hand a lease to another instance without releasing it to Ray."""
+        """Hand a lease to another instance of this run."""
         if lease.holder and lease.holder != instance:
             self.handed_over += 1
         lease.holder = instance
         self.ledger.hold(lease.id, lease.slot.node, str(lease.slot.device), kind, instance)
 
     def release(self, leases: list[Lease]) -> None:
-        for lease in leases:
-            if self.held.pop(lease.id, None) is not None:
-                self.ledger.release(lease.id)
-                remove_placement_group(lease.group)
+        held = [lease for lease in leases if self.held.pop(lease.id, None) is not None]
+        for lease in held:
+            self.ledger.release(lease.id)
+        self.source.release([lease.id for lease in held])
 
     def withdraw(self, requests: list[LeaseRequest]) -> None:
-        for request in requests:
-            if self.asked.pop(request.id, None) is not None:
-                remove_placement_group(request.group)
+        self.source.withdraw([request for request in requests if self.asked.pop(request.id, None) is not None])
 
     def release_all(self) -> None:
+        """Release everything, at the end of a run."""
         self.withdraw(list(self.asked.values()))
         self.release(list(self.held.values()))
+        self.source.close()
 
     def without_lost(self, leases: list[Lease]) -> list[Lease]:
         """Return the leases whose nodes exist and stay, and release the others.
@@ -336,18 +406,10 @@ class LeaseManager:
         began_s = time.monotonic()
         if began_s < self.look_again_s:
             return False
-        found = self._others_wait()
+        found = self.source.others_wait()
         now = time.monotonic()
         self.look_again_s = now + (now - began_s) / LOOKING_SHARE
         return found
-
-    def _others_wait(self) -> bool:
-        ours = {lease.group.id.hex() for lease in self.held.values()} | {r.group.id.hex() for r in self.asked.values()}
-        name = next(iter(self.bundle))
-        return any(
-            info["state"] == "PENDING" and id not in ours and any(name in b for b in info["bundles"].values())
-            for id, info in placement_group_table().items()
-        )
 
 
 def draining_nodes() -> set[str]:
@@ -404,7 +466,24 @@ def device_named(id: str | int) -> int | str:
     return int(name) if name.isdecimal() else name
 
 
+def bundle_of(resource: str) -> dict[str, float]:
+    """Return what a slot is for Ray."""
+    return {"GPU": 1} if resource == "gpu" else {"CPU": 1}
+
+
+def others_wait(resource: str, own: set[str]) -> bool:
+    """Return whether a pending placement group that is not among `own` (hex ids) nor of the shared pool could use a slot."""
+    name = "GPU" if resource == "gpu" else "CPU"
+    return any(
+        info["state"] == "PENDING"
+        and id not in own
+        and not info["name"].startswith(POOL_PREFIX)
+        and any(name in b for b in info["bundles"].values())
+        for id, info in placement_group_table().items()
+    )
+
+
 # max_calls=0: otherwise Ray ends a GPU task's process after each call, and the next call has to start one
 @ray.remote(num_cpus=0, num_gpus=1, max_calls=0)
-def _device_ids() -> list[str]:
+def device_ids() -> list[str]:
     return ray.get_runtime_context().get_accelerator_ids().get("GPU", [])

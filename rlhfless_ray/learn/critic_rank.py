@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfless_ray.learn.batch import Batch, optimizer_steps
 from rlhfless_ray.learn.lora import LoraAdapters
 from rlhfless_ray.learn.losses import token_weights, value_loss
-from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing, micro_batches, padded, passed
+from rlhfless_ray.learn.micro_batch_tensors import padded, passed
+from rlhfless_ray.learn.micro_batches import PromptSharing
 from rlhfless_ray.learn.output_scale import output_scale
 from rlhfless_ray.learn.policy_model import TokenValues, load_critic, scalar_config
 from rlhfless_ray.learn.rank_settings import CriticSettings
+from rlhfless_ray.learn.shares import Cutter, Share, ShareStep
 from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.learn.update_stats import merged, nothing, untouched
 from rlhfless_ray.types import CriticStats, Span
@@ -51,43 +52,46 @@ class CriticRank:
         self.trainer.open(TokenValues(model, *scale), state, lora)
         return [Span("start", "open critic", start, time.time())]
 
-    def values(self, batch: Batch, threads: int) -> tuple[np.ndarray, list[Span]]:
-        """The value before every response token of this rank's share, 0 elsewhere: (Σ response length,) float32."""
+    @property
+    def cutter(self) -> Cutter:
+        """How the batches of all ranks are cut now."""
+        most, done = self.settings.learner.max_micro_batch_tokens, self.trainer.optimizer_steps
+        return Cutter(self.trainer.replicas, most, self.sharing, self.settings.algorithm, self.seed, done)
+
+    def values(self, share: Share, threads: int) -> tuple[np.ndarray, list[Span]]:
+        """The value before every response token of the share, 0 where another rank computes it: (response tokens,) float32."""
         start = time.time()
         torch.set_num_threads(threads)
-        values = passed(self._forward, batch, self._share(batch, np.arange(len(batch))), self.device)
+        values = passed(self._forward, share.batch, share.passes, self.device)
         return values.cpu().numpy(), [Span("work", "values", start, time.time())]
 
-    def update(self, batch: Batch, threads: int) -> tuple[CriticStats, list[Span]]:
-        """Learn `batch.returns`; `batch.values` are those that the advantages were made with. The optimizer steps are cut as the
-        policy's are."""
+    def update(self, share: Share, threads: int) -> tuple[CriticStats, list[Span]]:
+        """Learn `returns` of the batch; its `values` are those that the advantages were made with. The optimizer steps are cut as
+        the policy's are."""
         start = time.time()
         torch.set_num_threads(threads)
-        if len(batch) == 0:
+        if len(share) == 0:
             stats = [nothing(CriticStats, "no sample of the step has a reward")]
         else:
-            parts = optimizer_steps(batch, self.settings.algorithm, [self.seed, self.trainer.optimizer_steps])
-            stats = [self._step(batch, part) for part in parts] or [untouched(CriticStats)]
+            stats = [self._step(share, step) for step in share.steps] or [untouched(CriticStats)]
         return merged(stats), [Span("work", "update", start, time.time())]
-
-    def _share(self, batch: Batch, indices: np.ndarray) -> list[MicroBatch]:
-        return micro_batches(batch, indices, self.settings.learner.max_micro_batch_tokens, self.sharing, self.rank, self.ranks)
 
     def _forward(self, tensors: dict[str, Tensor]) -> Tensor:
         return self.trainer.engine(*(tensors.get(name) for name in ("ids", "rows", "columns", "positions", "segments")))
 
-    def _step(self, batch: Batch, indices: np.ndarray) -> CriticStats:
+    def _step(self, share: Share, step: ShareStep) -> CriticStats:
+        batch = share.batch
         assert batch.values is not None and batch.returns is not None
         old, returns = (torch.from_numpy(x).to(self.device) for x in (batch.values, batch.returns))
-        lengths = torch.from_numpy(batch.response_lengths[indices])
+        lengths = torch.from_numpy(share.response_lengths[step.indices])
         weight = float(token_weights(lengths, "token")[0])
         sums = torch.zeros(len(SUMS), dtype=torch.float64)
-        for cut in self._share(batch, indices):
+        for cut in step.cuts:
             # A rank without work still joins the collectives: one sequence at weight 0.
-            rows = cut or [indices[:1]]
+            rows = cut or [np.arange(1)]
             tensors = padded(batch, rows, self.device)
             before, wanted = old[tensors["flat"]], returns[tensors["flat"]]
-            with self.trainer.dropping(batch, np.concatenate(rows), self.seed):
+            with self.trainer.dropping(batch, np.concatenate(rows), self.seed, share.indices):
                 values = self._forward(tensors)
                 token_loss, clipped = value_loss(values, before, wanted, self.critic.value_clip)
                 loss = token_loss.sum() * (weight if cut else 0.0)

@@ -50,7 +50,7 @@ class GangScheduler:
                 continue  # complete, or on GPU all leases came but not yet the right devices
             leases.release([*own, *spare])
             own, spare = [], []
-            if late:
+            if late and not leases.source.may_wait():
                 where = " on the nodes and devices that hold its state" if homes else ""
                 raise RunError(
                     f"the {self.name} worker group needs {self.ranks} × {leases.bundle} at once{where} and did not get them within "

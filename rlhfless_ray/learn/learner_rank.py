@@ -12,15 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfless_ray.learn.batch import Batch, optimizer_steps
 from rlhfless_ray.learn.importance import Correction, correction_weights
 from rlhfless_ray.learn.kl_estimators import bounded_kl, unbiased_kl
 from rlhfless_ray.learn.lora import BaseModel, LoraAdapters
 from rlhfless_ray.learn.losses import clipped_loss, importance_weights, sequence_ratios, token_ratios, token_weights
-from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing, micro_batches, padded, passed
+from rlhfless_ray.learn.micro_batch_tensors import padded, passed
+from rlhfless_ray.learn.micro_batches import PromptSharing
 from rlhfless_ray.learn.overlap_rules import inexact
 from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_model, rounding_noise, token_logprobs
 from rlhfless_ray.learn.rank_settings import RankSettings
+from rlhfless_ray.learn.shares import Cutter, Share, ShareStep
 from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.learn.update_stats import merged, nothing, untouched
 from rlhfless_ray.types import Span, UpdateStats
@@ -28,10 +29,10 @@ from rlhfless_ray.weights.model_folder import as_folder
 from rlhfless_ray.weights.tensor_file import Files
 
 SUMS = (
-    *("loss", "policy_loss", "kl", "entropy", "clipped", "importance", "capped", "mismatch", "ppo_kl", "sampler_kl", "reference_gap"),
-    *("ratio", "ratio_squared"),
+    *("loss", "policy_loss", "kl", "router_balance", "entropy", "clipped", "importance", "capped", "mismatch", "ppo_kl"),
+    *("sampler_kl", "reference_gap", "ratio", "ratio_squared"),
 )
-WEIGHTED = 3  # of SUMS, the first ones: weighted as the loss is; the others count every token the same
+WEIGHTED = 4  # of SUMS, the first ones: weighted as the loss is; the others count every token the same
 
 
 class LearnerRank:
@@ -68,29 +69,32 @@ class LearnerRank:
         section = self.settings.lora
         self.sharing = PromptSharing.of(model, self.learner.share_prompts, section.dropout)
         lora = LoraAdapters(model, section, self.seed, "CAUSAL_LM") if section.rank else None
-        self.trainer.open(TokenLogprobs(model), state, lora)
+        self.trainer.open(TokenLogprobs(model, balances=bool(self.algorithm.loss.router_aux)), state, lora)
         if lora is not None:
             self.base = BaseModel(self.trainer.engine, lora)
         return [Span("start", "open learner", start, time.time())]
 
     # ---- the update -------------------------------------------------------------------------------------------
 
-    def update(self, batch: Batch, threads: int) -> tuple[UpdateStats, list[Span]]:
-        """One rollout batch → its optimizer steps. Every rank gets the whole batch, takes its share."""
+    @property
+    def cutter(self) -> Cutter:
+        """How the batches of all ranks are cut now."""
+        most, done = self.learner.max_micro_batch_tokens, self.trainer.optimizer_steps
+        return Cutter(self.trainer.replicas, most, self.sharing, self.algorithm, self.seed, done, self.trainer.drops)
+
+    def update(self, share: Share, threads: int) -> tuple[UpdateStats, list[Span]]:
+        """Make the optimizer steps of one rollout batch, of which this rank has its share."""
         start = time.time()
         torch.set_num_threads(threads)
         if self.early is not None:
-            return self._finish_early(batch), [Span("work", "update", start, time.time())]
-        if len(batch) == 0:
+            return self._finish_early(share), [Span("work", "update", start, time.time())]
+        if len(share) == 0:
             return nothing(UpdateStats, "no sample of the step has a reward"), [Span("work", "update", start, time.time())]
-        parts = optimizer_steps(batch, self.algorithm, [self.seed, self.trainer.optimizer_steps])
-        # With one optimizer step the old policy is the current one: its log-probabilities need no pass of their own.
-        # Carried samples have another old policy than the current one.
-        old = self._old(batch) if len(parts) > 1 or self.trainer.drops or batch.steps is not None else None
-        stats = [self._step(batch, part, old) for part in parts] or [untouched(UpdateStats)]
+        old = self._old(share)
+        stats = [self._step(share, step, old) for step in share.steps] or [untouched(UpdateStats)]
         return merged(stats), [Span("work", "update", start, time.time())]
 
-    def accumulate(self, batch: Batch, threads: int) -> list[Span]:
+    def accumulate(self, share: Share, threads: int) -> list[Span]:
         """Gradients of groups that are complete while others of their step are still being answered. `update` with the others
         then makes the step, which is that of the whole batch to rounding: gradients add up, and are divided by the step's
         tokens (or sequences) once these are known.
@@ -101,79 +105,78 @@ class LearnerRank:
             raise ValueError(reason)
         start = time.time()
         torch.set_num_threads(threads)
-        if len(batch):
-            found = self._unscaled(batch)
+        if len(share):
+            found = self._unscaled(share)
             self.early = found if self.early is None else self.early.plus(found)
         return [Span("work", "accumulate", start, time.time())]
 
-    def _finish_early(self, batch: Batch) -> UpdateStats:
+    def _finish_early(self, share: Share) -> UpdateStats:
         assert self.early is not None
         whole, self.early = self.early, None
-        if len(batch):
-            whole = whole.plus(self._unscaled(batch))
+        if len(share):
+            whole = whole.plus(self._unscaled(share))
         return self._made(whole, 1 / whole.whole)
 
-    def _unscaled(self, batch: Batch) -> _Sums:
-        """Backward passes with weights that do not depend on what else the step holds."""
-        indices = np.arange(len(batch))
-        lengths = torch.from_numpy(batch.response_lengths)
+    def _unscaled(self, share: Share) -> _Sums:
+        """Backward passes over the whole batch, with weights that do not depend on what else the step holds."""
+        (step,) = share.steps
+        lengths = torch.from_numpy(share.response_lengths)
         whole = float(lengths.sum() if self.algorithm.loss_mean == "token" else len(lengths))
-        return self._backward(batch, indices, None, self._weights(lengths) * whole, whole)
+        return self._backward(share, step, None, self._weights(lengths)[:, share.indices] * whole, whole)
 
     def _weights(self, lengths: Tensor) -> np.ndarray:
         """Weights of each sequence's tokens in the policy loss and in KL loss and entropy bonus: (2, sequences) float64."""
         means = self.algorithm.loss_mean, self.algorithm.regularization_mean or self.algorithm.loss_mean
         return np.stack([token_weights(lengths, mean).numpy() for mean in means])
 
-    def _share(self, batch: Batch, indices: np.ndarray) -> list[MicroBatch]:
-        return micro_batches(batch, indices, self.learner.max_micro_batch_tokens, self.sharing, self.rank, self.ranks)
-
-    def logprobs(self, batch: Batch, names: tuple[str, ...], threads: int) -> tuple[dict[str, np.ndarray], list[Span]]:
-        """Before a step, by name (see `overlap.passes`), of the tokens of this rank's share, 0 elsewhere: each
-        (Σ response length,) float32."""
+    def logprobs(self, share: Share, names: tuple[str, ...], threads: int) -> tuple[dict[str, np.ndarray], list[Span]]:
+        """Before a step, by name (see `overlap.passes`), of the share's tokens, 0 where another rank computes them: each
+        (response tokens,) float32."""
         start = time.time()
         torch.set_num_threads(threads)
         modules = {"old": self.trainer.engine, "reference": self.base}
-        found = {name: self._passed(modules[name], batch).cpu().numpy() for name in names}
+        found = {name: self._passed(modules[name], share).cpu().numpy() for name in names}
         return found, [Span("work", "log-probabilities", start, time.time())]
 
-    def agreement(self, batch: Batch, temperature: float, top_p: float, threads: int, noisy: bool = False) -> tuple[np.ndarray, list[Span]]:
-        """Log-probabilities of this rank's tokens in the distribution that an engine with these settings draws from, 0 elsewhere:
-        (Σ response length,) float32. `noisy`: see `rounding_noise`."""
+    def agreement(self, share: Share, temperature: float, top_p: float, threads: int, noisy: bool = False) -> tuple[np.ndarray, list[Span]]:
+        """Log-probabilities in the distribution that an engine with these settings draws from, of the tokens that `logprobs` has:
+        (response tokens,) float32. `noisy`: see `rounding_noise`."""
         start = time.time()
         torch.set_num_threads(threads)
         with rounding_noise(self.trainer.engine.module.model) if noisy else nullcontext():
             found = passed(
-                lambda tensors: token_logprobs(self.trainer.engine, tensors, temperature, top_p)[0],
-                batch,
-                self._share(batch, np.arange(len(batch))),
-                self.device,
+                lambda tensors: token_logprobs(self.trainer.engine, tensors, temperature, top_p)[0], share.batch, share.passes, self.device
             )
         return found.cpu().numpy(), [Span("work", "check agreement", start, time.time())]
 
-    def _old(self, batch: Batch) -> Tensor:
-        """Log-probabilities of this rank's tokens under the weights before the first optimizer step."""
-        if batch.old is not None:
-            return torch.from_numpy(batch.old).to(self.device)
-        return self.trainer.over_ranks(self._passed(self.trainer.engine, batch)).to(self.device)
+    def _old(self, share: Share) -> Tensor | None:
+        """Log-probabilities of the share's tokens under the weights before the first optimizer step. None: they are those of now."""
+        if share.batch.old is not None:
+            return torch.from_numpy(share.batch.old).to(self.device)
+        if not share.needs_old:
+            return None
+        own = torch.from_numpy(share.tokens)
+        found = torch.zeros(int(share.response_lengths.sum()))
+        found[own] = self._passed(self.trainer.engine, share).cpu()
+        return self.trainer.over_ranks(found)[own].to(self.device)
 
-    def _passed(self, module: Any, batch: Batch) -> Tensor:
-        """Log-probabilities of the tokens of this rank's share, 0 elsewhere: (Σ response length,)."""
-        share = self._share(batch, np.arange(len(batch)))
-        return passed(lambda tensors: self._forward(module, tensors)[0], batch, share, self.device)
+    def _passed(self, module: Any, share: Share) -> Tensor:
+        """Log-probabilities of the share's tokens, 0 where another rank computes them: (response tokens,)."""
+        return passed(lambda tensors: self._forward(module, tensors)[0], share.batch, share.passes, self.device)
 
-    def _forward(self, module: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _forward(self, module: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
         return token_logprobs(module, tensors, self.settings.temperature)
 
-    def _step(self, batch: Batch, indices: np.ndarray, old: Tensor | None) -> UpdateStats:
-        lengths = torch.from_numpy(batch.response_lengths[indices])
-        weight_of = np.zeros((2, len(batch)))
-        weight_of[:, indices] = self._weights(lengths)
-        return self._made(self._backward(batch, indices, old, weight_of, 1.0), 1.0)
+    def _step(self, share: Share, step: ShareStep, old: Tensor | None) -> UpdateStats:
+        lengths = torch.from_numpy(share.response_lengths[step.indices])
+        weight_of = np.zeros((2, len(share)))
+        weight_of[:, step.indices] = self._weights(lengths)
+        return self._made(self._backward(share, step, old, weight_of[:, share.indices], 1.0), 1.0)
 
-    def _backward(self, batch: Batch, indices: np.ndarray, old: Tensor | None, weight_of: np.ndarray, whole: float) -> _Sums:
-        """Add the gradients of these sequences. `weight_of` (2, sequences of the batch): see `_weights`; `whole`: what the weights
+    def _backward(self, share: Share, step: ShareStep, old: Tensor | None, weight_of: np.ndarray, whole: float) -> _Sums:
+        """Add the gradients of a step's sequences. `weight_of` (2, sequences of the share): see `_weights`; `whole`: what the weights
         are to be divided by in the end."""
+        batch = share.batch
         weights = torch.from_numpy(weight_of).float().to(self.device)
         tokens = {name: torch.from_numpy(x).to(self.device) for name, x in (("advantages", batch.advantages), ("drawn", batch.logprobs))}
         if old is not None:
@@ -183,19 +186,19 @@ class LearnerRank:
         kl_coefficient = self.algorithm.kl.coefficient if batch.kl_coefficient is None else batch.kl_coefficient
         sums = torch.zeros(len(SUMS), dtype=torch.float64)
         most = torch.zeros(1, dtype=torch.float64)
-        for cut in self._share(batch, indices):
+        for cut in step.cuts:
             # A rank without work still joins the collectives: one sequence at weight 0.
-            rows = cut or [indices[:1]]
+            rows = cut or [np.arange(1)]
             tensors = padded(batch, rows, self.device)
             weight = weights[:, tensors["sequence"]] if cut else torch.zeros(2, len(tensors["flat"]), device=self.device)
             mine = {name: x[tensors["flat"]] for name, x in tokens.items()}
-            with self.trainer.dropping(batch, np.concatenate(rows), self.seed):
+            with self.trainer.dropping(batch, np.concatenate(rows), self.seed, share.indices):
                 loss, values, worst = self._micro_loss(tensors, weight, mine, len(batch), kl_coefficient)
                 self.trainer.backward(loss)
             sums += values
             if cut:
                 most = torch.maximum(most, worst)
-        return _Sums(sums, most, int(batch.response_lengths[indices].sum()), len(indices), whole)
+        return _Sums(sums, most, int(share.response_lengths[step.indices].sum()), len(step.indices), whole)
 
     def _made(self, found: _Sums, scale: float) -> UpdateStats:
         """The optimizer step on what was accumulated; `scale`: of gradients and weighted sums."""
@@ -231,6 +234,7 @@ class LearnerRank:
             next_learning_rate=self.trainer.rate(),
             last_grad_norm=norm,
             effective_share=effective,
+            router_balance=named["router_balance"],
         )
 
     def _micro_loss(
@@ -242,7 +246,7 @@ class LearnerRank:
         weight, regularization_weight = weight
         # before the policy's: nothing may come between a forward pass and its backward one
         reference = self._reference(tensors, mine)
-        logprobs, entropy = self._forward(self.trainer.engine, tensors)
+        logprobs, entropy, *routers = self._forward(self.trainer.engine, tensors)
         drawn, before = mine["drawn"], mine.get("old", logprobs.detach())
         if self.correction is None:
             cap = algorithm.importance_cap
@@ -267,11 +271,15 @@ class LearnerRank:
         loss = policy_loss + kl_coefficient * kl
         if algorithm.loss.entropy_coefficient:
             loss = loss - algorithm.loss.entropy_coefficient * (regularization_weight * entropy).sum()
+        balance = torch.zeros((), device=self.device)
+        if routers:  # the micro-batch's share of the step, as its tokens have it in the regularization
+            balance = regularization_weight.sum() * routers[0]
+            loss = loss + algorithm.loss.router_aux * balance
         mismatch = (before - drawn).abs()
         each = weight > 0
         ratio = token_ratios(before, drawn).double()
         apart = (before - logprobs.detach(), drawn - before, gap, ratio, ratio.square())
-        terms = [loss, policy_loss, kl, *((each * x).sum() for x in (entropy, clipped, importance, capped, mismatch, *apart))]
+        terms = [loss, policy_loss, kl, balance, *((each * x).sum() for x in (entropy, clipped, importance, capped, mismatch, *apart))]
         values = torch.stack([t.detach().double().cpu() for t in terms])
         worst = mismatch.max().detach().double().cpu() if mismatch.numel() else torch.zeros(1).double()
         return loss, values, worst

@@ -80,10 +80,12 @@ class LoraAdapters:
                 layer._disable_adapters = False
 
     @contextmanager
-    def dropping(self, batch: Batch, sequences: np.ndarray, seed: list[int]) -> Iterator[None]:
+    def dropping(self, batch: Batch, sequences: np.ndarray, seed: list[int], numbers: np.ndarray | None = None) -> Iterator[None]:
         """Forward passes of these sequences, and backward ones, which may compute them again, drop inputs of the adapters: the same
-        for a sequence whatever it is batched with. `seed`: another one for each optimizer step."""
-        lengths = zip(sequences.tolist(), batch.lengths[sequences].tolist(), batch.response_lengths[sequences].tolist(), strict=True)
+        for a sequence whatever it is batched with. `seed`: another one for each optimizer step. `numbers`: of the batch's sequences,
+        where they are not 0, 1, 2, …"""
+        drawn = sequences if numbers is None else numbers[sequences]
+        lengths = zip(drawn.tolist(), batch.lengths[sequences].tolist(), batch.response_lengths[sequences].tolist(), strict=True)
         self.rows = [([*seed, sequence], length, response) for sequence, length, response in lengths]
         try:
             yield

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhfless_ray.learn.tensor_parallel import ModelSlices
 from rlhfless_ray.weights.layout import even_share
 from rlhfless_ray.weights.shards import Shards
 
@@ -19,22 +20,31 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"  # the float32 weights behind bfloat16 ones: most updates are smaller than a bfloat16 step
 
 
-def parameter_sizes(engine: Any, stage: int) -> dict[str, int]:
-    """Return {name: elements} of the model's state, of whole tensors also where ZeRO 3 has sharded them."""
+def parameter_sizes(engine: Any, stage: int, slices: ModelSlices | None = None) -> dict[str, int]:
+    """Return {name: elements} of the model's state, of whole tensors also where ZeRO 3 or tensor parallelism has sharded them."""
     module = engine.module.model
     if stage < 3:
-        return {name: tensor.numel() for name, tensor in module.state_dict().items()}
+        sizes = {name: tensor.numel() for name, tensor in module.state_dict().items()}
+        return sizes if slices is None else {name: slices.elements(name, size) for name, size in sizes.items()}
     return {name: parameter.ds_numel for name, parameter in module.named_parameters()}
 
 
-def whole_weights(engine: Any, stage: int, owner: Mapping[str, int]) -> dict[str, Tensor]:
+def whole_weights(engine: Any, stage: int, owner: Mapping[str, int], slices: ModelSlices | None = None) -> dict[str, Tensor]:
     """Return {parameter name: whole tensor, on CPU} of the parameters that `owner` assigns to this rank.
 
-    Every rank must call it at ZeRO 3, where one parameter after the other is gathered.
+    Every rank must call it at ZeRO 3 and with `slices`, where one parameter after the other is gathered.
     """
     import deepspeed
 
     module, rank = engine.module.model, torch.distributed.get_rank()
+    if slices is not None:
+        weights = {}
+        for name, tensor in module.state_dict().items():
+            if name in owner and owner[name] // slices.width == rank // slices.width:  # its copy of the model gathers it
+                whole = slices.gathered(name, tensor.detach())
+                if owner[name] == rank:
+                    weights[name] = whole.cpu()
+        return weights
     if stage < 3:
         return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items() if owner.get(name) == rank}
     weights = {}
@@ -47,21 +57,25 @@ def whole_weights(engine: Any, stage: int, owner: Mapping[str, int]) -> dict[str
     return weights
 
 
-def held_moments(engine: Any, stage: int) -> dict[str, tuple[int, Tensor]]:
+def held_moments(engine: Any, stage: int, slices: ModelSlices | None = None) -> dict[str, tuple[int, Tensor]]:
     """Return {"<moment>.<parameter name>": (first element, flat float32 tensor on CPU)} of this rank's part of what is trained.
 
     Moments are missing before the first step. A policy in bfloat16 has its float32 weights beside them, as
     "master.<parameter name>". At stage 0, where every rank holds everything, each takes an even share. Tensors are views of the live
-    state where that is on the host.
+    state where that is on the host. With `slices` elements are counted in the rank's cut, and of the ranks of a copy the first has
+    what all of them hold.
     """
     found = {}
+    group = None if slices is None else slices.data_group
     stepped = bool(plain_optimizer(engine).state)  # DeepSpeed cannot be asked before the first step
     for name, parameter in _trained(engine):
+        if slices is not None and slices.rank and name not in slices.cuts:
+            continue
         kinds = [*(MOMENTS if stepped else ()), *([MASTER] if parameter.dtype != torch.float32 else [])]
         for kind in kinds:
             start, part = _part(engine, stage, parameter, kind)
             if stage == 0:
-                start, end = even_share(part.numel(), torch.distributed.get_world_size(), torch.distributed.get_rank())
+                start, end = even_share(part.numel(), torch.distributed.get_world_size(group), torch.distributed.get_rank(group))
                 part = part[start:end]
             if part.numel():
                 found[f"{kind}.{name}"] = start, part.detach().float().cpu()
@@ -103,7 +117,7 @@ def link_moments(engine: Any) -> None:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def restore_moments(engine: Any, stage: int, moments: Shards, steps: int) -> None:
+def restore_moments(engine: Any, stage: int, moments: Shards, steps: int, slices: ModelSlices | None = None) -> None:
     """Put this rank's part back of what `held_moments` took from all ranks, and the number of optimizer steps done."""
     optimizer = plain_optimizer(engine)
     stepped = any(key.startswith(MOMENTS) for key in moments)
@@ -117,6 +131,7 @@ def restore_moments(engine: Any, stage: int, moments: Shards, steps: int) -> Non
         kinds = [*(MOMENTS if stepped else ()), *([MASTER] if f"{MASTER}.{name}" in moments and stage else [])]
         for kind in kinds:
             start, part = _part(engine, stage, parameter, kind)
-            part.data.copy_(moments.read(f"{kind}.{name}", start, start + part.numel()))
+            cut = None if slices is None else slices.cuts.get(name)
+            part.data.copy_(moments.read(f"{kind}.{name}", start, start + part.numel(), cut))
     for parameter, state in optimizer.state.items():
         state["step"] = torch.tensor(float(steps), device=parameter.device)  # a fused step reads it there

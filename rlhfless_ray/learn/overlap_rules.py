@@ -69,6 +69,8 @@ def inexact(algorithm: AlgorithmConfig, learner: LearnerConfig, lora: LoraConfig
         return "algorithm.regularization_mean: gradients of two means would need two divisors at the end"
     if reason := of_credit(algorithm):
         return reason
+    if algorithm.loss.router_aux:
+        return "algorithm.loss.router_aux: it depends on which samples share a micro-batch"
     if algorithm.filter_range is not None:
         return "algorithm.filter_range: which groups are learned from is known when all are scored"
     if lora.dropout:

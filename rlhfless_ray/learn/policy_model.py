@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.learn.logprobs import chunked_distillation, chunked_logprobs, nucleus_logprobs
-from rlhfless_ray.learn.micro_batches import attention_mask
+from rlhfless_ray.learn.micro_batch_tensors import attention_mask
 
 
 class TokenLogprobs(nn.Module):
@@ -23,9 +24,11 @@ class TokenLogprobs(nn.Module):
     there is.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, balances: bool = False) -> None:
+        """`balances`: whether training passes return the routers' auxiliary loss too, see `router_loss`."""
         super().__init__()
         self.model: Any = model
+        self.balances = balances
 
     def forward(
         self,
@@ -37,15 +40,24 @@ class TokenLogprobs(nn.Module):
         top_p: float = 1.0,
         positions: Tensor | None = None,
         segments: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        seen: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
         """Return log-probabilities and entropies, both (tokens,) float32. With `top_p` below 1 log-probabilities are those of the
-        nucleus, without gradient, and there are no entropies (0). Tensors: see `micro_batches.padded`."""
+        nucleus, without gradient, and there are no entropies (0). Tensors: see `micro_batch_tensors.padded`."""
+        if self.balances and torch.is_grad_enabled():
+            found = base_outputs(self.model, ids, positions, segments, output_router_logits=True)
+            log = chunked_logprobs(output_head(self.model), found.last_hidden_state[rows, columns], targets, self._vocabulary, temperature)
+            return *log, router_loss(self.model, found.router_logits, seen)
         hidden = hidden_states(self.model, ids, positions, segments)[rows, columns]
-        head, vocabulary = output_head(self.model), self.model.config.get_text_config().vocab_size
+        head = output_head(self.model)
         if top_p < 1:
             logprobs = nucleus_logprobs(head, hidden, targets, temperature, top_p)
             return logprobs, torch.zeros_like(logprobs)
-        return chunked_logprobs(head, hidden, targets, vocabulary, temperature)
+        return chunked_logprobs(head, hidden, targets, self._vocabulary, temperature)
+
+    @property
+    def _vocabulary(self) -> int:
+        return self.model.config.get_text_config().vocab_size
 
 
 class TokenDistillation(nn.Module):
@@ -86,10 +98,11 @@ class TokenLogits(nn.Module):
         return (logits if self.tokens is None else logits[:, self.tokens]).float()
 
 
-def token_logprobs(module: Any, tensors: dict[str, Tensor], temperature: float, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
+def token_logprobs(module: Any, tensors: dict[str, Tensor], temperature: float, top_p: float = 1.0) -> tuple[Tensor, ...]:
     """Call a `TokenLogprobs`, or an engine around it, with the tensors of a micro-batch."""
     names = ("ids", "rows", "columns", "targets")
-    return module(*(tensors[name] for name in names), temperature, top_p, tensors.get("positions"), tensors.get("segments"))
+    more = (tensors.get(name) for name in ("positions", "segments", "seen"))
+    return module(*(tensors[name] for name in names), temperature, top_p, *more)
 
 
 def hidden_states(model: Any, ids: Tensor, positions: Tensor | None, segments: Tensor | None) -> Tensor:
@@ -97,8 +110,24 @@ def hidden_states(model: Any, ids: Tensor, positions: Tensor | None, segments: T
 
     Without segments there is no attention mask: a causal model never looks at the padding from a real token.
     """
+    return base_outputs(model, ids, positions, segments).last_hidden_state
+
+
+def base_outputs(model: Any, ids: Tensor, positions: Tensor | None, segments: Tensor | None, **more: Any) -> Any:
+    """Return what the model without its head says of these rows, see `hidden_states`. `more`: further arguments."""
     mask = None if segments is None else attention_mask(segments, model.dtype)
-    return model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
+    return model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, **more)
+
+
+def router_loss(model: Any, router_logits: tuple[Tensor, ...], seen: Tensor | None) -> Tensor:
+    """Return the load-balancing loss of a mixture of experts over these tokens, as transformers has it (arXiv 2101.03961, eq. 4).
+
+    `seen` (rows, length): which are no padding.
+    """
+    config = model.config.get_text_config()
+    experts = getattr(config, "num_local_experts", None) or config.num_experts
+    balance = sys.modules[type(model).__module__].load_balancing_loss_func
+    return balance(router_logits, experts, config.num_experts_per_tok, seen)
 
 
 def output_head(model: Any) -> Callable[[Tensor], Tensor]:

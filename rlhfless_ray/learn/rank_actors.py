@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.local.fast_imports import fast_imports
 from rlhfless_ray.types import CriticStats, Span, UpdateStats
 from rlhfless_ray.weights.remote_folder import Delivery, deliver, map_files, sees
@@ -17,9 +16,11 @@ from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
     from rlhfless_ray.learn.rank_settings import RankSettings, ReferenceSettings
+    from rlhfless_ray.learn.shares import Share
     from rlhfless_ray.recipe import Recipe
 
 
+PassReply = tuple[dict[str, np.ndarray], np.ndarray, list[Span]]  # values by name, the share's `spans`, and what the rank did
 Source = tuple[str, dict[str, int], str] | list[Any]  # arguments of `map_files`, or references to the files of each rank
 
 
@@ -71,8 +72,7 @@ class RankActor:
         saved = None if state is None else read_state(read_source(state))
         model = Path(files[0]) if isinstance(files, tuple) else read_source(files)
         spans = self.rank.open(model, rendezvous, threads, saved)
-        obstacle = "" if self.rank.sharing is None else self.rank.sharing.obstacle
-        return {"memory_mb": own_memory_mb(), "spans": spans, "sharing_obstacle": obstacle}
+        return {"memory_mb": own_memory_mb(), "spans": spans, "cutter": self.rank.cutter}
 
     def sees(self, folder: str, sizes: dict[str, int]) -> bool:
         return sees(folder, sizes)
@@ -121,20 +121,19 @@ class LearnerActor(RankActor):
         start = time.time()
         return warm_start(files, recipe, threads), [Span("work", "warm start", start, time.time())]
 
-    def update(self, batch: Batch, threads: int) -> tuple[UpdateStats, list[Span]]:
-        return self.rank.update(batch, threads)
+    def update(self, share: Share, threads: int) -> tuple[UpdateStats, list[Span]]:
+        return self.rank.update(share, threads)
 
-    def logprobs(self, batch: Batch, threads: int, names: tuple[str, ...]) -> tuple[dict[str, np.ndarray], list[Span]]:
-        return self.rank.logprobs(batch, names, threads)
+    def logprobs(self, share: Share, threads: int, names: tuple[str, ...]) -> PassReply:
+        found, spans = self.rank.logprobs(share, names, threads)
+        return found, share.spans, spans
 
-    def accumulate(self, batch: Batch, threads: int) -> list[Span]:
-        return self.rank.accumulate(batch, threads)
+    def accumulate(self, share: Share, threads: int) -> list[Span]:
+        return self.rank.accumulate(share, threads)
 
-    def agreement(
-        self, batch: Batch, threads: int, temperature: float, top_p: float, noisy: bool = False
-    ) -> tuple[dict[str, np.ndarray], list[Span]]:
-        logprobs, spans = self.rank.agreement(batch, temperature, top_p, threads, noisy)
-        return {"agreement": logprobs}, spans
+    def agreement(self, share: Share, threads: int, temperature: float, top_p: float, noisy: bool = False) -> PassReply:
+        logprobs, spans = self.rank.agreement(share, temperature, top_p, threads, noisy)
+        return {"agreement": logprobs}, share.spans, spans
 
     def weights(self) -> tuple[dict[str, np.ndarray] | None, tuple[dict[str, int], list[Span]]]:
         """Two return values: the weights, which stay where they are until pulled, and a digest of each tensor."""
@@ -150,12 +149,12 @@ class CriticActor(RankActor):
 
         return CriticRank
 
-    def values(self, batch: Batch, threads: int) -> tuple[dict[str, np.ndarray], list[Span]]:
-        values, spans = self.rank.values(batch, threads)
-        return {"values": values}, spans
+    def values(self, share: Share, threads: int) -> PassReply:
+        values, spans = self.rank.values(share, threads)
+        return {"values": values}, share.spans, spans
 
-    def update(self, batch: Batch, threads: int) -> tuple[CriticStats, list[Span]]:
-        return self.rank.update(batch, threads)
+    def update(self, share: Share, threads: int) -> tuple[CriticStats, list[Span]]:
+        return self.rank.update(share, threads)
 
     def config(self) -> bytes:
         return self.rank.config()
@@ -169,6 +168,6 @@ class ReferenceActor(RankActor):
 
         return ReferenceRank
 
-    def reference(self, batch: Batch, threads: int) -> tuple[dict[str, np.ndarray], list[Span]]:
-        logprobs, spans = self.rank.logprobs(batch, threads)
-        return {"reference": logprobs}, spans
+    def reference(self, share: Share, threads: int) -> PassReply:
+        logprobs, spans = self.rank.logprobs(share, threads)
+        return {"reference": logprobs}, share.spans, spans

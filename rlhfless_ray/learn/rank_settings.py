@@ -40,6 +40,7 @@ class ReferenceSettings:
     temperature: float
     share_prompts: str = "auto"
     ranks: int = 1
+    tensor_parallel: int = 1
     rank: int = 0
     device: str = "cpu"
 
@@ -82,6 +83,7 @@ def reference_settings(recipe: Recipe, rank: int = 0, device: str = "cpu") -> Re
         temperature=recipe.rollout.temperature,
         share_prompts=recipe.learner.share_prompts,
         ranks=recipe.reference.ranks,
+        tensor_parallel=recipe.reference.tensor_parallel,
         rank=rank,
         device=device,
     )

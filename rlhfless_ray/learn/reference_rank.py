@@ -9,17 +9,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.micro_batches import PromptSharing, micro_batches, passed
+from rlhfless_ray.learn.micro_batch_tensors import passed
+from rlhfless_ray.learn.micro_batches import PromptSharing
 from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model, token_logprobs
+from rlhfless_ray.learn.process_group import join_gang
 from rlhfless_ray.learn.rank_settings import ReferenceSettings
+from rlhfless_ray.learn.shares import Cutter, Share
+from rlhfless_ray.learn.tensor_parallel import divided
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.model_folder import as_folder
 from rlhfless_ray.weights.tensor_file import Files
 
 
 class ReferenceRank:
-    """A plain class, like the learner: `open` → `logprobs`. Its ranks share a batch, and need nothing of one another."""
+    """A plain class, like the learner: `open` → `logprobs`. Its ranks share a batch. Only ranks of one copy of the model need another."""
 
     def __init__(self, settings: ReferenceSettings) -> None:
         self.settings = settings
@@ -34,17 +37,25 @@ class ReferenceRank:
         with as_folder(files) as folder:
             model = load_model(folder, self.settings.dtype, self.settings.trust_remote_code)
         self.sharing = PromptSharing.of(model, self.settings.share_prompts)
-        self.model = TokenLogprobs(model).eval().requires_grad_(False).to(self.device)
+        wrapped = TokenLogprobs(model).eval().requires_grad_(False)
+        if self.settings.tensor_parallel > 1:
+            join_gang(rendezvous, self.settings.rank, self.settings.ranks, self.device.type)
+            wrapped = divided(wrapped, self.settings.tensor_parallel)
+        self.model = wrapped.to(self.device)
         return [Span("start", "open reference", start, time.time())]
 
-    def logprobs(self, batch: Batch, threads: int) -> tuple[np.ndarray, list[Span]]:
-        """Of the tokens of this rank's share, 0 elsewhere: (Σ response length,) float32."""
+    @property
+    def cutter(self) -> Cutter:
+        """How the batches of all ranks are cut."""
+        return Cutter(self.settings.ranks // self.settings.tensor_parallel, self.settings.micro_batch_tokens, self.sharing)
+
+    def logprobs(self, share: Share, threads: int) -> tuple[np.ndarray, list[Span]]:
+        """Of the share's tokens, 0 where another rank computes them: (response tokens,) float32."""
         assert self.model is not None
         start, model, temperature = time.time(), self.model, self.settings.temperature
         torch.set_num_threads(threads)
-        settings, every = self.settings, np.arange(len(batch))
-        share = micro_batches(batch, every, settings.micro_batch_tokens, self.sharing, settings.rank, settings.ranks)
-        found = passed(lambda tensors: token_logprobs(model, tensors, temperature)[0], batch, [cut for cut in share if cut], self.device)
+        cuts = [cut for cut in share.passes if cut]
+        found = passed(lambda tensors: token_logprobs(model, tensors, temperature)[0], share.batch, cuts, self.device)
         return found.cpu().numpy(), [Span("work", "log-probabilities", start, time.time())]
 
     def leave_device(self) -> list[Span]:

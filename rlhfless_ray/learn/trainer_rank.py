@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib
 import json
 import math
 import os
@@ -22,8 +21,10 @@ from rlhfless_ray.learn.ema import ema_update
 from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name, trained
 from rlhfless_ray.learn.offload import leave_device, return_to_device
 from rlhfless_ray.learn.optimizer_state import held_moments, link_moments, parameter_sizes, plain_optimizer, restore_moments, whole_weights
+from rlhfless_ray.learn.process_group import join_gang
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.schedule import rate
+from rlhfless_ray.learn.tensor_parallel import ModelSlices, deepspeed_section
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS, release_free_heap
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.adapter import WEIGHTS as ADAPTER
@@ -45,6 +46,8 @@ class TrainerRank:
         self.dtype, self.rank = settings.policy.dtype, settings.rank
         self.device = torch.device("cuda" if settings.device == "gpu" else "cpu")
         self.ranks, self.stage, self.hosted = self.section.ranks, self.section.zero_stage, self.section.offloads_optimizer
+        self.replicas = self.ranks // self.section.tensor_parallel  # copies of the model, which share batches
+        self.slices: ModelSlices | None = None  # what this rank holds of each tensor, if several ranks share a copy
         self.optimizer_steps = 0
         self.engine: Any = None
         self.lora: LoraAdapters | None = None
@@ -74,7 +77,13 @@ class TrainerRank:
         model.train()
         if self.section.recomputes_activations:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        wrapped = wrapped.to(self.device)
+        parallel: dict[str, Any] = {}
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        if self.section.tensor_parallel > 1:
+            parallel = {"tensor_parallel": deepspeed_section(self.section.tensor_parallel)}
+            wrapped.config = model.config  # where DeepSpeed looks for the number of heads
+        else:
+            wrapped = wrapped.to(self.device)
         optimizer = torch.optim.AdamW(
             self._parameters(model),
             lr=self.rate(),
@@ -105,8 +114,11 @@ class TrainerRank:
                     "offload_optimizer": {"device": "cpu" if self.hosted else "none", "pin_memory": self.device.type == "cuda"},
                 },
                 "steps_per_print": 10**9,
+                **parallel,
             },
         )
+        if parallel:
+            self.slices = ModelSlices(shapes, model.state_dict().items(), self.device)
         if self.stage == 0:
             self.engine.enable_backward_allreduce = False  # `step` reduces, so that it can look before it steps
         self._forget_trial_step()
@@ -114,33 +126,12 @@ class TrainerRank:
             self._average({} if state is None else state["average"])
         if state is not None:
             self.optimizer_steps = int(state["optimizer_steps"])
-            restore_moments(self.engine, self.stage, state["moments"], self.optimizer_steps)
+            restore_moments(self.engine, self.stage, state["moments"], self.optimizer_steps, self.slices)
             torch.set_rng_state(state["rng"])
 
     def join_gang(self, rendezvous: tuple[str, int] | None) -> None:
         """rendezvous: address and port of rank 0; None: torch.distributed is initialized already."""
-        os.environ.setdefault("DS_ACCELERATOR", "cuda" if self.device.type == "cuda" else "cpu")
-        import deepspeed
-        import torch.distributed as dist
-
-        if self.device.type == "cpu":
-            # DeepSpeed would compile a shared-memory all-reduce (about 45 s, needs g++ and ninja); gloo does it too.
-            setattr(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)  # noqa: B010
-        if dist.is_initialized() or rendezvous is None:
-            return
-        address, port = rendezvous
-        os.environ.update(
-            MASTER_ADDR=address, MASTER_PORT=str(port), RANK=str(self.rank), LOCAL_RANK="0", WORLD_SIZE=str(self.ranks), LOCAL_SIZE="1"
-        )
-        if address.startswith("127."):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        deepspeed.init_distributed(
-            dist_backend="nccl" if self.device.type == "cuda" else "gloo",
-            init_method=f"tcp://{address}:{port}",
-            rank=self.rank,
-            world_size=self.ranks,
-            verbose=False,
-        )
+        join_gang(rendezvous, self.rank, self.ranks, self.device.type)
 
     def _forget_trial_step(self) -> None:
         """DeepSpeed's ZeRO creates the optimizer state by a step on zero gradients; undo its count, which would
@@ -151,11 +142,11 @@ class TrainerRank:
 
     # ---- the step ---------------------------------------------------------------------------------------------
 
-    def dropping(self, batch: Batch, sequences: np.ndarray, seed: int) -> AbstractContextManager[None]:
+    def dropping(self, batch: Batch, sequences: np.ndarray, seed: int, numbers: np.ndarray | None = None) -> AbstractContextManager[None]:
         """Around the passes that a step is made of: see `LoraAdapters.dropping`."""
         if self.lora is None or not self.drops:
             return nullcontext()
-        return self.lora.dropping(batch, sequences, [seed, self.optimizer_steps])
+        return self.lora.dropping(batch, sequences, [seed, self.optimizer_steps], numbers)
 
     @property
     def drops(self) -> bool:
@@ -164,16 +155,17 @@ class TrainerRank:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a part of the whole step's loss; the parts of all ranks add up."""
-        self.engine.backward(loss * self.ranks, scale_wrt_gas=False)  # DeepSpeed averages gradients over ranks
+        self.engine.backward(loss * self.replicas, scale_wrt_gas=False)  # DeepSpeed averages gradients over them
 
     def over_ranks(self, x: Tensor, largest: bool = False) -> Tensor:
-        """The sum over the ranks, or the largest of each element, on the host."""
-        if self.ranks == 1:
+        """The sum over the ranks that share a batch, or the largest of each element, on the host."""
+        if self.replicas == 1:
             return x.cpu()
         import torch.distributed as dist
 
         x = x.to(self.device)
-        dist.all_reduce(x, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        group = None if self.slices is None else self.slices.data_group
+        dist.all_reduce(x, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
         return x.cpu()
 
     def rate(self) -> float:
@@ -205,7 +197,7 @@ class TrainerRank:
                 self.engine.buffered_allreduce_fallback()
             if scale != 1:
                 torch._foreach_mul_([p.grad for p in self.engine.module.parameters() if p.grad is not None], scale)
-            norm = float(torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), self.section.grad_clip))
+            norm = self._clip()
             applied = loss_is_finite and math.isfinite(norm)
             if applied:
                 self.engine.step()
@@ -227,6 +219,14 @@ class TrainerRank:
                 self.linked = True
             return norm, True, ""
         return norm, False, "the loss is not finite" if not loss_is_finite else f"the gradient norm is {norm}"
+
+    def _clip(self) -> float:
+        """Clip the gradients at stage 0, and return their norm before."""
+        if self.slices is None:
+            return float(torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), self.section.grad_clip))
+        norm = self.slices.norm(self.engine.module.model.named_parameters())
+        torch.nn.utils.clip_grads_with_norm_(self.engine.module.parameters(), self.section.grad_clip, torch.tensor(norm))
+        return norm
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
@@ -258,11 +258,11 @@ class TrainerRank:
 
     def _stored(self) -> dict[str, int]:
         """Return {name: elements} of the weights that a checkpoint has: of adapters alone where these are trained."""
-        sizes = parameter_sizes(self.engine, self.stage)
+        sizes = parameter_sizes(self.engine, self.stage, self.slices)
         return {name: size for name, size in sizes.items() if not self._is_tied(name) and (self.lora is None or self.lora.is_trained(name))}
 
     def _weights_of(self, owner: dict[str, int]) -> dict[str, Tensor]:
-        return whole_weights(self.engine, self.stage, owner)
+        return whole_weights(self.engine, self.stage, owner, self.slices)
 
     def weights(self) -> dict[str, np.ndarray] | None:
         """{name in a file: array} from rank 0, see `saved_state`; the other ranks take part and return None. Of the adapter alone if
@@ -315,7 +315,7 @@ class TrainerRank:
         adapters = self.lora is not None
         return {
             "weights": self._trained_weights() if adapters else self._weights_of(whole_tensors(self._stored(), self.ranks)),
-            "moments": held_moments(self.engine, self.stage),
+            "moments": held_moments(self.engine, self.stage, self.slices),
             "average": self.average or {},
             "optimizer_steps": self.optimizer_steps,
             "rng": torch.get_rng_state(),
@@ -338,7 +338,9 @@ class TrainerRank:
             whole = {key: part.view(_whole_shape(shapes[key.split(".", 1)[1]])) for key, (_, part) in state["moments"].items()}
             files[shard_name("optimizer", 0, 1)] = save_tensors({**whole, **own})
         else:
-            files[shard_name("optimizer", self.rank, self.ranks)] = save_intervals(state["moments"], own)
+            of_tensors = {} if self.slices is None else self.slices.cuts
+            cuts = {key: of_tensors[name] for key in state["moments"] if (name := key.split(".", 1)[1]) in of_tensors}
+            files[shard_name("optimizer", self.rank, self.ranks)] = save_intervals(state["moments"], own, cuts)
         if self.rank == 0:
             files["learner.json"] = json.dumps({"optimizer_steps": state["optimizer_steps"]}).encode()
             if state["average"]:

@@ -25,6 +25,7 @@ from rlhfless_ray.learn.gang_scheduling import GangScheduler, homes_of
 from rlhfless_ray.learn.pending import Pending
 from rlhfless_ray.learn.rank_actors import Source
 from rlhfless_ray.learn.recovery import LearnerLost, Recovery, Snapshot
+from rlhfless_ray.learn.shares import Cutter, joined
 from rlhfless_ray.recipe import LearnerConfig, Recipe
 from rlhfless_ray.types import WeightVersion
 from rlhfless_ray.weights.checksum import combined
@@ -67,6 +68,7 @@ class WorkerGroup:
         self.shares_base = shares_base
         self.base: Any = None  # if shared, a reference to the model's files
         self.loopback = False
+        self.cutter = Cutter()  # as the ranks say, once they have loaded the model
         self.scheduler = GangScheduler(pool, ranks, broker, name)
         self.update_s = 0.0  # of the slowest rank's work in the last update
         self.coming: list[list[Any]] = []  # (weights, digests) of each rank, requested together with the update before
@@ -180,7 +182,9 @@ class WorkerGroup:
         for what, batch in self.recovery.since:
             replies = self._all(self.ask(what, batch), f"the {self.name}'s lost work")
             self._book(reply[1] if what == "update" else reply for reply in replies)
-            self.recovery.redone += what == "update"
+            if what == "update":
+                self._count(replies[0][0])
+                self.recovery.redone += 1
         self.recovery.seconds += time.monotonic() - began_s
 
     def _surely(self, ask: Callable[[], list[Any]], what: str) -> list[Any]:
@@ -229,7 +233,8 @@ class WorkerGroup:
         refs = [i.actor.build.remote(files, place, len(i.leases), source) for i in self.by_rank]
         told = self._all(refs, f"the {self.name} to load its model")
         self._book(one["spans"] for one in told)
-        if obstacle := told[0]["sharing_obstacle"]:
+        self.cutter = told[0]["cutter"]
+        if self.cutter.sharing is not None and (obstacle := self.cutter.sharing.obstacle):
             self.recovery.say(f"the {self.name} computes a copy of the prompt for each response: {obstacle}")
         for instance, one in zip(self.by_rank, told, strict=True):
             instance.memory_mb = one["memory_mb"]
@@ -267,6 +272,7 @@ class WorkerGroup:
         self._book(spans for _, spans in replies)
         self.update_s = max(sum(span.to_s - span.from_s for span in spans) for _, spans in replies)
         stats = replies[0][0]
+        self._count(stats)
         self.skipped_in_a_row = (0 if stats.applied else self.skipped_in_a_row) + stats.skipped_last
         if self.skipped_in_a_row > self.max_skipped:
             advice = "look at samples/" if "no sample" in stats.reason else f"lower {self.name}.learning_rate"
@@ -275,6 +281,9 @@ class WorkerGroup:
                 f"{self.max_skipped}): {stats.reason}; {advice}"
             )
         return stats
+
+    def _count(self, stats: Any) -> None:
+        self.cutter = replace(self.cutter, optimizer_steps=self.cutter.optimizer_steps + stats.applied)
 
     def model(self) -> Files:
         """Return the files of the complete weights as a model folder has them, adapters merged. Needs leases."""
@@ -302,15 +311,24 @@ class WorkerGroup:
 
     def passed(self, what: str, batch: Batch, *more: Any) -> dict[str, np.ndarray]:
         """Compute values per response token under the current weights, by name: `logprobs` of a learner (`more`: the names, see
-        `overlap.passes`), `reference` of a reference, `values` of a critic. Each rank computes its share and returns 0 elsewhere."""
+        `overlap.passes`), `reference` of a reference, `values` of a critic."""
         replies = self._surely(lambda: self.ask(what, batch, *more), f"the {self.name}'s {what}")
-        self._book(spans for _, spans in replies)
-        return _together(replies)
+        self._book(spans for *_, spans in replies)
+        return self._joined(replies)
 
     def ask(self, what: str, batch: Batch, *more: Any) -> list[Any]:
-        """Call method `what` of every rank with the batch. Returns references for `answered`."""
-        shared = ray.put(batch)
-        return [getattr(i.actor, what).remote(shared, len(i.leases), *more) for i in self.by_rank]
+        """Call method `what` of every rank with its share of the batch. Returns references for `answered`."""
+        cut = {"update": self.cutter.of_update, "accumulate": self.cutter.of_gradients}.get(what, self.cutter.of_pass)
+        shares = cut(batch)
+        copies = [ray.put(share) for share in shares] if len(shares) < self.ranks else shares
+        return [
+            getattr(i.actor, what).remote(copies[rank * len(copies) // self.ranks], len(i.leases), *more)
+            for rank, i in enumerate(self.by_rank)
+        ]
+
+    def _joined(self, replies: list[Any]) -> dict[str, np.ndarray]:
+        """Put the shares' values together. Ranks of one copy of the model computed the same."""
+        return joined([(found, places) for found, places, _ in replies[:: self.ranks // self.cutter.ranks]])
 
     def accumulate(self, batch: Batch) -> list[Any]:
         """Accumulate gradients of a part of a step on every rank. Returns references for `accumulated`."""
@@ -330,8 +348,8 @@ class WorkerGroup:
         """Wait for replies to `ask`. Returns them with the seconds of the slowest rank, or None if a rank was lost: ask again."""
         if not (replies := self._heard(refs, what)):
             return None
-        self._book(spans for _, spans in replies)
-        return _together(replies), max(sum(span.to_s - span.from_s for span in spans) for _, spans in replies)
+        self._book(spans for *_, spans in replies)
+        return self._joined(replies), max(sum(span.to_s - span.from_s for span in spans) for *_, spans in replies)
 
     def _heard(self, refs: list[Any], what: str) -> list[Any]:
         """Return the replies, or an empty list if a rank was lost."""
@@ -449,11 +467,6 @@ class WorkerGroup:
 
     def _spans(self, instance: Instance, spans: list[Any]) -> None:
         self.pool.ledger.spans([lease.id for lease in instance.leases], spans)
-
-
-def _together(replies: list[Any]) -> dict[str, np.ndarray]:
-    """Add up the replies of all ranks, each of which covers its own share."""
-    return {name: sum((said[name] for said, _ in replies[1:]), first) for name, first in replies[0][0].items()}
 
 
 def _death(refs: list[Any]) -> BaseException | None:

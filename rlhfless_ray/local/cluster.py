@@ -55,11 +55,7 @@ class RayCluster:
         address = section.address or os.environ.get("RAY_ADDRESS", "")
         _shorten_ray_errors()
         if address:
-            _check_address(address)
-            try:
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=_runtime_env())
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise UserError(f"cluster.address {address}: no Ray cluster answers there: {one_line(error, 200)}") from None
+            connect(address)
             return
         self.private = True
         _set_auth_token()
@@ -211,7 +207,18 @@ def store_mb(parameters: int, memory_mb: float, keeps_state: bool) -> int:
     return max(MIN_STORE_MB, int(min(MIN_STORE_MB + parameters * each / 2**20, STORE_SHARE * memory_mb)))
 
 
-def _check_address(address: str) -> None:
+def connect(address: str, key: str = "cluster.address") -> None:
+    """Connect to a running Ray cluster. Raises UserError, with the name of the `key`, if none answers."""
+    import ray
+
+    _check_address(address, key)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=_runtime_env())
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(f"{key} {address}: no Ray cluster answers there: {one_line(error, 200)}") from None
+
+
+def _check_address(address: str, key: str) -> None:
     """Raise UserError if nothing listens at the address. Ray itself would retry for minutes."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():  # `auto` and similar names, which Ray resolves
@@ -219,7 +226,7 @@ def _check_address(address: str) -> None:
     try:
         socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), timeout=10).close()
     except (OSError, OverflowError) as error:
-        raise UserError(f"cluster.address {address}: no Ray cluster answers there: {one_line(error, 200)}") from None
+        raise UserError(f"{key} {address}: no Ray cluster answers there: {one_line(error, 200)}") from None
 
 
 def _temporary_folder() -> Path:

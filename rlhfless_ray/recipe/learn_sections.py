@@ -58,6 +58,9 @@ class LossConfig(Section):
     """Bound on the loss of negative advantages, in units of the advantage. None: no bound."""
     entropy_coefficient: float | None = Field(None, ge=0)
     """Weight of the policy's entropy in what is maximised. The entropy is logged in any case."""
+    router_aux: float = Field(0.0, ge=0)
+    """Weight of the routers' auxiliary loss, which keeps the experts of a mixture equally busy. It is computed for each micro-batch,
+    so it depends on which samples share one. Computing ahead of the learn phase is off with it."""
     correction_level: Literal["off", "token", "seq"] = "off"
     """Use importance weights learner / sampler with a band instead of `importance_cap`, judged per token or per sequence."""
     correction_mode: Literal["mask", "clip"] = "mask"
@@ -169,7 +172,10 @@ class AlgorithmConfig(Section):
 
 class LearnerConfig(Section):
     ranks: int = Field(1, ge=1)
-    """Number of data-parallel ranks."""
+    """Number of ranks, which share each batch."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Number of ranks that share one copy of the policy (DeepSpeed AutoTP, with `zero_stage` 0, 1 or 2). Each holds a slice of every
+    linear layer, and all of them work on the same samples. It must divide `ranks`, the model's heads and its feed-forward size."""
     max_slots_per_rank: int = Field(1, ge=1)
     """CPU only: a rank runs as many threads as it holds slots, at most this many, when they are free."""
     zero_stage: Literal[0, 1, 2, 3] = 0
@@ -233,6 +239,14 @@ class LearnerConfig(Section):
             raise ValueError("learner.optimizer_offload: needs a learner.zero_stage of 1, 2 or 3")
         return self
 
+    @model_validator(mode="after")
+    def _check_tensor_parallel(self) -> LearnerConfig:
+        if self.tensor_parallel > 1 and self.zero_stage == 3:
+            raise ValueError("learner.tensor_parallel: DeepSpeed divides matrices with a learner.zero_stage of 0, 1 or 2")
+        if self.ranks % self.tensor_parallel:
+            raise ValueError(f"learner.tensor_parallel: {self.tensor_parallel} does not divide learner.ranks, which is {self.ranks}")
+        return self
+
     @property
     def max_micro_batch_tokens(self) -> int:
         """Padded tokens of one micro-batch. `auto` counts as 8192 until `run.memory_fit` has decided."""
@@ -286,8 +300,15 @@ class CriticConfig(Section):
 
 class ReferenceConfig(Section):
     ranks: int = Field(1, ge=1)
-    """Processes that share the reference's passes. Each holds the initial policy. Micro-batches, threads and deadline are the
-    learner's."""
+    """Processes that share the reference's passes. Micro-batches, threads and deadline are the learner's."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Number of processes that share one copy of the initial policy, as with `learner.tensor_parallel`. 1: each holds all of it."""
+
+    @model_validator(mode="after")
+    def _check_tensor_parallel(self) -> ReferenceConfig:
+        if self.ranks % self.tensor_parallel:
+            raise ValueError(f"reference.tensor_parallel: {self.tensor_parallel} does not divide reference.ranks, which is {self.ranks}")
+        return self
 
 
 class LoraConfig(Section):

@@ -260,6 +260,8 @@ class SupervisedRecipe(RecipeFile):
                 "learner.zero_stage: with policy.dtype bfloat16 it must be 1, 2 or 3, which keep the float32 weights that "
                 "small updates need"
             )
+        if self.learner.tensor_parallel > 1:
+            raise ValueError("learner.tensor_parallel: ranks of a supervised stage divide rows, not matrices; leave it out")
         if self.learner.overlap != "auto":
             raise ValueError("learner.overlap: a supervised stage has no rollout; leave it out")
         if self.lora != LoraConfig() and not self.lora.rank:

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
+import signal
 import socket
 import sys
 import threading
@@ -17,6 +19,8 @@ import cloudpickle
 import numpy as np
 
 from rlhfless_ray.rollout.engine_members import STEP_CALLS, bytes_of
+
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 class ArrivingWeights:
@@ -101,6 +105,8 @@ def exit_with_engine() -> None:
 
 
 def main() -> None:
+    # A stopped process reads no end of its input. The kernel kills it as well when the engine's process was killed for being hung.
+    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     threading.Thread(target=exit_with_engine, daemon=True).start()
     from rlhfless_ray.rollout.vllm_engine import prepare
 

@@ -287,7 +287,8 @@ def training_groups(recipe: Recipe, models: dict[str, Model], lengths: Lengths) 
         if model is None:
             continue
         ranks = section.ranks if name == "learner" else recipe.critic.ranks
-        training = memory.Training(ranks, section.zero_stage, width, section.offloads_optimizer, recipe.lora.rank > 0)
+        division = (section.tensor_parallel, memory.end_parameters(model.config)) if name == "learner" else (1, 0)
+        training = memory.Training(ranks, section.zero_stage, width, section.offloads_optimizer, recipe.lora.rank > 0, *division)
         activations = memory.activation_bytes(model.config, lengths.shortest_prompt + 1, width)
         parameters = model.parameters if name == "learner" else model.body
         found.append(TrainingGroup(name, model, parameters, training, memory.rank_memory(parameters, training, activations)))

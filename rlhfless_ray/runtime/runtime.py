@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import itertools
 import platform
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rlhfless_ray.agent.load_agent import AgentSource
 from rlhfless_ray.agent.preflight_agent import dry_play
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.autoscaler.initial_speed import ANY_SPEED, expected_widths
+from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.disk_space import FULL, DiskFull
-from rlhfless_ray.common.errors import Stopped, one_line
+from rlhfless_ray.common.errors import Stopped, UserError, one_line
 from rlhfless_ray.common.step_timer import StepTimer
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.learn.colocation import of_learner
+from rlhfless_ray.learn.model_checks import check_division, check_routers
 from rlhfless_ray.learn.output_scale import output_scale
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.memory_watch import MemoryWatch
@@ -47,11 +50,14 @@ from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
 from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.runtime.step_operations import StepOperations
-from rlhfless_ray.runtime.worker_pools import ActorClasses, check_adapter, create_worker_pools
+from rlhfless_ray.runtime.worker_pools import ActorClasses, check_adapter, create_worker_pools, join_pool
 from rlhfless_ray.types import Step
 from rlhfless_ray.weights.load_policy import cache_policy, cached_folder, context_tokens, initial_policy, policy_tokenizer
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
 from rlhfless_ray.weights.remote_folder import StoredFiles, writer
+
+if TYPE_CHECKING:
+    from rlhfless_ray.functions.pool_client import PoolClient
 
 FAILED_SAVE_S = 30.0  # timeout for the learner's state after a failure
 
@@ -96,6 +102,8 @@ class Runtime(StepOperations):
         self.files, self.owes_warm_start = initial_policy(recipe)
         check_adapter(recipe, self.files)
         check_heads(recipe, config_of(self.files), "policy.path" if recipe.policy.path else "a policy made from scratch")
+        check_division(recipe, config_of(self.files))
+        check_routers(recipe, config_of(self.files))
         self.critic_files = read_folder(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
         if recipe.critic.normalize:
             output_scale(config_of(self.critic_files or self.files), "critic.path", "critic.normalize")
@@ -123,6 +131,7 @@ class Runtime(StepOperations):
         self.least_mb: dict[str, float] = {}
         self.autoscaler = Autoscaler(recipe, ANY_SPEED)
         self.cluster = RayCluster(recipe, parameter_count(self.files))
+        self.shared_pool: PoolClient | None = None  # with the slots of all runs of the cluster, see `cluster.pool`
         self.cursor_done = self.cursor.state()
         self._steps: Iterator[Step] | None = None
         self._stack = ExitStack()
@@ -154,6 +163,9 @@ class Runtime(StepOperations):
             if not self.resume:
                 self.folder = RunFolder.create(self.recipe)
                 stack.enter_context(self.folder.locked())
+            if not self.cluster.private and self.recipe.cluster.pool:
+                self.shared_pool = self._join_pool(resource)
+                stack.callback(self.shared_pool.close)
             self.checkpoints = Checkpoints(self.recipe.checkpoint, self.folder.path)
             checkpoint = self.checkpoints.load() if self.resume else None
             self.steps_done = checkpoint[0] if checkpoint else 0
@@ -190,6 +202,15 @@ class Runtime(StepOperations):
     def actor_classes(self) -> ActorClasses:
         return ActorClasses.real()
 
+    def _join_pool(self, resource: str) -> PoolClient:
+        """Join the slots that the runs of the cluster share. A run that is refused leaves no folder."""
+        try:
+            return join_pool(self.recipe, resource, self.folder.path, lambda text: self.record.progress.message(text))
+        except UserError:
+            if not self.resume:
+                shutil.rmtree(self.folder.path)
+            raise
+
     def _create_stages(self, resource: str) -> None:
         longest = max(len(p.token_ids) for p in itertools.chain(self.prompts.train, self.prompts.heldout))
         from rlhfless_ray.functions.lease import most_instances, node_slots
@@ -211,6 +232,7 @@ class Runtime(StepOperations):
             self.folder.path,
             self.actor_classes(),
             self.record.progress.message,
+            self.shared_pool,
         )
         self.autoscaler.expect_widths(engines, note)
         worker_pools.rollout.set_width(self.autoscaler.width)
@@ -223,6 +245,8 @@ class Runtime(StepOperations):
             worker_pools.reward,
             worker_pools.worker_group,
         )
+        if self.shared_pool is not None:
+            self.autoscaler.bids = MarketBids(self.shared_pool, self.autoscaler.objective, self.recipe.learner.ranks)
         slots = self.leases.matching(rollout.nodes)
         most = {width: min(rollout.max_actors // (width if asks == "auto" else 1), most_instances(slots, width)) for width in engines}
         self.context = RunContext(

@@ -174,6 +174,8 @@ class StepOperations(CheckpointedRun):
     def rollout_phase(self, plan: RolloutPlan) -> AbstractContextManager[None]:
         assert self.weights is not None
         name = "rollout_ahead" if self.in_update else "rollout"
+        if self.autoscaler.bids is not None:
+            self.autoscaler.bids.begin_rollout()
         return self._accounted(name, self.rollout_stage.phase(plan, self.weights, name))
 
     def generate(self, step: Step) -> list[Sample]:
@@ -368,7 +370,7 @@ class StepOperations(CheckpointedRun):
             self._save(metric=end.metric, best=end.best, export=True)
         for pool in (self.rollout, self.reward, *([self.stages.prefix.pool] if self.stages.prefix else [])):
             pool.end_expired(self.autoscaler.keep_warm_s(pool.gaps_s, pool.hold_price), look_every_s=LOOK_EVERY_S)
-        decision = slots_to_yield(len(self.broker.free), 1, end.others_wait)
+        decision = slots_to_yield(len(self.broker.free), 1, end.others_wait, self.leases.source.surplus)
         if decision.action == "Release":
             self.broker.release(keep=decision.actors)
         self.broker.check("the end of the step", self.stages.pools())
@@ -381,6 +383,8 @@ class StepOperations(CheckpointedRun):
         step.metrics |= {**self.stages.faults.take_metrics(), **self.worker_group.recovery.take_metrics()}
         predicted_mb = self.memory_fit.step_mb(step.plan.actors if step.plan else 1)
         step.metrics |= memory_metrics(self.memory.take(), self.least_mb, predicted_mb)
+        if self.autoscaler.bids is not None:
+            step.metrics |= self.autoscaler.bids.metrics()
         if self.memory_fit.reason:
             step.metrics["memory/settings"] = self.memory_fit.reason
         self.record.step(step, step.phase_s, step.wall_s, self.costs | self.quality, self.stages.replacements, self.leases)

@@ -26,7 +26,8 @@ from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
     from rlhfless_ray.functions.broker import SlotBroker
-    from rlhfless_ray.functions.lease import LeaseManager
+    from rlhfless_ray.functions.lease import LeaseManager, SlotSource
+    from rlhfless_ray.functions.pool_client import PoolClient
     from rlhfless_ray.functions.worker_pool import WorkerPool
     from rlhfless_ray.learn.worker_group import WorkerGroup
 
@@ -77,11 +78,12 @@ def create_worker_pools(
     folder: Path,
     actors: ActorClasses,
     say: Callable[[str], None],
+    source: SlotSource | None = None,
 ) -> WorkerPools:
     """Create the pools, all empty. Instances get everything they need as bytes, because nodes lack the driver's files.
 
     `files`: of the initial policy's folder. `folder`: of the run; its path and the time name the run's leases on a shared cluster.
-    `say`: callback for log messages.
+    `say`: callback for log messages. `source`: of the slots; default: Ray's queue.
     """
     import ray
 
@@ -100,7 +102,7 @@ def create_worker_pools(
     if recipe.lora.rank:
         recipe = with_publish(recipe, files, resource)
     run_id = hashlib.blake2b(f"{folder.resolve()} {time.time_ns()}".encode(), digest_size=4).hexdigest()
-    leases = LeaseManager(resource, ledger, recipe.functions.lease_deadline_s, run_id)
+    leases = LeaseManager(resource, ledger, recipe.functions.lease_deadline_s, run_id, source)
     broker = SlotBroker(leases)
     faults = FailureBudget(recipe.functions.max_replacements)
     parked = WarmMemoryBudget(recipe.functions.parked_mb, leases.memory_mb, say)
@@ -111,7 +113,7 @@ def create_worker_pools(
     unshared = _no_pages(recipe, files) if wanted else None
     config = ray.put(without_weights(files))
     engine = engine_settings(recipe, longest_prompt_tokens, resource, wanted and unshared is None)
-    source = ray.put(reward_source)  # may contain a reward model's weights
+    reward_ref = ray.put(reward_source)  # may contain a reward model's weights
 
     def starter(cls: type | None, *arguments: Any) -> Callable[[Any], Any]:
         assert cls is not None
@@ -152,7 +154,7 @@ def create_worker_pools(
 
     engines: dict[str, Any] = {"on_device": True, "give_back_after_s": GIVE_BACK_AFTER_S}
     rollout = pool("rollout", start_engine, labels=recipe.rollout.nodes, width=recipe.rollout.least_width, **engines)
-    reward = starter(actors.reward, source, recipe.reward.timeout_s, resource)
+    reward = starter(actors.reward, reward_ref, recipe.reward.timeout_s, resource)
     has_critic, has_reference = recipe.algorithm.has_critic, recipe.has_reference
     return WorkerPools(
         broker,
@@ -165,6 +167,20 @@ def create_worker_pools(
         worker_group("reference", actors.reference, reference_settings, recipe.reference.ranks, "reference") if has_reference else None,
         f"KV cannot be shared, and contexts of moved responses are computed again: {unshared}" if unshared else None,
     )
+
+
+def join_pool(recipe: Recipe, resource: str, folder: Path, say: Callable[[str], None]) -> PoolClient:
+    """Join the pool of slots that all runs of the cluster share. Raises UserError if it refuses the run."""
+    import ray
+
+    from rlhfless_ray.functions.pool_client import PoolClient
+    from rlhfless_ray.functions.pool_state import RunInfo
+
+    least = max(recipe.learner.ranks, recipe.rollout.min_actors * recipe.rollout.least_width)
+    section, job = recipe.cluster, ray.get_runtime_context().get_job_id()
+    price = recipe.price.gpu_slot_per_hour if resource == "gpu" else recipe.price.cpu_slot_per_hour
+    info = RunInfo(folder.name, section.share, section.priority, least, str(folder.resolve()), job, price)
+    return PoolClient(resource, info, say)
 
 
 def _no_pages(recipe: Recipe, files: Files) -> str | None:

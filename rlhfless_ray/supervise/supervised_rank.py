@@ -16,7 +16,8 @@ from torch import Tensor
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.lora import LoraAdapters
-from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing, micro_batches, padded, passed
+from rlhfless_ray.learn.micro_batch_tensors import padded, passed
+from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing, micro_batches
 from rlhfless_ray.learn.policy_model import (
     TokenDistillation,
     TokenLogits,

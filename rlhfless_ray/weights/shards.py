@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import astuple
 from typing import TYPE_CHECKING
 
-from rlhfless_ray.weights.layout import pieces
+from rlhfless_ray.weights.layout import Cut, pieces
 from rlhfless_ray.weights.tensor_file import Content, FileParts, load_tensors, read_metadata, save_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 STARTS = "starts"  # in a file's metadata: {tensor name: first element}, for tensors that are intervals
+CUTS = "cuts"  # {tensor name: [shape, axis, first, size]}, for tensors that are intervals of a `Cut`
 
 
 def shard_name(stem: str, rank: int, ranks: int) -> str:
@@ -20,21 +23,31 @@ def shard_name(stem: str, rank: int, ranks: int) -> str:
     return f"{stem}.safetensors" if ranks == 1 else f"{stem}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
 
 
-def save_intervals(parts: Mapping[str, tuple[int, Tensor]], whole: Mapping[str, Tensor]) -> FileParts:
-    """Lay out intervals (name → first element, flat tensor) and whole tensors as one safetensors file."""
+def save_intervals(
+    parts: Mapping[str, tuple[int, Tensor]], whole: Mapping[str, Tensor], cuts: Mapping[str, Cut] | None = None
+) -> FileParts:
+    """Lay out intervals (name → first element, flat tensor) and whole tensors as one safetensors file. `cuts`: of what they are."""
     starts = json.dumps({name: start for name, (start, _) in parts.items()}, separators=(",", ":"))
-    return save_tensors({**{name: tensor for name, (_, tensor) in parts.items()}, **whole}, {STARTS: starts} if parts else None)
+    told = {STARTS: starts} if parts else {}
+    if cuts:
+        told[CUTS] = json.dumps({name: astuple(cut) for name, cut in cuts.items()}, separators=(",", ":"))
+    return save_tensors({**{name: tensor for name, (_, tensor) in parts.items()}, **whole}, told or None)
 
 
 class Shards:
-    """Tensors of which several files have intervals. Reads views of the files' content."""
+    """Tensors of which several files have intervals. Reads views of the files' content where it can."""
 
     def __init__(self, contents: Iterable[Content]) -> None:
         self._parts: dict[str, list[tuple[int, Tensor]]] = {}
+        self._cuts: dict[str, list[Cut]] = {}  # of the parts, in their order, where the tensor was divided along an axis
         for content in contents:
-            starts = json.loads(read_metadata(content).get(STARTS, "{}"))
+            metadata = read_metadata(content)
+            starts, cuts = (json.loads(metadata.get(key, "{}")) for key in (STARTS, CUTS))
             for name, tensor in load_tensors(content).items():
                 self._parts.setdefault(name, []).append((starts.get(name, 0), tensor))
+                if name in cuts:
+                    shape, axis, first, size = cuts[name]
+                    self._cuts.setdefault(name, []).append(Cut(tuple(shape), axis, first, size))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
@@ -42,17 +55,42 @@ class Shards:
     def __contains__(self, name: str) -> bool:
         return name in self._parts
 
-    def read(self, name: str, start: int, end: int) -> Tensor:
-        """Return elements `start` to `end` of a flattened tensor. Raises KeyError, or ValueError if some are in no file."""
+    def read(self, name: str, start: int, end: int, cut: Cut | None = None) -> Tensor:
+        """Return elements `start` to `end` of a flattened tensor, or of a flattened cut of it.
+
+        Raises KeyError, or ValueError if some are in no file.
+        """
         import torch
 
-        parts = [(first, tensor.reshape(-1)) for first, tensor in self._parts[name]]
+        if cut is not None:
+            matrix = self.read(name, 0, math.prod(cut.shape)).view(-1, cut.row_elements)
+            blocks = [matrix[slice(*rows), slice(*columns)] for _, (rows, columns) in cut.blocks((start, end))]
+            return torch.cat([block.reshape(-1) for block in blocks]) if blocks else matrix.reshape(-1)[:0]
+        parts = self._assembled(name) if name in self._cuts else [(first, tensor.reshape(-1)) for first, tensor in self._parts[name]]
         try:
             plan = pieces((start, end), [(first, first + tensor.numel()) for first, tensor in parts])
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         found = [parts[holder][1][a - parts[holder][0] : b - parts[holder][0]] for holder, (a, b) in plan]
         return found[0] if len(found) == 1 else torch.cat(found) if found else parts[0][1][:0]
+
+    def _assembled(self, name: str) -> list[tuple[int, Tensor]]:
+        """Put a tensor together that was divided along an axis. Raises ValueError if some of it is in no file."""
+        import torch
+
+        cuts, parts = self._cuts[name], self._parts[name]
+        whole = torch.empty(math.prod(cuts[0].shape), dtype=parts[0][1].dtype)
+        matrix = whole.view(-1, cuts[0].row_elements)
+        missing = torch.ones(matrix.shape, dtype=torch.bool)
+        for cut, (start, tensor) in zip(cuts, parts, strict=True):
+            flat = tensor.reshape(-1)
+            for (a, b), (rows, columns) in cut.blocks((start, start + flat.numel())):
+                block = slice(*rows), slice(*columns)
+                matrix[block] = flat[a:b].view(rows[1] - rows[0], -1)
+                missing[block] = False
+        if missing.any():
+            raise ValueError(f"{name}: {int(missing.sum())} elements are in no part")
+        return [(0, whole)]
 
     def whole(self, name: str) -> Tensor:
         """Return a tensor that one file has whole."""

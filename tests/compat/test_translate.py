@@ -163,7 +163,7 @@ def test_a_critic_brings_its_own_settings(grown):
 def test_what_the_recipe_cannot_say_is_refused_by_name_and_what_it_does_anyway_is_not(monkeypatch):
     class Small(Installed):
         def knows(self, key):
-            return super().knows(key) and key not in ("rollout.batch_prompts", "algorithm.loss.balance_coefficient")
+            return super().knows(key) and key not in ("rollout.batch_prompts", "algorithm.loss.router_aux")
 
         def accepts(self, key, value):
             return self.knows(key) and super().accepts(key, value)

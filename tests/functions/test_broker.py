@@ -23,7 +23,7 @@ class Leases:
         self.asked: dict[str, Any] = {}
 
     def grant(self, *nodes: str) -> list[Lease]:
-        new = [Lease(f"run-{len(self.held) + n}", Slot(node, n), None) for n, node in enumerate(nodes)]
+        new = [Lease(f"run-{len(self.held) + n}", Slot(node, n)) for n, node in enumerate(nodes)]
         self.held |= {lease.id: lease for lease in new}
         return new
 

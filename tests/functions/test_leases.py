@@ -11,7 +11,7 @@ from ray.util.placement_group import placement_group_table
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions import lease as module
 from rlhfless_ray.functions.instance import device_environment
-from rlhfless_ray.functions.lease import Lease, LeaseManager, Slot, cluster_slots, device_named, node_slots, places
+from rlhfless_ray.functions.lease import Lease, LeaseManager, RayGroups, Slot, cluster_slots, device_named, node_slots, places
 from rlhfless_ray.functions.ledger import Ledger
 
 pytestmark = pytest.mark.ray
@@ -69,14 +69,14 @@ def test_fewer_than_asked_for_are_taken_where_that_is_enough(ray_cluster):
 
 
 def test_a_node_that_is_lost_as_it_grants_a_device_has_granted_none(ray_cluster, monkeypatch):
-    leases, device, lost = leases_of("gpu"), LeaseManager._device, [NodeDiedError("gone"), GetTimeoutError("no answer")]
+    leases, device, lost = leases_of("gpu"), RayGroups._device, [NodeDiedError("gone"), GetTimeoutError("no answer")]
 
     def ask(self, group):
         if lost:
             raise lost.pop()
         return device(self, group)
 
-    monkeypatch.setattr(LeaseManager, "_device", ask)
+    monkeypatch.setattr(RayGroups, "_device", ask)
     assert len(leases.take(4, "rollout", need=1)) == 2 == len(leases.held) == groups_alive(leases) and not leases.asked
     leases.release_all()
 
@@ -84,13 +84,13 @@ def test_a_node_that_is_lost_as_it_grants_a_device_has_granted_none(ray_cluster,
 def test_handing_over_does_not_touch_the_group_and_changes_the_holder_in_the_ledger(ray_cluster):
     leases = leases_of("cpu")
     [lease] = leases.take(1, "rollout")
-    group = lease.group.id
+    group = leases.source.groups[lease.id].id
     leases.hand_over(lease, "rollout", "rollout-1")
     time.sleep(0.02)
     leases.hand_over(lease, "learn", "learn-1")
     time.sleep(0.02)
+    assert leases.source.groups[lease.id].id == group and leases.handed_over == 1
     leases.release([lease])
-    assert lease.group.id == group and leases.handed_over == 1
     kinds = [row.kind for row in leases.ledger.rows]
     assert kinds[-1] == "learn" and "rollout" in kinds
     held = leases.ledger.rows[-1].to_s - leases.ledger.rows[0].from_s
@@ -117,7 +117,7 @@ def test_looking_for_others_takes_a_hundredth_of_the_time_at_most(monkeypatch):
     def table() -> dict:
         looked.append(now[0])
         now[0] += 0.5
-        return {"theirs": {"state": "PENDING", "bundles": {0: {"CPU": 1}}}}
+        return {"theirs": {"state": "PENDING", "bundles": {0: {"CPU": 1}}, "name": ""}}
 
     monkeypatch.setattr(module, "placement_group_table", table)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))

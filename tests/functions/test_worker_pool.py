@@ -73,7 +73,7 @@ def test_what_is_expected_is_asked_for_once_and_paid_from_then(pool):
     pool.expect(2)
     (request,) = pool.expected
     assert pool.leases.asked_leases == 2 and list(pool.leases.asked) == [request.id]
-    while placement_group_table(request.group)["state"] != "CREATED":
+    while placement_group_table(pool.leases.source.groups[request.id])["state"] != "CREATED":
         assert time.time() < before_s + 60
         time.sleep(0.01)
     granted_s = time.time()

@@ -48,6 +48,17 @@ def _copied(found: Any) -> Any:
     return None if found is None else bytes(found)
 
 
+def _together(trainer: Any, share: Any, found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the values of all ranks, whose shares have some each."""
+    import torch
+
+    total = int(share.response_lengths.sum())
+    whole = {name: np.zeros(total, np.float32) for name in found}
+    for name, values in found.items():
+        whole[name][share.tokens] = values
+    return {name: trainer.over_ranks(torch.from_numpy(values)).numpy() for name, values in whole.items()}
+
+
 def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any]:
     import torch
 
@@ -64,12 +75,20 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
         own = ReferenceSettings(
             dtype=settings.policy.dtype, trust_remote_code=False, micro_batch_tokens=settings.learner.micro_batch_tokens,
             temperature=settings.temperature, ranks=ranks, rank=rank, device=settings.device,
+            tensor_parallel=settings.learner.tensor_parallel,
         )  # fmt: skip
         reference = ReferenceRank(own)
-        reference.open(case["files"], ("", 0), 1)
+        reference.open(case["files"], ("127.0.0.1", port), 1)
 
-    def together(shares: dict[str, np.ndarray]) -> dict[str, np.ndarray]:  # what a gang does with the answers of its ranks
-        return {name: learner.trainer.over_ranks(torch.from_numpy(share)).numpy() for name, share in shares.items()}
+    def own(shares: list[Any]) -> Any:
+        """Return this rank's. Ranks of one copy of the model have the same."""
+        return shares[rank * len(shares) // ranks]
+
+    def passed(rank_of: Any, batch: Any, *more: Any) -> dict[str, np.ndarray]:
+        """What a gang does with the answers of its ranks."""
+        share = own(rank_of.cutter.of_pass(batch))
+        found = rank_of.logprobs(share, *more, 1)[0]
+        return _together(learner.trainer, share, found if isinstance(found, dict) else {"reference": found})
 
     learner.open(case["files"], ("127.0.0.1", port), 1, None if state is None else read_state(state))
     found: dict[str, Any] = {
@@ -87,18 +106,20 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
         found["snapshots"][0] = _copied(learner.trainer.state_files())
     for number, batch in enumerate(case["batches"], 1):
         if reference is not None and len(batch):
-            told = together({"reference": reference.logprobs(batch, 1)[0]})["reference"]
+            told = passed(reference, batch)["reference"]
             found["reference"].append(told)
             batch = replace(batch, reference=told)
         ahead = np.unique(batch.groups)[: case.get("early", 0)]
         for group in ahead:
-            learner.accumulate(batch.take(np.flatnonzero(batch.groups == group)), 1)
+            part = batch.take(np.flatnonzero(batch.groups == group))
+            learner.accumulate(own(learner.cutter.of_gradients(part)), 1)
         if names := case.get("looks"):
-            found["logprobs"].append(together(learner.logprobs(batch, names, 1)[0]))
+            found["logprobs"].append(passed(learner, batch, names))
         if names := case.get("passes"):
-            parts = [together(learner.logprobs(batch.take(part), names, 1)[0]) for part in np.array_split(np.arange(len(batch)), 3)]
+            parts = [passed(learner, batch.take(part), names) for part in np.array_split(np.arange(len(batch)), 3)]
             batch = replace(batch, **{name: np.concatenate([part[name] for part in parts]) for name in names})
-        stats, _ = learner.update(batch.take(np.flatnonzero(~np.isin(batch.groups, ahead))) if len(ahead) else batch, 1)
+        rest = batch.take(np.flatnonzero(~np.isin(batch.groups, ahead))) if len(ahead) else batch
+        stats, _ = learner.update(own(learner.cutter.of_update(rest)), 1)
         found["stats"].append(stats)
         weights, _ = learner.weights()  # arrays of the live parameters: Ray would copy them
         found["weights"].append(_values(weights))
@@ -129,9 +150,10 @@ def run_critic(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[s
     found: dict[str, Any] = {"stats": [], "weights": [], "values": [], "snapshots": {}, "config": critic.config()}
     found["rng"] = torch.get_rng_state().numpy()
     for number, batch in enumerate(case["batches"], 1):
-        values = critic.trainer.over_ranks(torch.from_numpy(critic.values(batch, 1)[0])).numpy()
+        share = critic.cutter.of_pass(batch)[rank]
+        values = _together(critic.trainer, share, {"values": critic.values(share, 1)[0]})["values"]
         found["values"].append(values.copy())
-        found["stats"].append(critic.update(replace(batch, values=values), 1)[0])
+        found["stats"].append(critic.update(critic.cutter.of_update(replace(batch, values=values))[rank], 1)[0])
         weights = critic.trainer.weights()
         found["model"] = _copied(critic.trainer.model_files())
         found["weights"].append(_values(weights))

@@ -15,7 +15,7 @@ from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.compute_advantages import compute_advantages
 from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.learner_rank import LearnerRank
-from rlhfless_ray.learn.micro_batches import padded
+from rlhfless_ray.learn.micro_batch_tensors import padded
 from rlhfless_ray.learn.policy_model import TokenLogprobs
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Completion, Prompt, Sample

@@ -12,9 +12,12 @@ from learner_reference import load, logprobs, sequences
 from tiny_policy import VOCABULARY, random_batch, tiny_policy
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.learn.micro_batches import padded
-from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_model
+from rlhfless_ray.learn.micro_batch_tensors import padded
+from rlhfless_ray.learn.model_checks import WITH_ROUTERS, check_routers
+from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_model, token_logprobs
+from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.model_folder import write_folder
+from tests.rollout import families
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -98,3 +101,36 @@ def test_a_head_that_is_not_known_is_refused() -> None:
     model.__class__ = Squared
     with pytest.raises(UserError, match="Squared changes its logits"):
         check_head(model)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("family", WITH_ROUTERS)
+def test_routers_are_balanced_as_transformers_does(tmp_path: Path, family: str, recomputed: bool) -> None:
+    """The loss over what is no padding, and its gradient in every router."""
+    model = load_model(write_folder(tmp_path, families.policy(family)), "float32", False)
+    if recomputed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    rows = [np.array([0]), np.array([4]), np.array([7])]
+    tensors = padded(random_batch(np.random.default_rng(3)), rows, torch.device("cpu"))
+    assert not tensors["seen"].all()
+    policy = TokenLogprobs(model, balances=True).train()
+    *_, found = token_logprobs(policy, tensors, 1.0)
+    found.backward()
+    routers = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+    gates = [name for name in routers if name.endswith("mlp.gate.weight")]
+    assert len(gates) == 2
+    model.zero_grad()
+    wanted = model(tensors["ids"], attention_mask=tensors["seen"].long(), use_cache=False, output_router_logits=True).aux_loss
+    assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)
+    wanted.backward()
+    for name in gates:
+        torch.testing.assert_close(routers[name], model.get_parameter(name).grad, rtol=1e-4, atol=1e-7)
+    with torch.no_grad():
+        assert len(token_logprobs(policy, tensors, 1.0)) == 2, "passes need none"
+
+
+def test_a_policy_without_routers_has_no_loss_of_theirs() -> None:
+    recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "algorithm": {"loss": {"router_aux": 0.01}}})
+    with pytest.raises(UserError, match=r"algorithm.loss.router_aux: models of type qwen2 have no routers"):
+        check_routers(recipe, {"model_type": "qwen2"})
+    check_routers(recipe, {"model_type": "olmoe"})

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.micro_batches import SHARING_FAMILIES, PromptSharing, micro_batches, padded
+from rlhfless_ray.learn.micro_batch_tensors import padded
+from rlhfless_ray.learn.micro_batches import SHARING_FAMILIES, PromptSharing, micro_batches
 from rlhfless_ray.learn.packing import shared
 from rlhfless_ray.learn.policy_model import TokenLogprobs, TokenValues, as_sampled, token_logprobs
 

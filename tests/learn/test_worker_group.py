@@ -17,6 +17,7 @@ from rlhfless_ray.functions.lease import Lease, LeaseManager, LeaseRequest, Slot
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.recovery import LearnerLost
+from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.remote_folder import Delivery
@@ -33,7 +34,7 @@ class Cluster(LeaseManager):
 
     def lease(self, node: str, device: int) -> Lease:
         self.counter += 1
-        lease = Lease(f"test-{self.counter}", Slot(node, device), None)
+        lease = Lease(f"test-{self.counter}", Slot(node, device))
         self.held[lease.id] = lease
         return lease
 
@@ -143,7 +144,7 @@ def test_processes_ended_for_their_memory_are_started_anew_and_loaded_and_that_i
     def call(answer: Any) -> Any:
         return SimpleNamespace(remote=lambda *given: lambda: built.append(given) or answer)
 
-    opened, loaded = {"memory_mb": 500.0, "spans": []}, {"memory_mb": 700.0, "spans": [], "sharing_obstacle": ""}
+    opened, loaded = {"memory_mb": 500.0, "spans": []}, {"memory_mb": 700.0, "spans": [], "cutter": Cutter()}
     worker_group.pool.start = lambda slot: SimpleNamespace(open=call(opened), rendezvous=call(("", 0)), build=call(loaded))
     worker_group.files = "files"
     worker_group.pool.end(worker_group.by_rank[0])

@@ -14,7 +14,14 @@ EOS = 1
 
 
 def tiny_policy(
-    seed: int = 0, *, tied: bool = False, dtype: str = "float32", context: int = 512, spread: float = 0.1, width: int = 64
+    seed: int = 0,
+    *,
+    tied: bool = False,
+    dtype: str = "float32",
+    context: int = 512,
+    spread: float = 0.1,
+    width: int = 64,
+    kv_heads: int = 1,
 ) -> dict[str, bytes]:
     """{file name: content}; a larger `spread` of the initial weights makes a less uniform policy."""
     import torch
@@ -27,7 +34,7 @@ def tiny_policy(
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=context,
         use_sliding_window=False,
         tie_word_embeddings=tied,

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from placement.memory import Training, activation_bytes, engine_widths, header_parameters, kv_bytes, parameter_count, rank_memory
+from placement.memory import (
+    Training,
+    activation_bytes,
+    end_parameters,
+    engine_widths,
+    header_parameters,
+    kv_bytes,
+    parameter_count,
+    rank_memory,
+)
 
 
 def config(family: str, hidden: int, inner: int, layers: int, heads: int, kv: int, vocabulary: int, **more: Any) -> dict[str, Any]:
@@ -136,3 +145,14 @@ def test_widths_that_share_every_head_and_layer():
     assert kv_bytes(LLAMA_70B, 100, 2, 8) * 8 == kv_bytes(LLAMA_70B, 100, 2) and kv_bytes(LLAMA_70B, 100, 2, 16) * 8 == kv_bytes(
         LLAMA_70B, 100, 2
     )
+
+
+def test_ranks_that_share_a_copy_hold_a_part_of_all_but_its_ends():
+    ends, layers = 100_000, 900_000
+    alone, wide = Training(1, 1, 2), Training(2, 1, 2, tensor_parallel=2, undivided=ends)
+    assert rank_memory(ends + layers, wide).weights == 2 * (ends + layers // 2)
+    assert rank_memory(ends + layers, wide).optimizer == 12 * (ends + layers // 2)
+    four = Training(4, 1, 2, tensor_parallel=2, undivided=ends)  # two copies divide the optimizer's state
+    assert rank_memory(ends + layers, four).optimizer == 6 * (ends + layers // 2)
+    assert rank_memory(ends + layers, alone).weights == 2 * (ends + layers)
+    assert end_parameters({"vocab_size": 50, "hidden_size": 8}) == 800 and end_parameters({"model_type": "other"}) == 0

@@ -18,7 +18,7 @@ ORDER = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "llama", "gemma3")  # a m
 DENSE = ("mistral", "qwen2", "qwen3", "gemma2", "phi3", "olmo2", "granite", "smollm3", "gpt2", "gpt_neox")
 
 
-def config(family: str) -> Any:
+def config(family: str, kv_heads: int = 1) -> Any:
     import transformers as t
 
     shape = {
@@ -27,7 +27,7 @@ def config(family: str) -> Any:
         "intermediate_size": 96,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
-        "num_key_value_heads": 1,
+        "num_key_value_heads": kv_heads,
         "max_position_embeddings": 256,
         "bos_token_id": 0,
         "eos_token_id": EOS,
@@ -69,7 +69,7 @@ def config(family: str) -> Any:
     return made[family]()
 
 
-def policy(family: str, seed: int = 0, dtype: str = "float32") -> dict[str, bytes]:
+def policy(family: str, seed: int = 0, dtype: str = "float32", kv_heads: int = 1) -> dict[str, bytes]:
     """A model folder's files, as `save_pretrained` writes them. Matrices are four times as large as transformers draws them: nearly
     uniform policies would hide a wrong layer."""
     import torch
@@ -77,7 +77,7 @@ def policy(family: str, seed: int = 0, dtype: str = "float32") -> dict[str, byte
 
     with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config(family))
+        model = AutoModelForCausalLM.from_config(config(family, kv_heads))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:
@@ -108,10 +108,12 @@ class LearnerHost:
         return self.learners[name].weights()[0]
 
     def update(self, name: str, batch: Any) -> Any:
-        return self.learners[name].update(batch, 1)[0]
+        learner = self.learners[name]
+        return learner.update(learner.cutter.of_update(batch)[0], 1)[0]
 
     def logprobs(self, name: str, batch: Any, top_p: float = 1.0) -> np.ndarray:
-        return self.learners[name].agreement(batch, 1.0, top_p, 1)[0]
+        learner = self.learners[name]
+        return learner.agreement(learner.cutter.of_pass(batch)[0], 1.0, top_p, 1)[0]
 
     def model(self, name: str) -> dict[str, bytes]:
         return {file: bytes(content) for file, content in self.learners[name].trainer.model_files().items()}

@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless_ray.learn.micro_batches import PromptSharing, padded
+from rlhfless_ray.learn.micro_batch_tensors import padded
+from rlhfless_ray.learn.micro_batches import PromptSharing
 from rlhfless_ray.supervise.examples import Example, Examples, RowOrder, cut_rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless_ray.rollout.weight_traffic import least_bytes
-from rlhfless_ray.weights.layout import even_share, missing_elements, pieces, whole_tensors
+from rlhfless_ray.weights.layout import Cut, even_share, missing_elements, pieces, whole_tensors
 from rlhfless_ray.weights.shards import Shards, save_intervals, shard_name
 
 
@@ -91,3 +92,43 @@ def test_a_missing_part_is_named() -> None:
         shards.read("w", 0, 6)
     with pytest.raises(ValueError, match="w: elements 6 to 9 are in no part"):
         shards.read("w", 3, 9)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
+def test_intervals_of_any_cut_are_where_a_slice_has_them(shape: list[int], data: st.DataObject) -> None:
+    axis = data.draw(st.integers(0, len(shape) - 1))
+    first = data.draw(st.integers(0, shape[axis] - 1))
+    cut = Cut(tuple(shape), axis, first, data.draw(st.integers(1, shape[axis] - first)))
+    whole = torch.arange(math.prod(shape))
+    own = whole.view(shape).narrow(axis, first, cut.size).reshape(-1)
+    start = data.draw(st.integers(0, own.numel()))
+    end = data.draw(st.integers(start, own.numel()))
+    matrix, found = whole.view(-1, cut.row_elements), torch.full((end - start,), -1)
+    blocks = list(cut.blocks((start, end)))
+    for (a, b), (rows, columns) in blocks:
+        found[a:b] = matrix[slice(*rows), slice(*columns)].reshape(-1)
+    assert torch.equal(found, own[start:end]) and len(blocks) <= 3
+
+
+@given(st.sampled_from([(6, 4), (4, 6), (12,), (2, 6, 4)]), st.data())
+def test_what_one_width_wrote_is_read_at_any_other(shape: tuple[int, ...], data: st.DataObject) -> None:
+    """Writers and readers are divided along an axis, each with shares of its own cut by data-parallel ranks."""
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+    def layout() -> list[tuple[Cut | None, int, int]]:
+        axis = data.draw(st.integers(0, len(shape) - 1))
+        width = data.draw(st.sampled_from([n for n in (1, 2, 3) if shape[axis] % n == 0]))
+        replicas, size = data.draw(st.integers(1, 3)), shape[axis] // width
+        cuts = [Cut(shape, axis, rank * size, size) if width > 1 else None for rank in range(width)]
+        return [(cut, *even_share(tensor.numel() // width, replicas, k)) for cut in cuts for k in range(replicas)]
+
+    def own(cut: Cut | None) -> torch.Tensor:
+        return (tensor if cut is None else tensor.narrow(cut.axis, cut.first, cut.size)).reshape(-1)
+
+    files = [save_intervals({"w": (a, own(cut)[a:b])}, {}, {} if cut is None else {"w": cut}) for cut, a, b in layout() if b > a]
+    shards = Shards(bytes(content) for content in files)
+    for cut, a, b in layout():
+        assert torch.equal(shards.read("w", a, b, cut), own(cut)[a:b])
+    if len(files) > 1:
+        with pytest.raises(ValueError, match=r"w: .* are in no part"):
+            Shards(bytes(content) for content in files[1:]).read("w", 0, tensor.numel())

@@ -315,4 +315,5 @@ def generate_batch(prompts: int | None, v: Values) -> dict[str, Any]:
 SHARED = "functions pass slots to each other here, so models need not share a GPU"
 PARKED = "a process without work gives its device back in any case"
 DIVIDED = "divides the work on a sequence between GPUs, which changes no result; ranks divide the batch and ZeRO the state here"
+MATRICES = "divides matrices between GPUs, which changes no result; --elastic.learner.tensor_parallel divides them here"
 BUDGET = "bounds memory; the loss is normalised over the whole optimizer step, so it changes no result"

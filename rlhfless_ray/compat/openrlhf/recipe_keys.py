@@ -13,7 +13,6 @@ ABSENT_KEYS: dict[str, Any] = {
     "policy.hub": "huggingface",
     "policy.experts": None,
     "rollout.batch_prompts": None,
-    "algorithm.loss.balance_coefficient": 0.0,
 }
 """Keys that the recipe lacks, with the value that describes what a run does without them.
 

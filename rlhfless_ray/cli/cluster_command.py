@@ -1,0 +1,70 @@
+"""`rlhfless cluster`: who holds the slots that the runs of a cluster share, who waits, and what it cost."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Annotated, Any
+
+import typer
+
+from rlhfless_ray.common.errors import UserError
+
+
+def cluster(
+    address: Annotated[str, typer.Option("--address", help="Ray address. Default: RAY_ADDRESS.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Show the slots that the runs of a cluster share: who holds them, who waits, and what they cost since the pool was started."""
+    from rlhfless_ray.local.cluster import connect
+
+    where = address or os.environ.get("RAY_ADDRESS", "")
+    if not where:
+        raise UserError("cluster: name the cluster with --address or RAY_ADDRESS; a private one has one run only, and no pool")
+    connect(where, "--address")
+    import ray
+
+    from rlhfless_ray.functions.slot_pool import find_pools
+
+    pools = ray.get([handle.status.remote() for handle in find_pools()], timeout=30.0)
+    if as_json:
+        print(json.dumps(pools, indent=1))
+    elif not pools:
+        print("no run shares the slots of this cluster now")
+    else:
+        for pool in pools:
+            show(pool)
+
+
+def show(pool: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from rlhfless_ray.report.formatting import duration, money, slot_time
+
+    unit = "GPUs" if pool["resource"] == "gpu" else "CPU cores"
+    title = f"{pool['slots']} slots ({unit}) on {len(pool['nodes'])} nodes, {pool['slots'] - pool['held']} without a run"
+    table = Table("run", "since", "holds", "target", "waits for", "share", "paid", "money", "lent", "borrowed", "why", title=title)
+    for run in pool["runs"]:
+        share = "–" if run["share"] is None else f"{run['share']:.0%}"
+        table.add_row(
+            run["name"] if run["silent_s"] < 5 else f"{run['name']} (silent for {duration(run['silent_s'])})",
+            duration(run["since_s"]),
+            str(run["held"]),
+            str(run["target"]),
+            str(run["waits"] or ""),
+            share if run["priority"] == 1 else f"{share}, priority {run['priority']:g}",
+            slot_time(run["slot_s"]),
+            money(run["money"]),
+            slot_time(run["lent_slot_s"]),
+            slot_time(run["borrowed_slot_s"]),
+            run["reason"],
+        )
+    for run in pool["past"]:
+        ended = f"ended {duration(run['ended_s_ago'])} ago"
+        table.add_row(run["name"], duration(run["lasted_s"]), "", "", "", "", slot_time(run["slot_s"]), money(run["money"]), "", "", ended)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    console.print(table)
+    console.print(f"{pool['handovers']} slots passed from run to run; {slot_time(pool['free_slot_s'])} were paid by none")

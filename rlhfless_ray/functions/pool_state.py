@@ -1,0 +1,376 @@
+"""The slots that the runs of a cluster share: which run holds which slot, which waits, and which pays. Pure; `slot_pool.py` acts on it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from placement.market import Bid, Clearing, Credits, clear, entitled_slots
+
+SILENT_S = 20.0  # a run that was not heard of for so long has ended, and its slots are free
+IDLE_S = 2.0  # a slot that no run takes for so long goes back to Ray; a new grant of a slot that was just freed takes Ray up to 0.8 s
+RECENT_S = 2.0  # a run that withdrew its request counts as waiting for so long: a worker group asks again after a short pause
+HANDOVER_S = 0.05  # longest hand-over on CPU, for the market's payback
+MAX_PAST = 200  # ended runs whose cost is remembered
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """A run as it joins: its name, what it is entitled to (see `Bid`), and where it runs."""
+
+    run: str
+    share: float | None = None
+    weight: float = 1.0
+    least: int = 1  # slots that it cannot do without
+    folder: str = ""
+    job: str = ""  # Ray's id of its driver
+    price: float = 0.0  # money of a slot-hour
+
+
+@dataclass(frozen=True)
+class SlotRequest:
+    """A wish for one slot, on a node (any if empty) that has these labels."""
+
+    id: str
+    run: str
+    node: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class PoolSlot:
+    """A slot that Ray has granted to the pool. `group`: its placement group, which this module does not look at."""
+
+    id: str
+    node: str
+    device: int | str
+    group: Any = None
+    holder: str = ""  # name of the run; empty: free
+    request: str = ""  # id of the request that it was granted for
+    since_s: float = 0.0  # time of the last hand-over
+    granted_s: float = 0.0  # the same as wall-clock time, for the ledger of the run
+    last: str = ""  # the run that held it before
+
+
+@dataclass
+class PoolRun:
+    info: RunInfo
+    bid: Bid
+    heard_s: float
+    joined_s: float
+    held_since_s: float = 0.0
+    waits_since_s: float | None = None  # since when it wants a slot and has none
+    withdrew_s: float = -float("inf")  # when it last ended a request that was not granted; a later grant resets it
+    slot_s: float = 0.0  # slot-seconds that it has paid for
+    lent_slot_s: float = 0.0
+    borrowed_slot_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run that has ended, and the slot-seconds that it paid for."""
+
+    info: RunInfo
+    joined_s: float
+    ended_s: float
+    slot_s: float
+
+
+@dataclass(frozen=True)
+class PoolView:
+    """What a run sees of the pool. `surplus`: slots above its target that runs below theirs wait for."""
+
+    slots: int
+    runs: int
+    held: int
+    target: int
+    surplus: int
+    price: float
+    reason: str
+    slot_s: float
+    lent_slot_s: float
+    borrowed_slot_s: float
+    others: Mapping[str, int] = field(default_factory=dict)  # slots of the other runs that hold any
+    waiting: tuple[str, ...] = ()  # other runs below their target that want slots
+
+
+class PoolState:
+    """All methods take the time in seconds, on one clock."""
+
+    def __init__(self, now_s: float) -> None:
+        self.runs: dict[str, PoolRun] = {}
+        self.slots: dict[str, PoolSlot] = {}
+        self.requests: dict[str, SlotRequest] = {}  # oldest first
+        self.nodes: dict[str, tuple[int, Mapping[str, str]]] = {}  # id → slots and labels
+        self.credits = Credits()
+        self.past: list[PastRun] = []
+        self.free_slot_s = 0.0  # slot-seconds that no run paid for
+        self.handovers = 0  # slots that passed from one run to another without Ray
+        self.silent_s = SILENT_S
+        self._at_s = now_s
+        self._cleared: Clearing | None = None
+
+    # ---- runs ---------------------------------------------------------------------------------------------------
+
+    def refusal(self, info: RunInfo) -> str:
+        """Return why a run cannot join, or an empty string."""
+        if info.run in self.runs and self.runs[info.run].info.folder != info.folder:  # otherwise it has died: its folder was locked
+            return f"run.name: a run in a folder named {info.run} is on this cluster already"
+        if info.least > self.size:
+            return f"the run needs {info.least} slots at once, but the pool has {self.size}"
+        taken = {run.info.run: run.info.share for run in self.runs.values() if run.info.share is not None and run.info.run != info.run}
+        if info.share is not None and (total := sum(taken.values()) + info.share) > 1 + 1e-9:
+            others = ", ".join(f"{name}: {share:g}" for name, share in sorted(taken.items()))
+            return f"cluster.share: {info.share:g} and the shares of other runs ({others}) add up to {total:g}, more than the pool"
+        return ""
+
+    def join(self, info: RunInfo, now_s: float, held: Iterable[PoolSlot] = (), paid_slot_s: float = 0.0) -> list[str]:
+        """Add a run that is not refused. Returns the ids of slots that other runs hold by now.
+
+        `held`: slots that it has held since before this state knew it. `paid_slot_s`: what it has paid so far.
+        """
+        self.leave(info.run, now_s)
+        self.runs[info.run] = PoolRun(info, Bid(info.run, (info.least,), (0.0,), info.share, info.weight), now_s, now_s, slot_s=paid_slot_s)
+        gone = []
+        for slot in held:
+            known = self.slots.setdefault(slot.id, slot)
+            if known is not slot and known.holder:
+                gone.append(slot.id)
+            else:
+                known.last = info.run  # not a hand-over
+                self._give(known, SlotRequest(slot.request, info.run), now_s)
+        self._cleared = None
+        return gone
+
+    def leave(self, run: str, now_s: float) -> None:
+        """Remove a run. Its slots are free, its requests withdrawn."""
+        self._account(now_s)
+        known = self.runs.pop(run, None)
+        if known is None:
+            return
+        self.requests = {id: one for id, one in self.requests.items() if one.run != run}
+        for slot in self.slots.values():
+            if slot.holder == run:
+                _free(slot, now_s)
+        self.past = [*self.past, PastRun(known.info, known.joined_s, now_s, known.slot_s)][-MAX_PAST:]
+        balance = {name: amount for name, amount in self.credits.balance.items() if name != run}
+        self.credits, self._cleared = Credits(balance), None
+
+    def heard(self, run: str, now_s: float) -> None:
+        self.runs[run].heard_s = now_s
+
+    def silent(self, now_s: float) -> list[RunInfo]:
+        """Return the runs that were silent for too long."""
+        return [run.info for run in self.runs.values() if now_s - run.heard_s > self.silent_s]
+
+    def bid(self, bid: Bid, now_s: float) -> None:
+        self._account(now_s)
+        run, bid = self.runs[bid.run], self._entitled(bid)
+        if run.bid != bid:
+            run.bid, self._cleared = bid, None
+
+    def _entitled(self, bid: Bid) -> Bid:
+        """Return the bid with the share and priority that the run has joined with."""
+        info = self.runs[bid.run].info
+        return replace(bid, share=info.share, weight=info.weight)
+
+    # ---- slots --------------------------------------------------------------------------------------------------
+
+    def granted(self, id: str) -> PoolSlot | None:
+        """Return the slot that was granted for a request, if a run holds it still."""
+        return next((slot for slot in self.slots.values() if slot.request == id and slot.holder), None)
+
+    def ask(self, request: SlotRequest, now_s: float) -> None:
+        """Add a request, unless it is known or granted already: a call may be repeated."""
+        if self.granted(request.id) is not None:
+            return
+        run = self.runs[request.run]
+        self.requests.setdefault(request.id, request)
+        if not self.held(request.run) and run.waits_since_s is None:
+            run.waits_since_s, self._cleared = now_s, None
+
+    def release(self, ids: Iterable[str], now_s: float) -> None:
+        """End requests. Slots that were granted for them are free again. May be repeated: a slot that is granted anew has another id."""
+        self._account(now_s)
+        for id in ids:
+            if (request := self.requests.pop(id, None)) is not None:
+                self.runs[request.run].withdrew_s = now_s
+            elif (slot := self.granted(id)) is not None:
+                _free(slot, now_s)
+                self._cleared = None
+
+    def put(self, slot: PoolSlot, now_s: float) -> None:
+        """Add a free slot that Ray has granted."""
+        self._account(now_s)
+        slot.since_s = now_s
+        self.slots[slot.id] = slot
+
+    def match(self, now_s: float) -> list[PoolSlot]:
+        """Grant free slots: first to runs below their target, then to any other that asks, unless a slot is kept for one below."""
+        self._account(now_s)
+        granted: list[PoolSlot] = []
+        free = [slot for slot in self.slots.values() if not slot.holder]
+        if not free or not self.requests:
+            return granted
+        targets, held = self.clearing().slots, self._held()
+        asking = {one.run for one in self.requests.values()}
+
+        def below(run: str) -> bool:
+            return held[run] < targets[run]
+
+        while free:
+            pausing = sum(
+                max(0, targets[name] - held[name])
+                for name, run in self.runs.items()
+                if name not in asking and now_s - run.withdrew_s <= RECENT_S
+            )
+            found = None
+            for request in sorted(self.requests.values(), key=lambda one: not below(one.run)):
+                if not below(request.run) and len(free) <= pausing:
+                    continue
+                fitting = [slot for slot in free if self._fits(request, slot)]
+                # the one that its run has held before, on which its processes are
+                found = min(fitting, key=lambda slot: slot.last != request.run, default=None)
+                if found is not None:
+                    break
+            if found is None:
+                break
+            self._give(found, self.requests.pop(request.id), now_s)
+            held[request.run] += 1
+            free.remove(found)
+            granted.append(found)
+        return granted
+
+    def idle(self, now_s: float) -> list[PoolSlot]:
+        """Return the free slots that should go back to Ray."""
+        return [slot for slot in self.slots.values() if not slot.holder and now_s - slot.since_s > IDLE_S]
+
+    def drop(self, id: str, now_s: float) -> None:
+        """Forget a slot that went back to Ray, or whose node is gone."""
+        self._account(now_s)
+        if self.slots.pop(id, None) is not None:
+            self._cleared = None
+
+    def set_nodes(self, nodes: dict[str, tuple[int, Mapping[str, str]]], now_s: float) -> list[PoolSlot]:
+        """Set the cluster's nodes: id → slots and labels. Returns the slots of nodes that are gone, which are dropped."""
+        if nodes != self.nodes:
+            self._account(now_s)
+            self.nodes, self._cleared = nodes, None
+        gone = [slot for slot in self.slots.values() if slot.node not in nodes]
+        for slot in gone:
+            self.drop(slot.id, now_s)
+        return gone
+
+    # ---- who gets what ------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """Slots of the cluster."""
+        return max(sum(count for count, _ in self.nodes.values()), len(self.slots))
+
+    def held(self, run: str) -> int:
+        return sum(slot.holder == run for slot in self.slots.values())
+
+    def _held(self) -> Counter[str]:
+        return Counter(slot.holder for slot in self.slots.values() if slot.holder)
+
+    def clearing(self) -> Clearing:
+        """Return the targets of all runs. If the pool is too small for all, runs take turns: those that wait longest come first, and
+        those that have held slots longest pause."""
+        if self._cleared is None:
+            self._cleared = self.cleared([run.bid for run in self.runs.values()])
+        return self._cleared
+
+    def cleared(self, bids: list[Bid]) -> Clearing:
+        """Return what the runs would get with these bids."""
+        held, size, present, left = self._held(), self.size, [], self.size
+        for bid in sorted(bids, key=lambda bid: self._turn(bid.run, held)):
+            if bid.slots[0] <= left:
+                present.append(bid)
+                left -= bid.slots[0]
+        found = clear(size, present, held, self.credits, HANDOVER_S)
+        absent = {bid.run for bid in bids} - {bid.run for bid in present}
+        reasons = {name: f"{name} waits for its turn: the pool of {size} slots is too small for all runs at once" for name in absent}
+        return Clearing({**found.slots, **dict.fromkeys(absent, 0)}, found.price, {**found.reasons, **reasons})
+
+    def _turn(self, name: str, held: Mapping[str, int]) -> tuple[int, float, str]:
+        run = self.runs.get(name)
+        if run is None:
+            return 2, 0.0, name
+        if held.get(name):
+            return 1, -run.held_since_s, name
+        return (0, run.waits_since_s, name) if run.waits_since_s is not None else (2, run.joined_s, name)
+
+    def what_if(self, bid: Bid) -> Clearing:
+        """Return the division if this run bid so and the others as they do."""
+        return self.cleared([self._entitled(bid) if run.bid.run == bid.run else run.bid for run in self.runs.values()])
+
+    def waiting(self, now_s: float) -> dict[str, int]:
+        """Return {run: slots} of the runs below their target that want slots, or did just now."""
+        targets, held = self.clearing().slots, self._held()
+        asking = Counter(one.run for one in self.requests.values())
+        return {
+            name: missing
+            for name, run in self.runs.items()
+            if (missing := targets[name] - held[name]) > 0 and (asking[name] or now_s - run.withdrew_s <= RECENT_S)
+        }
+
+    def view(self, run: str, now_s: float) -> PoolView:
+        self._account(now_s)
+        known, cleared, held = self.runs[run], self.clearing(), self.held(run)
+        waiting = {name: missing for name, missing in self.waiting(now_s).items() if name != run}
+        surplus = min(max(0, held - cleared.slots[run]), sum(waiting.values()))
+        return PoolView(
+            self.size,
+            len(self.runs),
+            held,
+            cleared.slots[run],
+            surplus,
+            cleared.price,
+            cleared.reasons[run],
+            known.slot_s,
+            known.lent_slot_s,
+            known.borrowed_slot_s,
+            {name: count for name, count in self._held().items() if name != run},
+            tuple(sorted(waiting)),
+        )
+
+    # ---- inside -------------------------------------------------------------------------------------------------
+
+    def _fits(self, request: SlotRequest, slot: PoolSlot) -> bool:
+        labels = self.nodes.get(slot.node, (0, {}))[1]
+        return request.node in ("", slot.node) and all(labels.get(name) == value for name, value in request.labels.items())
+
+    def _give(self, slot: PoolSlot, request: SlotRequest, now_s: float) -> None:
+        run = request.run
+        self.handovers += slot.last not in ("", run)
+        slot.holder, slot.request, slot.since_s = run, request.id, now_s
+        known = self.runs[run]
+        known.withdrew_s = -float("inf")
+        if known.waits_since_s is not None or self.held(run) == 1:
+            known.waits_since_s, known.held_since_s = None, now_s
+        self._cleared = None
+
+    def _account(self, now_s: float) -> None:
+        """Bill the time since the last change: each slot has one payer, the run that holds it, or the pool."""
+        seconds, self._at_s = now_s - self._at_s, now_s
+        if seconds <= 0 or not self.slots:
+            return
+        held = self._held()
+        for name, count in held.items():
+            self.runs[name].slot_s += count * seconds
+        self.free_slot_s += (len(self.slots) - sum(held.values())) * seconds
+        if len(self.runs) > 1:
+            entitled = entitled_slots(self.size, [run.bid for run in self.runs.values()])
+            before = self.credits
+            self.credits = before.after(seconds, held, entitled, self.size)
+            for name, run in self.runs.items():
+                changed = self.credits.of(name) - before.of(name)
+                run.lent_slot_s += max(0.0, changed)
+                run.borrowed_slot_s += max(0.0, -changed)
+
+
+def _free(slot: PoolSlot, now_s: float) -> None:
+    slot.holder, slot.request, slot.since_s, slot.last = "", "", now_s, slot.holder

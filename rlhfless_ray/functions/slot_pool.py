@@ -1,0 +1,316 @@
+"""One pool of slots for all runs of a cluster: a Ray actor that is found by name. `pool_client` is a run's part.
+
+The first run starts the actor, and it ends after the last one has left. It holds the placement groups, so that a slot passes from run to
+run without Ray's queue. They outlive the actor: if it dies Ray starts another one, which learns from the runs what they hold.
+
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from placement.market import Bid, Clearing
+from rlhfless_ray.functions.lease import POOL_PREFIX, bundle_of, device_ids, device_named, node_slots
+from rlhfless_ray.functions.pool_state import SILENT_S, PoolSlot, PoolState, PoolView, RunInfo, SlotRequest
+
+NAMESPACE = "rlhfless"
+TICK_S = 0.25  # interval at which the pool looks for silent runs and idle slots
+LOOK_S = 1.0  # interval at which it looks at the cluster's nodes
+POLL_S = (0.002, 0.05)  # shortest and longest pause between two looks at a placement group that Ray has not granted yet
+EMPTY_S = 5.0  # a pool that no run has joined for so long ends
+
+
+class UnknownRun(Exception):
+    """The pool does not know the run: it was replaced, or the run was silent for too long."""
+
+
+class SlotPool:
+    """The actor. Its state is a `PoolState`; here are only the calls of Ray. All methods run on one event loop."""
+
+    def __init__(self, resource: str) -> None:
+        """`resource`: "cpu" (a slot is a core) or "gpu" (a slot is a device)."""
+        now = time.monotonic()
+        self.resource, self.bundle = resource, bundle_of(resource)
+        self.state = PoolState(now)
+        self.waits: dict[str, asyncio.Future[PoolSlot]] = {}  # by request id
+        self.creating: dict[str, PlacementGroup] = {}  # groups that Ray has not granted yet, by the request they were asked for
+        self.counter, self.began_s, self.empty_s, self.looked_s = 0, time.time(), now, -float("inf")
+        self.look()
+        # of an earlier pool: they are removed unless a run claims them
+        self.orphans = {info["name"]: _group(id) for id, info in placement_group_table().items() if self._is_ours(info)}
+        self.orphans_until_s = now + SILENT_S
+        self.tasks: set[asyncio.Task[None]] = set()  # asyncio keeps weak references only
+        self._begin(self._tick())
+
+    def look(self) -> None:
+        """Look at the nodes of the cluster."""
+        now = time.monotonic()
+        if now - self.looked_s < LOOK_S:
+            return
+        self.looked_s, nodes = now, ray.nodes()
+        labels = {node["NodeID"]: node.get("Labels") or {} for node in nodes}
+        for slot in self.state.set_nodes({id: (count, labels[id]) for id, count in node_slots(self.resource, nodes=nodes).items()}, now):
+            remove_placement_group(slot.group)
+
+    # ---- calls of the runs ----------------------------------------------------------------------------------------
+
+    async def join(self, info: RunInfo, held: list[PoolSlot], paid_slot_s: float = 0.0) -> tuple[str, list[str]]:
+        """Add a run. Returns why it cannot join, or an empty string, and the ids of those of `held` that it has no more.
+
+        `held`: slots that it holds, as far as it knows.
+        """
+        self.look()
+        if refused := self.state.refusal(info):
+            return refused, []
+        self._forget(info.run)
+        there = [one for one in held if placement_group_table(one.group)["state"] == "CREATED"]
+        for one in there:
+            self.orphans.pop(one.id, None)
+        taken = self.state.join(info, time.monotonic(), [replace(one) for one in there], paid_slot_s)
+        removed = [one.id for one in held if one not in there and one.node in self.state.nodes]
+        return "", [*taken, *removed]
+
+    async def leave(self, run: str) -> bool:
+        """Remove a run. Returns whether it was the last one."""
+        self._forget(run)
+        self.state.leave(run, time.monotonic())
+        self._match()
+        return not self.state.runs
+
+    async def end_if_empty(self) -> None:
+        """End the pool and return its slots to Ray, unless a run has joined. The call fails if it ends."""
+        if self.state.runs:
+            return
+        for slot in list(self.state.slots.values()):
+            self._remove(slot)
+        for group in self.orphans.values():
+            remove_placement_group(group)
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+        await asyncio.sleep(TICK_S)
+
+    async def beat(self, run: str, released: list[str]) -> PoolView:
+        """Say that the run is alive, and what it has released. Returns what it sees of the pool."""
+        await self.release(run, released)
+        now = time.monotonic()
+        self.state.heard(run, now)
+        return self.state.view(run, now)
+
+    async def release(self, run: str, ids: list[str]) -> None:
+        """End requests, and make the slots free that were granted for them."""
+        now = self._known(run)
+        for id in ids:
+            self._abandon(id)
+        self.state.release(ids, now)
+        self._match()
+
+    async def ask(self, requests: list[SlotRequest]) -> dict[str, PoolSlot]:
+        """Ask for slots. Returns {request id: slot} of those granted at once; `wait` waits for the others."""
+        for request in requests:
+            self.state.ask(request, self._known(request.run))
+        self._match()
+        for request in requests:
+            if request.id in self.state.requests and request.id not in self.creating:  # no free slot for it: Ray may have one
+                self._create(request)
+        return {one.id: slot for one in requests if (slot := self.state.granted(one.id)) is not None}
+
+    async def wait(self, request: SlotRequest, seconds: float) -> PoolSlot | None:
+        """Return the slot for a request, or None if there is none within `seconds`."""
+        if granted := await self.ask([request]):  # also if a lost pool was asked for it
+            return granted[request.id]
+        waits = self.waits[request.id] = asyncio.get_running_loop().create_future()
+        with suppress(TimeoutError, asyncio.CancelledError):
+            return await asyncio.wait_for(waits, seconds)
+        return None
+
+    async def bid(self, bid: Bid) -> PoolView:
+        now = self._known(bid.run)
+        self.state.bid(bid, now)
+        self._match()
+        return self.state.view(bid.run, now)
+
+    async def what_if(self, bid: Bid) -> Clearing:
+        """Return the division of the pool if this run bid so."""
+        self._known(bid.run)
+        return self.state.what_if(bid)
+
+    async def status(self) -> dict[str, Any]:
+        """Return everything that `rlhfless cluster` shows."""
+        self.look()
+        now, state = time.monotonic(), self.state
+        waiting = state.waiting(now)
+        runs = [
+            {
+                "name": name,
+                "folder": run.info.folder,
+                "share": run.info.share,
+                "priority": run.info.weight,
+                "since_s": now - run.joined_s,
+                "silent_s": now - run.heard_s,
+                "slots_by_node": dict(Counter(slot.node for slot in state.slots.values() if slot.holder == name)),
+                "waits": waiting.get(name, 0),
+                "money": run.slot_s / 3600 * run.info.price,
+                **asdict(state.view(name, now)),
+            }
+            for name, run in sorted(state.runs.items())
+        ]
+        return {
+            "resource": self.resource,
+            "slots": state.size,
+            "nodes": {id: count for id, (count, _) in state.nodes.items()},
+            "held": sum(slot.holder != "" for slot in state.slots.values()),
+            "free_slot_s": state.free_slot_s,
+            "handovers": state.handovers,
+            "began_s": self.began_s,
+            "runs": runs,
+            "past": [
+                {
+                    "name": past.info.run,
+                    "folder": past.info.folder,
+                    "lasted_s": past.ended_s - past.joined_s,
+                    "ended_s_ago": now - past.ended_s,
+                    "slot_s": past.slot_s,
+                    "money": past.slot_s / 3600 * past.info.price,
+                }
+                for past in state.past
+            ],
+        }
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _is_ours(self, info: dict[str, Any]) -> bool:
+        return info["name"].startswith(f"{POOL_PREFIX}{self.resource}-") and info["state"] != "REMOVED"
+
+    def _begin(self, work: Any) -> None:
+        self.tasks.add(task := asyncio.get_event_loop().create_task(work))
+        task.add_done_callback(self.tasks.discard)
+
+    def _known(self, run: str) -> float:
+        """Return the time, if the run is known."""
+        if run not in self.state.runs:
+            raise UnknownRun(run)
+        return time.monotonic()
+
+    def _match(self) -> None:
+        """Hand free slots to those who wait."""
+        for slot in self.state.match(time.monotonic()):
+            slot.granted_s = time.time()
+            if (waits := self.waits.pop(slot.request, None)) is not None and not waits.done():
+                waits.set_result(slot)
+            self._abandon(slot.request)
+
+    def _abandon(self, id: str) -> None:
+        """End the request to Ray that was made for this one, and the wait for it."""
+        if (group := self.creating.pop(id, None)) is not None:
+            remove_placement_group(group)
+        if (waits := self.waits.pop(id, None)) is not None:
+            waits.cancel()
+
+    def _forget(self, run: str) -> None:
+        for request in [one for one in self.state.requests.values() if one.run == run]:
+            self._abandon(request.id)
+
+    def _remove(self, slot: PoolSlot) -> None:
+        self.state.drop(slot.id, time.monotonic())
+        remove_placement_group(slot.group)
+
+    def _create(self, request: SlotRequest) -> None:
+        self.counter += 1
+        name = f"{POOL_PREFIX}{self.resource}-{int(1e6 * self.began_s):x}-{self.counter}"
+        selector = dict(request.labels) | ({"ray.io/node-id": request.node} if request.node else {})
+        selectors = [selector] if selector else None
+        group = placement_group([dict(self.bundle)], name=name, lifetime="detached", bundle_label_selector=selectors)
+        self.creating[request.id] = group
+        self._begin(self._receive(request, name, group))
+
+    async def _receive(self, request: SlotRequest, name: str, group: PlacementGroup) -> None:
+        """Wait until Ray grants a group, and make it a slot of the pool."""
+        pause, longest = POLL_S
+        while (table := placement_group_table(group))["state"] != "CREATED":
+            await asyncio.sleep(pause)
+            pause = min(longest, 1.5 * pause)
+            if self.creating.get(request.id) is not group:
+                return
+        node = table["bundles_to_node_id"][0]
+        try:
+            device = await self._device(group) if self.resource == "gpu" else self._number(node)
+        except RayError:  # the node was lost before it could name the device
+            if self.creating.get(request.id) is group:
+                del self.creating[request.id]
+                remove_placement_group(group)
+                self._create(request)
+            return
+        if self.creating.get(request.id) is group:  # otherwise it was abandoned meanwhile
+            del self.creating[request.id]
+            self.state.put(PoolSlot(name, node, device, group), time.monotonic())
+            self._match()
+
+    async def _device(self, group: PlacementGroup) -> int | str:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        ids = await device_ids.options(scheduling_strategy=strategy, max_retries=0).remote()  # it ends with its group
+        return device_named(ids[0])
+
+    def _number(self, node: str) -> int:
+        taken = {slot.device for slot in self.state.slots.values() if slot.node == node}
+        return next(n for n in range(len(taken) + 1) if n not in taken)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            self.look()
+            for info in self.state.silent(now):
+                self._forget(info.run)
+                _end_processes(info.job)
+                self.state.leave(info.run, now)
+            self._match()
+            for slot in self.state.idle(now):
+                self._remove(slot)
+            if self.orphans and now > self.orphans_until_s:
+                for group in self.orphans.values():
+                    remove_placement_group(group)
+                self.orphans.clear()
+            if self.state.runs or self.orphans:
+                self.empty_s = now
+            elif now - self.empty_s > EMPTY_S:
+                await self.end_if_empty()
+
+
+def _group(id: str) -> PlacementGroup:
+    return PlacementGroup(ray.PlacementGroupID.from_hex(id))
+
+
+def _end_processes(job: str) -> None:
+    """Kill the processes of a run whose driver does not answer: they may hold memory of the slots that go to other runs."""
+    import ray._private.state as state
+
+    for actor in state.actors(job_id=ray.JobID.from_hex(job)).values():
+        if actor["State"] == "ALIVE" and actor["ActorClassName"] != SlotPool.__name__:
+            on_its_node = NodeAffinitySchedulingStrategy(actor["Address"]["NodeID"], soft=False)
+            _kill.options(scheduling_strategy=on_its_node).remote(actor["Pid"])
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _kill(process: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+
+
+def find_pools() -> list[Any]:
+    """Return the handles of the pools on this cluster."""
+    found = []
+    for resource in ("cpu", "gpu"):
+        with suppress(ValueError):
+            found.append(ray.get_actor(f"slot-pool-{resource}", namespace=NAMESPACE))
+    return found

@@ -1,0 +1,87 @@
+"""The tensors of a micro-batch, and forward passes over micro-batches. Rows are padded to the longest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.micro_batches import MicroBatch
+
+
+def _row_tokens(batch: Batch, row: np.ndarray) -> int:
+    prompt = batch.prompt_lengths[row[0]]
+    return int(prompt + (batch.lengths[row] - prompt).sum())
+
+
+def padded(batch: Batch, rows: Sequence[np.ndarray] | np.ndarray, device: torch.device) -> dict[str, Tensor]:
+    """Return the tensors of one micro-batch for `TokenLogprobs`, with the flat position of each token in `batch.logprobs`.
+
+    `rows`: indices of the sequences of each row, or one index for each.
+
+    Returns:
+        ids (rows, longest); seen (rows, longest): False for padding. rows, columns, targets, flat (response tokens,): the place from
+        which each token is foreseen, the token, and its number in the batch; sequence (response tokens,): the sequence's index in the
+        batch. Of responses these are the tokens that the policy wrote; all others are in `ids` only. Where a row has several responses
+        also positions and segments (rows, longest): each token's position in its own sequence, and its response's number in the row,
+        0 for the prompt, -1 for padding.
+    """
+    rows = [np.atleast_1d(row) for row in rows]
+    starts = np.concatenate([[0], np.cumsum(batch.lengths)])
+    response_starts = np.concatenate([[0], np.cumsum(batch.response_lengths)])
+    written_starts = starts - np.concatenate([[0], np.cumsum(batch.prompt_lengths)])  # in the mask
+    longest = max(_row_tokens(batch, row) for row in rows)
+    ids, positions = np.zeros((2, len(rows), longest), np.int64)
+    segments = np.full((len(rows), longest), -1, np.int64)
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in ("rows", "columns", "targets", "flat", "sequence")}
+    for number, row in enumerate(rows):
+        end = prompt = int(batch.prompt_lengths[row[0]])
+        ids[number, :prompt] = batch.tokens[starts[row[0]] : starts[row[0]] + prompt]
+        positions[number, :prompt], segments[number, :prompt] = np.arange(prompt), 0
+        for segment, i in enumerate(row, start=1):
+            response = batch.tokens[starts[i] + prompt : starts[i + 1]]
+            here = slice(end, end + len(response))
+            ids[number, here], positions[number, here], segments[number, here] = response, prompt + np.arange(len(response)), segment
+            before = np.arange(end - 1, end + len(response) - 1)
+            before[:1] = prompt - 1  # the first token is foreseen from the prompt's end
+            if batch.mask is not None:
+                written = batch.mask[written_starts[i] : written_starts[i + 1]]
+                before, response = before[written], response[written]
+            parts["rows"].append(np.full(len(before), number))
+            parts["columns"].append(before)
+            parts["targets"].append(response)
+            parts["flat"].append(np.arange(response_starts[i], response_starts[i + 1]))
+            parts["sequence"].append(np.full(len(before), i))
+            end = here.stop
+    arrays = {name: np.concatenate(pieces) for name, pieces in parts.items()} | {"ids": ids, "seen": segments >= 0}
+    if any(len(row) > 1 for row in rows):
+        arrays |= {"positions": positions, "segments": segments}
+    return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+
+
+def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to attention scores so that responses of a row see its prompt and themselves: (rows, 1, length, length).
+
+    `segments` (rows, length): see `padded`.
+    """
+    length = segments.shape[1]
+    seen = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])
+    seen &= torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    # of the model's dtype: every layer would make such a copy of a mask of bools, and keep it for the backward pass
+    return torch.zeros(seen.shape, dtype=dtype, device=segments.device).masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+
+
+def passed(forward: Callable[[dict[str, Tensor]], Tensor], batch: Batch, cuts: Sequence[MicroBatch], device: torch.device) -> Tensor:
+    """What `forward` says of each response token, for the sequences of these micro-batches; 0 of all others: (Σ response length,)
+    float32. It is called once for each of them, also where one is empty: with several ranks the others wait for its collectives."""
+    flat = torch.zeros(len(batch.logprobs), device=device)
+    with torch.no_grad():
+        for cut in cuts:
+            tensors = padded(batch, cut or [np.arange(1)], device)
+            found = forward(tensors)
+            if cut:
+                flat[tensors["flat"]] = found
+    return flat

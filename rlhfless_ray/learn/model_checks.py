@@ -1,0 +1,48 @@
+"""What the learner's settings ask of the policy's architecture, from its config.json. Without torch, because the driver checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rlhfless_ray.common.errors import UserError
+
+if TYPE_CHECKING:
+    from rlhfless_ray.recipe import Recipe
+
+# Tested. Others have fused matrices, norms over all heads or experts, which would be cut in other places.
+DIVIDED = ("gemma3_text", "granite", "llama", "mistral", "qwen2", "qwen3", "smollm3")
+WITH_ROUTERS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+
+
+def refusal(config: Mapping[str, Any], width: int) -> str | None:
+    """Return why a model with this configuration cannot be divided among `width` ranks, or None."""
+    text = config.get("text_config") or config
+    family = str(text.get("model_type"))
+    if family not in DIVIDED:
+        return f"models of type {family} are not tested with it; those of {', '.join(DIVIDED)} are"
+    heads = text.get("num_attention_heads")
+    sizes = {
+        "attention heads": heads,
+        "KV heads": text.get("num_key_value_heads") or heads,
+        "feed-forward size": text.get("intermediate_size"),
+    }
+    uneven = [f"{size} {what}" for what, size in sizes.items() if not isinstance(size, int) or size % width]
+    return f"{width} does not divide the model's {' and '.join(uneven)}" if uneven else None
+
+
+def check_division(recipe: Recipe, config: Mapping[str, Any]) -> None:
+    """Raise UserError if the policy with this config.json cannot be divided among ranks as the recipe says."""
+    for section, width in (("learner", recipe.learner.tensor_parallel), ("reference", recipe.reference.tensor_parallel)):
+        if width > 1 and (why := refusal(config, width)):
+            raise UserError(f"{section}.tensor_parallel: {why}")
+
+
+def check_routers(recipe: Recipe, config: Mapping[str, Any]) -> None:
+    """Raise UserError if the loss has the routers' auxiliary loss and the policy with this config.json has no routers."""
+    kind = str((config.get("text_config") or config).get("model_type"))
+    if recipe.algorithm.loss.router_aux and kind not in WITH_ROUTERS:
+        raise UserError(
+            f"algorithm.loss.router_aux: models of type {kind} have no routers that are known here; leave it out, or take one of "
+            + ", ".join(WITH_ROUTERS)
+        )

@@ -1,0 +1,130 @@
+"""A batch → the share of each rank: its sequences, their micro-batches, and what the loss needs to know of all others.
+
+Pure functions on numpy arrays, which the driver calls. So a rank gets what it computes with, and not the whole batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlhfless_ray.learn.batch import Batch, optimizer_steps
+from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing, dealt
+
+if TYPE_CHECKING:
+    from rlhfless_ray.recipe import AlgorithmConfig
+
+
+@dataclass(frozen=True)
+class ShareStep:
+    """One optimizer step. `indices`: its sequences in the whole batch, of all ranks. `cuts`: the rank's micro-batches, with
+    indices into its share."""
+
+    indices: np.ndarray
+    cuts: list[MicroBatch]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank gets of a batch.
+
+    batch: its sequences. indices (sequences of the share,): their places in the whole batch, ascending. response_lengths: tokens
+    of the policy in every sequence of the whole batch. passes: micro-batches of a pass over the whole batch, with indices into the
+    share, empty if no pass is needed. steps: of an update. needs_old: whether a pass with the weights of now comes before them.
+    """
+
+    batch: Batch
+    indices: np.ndarray
+    response_lengths: np.ndarray
+    passes: list[MicroBatch] = field(default_factory=list)
+    steps: list[ShareStep] = field(default_factory=list)
+    needs_old: bool = False
+
+    def __len__(self) -> int:
+        """Sequences of the whole batch."""
+        return len(self.response_lengths)
+
+    @property
+    def spans(self) -> np.ndarray:
+        """(sequences of the share, 2): first response token of each in the whole batch, and the one after its last."""
+        ends = np.cumsum(self.response_lengths)[self.indices]
+        return np.stack([ends - self.response_lengths[self.indices], ends], axis=1)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """(response tokens of the share,): their places in the whole batch."""
+        return positions_of(self.spans)
+
+
+@dataclass(frozen=True)
+class Cutter:
+    """How a worker group's batches are cut. `ranks`: that share a batch. `max_tokens`: of a micro-batch. `algorithm`, `seed` and
+    `optimizer_steps`, which are done, say which sequences an optimizer step has; None: the ranks make none. `drops`: whether
+    passes of a step differ from those of the policy that samples."""
+
+    ranks: int = 1
+    max_tokens: int = 1
+    sharing: PromptSharing | None = None
+    algorithm: AlgorithmConfig | None = None
+    seed: int = 0
+    optimizer_steps: int = 0
+    drops: bool = False
+
+    def of_pass(self, batch: Batch) -> list[Share]:
+        """Cut a forward pass over the batch."""
+        return self._shares(batch, [], needs_old=True)
+
+    def of_gradients(self, batch: Batch) -> list[Share]:
+        """Cut backward passes over the whole batch that a later update completes."""
+        return self._shares(batch, [np.arange(len(batch))] if len(batch) else [])
+
+    def of_update(self, batch: Batch) -> list[Share]:
+        """Cut an update into its optimizer steps."""
+        assert self.algorithm is not None
+        steps = optimizer_steps(batch, self.algorithm, [self.seed, self.optimizer_steps]) if len(batch) else []
+        # With one optimizer step the old policy is the current one: its log-probabilities need no pass of their own.
+        # Carried samples have another old policy than the current one.
+        other = len(steps) > 1 or self.drops or batch.steps is not None
+        return self._shares(batch, steps, needs_old=other and batch.old is None)
+
+    def _shares(self, batch: Batch, steps: list[np.ndarray], needs_old: bool = False) -> list[Share]:
+        everything = [np.arange(len(batch))] if needs_old and len(batch) else []
+        by_rank = zip(*(dealt(batch, part, self.max_tokens, self.sharing, self.ranks) for part in (*everything, *steps)), strict=True)
+        shares = [self._share(batch, list(cuts), steps, needs_old) for cuts in by_rank]
+        return shares or [Share(batch, np.arange(len(batch)), batch.response_lengths)] * self.ranks
+
+    def _share(self, batch: Batch, cuts: list[list[MicroBatch]], steps: list[np.ndarray], needs_old: bool) -> Share:
+        """Return the share of a rank that computes `cuts`: of the pass, if one is needed, and of every step."""
+        lengths, own, part = batch.response_lengths, np.arange(len(batch)), batch
+        if self.ranks > 1:
+            rows = [row for one in cuts for rows in one for row in rows]
+            # a rank without work still joins the collectives, with a sequence at weight 0
+            own = np.unique(np.concatenate(rows)) if rows else own[:1]
+            part = batch.take(own)
+            place = np.zeros(len(batch), np.int64)
+            place[own] = np.arange(len(own))
+            cuts = [[[place[row] for row in rows] for rows in one] for one in cuts]
+        passes = cuts.pop(0) if needs_old else []
+        return Share(part, own, lengths, passes, [ShareStep(*one) for one in zip(steps, cuts, strict=True)], needs_old)
+
+
+def positions_of(spans: np.ndarray) -> np.ndarray:
+    """Return all positions in these half-open spans (n, 2), one span after the other."""
+    lengths = spans[:, 1] - spans[:, 0]
+    return np.repeat(spans[:, 0] - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
+
+
+def joined(replies: list[tuple[dict[str, np.ndarray], np.ndarray]]) -> dict[str, np.ndarray]:
+    """Put together what every rank found of its share, 0 where another rank computed: by name, per response token of the batch.
+
+    replies: (values of the share's tokens by name, the share's `spans`) of every rank.
+    """
+    total = max(int(spans[-1, 1]) if len(spans) else 0 for _, spans in replies)
+    found = {name: np.zeros(total, np.float32) for name in replies[0][0]}
+    for values, spans in replies:
+        places = positions_of(spans)
+        for name, own in values.items():
+            found[name][places] += own
+    return found

@@ -1,0 +1,276 @@
+"""The state of the slots that runs share: no slot is lost or has two holders, and every slot-second has one payer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from placement.market import Bid
+from rlhfless_ray.functions.pool_state import IDLE_S, SILENT_S, PoolSlot, PoolState, RunInfo, SlotRequest
+
+NODES = {"a": (3, {"zone": "1"}), "b": (2, {})}
+
+
+def pool(slots: int = 4, node: str = "a", now_s: float = 0.0) -> PoolState:
+    state = PoolState(now_s)
+    state.set_nodes({node: (slots, {})}, now_s)
+    for k in range(slots):
+        state.put(PoolSlot(f"s{k}", node, k), now_s)
+    return state
+
+
+def ask(state: PoolState, run: str, count: int, now_s: float, start: int = 0) -> list[str]:
+    ids = [f"{run}/{start + k}" for k in range(count)]
+    for id in ids:
+        state.ask(SlotRequest(id, run), now_s)
+    return ids
+
+
+class SharedSlots(RuleBasedStateMachine):
+    """Runs come and go, ask, bid, release, and fall silent, nodes come and go, and Ray grants slots, in any order."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.now = 0.0
+        self.state = PoolState(0.0)
+        self.state.set_nodes(NODES, 0.0)
+        self.made, self.asked = 0, 0
+        self.joined: dict[str, float] = {}
+        self.pending: list[str] = []
+        self.counted: Counter[str] = Counter()  # slot-seconds, counted apart
+        self.total = 0.0
+
+    def wait(self, seconds: float) -> None:
+        for slot in self.state.slots.values():
+            self.counted[slot.holder] += seconds
+        self.total += seconds * len(self.state.slots)
+        self.now += seconds
+
+    @rule(seconds=st.floats(0.01, 30.0))
+    def time_passes(self, seconds: float) -> None:
+        self.wait(seconds)
+
+    @rule(run=st.sampled_from("xyz"), share=st.sampled_from([None, 0.25, 0.5, 0.75]), least=st.integers(1, 6))
+    def join(self, run: str, share: float | None, least: int) -> None:
+        info = RunInfo(run, share, least=least, folder=run)
+        if run in self.state.runs:
+            return
+        if not self.state.refusal(info):
+            assert self.state.join(info, self.now) == []
+
+    @rule(run=st.sampled_from("xyz"))
+    def leave(self, run: str) -> None:
+        self.state.leave(run, self.now)
+        assert not any(slot.holder == run for slot in self.state.slots.values())
+
+    @rule(run=st.sampled_from("xyz"), count=st.integers(1, 4), node=st.sampled_from(["", "a", "b"]))
+    def ask(self, run: str, count: int, node: str) -> None:
+        if run not in self.state.runs:
+            return
+        for _ in range(count):
+            self.asked += 1
+            self.state.ask(SlotRequest(f"{run}/{self.asked}", run, node), self.now)
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        ids = [f"{run}/{k}" for run in "xyz" for k in range(1, self.asked + 1)]
+        self.state.release(data.draw(st.lists(st.sampled_from(ids), max_size=5)), self.now)
+
+    @rule(run=st.sampled_from("xyz"), worth=st.lists(st.floats(0.1, 50.0), min_size=1, max_size=4), least=st.integers(0, 2))
+    def bid(self, run: str, worth: list[float], least: int) -> None:
+        if run in self.state.runs:
+            slots = tuple(range(least, least + len(worth) + 1))
+            self.state.bid(Bid(run, slots, (0.0, *np.cumsum(worth))), self.now)
+
+    @rule()
+    def ray_grants(self) -> None:
+        room = Counter({node: count for node, (count, _) in self.state.nodes.items()})
+        room.subtract(slot.node for slot in self.state.slots.values())
+        for node, count in room.items():
+            if count > 0:
+                self.made += 1
+                self.state.put(PoolSlot(f"slot{self.made}", node, self.made), self.now)
+                return
+
+    @rule()
+    def match(self) -> None:
+        before = {id: slot.holder for id, slot in self.state.slots.items()}
+        targets, held = self.state.clearing().slots, Counter(before.values())
+        for slot in self.state.match(self.now):
+            assert before[slot.id] == "" and slot.request not in self.state.requests
+        for request in self.state.requests.values():  # work-conserving: what is below its target gets what fits
+            if held[request.run] < targets[request.run] and sum(r.run == request.run for r in self.state.requests.values()) == 1:
+                free = [slot for slot in self.state.slots.values() if not slot.holder and request.node in ("", slot.node)]
+                assert not free
+
+    @rule(node=st.sampled_from(["a", "b"]))
+    def lose_a_node(self, node: str) -> None:
+        gone = self.state.set_nodes({name: found for name, found in NODES.items() if name != node}, self.now)
+        assert all(slot.node == node for slot in gone)
+
+    @rule()
+    def nodes_are_back(self) -> None:
+        self.state.set_nodes(NODES, self.now)
+
+    @rule()
+    def idle_slots_go(self) -> None:
+        for slot in self.state.idle(self.now):
+            assert not slot.holder
+            self.state.drop(slot.id, self.now)
+
+    @rule(heard=st.lists(st.sampled_from("xyz"), max_size=3))
+    def the_silent_end(self, heard: list[str]) -> None:
+        for run in heard:
+            if run in self.state.runs:
+                self.state.heard(run, self.now)
+        for info in self.state.silent(self.now):
+            assert info.run not in heard
+            self.state.leave(info.run, self.now)
+
+    @invariant()
+    def every_slot_has_one_holder_and_every_second_one_payer(self) -> None:
+        state = self.state
+        state._account(self.now)
+        for slot in state.slots.values():
+            assert (slot.holder in state.runs) != (slot.holder == "") and (slot.request != "") == (slot.holder != "")
+        granted = [slot.request for slot in state.slots.values() if slot.holder]
+        assert len(set(granted)) == len(granted) and not set(granted) & set(state.requests)
+        assert all(request.run in state.runs for request in state.requests.values())
+        paid = sum(run.slot_s for run in state.runs.values()) + sum(past.slot_s for past in state.past)
+        assert paid + state.free_slot_s == pytest.approx(self.total, abs=1e-6)
+        assert state.free_slot_s == pytest.approx(self.counted[""], abs=1e-6)
+        for run in state.runs.values():
+            past = sum(one.slot_s for one in state.past if one.info.run == run.info.run)
+            assert run.slot_s + past == pytest.approx(self.counted[run.info.run], abs=1e-6)
+        cleared = state.clearing().slots
+        assert set(cleared) == set(state.runs) and sum(cleared.values()) <= max(state.size, 0)
+
+
+TestSharedSlots = SharedSlots.TestCase
+TestSharedSlots.settings = settings(max_examples=40)
+
+
+def test_a_slot_goes_first_to_a_run_below_its_target_and_a_release_may_be_repeated():
+    state = pool(4)
+    for name in ("x", "y"):
+        state.join(RunInfo(name), 0.0)
+    ids = ask(state, "x", 4, 0.0)
+    assert len(state.match(0.0)) == 4
+    [wanted] = ask(state, "y", 1, 1.0)
+    more = ask(state, "x", 1, 1.0, start=9)
+    state.release(ids[:1], 2.0)
+    [slot] = state.match(2.0)
+    assert slot.request == wanted and state.handovers == 1
+    state.release(ids[:1], 3.0)  # the same release again: the slot is another run's now
+    assert slot.holder == "y" and state.match(3.0) == [] and more[0] in state.requests
+
+
+def test_a_run_finds_the_slots_that_it_had():
+    state = pool(4)
+    state.join(RunInfo("x"), 0.0), state.join(RunInfo("y"), 0.0)
+    x, y = ask(state, "x", 2, 0.0), ask(state, "y", 2, 0.0)
+    where = {slot.request: slot.id for slot in state.match(0.0)}
+    state.release([*y, *x], 1.0)
+    [again] = ask(state, "x", 1, 1.0, start=5)
+    assert {slot.id for slot in state.match(1.0)} <= {where[id] for id in x} and again not in state.requests
+
+
+def test_a_run_that_is_silent_loses_its_slots_and_one_that_speaks_does_not():
+    state = pool(2)
+    state.join(RunInfo("x"), 0.0), state.join(RunInfo("y"), 0.0)
+    ask(state, "x", 1, 0.0), ask(state, "y", 1, 0.0)
+    state.match(0.0)
+    state.heard("y", SILENT_S)
+    assert [info.run for info in state.silent(SILENT_S + 1)] == ["x"]
+
+
+def test_a_free_slot_goes_back_to_ray_after_a_while():
+    state = pool(2)
+    assert state.idle(IDLE_S) == [] and len(state.idle(IDLE_S + 0.1)) == 2
+
+
+def test_runs_that_need_more_than_is_left_take_turns():
+    """Two runs need three slots each of a pool of four. The one that waits longer comes first, the other one pauses."""
+    state = pool(4)
+    for name in ("x", "y"):
+        state.join(RunInfo(name, least=3), 0.0)
+    x = ask(state, "x", 3, 0.0)
+    assert len(state.match(0.0)) == 3 and state.clearing().slots == {"x": 3, "y": 0}
+    ask(state, "y", 3, 1.0)
+    assert len(state.match(1.0)) == 1 and state.clearing().slots == {"x": 0, "y": 3}
+    view = state.view("x", 1.0)
+    assert view.surplus == 2 and view.waiting == ("y",) and "waits for its turn" in view.reason
+    state.release(x, 2.0)
+    assert len(state.match(2.0)) == 2 and state.held("y") == 3
+
+
+def test_a_run_that_comes_back_after_its_pool_was_lost_keeps_what_nobody_took():
+    state = PoolState(0.0)
+    state.set_nodes({"a": (3, {})}, 0.0)
+    held = [PoolSlot(f"s{k}", "a", k, holder="x", request=f"x/{k}") for k in range(2)]
+    assert state.join(RunInfo("x"), 0.0, held, 100.0) == []
+    assert state.runs["x"].slot_s == 100.0 and state.handovers == 0
+    state.release(["x/0"], 1.0)
+    assert state.held("x") == 1
+    state.join(RunInfo("y"), 1.0)
+    ask(state, "y", 1, 1.0)
+    [taken] = state.match(1.0)
+    late = [PoolSlot(taken.id, "a", 0, holder="x", request="x/0")]
+    assert state.join(RunInfo("x"), 2.0, late) == [taken.id]
+
+
+@settings(max_examples=4)
+@given(st.integers(0, 2**16))
+def test_a_day_of_arrivals_kills_and_stops(seed: int) -> None:
+    """A hundred runs of random length on eight slots. Some are killed, some stopped, some hang; all have an end, and all is idle then."""
+    rng = np.random.default_rng(seed)
+    state, now, made, ended = pool(8), 0.0, 0, 0
+    alive: dict[str, SimpleNamespace] = {}
+    held_s = 0.0
+    while ended < 100:
+        now += 0.5
+        held_s += 0.5 * sum(slot.holder != "" for slot in state.slots.values())
+        state._account(now)
+        if made < 100 and rng.random() < 0.05:
+            made += 1
+            info = RunInfo(f"run{made}", least=int(rng.integers(1, 4)), folder=str(made))
+            assert not state.refusal(info)
+            state.join(info, now)
+            alive[info.run] = SimpleNamespace(work=float(rng.exponential(60.0)), ids=[], dead=False, asked=0, need=info.least)
+        for name, run in list(alive.items()):
+            if name not in state.runs:  # it was silent
+                assert run.dead
+                del alive[name]
+                ended += 1
+                continue
+            if run.dead:
+                continue
+            state.heard(name, now)
+            granted = [slot.request for slot in state.slots.values() if slot.holder == name]
+            run.work -= 0.5 * len(granted) * (len(granted) >= run.need)
+            if run.work <= 0:
+                state.leave(name, now)
+                del alive[name]
+                ended += 1
+            elif rng.random() < 0.003:
+                run.dead = True  # killed, or it hangs
+            elif surplus := state.view(name, now).surplus:
+                state.release(granted[:surplus], now)
+            elif len(granted) + sum(one.run == name for one in state.requests.values()) < max(run.need, 2):
+                run.asked += 1
+                state.ask(SlotRequest(f"{name}/{run.asked}", name), now)
+        state.match(now)
+        for info in state.silent(now):
+            state.leave(info.run, now)
+        assert now < 1e5, "a run starves"
+    assert not state.runs and not state.requests and all(not slot.holder for slot in state.slots.values())
+    assert len(state.past) == 100
+    assert sum(past.slot_s for past in state.past) == pytest.approx(held_s)
+    assert sum(past.slot_s for past in state.past) + state.free_slot_s == pytest.approx(8 * now)

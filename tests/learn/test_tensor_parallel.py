@@ -1,0 +1,116 @@
+"""Two ranks that share one copy of the policy: the same updates as one rank, and checkpoints that any width reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhfless_ray.learn.model_checks import DIVIDED, refusal
+from tests.conftest import made_once
+from tests.learn.conftest import Cases, learner_settings, run_gangs
+from tests.rollout import families
+
+STAGES = ("plain/0", "plain/1", "plain/2", "full/1")
+CHANGES = {"tensor_parallel": 2}
+
+
+def wide(case: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The case on two ranks that share one copy."""
+    section = case["settings"].learner.model_copy(update={"ranks": 2, "tensor_parallel": 2})
+    return {**case, "settings": replace(case["settings"], learner=section), **changes}
+
+
+class Wide:
+    """What two ranks of one copy answered, and one rank that goes on from their checkpoint."""
+
+    def __init__(self, folder: Path, cases: Cases) -> None:
+        from tiny_policy import tiny_policy
+
+        files, half = (tiny_policy(kv_heads=2, dtype=dtype) for dtype in ("float32", "bfloat16"))
+        one = {name: {**cases.first(1)[name], "files": files, "snapshots": (1,)} for name in STAGES}
+        one["bf16/1"] = {**cases.first(1)["bf16/1"], "files": half, "snapshots": (1,)}
+        one["averaged/1"] = {**cases.first(1)["averaged/0"], "files": files}
+        for family in DIVIDED:
+            settings = learner_settings(stage=1)
+            files = families.policy(family.removesuffix("_text"), kv_heads=2)
+            one[family] = {"settings": settings, "files": files, "batches": cases.batches[:2]}
+        self.results = run_gangs(folder / "first", {1: one, 2: {name: wide(case) for name, case in one.items()}})
+        later: dict[int, dict[str, Any]] = {1: {}, 2: {}}
+        for name in (*STAGES, "bf16/1"):
+            rest = {**one[name], "batches": one[name]["batches"][1:], "snapshots": ()}
+            later[1][name] = {**rest, "state": self.snapshot(name, 2)}
+            later[2][name] = wide(rest, state=self.snapshot(name, 1))
+        self.continued = run_gangs(folder / "second", later)
+
+    def snapshot(self, name: str, ranks: int) -> dict[str, bytes]:
+        """The files of all ranks."""
+        return {file: content for rank in self.results[ranks] for file, content in rank[name]["snapshots"][1].items()}
+
+
+@pytest.fixture(scope="session")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Wide:
+    cases = Cases(Path())  # their settings and batches, not their results
+    return Wide(made_once(tmp_path_factory, "tensor-parallel", lambda folder: Wide(folder, cases)), cases)
+
+
+def close(found: dict[str, Any], wanted: dict[str, Any], apart: float, skip: int = 0) -> None:
+    for got, expected in zip(found["stats"], wanted["stats"][skip:], strict=True):
+        assert got.loss == pytest.approx(expected.loss, abs=apart)
+        assert got.grad_norm == pytest.approx(expected.grad_norm, rel=100 * apart)
+        assert (got.trained_tokens, got.skipped) == (expected.trained_tokens, 0)
+    for got, expected in zip(found["weights"], wanted["weights"][skip:], strict=True):
+        assert got.keys() == expected.keys()
+        assert max(float(np.abs(got[name] - expected[name]).max()) for name in expected) < 200 * apart
+
+
+@pytest.mark.learner
+@pytest.mark.parametrize("name", STAGES)
+def test_two_ranks_of_one_copy_make_the_updates_of_one_rank(both: Wide, name: str) -> None:
+    close(both.results[2][0][name], both.results[1][0][name], 1e-6)
+
+
+@pytest.mark.learner
+@pytest.mark.parametrize("family", DIVIDED)
+def test_every_family_that_is_divided(both: Wide, family: str) -> None:
+    close(both.results[2][0][family], both.results[1][0][family], 1e-6)
+
+
+@pytest.mark.learner
+def test_in_bfloat16_and_with_a_moving_average(both: Wide) -> None:
+    close(both.results[2][0]["bf16/1"], both.results[1][0]["bf16/1"], 1e-3)
+    close(both.results[2][0]["averaged/1"], both.results[1][0]["averaged/1"], 1e-6)
+
+
+@pytest.mark.learner
+@pytest.mark.parametrize("name", [*STAGES, "bf16/1"])
+def test_checkpoints_are_read_at_the_other_width(both: Wide, name: str) -> None:
+    apart = 1e-3 if name.startswith("bf16") else 1e-6
+    for ranks in (1, 2):
+        close(both.continued[ranks][0][name], both.results[1][0][name], apart, skip=1)
+
+
+@pytest.mark.learner
+def test_no_rank_writes_what_the_other_has(both: Wide) -> None:
+    sizes = [sum(map(len, rank["plain/1"]["snapshots"][1].values())) for rank in both.results[2]]
+    alone = sum(map(len, both.results[1][0]["plain/1"]["snapshots"][1].values()))
+    assert sum(sizes) < 1.1 * alone and max(sizes) < 0.75 * alone
+
+
+@given(st.sampled_from(["llama", "qwen3"]), st.integers(1, 4), st.integers(1, 4), st.integers(2, 8))
+def test_a_width_that_does_not_divide_the_heads_is_refused(family: str, heads: int, kv_heads: int, width: int) -> None:
+    config = {"model_type": family, "num_attention_heads": heads * kv_heads, "num_key_value_heads": kv_heads, "intermediate_size": 64}
+    why = refusal(config, width)
+    fits = not any(size % width for size in (heads * kv_heads, kv_heads, 64))
+    assert (why is None) == fits and (fits or why.startswith(f"{width} does not divide"))
+
+
+def test_other_families_are_refused_by_name() -> None:
+    why = refusal(json.loads('{"model_type": "mixtral"}'), 2)
+    assert why is not None and "mixtral" in why

@@ -1,0 +1,73 @@
+"""Two runs on one cluster: they share its slots, and pay for them once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from benchmarks.common.replay_setup import build, recipe_for, synthetic_lengths
+from rlhfless_ray.functions.ledger import read_rows
+from rlhfless_ray.functions.pool_client import PoolClient
+from rlhfless_ray.functions.pool_state import RunInfo
+from tests.conftest import ROOT, command, environment
+
+pytestmark = pytest.mark.ray
+
+
+def start(folder: Path, name: str, address: str, steps: int, **sections: Any) -> subprocess.Popen[str]:
+    """Start a replayed run in a folder of its own."""
+    folder = folder / name
+    folder.mkdir()
+    world = build(folder, synthetic_lengths(32, 4, 256, seed=len(name)), base_s=2e-3, per_seq_s=5e-4, start_s=0.2, learn_s=1.0, clock=2.0)
+    cluster = {"address": address, **sections.pop("cluster", {})}
+    more = {"run": {"name": name}, "functions": {"slot": "gpu"}, "objective": {"prefer": 0.95}, "cluster": cluster, **sections}
+    recipe = recipe_for(world, folder, steps=steps, prompts=16, samples=4, actors=4, max_tokens=256, **more)
+    path = folder / "recipe.yaml"
+    path.write_text(recipe.to_yaml())
+    command = [sys.executable, "-m", "benchmarks.common.replayed_run", str(path)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment())
+
+
+def test_two_runs_share_the_slots_of_a_cluster_and_pay_for_them_once(ray_cluster, tmp_path):
+    address = ray.get_runtime_context().gcs_address
+    watch = PoolClient("gpu", RunInfo("watch", share=0.0, least=0))  # keeps the pool when the last run has left
+    try:
+        runs = [start(tmp_path, "short", address, 4), start(tmp_path, "long", address, 6)]
+        said = [run.communicate(timeout=300)[0] for run in runs]
+        assert [run.returncode for run in runs] == [0, 0], said
+        found = json.loads(command("cluster", "--address", address, "--json").stdout)[0]
+        table = command("cluster", "--address", address).stdout
+    finally:
+        watch.close()
+    assert found["slots"] == 4 and found["held"] == 0
+    assert "short" in table and "slots passed from run to run" in table
+    paid = {run["name"]: run["slot_s"] for run in found["past"]}
+    for name in ("short", "long"):
+        folder = tmp_path / name / "runs" / name
+        rows = read_rows(folder / "ledger.csv")
+        assert paid[name] == pytest.approx(sum(row.seconds * row.slots for row in rows), rel=0.02)
+        last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+        assert last["shared/runs"] >= 2 and last["shared/paid_slot_s"] > 0 and last["shared/reason"]
+
+
+def test_a_run_that_the_pool_refuses_says_why_and_leaves_nothing(ray_cluster, tmp_path):
+    watch = PoolClient("gpu", RunInfo("watch", share=0.5, least=0))
+    try:
+        refused = start(tmp_path, "greedy", ray.get_runtime_context().gcs_address, 1, cluster={"share": 0.75})
+        said = refused.communicate(timeout=300)[0]
+    finally:
+        watch.close()
+    assert refused.returncode == 2
+    assert "error: cluster.share: 0.75 and the shares of other runs (watch: 0.5) add up to 1.25" in said.splitlines()[-1]
+    assert not list((tmp_path / "greedy" / "runs").glob("*"))
+
+
+def test_without_a_pool_there_is_nothing_to_show(ray_cluster):
+    done = command("cluster", "--address", ray.get_runtime_context().gcs_address)
+    assert done.returncode == 0 and "no run shares the slots of this cluster now" in done.stdout
