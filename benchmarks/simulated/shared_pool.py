@@ -48,7 +48,7 @@ CASES = {
     "16 L40S, GRPO": Case(16, GRPO, 24, 10, 30.0),
     "16 L40S, GRPO and PPO": Case(16, ALL, 24, 10, 30.0),
     "16 L40S, few arrivals": Case(16, GRPO, 24, 10, 240.0),
-    "300 L40S, GRPO and PPO": Case(300, ALL, 60, 4, 3.0, parts=(18, 25, 37), slowdowns=(3.0,), seeds=2),
+    "300 L40S, GRPO and PPO": Case(300, ALL, 100, 5, 3.0, parts=(12, 18, 25, 37), slowdowns=(3.0, 5.0), seeds=2),
 }
 
 
@@ -95,8 +95,10 @@ def best(runs: list[PoolRun], devices: int, tried: Iterable[PoolPolicy]) -> tupl
 def measure(case: Case, seeds: range) -> dict[str, Any]:
     """Return every policy's figures, means over seeds; ratios are paired by seed."""
     rows: dict[str, list[dict[str, Any]]] = {}
+    most = []
     for seed in seeds:
         runs = runs_of(case, seed)
+        most.append(most_per_slot_s(runs, case.devices))
         for name, tried in policies(case).items():
             outcome, said = best(runs, case.devices, tried)
             times = np.array(outcome.times_s)
@@ -124,24 +126,30 @@ def measure(case: Case, seeds: range) -> dict[str, Any]:
         }
         for name in rows
     }
-    return {**asdict(case), "seeds": len(seeds), "policies": found, "over": over}
+    return {**asdict(case), "seeds": len(seeds), "most_per_slot_s": float(np.mean(most)), "policies": found, "over": over}
+
+
+def most_per_slot_s(runs: list[PoolRun], devices: int) -> float:
+    """Return a bound on the work per slot-second: no run ends before its stages can, one after another, each at its fastest."""
+    ends = [run.arrival_s + sum(stage.seconds[-1] for step in run.steps for stage in step) for run in runs]
+    work = sum(run.work for run in runs)
+    return work / max(work, devices * (max(ends) - min(run.arrival_s for run in runs)))
 
 
 def targets(cases: dict[str, Any]) -> list[Target]:
-    """What RollMux reports, as targets for the market."""
+    """What RollMux reports, as targets for the market: of the slot-seconds that were paid for, and of all of the pool."""
     found = []
     for case, entry in cases.items():
         for base, least in ROLLMUX.items():
-            over = entry["over"]["market"][base]["work_per_slot_s"]
-            own = entry["over"]["interleaved"][base]["work_per_slot_s"]
-            why = "" if over >= least else f"interleaving reaches {own:.2f}× here; {_why(entry)}"
-            found.append(Target(f"{case}: work per slot-second over {base}", over, least=least, unit="×", why=why))
+            for key, said, most in (
+                ("work_per_paid_s", "that are paid for", 1.0),
+                ("work_per_slot_s", "of the pool", entry["most_per_slot_s"]),
+            ):
+                over, own = (entry["over"][name][base][key] for name in ("market", "interleaved"))
+                room = most / entry["policies"][base][key]
+                why = "" if over >= least else f"no schedule can exceed {room:.2f}×; `interleaved` reaches {own:.2f}×"
+                found.append(Target(f"{case}: work per slot-second {said}, over {base}", over, least=least, unit="×", why=why))
     return found
-
-
-def _why(entry: dict[str, Any]) -> str:
-    idle = entry["policies"]["colocated"]["work_per_slot_s"]
-    return f"the best static partitions already work in {idle:.0%} of all slot-seconds, so nothing can exceed {1 / idle:.2f}×"
 
 
 def main() -> None:

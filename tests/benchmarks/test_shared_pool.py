@@ -22,6 +22,7 @@ def test_ratios_are_paired_by_seed_and_a_missed_target_says_how_much_room_there_
     assert entry["over"]["market"]["queue"]["makespan_s"] < 1
     assert entry["over"]["queue"]["queue"]["work_per_slot_s"] == pytest.approx(1)
     assert all(0 < row["work_per_slot_s"] <= 1 and row["time_p50_s"] <= row["time_p100_s"] for row in entry["policies"].values())
+    assert all(row["work_per_slot_s"] <= entry["most_per_slot_s"] <= 1 for row in entry["policies"].values())
     entry["over"]["market"]["colocated"]["work_per_slot_s"] = 1.1
     missed = [target for target in targets({"small": entry}) if not target.met]
-    assert missed and all("nothing can exceed" in target.why for target in missed)
+    assert missed and all("no schedule can exceed" in target.why for target in missed)
