@@ -48,7 +48,7 @@ CASES = {
     "16 L40S, GRPO": Case(16, GRPO, 24, 10, 30.0),
     "16 L40S, GRPO and PPO": Case(16, ALL, 24, 10, 30.0),
     "16 L40S, few arrivals": Case(16, GRPO, 24, 10, 240.0),
-    "300 L40S, GRPO and PPO": Case(300, ALL, 100, 5, 3.0, parts=(12, 18, 25, 37), slowdowns=(3.0, 5.0), seeds=2),
+    "300 L40S, GRPO and PPO": Case(300, ALL, 60, 4, 3.0, parts=(18, 25, 37), slowdowns=(3.0, 5.0), seeds=1),
 }
 
 
