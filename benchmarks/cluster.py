@@ -26,6 +26,7 @@ from benchmarks.common.results import make_console, result_folder, save, show_ta
 from benchmarks.common.run_metadata import ROOT, provenance
 from benchmarks.simulated.cluster_targets import targets
 from benchmarks.simulated.cluster_variants import ABLATED, ABLATION, sensitivity
+from benchmarks.simulated.drafted import measure_drafted
 from benchmarks.simulated.fair_baselines import measure_fair
 from benchmarks.simulated.lag_bounds import BOUNDS, measure_lags
 from benchmarks.simulator_page import write_page
@@ -37,7 +38,7 @@ PAPER = [name for name in names() if name.startswith("qwen")]
 LARGE = [name for name in names() if name.startswith("llama")]
 TUNED = 2  # seeds 0 and 1 were looked at while `ours` was made; results are of those that follow
 AGAINST_ORACLE = ("qwen3b-gsm8k-grpo", "qwen7b-gpqa-grpo", "qwen3b-livecodebench-ppo")
-PARTS = ("fair", "lag", "paper", "large", "oracle", "ablation", "sensitivity", "cheap")
+PARTS = ("fair", "drafts", "lag", "paper", "large", "oracle", "ablation", "sensitivity", "cheap")
 
 
 def measure(setting: Setting, policies: Sequence[Any], seeds: int) -> list[SimulatedRun]:
@@ -249,6 +250,9 @@ def main() -> None:
         setting = named(name).but(prefer=PREFER)
         return fair_table(name, measure_fair(setting, range(TUNED, TUNED + seeds)), console)
 
+    def drafts(name: str) -> Any:
+        return measure_drafted(named(name).but(prefer=PREFER), range(TUNED, TUNED + seeds))
+
     def lag(name: str) -> Any:
         return lag_table(name, measure_lags(named(name).but(prefer=PREFER), range(TUNED, TUNED + seeds)), console)
 
@@ -271,6 +275,7 @@ def main() -> None:
 
     parts: dict[str, tuple[Callable[[str], Any], list[str], list[str]]] = {  # what runs, of which keys, which of them now
         "fair": (fair, PAPER, chosen),
+        "drafts": (drafts, PAPER, chosen),
         "lag": (lag, PAPER, chosen),
         "paper": (paper, PAPER, chosen),
         "cheap": (cheap, PAPER, chosen),

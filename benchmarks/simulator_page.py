@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.common.results import FOLDER, Target
 from benchmarks.common.run_metadata import ROOT
 from benchmarks.simulated.cluster_targets import of, room, targets
+from benchmarks.simulated.drafted import AS_BUILT
 from benchmarks.simulated.lag_bounds import BOUNDS, mean_over
 
 PAGE = ROOT / "docs" / "simulator.md"
@@ -91,6 +94,29 @@ def fair(content: dict[str, Any]) -> str:
         average.append(f"{speed:.2f}×, {_less(saved)}")
     table = _table(["setting", *(head for *_, head in columns)], [*rows, ["**average**", *average]])
     return f"{table}\n\n{_counted(entries, content, 'fair')}"
+
+
+def drafted(content: dict[str, Any]) -> str:
+    """What drafts give to `fixed` and to ours, as built and as planned, over `fixed` without and with the same drafts."""
+    entries = content["drafts"]
+    columns = [  # drafts, policy, over which `fixed`, head
+        ("text", "fixed", "plain", "`fixed+spec` over `fixed`"),
+        ("off", AS_BUILT, "plain", "ours as built, no drafts, over `fixed`"),
+        ("text", AS_BUILT, "plain", "**ours as built** over `fixed`"),
+        ("text", AS_BUILT, "same", "**ours as built** over `fixed+spec`"),
+        ("trained", "fixed", "plain", "*planned*: `fixed+spec` over `fixed`"),
+        ("trained", "ours", "plain", "*planned*: ours over `fixed`"),
+        ("trained", "ours", "same", "*planned*: ours over `fixed+spec`"),
+    ]
+    rows, sums = [], np.zeros((len(columns), 2))
+    for name, entry in entries.items():
+        found = [entry["rows"][drafts][policy][over] for drafts, policy, over, _ in columns]
+        sums += [(one["speedup"], one["saving"]) for one in found]
+        chances = " / ".join(f"{entry['acceptance'][drafts]:.2f}" for drafts in ("text", "trained"))
+        rows.append([name, chances, *(f"{one['speedup']:.2f}×, {_less(one['saving'])}" for one in found)])
+    average = [f"{speed:.2f}×, {_less(saved)}" for speed, saved in sums / len(entries)]
+    table = _table(["setting", "acceptance", *(head for *_, head in columns)], [*rows, ["**average**", "", *average]])
+    return f"{table}\n\n{_counted(entries, content, 'drafts')}"
 
 
 def fair_rivals(content: dict[str, Any]) -> str:
@@ -256,6 +282,7 @@ def _saved_targets(content: dict[str, Any]) -> list[Target]:
 TABLES: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {  # of which file and which part of it each is made
     "cluster fair": ("cluster", "fair", fair),
     "cluster fair rivals": ("cluster", "fair", fair_rivals),
+    "cluster drafts": ("cluster", "drafts", drafted),
     "cluster lag": ("cluster", "lag", lag),
     "cluster targets": ("cluster", "paper", reached),
     "cluster paper": ("cluster", "paper", paper),

@@ -17,9 +17,13 @@ from pydantic.fields import FieldInfo
 
 MARKER = re.compile(r"^<!-- generate: ([\w-]+) -->$", re.MULTILINE)
 MEMBERS = {
+    "Evaluation": "[read]",
+    "GenerationRecipe": "[read, of]",
     "Recipe": "[load, parse, to_yaml]",
-    "Runtime": "false",
+    "RunView": "[read]",
+    "Runtime": "[objective]",
     "SupervisedRecipe": "[load, parse, to_yaml]",
+    "Workflow": "[load, parse, plan]",
 }  # the others are for the loop and the stages
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 

@@ -6,48 +6,71 @@ drafted tokens before it were kept. A draft therefore changes the time of a step
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from placement.speed.robust_fit import nonnegative
 
+SOURCES = ("text", "model")  # of drafts, by number
 MOST_TOKENS = 16  # drafted for one sequence in one step
 PRIOR_WEIGHT = 4.0  # tokens whose acceptance was seen weigh as much as the source's estimate
 FORGET_AFTER = 20_000  # drafted tokens, after which older ones count half: a policy changes while it learns
-MATCH_EDGES = (2, 3, 5, 9, 17)  # lower ends of the buckets of match lengths, after the first
+MATCH_EDGES = (2, 3, 5, 9)  # lower ends of the buckets of match lengths, after the first
 POSITION_EDGES = (1, 2, 4, 8)  # of the position in the draft, from 0
 ESTIMATE_BUCKETS = 10
 OUTLIER = 5.0  # times the median step
-RIDGE = 1e-6  # of a term at its greatest value: decides between terms that never varied apart
+PRIOR_STEPS = 0.5  # steps that the earlier terms weigh in a fit. They alone decide about a term that does not vary
+ALLOWED_LOSS = 0.005  # share of the decode time that attempts may cost
+FIRST_BALANCE = 2.0  # steps' time that attempts may cost at first
+LEAST_BALANCE, MOST_BALANCE = -2.0, 8.0  # steps' time: bounds of what is owed, and of what gains allow
+TRIAL_STEPS = 16  # steps with drafts from which the price of a drafted token is known
+LONGEST_REST = 64  # steps between two look-ups for a sequence whose drafts are refused
 
 
 @dataclass(frozen=True)
 class Draft:
     """Drafted tokens of one sequence. `estimates`: the source's probability of each, given those before. `match`: tokens of the
-    sequence that the source has seen before these."""
+    sequence that the source has seen before these. `source`: index into `SOURCES`."""
 
     tokens: list[int]
     estimates: list[float]
     match: int
+    source: int = 0
+
+
+NOTHING = Draft([], [], 0)
 
 
 class Acceptance:
-    """Learns how often drafted tokens are accepted, by match length, position in the draft and the source's estimate.
+    """Learns how often drafted tokens are accepted, by source, match length, position in the draft and the source's estimate.
 
     A cell's probability is (4 · mean estimate + accepted) / (4 + tried): the source's own estimate until there is evidence.
     """
 
-    def __init__(self) -> None:
-        shape = (len(MATCH_EDGES) + 1, len(POSITION_EDGES) + 1, ESTIMATE_BUCKETS)
-        self.tried, self.accepted = np.zeros(shape), np.zeros(shape)
+    SHAPE = (len(SOURCES), len(MATCH_EDGES) + 1, len(POSITION_EDGES) + 1, ESTIMATE_BUCKETS)
+    POSITIONS = np.searchsorted(POSITION_EDGES, np.arange(MOST_TOKENS), side="right")
 
-    def survival(self, draft: Draft) -> np.ndarray:
-        """Return for each drafted token the probability that it and all before it are accepted."""
-        estimates, cells = np.asarray(draft.estimates, np.float64), self._cells(draft, len(draft.tokens))
+    def __init__(self) -> None:
+        size = int(np.prod(self.SHAPE))
+        self.tried, self.accepted = np.zeros(size), np.zeros(size)
+        self.news: list[tuple[np.ndarray, int]] = []  # since the last `take_news`: cells that were tried, and how many were accepted
+
+    def survival(self, drafts: Sequence[Draft]) -> np.ndarray:
+        """Return (drafts, MOST_TOKENS) the probability that a token and all before it are accepted, 0 behind a draft's end."""
+        counts = np.array([len(draft.tokens) for draft in drafts], int)
+        estimates = np.zeros((len(drafts), MOST_TOKENS))
+        estimates[np.arange(MOST_TOKENS) < counts[:, None]] = np.fromiter(
+            itertools.chain.from_iterable(draft.estimates for draft in drafts), float, counts.sum()
+        )
+        match = np.searchsorted(MATCH_EDGES, [draft.match for draft in drafts], side="right")[:, None]
+        cells = self._cells(np.array([draft.source for draft in drafts], int)[:, None], match, estimates)
         chance = (PRIOR_WEIGHT * estimates + self.accepted[cells]) / (PRIOR_WEIGHT + self.tried[cells])
-        return np.cumprod(np.minimum(chance, 1.0))
+        return np.cumprod(np.where(estimates > 0, np.minimum(chance, 1.0), 0.0), axis=1)
 
     def observe(self, draft: Draft, drafted: int, accepted: int) -> None:
         """Learn from the first `drafted` tokens of a draft, of which the first `accepted` were accepted.
@@ -55,73 +78,106 @@ class Acceptance:
         Tokens after the first refused one were not tried.
         """
         tried = min(accepted + 1, drafted)
-        cells = self._cells(draft, tried)
+        match = np.searchsorted(MATCH_EDGES, draft.match, side="right")
+        cells = self._cells(draft.source, match, np.array(draft.estimates[:tried]))
+        self._add(cells, accepted)
+        self.news.append((cells, accepted))
+
+    def _add(self, cells: np.ndarray, accepted: int) -> None:
         np.add.at(self.tried, cells, 1.0)
-        np.add.at(self.accepted, tuple(axis[:accepted] for axis in cells), 1.0)
+        np.add.at(self.accepted, cells[:accepted], 1.0)
         if self.tried.sum() > FORGET_AFTER:
             self.tried /= 2
             self.accepted /= 2
 
-    @staticmethod
-    def _cells(draft: Draft, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        match = np.full(count, np.searchsorted(MATCH_EDGES, draft.match, side="right"))
-        position = np.searchsorted(POSITION_EDGES, np.arange(count), side="right")
-        estimate = np.minimum((np.asarray(draft.estimates[:count]) * ESTIMATE_BUCKETS).astype(int), ESTIMATE_BUCKETS - 1)
-        return match, position, estimate
+    def take_news(self) -> list[tuple[np.ndarray, int]]:
+        """Return what was observed since the last call, for `merge`."""
+        news, self.news = self.news, []
+        return news
+
+    def merge(self, news: Sequence[tuple[np.ndarray, int]]) -> None:
+        """Add what another engine has observed."""
+        for cells, accepted in news:
+            self._add(cells, accepted)
+
+    def _cells(self, source: Any, match: Any, estimates: np.ndarray) -> np.ndarray:
+        bucket = np.minimum((estimates * ESTIMATE_BUCKETS).astype(int), ESTIMATE_BUCKETS - 1)
+        position = self.POSITIONS[: estimates.shape[-1]]
+        return np.asarray(((source * self.SHAPE[1] + match) * self.SHAPE[2] + position) * ESTIMATE_BUCKETS + bucket)
 
 
-def choose_lengths(survivals: Sequence[np.ndarray], step_s: float, verify_s: float, overhead_s: float = 0.0) -> list[int]:
-    """Return how many tokens of each sequence's draft to verify, for the most tokens per second.
+def choose_lengths(
+    survivals: np.ndarray, step_s: float, verify_s: float, overhead_s: float = 0.0, sequences: int | None = None
+) -> list[int]:
+    """Return how many tokens of each draft to verify, for the most tokens per second.
 
-    survivals: for each sequence, the probabilities of `Acceptance.survival`, which do not increase. step_s: seconds of the step
-    without drafts. verify_s: seconds that each drafted token adds. overhead_s: seconds that drafting at all adds.
+    survivals: (drafts, tokens), the probabilities of `Acceptance.survival`, which do not increase along a row. step_s: seconds of the
+    step without drafts. verify_s: seconds that each drafted token adds. overhead_s: seconds that verifying at all adds. sequences: of
+    the step, if some have no draft.
 
     The expected tokens of a step are its sequences and the sum of the survivals that are chosen. The k greatest survivals are the
     best k tokens, and they are prefixes of the drafts, so the search over k is exact. Of equal rates the smallest k is taken.
     """
-    sequences = len(survivals)
-    flat = np.concatenate([np.asarray(part, np.float64) for part in survivals]) if sequences else np.zeros(0)
-    if not len(flat):
-        return [0] * sequences
-    owner = np.repeat(np.arange(sequences), [len(part) for part in survivals])
-    order = np.argsort(-flat, kind="stable")
-    counts = np.arange(1, len(flat) + 1)
-    rates = (sequences + np.cumsum(flat[order])) / (step_s + overhead_s + verify_s * counts)
+    rows, width = survivals.shape
+    sequences = rows if sequences is None else sequences
+    flat = survivals.ravel()
+    order = np.argsort(-flat, kind="stable")[: np.count_nonzero(flat)]
+    if not len(order):
+        return [0] * rows
+    rates = (sequences + np.cumsum(flat[order])) / (step_s + overhead_s + verify_s * np.arange(1, len(order) + 1))
     best = int(np.argmax(rates))
     if rates[best] <= sequences / step_s:
-        return [0] * sequences
-    return np.bincount(owner[order[: best + 1]], minlength=sequences).tolist()
+        return [0] * rows
+    return np.bincount(order[: best + 1] // width, minlength=rows).tolist()
 
 
 class StepTimes:
-    """Learns the time of an engine's decode step: a + b · sequences + c · context tokens + v · drafted tokens, in seconds."""
+    """Learns the time of an engine's decode step in seconds: a + b · sequences + c · context tokens + v · drafted tokens + f, where f
+    is for steps that verify or look up drafts."""
 
-    EVERY = 32  # steps between two fits
-    KEPT = 512  # newest steps that a fit is made of
+    FIRST, EVERY = 32, 128  # steps before the first fit, and between two later ones
+    KEPT = 256  # newest steps of each kind, with and without drafts, that a fit is made of
 
     def __init__(self) -> None:
-        self.rows: list[tuple[float, float, float, float]] = []
-        self.seconds: list[float] = []
+        self.steps: tuple[deque[tuple[float, ...]], ...] = (deque(maxlen=self.KEPT), deque(maxlen=self.KEPT))
         self.terms: np.ndarray | None = None
-        self._unfitted = 0
+        self.trials = 0  # steps with drafts so far
+        self._until_fit = self.FIRST
 
-    def observe(self, sequences: int, context_tokens: int, drafted: int, seconds: float) -> None:
-        self.rows.append((1.0, sequences, context_tokens, drafted))
-        self.seconds.append(seconds)
-        self._unfitted += 1
-        if self._unfitted >= self.EVERY:
-            self._unfitted = 0
-            del self.rows[: -self.KEPT], self.seconds[: -self.KEPT]
-            self._fit()
+    def observe(self, sequences: int, context_tokens: int, drafted: int, seconds: float, verifies: bool | None = None) -> None:
+        """Add a step. seconds: without the time of looking up drafts. verifies: whether it went through the verifying path."""
+        self.add(sequences, context_tokens, drafted, seconds, verifies)
+        self._until_fit -= 1
+        if self._until_fit <= 0:
+            self._until_fit = self.EVERY if self.is_known else self.FIRST
+            self.fit()
 
-    def _fit(self) -> None:
-        seconds = np.array(self.seconds)
+    def add(self, sequences: int, context_tokens: int, drafted: int, seconds: float, verifies: bool | None = None) -> None:
+        """Add a step without a fit."""
+        self.trials += drafted > 0
+        self.steps[drafted > 0].append(
+            (1.0, sequences, context_tokens, drafted, float(drafted > 0 if verifies is None else verifies), seconds)
+        )
+
+    def fit(self) -> None:
+        table = np.array([*self.steps[0], *self.steps[1]])
+        if not len(table):
+            return
+        seconds = table[:, -1]
         usual = seconds <= OUTLIER * np.median(seconds)  # a step that another process delayed says nothing of its work
-        rows = np.array(self.rows)[usual]
+        rows, seconds = table[usual, :-1], seconds[usual]
         scale = np.maximum(rows.max(0), 1.0)
         rows = rows / scale
-        gram = rows.T @ rows + RIDGE * len(rows) * np.eye(rows.shape[1])
-        self.terms = nonnegative(gram, rows.T @ seconds[usual]) / scale
+        gram = rows.T @ rows + PRIOR_STEPS * np.eye(rows.shape[1])
+        moment = rows.T @ seconds
+        if self.terms is not None:
+            moment = moment + PRIOR_STEPS * self.terms * scale
+        self.terms = nonnegative(gram, moment) / scale
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the price of a drafted token was measured."""
+        return self.terms is not None and self.trials >= TRIAL_STEPS
 
     def step_s(self, sequences: int, context_tokens: int) -> float | None:
         """Return the expected seconds of a step without drafts, None before the first fit."""
@@ -131,3 +187,98 @@ class StepTimes:
     def verify_s(self) -> float:
         """Seconds that each drafted token adds to a step."""
         return 0.0 if self.terms is None else float(self.terms[3])
+
+    @property
+    def path_s(self) -> float:
+        """Seconds that a step takes longer because it may verify drafts."""
+        return 0.0 if self.terms is None else float(self.terms[4])
+
+    def saved_s(self, running: int, context_tokens: int, drafted: int, accepted: int, draft_s: float) -> float:
+        """Return the seconds that a step with drafts saved against steps without, by the fitted times. 0 before the first fit."""
+        step_s = self.step_s(running, context_tokens)
+        if step_s is None or not (drafted or draft_s):
+            return 0.0
+        return step_s * accepted / max(running, 1) - self.verify_s * drafted - self.path_s - draft_s
+
+
+class Learned:
+    """What a run knows about its drafts: acceptance and step times. Engines and driver exchange it, and checkpoints keep it."""
+
+    def __init__(self) -> None:
+        self.acceptance, self.times = Acceptance(), StepTimes()
+
+    def state(self) -> dict[str, Any]:
+        """Return it as JSON-serialisable values."""
+        used = np.flatnonzero(self.acceptance.tried)
+        return {
+            "cells": used.tolist(),
+            "tried": self.acceptance.tried[used].tolist(),
+            "accepted": self.acceptance.accepted[used].tolist(),
+            "terms": None if self.times.terms is None else self.times.terms.tolist(),
+            "trials": self.times.trials,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over a state. The steps that this side has measured go on to count in its fits."""
+        if not state:
+            return
+        self.acceptance.tried[:] = self.acceptance.accepted[:] = 0.0
+        self.acceptance.tried[state["cells"]], self.acceptance.accepted[state["cells"]] = state["tried"], state["accepted"]
+        if state["terms"] is not None:
+            self.times.terms, self.times.trials = np.array(state["terms"]), state["trials"]
+
+
+class Attempts:
+    """Decides for which sequences an engine looks up drafts, so that attempts cannot lose much.
+
+    Decoding earns `ALLOWED_LOSS` of its time. Look-ups and drafts are paid from that, and add what they save. Without a balance there
+    are none. A sequence whose drafts were refused, or that had none, rests for a number of steps that doubles.
+    """
+
+    def __init__(self, learned: Learned) -> None:
+        self.learned = learned
+        self.balance = FIRST_BALANCE  # in steps' time
+        self.look_up_s = 0.0  # of one sequence
+        self.number = 0  # of the step
+        self.rests: dict[str, tuple[int, int]] = {}  # by sequence: (step from which it may try again, length of its last rest)
+
+    def begin_step(self, running: int, context_tokens: int) -> int:
+        """Count a step, and return for how many sequences drafts may be looked up in it."""
+        self.number += 1
+        times = self.learned.times
+        step_s = times.step_s(running, context_tokens)
+        if step_s is None or not times.is_known:
+            return max(1, running // 4) if self.number % 2 else 0
+        self.balance = min(self.balance + ALLOWED_LOSS, MOST_BALANCE)
+        affordable = self.balance * step_s - times.path_s
+        return min(running, int(affordable / self.look_up_s)) if self.look_up_s else int(affordable > 0)
+
+    def due(self, names: Sequence[str], most: int) -> list[int]:
+        """Return the positions of at most `most` sequences that may try, those whose drafts did best first."""
+        rests = [self.rests.get(name, (0, 0)) for name in names]
+        found = [i for i, (until, _) in enumerate(rests) if until <= self.number]
+        return found if len(found) <= most else sorted(found, key=lambda i: rests[i][1])[:most]
+
+    def forget_all_but(self, names: Sequence[str]) -> None:
+        gone = self.rests.keys() - set(names)
+        for name in gone:
+            del self.rests[name]
+
+    def note(self, name: str, succeeded: bool) -> None:
+        """Record whether a look-up gave a draft, or a draft at least one token."""
+        rest = 0 if succeeded else min(max(1, 2 * self.rests.get(name, (0, 0))[1]), LONGEST_REST)
+        self.rests[name] = (self.number + rest, rest)
+
+    def observe_look_up(self, seconds: float, sequences: int) -> None:
+        each = seconds / sequences
+        self.look_up_s += 0.1 * (each - self.look_up_s) if self.look_up_s else each
+
+    def settle(self, running: int, context_tokens: int, drafted: int, accepted: int, draft_s: float) -> None:
+        """Add what a step with drafts or look-ups has saved, which may be negative."""
+        self.spend(-self.learned.times.saved_s(running, context_tokens, drafted, accepted, draft_s), running, context_tokens)
+
+    def spend(self, seconds: float, running: int, context_tokens: int) -> None:
+        """Take seconds from the balance. `running`, `context_tokens`: of a step, whose time is the balance's unit."""
+        step_s = self.learned.times.step_s(running, context_tokens)
+        if step_s is not None and self.learned.times.is_known:
+            self.balance = min(max(self.balance - seconds / step_s, LEAST_BALANCE), MOST_BALANCE)

@@ -112,6 +112,8 @@ class EngineStep:
     seconds: float
     drafted: int = 0  # drafted tokens that the step verified
     accepted: int = 0  # of these, the tokens that were drawn
+    draft_s: float = 0.0  # of `seconds`: for looking up drafts
+    by_model: tuple[int, int] = (0, 0)  # of `drafted` and `accepted`: the tokens that a drafter model has drafted
 
     @property
     def token_s(self) -> float:

@@ -8,9 +8,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,14 +21,19 @@ from rlhfless_ray.common.disk_space import DiskFull, append, replace_file
 from rlhfless_ray.functions import ledger as ledger_module
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.report.metrics import read_rows
+from rlhfless_ray.recipe.run_sections import WatchConfig
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from rlhfless_ray.report.metrics import Metrics, read_rows
+from rlhfless_ray.report.progress_display import ProgressDisplay
 from rlhfless_ray.report.report import write_report
 from rlhfless_ray.report.timeline import write_timeline
 from rlhfless_ray.run.checkpoints import Checkpoints
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.run.recorder import RunRecorder
+from rlhfless_ray.run.responses import ResponseRecord
 from rlhfless_ray.runtime.export import put_files
 from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.supervise.run_supervised import SupervisedStage
 from rlhfless_ray.types import Completion, Prompt, Sample
 from rlhfless_ray.weights.remote_folder import writer
 from tests.conftest import ROOT, environment, small_recipe, write_recipe
@@ -236,6 +242,50 @@ def test_a_failed_run_keeps_its_reason_where_the_last_lines_find_no_space_either
     record.close("failed", "the reason")
     assert (status(folder)["status"], status(folder)["reason"]) == ("failed", "the reason")
     assert any("report.html is not up to date: the disk is full" in line for line in said)
+
+
+@pytest.mark.parametrize("room", [0, 2000])
+def test_a_supervised_stage_that_finds_no_space_failed(folder: RunFolder, full: Disk, room: int) -> None:
+    stage = SupervisedStage.__new__(SupervisedStage)
+    stage.recipe = SupervisedRecipe.parse({"task": "sft", "data": {"task": "chain"}})
+    stage.folder, stage.ledger, stage.progress = folder, Ledger("cpu"), ProgressDisplay("off", 1, title="")
+    stage.metrics = Metrics(folder.path, WatchConfig(tensorboard=False, wandb="off"), "x", say=lambda _: None)
+    stage.metrics.write({"step": 1})
+    full.left = room
+    with pytest.raises(DiskFull) as caught:
+        stage.metrics.write({"step": 2, "text": "x" * 5000})
+    stage._close(DiskFull, caught.value, None)
+    told = status(folder)
+    assert told["status"] == "failed" and told["reason"].endswith("then start the run again")
+    rows, torn = read_rows(folder.path / "metrics.jsonl")
+    assert not torn and rows[0] == {"step": 1}
+
+
+@pytest.mark.parametrize("room", [0, 300])
+def test_responses_are_recorded_whole_or_not_at_all(tmp_path: Path, full: Disk, room: int) -> None:
+    prompts = [Prompt(number, "p", (1, 2)) for number in range(3)]
+    record = ResponseRecord(tmp_path, {"run.seed": 0})
+    record.add([replace(a_sample(), prompt=prompts[0])])
+    full.left = room
+    with pytest.raises(DiskFull):
+        record.add([replace(a_sample(), prompt=prompt) for prompt in prompts[1:]])
+    full.left = None
+    again = ResponseRecord(tmp_path, {"run.seed": 0})
+    assert again.missing(prompts, 1, scored=False) == record.missing(prompts, 1, scored=False) == prompts[1:]
+    full.left = room
+    with pytest.raises(DiskFull):
+        record.write(tmp_path / "responses.jsonl", prompts[:1], 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"responses.part.jsonl"}
+
+
+def test_a_rank_that_finds_no_space_is_a_full_disk(folder: RunFolder) -> None:
+    class Failed(Exception):
+        worker_failures: ClassVar = {0: OSError(errno.ENOSPC, "No space left on device", "/somewhere/checkpoint")}
+
+    stage = SupervisedStage.__new__(SupervisedStage)
+    stage.failure = Failed()
+    with pytest.raises(DiskFull, match="/somewhere/checkpoint cannot be written"):
+        stage._raise_failure()
 
 
 def test_after_a_full_disk_only_a_checkpoint_that_may_find_space_is_tried(tmp_path: Path) -> None:

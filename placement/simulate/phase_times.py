@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from placement.simulate.setting import Setting
 from placement.speed.decode_speed import Speed
+from placement.speed.drafted_speed import DraftedSpeed
 from placement.speed.roofline import Model, TrainerModel, decode_speed, kv_capacity
 
 
@@ -59,6 +60,8 @@ class PhaseTimes:
         batch = max(2, math.ceil(s.prompts * s.samples * width / s.devices))
         context = s.prompt_limit / 2 + 256
         speed = decode_speed(s.model, s.device, width, batch, context)
+        if s.acceptance:
+            speed = DraftedSpeed.of(speed, s.acceptance, batch)
         state = (2 if s.algorithm == "ppo" else 1) * p["state_bytes_per_parameter"] * s.model.parameters
         learner_step = width if width > 1 else 1
         min_learner = math.ceil(state / (p["usable_memory"] * s.device.memory_bytes) / learner_step) * learner_step

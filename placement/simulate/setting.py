@@ -26,7 +26,8 @@ class Setting:
     need all responses. reward_model: scores on devices; None: rewards are computed on CPUs and take no device time.
     dedup_prefill: a prompt shared by a group is computed once. prefer: 0 cheapest … 1 fastest. max_lag_steps: the most
     updates between the version that drew a trained token and the learner's; 0: synchronous steps. partial: responses may
-    outlive a step, and go on under new weights within that bound.
+    outlive a step, and go on under new weights within that bound. acceptance: probability that a drafted token is accepted, for
+    every policy; 0: nothing is drafted. placement/catalog/data/acceptance.yaml has figures by workload.
 
     For sensitivity analyses: start_scale and migrate_scale multiply start-up and migration times, learn_scale the
     learning FLOPs. cold: released devices lose their processes, so every lease of an elastic policy is a cold start.
@@ -52,6 +53,7 @@ class Setting:
     prefer: float = 0.5
     max_lag_steps: int = 0
     partial: bool = False
+    acceptance: float = 0.0
     whiten: bool = True
     reward_model: Model | None = None
     dedup_prefill: bool = True
@@ -190,6 +192,8 @@ def check(s: Setting) -> None:
             raise ValueError(f"`phases.{key}` must be a positive, finite number, not {value!r}")
     if not isinstance(s.prefer, (int, float)) or isinstance(s.prefer, bool) or not 0 <= s.prefer <= 1:
         raise ValueError(f"`prefer` must lie in 0 … 1 (0 cheapest, 1 fastest), not {s.prefer!r}")
+    if not isinstance(s.acceptance, (int, float)) or isinstance(s.acceptance, bool) or not 0 <= s.acceptance < 1:
+        raise ValueError(f"`acceptance` must be at least 0 (nothing is drafted) and below 1, not {s.acceptance!r}")
     lag = s.max_lag_steps
     if not isinstance(lag, int) or isinstance(lag, bool) or not 0 <= lag <= MAX_LAG:
         raise ValueError(f"`max_lag_steps` must be a whole number from 0 to {MAX_LAG}, not {lag!r}")

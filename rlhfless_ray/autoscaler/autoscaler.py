@@ -40,7 +40,7 @@ from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
 from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.common.errors import describe_failure
-from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe import ObjectiveConfig, Recipe
 from rlhfless_ray.types import EngineStep, Prompt, Sample
 
 T = TypeVar("T")
@@ -49,6 +49,7 @@ OVERHEAD_S = 0.03  # initial guess of a rollout's time besides decoding (weights
 OUTSIDE_S = 0.03  # initial guess of a step's time outside rollout, scoring and update
 REGRANT_S = 0.8  # time to get a released slot back, at worst (Ray's retry interval)
 MIN_SECOND_VALUE = 1e-3  # slot-seconds per second of the step, for objectives that count cost only
+DRAFTS_MATTER = 1.02  # tokens of a sequence in an engine step from which a plan's reason mentions drafts
 KEEP_WARM_FACTOR = 3.0  # processes are kept this many times the planned time, so that a single slow step does not end them
 
 
@@ -76,6 +77,7 @@ class Autoscaler:
         self.last: Decision | None = None
         self.update_s = 0.0  # duration of the last update
         self.passes_s = 0.0  # duration of the passes before it
+        self.tokens_per_step = 1.0  # tokens of a sequence in an engine step of the last rollout: more than one with drafts
         self.pending_steps: list[list[EngineStep]] = []  # step records that the speed is not fitted to yet
         self.troubles: list[str] = []  # failures since the last report
         self.bids: MarketBids | None = None  # on a pool that the run shares with others
@@ -90,6 +92,11 @@ class Autoscaler:
         self.width, self.width_note = next(iter(engines)), note
         self.engines = engines if len(engines) > 1 else {}
         self.expect(engines[self.width])
+
+    def set_objective(self, objective: ObjectiveConfig) -> None:
+        """Choose plans by another objective from now on."""
+        self.recipe = self.recipe.model_copy(update={"objective": objective})
+        self.objective = _objective(self.recipe)
 
     def forecast(self, prompts: list[Prompt], step: int) -> Scenarios:
         """Draw joint lengths of all responses to `prompts`; those of one prompt are adjacent."""
@@ -155,6 +162,9 @@ class Autoscaler:
             return self._decide(plans, step, most[chosen.width][1], urgent=reason)
 
         decision = safe_decide(self.last, make, fallback=min(max(self.actors, min_actors), max_actors))
+        if not failed(decision) and self.tokens_per_step > DRAFTS_MATTER:
+            said = f"drafts make {self.tokens_per_step:.2f} tokens of a sequence in an engine step, so few sequences go faster"
+            decision = replace(decision, reason=f"{decision.reason}; {said}")
         if not failed(decision):
             self.last = decision
         if self.width_note:
@@ -356,6 +366,8 @@ class Autoscaler:
         if overhead_s is not None:
             self.around.observe(0.0, overhead_s)
         self.pending_steps.append(steps)
+        if drawn := sum(step.running for step in steps):
+            self.tokens_per_step = 1 + sum(step.accepted for step in steps) / drawn
 
     def learn(self) -> None:
         """Fit the speed to recorded engine steps. Takes milliseconds, so call it where nothing waits."""

@@ -29,6 +29,11 @@ class RolloutPlan:
     def reason(self) -> str:
         return self.decision.reason
 
+    def _repr_html_(self) -> str:
+        from rlhfless_ray.report.inline import plan_html
+
+        return plan_html(self.reason, self.frontier, self.decision.plan)
+
     def shares(self, engines: int, expected: np.ndarray, groups: np.ndarray) -> list[np.ndarray]:
         """Return the sequences of each of `engines` engines.
 

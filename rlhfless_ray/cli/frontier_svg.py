@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
+
+from rlhfless_ray.report.inline import ticks
 
 if TYPE_CHECKING:
     from placement import Bounds, Plan
@@ -22,7 +23,7 @@ def frontier_svg(plans: Sequence[Plan], bounds: Bounds, chosen: int, *, cost: st
     `cost`: label of the cost axis.
     """
     times, costs = [p.time_s for p in plans], [p.cost for p in plans]
-    x_ticks, y_ticks = _ticks(min(bounds.time_s, *times), max(times)), _ticks(0.0, max([bounds.cost, *costs]))
+    x_ticks, y_ticks = ticks(min(bounds.time_s, *times), max(times)), ticks(0.0, max([bounds.cost, *costs]))
     x_low, x_high, y_high = x_ticks[0], x_ticks[-1], y_ticks[-1]
 
     def x(value: float) -> float:
@@ -75,13 +76,3 @@ def frontier_svg(plans: Sequence[Plan], bounds: Bounds, chosen: int, *, cost: st
         f'<text x="{at + 95}" y="42">lower bounds</text></svg>',
     ]
     return "\n".join(parts) + "\n"
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Return about five round numbers from at most `low` to at least `high`."""
-    span = max(high - low, 1e-9 * max(abs(high), 1e-9), 1e-12)
-    raw = span / 5
-    unit = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= raw * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [float(f"{i * step:.12g}") for i in range(first, max(last, first + 1) + 1)]

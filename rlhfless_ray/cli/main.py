@@ -13,6 +13,7 @@ import typer
 
 from rlhfless_ray.cli.cluster_command import cluster
 from rlhfless_ray.cli.explain_command import explain
+from rlhfless_ray.cli.generate_command import evaluate, generate, workflow
 from rlhfless_ray.cli.import_command import import_logs
 from rlhfless_ray.cli.passthrough import PassthroughCommand
 from rlhfless_ray.cli.plan_command import plan
@@ -99,6 +100,9 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder, finished, sto
     print(write_report(run).resolve())
 
 
+app.command()(generate)
+app.command()(evaluate)
+app.command()(workflow)
 app.command()(simulate)
 app.command()(cluster)
 for command in (explain, run, submit):

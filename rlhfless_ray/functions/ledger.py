@@ -82,7 +82,14 @@ class Ledger:
         self.forgotten = 0
         self.written = 0
         self.summed_totals, self.summed_rows = np.zeros(4), 0  # of the first `summed_rows` rows
+        self.by_kind: dict[str, dict[str, float]] = {}  # kind → activity → slot-seconds, of the same rows
         self.step = 0
+
+    def _repr_html_(self) -> str:
+        from rlhfless_ray.report.inline import ledger_html
+
+        self.totals()
+        return ledger_html(self.by_kind)
 
     # ---- what happens -----------------------------------------------------------------------------------------
 
@@ -241,6 +248,9 @@ class Ledger:
         """Return busy and full slot-seconds, idle share and money of all rows. Sums are kept, so a long run costs no more."""
         for row in self.rows[self.summed_rows :]:
             self.summed_totals += _row_totals(row)
+            if row.slots:
+                cells = self.by_kind.setdefault(row.kind, {})
+                cells[row.activity] = cells.get(row.activity, 0.0) + row.seconds * row.slots
         self.summed_rows = len(self.rows)
         return _totals(self.summed_totals)
 
@@ -287,7 +297,7 @@ class Ledger:
         if not path.exists():
             return
         self.rows = [row if row.step <= last_step else replace(row, repeated=1) for row in read_rows(path)]
-        self.summed_totals, self.summed_rows, self.forgotten = np.zeros(4), 0, 0
+        self.summed_totals, self.summed_rows, self.forgotten, self.by_kind = np.zeros(4), 0, 0, {}
         self.started_s = time.time() - max((row.to_s for row in self.rows), default=0.0)
         self.written = 0
         temporary = path.with_suffix(".tmp")

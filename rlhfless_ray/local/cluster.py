@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -18,7 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhfless_ray.common.errors import RunError, UserError, one_line
+from rlhfless_ray.common.deadlines import STOP
+from rlhfless_ray.common.errors import RunError, Stopped, UserError, one_line
 from rlhfless_ray.local.local_ray import local_ray
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.local.orphan_reaper import OrphanReaper
@@ -35,6 +37,26 @@ VERSIONS, STATES = 3, 2  # held at once: a version, its copy and the next; the l
 class RayCluster:
     """A private Ray on loopback with token authentication, or an existing cluster."""
 
+    shared_is_private = False  # whether the Ray of this process is a private one that `shared` has started
+
+    @classmethod
+    @contextmanager
+    def shared(cls, recipe: Recipe | SupervisedRecipe, parameters: int = 0, store_mb: int | None = None) -> Iterator[None]:
+        """Keep one Ray for runs that follow one another inside the block. Arguments as those of the constructor."""
+        cluster = cls(recipe, parameters, store_mb)
+        with STOP.listening():
+            try:
+                cluster.start()
+            except SystemExit:  # Ray's own handler, active while it starts, turns SIGTERM into this
+                raise Stopped(signal.SIGTERM) from None
+            try:
+                STOP.listen()
+                cls.shared_is_private = cluster.private
+                yield
+            finally:
+                cls.shared_is_private = False
+                cluster.stop()
+
     def __init__(self, recipe: Recipe | SupervisedRecipe, parameters: int = 0, store_mb: int | None = None) -> None:
         """`parameters`: number of the policy's parameters. A private object store is sized to hold several versions of them, unless
         `store_mb` says its size."""
@@ -49,7 +71,7 @@ class RayCluster:
         import ray
 
         if ray.is_initialized():  # a notebook or a test that is already connected
-            self.joined = True
+            self.joined, self.private = True, self.shared_is_private
             return
         section = self.recipe.cluster
         address = section.address or os.environ.get("RAY_ADDRESS", "")
@@ -85,6 +107,12 @@ class RayCluster:
             except Exception as error:  # Ray raises plain exceptions if its processes do not start in time
                 raise RunError(f"a private Ray did not start on this machine: {one_line(error, 200)}") from error
 
+    @staticmethod
+    def largest_store_mb(recipe: Recipe | SupervisedRecipe) -> int:
+        """Return the size of an object store for runs whose needs are not known yet: memory is taken as it fills."""
+        memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+        return recipe.cluster.object_store_mb or int(STORE_SHARE * memory_mb)
+
     def _store_mb(self) -> int:
         if (size := self.store_mb or self.recipe.cluster.object_store_mb) is not None:
             return size
@@ -102,7 +130,7 @@ class RayCluster:
             # Handled errors keep their frames in a reference cycle, and with them object references. Until they are collected,
             # Ray's autoscaler takes the nodes for busy.
             gc.collect()
-        if self.private:
+        if self.private and not self.joined:
             _bind_to_loopback(False)
         if self.temporary is not None:
             shutil.rmtree(self.temporary, ignore_errors=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import model_validator
 
 from rlhfless_ray.common.estimators import ESTIMATORS
@@ -80,6 +82,7 @@ class Recipe(RecipeFile):
     checkpoint: CheckpointConfig = CheckpointConfig()
     save: SaveConfig = SaveConfig()
     watch: WatchConfig = WatchConfig()
+    learns: ClassVar[bool] = True  # whether there is a learner
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Recipe:
@@ -149,6 +152,8 @@ class Recipe(RecipeFile):
                 "rollout.max_lag_steps: samples that algorithm.remainder=carry keeps for later steps would be older than this bound; set "
                 "remainder to `short` or `drop`, or max_lag_steps to 0"
             )
+        if self.rollout.drafter and self.rollout.speculation == "off":
+            raise ValueError("rollout.drafter: rollout.speculation is off, so nothing is drafted; set it to auto, or leave the drafter out")
         self._check_partial()
         if self.price.rollout_slot_per_hour is not None and not self.rollout.nodes:
             raise ValueError("price.rollout_slot_per_hour: it is the price of the nodes that rollout.nodes names, which is empty")
@@ -168,7 +173,7 @@ class Recipe(RecipeFile):
             raise ValueError("rollout.migrate: turns of an agent are not moved between engines; leave it at `auto`, or set `off`")
         if not self.agent.path and self.agent != AgentConfig():
             raise ValueError("agent.path: name the agent's file, or leave the section out")
-        if not sources and not self.agent.path:
+        if self.learns and not sources and not self.agent.path:
             raise ValueError("reward.function: name one: `task`, `math` or `path/to/file.py:name`; or set reward.url or model_path")
         if len(sources) > 1:
             raise ValueError(f"reward.{sources[1]}: rewards have one source; set it or reward.{sources[0]}")

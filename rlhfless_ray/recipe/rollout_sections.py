@@ -99,6 +99,9 @@ class RolloutConfig(Section):
     """Draft tokens from what other responses said, and verify several in one decode step. In float32 what is sampled does not change;
     in bfloat16 rounding may decide a near-tie otherwise. `auto`: each engine step drafts the tokens that are expected to save time. `on`:
     all that the text offers. An engine keeps 400,000 tokens of responses for it, which take about 120 MB."""
+    drafter: str = ""
+    """Folder (or Hugging Face hub name) of a small causal language model with the policy's tokenizer. Each engine loads it, and drafts
+    with it where text promises little. It draws with the numbers that the policy will draw with. Needs `speculation`."""
     block_size: int = Field(32, ge=1)
     """Tokens of a KV block. Prefixes are shared in whole blocks."""
     prefix_kv: Annotated[Literal["auto", "on", "off"], OffIsAWord] = "auto"

@@ -154,6 +154,14 @@ class WatchConfig(Section):
     """Team or user in Weights & Biases. None: the account's own."""
     wandb_group: str | None = None
     """Group of runs in Weights & Biases. None: the name of the run, which joins the parts of a resumed run."""
+    mlflow: str = ""
+    """MLflow's tracking address, or a folder. Empty: off. Needs the extra `mlflow`."""
+    mlflow_experiment: str = Field("rlhfless-ray", min_length=1)
+    """Experiment in MLflow."""
+    trackio: str = ""
+    """Project in trackio. Empty: off. Needs the extra `trackio`."""
+    prometheus: bool = False
+    """Export metrics through Ray's own, for Prometheus. The cluster must collect metrics; a private Ray does not."""
     run_name: str = ""
     """Name of the run in Weights & Biases, and of its folder below `tensorboard_path`. Empty: the run folder's name."""
     tensorboard_path: str = ""
@@ -162,7 +170,7 @@ class WatchConfig(Section):
     """`openrlhf`: TensorBoard and Weights & Biases get OpenRLHF's names for metrics that it logs too, and each step is printed as
     `Global step N: {…}`. The run folder's `metrics.jsonl` keeps its own names."""
     every_steps: int = Field(1, ge=1)
-    """Log to TensorBoard and Weights & Biases every this many steps. Evaluations are always logged. `metrics.jsonl` has every
-    step."""
+    """Log to TensorBoard, Weights & Biases and the others every this many steps. Evaluations are always logged. `metrics.jsonl` has
+    every step."""
     samples_per_step: int = Field(64, ge=0)
     """Number of samples written to `samples/step_<n>.jsonl`. 0: all."""

@@ -1,4 +1,4 @@
-"""Write metrics: one flat row per step to `metrics.jsonl`, TensorBoard and Weights & Biases."""
+"""Write metrics: one flat row per step to `metrics.jsonl`, TensorBoard, Weights & Biases, MLflow, trackio and Prometheus."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Sink(Protocol):
 class Metrics:
     """Write the row of every step. Open it once per process on the run folder.
 
-    Errors in writing the file are raised. If TensorBoard or Weights & Biases fail, one line goes to `say` and the run continues
-    without them.
+    Errors in writing the file are raised. If another destination fails, one line goes to `say` and the run continues
+    without it.
 
     Args:
         run_folder: the run's existing folder.
@@ -55,7 +55,14 @@ class Metrics:
         self._owed = b""  # a row for which there was no space
         self._append()
         self._sinks: dict[str, Sink] = {}
-        for label, is_on, make in (("TensorBoard", watch.tensorboard, _tensorboard), ("Weights & Biases", watch.wandb != "off", _wandb)):
+        known = (
+            ("TensorBoard", watch.tensorboard, _tensorboard),
+            ("Weights & Biases", watch.wandb != "off", _wandb),
+            ("MLflow", watch.mlflow, _mlflow),
+            ("trackio", watch.trackio, _trackio),
+            ("Prometheus", watch.prometheus, _prometheus),
+        )
+        for label, is_on, make in known:
             if is_on:
                 try:
                     self._sinks[label] = make(Path(run_folder), watch, name, resume_after_step, self._say)
@@ -88,7 +95,7 @@ class Metrics:
         self._owed = b""
 
     def copy(self, copied: dict[str, Any]) -> None:
-        """Send a row to TensorBoard and Weights & Biases, if they are on."""
+        """Send a row to the other destinations that are on."""
         for label in list(self._sinks) if copied else ():
             self._guard(label, lambda sink: sink.write(copied))
 
@@ -221,6 +228,24 @@ def _wandb(folder: Path, watch: WatchConfig, name: str, resume_after_step: int |
             raise
         say(f"cannot log to Weights & Biases online ({one_line_with_type(error, SAID_CHARACTERS)})")
         return made("offline")
+
+
+def _mlflow(folder: Path, watch: WatchConfig, name: str, resume_after_step: int | None, say: Callable[[str], None]) -> Sink:
+    from rlhfless_ray.report.mlflow_sink import MlflowRun
+
+    return MlflowRun(folder, uri=watch.mlflow, name=watch.run_name or name, experiment=watch.mlflow_experiment)
+
+
+def _trackio(folder: Path, watch: WatchConfig, name: str, resume_after_step: int | None, say: Callable[[str], None]) -> Sink:
+    from rlhfless_ray.report.trackio_sink import TrackioRun
+
+    return TrackioRun(folder, project=watch.trackio, name=watch.run_name or name)
+
+
+def _prometheus(folder: Path, watch: WatchConfig, name: str, resume_after_step: int | None, say: Callable[[str], None]) -> Sink:
+    from rlhfless_ray.report.prometheus_sink import Prometheus
+
+    return Prometheus(watch.run_name or name)
 
 
 def _to_stderr(text: str) -> None:

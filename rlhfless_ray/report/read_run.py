@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rlhfless_ray.report.formatting import finite
 from rlhfless_ray.report.metrics import read_rows
@@ -17,7 +17,7 @@ LEDGER_NUMBERS = ("step", "from_s", "to_s", "seconds", "slots", "memory_mb", "mo
 
 @dataclass
 class RunRecord:
-    """The data of report and timeline.
+    """A run folder's content, finished or not: the data of report and timeline.
 
     metrics: one row per step in order of steps, step 0 is the evaluation before training. ledger: rows with numbers where
     `LEDGER_NUMBERS` says so (None when empty), in order of `from_s`. samples: step → file. problems: one sentence each.
@@ -32,7 +32,8 @@ class RunRecord:
     problems: list[str] = field(default_factory=list)
 
     @classmethod
-    def read(cls, folder: Path) -> RunRecord:
+    def read(cls, folder: str | Path) -> Self:
+        """Read the folder as it is now. What is missing or torn becomes a sentence in `problems`."""
         record = cls(folder=Path(folder))
         record._read_status()
         record._read_recipe()

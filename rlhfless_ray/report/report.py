@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.common.disk_space import replace_file
-from rlhfless_ray.report import charts, cost_charts, plan_charts, prefix_charts, summary, supervised_charts
+from rlhfless_ray.report import charts, cost_charts, draft_charts, plan_charts, prefix_charts, summary, supervised_charts
 from rlhfless_ray.report.charts import Chart, thin
 from rlhfless_ray.report.formatting import duration, percent
 from rlhfless_ray.report.gantt import gantt
@@ -37,16 +37,7 @@ def render(record: RunRecord) -> str:
     """Render the page as text."""
     steps = record.steps
     drawn = thin(steps)
-    learning = _present(
-        supervised_charts.loss(record.metrics),
-        supervised_charts.accuracy(record.metrics),
-        supervised_charts.rewards(drawn),
-        supervised_charts.speed(drawn),
-        charts.reward(drawn),
-        charts.accuracy(record.metrics),
-        charts.lengths(drawn),
-        charts.histogram(summary.length_groups(record)),
-    )
+    learning = learning_charts(record)
     planning = _present(
         plan_charts.pool(steps),
         plan_charts.frontier(steps),
@@ -55,6 +46,7 @@ def render(record: RunRecord) -> str:
         plan_charts.plan_cost(steps),
         charts.forecast(drawn),
         charts.calibration(drawn),
+        draft_charts.drafts(steps),
     )
     prefix = _present(prefix_charts.tokens(drawn), prefix_charts.saved(drawn), prefix_charts.break_even(drawn))
     health, constant = charts.health(drawn)
@@ -89,6 +81,21 @@ def render(record: RunRecord) -> str:
         samples=samples,
         recipe=record.recipe,
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+
+
+def learning_charts(record: RunRecord) -> list[Chart]:
+    """Return the curves of what a run learned, without those that it lacks."""
+    drawn = thin(record.steps)
+    return _present(
+        supervised_charts.loss(record.metrics),
+        supervised_charts.accuracy(record.metrics),
+        supervised_charts.rewards(drawn),
+        supervised_charts.speed(drawn),
+        charts.reward(drawn),
+        charts.accuracy(record.metrics),
+        charts.lengths(drawn),
+        charts.histogram(summary.length_groups(record)),
     )
 
 

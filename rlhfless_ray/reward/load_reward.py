@@ -36,6 +36,8 @@ def load_reward(recipe: Recipe, tokenizer: Any = None) -> Source:
 
         return ModelSource.load(recipe, tokenizer)
     function = reward.function
+    if not function and not recipe.learns:
+        return Source()  # nothing is scored
     if reward.contract == "openrlhf" and function in ("task", "math"):
         raise UserError(f"reward.contract: `openrlhf` is for functions of a file, not for reward.function `{function}`; leave it out")
     if function == "task":

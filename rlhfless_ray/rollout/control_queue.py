@@ -6,7 +6,18 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from rlhfless_ray.types import Request
+
+
+@dataclass(frozen=True)
+class DraftNews:
+    """What an engine is told for its drafts. `learned`: a state of `Learned`, empty if there is nothing new. `said`: (name, tokens) of
+    texts of other engines and earlier steps; a text that was told before goes on."""
+
+    learned: dict[str, Any]
+    said: tuple[tuple[int, np.ndarray], ...]
 
 
 @dataclass(frozen=True)
@@ -15,7 +26,7 @@ class EngineCommand:
 
     `cut`: keys of requests to stop; their last tokens are sent with end "cut". `what`: name in the timeline. `ticket`: if not 0,
     the engine keeps the KV pages of cut requests under this number until they are fetched. `pages`: references to the KV pages
-    of added requests.
+    of added requests. `drafts`: see `DraftNews`.
     """
 
     cut: tuple[int, ...] = ()
@@ -23,6 +34,7 @@ class EngineCommand:
     what: str = ""
     ticket: int = 0
     pages: tuple[Any, ...] = ()
+    drafts: DraftNews | None = None
 
 
 class ControlQueue:

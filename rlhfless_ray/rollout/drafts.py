@@ -1,111 +1,43 @@
-"""Drafted tokens inside vLLM: where they come from, and how many of them each decode step verifies.
+"""Drafted tokens inside vLLM: which sequences get drafts, and how many of them each decode step verifies.
 
 Imported by engines with `rollout.speculation` only.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from arctic_inference.suffix_decoding import SuffixDecodingCache
 
-from placement.drafting import MOST_TOKENS, Acceptance, Draft, StepTimes, choose_lengths
+from placement.drafting import MOST_TOKENS, Attempts, Draft, Learned, choose_lengths
+from rlhfless_ray.common.errors import one_line_with_type
+from rlhfless_ray.rollout.text_drafts import TextSource
 from rlhfless_ray.types import EngineStep
 
-MATCH_TOKENS = 24  # longest part of a sequence's end that is looked up
-KEPT_TOKENS = 400_000  # of responses, the newest. A token takes about 300 bytes, so these take some 120 MB
-PER_MATCHED = 2.0  # drafted tokens per matched token, at most
-LEAST_ESTIMATE = 0.1
-FIRST_REST, LONGEST_REST = 4, 256  # steps without drafts after a step in which none was worth its time; doubled each time
-TRIAL_TOKENS = 2  # drafted for each sequence until the time of a verified token is known
-SMOOTHING = 0.05  # weight of the newest measurement of the time that drafting takes
+if TYPE_CHECKING:
+    from rlhfless_ray.rollout.model_drafts import Ask, ModelSource
+
+ALL = 1 << 30  # sequences
+MODEL = "model"  # name of the drafter among the sequences that rest; those have numbers
+TRIAL_PASSES = 4  # of the drafter until its time is known, and in each step without `auto`
+ENOUGH_PROMISED = 4.0  # expected tokens of a draft from text that the drafter is not asked to better
+TRIAL_TOKENS = 2  # drafted for a sequence until the time of a verified token is known
 
 
-class SuffixSource:
-    """Drafts from text: what has followed the longest match of a sequence's end, in its own text or in any response of this engine.
+@dataclass(frozen=True)
+class _Sequence:
+    """A sequence for which drafts are looked up. `name`: vLLM's request id. `key`: the request's number. `most`: tokens to draft."""
 
-    That includes the responses of earlier steps, whose version does not matter: a wrong draft costs time and changes no token.
-    """
-
-    def __init__(self, kept_tokens: int = KEPT_TOKENS) -> None:
-        self.cache = SuffixDecodingCache(MATCH_TOKENS)
-        self.kept_tokens = kept_tokens
-        self.known: dict[str, int] = {}  # by running request: tokens that the cache has
-        self.sizes: dict[str, int] = {}  # by request, oldest first: tokens of its response that all requests may draft from
-        self.total = 0  # of these
-
-    def propose(self, name: str, prompt_tokens: int, tokens: np.ndarray, most: int) -> Draft:
-        """Return a draft that follows `tokens` (n,) int32, of which the first `prompt_tokens` are the request's prompt."""
-        known = self.known.get(name)
-        if known is None:
-            self.cache.start_request(name, np.ascontiguousarray(tokens[:prompt_tokens]))
-            self.total -= self.sizes.pop(name, 0)  # of a request that was preempted, which starts again
-            known, self.sizes[name] = prompt_tokens, 0
-        if known < len(tokens):
-            self.cache.add_active_response(name, np.ascontiguousarray(tokens[known:]))
-            if name in self.sizes:
-                self.sizes[name] += len(tokens) - known
-                self.total += len(tokens) - known
-        self.known[name] = len(tokens)
-        found = self.cache.speculate(
-            name, np.ascontiguousarray(tokens[-MATCH_TOKENS:]), most, max_spec_factor=PER_MATCHED, min_token_prob=LEAST_ESTIMATE
-        )
-        return Draft(list(found.token_ids), list(found.probs), found.match_len)
-
-    def forget_all_but(self, names: Sequence[str]) -> None:
-        """Drop the prompts of requests that have left the engine, and the oldest responses beyond `kept_tokens`."""
-        for name in self.known.keys() - set(names):
-            del self.known[name]
-            self.cache.stop_request(name)
-        while self.total > self.kept_tokens:
-            oldest = next(iter(self.sizes))
-            self.total -= self.sizes.pop(oldest)
-            self.cache.evict_cached_response(oldest)
-
-
-class DraftingPolicy:
-    """Decides in each step how many drafted tokens to verify. `always`: all that the source offers."""
-
-    def __init__(self, always: bool) -> None:
-        self.always = always
-        self.acceptance, self.times = Acceptance(), StepTimes()
-        self.overhead_s = 0.0
-        self.rest = self.resting = 0
-        self.offered: dict[str, Draft] = {}  # by request: the draft whose first tokens the next step verifies
-
-    def is_resting(self) -> bool:
-        """Count a step, and return whether none of its sequences gets a draft."""
-        self.resting -= 1
-        return self.resting >= 0
-
-    def choose(self, drafts: Sequence[Draft], context_tokens: int) -> list[int]:
-        """Return how many tokens of each draft the next step verifies."""
-        if self.always:
-            return [len(draft.tokens) for draft in drafts]
-        step_s = self.times.step_s(len(drafts), context_tokens)
-        if step_s is None or not self.times.verify_s:
-            return [min(TRIAL_TOKENS, len(draft.tokens)) for draft in drafts]
-        survivals = [self.acceptance.survival(draft) for draft in drafts]
-        lengths = choose_lengths(survivals, step_s, self.times.verify_s, self.overhead_s)
-        if any(lengths):
-            self.rest = 0
-        else:
-            self.rest = min(max(FIRST_REST, 2 * self.rest), LONGEST_REST)
-            self.resting = self.rest
-        return lengths
-
-    def observe(self, tried: dict[str, tuple[int, int]]) -> None:
-        """Learn from a step's {request: drafted tokens that were verified, and that were accepted}."""
-        offered, self.offered = self.offered, {}
-        for name, (drafted, accepted) in tried.items():
-            if name in offered:
-                self.acceptance.observe(offered[name], drafted, accepted)
-
-    def observe_overhead(self, seconds: float) -> None:
-        self.overhead_s += SMOOTHING * (seconds - self.overhead_s) if self.overhead_s else seconds
+    name: str
+    key: int
+    prompt_tokens: int
+    tokens: np.ndarray
+    most: int
 
 
 class Drafter:
@@ -115,18 +47,79 @@ class Drafter:
     def __init__(self, vllm_config: Any) -> None:
         self.most_tokens = vllm_config.model_config.max_model_len
         self.runner: Any = None
-        self.propose_s = 0.0  # of the last step
 
-    def attach(self, runner: Any, always: bool) -> None:
-        self.runner = runner
+    def attach(self, runner: Any, always: bool, model: Path | None = None) -> None:
+        """`always`: verify all that the sources offer, in each step. `model`: folder of a model that drafts too."""
+        self.runner, self.always = runner, always
         # vLLM would verify zeros for all sequences when one is near the end of the context. `propose` keeps to the end itself.
         runner.effective_drafter_max_model_len = self.most_tokens + MOST_TOKENS + 1
-        self.source, self.policy = SuffixSource(), DraftingPolicy(always)
+        self.config = runner.speculative_config
+        self.text, self.learned = TextSource(), Learned()
+        self.attempts = Attempts(self.learned)
+        self.model = None if model is None else self._load(model)
+        self.pass_s = 0.0  # of the model for one token of each sequence
+        self.offered: dict[str, Draft] = {}  # by vLLM's request id: the draft whose first tokens the next step verifies
+        self.most = 0  # sequences for which the step looks up drafts
+        self.verified: dict[str, Draft] = {}  # the same of the step that has just ended
+        self.draft_s = 0.0  # that the step spent on drafts
+        self.running = self.context_tokens = 0  # of the last step
 
-    def observe_step(self, step: EngineStep) -> None:
-        """Learn the time of a step."""
+    def _load(self, folder: Path) -> ModelSource | None:
+        from rlhfless_ray.rollout.model_drafts import ModelSource
+
+        try:
+            vocabulary, longest = self.runner.model_config.get_vocab_size(), self.most_tokens + MOST_TOKENS + 1
+            return ModelSource(folder, vocabulary, longest, self.runner.device)
+        except Exception as error:  # of many types
+            self._drop_model(error)
+            return None
+
+    def _drop_model(self, error: Exception) -> None:
+        """Go on without the drafter model, whose failures must not end a run."""
+        print(f"the drafter failed, so this engine goes on without it ({one_line_with_type(error, 300)})", file=sys.stderr, flush=True)
+        self.model = None
+
+    def begin_step(self, running: int, context_tokens: int) -> None:
+        """Decide whether the next step looks up drafts. `running`, `context_tokens`: of the last one.
+
+        A step that neither looks up nor verifies drafts takes vLLM's shorter way, without a speculative configuration.
+        """
+        self.running, self.context_tokens, self.draft_s = running, context_tokens, 0.0
+        self.most = ALL if self.always else self.attempts.begin_step(running, context_tokens)
+        self.runner.speculative_config = self.config if self.most or self.offered else None
+
+    def count_by_model(self, tried: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+        """Return how many of a step's verified and accepted tokens the drafter model had drafted."""
+        counts = [count for name, count in tried.items() if name in self.verified and self.verified[name].source]
+        return sum(drafted for drafted, _ in counts), sum(accepted for _, accepted in counts)
+
+    def observe_step(self, step: EngineStep, tried: Mapping[str, tuple[int, int]]) -> None:
+        """Learn from a step: its time, and what it saved. `tried`: by vLLM's request id, drafted tokens and those accepted."""
+        for name, (drafted, accepted) in tried.items():
+            if (draft := self.verified.get(name)) is not None:
+                self.learned.acceptance.observe(draft, drafted, accepted)
+                self.attempts.note(name, accepted > 0)
         if step.new_tokens == step.running:  # the step computed no prompt
-            self.policy.times.observe(step.running, step.context_tokens, step.drafted, step.seconds - self.propose_s)
+            verifies = self.runner.speculative_config is not None
+            self.learned.times.observe(step.running, step.context_tokens, step.drafted, step.seconds - step.draft_s, verifies)
+        self.attempts.settle(step.running, step.context_tokens, step.drafted, step.accepted, step.draft_s)
+
+    def finish(self, number: int, response: Sequence[int]) -> None:
+        """Draft from a response that has ended."""
+        self._read(self.text.finish, number, np.asarray(response, np.int32))
+
+    def hear(self, learned: dict[str, Any], said: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Take over what a run has learned, and draft from what other engines and earlier steps have said."""
+        self.learned.restore(learned)
+        for name, tokens in said:
+            self._read(self.text.add, ("said", name), tokens)
+
+    def _read(self, read: Callable[..., None], *text: Any) -> None:
+        """Add a text, unless too little was saved by drafts to pay for it."""
+        if self.always or self.attempts.balance > 0:
+            begin = time.thread_time()
+            read(*text)
+            self.attempts.spend(time.thread_time() - begin, self.running, self.context_tokens)
 
     def load_model(self, *_: Any) -> None:
         """Called by vLLM. There is no model."""
@@ -137,32 +130,92 @@ class Drafter:
         sampled: tokens of the step that has just ended, none for a prompt that is not computed yet. lengths: (sequences,) tokens
         so far. token_ids: (sequences, columns) int32.
         """
-        self.propose_s = 0.0
+        found: list[list[int]] = [[] for _ in sampled]
         if self.runner is None:
-            return [[] for _ in sampled]
-        self.policy.observe(self.runner.sampler.tried)
-        if self.policy.is_resting():
-            return [[] for _ in sampled]
-        begin = time.perf_counter()
+            return found
+        self.verified, self.offered = self.offered, {}
+        if not self.most:
+            return found
+        begin = time.thread_time()
         batch = self.runner.input_batch
         names = batch.req_ids[: len(sampled)]
-        self.source.forget_all_but(names)
+        keys = [self.runner.sampler.rows[name]["key"] for name in names]
+        self.text.forget_all_but(keys)
+        self.attempts.forget_all_but([*names, MODEL])
         rows = [row for row, new in enumerate(sampled) if new]
-        drafts = [self._draft(batch, row, int(lengths[row]), token_ids) for row in rows]
-        counts = self.policy.choose(drafts, int(lengths[rows].sum()))
-        found: list[list[int]] = [[] for _ in sampled]
-        for row, draft, count in zip(rows, drafts, counts, strict=True):
+        running, context_tokens = len(rows), int(lengths[rows].sum())
+        tries = rows if self.always else [rows[i] for i in self.attempts.due([names[row] for row in rows], self.most)]
+        due = [self._sequence(batch, row, keys[row], token_ids[row, : lengths[row]]) for row in tries]
+        drafts = [self.text.propose(one.key, one.prompt_tokens, one.tokens, one.most) for one in due]
+        if self.model is not None and due:
+            self.model.forget_all_but(keys)
+            if self.always or (len(due) <= self.model.MOST_SEQUENCES and self.attempts.due([MODEL], 1)):
+                self._draft_by_model(self.model, due, drafts, running, context_tokens)
+        for row, draft, count in zip(tries, drafts, self._choose(drafts, running, context_tokens), strict=True):
             if count:
                 found[row] = draft.tokens[:count]
-                self.policy.offered[names[row]] = draft
-        self.propose_s = time.perf_counter() - begin
-        self.policy.observe_overhead(self.propose_s)
+                self.offered[names[row]] = draft
+            else:
+                self.attempts.note(names[row], False)
+        self.draft_s = time.thread_time() - begin  # of the processor: what another process takes from it is not the drafts' fault
+        if due:
+            self.attempts.observe_look_up(self.draft_s, len(due))
         return found
 
-    def _draft(self, batch: Any, row: int, length: int, token_ids: np.ndarray) -> Draft:
-        name = batch.req_ids[row]
-        request = self.runner.requests[name]
+    def _choose(self, drafts: Sequence[Draft], running: int, context_tokens: int) -> list[int]:
+        """Return how many tokens of each draft the next step verifies."""
+        if self.always or not drafts:
+            return [len(draft.tokens) for draft in drafts]
+        times = self.learned.times
+        step_s = times.step_s(running, context_tokens)
+        if step_s is None or not times.is_known:
+            return [min(TRIAL_TOKENS, len(draft.tokens)) for draft in drafts]
+        return choose_lengths(self.learned.acceptance.survival(drafts), step_s, times.verify_s, times.path_s, running)
+
+    def _sequence(self, batch: Any, row: int, key: int, tokens: np.ndarray) -> _Sequence:
+        request = self.runner.requests[batch.req_ids[row]]
         # The step draws one token besides the drafted ones.
         left = (request.sampling_params.max_tokens or 0) - len(request.output_token_ids) - 1
-        most = min(MOST_TOKENS, left, self.most_tokens - length - 1)
-        return self.source.propose(name, int(batch.num_prompt_tokens[row]), token_ids[row, :length], max(most, 0))
+        most = max(min(MOST_TOKENS, left, self.most_tokens - len(tokens) - 1), 0)
+        return _Sequence(batch.req_ids[row], key, int(batch.num_prompt_tokens[row]), tokens, most)
+
+    def _draft_by_model(self, model: ModelSource, due: Sequence[_Sequence], drafts: list[Draft], running: int, context_tokens: int) -> None:
+        """Replace drafts from text by the model's where those promise more."""
+        acceptance, times = self.learned.acceptance, self.learned.times
+        promised = acceptance.survival(drafts).sum(1)
+        least = np.argsort(promised)[: model.MOST_SEQUENCES].tolist()
+        places = [i for i in least if due[i].most and model.fits(due[i].tokens, due[i].most) and promised[i] < ENOUGH_PROMISED]
+        if not places:
+            return
+        step_s = times.step_s(running, context_tokens)
+        token_s = 0.0 if step_s is None else step_s / running  # of a token without drafts
+        begin, passes = time.thread_time(), 0
+
+        def goes_on(found: list[Draft]) -> bool:
+            nonlocal passes
+            passes += 1
+            if self.always or not token_s or not self.pass_s:
+                return passes < TRIAL_PASSES
+            # The next token survives no more often than this one.
+            return float(acceptance.survival(found)[:, passes - 1].sum()) * token_s > self.pass_s + len(places) * times.verify_s
+
+        try:
+            found = model.propose([self._ask(due[i]) for i in places], goes_on)
+        except Exception as error:
+            self._drop_model(error)
+            return
+        seconds = time.thread_time() - begin
+        self.pass_s += 0.1 * (seconds / passes - self.pass_s) if self.pass_s else seconds / passes
+        gains = np.maximum(acceptance.survival(found).sum(1) - promised[places], 0.0)
+        for i, draft, gain in zip(places, found, gains.tolist(), strict=True):
+            if gain:
+                drafts[i] = draft
+        self.attempts.note(MODEL, not token_s or float(gains.sum()) * token_s > seconds)
+
+    def _ask(self, one: _Sequence) -> Ask:
+        from rlhfless_ray.rollout.model_drafts import Ask
+
+        state = self.runner.sampler.rows[one.name]
+        begin = len(state["output"])
+        uniforms = state["noise"][begin : begin + one.most]
+        return Ask(one.key, one.tokens.astype(np.int64), uniforms, one.most, state["temperature"], state["top_p"])

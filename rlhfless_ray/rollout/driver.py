@@ -26,6 +26,7 @@ from rlhfless_ray.rollout.inflight_migrations import InflightMigrations
 from rlhfless_ray.rollout.listener import RolloutListener
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequest
 from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_into, fetch_weights
+from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import Completion, EngineStep, Request, Span, WeightVersion
 
@@ -51,6 +52,7 @@ class RolloutDriver:
         start_s: Expected start time of a new engine.
         before: What earlier rollouts generated for some of the requests.
         is_enough: Whether the rollout may end, given the finished keys in order. Unfinished requests are cut then.
+        drafts: What engines share of their drafts.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class RolloutDriver:
         start_s: float = 15.0,
         before: Sequence[Completion] = (),
         is_enough: Callable[[Collection[int]], bool] = lambda finished: False,
+        drafts: SharedDrafts | None = None,
     ) -> None:
         self.pool, self.expected, self.weights, self.interval_s = pool, expected, weights, interval_s
         self.silence_s, self.needed_next, self.start_s = silence_s, needed_next, start_s
@@ -78,7 +81,9 @@ class RolloutDriver:
         self.listener = listener
         self.token_log = TokenLog(requests, before)
         self.is_enough, self.stopping = is_enough, False
-        self.calls = EngineCalls(pool, self.token_log, interval_s)
+        self.calls = EngineCalls(pool, self.token_log, interval_s, drafts)
+        if drafts is not None:
+            drafts.begin(self.token_log)
         self.migrations = InflightMigrations(self.calls, self.token_log, expected)
         self.result = RolloutResult(self.token_log.completions, moved=self.migrations.moved)
         self.decide_at_s, self.looked_s, self.probed_s = 0.0, time.monotonic(), time.monotonic()
@@ -222,6 +227,7 @@ class RolloutDriver:
         self.result.decode_s[instance.id] = self.result.decode_s.get(instance.id, 0.0) + sum(step.seconds for step in steps)
         self.pool.ledger.spans([lease.id for lease in instance.leases], [*loaded, *spans])
         ended, cut = self.token_log.accept(call.number, instance.id, deltas)
+        self.calls.share_drafts(call, self.token_log.indices(deltas.keys), deltas.observed)
         for moved in self.migrations.complete(call, deltas):
             if self.migration is not None:
                 self.migration.observe(moved.context_tokens, moved.seconds, moved.how)

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhfless_ray.prefix.block_hash import salt
 from rlhfless_ray.prefix.pages import Bundle
-from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
+from rlhfless_ray.rollout.control_queue import ControlQueue, DraftNews, EngineCommand
 from rlhfless_ray.rollout.engine_members import members_memory_mb, start_members
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.token_deltas import TokenDeltas
@@ -29,10 +29,11 @@ class RolloutActor:
     # `enqueue` runs beside `rollout`. `hand_over` also runs while `enqueue` waits for pages of an engine that waits for ours.
     concurrency_groups: ClassVar = {"control": 1, "pages": 1}
 
-    def __init__(self, files: Files, settings: EngineSettings) -> None:
-        """Import everything, so that a process can be prewarmed without a lease. `files`: config and tokenizer."""
+    def __init__(self, files: Files, settings: EngineSettings, drafter: Files | None = None) -> None:
+        """Import everything, so that a process can be prewarmed without a lease. `files`: config and tokenizer. `drafter`: a model
+        that drafts."""
         start = time.time()
-        self.files, self.settings = files, settings
+        self.files, self.settings, self.drafter = files, settings, drafter
         self.engine: Any = None
         self.control_queue = ControlQueue()
         self.carried: list[bytes] = []  # addresses of pages that arrived with requests
@@ -55,7 +56,9 @@ class RolloutActor:
         self._set_threads(threads)
         with tempfile.TemporaryDirectory(prefix="rlhfless-engine-") as name:
             tempfile.tempdir = name  # vLLM leaves a rendezvous file in the temporary folder
-            self.engine = VllmEngine(model_folder(Path(name), self.files, self.settings), self.settings, self._tokenizer)
+            drafter = write_folder(Path(name) / "drafter", self.drafter) if self.drafter else None
+            folder = model_folder(Path(name), self.files, self.settings)
+            self.engine = VllmEngine(folder, self.settings, self._tokenizer, drafter=drafter)
             tempfile.tempdir = None
         spans = [self.imported, Span("start", "build engine", start, time.time())]
         pages = self.engine.pages
@@ -114,17 +117,24 @@ class RolloutActor:
             return wrong, self.engine.differing(folder, self.settings, arrays)
 
     def rollout(
-        self, epoch: int, requests: list[Request], interval_s: float, threads: int, pages: Sequence[Any] = ()
+        self,
+        epoch: int,
+        requests: list[Request],
+        interval_s: float,
+        threads: int,
+        pages: Sequence[Any] = (),
+        drafts: DraftNews | None = None,
     ) -> Iterator[tuple[TokenDeltas, list[EngineStep], list[Span]]]:
         """Answer requests, and yield new tokens and step records about every `interval_s`.
 
-        `epoch`: number of this call. Commands that `enqueue` gets for it are carried out. `pages`: as in `EngineCommand`.
+        `epoch`: number of this call. Commands that `enqueue` gets for it are carried out. `pages`, `drafts`: as in `EngineCommand`.
         """
         self._set_threads(threads)
         for ticket in self.old_tickets:  # not fetched during a whole call
             self.engine.kept.pop(ticket, None)
         self.old_tickets = set(self.engine.kept)
         self._fetch(pages)
+        self.engine.hear(drafts)
         self.control_queue.open(epoch)
         start = time.time()
         try:

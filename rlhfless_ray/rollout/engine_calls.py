@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import ray
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.control_queue import EngineCommand
+from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 from rlhfless_ray.rollout.token_log import TokenLog
 
 _epochs = itertools.count(1)  # over all rollouts of this driver: a command belongs to one call of one engine
@@ -38,8 +40,8 @@ class EngineCall:
 class EngineCalls:
     """Engines by number, in the order in which they joined. A number is never reused."""
 
-    def __init__(self, pool: WorkerPool, token_log: TokenLog, interval_s: float) -> None:
-        self.pool, self.token_log, self.interval_s = pool, token_log, interval_s
+    def __init__(self, pool: WorkerPool, token_log: TokenLog, interval_s: float, drafts: SharedDrafts | None = None) -> None:
+        self.pool, self.token_log, self.interval_s, self.drafts = pool, token_log, interval_s, drafts
         self.engines: list[Instance] = []  # by number
         self.running: dict[Any, EngineCall] = {}  # by the call's generator
 
@@ -63,14 +65,24 @@ class EngineCalls:
         """Let an engine continue these requests: in its running call, or in a new one. `pages`: references to their KV pages."""
         instance, call = self.engines[number], self.find(number)
         requests = self.token_log.assign(indices, number)
+        drafts = self.drafts.for_call(number, instance.id, indices.tolist()) if self.drafts is not None else None
         if call is not None:
-            self.send_command(call, EngineCommand(add=tuple(requests), what=what, pages=pages))
+            self.send_command(call, EngineCommand(add=tuple(requests), what=what, pages=pages, drafts=drafts))
             return
         epoch = next(_epochs)
+        more = {name: value for name, value in {"pages": pages, "drafts": drafts}.items() if value}
         generator = instance.actor.rollout.options(num_returns="streaming").remote(
-            epoch, requests, self.interval_s, len(instance.leases), *([pages] if pages else [])
+            epoch, requests, self.interval_s, len(instance.leases), **more
         )
         self.running[generator] = EngineCall(instance, number, epoch, set(indices.tolist()), time.monotonic())
+
+    def share_drafts(self, call: EngineCall, indices: np.ndarray, observed: Sequence[Any]) -> None:
+        """Learn what became of an engine's drafts, and tell the engines of siblings what these requests say. `indices`: with news."""
+        if self.drafts is not None:
+            self.drafts.observe(observed)
+            for number, drafts in self.drafts.spread(indices.tolist(), call.number).items():
+                if (other := self.find(number)) is not None:
+                    self.send_command(other, EngineCommand(drafts=drafts))
 
     def send_command(self, call: EngineCall, command: EngineCommand) -> None:
         """Send a command without waiting for a reply. If it arrives too late, the end of the call shows what is left undone."""

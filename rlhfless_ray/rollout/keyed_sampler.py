@@ -132,13 +132,14 @@ class KeyedSampler:
         one after the last. Sequences keep the drawn tokens up to the first that is not the drafted one.
         """
         drafted = metadata.num_draft_tokens
+        if not any(drafted):
+            return self(logits, sampling_metadata)
         tokens, kept = self._draw(logits, drafted, metadata.draft_token_ids.tolist())
-        found = torch.full((len(drafted), max(drafted) + 1), UNUSED, dtype=torch.int32)
-        tokens, first = tokens.cpu(), 0
-        for row, count in enumerate(drafted):
-            found[row, : kept[row]] = tokens[first : first + kept[row]]
-            first += count + 1
-        return SamplerOutput(found.to(logits.device), None)
+        found = np.full((len(drafted), max(drafted) + 1), UNUSED, np.int32)
+        column, counts = np.arange(found.shape[1]), np.array(drafted)[:, None] + 1
+        held = (column < np.array(kept)[:, None])[column < counts]  # of the drawn tokens, sequence after sequence
+        found[column < np.array(kept)[:, None]] = tokens.cpu().numpy()[held]
+        return SamplerOutput(torch.from_numpy(found).to(logits.device), None)
 
     def _draw(self, logits: torch.Tensor, drafted: list[int], drafts: Sequence[int] = ()) -> tuple[torch.Tensor, list[int]]:
         """Return the tokens drawn from each row of `logits`, and for each sequence how many of its tokens are kept."""

@@ -11,6 +11,8 @@ from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.rollout.overlap import OverlapScheduler
 from rlhfless_ray.types import Sample
 
+OnSamples = Callable[[list[Sample]], None]
+
 
 class SampleSink(Protocol):
     """Makes samples of completions or episodes."""
@@ -20,16 +22,22 @@ class SampleSink(Protocol):
 
 class RolloutListener:
     def __init__(
-        self, samples: SampleSink, overlap: OverlapScheduler | None, park: Callable[[Instance], list[Lease]], handover_s: float
+        self,
+        samples: SampleSink,
+        overlap: OverlapScheduler | None,
+        park: Callable[[Instance], list[Lease]],
+        handover_s: float,
+        on_samples: OnSamples = lambda new: None,
     ) -> None:
         """`overlap`: None if slots stay with their engines. `park`: parks an engine and returns its leases. `handover_s`: time
-        until another process works under them."""
-        self.samples, self.overlap = samples, overlap
+        until another process works under them. `on_samples`: called with finished samples."""
+        self.samples, self.overlap, self.on_samples = samples, overlap, on_samples
         self.park, self.handover_s = park, handover_s
 
     def add(self, ended: Iterable[Any]) -> None:
         """Make samples of finished completions or episodes."""
         new = self.samples.add(ended)
+        self.on_samples(new)
         if self.overlap is not None:
             self.overlap.add_samples(new)
 

@@ -19,7 +19,7 @@ from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.driver import RolloutDriver
-from rlhfless_ray.rollout.listener import RolloutListener
+from rlhfless_ray.rollout.listener import OnSamples, RolloutListener
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy
 from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
 from rlhfless_ray.rollout.neighbours import PrefixPages, WeightPublisher
@@ -28,6 +28,7 @@ from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.requests import make_evaluation_requests, make_step_requests
 from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_into
 from rlhfless_ray.rollout.samples import ResponseSamples
+from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 from rlhfless_ray.rollout.weight_traffic import WeightTraffic
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Prompt, Request, Sample, Step, WeightVersion
@@ -54,6 +55,7 @@ class RolloutStage:
         self.began_s = 0.0
         self.prefix, self.agents = prefix, agents
         self.traffic = WeightTraffic()
+        self.drafts = SharedDrafts() if context.recipe.rollout.speculation != "off" else None
         rollout = context.recipe.rollout
         can_move = rollout.migrate != "off" and agents is None  # the remaining length of an episode cannot be forecast
         carries = prefix is not None and not prefix.blocked
@@ -132,11 +134,17 @@ class RolloutStage:
             context.broker.put(self._park())
 
     def generate(
-        self, step: Step, weights: WeightVersion, overlap: OverlapScheduler | None, until: Callable[[], bool] = lambda: False
+        self,
+        step: Step,
+        weights: WeightVersion,
+        overlap: OverlapScheduler | None,
+        until: Callable[[], bool] = lambda: False,
+        on_samples: OnSamples = lambda new: None,
     ) -> list[Sample]:
         """Generate every response to the step's prompts, as samples without reward.
 
-        `overlap`: works on slots that engines left. `until`: ends a partial rollout before enough groups are complete.
+        `overlap`: works on slots that engines left. `until`: ends a partial rollout before enough groups are complete. `on_samples`:
+        called with samples as they finish.
         """
         count = self.context.recipe.rollout.samples_per_prompt
         lengths, partial_batch = step.expected_work, step.partial_batch
@@ -156,7 +164,7 @@ class RolloutStage:
             tokens = [p.token_ids for p in step.prompts]
             self.prefix.send(step.prefixes, tokens, self.pool.working, self._prompts(shares), weights.version)
         samples = self._samples(step.prompts, count, weights)
-        listener = self._listener(samples, overlap if self.context.recipe.functions.elastic else None)
+        listener = self._listener(samples, overlap if self.context.recipe.functions.elastic else None, on_samples)
         result = self._run(requests, shares, lengths.mean(1), weights, self.migration, listener, partial_batch, until)
         step.metrics |= {**result.metrics(step.metrics), **(overlap.metrics() if overlap is not None else {})}
         step.metrics |= self.traffic.metrics(weights, self.publisher.held_weights)
@@ -196,8 +204,10 @@ class RolloutStage:
         labels = [(prompt.text, prompt.row.get(column, "") if column else "") for prompt in asked]
         return partial(MultiTurnRollout, self.agents, labels)
 
-    def _listener(self, samples: ResponseSamples | EpisodeSamples, overlap: OverlapScheduler | None) -> RolloutListener:
-        return RolloutListener(samples, overlap, self._leave, 2 * self.context.autoscaler.terms.warm_start.predict())
+    def _listener(
+        self, samples: ResponseSamples | EpisodeSamples, overlap: OverlapScheduler | None, on_samples: OnSamples = lambda new: None
+    ) -> RolloutListener:
+        return RolloutListener(samples, overlap, self._leave, 2 * self.context.autoscaler.terms.warm_start.predict(), on_samples)
 
     def _run(
         self,
@@ -231,9 +241,13 @@ class RolloutStage:
             listener=listener,
             migration=migration,
             start_s=autoscaler.terms.cold_start.predict(),
+            drafts=self.drafts,
             **more,
         )
         result = driver.run(shares, recipe.rollout.deadline_s)
+        if self.drafts is not None:
+            self.drafts.end([engine.id for engine in driver.calls.engines], result.steps)
+            result.drafts_saved_s = self.drafts.saved_s(result.steps)
         overhead_s = time.monotonic() - self.began_s - max(result.decode_s.values(), default=0.0)
         self.traffic.loaded(weights.version, (node for node, _ in result.loads))
         for node, seconds in result.loads:

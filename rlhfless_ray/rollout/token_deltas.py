@@ -19,7 +19,7 @@ class TokenDeltas:
     `version`: weight version of the tokens. `keys` (n,): of the requests. `starts` (n,): position of the first new token in the
     response. `counts` (n,): new tokens. `ends` (n,) int8: index into `ENDS`. `token_ids` (m,) int32 and `logprobs` (m,) float32:
     sequence after sequence. `computed`: context tokens that this engine computed, by key, for moved sequences with their first
-    token here; only from engines that keep KV pages.
+    token here; only from engines that keep KV pages. `observed`: what became of drafts, for `Acceptance.merge`.
     """
 
     version: int
@@ -30,6 +30,7 @@ class TokenDeltas:
     token_ids: np.ndarray
     logprobs: np.ndarray
     computed: dict[int, int] = field(default_factory=dict)
+    observed: Sequence[tuple[np.ndarray, int]] = ()
 
     @classmethod
     def of(

@@ -108,9 +108,8 @@ class TokenLog:
         Returns the indices of the requests that it finished, and of those that it cut, which have no engine now. Raises RunError
         if a request is not the engine's, or if tokens are missing or repeated.
         """
-        at = np.minimum(np.searchsorted(self._keys, deltas.keys), len(self._keys) - 1)
-        indices = self._order[at]
-        self._check(engine, name, deltas, indices, self._keys[at])
+        indices = self.indices(deltas.keys)
+        self._check(engine, name, deltas, indices)
         bounds = deltas.bounds
         for i, begin, end in zip(indices.tolist(), bounds, bounds[1:], strict=False):
             if end > begin:
@@ -124,7 +123,12 @@ class TokenLog:
             self._complete(i, ENDS[end], deltas.version)
         return indices[ended], cut
 
-    def _check(self, engine: int, name: str, deltas: TokenDeltas, indices: np.ndarray, found: np.ndarray) -> None:
+    def indices(self, keys: np.ndarray) -> np.ndarray:
+        """Return the indices of requests with these keys, and any index for an unknown key."""
+        return self._order[np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)]
+
+    def _check(self, engine: int, name: str, deltas: TokenDeltas, indices: np.ndarray) -> None:
+        found = np.array([self.requests[i].key for i in indices.tolist()], np.int64)
         wrong = (found != deltas.keys) | (self.owner[indices] != engine) | self.finished[indices]
         if wrong.any():
             key = int(deltas.keys[wrong][0])
@@ -151,6 +155,10 @@ class TokenLog:
             spans[-1] = version, spans[-1][1] + tokens
         else:
             spans.append((version, tokens))
+
+    def tokens(self, i: int) -> np.ndarray:
+        """Return a response's tokens so far."""
+        return self.completion(i).token_ids if self.finished[i] else self._joined(i)[0]
 
     def _joined(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and log-probabilities so far, copied so that the messages they came in can be freed."""

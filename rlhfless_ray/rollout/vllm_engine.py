@@ -23,7 +23,7 @@ from rlhfless_ray.local.process_memory import release_free_heap, release_pages, 
 from rlhfless_ray.prefix.block_hash import root, salt
 from rlhfless_ray.prefix.block_hasher import BlockHasher
 from rlhfless_ray.prefix.pages import PageStore
-from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
+from rlhfless_ray.rollout.control_queue import ControlQueue, DraftNews, EngineCommand
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.running_requests import RunningRequests
 from rlhfless_ray.rollout.stop_strings import StopStrings
@@ -51,6 +51,7 @@ EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 OPTIONAL = ("scipy",)
 LARGE_BYTES = 100e6  # of weights; from here on memory that a load leaves on the heap is worth the milliseconds to release it
 COMPILER = ("torch._inductor.lowering",)  # vLLM patches it if it can be imported, which takes half a second
+_registered: set[str] = set()  # architectures that `prepare` has seen in this process
 
 
 def prepare(on_cpu: bool = True, architectures: Sequence[str] = ()) -> None:
@@ -60,7 +61,7 @@ def prepare(on_cpu: bool = True, architectures: Sequence[str] = ()) -> None:
     that its import cannot touch a device before a fork. This process does not fork.
     """
     set_environment(on_cpu)
-    if "vllm.v1.engine.llm_engine" in sys.modules:
+    if "vllm.v1.engine.llm_engine" in sys.modules and _registered.issuperset(architectures):
         return
     with fast_imports((*OPTIONAL, *COMPILER) if on_cpu else ()):
         from vllm import EngineArgs, LLMEngine, ModelRegistry  # noqa: F401
@@ -71,6 +72,7 @@ def prepare(on_cpu: bool = True, architectures: Sequence[str] = ()) -> None:
         for name in architectures:
             if name in ModelRegistry.models:
                 ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+        _registered.update(architectures)
 
 
 def set_environment(on_cpu: bool) -> None:
@@ -88,12 +90,17 @@ class VllmEngine:
     """
 
     def __init__(
-        self, folder: Path, settings: EngineSettings, tokenizer: Callable[[], Any] | None = None, load_format: str = "dummy"
+        self,
+        folder: Path,
+        settings: EngineSettings,
+        tokenizer: Callable[[], Any] | None = None,
+        load_format: str = "dummy",
+        drafter: Path | None = None,
     ) -> None:
         """`folder`: contains config.json and perhaps generation_config.json. `tokenizer`: loads the tokenizer, for stop strings.
-        `load_format`: as in vLLM; "auto" loads the folder's weights."""
+        `load_format`: as in vLLM; "auto" loads the folder's weights. `drafter`: folder of a model that drafts."""
         on_cpu = settings.device == "cpu"
-        prepare(on_cpu)
+        prepare(on_cpu, json.loads((folder / "config.json").read_bytes()).get("architectures") or ())
         from vllm import EngineArgs, LLMEngine
 
         self.version: int | None = None
@@ -139,7 +146,7 @@ class VllmEngine:
         core: Any = self.engine.engine_core.engine_core  # type: ignore[attr-defined]  # of a client in this process
         self.core = core
         self.sampler = install_sampler(core.model_executor.driver_worker)
-        self.drafter = _attach_drafter(core.model_executor.driver_worker, settings.speculation)
+        self.drafter = _attach_drafter(core.model_executor.driver_worker, settings.speculation, drafter)
         self.live = RunningRequests(self.sampler)
         self.on_cpu = on_cpu
         self._name_blocks()
@@ -239,6 +246,8 @@ class VllmEngine:
                         return
                     continue
                 start = time.perf_counter()
+                if self.drafter is not None:
+                    self.drafter.begin_step(self.sampler.running, self.sampler.context_tokens)
                 self.sampler.reset_counts()
                 outputs = self._step()
                 now = time.perf_counter()
@@ -259,9 +268,11 @@ class VllmEngine:
     def _record_step(self, seconds: float) -> None:
         drawn = self.sampler
         drafted, accepted = (sum(counts) for counts in zip(*drawn.tried.values(), strict=True)) if drawn.tried else (0, 0)
-        self.steps.append(EngineStep(drawn.running, drawn.new_tokens, drawn.context_tokens, seconds, drafted, accepted))
+        step = EngineStep(drawn.running, drawn.new_tokens, drawn.context_tokens, seconds, drafted, accepted)
         if self.drafter is not None:
-            self.drafter.observe_step(self.steps[-1])
+            step = replace(step, draft_s=self.drafter.draft_s, by_model=self.drafter.count_by_model(drawn.tried))
+            self.drafter.observe_step(step, drawn.tried)
+        self.steps.append(step)
 
     def _step(self) -> list[Any]:
         try:
@@ -275,6 +286,8 @@ class VllmEngine:
 
     def _take_deltas(self, version: int) -> TokenDeltas:
         deltas = self.live.take_deltas(version)
+        if self.drafter is not None:
+            deltas = replace(deltas, observed=self.drafter.learned.acceptance.take_news())
         if self.pages is None or not self.pages.computed:
             return deltas
         begun = zip(deltas.keys.tolist(), deltas.counts.tolist(), strict=True)
@@ -291,8 +304,15 @@ class VllmEngine:
         if self.pages is not None and keep:
             self.kept[command.ticket] = self.pages.take_saved(names)
         added = self._add(command.add)
-        self.spans.append(Span("transfer", command.what, begin, time.time()))
+        self.hear(command.drafts)
+        if command.what:
+            self.spans.append(Span("transfer", command.what, begin, time.time()))
         return added
+
+    def hear(self, drafts: DraftNews | None) -> None:
+        """Learn what other engines know for drafts."""
+        if drafts is not None and self.drafter is not None:
+            self.drafter.hear(drafts.learned, drafts.said)
 
     def _add(self, requests: Iterable[Request]) -> set[int]:
         from vllm import SamplingParams
@@ -340,6 +360,8 @@ class VllmEngine:
             if answer.finish_reason not in ENDS[1:3]:
                 raise RuntimeError(f"vLLM ended request {self.live.rows[number].request.key} as {answer.finish_reason!r}")
             self.live.end(number, answer.token_ids, ENDS.index(answer.finish_reason))
+            if self.drafter is not None:
+                self.drafter.finish(number, answer.token_ids)
             awaited |= self.live.rows[number].request.awaited
         return awaited
 
@@ -478,12 +500,12 @@ def _speculative_config(kind: str) -> dict[str, Any] | None:
     return {"method": "custom_class", "model": f"{Drafter.__module__}.{Drafter.__qualname__}", "num_speculative_tokens": MOST_TOKENS}
 
 
-def _attach_drafter(worker: Any, kind: str) -> Drafter | None:
+def _attach_drafter(worker: Any, kind: str, model: Path | None) -> Drafter | None:
     """Complete the drafter that vLLM has built in this worker."""
     if kind == "off":
         return None
     drafter: Drafter = worker.model_runner.drafter
-    drafter.attach(worker.model_runner, always=kind == "on")
+    drafter.attach(worker.model_runner, kind == "on", model)
     return drafter
 
 

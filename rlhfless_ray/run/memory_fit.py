@@ -16,22 +16,8 @@ from placement.peak_memory import Choice, MicroBatch
 from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.run.memory_check import (
-    CPU,
-    GPU,
-    SMALL_BYTES,
-    DoesNotFit,
-    Lengths,
-    Model,
-    Need,
-    Room,
-    advice,
-    gb,
-    models_of,
-    sentence,
-    training_groups,
-    with_settings,
-)
+from rlhfless_ray.run.memory_check import CPU, GPU, SMALL_BYTES, DoesNotFit, Room, advice, sentence, with_settings
+from rlhfless_ray.run.memory_needs import Lengths, Model, Need, gb, models_of, training_groups
 
 AUTO_KEYS = {  # of section `learner`, with the field of `Choice` that each takes
     "micro_batch_tokens": "micro_batch_tokens",

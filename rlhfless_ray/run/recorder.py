@@ -7,20 +7,20 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.common.disk_space import DiskFull
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.report.metrics import Metrics
 from rlhfless_ray.report.openrlhf_names import Shown
 from rlhfless_ray.report.progress_display import ProgressDisplay
 from rlhfless_ray.rollout.partial_batch import PartialBatch
+from rlhfless_ray.run.closing import close_folder
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.types import UNFINISHED, Sample, Step
 
@@ -229,39 +229,17 @@ class RunRecorder:
 
         On a full disk everything that has space is written. Raises DiskFull if that is the only reason for the run to fail.
         """
-        from rlhfless_ray.report.report import write_report
-        from rlhfless_ray.report.timeline import write_timeline
-
         if self.reporter is not None:
             self.reporter.kill()  # otherwise it could replace the final report by an older one
             self.reporter.wait()
-        full: list[DiskFull] = []
+        close_folder(self.folder, self.progress, self._last_works(), status, reason)
 
-        def attempt(work: Callable[[], object]) -> None:
-            try:
-                work()
-            except DiskFull as error:
-                full.append(error)
-
-        def end() -> None:
-            ended = ("failed", str(full[0])) if full and status == "done" else (status, reason)
-            self.folder.end(*ended)
-
-        self.folder.reserve.release()
+    def _last_works(self) -> Iterator[Callable[[], object]]:
         while self.later:
-            attempt(self.catch_up)
+            yield self.catch_up
         self.ledger.close()
-        attempt(lambda: self.ledger.append_to(self.folder.path / "ledger.csv"))
-        attempt(self.metrics.close)
-        attempt(end)
-        attempt(lambda: write_timeline(self.folder.path))
-        attempt(lambda: write_report(self.folder.path))
-        if full:
-            attempt(end)
-            self.progress.message("; ".join(dict.fromkeys(f"{error.path} is not up to date: the disk is full" for error in full)))
-        self.progress.close()
-        if full and status == "done":
-            raise full[0]
+        yield lambda: self.ledger.append_to(self.folder.path / "ledger.csv")
+        yield self.metrics.close
 
 
 def _shown(samples: list[Sample]) -> Shown | None:

@@ -67,6 +67,7 @@ class CheckpointedRun:
             "autoscaler": self.autoscaler.state(),
             "learning": self.learn_stage.state(),
             "moves": self.rollout_stage.state(),
+            **({"drafts": self.rollout_stage.drafts.state()} if self.rollout_stage.drafts is not None else {}),
             "prefix": self.stages.prefix.speed.state() if self.stages.prefix is not None else {},
             "skipped_in_a_row": self.worker_group.skipped_in_a_row,
             "owes_evaluation": self.owes_evaluation,
@@ -94,6 +95,8 @@ class CheckpointedRun:
             ) from None
         self.learn_stage.restore(state.get("learning", {}))
         self.rollout_stage.restore(state.get("moves", {}))
+        if self.rollout_stage.drafts is not None:
+            self.rollout_stage.drafts.restore(state.get("drafts", {}))
         if self.stages.prefix is not None:
             self.stages.prefix.speed.restore(state.get("prefix", {}))
         self.worker_group.skipped_in_a_row = state["skipped_in_a_row"]

@@ -14,6 +14,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from functools import cache, partial
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -34,16 +35,19 @@ from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.memory_watch import MemoryWatch
 from rlhfless_ray.loop import steps
 from rlhfless_ray.prompts.cursor import Cursor
-from rlhfless_ray.prompts.load_prompts import load_prompts
-from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
+from rlhfless_ray.recipe import ObjectiveConfig, Recipe
+from rlhfless_ray.report.run_view import RunView
 from rlhfless_ray.reward.load_reward import load_reward
 from rlhfless_ray.reward.preflight_reward import dry_call
 from rlhfless_ray.rollout.engine_settings import check_heads, check_quantization
+from rlhfless_ray.rollout.speculation import check_speculation, read_drafter
 from rlhfless_ray.run.checkpoints import Best, Checkpoints, swap_folder
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder, check_writable
-from rlhfless_ray.run.memory_check import check_ahead, check_on, least_mb, lengths_of, room_ahead
+from rlhfless_ray.run.memory_check import check_ahead, check_on, room_ahead
 from rlhfless_ray.run.memory_fit import fit, models_with
+from rlhfless_ray.run.memory_needs import least_mb, lengths_of
 from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.runtime.agreement import Agreement
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
@@ -59,6 +63,7 @@ from rlhfless_ray.weights.remote_folder import StoredFiles, writer
 if TYPE_CHECKING:
     from rlhfless_ray.functions.pool_client import PoolClient
 
+Checkpoint = tuple[int, StoredFiles, dict[str, Any]]  # step, the learner's files, the driver's state
 FAILED_SAVE_S = 30.0  # timeout for the learner's state after a failure
 
 
@@ -108,7 +113,9 @@ class Runtime(StepOperations):
         if recipe.critic.normalize:
             output_scale(config_of(self.critic_files or self.files), "critic.path", "critic.normalize")
         self.tokenizer = policy_tokenizer(recipe, self.files)
-        self.prompts = load_prompts(recipe, self.tokenizer, context_tokens(self.files))
+        recipe, self.speculation_note = check_speculation(recipe, self.files)
+        self.drafter_files = read_drafter(recipe, self.tokenizer)
+        self.prompts = self._load_prompts(recipe)
         self.reward_source = load_reward(recipe, self.tokenizer)
         if isinstance(self.reward_source, AgentSource):
             dry_play(recipe, self.reward_source, self.prompts.train, self.files)
@@ -144,7 +151,7 @@ class Runtime(StepOperations):
         with ExitStack() as stack:
             stack.push(self._raise_reported_error)
             if self.resume:
-                self.folder = RunFolder.resumed(self.recipe)
+                self.folder = self._folder_to_resume()
                 stack.enter_context(self.folder.locked())
             stack.enter_context(STOP.listening())
             stack.callback(self.cluster.stop)
@@ -166,9 +173,7 @@ class Runtime(StepOperations):
             if not self.cluster.private and self.recipe.cluster.pool:
                 self.shared_pool = self._join_pool(resource)
                 stack.callback(self.shared_pool.close)
-            self.checkpoints = Checkpoints(self.recipe.checkpoint, self.folder.path)
-            checkpoint = self.checkpoints.load() if self.resume else None
-            self.steps_done = checkpoint[0] if checkpoint else 0
+            checkpoint = self._open_folder()
             stack.push(self._end_folder)
             self.folder.begin(self.recipe, f"{platform.machine()}, {self.slots} {resource} slots", self.steps_done)
             self.ledger = Ledger(resource)
@@ -178,7 +183,9 @@ class Runtime(StepOperations):
             stack.push(self._close_record)
             if sum(self.least_mb.values()) > SHOWN_MB or self.memory_fit.reason:
                 self.record.progress.message(self.memory_fit.statement(self.least_mb))
-            for message in filter(None, [*self.prompts.notes, note, self.memory_fit.note, self.folder.deletion_note]):
+            for message in filter(
+                None, [*self.prompts.notes, note, self.speculation_note, self.memory_fit.note, self.folder.deletion_note]
+            ):
                 self.record.progress.message(message)
             self.phases = StepTimer(self.record.progress.phase)
             self.step = Step(self.steps_done)
@@ -198,6 +205,41 @@ class Runtime(StepOperations):
         if self._steps is None:
             self._steps = steps(self)
         return self._steps
+
+    @property
+    def objective(self) -> ObjectiveConfig:
+        """What plans are chosen by. Set it between steps, also to a dict of its keys: it counts from the next plan on.
+
+        A step that is planned already keeps its plan. A resumed run has its recipe's objective again.
+        """
+        return self.recipe.objective
+
+    @objective.setter
+    def objective(self, value: ObjectiveConfig | dict[str, Any]) -> None:
+        tree = value if isinstance(value, dict) else value.model_dump(mode="json")
+        changed = self.recipe.parse({**self.recipe.model_dump(mode="json"), "objective": tree}, where="run.objective")
+        self.recipe = self.recipe.model_copy(update={"objective": changed.objective})
+        self.autoscaler.set_objective(changed.objective)
+
+    def _repr_html_(self) -> str:
+        """Show the run so far in a notebook, before, while and after it is trained."""
+        return RunView.read(self.folder.path)._repr_html_() if hasattr(self, "folder") else f"<pre>{escape(self.recipe.to_yaml())}</pre>"
+
+    def _load_prompts(self, recipe: Recipe) -> PromptSet:
+        return load_prompts(recipe, self.tokenizer, context_tokens(self.files))
+
+    def _folder_to_resume(self) -> RunFolder:
+        return RunFolder.resumed(self.recipe)
+
+    def _open_folder(self) -> Checkpoint | None:
+        """Read what the run folder has of earlier steps."""
+        self.checkpoints = Checkpoints(self.recipe.checkpoint, self.folder.path)
+        checkpoint = self.checkpoints.load() if self.resume else None
+        self.steps_done = checkpoint[0] if checkpoint else 0
+        return checkpoint
+
+    def _can_resume(self, folder: Path) -> bool:
+        return bool(Checkpoints(self.recipe.checkpoint, folder).list())
 
     def actor_classes(self) -> ActorClasses:
         return ActorClasses.real()
@@ -233,6 +275,7 @@ class Runtime(StepOperations):
             self.actor_classes(),
             self.record.progress.message,
             self.shared_pool,
+            self.drafter_files,
         )
         self.autoscaler.expect_widths(engines, note)
         worker_pools.rollout.set_width(self.autoscaler.width)
@@ -266,7 +309,7 @@ class Runtime(StepOperations):
         self.agreement = Agreement(self.context, self.stages.learn.worker_groups, self.rollout) if computes else None
         self.rollout_stage, self.score_stage, self.learn_stage = self.stages.rollout, self.stages.score, self.stages.learn
 
-    def _start(self, checkpoint: tuple[int, StoredFiles, dict[str, Any]] | None) -> None:
+    def _start(self, checkpoint: Checkpoint | None) -> None:
         """Start the learner and the engines' processes, and publish the first weights."""
         import ray
 
@@ -393,5 +436,5 @@ class Runtime(StepOperations):
         if isinstance(error, OSError) and error.errno in FULL:  # raised by a library
             error = DiskFull(Path(error.filename or (folder.path if folder is not None else self.recipe.run.root)))
         if isinstance(error, (Stopped, DiskFull)):
-            error.resumable = folder is not None and bool(Checkpoints(self.recipe.checkpoint, folder.path).list())
+            error.resumable = folder is not None and self._can_resume(folder.path)
         return error

@@ -79,11 +79,12 @@ def create_worker_pools(
     actors: ActorClasses,
     say: Callable[[str], None],
     source: SlotSource | None = None,
+    drafter_files: Files | None = None,
 ) -> WorkerPools:
     """Create the pools, all empty. Instances get everything they need as bytes, because nodes lack the driver's files.
 
     `files`: of the initial policy's folder. `folder`: of the run; its path and the time name the run's leases on a shared cluster.
-    `say`: callback for log messages. `source`: of the slots; default: Ray's queue.
+    `say`: callback for log messages. `source`: of the slots; default: Ray's queue. `drafter_files`: of the model that drafts.
     """
     import ray
 
@@ -112,6 +113,7 @@ def create_worker_pools(
     wanted = recipe.rollout.prefix_kv != "off" and actors.prefill is not None
     unshared = _no_pages(recipe, files) if wanted else None
     config = ray.put(without_weights(files))
+    drafter = [ray.put(drafter_files)] if drafter_files else []
     engine = engine_settings(recipe, longest_prompt_tokens, resource, wanted and unshared is None)
     reward_ref = ray.put(reward_source)  # may contain a reward model's weights
 
@@ -150,7 +152,7 @@ def create_worker_pools(
         return WorkerGroup(group_pool, ranks, recipe.learner, broker, name, Recovery(snapshot_steps, say), shares_base)
 
     def start_engine(slot: Any) -> Any:
-        return start_actor(actors.rollout, slot, resource, {}, config, replace(engine, tensor_parallel=rollout.width))
+        return start_actor(actors.rollout, slot, resource, {}, config, replace(engine, tensor_parallel=rollout.width), *drafter)
 
     engines: dict[str, Any] = {"on_device": True, "give_back_after_s": GIVE_BACK_AFTER_S}
     rollout = pool("rollout", start_engine, labels=recipe.rollout.nodes, width=recipe.rollout.least_width, **engines)
@@ -162,7 +164,7 @@ def create_worker_pools(
         rollout,
         pool(reward_source.pool_kind, reward, on_device=reward_source.on_device),
         worker_group("learn", actors.learner, learner_settings, recipe.learner.ranks, "learner"),
-        pool("prefill", starter(actors.prefill, config, engine), **engines) if wanted else None,
+        pool("prefill", starter(actors.prefill, config, replace(engine, speculation="off")), **engines) if wanted else None,
         worker_group("critic", actors.critic, critic_settings, recipe.critic.ranks, "critic") if has_critic else None,
         worker_group("reference", actors.reference, reference_settings, recipe.reference.ranks, "reference") if has_reference else None,
         f"KV cannot be shared, and contexts of moved responses are computed again: {unshared}" if unshared else None,

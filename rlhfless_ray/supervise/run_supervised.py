@@ -9,11 +9,13 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.common.deadlines import POLL_S, STOP
+from rlhfless_ray.common.disk_space import FULL, DiskFull
 from rlhfless_ray.common.errors import RunError, Stopped, UserError, one_line
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.local.cluster import MIN_STORE_MB, RayCluster
@@ -22,6 +24,7 @@ from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.report.metrics import Metrics
 from rlhfless_ray.report.progress_display import ProgressDisplay
 from rlhfless_ray.run.checkpoints import swap_folder
+from rlhfless_ray.run.closing import close_folder
 from rlhfless_ray.run.folder import RunFolder, check_writable, put_files
 from rlhfless_ray.supervise.examples import RowOrder
 from rlhfless_ray.supervise.load_rows import SupervisedRows, load_rows
@@ -262,10 +265,18 @@ class SupervisedStage:
         if stopped_s is not None and self.done < (self.recipe.run.steps or 0):
             self.stopped.resumable = _steps_saved(Path(*self.storage)) is not None
             raise self.stopped
-        if self.failure is not None:
-            if isinstance(self.failure, (UserError, RunError)):
-                raise self.failure
-            raise RunError(f"the ranks failed: {one_line(_root(self.failure), 600)}") from self.failure
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        """Raise what ended the ranks, if they have failed."""
+        if self.failure is None:
+            return
+        root = _root(self.failure)
+        if isinstance(root, (UserError, RunError)):
+            raise root
+        if isinstance(root, OSError) and root.errno in FULL:
+            raise DiskFull(Path(root.filename or self.folder.path)) from self.failure
+        raise RunError(f"the ranks failed: {one_line(root, 600)}") from self.failure
 
     def _check_deadline(self) -> None:
         """Raise RunError if the ranks have not started, or have told nothing, for longer than the recipe allows."""
@@ -372,18 +383,17 @@ class SupervisedStage:
 
     def _close(self, kind: Any, error: Any, trace: Any) -> None:
         """Write the last rows, the status, the timeline and the report, however the run ended."""
-        from rlhfless_ray.report.report import write_report
-        from rlhfless_ray.report.timeline import write_timeline
-
         stopped = isinstance(error, (Stopped, KeyboardInterrupt))
+        if isinstance(error, DiskFull):
+            error.resumable = _steps_saved(Path(*self.storage)) is not None
+        status = "done" if error is None else "stopped" if stopped else "failed"
+        close_folder(self.folder, self.progress, self._last_works(), status, "" if error is None else str(error))
+
+    def _last_works(self) -> Iterator[Callable[[], object]]:
         self.ledger.close()
-        self.ledger.append_to(self.folder.path / "ledger.csv")
+        yield lambda: self.ledger.append_to(self.folder.path / "ledger.csv")
         if hasattr(self, "metrics"):
-            self.metrics.close()
-        self.folder.end("done" if error is None else "stopped" if stopped else "failed", "" if error is None else str(error))
-        write_timeline(self.folder.path)
-        write_report(self.folder.path)
-        self.progress.close()
+            yield self.metrics.close
 
 
 def _initial_model(recipe: SupervisedRecipe) -> tuple[Path | None, Files]:

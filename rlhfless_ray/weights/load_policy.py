@@ -140,7 +140,7 @@ def policy_tokenizer(recipe: Recipe, files: Files) -> Any:
     return load_tokenizer(files, recipe.policy.trust_remote_code) if recipe.policy.path else TaskTokenizer(task(recipe.prompts.task))
 
 
-def load_tokenizer(files: Files, trust_remote_code: bool) -> Any:
+def load_tokenizer(files: Files, trust_remote_code: bool, setting: str = "policy.path") -> Any:
     quiet_libraries()
     from transformers import AutoTokenizer
 
@@ -149,7 +149,7 @@ def load_tokenizer(files: Files, trust_remote_code: bool) -> Any:
         try:
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
         except Exception as error:  # libraries raise many types for unreadable files
-            raise UserError(f"policy.path: its tokenizer cannot be loaded: {one_line(error, 200)}") from None
+            raise UserError(f"{setting}: its tokenizer cannot be loaded: {one_line(error, 200)}") from None
 
 
 # Config keys of the context length, in the order of their families' age; vLLM uses the same ones.

@@ -23,7 +23,7 @@ SECTIONS = {*Recipe.model_fields, *SupervisedRecipe.model_fields}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 INLINE = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:[=:][^`]*)?`")
 EXAMPLES = dict(public_examples())
-NEEDS_RAY = ("rlhfless_ray.Runtime", "rlhfless_ray.run_supervised")
+NEEDS_RAY = ("rlhfless_ray.Runtime", "rlhfless_ray.generate", "rlhfless_ray.run_supervised", "rlhfless_ray.run_workflow")
 
 
 def prose(page: Path) -> str:
@@ -146,7 +146,7 @@ def test_the_reference_names_every_key_and_command() -> None:
         for key in known_keys(recipe):
             assert f'id="{key}"' in page or f"#{key} }}" in page or key == "task", f"the reference lacks {key}"
     page = on_page_markdown((ROOT / "docs" / "reference" / "commands.md").read_text())
-    for name in ("train", "plan", "simulate", "report", "explain", "run", "submit"):
+    for name in ("train", "generate", "evaluate", "workflow", "plan", "simulate", "report", "explain", "run", "submit"):
         assert f"## rlhfless {name}" in page
 
 

@@ -320,3 +320,21 @@ def test_numbers_read_well() -> None:
     assert [slot_time(x) for x in (12.34, 36_000)] == ["12.3 slot-s", "10 slot-h"]
     assert [short(x) for x in (950, 12_345, 4_560_000)] == ["950", "12.3 k", "4.56 M"]
     assert (percent(0.1234), money(0.00164), money(1234.5)) == ("12.3%", "0.00164", "1,234.50")
+
+
+def test_drafts_by_source_and_what_they_saved() -> None:
+    from rlhfless_ray.report.draft_charts import drafts
+
+    names = ("drafted", "drafts_accepted", "model_drafts_accepted", "drafts_saved_s", "engine_steps")
+    rows = [
+        {"step": step, **{f"rollout/{name}": value for name, value in zip(names, values, strict=True)}}
+        for step, values in enumerate([(100, 60, 20, 30.0, 50), (0, 0, 0, -5.0, 50)], 1)
+    ]
+    chart = drafts(rows)
+    assert chart is not None and "drafts saved 25" in chart.note
+    assert {trace["name"]: trace["y"] for trace in chart.data} == {
+        "accepted, from text": [0.8, 0.0],
+        "accepted, from the drafter": [0.4, 0.0],
+        "drafted in vain": [0.8, 0.0],
+    }
+    assert drafts(rows[1:]) is None and drafts([{"step": 1}]) is None

@@ -45,7 +45,7 @@ def new_engine(sampling: ModuleType, tmp_path_factory: pytest.TempPathFactory) -
     from rlhfless_ray.rollout.vllm_engine import VllmEngine
     from rlhfless_ray.weights.model_folder import without_weights, write_folder
 
-    def build(files: dict[str, bytes], **changes: Any) -> Any:
+    def build(files: dict[str, bytes], drafter: dict[str, bytes] | None = None, **changes: Any) -> Any:
         settings = EngineSettings(
             device="cpu",
             max_model_len=320,
@@ -57,7 +57,8 @@ def new_engine(sampling: ModuleType, tmp_path_factory: pytest.TempPathFactory) -
             gpu_memory_share=0.5,
         )
         folder = write_folder(tmp_path_factory.mktemp("engine"), without_weights(files))
-        made = VllmEngine(folder, replace(settings, **changes))
+        draft_folder = write_folder(tmp_path_factory.mktemp("drafter"), drafter) if drafter else None
+        made = VllmEngine(folder, replace(settings, **changes), drafter=draft_folder)
         # vLLM's shutdown of one engine takes down what all engines of a process share, and 1 s of garbage collection at the end
         made.engine.engine_core._finalizer.detach()
         kept.append(made)

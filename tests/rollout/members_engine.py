@@ -20,7 +20,15 @@ from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.vllm_engine import VllmEngine
 from rlhfless_ray.weights.model_folder import without_weights, write_folder
 
-SETTINGS = EngineSettings(max_model_len=320, max_running=64, block_size=32, kv_cache_mb=64, gpu_memory_share=0.5, tensor_parallel=2)
+SETTINGS = EngineSettings(
+    max_model_len=320,
+    max_running=64,
+    block_size=32,
+    kv_cache_mb=64,
+    gpu_memory_share=0.5,
+    tensor_parallel=2,
+    speculation="on",  # the engine that it is compared with drafts nothing
+)
 
 
 def main(file: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from placement.speed.decode_speed import Speed
+from placement.speed.drafted_speed import DraftedSpeed
 
 UNPLACED = -1  # actor number of a sequence that no actor holds
 BLOCK = 16  # free tokens per running sequence that admitting another one requires (one page of KV cache)
@@ -132,7 +133,7 @@ class VirtualEngines:
         before = np.empty(len(chosen))  # tokens made since the slice began, as each phase begins
         before[1:] = left[:-1]
         before[first] = 0.0
-        speed = self.speed
+        speed = self.speed.plain if isinstance(self.speed, DraftedSpeed) else self.speed
         rate = speed.base_s + speed.per_seq_s * running
         if speed.per_ctx_s:
             context = self.prompts[chosen] + self.generated[chosen]
@@ -140,6 +141,8 @@ class VirtualEngines:
             ends = np.repeat(total[first + size - 1], size)
             rate = rate + speed.per_ctx_s * (ends - total + context)
         growth = speed.per_ctx_s * running  # how much a step slows with each token made by all that run
+        if isinstance(self.speed, DraftedSpeed):
+            rate, growth = self.speed.per_token(running, rate, growth)
         phase = rate * (left - before) + growth / 2 * (np.square(left) - np.square(before))
         total = np.cumsum(phase)
         done = total - np.repeat(total[first] - phase[first], size)  # seconds after which each sequence ends

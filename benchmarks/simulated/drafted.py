@@ -1,0 +1,55 @@
+"""Drafted tokens in the simulator: what they give to `fixed` and to ours, as it is built and as it is planned.
+
+Every policy takes its best width of engines, and has the same drafts. What the runtime does not do is forbidden to `ours (as
+built)`: a learner that grows within a step, engines awake beside it or woken before its update ends, optimizer state on the host
+except during the update, whitened gradients by linearity, and a drafter that is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.simulated.cluster_variants import variant
+from benchmarks.simulated.fair_baselines import REDUCE_S
+from placement.catalog import catalog
+from placement.simulate import Setting, SimulatedRun, simulate
+
+AS_BUILT = "ours (as built)"
+DRAFTS = ("off", "text", "trained")
+
+
+def measure_drafted(setting: Setting, seeds: Sequence[int]) -> dict[str, Any]:
+    """Speed and cost by source of drafts and policy: over `fixed` without drafts, and over `fixed` with the same drafts. Means over
+    seeds."""
+    device = replace(setting.device, reduce_latency_s=REDUCE_S[0])
+    wide = setting.but(tensor_parallel="auto", device=device)
+    runs: dict[str, list[SimulatedRun]] = {}
+    for drafts in DRAFTS:
+        chance = acceptance(setting, drafts)
+        built = variant(AS_BUILT, without=lambda _, k: k.awake or k.hosted or k.linear or 0 < k.early < k.late, prewarmed=False)
+        policies = ["fixed", "ours"] if drafts == "trained" else ["fixed", built, "ours"]
+        runs[drafts] = [simulate(wide.but(acceptance=chance), policies, seed) for seed in seeds]
+    rows: dict[str, Any] = {}
+    for drafts, found in runs.items():
+        for name in found[0].policies:
+            over = {"plain": _over(found, name, runs["off"]), "same": _over(found, name, found)}
+            rows.setdefault(drafts, {})[name] = over
+    return {"seeds": len(seeds), "acceptance": {drafts: acceptance(setting, drafts) for drafts in DRAFTS}, "rows": rows}
+
+
+def acceptance(setting: Setting, drafts: str) -> float:
+    if drafts == "off":
+        return 0.0
+    return float(catalog.values(catalog.read("acceptance")[drafts])[str(setting.lengths)])
+
+
+def _over(runs: Sequence[SimulatedRun], name: str, base: Sequence[SimulatedRun]) -> dict[str, float]:
+    pairs = [(run.policies[name], other.policies["fixed"]) for run, other in zip(runs, base, strict=True)]
+    return {
+        "speedup": float(np.mean([plain.step_s / done.step_s for done, plain in pairs])),
+        "saving": float(np.mean([1 - done.full / plain.full for done, plain in pairs])),
+    }

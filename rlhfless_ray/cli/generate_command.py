@@ -1,0 +1,81 @@
+"""`rlhfless generate`, `evaluate` and `workflow`: responses without training, and stages one after another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ARGUMENTS = typer.Argument(help="A recipe in YAML, if any, then keys to set, as section.key=value.", show_default=False)
+RESUME = typer.Option("--resume", help="Continue the latest run of this name. Responses that are there are not generated again.")
+
+
+def split_arguments(arguments: list[str] | None) -> tuple[str | None, list[str]]:
+    """Return the recipe's path, if the first argument is one, and the overrides."""
+    given = arguments or []
+    return (None, given) if not given or "=" in given[0] else (given[0], given[1:])
+
+
+def generate(
+    arguments: Annotated[list[str] | None, ARGUMENTS] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="A second place for the responses, JSONL.")] = None,
+    resume: Annotated[bool, RESUME] = False,
+) -> None:
+    """Generate responses with their log-probabilities, and score them if the recipe has a reward.
+
+    rlhfless generate policy.path=my-model prompts.path=prompts.jsonl prompts.prompt_column=question rollout.samples_per_prompt=4
+    """
+    from rlhfless_ray.recipe.generation import GenerationRecipe
+
+    recipe = GenerationRecipe.read(*split_arguments(arguments))
+    from rlhfless_ray.runtime.generation import generate as run
+
+    found = run(recipe, out=out, resume=resume)
+    print(f"responses: {out or found}")
+    print(f"report:    {(found.parent / 'report.html').resolve()}")
+
+
+def evaluate(
+    arguments: Annotated[list[str] | None, ARGUMENTS] = None,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", help="A model or run folder. Several are compared.", show_default=False)
+    ] = None,
+    data: Annotated[
+        list[str] | None, typer.Option("--data", help="A data set, or several. None: the held-out prompts.", show_default=False)
+    ] = None,
+    k: Annotated[list[int] | None, typer.Option("--k", help="Responses for pass@k.", show_default=False)] = None,
+    resume: Annotated[bool, RESUME] = False,
+) -> None:
+    """Evaluate models on the same prompts, side by side: mean reward, pass@k, lengths and costs as a table and as JSON.
+
+    rlhfless evaluate recipes/quickstart.yaml --model runs/sft --model runs/dpo evaluate.samples_per_prompt=4
+    """
+    from rlhfless_ray.common.errors import UserError
+    from rlhfless_ray.recipe.generation import GenerationRecipe
+
+    path, overrides = split_arguments(arguments)
+    if not model and not any(one.startswith("policy.path=") for one in overrides):
+        raise UserError("--model: name a model or run folder")
+    models = model or [one.partition("=")[2] for one in overrides if one.startswith("policy.path=")][-1:]
+    task_or_data = [f"prompts.path={data[0]}"] if data and path is None else []  # a recipe needs one, and --data says which count
+    recipe = GenerationRecipe.read(path, [*task_or_data, *overrides, f"policy.path={models[0]}"], name="evaluate")
+    from rlhfless_ray.runtime.evaluate_models import FILE
+    from rlhfless_ray.runtime.evaluate_models import evaluate as run
+
+    print(run(recipe, models, data or (), k or (), resume=resume))
+    print(f"\njson: {Path(recipe.run.root) / recipe.run.name / FILE}")
+
+
+def workflow(
+    file: Annotated[Path, typer.Argument(help="A workflow in YAML.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Keys to set, as section.key=value.", show_default=False)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the workflow of this name; finished stages are kept.")] = False,
+) -> None:
+    """Run the stages of a file one after another: training, generation, evaluation. One report covers all of them."""
+    from rlhfless_ray.recipe.workflow_file import Workflow
+
+    parsed = Workflow.load(file, overrides or [])
+    from rlhfless_ray.runtime.run_workflow import run_workflow
+
+    print(f"report: {(run_workflow(parsed, resume=resume) / 'report.html').resolve()}")

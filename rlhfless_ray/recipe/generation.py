@@ -1,0 +1,81 @@
+"""The recipe of `rlhfless generate` and `rlhfless evaluate`: that of a run, without what only learning needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.reading import apply_override
+from rlhfless_ray.recipe.recipe_file import read_tree
+from rlhfless_ray.recipe.rollout_sections import RolloutConfig
+
+OF_LEARNING = ("task", "data", "loss", "algorithm", "learner", "critic", "reference", "lora", "ema", "checkpoint", "save")
+OF_STEPS = {"run": ("steps", "episodes", "epochs"), "rollout": ("max_lag_steps", "partial", "oversample", "ahead", "agreement")}
+FIXED: dict[str, dict[str, Any]] = {"run": {"episodes": 1}, "learner": {"overlap": "off"}, "checkpoint": {"memory_every_steps": 0}}
+BATCH_PROMPTS = 256
+
+
+class GenerationRollout(RolloutConfig):
+    temperature: float = Field(1.0, ge=0)
+    """Temperature of the sampling distribution. 0 is greedy."""
+
+
+class GenerationRecipe(Recipe):
+    """A recipe without a learner. It may have no reward; responses are not scored then.
+
+    Examples:
+        >>> GenerationRecipe.read(None, ["prompts.task=chain", "rollout.temperature=0"]).prompts.batch_prompts
+        256
+    """
+
+    rollout: GenerationRollout = GenerationRollout()
+    learns: ClassVar[bool] = False
+
+    @property
+    def scores(self) -> bool:
+        """Whether responses get a reward."""
+        return bool(self.reward.function or self.reward.url or self.reward.model_path)
+
+    @classmethod
+    def read(cls, path: str | Path | None, overrides: Sequence[str] = (), name: str = "generate") -> GenerationRecipe:
+        """Read a recipe's file, which may be that of a training run, and apply overrides of the form `section.key=value`.
+
+        Sections and keys that only learning needs are left out. `name`: of the run, if neither file nor override says it.
+
+        Raises:
+            UserError: As `Recipe.load`, and for a recipe with an agent.
+        """
+        tree: dict[str, Any] = {}
+        if path is None:
+            for override in overrides:
+                apply_override(tree, override)
+        else:
+            tree = read_tree(Path(path), overrides)
+            name = re.sub(r"[^\w.-]+", "-", f"{Path(path).stem}-{name}").lstrip(".-")
+        where = "recipe" if path is None else f"recipe {path}"
+        return cls.of(tree, name, where)
+
+    @classmethod
+    def of(cls, tree: dict[str, Any], name: str = "generate", where: str = "recipe") -> GenerationRecipe:
+        """Validate a nested dict as `read` does."""
+        tree = {section: dict(keys) if isinstance(keys, dict) else keys for section, keys in tree.items() if section not in OF_LEARNING}
+        for section, keys in OF_STEPS.items():
+            for key in keys:
+                if isinstance(tree.get(section), dict):
+                    tree[section].pop(key, None)
+        if isinstance(agent := tree.get("agent"), dict) and agent.get("path"):
+            raise UserError(f"{where}: agent.path: `rlhfless generate` and `evaluate` have no agents; name a reward instead, or none")
+        for section, values in FIXED.items():
+            tree[section] = {**(tree.get(section) or {}), **values}
+        prompts = tree["prompts"] = {"batch_prompts": BATCH_PROMPTS, **(tree.get("prompts") or {}), "shuffle": False}
+        if not tree.get("reward"):
+            prompts.setdefault("answer_column", "")
+        if not tree["run"].get("name"):
+            tree["run"]["name"] = name
+        return cls.parse(tree, where=where)

@@ -1,0 +1,169 @@
+"""A workflow as a file: stages that train, generate or evaluate, each a recipe that may name results of earlier stages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.generation import GenerationRecipe
+from rlhfless_ray.recipe.recipe_file import RecipeFile
+from rlhfless_ray.recipe.section import Section
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+
+Kind = Literal["train", "generate", "evaluate"]
+KINDS: tuple[Kind, ...] = ("train", "generate", "evaluate")
+NAME, REFERENCE = r"^[A-Za-z][\w-]*$", re.compile(r"\$\{([\w-]+)\}")
+PAIRS, RESPONSES = "pairs.jsonl", "responses.jsonl"
+ROUND = "round"
+
+
+class WorkflowStage(Section):
+    """One stage, or with `repeat` several that are repeated. A text `${name}` in a recipe is the result of the stage `name`: the
+    model folder of `train`, the preference pairs of `generate` (without a reward its responses). `${round}` is the number of the round."""
+
+    name: str = Field("", pattern=f"{NAME}|^$")
+    """Name of the stage's run folder. In a repetition `-<round>` follows."""
+    train: dict[str, Any] | None = None
+    """A recipe of a training run, or with `task` of a supervised stage."""
+    generate: dict[str, Any] | None = None
+    """A recipe of `rlhfless generate`. With a reward, `pairs.jsonl` has the best and the worst response to each prompt."""
+    evaluate: dict[str, Any] | None = None
+    """A recipe of `rlhfless evaluate`."""
+    models: list[str] = Field(default_factory=list)
+    """evaluate: the stages whose models are compared."""
+    repeat: int = Field(0, ge=0)
+    """Number of rounds of `stages`. A result of a stage that comes later in the round is that of the round before."""
+    start: dict[str, str] = Field(default_factory=dict)
+    """repeat: which stage's result stands for such a stage in the first round."""
+    stages: list[WorkflowStage] = Field(default_factory=list)
+    """repeat: the stages of a round."""
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> WorkflowStage:
+        kinds = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if self.repeat:
+            if kinds or self.models or not self.stages:
+                raise ValueError("a stage with `repeat` has `stages` and nothing else but `start`")
+        elif len(kinds) != 1 or not self.name or self.stages or self.start:
+            raise ValueError("a stage has a `name` and one of `train`, `generate` and `evaluate`")
+        elif bool(self.models) != (self.evaluate is not None):
+            raise ValueError("`models` names the stages that `evaluate` compares")
+        return self
+
+
+class WorkflowRun(Section):
+    name: str = Field("", pattern=r"^(\w[\w.-]*)?$")
+    """Name of the workflow's folder below `root`. Empty: the file name."""
+    root: str = Field("runs", min_length=1)
+    """Folder for workflow folders."""
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage with its recipe, whose references are paths. `models`: stage → model folder, of an evaluation."""
+
+    name: str
+    kind: Kind
+    tree: dict[str, Any]
+    recipe: Recipe | SupervisedRecipe | GenerationRecipe
+    models: dict[str, Path]
+
+
+class Workflow(RecipeFile):
+    """Stages in order, and settings of all of them.
+
+    Examples:
+        >>> stage = {"name": "sft", "train": {"task": "sft", "data": {"task": "chain"}}}
+        >>> [one.name for one in Workflow.parse({"run": {"name": "mine"}, "stages": [stage]}).plan()]
+        ['sft']
+    """
+
+    run: WorkflowRun = WorkflowRun()
+    settings: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Sections that every stage's recipe gets, such as `watch` and `cluster`. A recipe's own keys count more."""
+    stages: list[WorkflowStage] = Field(min_length=1)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run.root) / self.run.name
+
+    def plan(self) -> list[PlannedStage]:
+        """Return every stage in order, repetitions written out.
+
+        Raises:
+            UserError: For a mistake in a recipe or a reference, with the stage's name.
+        """
+        planned: list[PlannedStage] = []
+        for stage, name, resolve in _expand(self.stages, self.folder):
+            if any(one.name == name for one in planned):
+                raise UserError(f"stages: two are called {name}; rename one")
+            kind = next(kind for kind in KINDS if getattr(stage, kind) is not None)
+            tree = _merged(self.settings, _resolved(getattr(stage, kind), resolve))
+            models = {model: Path(resolve(model)) for model in stage.models}
+            planned.append(PlannedStage(name, kind, tree, self._recipe(kind, name, tree, models), models))
+        return planned
+
+    def _recipe(self, kind: Kind, name: str, tree: dict[str, Any], models: dict[str, Path]) -> Recipe | SupervisedRecipe | GenerationRecipe:
+        where = f"stage {name}"
+        tree = {**tree, "run": {**(tree.get("run") or {}), "root": str(self.folder), "name": name}}
+        if kind == "train":
+            return (SupervisedRecipe if "task" in tree else Recipe).parse(tree, where=where)
+        if models:
+            tree["policy"] = {**(tree.get("policy") or {}), "path": str(next(iter(models.values())))}
+        return GenerationRecipe.of(tree, name, where)
+
+
+Resolve = Callable[[str], str]
+
+
+def _expand(stages: Sequence[WorkflowStage], folder: Path) -> Iterator[tuple[WorkflowStage, str, Resolve]]:
+    """Yield every stage with its name and a function from names to results."""
+    results: dict[str, str] = {}
+
+    def resolver(numbers: dict[str, str], where: str) -> Resolve:
+        def resolve(name: str) -> str:
+            if name in numbers:
+                return numbers[name]
+            if name not in results:
+                known = ", ".join(f"`{one}`" for one in results) or "none yet"
+                raise UserError(f"stage {where}: `${{{name}}}` is no earlier stage; there are {known}")
+            return results[name]
+
+        return resolve
+
+    def result(stage: WorkflowStage, name: str) -> str:
+        of_generate = PAIRS if stage.generate and stage.generate.get("reward") else RESPONSES
+        return str(folder / name / ("model" if stage.train is not None else of_generate))
+
+    for stage in stages:
+        if not stage.repeat:
+            yield stage, stage.name, resolver({}, stage.name)
+            results[stage.name] = result(stage, stage.name)
+            continue
+        for inner, source in stage.start.items():
+            results[inner] = resolver({}, "with repeat")(source)
+        for number in range(1, stage.repeat + 1):
+            for inner_stage in stage.stages:
+                name = f"{inner_stage.name}-{number}"
+                yield inner_stage, name, resolver({ROUND: str(number)}, name)
+                results[inner_stage.name] = results[name] = result(inner_stage, name)
+
+
+def _resolved(value: Any, resolve: Resolve) -> Any:
+    """Replace references in all texts of a tree."""
+    if isinstance(value, str):
+        return REFERENCE.sub(lambda match: resolve(match[1]), value)
+    if isinstance(value, list):
+        return [_resolved(item, resolve) for item in value]
+    return {key: _resolved(item, resolve) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _merged(settings: dict[str, dict[str, Any]], tree: dict[str, Any]) -> dict[str, Any]:
+    return {**tree, **{section: {**keys, **(tree.get(section) or {})} for section, keys in settings.items()}}

@@ -1,0 +1,32 @@
+"""Chart of speculative decoding by step: tokens that drafts added to an engine step, and tokens drafted in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhfless_ray.report.charts import Chart, Row, lines
+from rlhfless_ray.report.cost_charts import total
+from rlhfless_ray.report.formatting import duration
+
+
+def drafts(rows: Sequence[Row]) -> Chart | None:
+    """Draw accepted tokens per engine step by source."""
+    if not total(rows, "rollout/drafted"):
+        return None
+    shown = []
+    for row in rows:
+        steps = row.get("rollout/engine_steps") or 1
+        drafted, accepted = row.get("rollout/drafted") or 0, row.get("rollout/drafts_accepted") or 0
+        by_model = row.get("rollout/model_drafts_accepted") or 0
+        parts = {"text": accepted - by_model, "model": by_model, "vain": drafted - accepted}
+        shown.append({"step": row["step"], **{name: value / steps for name, value in parts.items()}})
+    names = [("text", "accepted, from text", "@rollout", "solid"), ("vain", "drafted in vain", "@muted", "dot")]
+    if any(row["model"] for row in shown):
+        names.insert(1, ("model", "accepted, from the drafter", "@learn", "solid"))
+    data = lines(shown, names, width=1.8, hovertemplate="%{y:.2f} tokens")
+    saved_s = total(rows, "rollout/drafts_saved_s") or 0.0
+    note = (
+        "Tokens of an engine's decode step that were drafted, besides the one that it draws for each sequence. By the fitted step times "
+        f"drafts {'saved' if saved_s >= 0 else 'cost'} {duration(abs(saved_s))} of engines' time."
+    )
+    return Chart("drafts", "Drafted tokens", note, data, {"yaxis": {"title": "tokens per engine step", "rangemode": "tozero"}})

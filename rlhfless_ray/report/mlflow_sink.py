@@ -1,0 +1,60 @@
+"""Log to MLflow through its own client."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+AT_ONCE, MOST_CHARACTERS = 100, 500  # MLflow's limits on parameters
+
+
+class MlflowRun:
+    """A run in MLflow. A resumed run goes on in the same one, whose id is in the run folder's `mlflow_run`.
+
+    Args:
+        folder: The run folder.
+        uri: MLflow's tracking address, or a folder.
+        name: Name of the run.
+        experiment: Name of the experiment.
+    """
+
+    def __init__(self, folder: Path, *, uri: str, name: str, experiment: str) -> None:
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions refuse folders otherwise
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._metric = Metric
+        self._client = MlflowClient(tracking_uri=uri if "://" in uri else Path(uri).resolve().as_uri())
+        file = folder / "mlflow_run"
+        if file.is_file():
+            self._id = file.read_text().strip()
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        found = self._client.get_experiment_by_name(experiment)
+        number = found.experiment_id if found is not None else self._client.create_experiment(experiment)
+        self._id = self._client.create_run(number, run_name=name).info.run_id
+        file.write_text(self._id)
+        recipe = folder / "recipe.yaml"
+        flat = _flat(yaml.safe_load(recipe.read_text())) if recipe.is_file() else {}
+        parameters = [Param(key, str(value)[:MOST_CHARACTERS]) for key, value in flat.items()]
+        for first in range(0, len(parameters), AT_ONCE):
+            self._client.log_batch(self._id, params=parameters[first : first + AT_ONCE])
+
+    def write(self, row: dict[str, Any]) -> None:
+        now, step = int(1000 * time.time()), int(row.get("step", 0))
+        values = [self._metric(key, float(value), now, step) for key, value in row.items() if isinstance(value, (int, float))]
+        self._client.log_batch(self._id, metrics=values)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found

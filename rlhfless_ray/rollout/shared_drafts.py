@@ -1,0 +1,127 @@
+"""What the engines of a run share of their drafts: prices, acceptance, and what responses to the same prompt have said."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from placement.drafting import Learned
+from rlhfless_ray.rollout.control_queue import DraftNews
+from rlhfless_ray.rollout.token_log import NO_ENGINE, TokenLog
+from rlhfless_ray.types import EngineStep
+
+if TYPE_CHECKING:
+    from rlhfless_ray.types import Request
+
+KEPT_TOKENS = 100_000  # of responses of earlier steps. A checkpoint has them as numbers, about 0.6 MB
+
+
+@dataclass
+class _Text:
+    """A response of an earlier step. `name`: of the text in engines. `known_by`: ids of the instances that have it."""
+
+    name: int
+    tokens: np.ndarray
+    known_by: set[str]
+
+
+class SharedDrafts:
+    """Lives on the driver for a whole run. `begin` starts each rollout, `end` keeps its responses for later steps."""
+
+    def __init__(self, kept_tokens: int = KEPT_TOKENS) -> None:
+        self.learned = Learned()
+        self.kept_tokens = kept_tokens
+        self.earlier: dict[str, list[_Text]] = {}  # by prompt, the one heard of longest ago first
+        self.total = 0  # tokens of these
+        self.names = itertools.count()
+
+    def begin(self, token_log: TokenLog) -> None:
+        """Start a rollout. Prompts that come later, as in multi-turn rollouts, share no text."""
+        self.log = token_log
+        self.prompts = [_digest(request) for request in token_log.requests]
+        self.groups: dict[str, list[int]] = {}
+        for i, prompt in enumerate(self.prompts):
+            self.groups.setdefault(prompt, []).append(i)
+        self.text_names = [next(self.names) for _ in self.prompts]
+        self.told: dict[tuple[int, int], int] = {}  # (request, engine) → tokens of the response that the engine was told
+
+    def for_call(self, number: int, instance: str, indices: Sequence[int]) -> DraftNews:
+        """Return what an engine should know that begins to work on these requests."""
+        said = []
+        for prompt in dict.fromkeys(self.prompts[i] for i in indices if i < len(self.prompts)):
+            for text in self.earlier.get(prompt, ()):
+                if instance not in text.known_by:
+                    text.known_by.add(instance)
+                    said.append((text.name, text.tokens))
+            said += self._news((i for i in self.groups[prompt] if self.log.owner[i] != number), number)
+        return DraftNews(self.learned.state(), tuple(said))
+
+    def spread(self, indices: Iterable[int], number: int) -> dict[int, DraftNews]:
+        """Return what to tell other engines of these requests, on which an engine has reported: those with unfinished siblings."""
+        found: dict[int, DraftNews] = {}
+        for i in indices:
+            group = self.groups[self.prompts[i]] if i < len(self.prompts) else []
+            for other in {int(self.log.owner[j]) for j in group if not self.log.finished[j]} - {number, NO_ENGINE}:
+                news = tuple(self._news([i], other))
+                found[other] = DraftNews({}, (found[other].said if other in found else ()) + news)
+        return found
+
+    def _news(self, indices: Iterable[int], number: int) -> list[tuple[int, np.ndarray]]:
+        found = []
+        for i in indices:
+            told = self.told.get((i, number), 0)
+            if self.log.length[i] > told:
+                found.append((self.text_names[i], self.log.tokens(i)[told:]))
+                self.told[i, number] = int(self.log.length[i])
+        return found
+
+    def observe(self, observed: Sequence[tuple[np.ndarray, int]]) -> None:
+        """Learn what became of an engine's drafts."""
+        self.learned.acceptance.merge(observed)
+
+    def end(self, instances: Sequence[str], steps: Sequence[EngineStep]) -> None:
+        """Fit the step times, and keep the responses of the rollout. `instances`: ids of its engines by number."""
+        times = self.learned.times
+        for has_drafts in (False, True):
+            kind = [step for step in steps if step.new_tokens == step.running and (step.drafted > 0) == has_drafts]
+            for step in kind[:: len(kind) // times.KEPT + 1]:  # of the whole rollout: its end alone has few sequences
+                verifies = bool(step.drafted or step.draft_s)
+                times.add(step.running, step.context_tokens, step.drafted, step.seconds - step.draft_s, verifies)
+        times.fit()
+        known_by = [{instances[owner]} if owner != NO_ENGINE else set() for owner in self.log.owner.tolist()]
+        for i, engine in self.told:
+            known_by[i].add(instances[engine])
+        for i, prompt in enumerate(self.prompts):
+            if self.log.finished[i] and self.log.length[i]:
+                self._keep(prompt, _Text(self.text_names[i], self.log.tokens(i), known_by[i]))
+        while self.total > self.kept_tokens:
+            self.total -= sum(len(text.tokens) for text in self.earlier.pop(next(iter(self.earlier))))
+
+    def saved_s(self, steps: Iterable[EngineStep]) -> float:
+        """Return the engines' time that drafts saved in these steps against decoding without, by the fitted step times."""
+        times = self.learned.times
+        return sum(times.saved_s(step.running, step.context_tokens, step.drafted, step.accepted, step.draft_s) for step in steps)
+
+    def _keep(self, prompt: str, text: _Text) -> None:
+        self.earlier[prompt] = [*self.earlier.pop(prompt, []), text]
+        self.total += len(text.tokens)
+
+    def state(self) -> dict[str, Any]:
+        """Return it as JSON-serialisable values, for a checkpoint."""
+        said = {prompt: [text.tokens.tolist() for text in texts] for prompt, texts in self.earlier.items()}
+        return {"learned": self.learned.state(), "said": said}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.learned.restore(state.get("learned", {}))
+        for prompt, texts in state.get("said", {}).items():
+            for tokens in texts:
+                self._keep(prompt, _Text(next(self.names), np.array(tokens, np.int32), set()))
+
+
+def _digest(request: Request) -> str:
+    return xxhash.xxh3_64_hexdigest(np.array(request.token_ids, np.int32).tobytes())

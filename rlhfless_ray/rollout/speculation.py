@@ -1,0 +1,50 @@
+"""Check before a run what `rollout.speculation` and `rollout.drafter` ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.prefix.supported_models import unsupported
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.weights.load_policy import load_tokenizer, model_folder
+from rlhfless_ray.weights.model_folder import config_of, read_folder
+from rlhfless_ray.weights.tensor_file import Files
+
+KEY = "rollout.drafter"
+
+
+def check_speculation(recipe: Recipe, policy: Files) -> tuple[Recipe, str | None]:
+    """Return the recipe, without `auto` drafts where the policy's layers cannot have them, and a note that says so.
+
+    Rejected drafts are overwritten in the KV cache. A running state cannot take them back, and a window may have dropped what they
+    replaced. Raises UserError if the recipe insists on drafts there.
+    """
+    rollout = recipe.rollout
+    why = unsupported(config_of(policy)) if rollout.speculation != "off" else None
+    if why is None:
+        return recipe, None
+    if rollout.speculation == "on":
+        raise UserError(f"rollout.speculation: this policy cannot verify drafts, because {why}; set it to auto or off")
+    without = rollout.model_copy(update={"speculation": "off", "drafter": ""})
+    return recipe.model_copy(update={"rollout": without}), f"no tokens are drafted, because of the policy: {why}"
+
+
+def read_drafter(recipe: Recipe, tokenizer: Any) -> Files | None:
+    """Return the files of `rollout.drafter`, None without one.
+
+    Raises UserError if it is no model, or one with other tokens than the policy's.
+    """
+    rollout = recipe.rollout
+    if not rollout.drafter:
+        return None
+    files = read_folder(model_folder(rollout.drafter, KEY), KEY)
+    config, words = config_of(files), tokenizer.get_vocab()
+    if why := unsupported(config):
+        raise UserError(f"{KEY}: a drafter needs full attention in each layer, and of this one {why}; name another, or leave it out")
+    if load_tokenizer(files, recipe.policy.trust_remote_code, KEY).get_vocab() != words:
+        raise UserError(f"{KEY}: its tokenizer has other tokens than the policy's, so its drafts mean nothing; name one that shares them")
+    size, tokens = (config.get("text_config") or config).get("vocab_size", 0), max(words.values()) + 1
+    if size < tokens:
+        raise UserError(f"{KEY}: its vocab_size {size} does not cover the tokenizer's {tokens} tokens; name a model that has them all")
+    return files

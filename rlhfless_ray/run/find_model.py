@@ -1,0 +1,81 @@
+"""Find the model that a user names: a model folder, a name on the hub, or a run folder, finished or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from rlhfless_ray.run.checkpoints import swap_folder
+from rlhfless_ray.weights.load_policy import initial_policy, model_folder
+from rlhfless_ray.weights.model_folder import WEIGHTS, read_content, read_folder, split_files, with_dtype, without_weights, write_folder
+from rlhfless_ray.weights.tensor_file import Files, iterate_tensors
+
+
+def find_model(name: str | Path, setting: str, written: Path) -> Path:
+    """Return the folder of a model.
+
+    `name`: a model folder, a hub model, a checkpoint, or a run folder, whose final model counts, else its newest checkpoint. `setting`: for
+    messages. `written`: folder into which the model of a checkpoint is written, below its run's name.
+
+    Raises UserError if there is no model, or if the checkpoint holds adapters only.
+    """
+    path = Path(name)
+    if (path / "config.json").is_file() or not path.is_dir():
+        folder = model_folder(str(name), setting)
+        if not folder.is_dir():
+            raise UserError(f"{setting}: there is no model or run folder {name}")
+        return folder
+    if (path / "model" / "config.json").is_file():
+        return path / "model"
+    run = next((parent for parent in (path, *path.resolve().parents) if (parent / "recipe.yaml").is_file()), None)
+    checkpoint = path if (path / "learner.json").is_file() else _newest_checkpoint(path)
+    if run is None or checkpoint is None:
+        raise UserError(f"{setting}: {path} is neither a model folder nor a run folder with a model or a checkpoint")
+    weights = [file for file in sorted(checkpoint.glob(f"model*{WEIGHTS}"))]
+    if not weights:
+        raise UserError(f"{setting}: {checkpoint} holds adapters only; let the run end, which writes the merged model")
+    target = written / f"{run.name}-{checkpoint.name}"
+    if not target.is_dir():
+        swap_folder(target, lambda folder: write_folder(folder, _model_files(run, weights)))
+    return target
+
+
+def _newest_checkpoint(run: Path) -> Path | None:
+    """Return the newest checkpoint of a run: `step_<n>`, or `checkpoint_<n>` of a supervised stage."""
+    found = [file.parent for file in (run / "checkpoints").glob("[sc]*/learner.json")]
+    return max(found, key=lambda path: (path / "learner.json").stat().st_mtime, default=None)
+
+
+def _model_files(run: Path, weights: list[Path]) -> Files:
+    """Return a model folder's files: weights of a checkpoint, by the names of `save_pretrained`, and the rest of the run's first model."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from rlhfless_ray.weights.model_folder import as_folder
+    from rlhfless_ray.weights.saved_names import saved_state
+
+    others = without_weights(_first_model(run))
+    live = {name: tensor for file in weights for name, tensor in iterate_tensors(read_content(file))}
+    with as_folder(others) as folder, torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    files = split_files(saved_state(model, live))
+    return with_dtype({**others, **files}, [content for name, content in files.items() if name.endswith(WEIGHTS)])
+
+
+def _first_model(run: Path) -> Files:
+    if (run / "reference").is_dir():
+        return read_folder(run / "reference")
+    tree = yaml.safe_load((run / "recipe.yaml").read_text())
+    if "task" not in tree:
+        return initial_policy(Recipe.parse(tree))[0]
+    recipe = SupervisedRecipe.parse(tree)
+    if recipe.policy.path:
+        return read_folder(model_folder(recipe.policy.path, "policy.path"))
+    from rlhfless_ray.learn.tiny_model import scratch_policy
+    from rlhfless_ray.prompts.builtin_tasks import task
+
+    return scratch_policy(recipe, task(recipe.data.task))

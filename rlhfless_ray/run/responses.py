@@ -1,0 +1,202 @@
+"""Generated responses on disk: a record that grows while they are generated, and the file that is made of it at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhfless_ray.common.disk_space import append, writing
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.types import Completion, Prompt, Sample
+
+RECORD, RESPONSES = "responses.part.jsonl", "responses.jsonl"
+Key = tuple[int, int]  # prompt, number of the response
+
+
+class ResponseRecord:
+    """`responses.part.jsonl`: a line of settings, then one line for each response and each score, in the order in which they came.
+
+    Args:
+        folder: The run folder.
+        settings: What decides the tokens. A record of others cannot be continued.
+        answer_column: Column of the rows that goes into the lines.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], answer_column: str = "") -> None:
+        """Open the record, or begin one. Raises UserError if it has other settings."""
+        self.path, self.answer_column = folder / RECORD, answer_column
+        self.places: dict[Key, tuple[int, int]] = {}  # offset and length of each response's line
+        self.scores: dict[Key, dict[str, Any]] = {}
+        if self.path.is_file():
+            self._read(settings)
+        else:
+            append(self.path, _line({"settings": settings}))
+
+    def _read(self, settings: dict[str, Any]) -> None:
+        end = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file):
+                if not line.endswith(b"\n"):
+                    break  # torn by a crash
+                row = json.loads(line)
+                if not number:
+                    _check_same(self.path, row["settings"], settings)
+                elif "response" in row:
+                    self.places[_key(row)] = end, len(line)
+                else:
+                    self.scores[_key(row)] = row
+                end += len(line)
+        with self.path.open("r+b") as file:
+            file.truncate(end)
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Append finished responses. Raises DiskFull and leaves the record as it was."""
+        end, lines = self.path.stat().st_size, []
+        places = {}
+        for s in samples:
+            row = {
+                "prompt_index": s.prompt.index,
+                "sample": s.sample,
+                "prompt": s.prompt.text,
+                "response": s.text,
+                "finish": s.completion.finish_reason,
+                **({"answer": s.prompt.row.get(self.answer_column)} if self.answer_column else {}),
+                "token_ids": s.completion.token_ids.tolist(),
+                "logprobs": [float(str(value)) for value in s.completion.logprobs],  # the shortest decimals of float32
+            }
+            lines.append(_line(row))
+            places[_key(row)] = end, len(lines[-1])
+            end += len(lines[-1])
+        append(self.path, b"".join(lines))
+        self.places |= places
+
+    def add_scores(self, samples: Iterable[Sample]) -> None:
+        rows = [
+            {"prompt_index": s.prompt.index, "sample": s.sample, "reward": s.reward, "error": s.error}
+            for s in samples
+            if (s.prompt.index, s.sample) not in self.scores
+        ]
+        append(self.path, b"".join(map(_line, rows)))
+        self.scores |= {_key(row): row for row in rows}
+
+    def missing(self, prompts: Sequence[Prompt], count: int, *, scored: bool) -> list[Prompt]:
+        """Return the prompts that lack one of `count` responses, or with `scored` one of their scores."""
+        there = self.scores if scored else self.places
+        return [prompt for prompt in prompts if any((prompt.index, n) not in there for n in range(count))]
+
+    def samples(self, prompt: Prompt, count: int) -> dict[int, Sample]:
+        """Return the responses to a prompt that are there, by number."""
+        found = {}
+        with self.path.open("rb") as file:
+            for n in range(count):
+                if (prompt.index, n) in self.places:
+                    row = self._row(file, (prompt.index, n))
+                    tokens, logprobs = np.array(row["token_ids"], np.int32), np.array(row["logprobs"], np.float32)
+                    found[n] = Sample(prompt, n, Completion(n, tokens, logprobs, row["finish"], 0), row["response"])
+        return found
+
+    def _row(self, file: Any, key: Key) -> dict[str, Any]:
+        start, length = self.places[key]
+        file.seek(start)
+        row: dict[str, Any] = json.loads(file.read(length))
+        return row
+
+    def write(self, path: Path, prompts: Sequence[Prompt], count: int) -> Path:
+        """Write all responses in the order of their prompts, each with its score, by one rename."""
+        temporary = path.with_name(f".{path.name}.tmp")
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with self.path.open("rb") as record, temporary.open("wb") as file:
+                    for prompt in prompts:
+                        for n in range(count):
+                            row, score = self._row(record, (prompt.index, n)), self.scores.get((prompt.index, n), {})
+                            scored: dict[str, Any] = {name: score[name] for name in ("reward", "error") if name in score}
+                            tokens, logprobs = row.pop("token_ids"), row.pop("logprobs")
+                            file.write(_line({**row, **scored, "token_ids": tokens, "logprobs": logprobs}))
+                temporary.replace(path)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+        return path
+
+
+def read_groups(path: Path) -> Iterator[list[dict[str, Any]]]:
+    """Yield the responses to each prompt from a file that `generate` wrote."""
+    with Path(path).open() as file:
+        for _, rows in groupby(map(json.loads, file), key=lambda row: row["prompt_index"]):
+            yield list(rows)
+
+
+def best_responses(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the response with the highest reward to each prompt (best of n): the first one of several.
+
+    Prompts without a scored response are left out. Raises UserError if no response has a reward.
+    """
+    yield from (max(scored, key=_reward) for scored in _scored_groups(path))
+
+
+def preference_pairs(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the best and the worst response to each prompt as a pair, with the columns that `task: dpo` and `rm` read.
+
+    Empty responses are left out, and prompts whose responses all have the same reward or the same text. Raises UserError if no response
+    has a reward.
+    """
+    for group in _scored_groups(path):
+        scored = [row for row in group if row["response"]]
+        if not scored:
+            continue
+        chosen, rejected = max(scored, key=_reward), min(scored, key=_reward)
+        if chosen["reward"] > rejected["reward"] and chosen["response"] != rejected["response"]:
+            yield {
+                "prompt": chosen["prompt"],
+                "chosen": chosen["response"],
+                "rejected": rejected["response"],
+                "chosen_reward": chosen["reward"],
+                "rejected_reward": rejected["reward"],
+            }
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> int:
+    """Write rows as JSONL by one rename, and return their number."""
+    temporary, count = path.with_name(f".{path.name}.tmp"), 0
+    with writing(path):
+        with temporary.open("wb") as file:
+            for row in rows:
+                file.write(_line(row))
+                count += 1
+        temporary.replace(path)
+    return count
+
+
+def _scored_groups(path: Path) -> Iterator[list[dict[str, Any]]]:
+    for group in read_groups(path):
+        if "reward" not in group[0]:
+            raise UserError(f"{path}: its responses have no reward; generate them with a reward in the recipe")
+        if scored := [row for row in group if row["reward"] is not None]:
+            yield scored
+
+
+_reward: Callable[[dict[str, Any]], float] = lambda row: row["reward"]  # noqa: E731
+
+
+def _check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    for name, value in now.items():
+        if before.get(name) != value:
+            changed = "" if name in ("model", "prompts") else f" ({before.get(name)} then, {value} now)"
+            raise UserError(
+                f"--resume: {path} was generated with another {name}{changed}; set it back, or start another run without --resume"
+            )
+
+
+def _key(row: dict[str, Any]) -> Key:
+    return row["prompt_index"], row["sample"]
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return json.dumps(row, ensure_ascii=False, default=str, separators=(",", ":")).encode() + b"\n"

@@ -1,0 +1,282 @@
+"""Evaluate several models on the same prompts, side by side, without training."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhfless_ray.common.deadlines import STOP
+from rlhfless_ray.common.disk_space import replace_file
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.local.cluster import RayCluster
+from rlhfless_ray.prompts.load_prompts import load_prompts
+from rlhfless_ray.recipe.generation import GenerationRecipe
+from rlhfless_ray.report.read_run import RunRecord
+from rlhfless_ray.run.find_model import find_model
+from rlhfless_ray.run.responses import RECORD, RESPONSES, read_groups
+from rlhfless_ray.runtime.generation import Generation
+from rlhfless_ray.types import Prompt
+from rlhfless_ray.weights.load_policy import context_tokens, initial_policy, policy_tokenizer
+from rlhfless_ray.weights.model_folder import parameter_count
+
+FILE = "evaluation.json"
+
+
+@dataclass(frozen=True)
+class ModelScore:
+    """One model on one data set.
+
+    mean: mean reward over prompts and responses, pass@1 of a reward of 0 or 1. error: its standard error over prompts. pass_at: k → mean
+    over prompts of the expected best reward of k responses, without bias. difference: mean less the first model's, on the same prompts.
+    unscored: responses without a reward, which are left out.
+    """
+
+    model: str
+    data: str
+    prompts: int
+    samples_per_prompt: int
+    mean: float
+    error: float
+    pass_at: dict[int, float]
+    difference: float
+    difference_error: float
+    length_mean: float
+    truncated_share: float
+    unscored: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores of all models on all data sets, and what each model's responses cost."""
+
+    scores: list[ModelScore]
+    costs: dict[str, dict[str, float]] = field(default_factory=dict)  # model → slot_s, money, tokens_per_s
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Evaluation:
+        """Read the result from its folder.
+
+        Examples:
+            >>> from rlhfless_ray import Evaluation
+            >>> from pathlib import Path
+            >>> _ = Path("evaluation.json").write_text('{"scores": [], "costs": {}}')
+            >>> Evaluation.read(".").scores
+            []
+        """
+        found = json.loads((Path(folder) / FILE).read_text())
+        scores = [{**score, "pass_at": {int(k): value for k, value in score["pass_at"].items()}} for score in found["scores"]]
+        return cls([ModelScore(**score) for score in scores], found["costs"])
+
+    def rows(self) -> list[list[str]]:
+        """Return the table's cells, with a heading."""
+        ks = sorted({k for score in self.scores for k in score.pass_at})
+        head = ["model", "data", "prompts", "mean", *(f"pass@{k}" for k in ks), "difference", "length", "cut", "slot-s"]
+        first = self.scores[0].model if self.scores else ""
+        rows = [head]
+        for s in self.scores:
+            rows.append(
+                [
+                    s.model,
+                    s.data,
+                    str(s.prompts),
+                    f"{s.mean:.3f} ± {s.error:.3f}",
+                    *(f"{s.pass_at[k]:.3f}" if k in s.pass_at else "" for k in ks),
+                    "" if s.model == first else f"{s.difference:+.3f} ± {s.difference_error:.3f}",
+                    f"{s.length_mean:.1f}",
+                    f"{s.truncated_share:.0%}",
+                    f"{self.costs[s.model]['slot_s']:.0f}" if s.model in self.costs else "",
+                ]
+            )
+        return rows
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+    def _repr_html_(self) -> str:
+        head, *rows = self.rows()
+        cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+        return (
+            f"<table><tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+
+def evaluate(
+    recipe: GenerationRecipe,
+    models: Sequence[str | Path],
+    data: Sequence[str] = (),
+    ks: Sequence[int] = (),
+    *,
+    labels: Sequence[str] = (),
+    resume: bool = False,
+) -> Evaluation:
+    """Evaluate models on the same prompts with the same random numbers.
+
+    The responses of each model are in a run folder of its own, below `<run.root>/<run.name>/`, beside `evaluation.json`.
+
+    Args:
+        recipe: Its section `evaluate` says how many responses there are to a prompt, and at which temperature.
+        models: Model folders, names on the hub, checkpoints or run folders. Differences are to the first one.
+        data: Data sets, as in `prompts.path`. None: the recipe's held-out prompts.
+        ks: Numbers of responses for pass@k. None: 1 and `evaluate.samples_per_prompt`.
+        labels: A name for each model. None: those of its folder or its run.
+        resume: Keep responses that are there.
+
+    Raises:
+        UserError: For mistakes in the recipe, the data or the models.
+        RunError: If generation fails.
+
+    Examples:
+        >>> from rlhfless_ray import GenerationRecipe, evaluate
+        >>> evaluate(GenerationRecipe.of({"prompts": {"task": "chain"}}), ["my-model"])
+        Traceback (most recent call last):
+        ...
+        rlhfless_ray.common.errors.UserError: reward: an evaluation needs one; set reward.function, reward.url or reward.model_path
+    """
+    count = recipe.evaluate.samples_per_prompt
+    if not recipe.scores:
+        raise UserError("reward: an evaluation needs one; set reward.function, reward.url or reward.model_path")
+    if bad := [k for k in ks if not 1 <= k <= count]:
+        raise UserError(f"--k: {bad[0]} of {count} responses; set evaluate.samples_per_prompt to it, or lower it")
+    root = Path(recipe.run.root) / recipe.run.name
+    if root.is_dir() and not resume:
+        raise UserError(f"{root} exists already; continue it with --resume, or set another run.name")
+    recipes = {
+        label: _for_model(recipe, find_model(model, "--model", root / "models"), root, label)
+        for label, model in zip(labels or _labels(models), models, strict=True)
+    }
+    scores: list[ModelScore] = []
+    costs: dict[str, dict[str, float]] = {}
+    first: dict[str, np.ndarray] = {}  # data set → mean reward of each prompt, of the first model
+    with RayCluster.shared(recipe, max(parameter_count(initial_policy(one)[0]) for one in recipes.values())):
+        for label, one in recipes.items():
+            STOP.check()
+            prompts, parts = _load(one, data)
+            with Generation(one, prompts=prompts, resume=(root / label / RECORD).is_file()) as run:
+                for _ in run:
+                    pass
+            rows = list(read_groups(root / label / RESPONSES))
+            for name, part in parts.items():
+                score, means = _score(label, name, rows[part], ks or sorted({1, count}), first.get(name))
+                first.setdefault(name, means)
+                scores.append(score)
+            costs[label] = _costs(root / label)
+    found = Evaluation(scores, costs)
+    replace_file(root / FILE, found.to_json().encode())
+    return found
+
+
+def _labels(models: Sequence[str | Path]) -> list[str]:
+    """Return a short unique name for each model: that of its folder, or of its run."""
+    labels: list[str] = []
+    for model in models:
+        path = Path(model)
+        name = re.sub(r"[^\w.-]+", "-", path.parent.name if path.name == "model" and path.parent.name else path.name).strip("-.") or "model"
+        same = sum(label == name or label.startswith(f"{name}-") for label in labels)
+        labels.append(f"{name}-{same + 1}" if same else name)
+    return labels
+
+
+def _for_model(recipe: GenerationRecipe, folder: Path, root: Path, label: str) -> GenerationRecipe:
+    """Return the recipe of one model's run, which samples as section `evaluate` says."""
+    evaluate = recipe.evaluate
+    temperature = recipe.rollout.temperature if evaluate.temperature is None else evaluate.temperature
+    rollout = recipe.rollout.model_copy(update={"samples_per_prompt": evaluate.samples_per_prompt, "temperature": temperature})
+    return recipe.model_copy(
+        update={
+            "policy": recipe.policy.model_copy(update={"path": str(folder)}),
+            "run": recipe.run.model_copy(update={"root": str(root), "name": label}),
+            "rollout": rollout,
+        }
+    )
+
+
+def _load(recipe: GenerationRecipe, data: Sequence[str]) -> tuple[list[Prompt], dict[str, slice]]:
+    """Return the prompts of all data sets, and the part of each."""
+    files = initial_policy(recipe)[0]
+    tokenizer, longest = policy_tokenizer(recipe, files), context_tokens(files)
+    if not data:
+        heldout = load_prompts(recipe, tokenizer, longest).heldout
+        found = {recipe.prompts.task or "held-out": heldout}
+    else:
+        found = {}
+        for name in data:
+            prompts = recipe.prompts.model_copy(update={"task": "", "path": name, "paths": [], "probabilities": None})
+            evaluate = recipe.evaluate.model_copy(update={"prompts": 0, "path": ""})
+            one = recipe.model_copy(update={"prompts": prompts, "evaluate": evaluate})
+            found[name if name not in found else f"{name}-{len(found)}"] = load_prompts(one, tokenizer, longest).train
+    every, parts = list[Prompt](), dict[str, slice]()
+    for name, part in found.items():
+        parts[name] = slice(len(every), len(every) + len(part))
+        every += [replace(prompt, index=len(every) + number) for number, prompt in enumerate(part)]
+    if not every:
+        raise UserError("evaluate.prompts: there are no held-out prompts; raise it, or name a data set with --data")
+    return every, parts
+
+
+def _score(
+    label: str, name: str, groups: list[list[dict[str, Any]]], ks: Sequence[int], first: np.ndarray | None
+) -> tuple[ModelScore, np.ndarray]:
+    """Return a model's score on a data set, and the mean reward of each prompt, NaN where no response has one."""
+    rewards = [np.array([row["reward"] for row in group if row["reward"] is not None], float) for group in groups]
+    means = np.array([r.mean() if len(r) else np.nan for r in rewards])
+    rows = [row for group in groups for row in group]
+    mean, error = _mean(means)
+    difference, difference_error = _mean(means - (means if first is None else first))
+    pass_at = {k: _mean(np.array([best_of_k(r, k) for r in rewards if len(r) >= k]))[0] for k in ks}
+    score = ModelScore(
+        label,
+        name,
+        len(groups),
+        len(groups[0]),
+        mean,
+        error,
+        pass_at,
+        difference,
+        difference_error,
+        float(np.mean([len(row["token_ids"]) for row in rows])),
+        float(np.mean([row["finish"] == "length" for row in rows])),
+        sum(row["reward"] is None for row in rows),
+    )
+    return score, means
+
+
+def best_of_k(rewards: np.ndarray, k: int) -> float:
+    """Return the expected highest reward of `k` of these responses, drawn without replacement.
+
+    For rewards of 0 and 1 this is the unbiased estimate of pass@k: 1 - C(wrong, k) / C(n, k).
+    """
+    n = len(rewards)
+    return float(sum(reward * math.comb(rank, k - 1) for rank, reward in enumerate(np.sort(rewards))) / math.comb(n, k))
+
+
+def _mean(values: np.ndarray) -> tuple[float, float]:
+    """Return mean and standard error without NaN."""
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return math.nan, math.nan
+    return float(known.mean()), float(known.std(ddof=1) / math.sqrt(len(known))) if len(known) > 1 else 0.0
+
+
+def _costs(folder: Path) -> dict[str, float]:
+    """Return what a run's responses cost, over all its parts."""
+    rows = RunRecord.read(folder).metrics
+    last = rows[-1] if rows else {}
+    tokens, seconds = (sum(row.get(name, 0.0) for row in rows) for name in ("tokens/generated", "step_s"))
+    return {
+        "slot_s": last.get("cost/total_full_slot_s", 0.0),
+        "money": last.get("cost/total_money", 0.0),
+        "tokens_per_s": tokens / seconds if seconds else 0.0,
+    }

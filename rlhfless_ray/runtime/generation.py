@@ -1,0 +1,186 @@
+"""Generation without a learner: the rollout pool, planner and ledger of a run, over a set of prompts, resumable by response."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.loop import plan_step, roll_out
+from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.generation import GenerationRecipe
+from rlhfless_ray.report.metrics import read_rows
+from rlhfless_ray.rollout.overlap import OverlapScheduler
+from rlhfless_ray.rollout.partial_batch import PartialBatch
+from rlhfless_ray.run.folder import RunFolder, check_writable
+from rlhfless_ray.run.responses import RECORD, RESPONSES, ResponseRecord
+from rlhfless_ray.runtime.runtime import Checkpoint, Runtime
+from rlhfless_ray.runtime.worker_pools import ActorClasses
+from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, Step, WeightVersion
+from rlhfless_ray.weights.checksum import combined, digests
+from rlhfless_ray.weights.load_policy import context_tokens
+from rlhfless_ray.weights.model_folder import WEIGHTS, stored_weights
+from rlhfless_ray.weights.tensor_file import as_numpy, checksum
+
+SEED_STEP = 0  # step number in the seeds of responses: batches and resumes change no token
+
+
+def generate(recipe: GenerationRecipe, *, out: Path | None = None, resume: bool = False) -> Path:
+    """Generate `rollout.samples_per_prompt` responses to each of the recipe's prompts, score them if it has a reward, and return the file.
+
+    The file has one JSON object a line, in the order of the prompts: `prompt_index`, `sample`, `prompt`, `response`, `finish`, `token_ids`
+    and `logprobs` (of the sampling distribution), with a reward also `reward` and `error`. `best_responses` and `preference_pairs` read it.
+
+    Args:
+        recipe: The recipe.
+        out: Where to write a second copy. The first is the run folder's `responses.jsonl`.
+        resume: Continue the newest run of this name. Responses that are there are not generated again.
+
+    Raises:
+        UserError: For mistakes in the recipe, the data or the files it names.
+        RunError: If generation fails.
+
+    Examples:
+        >>> from rlhfless_ray import GenerationRecipe, generate
+        >>> tree = {"prompts": {"task": "chain", "rows": 4}, "rollout": {"max_tokens": 8}, "watch": {"progress": "off", "wandb": "off"}}
+        >>> len(generate(GenerationRecipe.of(tree)).read_text().splitlines())
+        32
+    """
+    if out is not None:
+        check_writable(Path(out).absolute().parent, "--out")
+    with Generation(recipe, resume=resume) as run:
+        for _ in run:
+            pass
+    if out is not None:
+        run.write_responses(Path(out))
+    return run.folder.path / RESPONSES
+
+
+class Generation(Runtime):
+    """A run that only generates. Its steps are batches of prompts; iterating yields one `Step` at a time."""
+
+    recipe: GenerationRecipe
+
+    def __init__(self, recipe: GenerationRecipe, *, prompts: list[Prompt] | None = None, resume: bool = False) -> None:
+        """`prompts`: instead of those that the recipe's section `prompts` names, with indices from 0."""
+        self._given = prompts
+        super().__init__(recipe, resume=resume)
+        if self.owes_warm_start:
+            raise UserError("policy.path: the policy made from scratch has not had its warm start; name a model folder, or train it first")
+
+    # ---- setup ------------------------------------------------------------------------------------------------
+
+    def _load_prompts(self, recipe: Recipe) -> PromptSet:
+        if self._given is not None:
+            return PromptSet(self._given, [])
+        evaluate = recipe.evaluate.model_copy(update={"prompts": 0, "path": ""})
+        return load_prompts(recipe.model_copy(update={"evaluate": evaluate}), self.tokenizer, context_tokens(self.files))
+
+    def actor_classes(self) -> ActorClasses:
+        return replace(ActorClasses.real(), computes=False)  # there is no learner to compare log-probabilities with
+
+    def _folder_to_resume(self) -> RunFolder:
+        root, name = Path(self.recipe.run.root), self.recipe.run.name
+        family = [p for p in root.glob(f"{name}*") if p.name == name or p.name.removeprefix(f"{name}-").isdigit()]
+        found = [path for path in family if self._can_resume(path)]
+        if not found:
+            raise UserError(f"--resume: no run with responses in {root / name}; start it without --resume")
+        return RunFolder(max(found, key=lambda path: (path / RECORD).stat().st_mtime))
+
+    def _can_resume(self, folder: Path) -> bool:
+        return (folder / RECORD).is_file()
+
+    def _open_folder(self) -> Checkpoint | None:
+        self.responses = ResponseRecord(self.folder.path, self._settings(), self.recipe.answer_column)
+        self.pending = self.responses.missing(self.prompts.train, self.recipe.rollout.samples_per_prompt, scored=self.recipe.scores)
+        metrics = self.folder.path / "metrics.jsonl"
+        self.steps_done = max((row["step"] for row in read_rows(metrics)[0]), default=0) if metrics.is_file() else 0
+        steps = self.steps_done + math.ceil(len(self.pending) / self.recipe.prompts.batch_prompts)
+        self.recipe = self.recipe.model_copy(update={"run": self.recipe.run.model_copy(update={"steps": steps})})
+        return None
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what decides the tokens of a response, besides the number of the sample."""
+        rollout, prompts = self.recipe.rollout, hashlib.blake2b(digest_size=16)
+        for prompt in self.prompts.train:
+            prompts.update(np.array([prompt.index, *prompt.token_ids], np.int64).tobytes())
+        model = [checksum(content) for name, content in sorted(self.files.items()) if name.endswith(WEIGHTS)]
+        keys = ("temperature", "top_p", "max_tokens", "min_tokens", "max_total_tokens", "quantization")
+        of_rollout = {f"rollout.{key}": getattr(rollout, key) for key in keys}
+        rest = {"policy.dtype": self.recipe.policy.dtype, "run.seed": self.recipe.run.seed}
+        return {"model": model, "prompts": prompts.hexdigest(), **of_rollout, **rest}
+
+    def _start(self, checkpoint: Checkpoint | None) -> None:
+        """Publish the model's weights. Engines start when the first plan says how many."""
+        import ray
+
+        self.worker_group.slots = 0  # no update follows a rollout
+        arrays = {name: as_numpy(tensor) for name, tensor in stored_weights(self.files)}
+        told = digests(arrays)
+        self.weights = WeightVersion(0, ray.put(arrays), combined(told), digests=ray.put(told))
+
+    def _save(self, *_: Any, **__: Any) -> None:
+        """There is no learner's state, and responses are on disk already."""
+        self.record.catch_up()
+
+    # ---- steps ------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Step]:
+        if self._steps is None:
+            self._steps = self._generate_steps()
+        return self._steps
+
+    def _generate_steps(self) -> Iterator[Step]:
+        step = plan_step(self, self.steps_done + 1)
+        while step is not None:
+            self.begin_step(step)
+            roll_out(self, step)
+            if self.recipe.scores:
+                with self.score_phase():
+                    self.score(step.samples)
+                self.responses.add_scores(step.samples)
+            step.answers = step.samples
+            self.observe_samples(step)
+            upcoming = plan_step(self, step.number + 1)
+            end = self.decide_end(step, upcoming)
+            step.ledger = self.close_step(step, end)
+            if upcoming is not None and end.starts_next:
+                self.start_engines(upcoming)
+            self.record_step(step, end)
+            yield step
+            step = upcoming
+        self.finish()
+
+    def next_prompts(self, step: Step, missing: int | None = None) -> list[Prompt]:
+        """Return the next prompts that lack responses. Those that are there are part of the step's batch."""
+        size, count = self.recipe.prompts.batch_prompts, self.recipe.rollout.samples_per_prompt
+        prompts, self.pending = self.pending[:size], self.pending[size:]
+        groups = [Group(prompt, SEED_STEP, samples=self._begun(prompt, count)) for prompt in prompts]
+        step.partial_batch = PartialBatch(groups, step.number, len(groups), 0, count)
+        return prompts
+
+    def _begun(self, prompt: Prompt, count: int) -> tuple[Sample, ...]:
+        there = self.responses.samples(prompt, count)
+        nothing = Completion(0, np.zeros(0, np.int32), np.zeros(0, np.float32), UNFINISHED, 0)
+        return tuple(there.get(n) or Sample(prompt, n, nothing) for n in range(count)) if there else ()
+
+    def generate(self, step: Step) -> list[Sample]:
+        assert self.weights is not None
+        count, overlap = self.recipe.rollout.samples_per_prompt, None
+        if self.recipe.scores:
+            overlap = OverlapScheduler(self.score_stage, self.learn_stage, self.broker, len(step.prompts), count)
+        return self.rollout_stage.generate(step, self.weights, overlap, on_samples=self.responses.add)
+
+    def finish(self) -> None:
+        self.write_responses(self.folder.path / RESPONSES)
+        self.finished = True
+
+    def write_responses(self, path: Path) -> None:
+        self.responses.write(path, self.prompts.train, self.recipe.rollout.samples_per_prompt)

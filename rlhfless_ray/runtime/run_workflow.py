@@ -1,0 +1,131 @@
+"""Run the stages of a workflow one after another, each in a run folder of its own, and continue where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rlhfless_ray.common.deadlines import STOP
+from rlhfless_ray.common.disk_space import replace_file
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.local.cluster import RayCluster
+from rlhfless_ray.recipe.generation import GenerationRecipe
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from rlhfless_ray.recipe.workflow_file import PAIRS, PlannedStage, Workflow
+from rlhfless_ray.report.workflow_report import write_workflow_report
+from rlhfless_ray.run.checkpoints import Checkpoints
+from rlhfless_ray.run.responses import RECORD, preference_pairs, write_rows
+from rlhfless_ray.runtime.evaluate_models import FILE, evaluate
+from rlhfless_ray.runtime.generation import generate
+from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.supervise.run_supervised import has_checkpoint, run_supervised
+
+PLAN = "workflow.json"  # the stages' recipes as the file gave them
+
+
+def run_workflow(workflow: Workflow, *, resume: bool = False, say: Callable[[str], None] = print) -> Path:
+    """Run every stage and return the workflow's folder.
+
+    It holds a run folder for each stage, `workflow.json` with their recipes, and `report.html` over all stages, which is written after
+    each. Stages share one Ray.
+
+    Args:
+        workflow: The stages. All recipes are checked before the first one starts.
+        resume: Continue the workflow of this name. Finished stages are kept, and the one that was stopped goes on from its checkpoint.
+        say: Called with one line before each stage.
+
+    Raises:
+        UserError: For a mistake in the file, or if a finished stage's recipe has changed.
+        RunError: If a stage fails. What it has done stays.
+
+    Examples:
+        >>> from rlhfless_ray import Workflow, run_workflow
+        >>> quiet = {"progress": "off", "wandb": "off"}
+        >>> train = {"task": "sft", "run": {"steps": 1}, "data": {"task": "chain", "rows": 64}, "watch": quiet}
+        >>> workflow = Workflow.parse({"run": {"name": "mine"}, "stages": [{"name": "sft", "train": train}]})
+        >>> (run_workflow(workflow, say=lambda line: None) / "report.html").exists()
+        True
+    """
+    stages, folder = workflow.plan(), workflow.folder
+    if folder.is_dir() and not resume:
+        raise UserError(f"{folder} exists already; continue it with --resume, or set another run.name")
+    folder.mkdir(parents=True, exist_ok=True)
+    _check_unchanged(folder, stages)
+    replace_file(folder / PLAN, json.dumps([{"name": s.name, "kind": s.kind, "recipe": s.tree} for s in stages], indent=1).encode())
+    waiting = [stage for stage in stages if not is_done(folder, stage)]
+    with ExitStack() as stack:
+        if len(waiting) > 1:
+            stack.enter_context(RayCluster.shared(waiting[0].recipe, store_mb=RayCluster.largest_store_mb(waiting[0].recipe)))
+        for stage in waiting:
+            STOP.check()
+            say(f"stage {stage.name}, {stages.index(stage) + 1} of {len(stages)}: {stage.kind}")
+            try:
+                _run(folder / stage.name, stage)
+            finally:
+                write_workflow_report(folder, [(one.name, one.kind) for one in stages])
+    write_workflow_report(folder, [(one.name, one.kind) for one in stages])
+    return folder
+
+
+def is_done(folder: Path, stage: PlannedStage) -> bool:
+    """Return whether a stage has its result."""
+    path = folder / stage.name
+    if stage.kind == "evaluate":
+        return (path / FILE).is_file()
+    try:
+        status = json.loads((path / "status.json").read_text())["status"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return status == "done" and (stage.kind == "train" or not _makes_pairs(stage) or (path / PAIRS).is_file())
+
+
+def _check_unchanged(folder: Path, stages: list[PlannedStage]) -> None:
+    """Raise UserError if a finished stage, or one that is under way, had another recipe."""
+    try:
+        before: dict[str, Any] = {one["name"]: one["recipe"] for one in json.loads((folder / PLAN).read_text())}
+    except FileNotFoundError:
+        return
+    for stage in stages:
+        if (folder / stage.name).is_dir() and stage.name in before and before[stage.name] != json.loads(json.dumps(stage.tree)):
+            raise UserError(
+                f"stage {stage.name}: {folder / stage.name} was made with another recipe; set it back, or remove that folder and those of "
+                "the stages that use it"
+            )
+
+
+def _run(path: Path, stage: PlannedStage) -> None:
+    recipe = stage.recipe
+    if path.is_dir() and not _can_resume(path, stage):
+        shutil.rmtree(path)  # it ended before there was anything to continue from
+    resume = path.is_dir()
+    if isinstance(recipe, GenerationRecipe):
+        if stage.kind == "evaluate":
+            evaluate(recipe, list(stage.models.values()), resume=resume, labels=list(stage.models))
+            return
+        responses = generate(recipe, resume=resume)
+        if recipe.scores and not write_rows(path / PAIRS, preference_pairs(responses)):
+            raise UserError(
+                f"stage {stage.name}: no prompt has responses of different rewards, so there are no pairs; raise the temperature"
+            )
+    elif isinstance(recipe, SupervisedRecipe):
+        run_supervised(recipe, resume=resume)
+    else:
+        with Runtime(recipe, resume=resume) as run:
+            for _ in run:
+                pass
+
+
+def _makes_pairs(stage: PlannedStage) -> bool:
+    return isinstance(stage.recipe, GenerationRecipe) and stage.recipe.scores
+
+
+def _can_resume(path: Path, stage: PlannedStage) -> bool:
+    if stage.kind == "generate":
+        return (path / RECORD).is_file()
+    if isinstance(stage.recipe, SupervisedRecipe):
+        return has_checkpoint(stage.recipe)
+    return stage.kind == "evaluate" or bool(Checkpoints(stage.recipe.checkpoint, path).list())

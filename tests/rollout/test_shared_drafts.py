@@ -1,0 +1,114 @@
+"""What engines share of their drafts: each text reaches an engine once, in order, and survives a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from placement.drafting import Draft
+from rlhfless_ray.rollout.control_queue import DraftNews
+from rlhfless_ray.rollout.shared_drafts import SharedDrafts
+from rlhfless_ray.rollout.token_deltas import GOES_ON, STOP, TokenDeltas
+from rlhfless_ray.rollout.token_log import TokenLog
+from rlhfless_ray.types import EngineStep, Request
+
+pytestmark = pytest.mark.pure
+
+
+class Engines:
+    """What each engine was told, by text."""
+
+    def __init__(self) -> None:
+        self.heard: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+
+    def hear(self, number: int, news: DraftNews) -> None:
+        for name, tokens in news.said:
+            assert len(tokens)
+            self.heard[number][name] += tokens.tolist()
+
+    def texts(self, number: int) -> list[list[int]]:
+        return sorted(self.heard[number].values())
+
+
+def say(log: TokenLog, engine: int, index: int, tokens: list[int], end: int = GOES_ON) -> None:
+    start = int(log.length[index])
+    log.accept(engine, "e", TokenDeltas.of(1, [(log.requests[index].key, start, len(tokens), end)], tokens, np.zeros(len(tokens))))
+
+
+def test_siblings_on_other_engines_hear_each_token_once_and_later_steps_hear_the_whole() -> None:
+    shared, told = SharedDrafts(), Engines()
+    requests = [Request(key, (1, 2, key // 2), key, 50, 1.0) for key in range(4)]  # two prompts, two responses to each
+    log = TokenLog(requests)
+    shared.begin(log)
+    log.assign(np.array([0, 2, 3]), 0)
+    log.assign(np.array([1]), 1)
+    for number, indices in ((0, [0, 2, 3]), (1, [1])):
+        told.hear(number, shared.for_call(number, f"engine {number}", indices))
+    assert not told.texts(0) and not told.texts(1)
+    for tokens in ([5, 6], [7]):
+        say(log, 0, 0, tokens)
+        say(log, 0, 2, tokens)
+        news = shared.spread([0, 2], 0)
+        assert list(news) == [1], "the other group is on one engine"
+        told.hear(1, news[1])
+    assert told.texts(1) == [[5, 6, 7]]
+    log.owner[2] = 1  # it moved
+    told.hear(1, shared.for_call(1, "engine 1", [2]))
+    say(log, 0, 3, [9], STOP)
+    for number, news in shared.spread([3], 0).items():
+        told.hear(number, news)
+    assert told.texts(1) == [[5, 6, 7], [9]]
+    say(log, 1, 1, [8], STOP)
+    told.hear(0, shared.spread([1], 1)[0])
+    assert told.texts(0) == [[8]]
+    say(log, 0, 0, [4], STOP)
+    assert shared.spread([0], 0) == {}, "no sibling goes on"
+    say(log, 1, 2, [3], STOP)
+    shared.end(["engine 0", "engine 1"], [])
+
+    resumed = SharedDrafts()
+    resumed.restore(json.loads(json.dumps(shared.state())))
+    for one, wanted in ((shared, [[5, 6, 7]]), (resumed, [[5, 6, 7, 4], [8]])):
+        told = Engines()
+        later = TokenLog([Request(0, (1, 2, 0), 9, 50, 1.0)])
+        one.begin(later)
+        later.assign(np.array([0]), 0)
+        told.hear(0, one.for_call(0, "engine 1", [0]))
+        if one is resumed:
+            assert told.texts(0) == wanted, "nobody has heard it yet"
+        else:
+            assert told.texts(0) == [], "it was told the first response, and made the other"
+        told.hear(0, one.for_call(0, "engine 1", [0]))
+        assert told.texts(0) == ([] if one is shared else wanted), "not a second time"
+        told.hear(1, one.for_call(1, "engine 2", [0]))
+        assert told.texts(1) == [[5, 6, 7, 4], [8]]
+
+
+def test_memory_is_bounded_by_tokens_and_prompts_heard_of_longest_ago_go_first() -> None:
+    shared = SharedDrafts(kept_tokens=25)
+    for number, prompt in enumerate((1, 2, 1, 3)):
+        log = TokenLog([Request(0, (prompt,), 0, 50, 1.0)])
+        shared.begin(log)
+        log.assign(np.array([0]), 0)
+        say(log, 0, 0, [number] * 10, STOP)
+        shared.end(["e"], [])
+        assert shared.total == sum(len(text.tokens) for texts in shared.earlier.values() for text in texts) <= 25
+    assert [[int(text.tokens[0]) for text in texts] for texts in shared.earlier.values()] == [[3]]
+
+
+def test_prices_and_acceptance_of_all_engines_reach_the_next_call() -> None:
+    shared = SharedDrafts()
+    shared.begin(TokenLog([Request(0, (1,), 0, 50, 1.0)]))
+    one, other = (np.array([3, 4]), 1), (np.array([4]), 1)
+    steps = [EngineStep(4, 4, 100, 0.012 + 0.001 * (k % 3), drafted=k % 3, draft_s=0.002 * (k % 3 > 0)) for k in range(64)]
+    shared.observe([one])
+    shared.observe([other])
+    shared.end(["e"], [*steps, EngineStep(4, 90, 100, 9.0)])  # a step with prompts says nothing
+    learned = shared.for_call(0, "e", [0]).learned
+    assert learned["cells"] == [3, 4] and learned["tried"] == [1.0, 2.0] and learned["accepted"] == [1.0, 1.0]
+    assert learned["trials"] == 42 and sum(learned["terms"][3:]) > 0
+    assert shared.learned.times.step_s(4, 100) == pytest.approx(0.012, rel=0.15), "without the time of looking up"
+    assert shared.learned.acceptance.survival([Draft([1], [0.4], 0)])[0, 0] > 0

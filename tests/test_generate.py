@@ -1,0 +1,199 @@
+"""`rlhfless generate` and `evaluate`: responses without a learner, resumed by response, and what is computed from them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.prompts.builtin_tasks import task
+from rlhfless_ray.recipe.generation import GenerationRecipe
+from rlhfless_ray.run.find_model import find_model
+from rlhfless_ray.run.responses import RECORD, RESPONSES, ResponseRecord, best_responses, preference_pairs, write_rows
+from rlhfless_ray.runtime.evaluate_models import best_of_k
+from rlhfless_ray.types import Completion, Prompt, Sample
+from tests.conftest import command_here, small_recipe
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# ---- the recipe ---------------------------------------------------------------------------------------------------
+
+
+def test_a_training_recipe_is_read_without_what_only_learning_needs(tmp_path: Path) -> None:
+    tree = small_recipe(tmp_path, rollout__max_lag_steps=1, algorithm__epochs=2, critic__learning_rate=1e-3)
+    recipe = GenerationRecipe.of(tree)
+    assert recipe.scores and recipe.run.episodes == 1 and not recipe.prompts.shuffle
+    assert recipe.rollout.max_lag_steps == 0 and recipe.algorithm.epochs == 1
+    assert recipe.prompts.batch_prompts == 8  # the recipe's
+    assert not GenerationRecipe.of({"prompts": {"task": "chain"}}).scores
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate", "prompts.task=chain", "rolout.top_p=1"], "did you mean `rollout`"),
+        (["generate", "prompts.task=chain", "agent.path=a.py"], "have no agents"),
+        (["generate", "prompts.path=none.jsonl", "policy.path=none"], "none"),
+        (["generate", "prompts.task=chain", "warm_start.steps=3"], "has not had its warm start"),
+        (["generate", "prompts.task=chain", "run.name=never", "--resume"], "no run with responses"),
+        (["evaluate", "prompts.task=chain", "reward.function=task"], "name a model or run folder"),
+        (["evaluate", "prompts.task=chain", "--model", "docs"], "an evaluation needs one"),
+        (["evaluate", "prompts.task=chain", "reward.function=task", "--model", "docs"], "neither a model folder nor a run folder"),
+        (["evaluate", "prompts.task=chain", "reward.function=task", "--model", "docs", "--k", "2"], "of 1 responses"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_starts(arguments: list[str], says: str, tmp_path: Path) -> None:
+    done = command_here(*arguments, f"run.root={tmp_path}")
+    assert done.returncode == 2 and says in done.stderr, done.stderr
+    assert not any(tmp_path.iterdir())
+
+
+# ---- pass@k, pairs ------------------------------------------------------------------------------------------------
+
+
+def test_best_of_k_is_the_mean_over_all_subsets() -> None:
+    rng = np.random.default_rng(0)
+    for rewards in (rng.integers(0, 2, 6).astype(float), rng.normal(size=5), np.zeros(3)):
+        for k in range(1, len(rewards) + 1):
+            each = [max(subset) for subset in itertools.combinations(rewards, k)]
+            assert best_of_k(rewards, k) == pytest.approx(np.mean(each))
+
+
+def test_pairs_and_best_responses(tmp_path: Path) -> None:
+    rewards: dict[int, list[float | None]] = {0: [0.0, 1.0, 1.0, -1.0], 1: [1.0, 1.0, 1.0], 2: [None, 0.5, 0.0], 3: [None, None, None]}
+    path = tmp_path / RESPONSES
+    write_rows(
+        path,
+        (
+            {"prompt_index": p, "sample": n, "prompt": f"p{p}", "response": f"{p}{n}" if n < 3 else "", "reward": r}
+            for p, group in rewards.items()
+            for n, r in enumerate(group)
+        ),
+    )
+    assert [row["response"] for row in best_responses(path)] == ["01", "10", "21"]
+    pairs = [(pair["prompt"], pair["chosen"], pair["rejected"]) for pair in preference_pairs(path)]
+    assert pairs == [("p0", "01", "00"), ("p2", "21", "22")]  # not prompt 1, whose responses are all right
+    write_rows(path, [{"prompt_index": 0, "sample": 0, "prompt": "p", "response": "r"}])
+    with pytest.raises(UserError, match="have no reward"):
+        list(best_responses(path))
+
+
+# ---- the record ---------------------------------------------------------------------------------------------------
+
+
+def sample(prompt: Prompt, number: int, reward: float | None = None) -> Sample:
+    logprobs = np.array([-0.1, -1 / 3], np.float32)
+    return Sample(prompt, number, Completion(number, np.array([7, 9], np.int32), logprobs, "stop", 0), f"r{number}", reward)
+
+
+def test_a_torn_record_goes_on_and_other_settings_are_refused(tmp_path: Path) -> None:
+    prompts = [Prompt(i, f"p{i}", (i,), {"answer": i}) for i in range(3)]
+    record = ResponseRecord(tmp_path, {"model": ["a"], "run.seed": 0}, "answer")
+    record.add([sample(prompts[2], 0), sample(prompts[0], 1), sample(prompts[0], 0)])
+    record.add_scores([sample(prompts[0], 0, 1.0), sample(prompts[0], 1, 0.0)])
+    with (tmp_path / RECORD).open("ab") as file:
+        file.write(b'{"prompt_index":1,"sam')  # a process that was killed here
+    again = ResponseRecord(tmp_path, {"model": ["a"], "run.seed": 0}, "answer")
+    assert again.missing(prompts, 2, scored=False) == prompts[1:]
+    assert again.missing(prompts, 1, scored=False) == [prompts[1]]
+    assert again.missing(prompts, 1, scored=True) == prompts[1:]
+    found = again.samples(prompts[2], 2)[0]
+    assert found.completion.logprobs.tobytes() == np.array([-0.1, -1 / 3], np.float32).tobytes() and found.text == "r0"
+    again.add([sample(prompts[1], 0)])
+    written = rows_of(again.write(tmp_path / "out" / RESPONSES, prompts, 1))
+    assert [(row["prompt_index"], row["answer"], row.get("reward")) for row in written] == [(0, 0, 1.0), (1, 1, None), (2, 2, None)]
+    with pytest.raises(UserError, match=r"another run.seed \(0 then, 1 now\)"):
+        ResponseRecord(tmp_path, {"model": ["a"], "run.seed": 1})
+    with pytest.raises(UserError, match="another model; set"):
+        ResponseRecord(tmp_path, {"model": ["b"], "run.seed": 0})
+
+
+# ---- whole runs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ray
+@pytest.mark.engine
+def test_a_resumed_generation_samples_the_same_tokens(tmp_path: Path, ray_cluster: None) -> None:
+    """Half of the record is lost; then more responses to each prompt are wanted than before. Two engines, batches of another size."""
+    from rlhfless_ray.runtime.generation import Generation, generate
+
+    tree = small_recipe(
+        tmp_path, prompts__rows=18, rollout__samples_per_prompt=3, rollout__max_actors=2, run__name="gen", functions__slot="cpu"
+    )
+    done = generate(GenerationRecipe.of(tree), out=tmp_path / "copy.jsonl")
+    whole = rows_of(done)
+    assert (tmp_path / "copy.jsonl").read_bytes() == done.read_bytes()
+    assert [(row["prompt_index"], row["sample"]) for row in whole] == [(p, n) for p in range(18) for n in range(3)]
+    for row in whole:
+        assert row["reward"] == pytest.approx(-len(row["response"]) / 10)
+        assert len(row["token_ids"]) == len(row["logprobs"]) and all(value <= 0 for value in row["logprobs"])
+    lines = (done.parent / RECORD).read_bytes().splitlines(keepends=True)
+    (done.parent / RECORD).write_bytes(b"".join(lines[: len(lines) // 2]) + lines[-1][:9])
+    kept = sum(b'"response"' in line for line in lines[: len(lines) // 2])
+    assert 0 < kept < len(whole)
+
+    tree["prompts"]["batch_prompts"], tree["rollout"]["samples_per_prompt"] = 5, 4
+    with Generation(GenerationRecipe.of(tree), resume=True) as run:
+        steps = list(run)
+    again = rows_of(done)
+    before = {(row["prompt_index"], row["sample"]): row for row in whole}
+    shared = [row for row in again if (row["prompt_index"], row["sample"]) in before]
+    assert len(again) == 72 and len(shared) == 54
+    for row in shared:
+        old = before[row["prompt_index"], row["sample"]]
+        assert row["token_ids"] == old["token_ids"] and row["reward"] == old["reward"]
+        assert row["logprobs"] == pytest.approx(old["logprobs"], abs=1e-5)
+    made = (done.parent / RECORD).read_bytes().count(b'"response"')
+    assert made == 72, "responses that were there were generated again"
+    assert [step.number for step in steps] == [4, 5, 6, 7]  # the first three are in the metrics already
+    status = json.loads((done.parent / "status.json").read_text())
+    assert status["status"] == "done" and status["steps_done"] == 7
+    assert {row["kind"] for row in _ledger(done.parent)} >= {"rollout", "score"}
+    assert (done.parent / "report.html").stat().st_size > 100_000
+
+
+@pytest.mark.ray
+@pytest.mark.engine
+def test_a_run_and_its_checkpoint_are_evaluated_side_by_side(uninterrupted: Path, tmp_path: Path, ray_cluster: None) -> None:
+    from rlhfless_ray import evaluate
+
+    data = tmp_path / "data.jsonl"
+    write_rows(data, ({"question": row["prompt"], "answer": row["answer"]} for row in task("chain").rows(6, 9, "heldout")))
+    tree = small_recipe(tmp_path, policy__path=str(uninterrupted / "model"), run__name="eval", evaluate__samples_per_prompt=2)
+    tree |= {"prompts": {"path": str(data)}, "functions": {"slot": "cpu"}}
+    models = [uninterrupted / "checkpoints" / "step_2", uninterrupted]
+    found = evaluate(GenerationRecipe.of(tree), models, [str(data), str(data)])
+    assert [(s.model, s.data) for s in found.scores] == [(m, d) for m in ("step_2", "small") for d in (str(data), f"{data}-1")]
+    first, _, run, _ = found.scores
+    assert first.prompts == 6 and first.samples_per_prompt == 2 and set(first.pass_at) == {1, 2}
+    assert first.difference == 0 and run.mean != first.mean and run.difference == pytest.approx(run.mean - first.mean)
+    assert run.mean == pytest.approx(run.pass_at[1]) and run.mean <= run.pass_at[2] and found.costs["small"]["slot_s"] > 0
+    assert "step_2" in str(found) and "<table>" in found._repr_html_()
+    assert json.loads((tmp_path / "runs" / "eval" / "evaluation.json").read_text())["scores"][0]["model"] == "step_2"
+    with pytest.raises(UserError, match="exists already"):
+        evaluate(GenerationRecipe.of(tree), models)
+
+
+def test_the_newest_checkpoint_of_a_run_is_its_model(uninterrupted: Path, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    found = find_model(uninterrupted / "checkpoints" / "step_4", "--model", tmp_path)
+    assert find_model(uninterrupted, "--model", tmp_path) == uninterrupted / "model"
+    mine, final = (load_file(folder / "model.safetensors") for folder in (found, uninterrupted / "model"))
+    assert mine.keys() == final.keys() and all(np.array_equal(mine[name], final[name]) for name in mine)
+    assert {file.name for file in found.iterdir()} == {file.name for file in (uninterrupted / "model").iterdir()}
+
+
+def _ledger(folder: Path) -> list[dict[str, str]]:
+    import csv
+
+    with (folder / "ledger.csv").open() as file:
+        return list(csv.DictReader(file))

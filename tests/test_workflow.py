@@ -1,0 +1,122 @@
+"""A workflow's file, and recipes/workflow.yaml reduced to a few steps: every stage, a stop in between, and the report over all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.recipe.workflow_file import Workflow
+from rlhfless_ray.run.responses import read_groups
+from tests.conftest import ROOT, command_here
+
+SFT = {"name": "sft", "train": {"task": "sft", "data": {"task": "chain"}}}
+GENERATE = {"name": "g", "generate": {"prompts": {"task": "chain"}, "policy": {"path": "${sft}"}}}
+
+
+def parse(*stages: dict[str, Any], **more: Any) -> Workflow:
+    return Workflow.parse({"run": {"name": "w"}, "stages": list(stages), **more})
+
+
+def test_the_recipe_names_results_of_earlier_stages_and_rounds() -> None:
+    planned = {stage.name: stage for stage in Workflow.load(ROOT / "recipes" / "workflow.yaml").plan()}
+    folder = "runs/workflow"
+    assert [*planned] == ["sft", "judged", "reward", "responses-1", "dpo-1", "responses-2", "dpo-2", "ppo", "evaluation"]
+    assert planned["responses-1"].recipe.policy.path == f"{folder}/sft/model"
+    assert planned["dpo-2"].recipe.policy.path == planned["responses-2"].recipe.policy.path == f"{folder}/dpo-1/model"
+    assert planned["dpo-2"].tree["data"]["path"] == f"{folder}/responses-2/pairs.jsonl"
+    assert [planned[f"responses-{n}"].recipe.run.seed for n in (1, 2)] == [21, 22]
+    assert planned["ppo"].tree["reward"]["model_path"] == planned["ppo"].tree["critic"]["path"] == f"{folder}/reward/model"
+    assert planned["evaluation"].models["dpo-2"] == Path(folder, "dpo-2", "model")
+    assert not planned["ppo"].recipe.watch.tensorboard  # of the settings
+
+
+def test_responses_without_a_reward_are_the_result_themselves() -> None:
+    after = {"name": "train", "train": {"task": "sft", "policy": {"path": "${sft}"}, "data": {"path": "${g}"}}}
+    assert parse(SFT, GENERATE, after).plan()[-1].tree["data"]["path"] == "runs/w/g/responses.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        ([GENERATE], r"stage g: `\$\{sft\}` is no earlier stage; there are none yet"),
+        ([SFT, SFT], "two are called sft"),
+        ([{"name": "a", "train": {"task": "sft", "dta": {}}}], "stage a: unknown key `dta`; did you mean `data`"),
+        ([{"name": "a"}], "one of `train`, `generate` and `evaluate`"),
+        ([{"name": "a", "evaluate": {"prompts": {"task": "chain"}}}], "`models` names the stages"),
+        ([{"repeat": 2, "stages": []}], "has `stages` and nothing else"),
+        ([{"name": "a b", "train": {}}], "pattern"),
+    ],
+)
+def test_a_mistake_names_its_stage(stages: list[dict[str, Any]], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        parse(*stages).plan()
+
+
+def reduced(root: Path) -> dict[str, Any]:
+    """recipes/workflow.yaml with a tiny policy and a few rows of everything."""
+    tree: dict[str, Any] = yaml.safe_load((ROOT / "recipes" / "workflow.yaml").read_text())
+    tree["run"] = {"root": str(root / "runs"), "name": "workflow"}
+    tree["settings"] = {"watch": {"tensorboard": False, "wandb": "off", "progress": "plain"}, "functions": {"slot": "cpu"}}
+    every = [inner for stage in tree["stages"] for inner in stage.get("stages", [stage])]
+    for stage in every:
+        recipe = next(stage[kind] for kind in ("train", "generate", "evaluate") if kind in stage)
+        recipe["policy"] = {**recipe.get("policy", {}), "hidden_size": 64, "layers": 2}
+        if "data" in recipe:
+            recipe["data"] |= {"batch_rows": 4, **({"rows": 64} if "task" in recipe["data"] else {})}
+            recipe["evaluate"] = {"rows": 1}
+            recipe["run"] = {**recipe.get("run", {}), "epochs": 1, "steps": 4}
+        else:
+            recipe["prompts"] |= {"batch_prompts": 4, "rows": 16}
+            recipe["rollout"] |= {"max_tokens": 24, "kv_cache_mb": 64, "max_actors": 1}
+            recipe.setdefault("reward", {})
+    generated = [stage["generate"] for stage in every if "generate" in stage]
+    (root / "reward_file.py").write_text("def spread(prompt, response, row):\n    return len(response)\n")
+    generated[0]["reward"] = {"function": f"{root / 'reward_file.py'}:spread"}  # an untrained policy is never right
+    next(stage["train"] for stage in every if stage["name"] == "ppo")["run"]["steps"] = 2
+    next(stage["evaluate"] for stage in every if stage["name"] == "evaluation")["evaluate"] = {"prompts": 4, "samples_per_prompt": 2}
+    return tree
+
+
+@pytest.mark.ray
+@pytest.mark.engine
+@pytest.mark.learner
+def test_the_recipe_runs_and_goes_on_after_a_stop(tmp_path: Path, ray_cluster: None) -> None:
+    file = tmp_path / "workflow.yaml"
+    file.write_text(yaml.safe_dump(reduced(tmp_path)))
+    folder = tmp_path / "runs" / "workflow"
+    done = command_here("workflow", str(file))
+    assert done.returncode == 0, done.stderr
+    pairs = [json.loads(line) for line in (folder / "responses-2" / "pairs.jsonl").read_text().splitlines()]
+    assert pairs and all(pair["chosen_reward"] > pair["rejected_reward"] for pair in pairs)
+    groups = {group[0]["prompt"]: group for group in read_groups(folder / "responses-2" / "responses.jsonl")}
+    for pair in pairs:
+        rewards = [row["reward"] for row in groups[pair["prompt"]]]
+        assert (pair["chosen_reward"], pair["rejected_reward"]) == (max(rewards), min(rewards))
+    scores = json.loads((folder / "evaluation" / "evaluation.json").read_text())["scores"]
+    assert [score["model"] for score in scores] == ["sft", "dpo-1", "dpo-2", "ppo"]
+    page = (folder / "report.html").read_text()
+    assert all(f'href="{name}/report.html"' in page for name in ("sft", "judged", "reward", "dpo-2", "ppo"))
+    assert page.count("<td>done</td>") == 9 and "± 0" in page
+
+    assert command_here("workflow", str(file)).returncode == 2  # it exists already
+    before = (folder / "ppo" / "status.json").read_bytes()
+    shutil.rmtree(folder / "dpo-2")  # as if it had been stopped there
+    (folder / "evaluation" / "evaluation.json").unlink()
+    again = command_here("workflow", str(file), "--resume")
+    assert again.returncode == 0, again.stderr
+    assert [line for line in again.stdout.splitlines() if line.startswith("stage ")] == [
+        "stage dpo-2, 7 of 9: train",
+        "stage evaluation, 9 of 9: evaluate",
+    ]
+    assert (folder / "ppo" / "status.json").read_bytes() == before
+    tree = reduced(tmp_path)
+    tree["stages"][0]["train"]["learner"]["learning_rate"] = 1.0
+    file.write_text(yaml.safe_dump(tree))
+    changed = command_here("workflow", str(file), "--resume")
+    assert changed.returncode == 2 and "stage sft:" in changed.stderr and "made with another recipe" in changed.stderr
