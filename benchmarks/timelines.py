@@ -7,7 +7,8 @@ elastic  the plan of each step decides how many cores each phase leases
 
 Draws who held which core during the same steps of both runs (docs/images/timelines.svg) and writes results/timelines.json.
 `--draw` draws the picture again from that file. `--report` also takes a picture of the elastic run's report
-(docs/images/report.png), for which chromium must be on PATH.
+(docs/images/report.png), for which chromium must be on PATH. `--lag` draws synchronous steps beside partial rollouts instead
+(docs/images/timelines_lag.svg).
 """
 
 from __future__ import annotations
@@ -36,7 +37,15 @@ CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 def modes(cores: int, prefer: float) -> dict[str, list[str]]:
     fixed = [f"rollout.min_actors={cores}", f"rollout.max_actors={cores}", f"learner.max_slots_per_rank={cores}"]
     most = [f"rollout.max_actors={cores}", f"learner.max_slots_per_rank={cores}"]
-    return {"fixed": ["functions.elastic=false", *fixed], "elastic": [f"objective.prefer={prefer:g}", *most]}
+    return {"fixed pools": ["functions.elastic=false", *fixed], "elastic pools": [f"objective.prefer={prefer:g}", *most]}
+
+
+def lags(prefer: float) -> dict[str, list[str]]:
+    """One core each for an engine and the learner at once, or both cores for either in turn."""
+    beside = ["rollout.partial=continue", "rollout.ahead=true", "rollout.max_lag_steps=2", "learner.max_slots_per_rank=1"]
+    in_turn = ["rollout.partial=continue", "rollout.max_lag_steps=1"]
+    of = {"synchronous steps": [], "partial rollouts in turn, bound 1": in_turn, "partial rollouts beside the update, bound 2": beside}
+    return {name: [f"objective.prefer={prefer:g}", *overrides] for name, overrides in of.items()}
 
 
 def run(overrides: list[str], recipe: Path, root: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -86,7 +95,8 @@ def draw(content: dict[str, Any], path: Path) -> None:
     from matplotlib.patches import Patch
 
     is_busy = content["load_before"] > BUSY * content["cores"]
-    figure, axes = pyplot.subplots(2, 1, figsize=(9.2, 3.4), sharex=True, layout="constrained")
+    count = len(content["modes"])
+    figure, axes = pyplot.subplots(count, 1, figsize=(9.2, 0.6 + 1.4 * count), sharex=True, layout="constrained")
     for axis, (name, mode) in zip(axes, content["modes"].items(), strict=True):
         slots = sorted({row["slot"] for row in mode["leases"]})
         for row in mode["leases"]:
@@ -100,7 +110,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.tick_params(left=False)
         figures = f": {mode['step_s']['median']:.2f} s a step, {mode['full_slot_s']['median']:.2f} core-seconds leased"
-        axis.set_title(f"{name} pools{'' if is_busy else figures}", loc="left", fontsize=10, fontweight="bold")
+        axis.set_title(f"{name}{'' if is_busy else figures}", loc="left", fontsize=10, fontweight="bold")
     label = f"seconds since step {content['first']} began ({content['shown']} steps)"
     if is_busy:
         label += "; other programs ran beside it: compare the leases, not the times"
@@ -140,10 +150,13 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=24, help="first step to draw")
     parser.add_argument("--shown", type=int, default=4, help="number of steps to draw")
     parser.add_argument("--timeout-s", type=float, default=1200.0, help="longest time for one run")
+    parser.add_argument("--lag", action="store_true", help="draw synchronous steps and partial rollouts")
     parser.add_argument("--draw", action="store_true", help="run nothing; draw results/<name>.json again")
     parser.add_argument("--report", action="store_true", help="also take a picture of the elastic run's report")
     parser.add_argument("--quick", action="store_true", help="a few steps: shows that it runs; the picture goes to results/quick/")
     options = parser.parse_args()
+    if options.lag:
+        options.name = "timelines_lag"
     if options.draw:
         draw(json.loads((FOLDER / f"{options.name}.json").read_text()), IMAGES / f"{options.name}.svg")
         return
@@ -165,15 +178,16 @@ def main() -> None:
     }
     found: dict[str, Any] = {}
     try:
-        for name, overrides in modes(options.cores, options.prefer).items():
+        chosen = lags(options.prefer) if options.lag else modes(options.cores, options.prefer)
+        for place, (name, overrides) in enumerate(chosen.items()):
             console.print(f"{name}: {options.steps} steps", highlight=False)
-            found[name] = run(overrides, options.recipe, scratch / name, options)
+            found[name] = run(overrides, options.recipe, scratch / f"{place}", options)
         tokens = {name: mode.pop("tokens") for name, mode in found.items()}
-        if tokens["fixed"] != tokens["elastic"]:
+        if not options.lag and tokens["fixed pools"] != tokens["elastic pools"]:
             raise RuntimeError("the two runs generated different numbers of tokens, so they cannot be compared")
         path = save(options.name, {**content, "modes": found}, console=console, quick=options.quick)  # before any picture changes
         if options.report:
-            picture_of(scratch / "elastic" / "quickstart" / "report.html", images / "report.png")
+            picture_of(scratch / "1" / "quickstart" / "report.html", images / "report.png")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     draw(json.loads(path.read_text()), images / f"{options.name}.svg")

@@ -25,6 +25,7 @@ from typing import Any
 import yaml
 
 from docs.blocks import ROOT, blocks, commands
+from tests import warm_workers
 
 TIMEOUT_S = 300.0
 SMALL: dict[str, dict[str, Any]] = {
@@ -132,6 +133,7 @@ def main() -> None:
     failed = 0
     with tempfile.TemporaryDirectory(prefix="rlhfless-docs-") as name:
         folder = Path(name)
+        warm_workers.start(folder)  # half the time
         environment = make_scratch(folder)
         said = run(["bash", "-ec", "rlhfless train recipes/quickstart.yaml"], folder, environment)
         if said:

@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, settings
 
 import rlhfless_ray  # noqa: F401 - sets what has to be set before grpc is loaded
 from rlhfless_ray.rollout.engine_settings import EngineSettings
+from tests import warm_workers
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -227,6 +228,19 @@ def cpu_s() -> float:
     return sum(os.times()[:4])
 
 
+@pytest.hookimpl(tryfirst=True)  # before fixtures
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fork the workers of the first test's Ray, and of all after it, from one process that has imported everything."""
+    if item.get_closest_marker("ray") and warm_workers.PREFIX not in os.environ:
+        warm_workers.start(item.config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def cold_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers import by themselves, as a user's do."""
+    monkeypatch.delenv(warm_workers.PREFIX, raising=False)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """Fail a pure test that started something heavy, or that took too much of a processor."""
@@ -270,10 +284,13 @@ def page_connector_ends() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of four steps with up to two engines from start to end, started as a user starts it."""
+    """The folder of a run of four steps with up to two engines from start to end, started as a user starts it: its
+    workers import by themselves."""
 
     def make(folder: Path) -> None:
-        done = command("train", write_recipe(folder, rollout__max_actors=2))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.delenv(warm_workers.PREFIX, raising=False)
+            done = command("train", write_recipe(folder, rollout__max_actors=2))
         assert done.returncode == 0, done.stderr
         assert "report.html" in done.stdout
 

@@ -14,7 +14,8 @@ from placement import memory
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.local import machine_memory as machine
 from rlhfless_ray.run import memory_check as sizes
-from rlhfless_ray.run.memory_check import DoesNotFit, Lengths, Model, Room, check, check_ahead, models_of
+from rlhfless_ray.run.memory_check import DoesNotFit, Room, check, check_ahead
+from rlhfless_ray.run.memory_needs import Lengths, Model, device_needs, models_of
 from rlhfless_ray.weights import load_policy as policy_files
 from tests.conftest import command, small_recipe
 from tests.placement.test_memory import LLAMA_70B, MIXTRAL, QWEN_05B, QWEN_7B, config
@@ -140,7 +141,7 @@ def test_an_engine_that_one_device_cannot_hold(tmp_path):
     )
     assert said.endswith("no setting makes it fit: take a smaller model, or GPUs with more memory")
     wide = recipe(folder(tmp_path / "wide", LLAMA_70B), rollout={"max_tokens": 8191, "tensor_parallel": 2})
-    needed = next(need for need in sizes.device_needs(wide, models_of(wide)) if need.is_engine)
+    needed = next(need for need in device_needs(wide, models_of(wide)) if need.is_engine)
     assert str(needed).startswith("at least 71.9 GB (70.6 GB weights, 1.3 GB KV cache"), "two devices share weights and KV heads"
 
 
@@ -182,9 +183,9 @@ def test_critic_reference_and_reward_model_are_sized_too(tmp_path):
     assert said.startswith("reward.model_path: a reward model rank needs at least 93.1 GB on one device")
     kl = {"algorithm": {"kl": {"coefficient": 0.1}}}
     wide = recipe(large, rollout={"gpu_memory_share": 1.0}, learner={"ranks": 8, "zero_stage": 3}, **kl)
-    needs = {need.who: need for need in sizes.device_needs(wide, models_of(wide))}
+    needs = {need.who: need for need in device_needs(wide, models_of(wide))}
     assert needs["a reference rank"].bytes == 2 * 46_702_792_704
-    assert "a reference rank" not in {n.who for n in sizes.device_needs(recipe(large), models_of(recipe(large)))}
+    assert "a reference rank" not in {n.who for n in device_needs(recipe(large), models_of(recipe(large)))}
 
 
 def test_prompts_as_long_as_they_are_count_once_they_are_read(tmp_path):

@@ -12,8 +12,9 @@ from placement import peak_memory
 from rlhfless_ray.learn import logprobs
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.run import memory_check
-from rlhfless_ray.run.memory_check import DoesNotFit, Lengths, Room, gb, models_of
+from rlhfless_ray.run.memory_check import DoesNotFit, Room
 from rlhfless_ray.run.memory_fit import Fit, fit, models_with, predicted_needs
+from rlhfless_ray.run.memory_needs import Lengths, gb, models_of
 from tests.placement.test_memory import QWEN_05B, QWEN_7B, config
 from tests.test_cli_plan import run
 from tests.test_memory_check import H100, LAPTOP, folder, recipe

@@ -11,7 +11,7 @@ import pytest
 from rlhfless_ray.local.memory_watch import MemoryWatch, function_of, memory_metrics
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.report.cost_charts import memory_settings, memory_table
-from rlhfless_ray.run.memory_check import Lengths, least_mb
+from rlhfless_ray.run.memory_needs import Lengths, least_mb
 
 pytestmark = pytest.mark.pure
 

@@ -1,7 +1,11 @@
-"""The notebook in recipes/ runs from top to bottom, on real parts."""
+"""The notebooks in recipes/ run from top to bottom, on real parts."""
+
+from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -9,20 +13,83 @@ from nbclient import NotebookClient
 
 from tests.conftest import ROOT
 
-pytestmark = [pytest.mark.ray, pytest.mark.engine]
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the recipes and a cache of its own, in which a policy made from scratch is warm-started once."""
+    folder = tmp_path_factory.mktemp("notebooks")
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    return folder
 
 
-def test_the_notebook_runs(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
-    notebook = nbformat.read(ROOT / "recipes" / "notebook.ipynb", as_version=4)
-    client = NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute(env=dict(os.environ))
+def execute(name: str, folder: Path, replaced: dict[str, str] | None = None) -> list[Any]:
+    """Run a notebook and return its outputs. `replaced`: pieces of its code, to make it shorter."""
+    notebook = nbformat.read(ROOT / "recipes" / name, as_version=4)
+    for cell in notebook.cells:
+        for old, new in (replaced or {}).items():
+            cell.source = cell.source.replace(old, new)
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}}).execute(env=environment)
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
-    printed = "".join(output.get("text", "") for output in outputs)
-    assert printed.count("→") == 3  # one sample of each step
+    return outputs
+
+
+def printed(outputs: list[Any]) -> str:
+    return "".join(output.get("text", "") for output in outputs)
+
+
+def shown(outputs: list[Any]) -> list[str]:
+    return [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+
+
+def test_every_notebook_is_executed_here() -> None:
+    assert {path.name for path in (ROOT / "recipes").glob("*.ipynb")} == {
+        "notebook.ipynb",
+        "planner_notebook.ipynb",
+        "comparison_notebook.ipynb",
+        "workflow_notebook.ipynb",
+    }
+
+
+def test_the_planner_plans_and_draws(scratch: Path) -> None:
+    outputs = execute("planner_notebook.ipynb", scratch)
+    said, plots = printed(outputs), shown(outputs)
+    assert len(plots) == 3 and all("<svg" in plot for plot in plots)
+    cost = {line.split()[0]: float(line.split()[-2]) for line in said.splitlines() if "engines," in line}
+    assert cost["cheapest"] <= cost["between"] <= cost["fastest"] and cost["budget"] <= cost["fastest"]
+
+
+@pytest.mark.ray
+@pytest.mark.engine
+def test_the_loop_runs(scratch: Path) -> None:
+    outputs = execute("notebook.ipynb", scratch)
+    assert printed(outputs).count("→") == 3  # one sample of each step
     listed = outputs[-1]["data"]["text/plain"]
     assert "'model'" in listed and "'report.html'" in listed
+
+
+@pytest.mark.ray
+@pytest.mark.engine
+def test_two_settings_are_compared(scratch: Path) -> None:
+    outputs = execute("comparison_notebook.ipynb", scratch)
+    lines = [line for line in printed(outputs).splitlines() if "engines," in line]
+    assert len(lines) == 8
+    plan, figure, record = shown(outputs)
+    assert "chosen" in plan and figure.count("<svg") == 3 and "cheapest" in figure and "fastest" in figure
+    assert "done, step 4 of 4" in record
+
+
+@pytest.mark.ray
+@pytest.mark.engine
+@pytest.mark.learner
+def test_the_workflow_runs(scratch: Path) -> None:
+    """Few rows, and a reward of any kind: an untrained policy is never right."""
+    (scratch / "reward.py").write_text("def spread(prompt, response, row):\n    return len(response)\n")
+    smaller = {'"rows": 64}': '"rows": 12}', '"rows": 4000}': '"rows": 64}', '"prompts": 64': '"prompts": 4'}
+    smaller |= {'"reward": {"function": "task"}': '"reward": {"function": "reward.py:spread"}', '"max_tokens": 96': '"max_tokens": 16'}
+    outputs = execute("workflow_notebook.ipynb", scratch, smaller)
+    table, record = shown(outputs)
+    assert "<td>sft</td>" in table and "<td>dpo</td>" in table and "done, step" in record
+    assert (scratch / "runs" / "workflow-notebook" / "report.html").is_file()

@@ -88,7 +88,9 @@ def trained(folder: Path, enough: Callable[[OverlapScheduler], bool] | None, **m
         return run.folder.path
 
 
-def test_what_is_done_in_the_tail_changes_nothing_but_the_time(no_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_done_in_the_tail_changes_nothing_but_the_time(
+    no_ray: None, cold_workers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
     monkeypatch.setattr(rollout.RolloutDriver, "tail_s", lambda self: 1000.0)  # always worth beginning
     after = trained(tmp_path / "after", None, algorithm__kl=IN_LOSS)

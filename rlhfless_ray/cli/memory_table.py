@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlhfless_ray.common.errors import UserError
 
 if TYPE_CHECKING:
-    from rlhfless_ray.run.memory_check import Need
+    from rlhfless_ray.run.memory_needs import Need
 
 
 def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
@@ -18,8 +18,9 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
     Prompts are not read: for predictions each counts as long as prompts.max_prompt_tokens allows.
     """
     from rlhfless_ray.recipe import Recipe
-    from rlhfless_ray.run.memory_check import GPU, Lengths, check, device_needs, gb, host_needs, local_room, models_of
+    from rlhfless_ray.run.memory_check import GPU, check, local_room
     from rlhfless_ray.run.memory_fit import AUTO_KEYS, fit
+    from rlhfless_ray.run.memory_needs import Lengths, device_needs, gb, host_needs, models_of
 
     recipe = Recipe.load(path, overrides)
     models = models_of(recipe)
@@ -59,7 +60,7 @@ def _print_table(title: str, column: str, needs: list[Need]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from rlhfless_ray.run.memory_check import MIN_LISTED_BYTES, gb
+    from rlhfless_ray.run.memory_needs import MIN_LISTED_BYTES, gb
 
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("")

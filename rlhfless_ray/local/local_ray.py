@@ -21,7 +21,8 @@ from unittest.mock import patch
 
 TESTED_VERSION = "2.60."
 PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
-AGENT = "--dashboard_agent_command="
+AGENT, WORKER = "--dashboard_agent_command=", "--python_worker_command="
+WORKER_PREFIX = "RLHFLESS_WORKER_PREFIX"  # environment variable: a command, such as a profiler, that starts Ray's workers
 REGISTRATION_S = 150.0  # time for a new node to register; Ray's own 30 s are too short on a busy machine
 
 
@@ -52,7 +53,7 @@ def local_ray() -> Iterator[None]:
         node._webui_url = None
 
     def start_with_stand_in(command: list[str], *more: Any, **settings: Any) -> Any:
-        return start([_stand_in(word) if word.startswith(AGENT) else word for word in command], *more, **settings)
+        return start([_replaced(word) for word in command], *more, **settings)
 
     with (
         patch.object(Node, "start_api_server", no_server),
@@ -64,8 +65,12 @@ def local_ray() -> Iterator[None]:
         yield
 
 
-def _stand_in(option: str) -> str:
-    """Return the node's option with this program in place of the agent's command."""
+def _replaced(option: str) -> str:
+    """Return a node's option with this program in place of the agent's command, and workers behind `WORKER_PREFIX`."""
+    if option.startswith(WORKER):
+        return WORKER + f"{os.environ.get(WORKER_PREFIX, '')} {option.removeprefix(WORKER)}".strip()
+    if not option.startswith(AGENT):
+        return option
     parts = [part for part in shlex.split(option.removeprefix(AGENT)) if part.startswith(("--session-dir=", "--node-id="))]
     agent = dict(part.split("=", 1) for part in parts)
     return AGENT + subprocess.list2cmdline([sys.executable, "-I", "-S", __file__, agent["--session-dir"], agent["--node-id"]])

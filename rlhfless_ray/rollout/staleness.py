@@ -21,17 +21,26 @@ def token_lags(samples: Sequence[Sample], newest: int) -> tuple[np.ndarray, np.n
 
 
 def check_lag(samples: Sequence[Sample], newest: int, most: int) -> dict[str, float]:
-    """Return metrics of the lag by token. Raises RunError if a token is more than `most` versions behind `newest`, or ahead of it."""
+    """Return metrics of the lag by token, with the share of tokens of each lag.
+
+    Raises RunError if a token is more than `most` versions behind `newest`, or ahead of it.
+    """
     lags, tokens = token_lags(samples, newest)
     drawn = tokens > 0
     lags, tokens = lags[drawn], tokens[drawn]
     if not len(lags):
-        return {"lag/mean": 0.0, "lag/max": 0.0, "lag/old_share": 0.0}
+        lags, tokens = np.zeros(1, np.int64), np.ones(1, np.int64)
     if lags.max() > most or lags.min() < 0:
         worst = int(lags.max() if lags.max() > most else lags.min())
         raise RunError(
             f"a token of weight version {newest - worst} would be trained at version {newest}, but the bound is {most} versions; this is "
             "a bug of rlhfless-ray, please report it"
         )
-    old = float(np.average(lags > 0, weights=tokens))
-    return {"lag/mean": float(np.average(lags, weights=tokens)), "lag/max": float(lags.max()), "lag/old_share": old}
+    shares = np.bincount(lags, tokens, most + 1) / tokens.sum()
+    by_lag = {f"lag/share_{lag}": float(share) for lag, share in enumerate(shares)}
+    return {
+        "lag/mean": float(np.average(lags, weights=tokens)),
+        "lag/max": float(lags.max()),
+        "lag/old_share": float(1 - shares[0]),
+        **by_lag,
+    }

@@ -51,6 +51,7 @@ EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 OPTIONAL = ("scipy",)
 LARGE_BYTES = 100e6  # of weights; from here on memory that a load leaves on the heap is worth the milliseconds to release it
 COMPILER = ("torch._inductor.lowering",)  # vLLM patches it if it can be imported, which takes half a second
+_registered: set[str] = set()  # architectures that `prepare` has seen in this process
 
 
 def prepare(on_cpu: bool = True, architectures: Sequence[str] = ()) -> None:
@@ -60,7 +61,7 @@ def prepare(on_cpu: bool = True, architectures: Sequence[str] = ()) -> None:
     that its import cannot touch a device before a fork. This process does not fork.
     """
     set_environment(on_cpu)
-    if "vllm.v1.engine.llm_engine" in sys.modules:
+    if "vllm.v1.engine.llm_engine" in sys.modules and _registered.issuperset(architectures):
         return
     with fast_imports((*OPTIONAL, *COMPILER) if on_cpu else ()):
         from vllm import EngineArgs, LLMEngine, ModelRegistry  # noqa: F401
@@ -71,6 +72,7 @@ def prepare(on_cpu: bool = True, architectures: Sequence[str] = ()) -> None:
         for name in architectures:
             if name in ModelRegistry.models:
                 ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+        _registered.update(architectures)
 
 
 def set_environment(on_cpu: bool) -> None:
@@ -98,7 +100,7 @@ class VllmEngine:
         """`folder`: contains config.json and perhaps generation_config.json. `tokenizer`: loads the tokenizer, for stop strings.
         `load_format`: as in vLLM; "auto" loads the folder's weights. `drafter`: folder of a model that drafts."""
         on_cpu = settings.device == "cpu"
-        prepare(on_cpu)
+        prepare(on_cpu, json.loads((folder / "config.json").read_bytes()).get("architectures") or ())
         from vllm import EngineArgs, LLMEngine
 
         self.version: int | None = None

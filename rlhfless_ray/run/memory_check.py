@@ -1,4 +1,4 @@
-"""Check from config.json and safetensors headers whether a recipe's models fit the memory, before anything starts.
+"""Check whether a recipe's models fit the memory, before anything starts.
 
 A refusal rests on the lower bounds of `placement.memory` alone.
 """
@@ -11,128 +11,24 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from placement import memory
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.local.machine_memory import memory_bytes, visible_gpus
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.weights.model_folder import WEIGHTS, stored_tensors
+from rlhfless_ray.run.memory_needs import UNREAD, Lengths, Model, Need, device_needs, gb, host_needs, models_of
 
 if TYPE_CHECKING:
     from rlhfless_ray.local.cluster import RayCluster
-    from rlhfless_ray.types import Prompt
 
 SMALL_BYTES = 4e9  # smaller needs fit every node and device in use, so the cluster is not asked
 ASK_S = 60.0  # timeout of queries of nodes' memory
-MIN_LISTED_BYTES = 5e7  # smaller parts of a need are not listed: they would read 0.0 GB
 CPU, GPU = "cpu", "gpu"
 
 
 class DoesNotFit(UserError):
     """A model needs more memory than there is."""
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model folder's size.
-
-    `key`: the recipe's key that names it. `body`: parameters without the output head. `stored`: bytes of its weights on disk,
-    which pass through the object store whole.
-    """
-
-    key: str
-    config: dict[str, Any]
-    parameters: int
-    body: int
-    stored: int
-
-    @classmethod
-    def of(cls, path: Path, key: str) -> Model | None:
-        """Read a folder's sizes. Returns None if they are unknown; loading the model reports what is wrong."""
-        try:
-            config = json.loads((path / "config.json").read_bytes())
-        except (OSError, ValueError):
-            return None
-        if not isinstance(config, dict):
-            return None
-        try:
-            tensors = [(name, entry["shape"], entry["dtype"]) for name, entry in stored_tensors(path).items()]
-            counts = [memory.header_parameters(tensors, head) if tensors else None for head in (True, False)]
-        except (KeyError, TypeError, AttributeError):
-            return None
-        told = [memory.parameter_count(config, head) for head in (True, False)]
-        whole, body = (min((n for n in pair if n is not None), default=None) for pair in zip(counts, told, strict=True))
-        if whole is None or body is None:
-            return None
-        return cls(key, config, whole, body, sum(file.stat().st_size for file in path.glob(f"*{WEIGHTS}")))
-
-
-def models_of(recipe: Recipe, fetch: bool = True) -> dict[str, Model]:
-    """Return the models by name ("policy", "critic", "reward", "drafter"), without unreadable folders and policies made from scratch.
-
-    `fetch`: ask the Hugging Face hub for the configuration of a policy that is not on this machine.
-    """
-    from rlhfless_ray.weights.load_policy import cached_folder, small_files
-
-    named = {"policy": "policy.path", "critic": "critic.path", "reward": "reward.model_path", "drafter": "rollout.drafter"}
-    found: dict[str, Model] = {}
-    for who, key in named.items():
-        section, _, field = key.partition(".")
-        text = getattr(getattr(recipe, section), field)
-        path = Path(text)
-        if who == "policy" and text:
-            path = small_files(text, key) if fetch else cached_folder(text)
-        model = Model.of(path, key) if text and path.is_dir() else None
-        if model is not None:
-            found[who] = model
-    if recipe.algorithm.has_critic and not recipe.critic.path and "policy" in found:
-        found["critic"] = found["policy"]
-    return found
-
-
-@dataclass(frozen=True)
-class Need:
-    """Memory needed at the same time. `parts`: (what, bytes). `alone`: in one process. `share`: usable share of a GPU. `devices`: each
-    of so many needs it. `predicted`: an estimate of the peak instead of a lower bound, of a `function` that has so many `processes`.
-    `of_update`: the settings of an update change it."""
-
-    who: str
-    key: str
-    parts: tuple[tuple[str, int], ...]
-    alone: bool = False
-    share: float = 1.0
-    devices: int = 1
-    predicted: bool = False
-    function: str = ""
-    processes: int = 1
-    of_update: bool = False
-
-    @property
-    def bytes(self) -> int:
-        return sum(size for _, size in self.parts)
-
-    @property
-    def is_engine(self) -> bool:
-        return self.who == "an engine"
-
-    def __str__(self) -> str:
-        told = [f"{gb(size)} {what}" for what, size in self.parts if size >= MIN_LISTED_BYTES]
-        return f"{'about' if self.predicted else 'at least'} {gb(self.bytes)}" + (f" ({', '.join(told)})" if len(told) > 1 else "")
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Tokens of the longest and the shortest prompt. Before prompts are read, the smallest possible numbers."""
-
-    longest_prompt: int = 1
-    shortest_prompt: int = 1
-
-
-def lengths_of(*prompts: Iterable[Prompt]) -> Lengths:
-    tokens = [len(prompt.token_ids) for prompt in itertools.chain(*prompts)]
-    return Lengths(max(tokens), min(tokens))
 
 
 @dataclass(frozen=True)
@@ -162,154 +58,16 @@ class Room:
         return next((need for need in needs if not self.holds(need, used_share)), None)
 
 
-def gb(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB"
-
-
-# ---- what is needed ---------------------------------------------------------------------------------------------
-
-
-def device_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths = Lengths()) -> list[Need]:
-    """Return each function's need on one GPU while it works; functions take turns on a device."""
-    width, found = memory.VALUE_BYTES[recipe.policy.dtype], []
-    if policy := models.get("policy"):
-        slots = recipe.rollout.least_width
-        kv = memory.kv_bytes(policy.config, recipe.longest_tokens(lengths.longest_prompt), width, slots)
-        parts = (("weights", policy.parameters * _engine_width(recipe) // slots), (_of_kv(recipe, lengths), kv))
-        found.append(Need("an engine", policy.key, parts, True, recipe.rollout.gpu_memory_share, slots))
-    for group in training_groups(recipe, models, lengths):
-        found.append(Need(f"a {group.name} rank", group.model.key, group.rank.on_device, True))
-    if policy and recipe.has_reference:
-        found.append(Need("a reference rank", policy.key, (("weights", policy.parameters * width),), True))
-    if reward := models.get("reward"):
-        found.append(Need("a reward model rank", reward.key, (("weights", reward.body * width),), True))
-    return found
-
-
-def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengths: Lengths = Lengths()) -> list[Need]:
-    """What must be in the memory of nodes at once where slots are cores, for each kind of work, and what one process needs.
-
-    The learner and the critic keep their state in memory for the whole run. Parked engines, references and reward processes are
-    ended where memory is short, so they count while they work only.
-    """
-    policy = models.get("policy")
-    if policy is None:
-        return []
-    width, worker_groups = memory.VALUE_BYTES[recipe.policy.dtype], training_groups(recipe, models, lengths)
-    driver: tuple[tuple[str, int], ...] = ()
-    filters = recipe.run.episodes is not None and recipe.algorithm.filter_range is not None  # then the last step may be the first
-    learned = recipe.run.steps > 1 and not filters  # the first update makes the moments, and engines work once more after it
-    idle = {g.name: (f"in the {g.name}", g.ranks * (g.rank.idle if learned else g.rank.loaded)) for g in worker_groups}
-    if recipe.ema.beta is not None:
-        driver = (*driver, ("in the average of the weights", memory.AVERAGE_BYTES * policy.parameters))
-    engines = (
-        ("in engine weights", policy.parameters * _engine_width(recipe)),
-        ("in drafter weights", models["drafter"].parameters * width if "drafter" in models else 0),
-        ("in KV cache", recipe.rollout.kv_cache_mb * 2**20),  # vLLM does not start an engine where so much is not free
-    )
-    found, opened = [], driver
-    for group in worker_groups:
-        name, model, rank, ranks = group.name, group.model, group.rank, group.ranks
-        found.append(Need(f"a {name} rank", model.key, ((f"in the {name}", rank.opening),), True))
-        several = "" if ranks == 1 else f" in its {ranks} ranks"
-        passed_on = (("in the object store", model.stored),) if has_driver else ()  # the driver only maps the folder's files
-        loading = (*opened, *passed_on, (f"in the {name}", ranks * rank.opening))
-        found.append(Need(f"loading the {name}{several}", model.key, loading))
-        opened = (*opened, idle[name])
-        if recipe.run.steps > 0:
-            others = tuple(part for other, part in idle.items() if other != name)
-            found.append(Need(f"a {name} rank", model.key, rank.training, True))
-            own = tuple((what, ranks * size) for what, size in rank.training)
-            found.append(Need(f"the {name}'s update{several}", model.key, (*driver, *others, *own)))
-            if name == "learner" and recipe.rollout.rolls_out_ahead:
-                versions = (("in the object store", policy.parameters * width),)  # engines may still load the one before
-                beside = (*versions, *((what, recipe.rollout.min_actors * size) for what, size in engines))
-                found.append(Need("the rollout beside the learner's update", model.key, (*driver, *others, *own, *beside)))
-
-    def works(who: str, count: int, key: str, *parts: tuple[str, int]) -> None:
-        found.append(Need(who, key, parts, True))
-        several = "" if count == 1 else f" of {count}"
-        found.append(
-            Need(
-                "the rollout" if who == "an engine" else f"the {who.split(' ', 1)[1]}'s pass",
-                key,
-                (*opened, *((f"{what}{several}", count * size) for what, size in parts)),
-            )
-        )
-
-    weights = policy.parameters * width
-    works("an engine", recipe.rollout.min_actors, policy.key, *engines)
-    if recipe.has_reference:
-        works("a reference rank", recipe.reference.ranks, policy.key, ("in the reference", weights))
-    if reward := models.get("reward"):
-        works("a reward model rank", 1, reward.key, ("in the reward model", reward.body * width))
-    return found
-
-
-def _engine_width(recipe: Recipe) -> int:
-    """Return the bytes of most weights in an engine."""
-    return memory.VALUE_BYTES[recipe.policy.dtype] if recipe.rollout.quantization == "off" else 1
-
-
-def least_mb(recipe: Recipe, config: dict[str, Any], parameters: int, lengths: Lengths) -> dict[str, float]:
-    """Return the least memory of each function at work in MB, all its processes together. An engine counts once: the planner decides
-    how many there are. `config`, `parameters`: of the policy."""
-    policy = Model("policy.path", config, parameters, parameters, 0)
-    models = {"policy": policy, **({"critic": policy} if recipe.algorithm.has_critic else {})}
-    found = {}
-    for group in training_groups(recipe, models, lengths):
-        found[group.name] = group.ranks * sum(size for _, size in group.rank.training) / 1e6
-    weights = parameters * memory.VALUE_BYTES[recipe.policy.dtype] / 1e6
-    found["engines"] = (parameters * _engine_width(recipe) + recipe.rollout.kv_cache_mb * 2**20) / 1e6
-    if recipe.has_reference:
-        found["reference"] = recipe.reference.ranks * weights
-    return found
-
-
-@dataclass(frozen=True)
-class TrainingGroup:
-    """A worker group that trains `model`, of which `parameters` are its own."""
-
-    name: str
-    model: Model
-    parameters: int
-    training: memory.Training
-    rank: memory.RankMemory
-
-    @property
-    def ranks(self) -> int:
-        return self.training.ranks
-
-
-def training_groups(recipe: Recipe, models: dict[str, Model], lengths: Lengths) -> list[TrainingGroup]:
-    width, section = memory.VALUE_BYTES[recipe.policy.dtype], recipe.learner
-    found = []
-    for name, model in (("learner", models.get("policy")), ("critic", models.get("critic"))):
-        if model is None or not recipe.learns:
-            continue
-        ranks = section.ranks if name == "learner" else recipe.critic.ranks
-        division = (section.tensor_parallel, memory.end_parameters(model.config)) if name == "learner" else (1, 0)
-        training = memory.Training(ranks, section.zero_stage, width, section.offloads_optimizer, recipe.lora.rank > 0, *division)
-        activations = memory.activation_bytes(model.config, lengths.shortest_prompt + 1, width)
-        parameters = model.parameters if name == "learner" else model.body
-        found.append(TrainingGroup(name, model, parameters, training, memory.rank_memory(parameters, training, activations)))
-    return found
-
-
-def _of_kv(recipe: Recipe, lengths: Lengths) -> str:
-    return f"KV cache of one sequence of {recipe.longest_tokens(lengths.longest_prompt)} tokens"
-
-
 # ---- whether it fits --------------------------------------------------------------------------------------------
 
 
-def shortage(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths = Lengths()) -> Need | None:
+def shortage(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths = UNREAD) -> Need | None:
     """Return the first need that does not fit, or None."""
     needs = device_needs(recipe, models, lengths) if room.resource == GPU else host_needs(recipe, models, room.has_driver, lengths)
     return room.first_without_room(needs)
 
 
-def check(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room], lengths: Lengths = Lengths()) -> str:
+def check(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room], lengths: Lengths = UNREAD) -> str:
     """Raise DoesNotFit if what must be in memory cannot be. Returns a note if the memory is not known, else an empty text.
 
     `find_room` is called unless everything is small.

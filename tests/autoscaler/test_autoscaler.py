@@ -11,6 +11,8 @@ from rlhfless_ray import Recipe
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler, response_tokens
 from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
 from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.types import Completion, EngineStep, Prompt, Sample
 
 SPEED = Speed(0.01, 1e-4)
@@ -258,3 +260,22 @@ def test_a_fixed_width_plans_and_saves_as_before():
     assert (found[0].actors, found[0].predicted_s) == (found[1].actors, found[1].predicted_s)
     again = auto.plan(auto.forecast(prompts(), 8), prompts(), 4, step=8, warm=4)
     assert "auto takes 1" not in again.reason, "said once"
+
+
+def test_the_objective_can_be_changed_between_steps():
+    run = Runtime.__new__(Runtime)
+    run.recipe = recipe(objective={"prefer": 0.0}, rollout={"max_actors": 4})
+    run.autoscaler = trained(Autoscaler(run.recipe, SPEED))
+    scenarios = run.autoscaler.forecast(prompts(), 7)
+    cheap = run.autoscaler.plan(scenarios, prompts(), 4, step=7, warm=4)
+    run.objective = {"prefer": 1.0}
+    fast = run.autoscaler.plan(scenarios, prompts(), 4, step=8, warm=4)
+    assert cheap.actors == 1 < fast.actors
+    run.objective = run.objective.model_copy(update={"prefer": 0.0})
+    assert run.autoscaler.plan(scenarios, prompts(), 4, step=9, warm=4).decision.plan.actors <= fast.actors
+    assert run.recipe.objective.prefer == run.autoscaler.objective.prefer == 0.0
+    with pytest.raises(UserError, match=r"run\.objective: unknown key `objective.prefr`"):
+        run.objective = {"prefr": 1.0}
+    with pytest.raises(UserError, match="a plan has one goal"):
+        run.objective = {"deadline_s": 1.0, "knee": True}
+    assert run.objective.prefer == 0.0

@@ -32,3 +32,5 @@ def test_the_bound_holds_for_every_token_and_the_lag_is_the_mean_over_tokens(mos
         return
     found = check_lag(samples, newest, most)
     assert found["lag/max"] == max(ages, default=0) and found["lag/mean"] == pytest.approx(np.mean(ages) if ages else 0)
+    shares = [found[f"lag/share_{lag}"] for lag in range(most + 1)]
+    assert shares == pytest.approx([(ages or [0]).count(lag) / len(ages or [0]) for lag in range(most + 1)])

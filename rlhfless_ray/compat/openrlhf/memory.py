@@ -12,7 +12,7 @@ from rlhfless_ray.compat.openrlhf.translate import Translation, by_flag
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
-    from rlhfless_ray.run.memory_check import Model, Need
+    from rlhfless_ray.run.memory_needs import Model, Need
 
 COMMON_GB = 80  # of an A100 or H100
 COMMON_BYTES = COMMON_GB * 2**30  # devices sold as 80 GB have 79.2 to 80 GiB
@@ -24,7 +24,7 @@ def memory_lines(found: Translation) -> list[str]:
 
 
 def needs_of(found: Translation) -> list[Need]:
-    from rlhfless_ray.run.memory_check import device_needs
+    from rlhfless_ray.run.memory_needs import device_needs
 
     recipe, models = _sized(found)
     return device_needs(recipe, models) if recipe is not None else []
@@ -63,7 +63,7 @@ def too_large_here(found: Translation, environment: Mapping[str, str] = os.envir
 def _sized(found: Translation) -> tuple[Recipe | None, dict[str, Model]]:
     """Return the recipe of the honoured flags, or None if it is invalid, and its models' sizes."""
     from rlhfless_ray.recipe import Recipe
-    from rlhfless_ray.run.memory_check import models_of
+    from rlhfless_ray.run.memory_needs import models_of
 
     try:
         recipe = Recipe.parse(found.tree)
