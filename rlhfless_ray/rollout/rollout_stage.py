@@ -253,7 +253,7 @@ class RolloutStage:
             if shared is not None:
                 shared.close()
         if self.drafts is not None:
-            self.drafts.end([engine.id for engine in driver.calls.engines], result.steps)
+            self.drafts.end(result.steps)
             result.drafts_saved_s = self.drafts.saved_s(result.steps)
         overhead_s = time.monotonic() - self.began_s - max(result.decode_s.values(), default=0.0)
         self.traffic.loaded(weights.version, (node for node, _ in result.loads))
