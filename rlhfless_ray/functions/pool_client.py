@@ -20,7 +20,7 @@ from rlhfless_ray.functions.slot_pool import NAMESPACE, TICK_S, SlotPool, Unknow
 
 BEAT_S = 1.0  # interval of heartbeats
 ANSWER_S = 10.0  # timeout of a call to the pool, after which it is replaced
-START_S = 120.0  # time for the pool to start
+START_S = 300.0  # time for the pool to start, as long as for any other process (`functions.lease_deadline_s`)
 REPLACE_S = 60.0  # time for a lost pool to be replaced, before the run ends
 STANDING_S = 30.0  # longest wait for a slot that a phase asks for while it works
 WAIT_S = 0.2  # longest wait within the pool for one slot, between two checks for a stop signal

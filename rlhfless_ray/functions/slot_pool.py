@@ -284,7 +284,8 @@ class SlotPool:
             self.look()
             for info in self.state.silent(now):
                 self._forget(info.run)
-                _end_processes(info.job)
+                if info.job:
+                    _end_processes(info.job)
                 self.state.leave(info.run, now)
             self._match()
             for slot in self.state.idle(now):
