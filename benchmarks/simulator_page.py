@@ -229,7 +229,7 @@ def target_table(found: Sequence[Target]) -> str:
 
 def rollout(content: dict[str, Any]) -> str:
     """Targets of rollouts alone: how many were reached, and those that were not."""
-    found = [Target(**{key: row.get(key, "") for key in Target.__dataclass_fields__}) for row in content["targets"]]
+    found = _saved_targets(content)
     missed = [target for target in found if not target.met]
     kinds = {"single rollouts": [t for t in found if "means of" not in t.name], "means": [t for t in found if "means of" in t.name]}
     counts = "; of ".join(f"{kind}, {sum(t.met for t in some)} of {len(some)}" for kind, some in kinds.items())
@@ -247,6 +247,38 @@ def break_even(content: dict[str, Any]) -> str:
     return f"{_table(heads, rows)}\n\nSeeds a row: {content['seeds']}; at commit {content['git'].get('commit', 'unknown')[:7]}."
 
 
+def shared_pool(content: dict[str, Any]) -> str:
+    """Many runs on one pool: what each policy makes of it, and how that compares with both baselines of RollMux."""
+    rows = []
+    for case, entry in content["cases"].items():
+        for name, r in entry["policies"].items():
+            over = (f"{entry['over'][name][base]['work_per_slot_s']:.2f}×" for base in ("disaggregated", "colocated", "queue"))
+            times = " / ".join(f"{r[f'time_p{p}_s'] / 60:.0f}" for p in (50, 90, 100))
+            shares = (f"{r['work_per_slot_s']:.0%}", f"{r['work_per_paid_s']:.0%}")
+            minutes = (f"{r['makespan_s'] / 60:.0f}", f"{r['cost_per_run'] / 60:.0f}")
+            rows.append([case if name == "disaggregated" else "", name, *shares, *over, *minutes, times])
+    heads = [
+        "pool and runs",
+        "policy",
+        "work per slot-second",
+        "of those paid for",
+        "work over disaggregated",
+        "over colocated",
+        "over the queue",
+    ]
+    heads += ["makespan, min", "cost a run, slot-min", "run times, min: median / p90 / longest"]
+    seeds = sorted({entry["seeds"] for entry in content["cases"].values()})
+    return f"{_table(heads, rows)}\n\nSeeds a row: {' or '.join(map(str, seeds))}; at commit {content['git'].get('commit', 'unknown')[:7]}."
+
+
+def shared_pool_targets(content: dict[str, Any]) -> str:
+    return target_table(_saved_targets(content))
+
+
+def _saved_targets(content: dict[str, Any]) -> list[Target]:
+    return [Target(**{key: row.get(key, "") for key in Target.__dataclass_fields__}) for row in content["targets"]]
+
+
 TABLES: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {  # of which file and which part of it each is made
     "cluster fair": ("cluster", "fair", fair),
     "cluster fair rivals": ("cluster", "fair", fair_rivals),
@@ -262,10 +294,12 @@ TABLES: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {  # of wh
     "cluster large": ("cluster", "large", large),
     "rollout policies": ("rollout_policies", "targets", rollout),
     "break even": ("break_even", "curves", break_even),
+    "shared pool": ("shared_pool_simulated", "cases", shared_pool),
+    "shared pool targets": ("shared_pool_simulated", "cases", shared_pool_targets),
 }
 
 
-FILES = ("cluster", "rollout_policies", "break_even")
+FILES = ("cluster", "rollout_policies", "break_even", "shared_pool_simulated")
 
 
 def filled(page: str, tables: dict[str, str]) -> str:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -29,6 +30,7 @@ from rlhfless_ray.report.timeline import write_timeline
 from rlhfless_ray.run.checkpoints import Checkpoints
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.run.recorder import RunRecorder
+from rlhfless_ray.run.responses import ResponseRecord
 from rlhfless_ray.runtime.export import put_files
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.supervise.run_supervised import SupervisedStage
@@ -257,6 +259,23 @@ def test_a_supervised_stage_that_finds_no_space_failed(folder: RunFolder, full: 
     assert told["status"] == "failed" and told["reason"].endswith("then start the run again")
     rows, torn = read_rows(folder.path / "metrics.jsonl")
     assert not torn and rows[0] == {"step": 1}
+
+
+@pytest.mark.parametrize("room", [0, 300])
+def test_responses_are_recorded_whole_or_not_at_all(tmp_path: Path, full: Disk, room: int) -> None:
+    prompts = [Prompt(number, "p", (1, 2)) for number in range(3)]
+    record = ResponseRecord(tmp_path, {"run.seed": 0})
+    record.add([replace(a_sample(), prompt=prompts[0])])
+    full.left = room
+    with pytest.raises(DiskFull):
+        record.add([replace(a_sample(), prompt=prompt) for prompt in prompts[1:]])
+    full.left = None
+    again = ResponseRecord(tmp_path, {"run.seed": 0})
+    assert again.missing(prompts, 1, scored=False) == record.missing(prompts, 1, scored=False) == prompts[1:]
+    full.left = room
+    with pytest.raises(DiskFull):
+        record.write(tmp_path / "responses.jsonl", prompts[:1], 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"responses.part.jsonl"}
 
 
 def test_a_rank_that_finds_no_space_is_a_full_disk(folder: RunFolder) -> None:

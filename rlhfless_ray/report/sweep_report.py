@@ -38,6 +38,7 @@ def write_sweep_report(folder: Path) -> Path:
         sentence=_sentence(sweep),
         metric=sweep["metric"],
         rows=[_row(run) for run in _best_first(sweep)],
+        shared=any(run["lent_slot_s"] is not None for run in sweep["runs"]),
         compared=any(run["alone"] for run in sweep["runs"]),
         curves=curves,
         bars=bars,
@@ -73,6 +74,8 @@ def _row(run: Row) -> Row:
     steps = f"{run['step']} of {run['steps']}" if run["steps"] else str(run["step"])
     settings = ", ".join(f"{key} {value}" for key, value in run["settings"].items())
     cells = [steps, number(run["metric"], 4), duration(run["seconds"]), slot_time(run["slot_s"]), money(run["money"])]
+    if run["lent_slot_s"] is not None:
+        cells.append(f"{slot_time(run['lent_slot_s'])} / {slot_time(run['borrowed_slot_s'])}")
     return {**run, "settings": settings, "cells": cells, "saved": ", ".join(saved)}
 
 

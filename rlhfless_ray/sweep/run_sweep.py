@@ -32,6 +32,7 @@ from rlhfless_ray.sweep.sweep_table import SweepDisplay
 
 POLL_S = 0.5  # interval at which runs are looked at
 END_S = 600.0  # time for a run to save and end once it was asked to; an update of a large policy takes minutes
+HURRY_S = 30.0  # the same after a second Ctrl-C, without saving
 
 
 @dataclass
@@ -219,8 +220,10 @@ class SweepRunner:
             time.sleep(POLL_S / 5)
             for one in list(self.running):
                 self._look_at(one)
-            if STOP.acknowledge() is not None:
-                until = time.monotonic()
+            if STOP.acknowledge() is not None:  # a second Ctrl-C, which ends each run at once
+                until = min(until, time.monotonic() + HURRY_S)
+                for one in self.running:
+                    self._ask(one, "stopped", signal.SIGINT)
         for one in list(self.running):
             one.process.kill()
             one.process.wait(10)

@@ -21,6 +21,8 @@ from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.sweep.sweep_file import PlannedRun, Sweep
 
 State = Literal["waiting", "running", "done", "ended early", "stopped", "failed"]
+COSTS = {"seconds": "time_s", "slot_s": "cost/total_full_slot_s", "money": "cost/total_money"}  # and their metrics
+POOL = {"lent_slot_s": "shared/lent_slot_s", "borrowed_slot_s": "shared/borrowed_slot_s"}
 FINISHED: tuple[State, ...] = ("done", "ended early")  # what a resumed sweep keeps
 
 
@@ -28,7 +30,8 @@ FINISHED: tuple[State, ...] = ("done", "ended early")  # what a resumed sweep ke
 class RunState:
     """What is known of a run. metric: its last value. seconds, slot_s and money: of the run so far, as its ledger counts them.
 
-    alone: the same three of a run that did this work alone, where the sweep names one.
+    lent_slot_s, borrowed_slot_s: what others used of its share of the pool, and it of theirs. alone: seconds, slot_s and money of a run
+    that did this work alone, where the sweep names one.
     """
 
     name: str
@@ -41,6 +44,8 @@ class RunState:
     seconds: float | None = None
     slot_s: float | None = None
     money: float | None = None
+    lent_slot_s: float | None = None
+    borrowed_slot_s: float | None = None
     alone: dict[str, float] = field(default_factory=dict)
 
     def read(self, rows: list[dict[str, Any]], metric: str) -> None:
@@ -49,7 +54,7 @@ class RunState:
             self.step = int(row["step"])
             value = finite(row.get(metric))
             self.metric = self.metric if value is None else value
-            for name, value in _costs(row).items():
+            for name, value in _values(row, COSTS | POOL).items():
                 setattr(self, name, value)
 
     @property
@@ -59,8 +64,7 @@ class RunState:
         return {name: 1 - own[name] / value for name, value in self.alone.items() if own[name] is not None and value > 0}
 
 
-def _costs(row: dict[str, Any]) -> dict[str, float]:
-    keys = {"seconds": "time_s", "slot_s": "cost/total_full_slot_s", "money": "cost/total_money"}
+def _values(row: dict[str, Any], keys: dict[str, str]) -> dict[str, float]:
     return {name: value for name, key in keys.items() if (value := finite(row.get(key))) is not None}
 
 
@@ -69,7 +73,7 @@ def costs_alone(folder: str) -> dict[str, float]:
     found: dict[str, float] = {}
     path = Path(folder) / "metrics.jsonl"
     for row in read_rows(path)[0] if path.is_file() else []:
-        found |= _costs(row)
+        found |= _values(row, COSTS)
     if not found:
         raise UserError(f"runs.alone: {folder} is no run folder with metrics; name one, or leave it out")
     return found

@@ -99,6 +99,7 @@ def test_table_and_report_show_the_best_first_every_state_and_why_a_run_failed(s
         (folder.path / state.name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder.states[1].state, folder.states[1].reason, folder.states[1].metric = "failed", "run failed: <no memory>", None
     folder.states[0].alone = {"slot_s": 40.0}
+    folder.states[2].read([{"step": 4, "shared/lent_slot_s": 12.0, "shared/borrowed_slot_s": 7.0}], sweep.file.metric)
     assert [state.metric for state in best_first(folder.states, "max")] == [3.0, 2.0, 1.0, 0.0, 0.0, None]
     assert [state.metric for state in best_first(folder.states, "min")] == [0.0, 0.0, 1.0, 2.0, 3.0, None]
     table = sweep_table(sweep, folder.states)
@@ -107,6 +108,7 @@ def test_table_and_report_show_the_best_first_every_state_and_why_a_run_failed(s
     page = write_sweep_report(folder.path).read_text()
     assert "6 runs, at most 2 at once: 5 done, 1 failed." in page
     assert "run failed: &lt;no memory&gt;" in page and "50% slot-s" in page
+    assert "12 slot-s / 7 slot-s" in page and page.count("lent / borrowed") == 1
     charts = json.loads(page.partition('id="charts">')[2].partition("</script>")[0])
     assert charts["eval-accuracy_sampled-steps"]["data"][0]["x"] == [1.0, 2.0, 3.0, 4.0]
     assert charts["eval-accuracy_sampled-cost"]["data"][5]["x"] == [5.0, 10.0, 15.0, 20.0]
