@@ -1,6 +1,7 @@
 """What drafting gains by batch and temperature. `python -m benchmarks.speculation [--only CASE …] [--rounds N]`.
 
-Engines of one policy with `rollout.speculation` off, on and auto answer the same requests in turn, in one process on one core. `chain` is
+Engines of one policy with `rollout.speculation` off, on and auto answer the same requests in turn, in one process on one core. Times are
+of the processor, so that other work does not count. `chain` is
 the quickstart's policy after its warm start: groups of 8 responses, other prompts in each round, and responses that repeat
 themselves. `random` has as many parameters and random weights: there is little to draft from but at temperature 0. The first rounds, in
 which drafts have nothing to go by, do not count. Cases that are left out keep their rows of the last run.
@@ -79,12 +80,12 @@ def measure(case: str, rounds: int, scratch: Path) -> list[dict[str, Any]]:
         torch.set_num_threads(1)
 
     def answer(kind: str, requests: list[Request]) -> tuple[dict[int, list[int]], float]:
-        begin, tokens = time.perf_counter(), {request.key: [] for request in requests}
+        begin, tokens = time.process_time(), {request.key: [] for request in requests}
         for news in engines[kind].generate(requests):
             ends = np.cumsum(news.counts)
             for key, count, end in zip(news.keys.tolist(), news.counts.tolist(), ends.tolist(), strict=True):
                 tokens[key] += news.token_ids[end - count : end].tolist()
-        return tokens, time.perf_counter() - begin
+        return tokens, time.process_time() - begin
 
     numbers = itertools.count()
     for temperature, batch in itertools.product(TEMPERATURES[case], BATCHES[case]):

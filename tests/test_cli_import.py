@@ -61,6 +61,8 @@ def test_the_command_compares_with_a_plan(tmp_path: Path, capsys) -> None:
     said = capsys.readouterr().out
     assert "2 steps of verl" in said and "your run: 41 s a step; planned here:" in said
     assert len(json.loads(out.read_text())) == 16
+    planned, factor = float(said.split("planned here: ")[1].split()[0]), float(said.split("--calibrate ")[1].split()[0])
+    assert factor * planned == pytest.approx(41, rel=0.01)
 
 
 @pytest.mark.parametrize(

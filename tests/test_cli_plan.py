@@ -15,9 +15,9 @@ import pytest
 
 from placement import Objective, Pool, Speed, choose, frontier, rollout_bounds
 from placement.forecast.forecaster import LengthForecaster
-from rlhfless_ray.cli.frontier_svg import _ticks
 from rlhfless_ray.cli.main import app
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.report.inline import ticks
 from tests.conftest import command_here
 
 SPEED = ("--actors", "6", "--speed", "0.0085,3e-5")
@@ -159,9 +159,9 @@ def test_the_table_names_the_chosen_point_and_the_reason(grouped: Path, capsys, 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (13.4, 24.4), (0.0, 3e-5), (7.0, 7.0), (0.0, 0.0), (99.0, 101.0)])
 def test_ticks_span_what_is_drawn(low: float, high: float) -> None:
-    ticks = _ticks(low, high)
-    assert ticks[0] <= low + 1e-12 and ticks[-1] >= high - 1e-9 and 2 <= len(ticks) <= 9
-    assert all(b > a for a, b in itertools.pairwise(ticks))
+    found = ticks(low, high)
+    assert found[0] <= low + 1e-12 and found[-1] >= high - 1e-9 and 2 <= len(found) <= 9
+    assert all(b > a for a, b in itertools.pairwise(found))
 
 
 # ---- what bad input gets -----------------------------------------------------------------------------------------
@@ -300,6 +300,9 @@ def test_a_fleet_is_chosen_among_those_that_nothing_beats(grouped: Path, capsys)
     for row in rows:
         assert row["cost"] == pytest.approx(row["time_s"] * row["count"] * row["price_per_hour"] / 3600)
         assert row["run_cost"] == pytest.approx(10 * row["cost"]) and row["rollout_s"] < row["time_s"]
+    slower = said(capsys, grouped, "--model", "qwen2.5-7b", "--fleet", "8", "--prefer", "0", "--steps", "10", "--calibrate", "1.5")["best"]
+    assert [row["time_s"] for row in slower] == pytest.approx([1.5 * row["time_s"] for row in rows])
+    assert [row["cost"] for row in slower] == pytest.approx([1.5 * row["cost"] for row in rows])
 
 
 def test_spot_devices_cost_their_discount_and_the_steps_they_lose(grouped: Path, capsys) -> None:
@@ -319,6 +322,7 @@ def test_spot_devices_cost_their_discount_and_the_steps_they_lose(grouped: Path,
         (["--fleet", "4", "--model", "qwen2.5-7b", "--actors", "2"], "leave out --actors"),
         (["--fleet", "4", "--model", "qwen2.5-7b", "--spot-discount", "1"], "--spot-discount: must be a share from 0 to below 1"),
         (["--fleet", "4", "--model", "qwen2.5-7b", "--steps", "0"], "--steps: must be at least 1"),
+        (["--fleet", "4", "--model", "qwen2.5-7b", "--calibrate", "0"], "--calibrate: must be above 0"),
         (["--fleet", "4", "--model", "llama-2-70b", "--device", "H100"], "nothing fits: H100: training llama-2-70b .* needs 20 x H100"),
         (["--fleet", "8", "--model", "qwen2.5-7b", "--deadline", "0.001"], "no plan"),
     ],

@@ -215,7 +215,12 @@ def test_a_resumed_run_goes_on_with_what_was_in_flight(tmp_path: Path, more: dic
 def test_other_features_work_with_partial_rollouts(tmp_path: Path, case: str) -> None:
     more = {
         "agents begin again": {"rollout__partial": "restart"},
-        "filtered groups": {"rollout__max_tokens": 24, "algorithm__filter_range": [-3.6, 0.0], "algorithm__filter_patience": 90},
+        "filtered groups": {
+            "rollout__oversample": "auto",
+            "rollout__max_tokens": 24,
+            "algorithm__filter_range": [-3.6, 0.0],
+            "algorithm__filter_patience": 90,
+        },
     }[case]
     tree = small_recipe(tmp_path, **PARTIAL | {"run__steps": 3} | more)
     with Runtime(Recipe.parse(with_agent(tree, tmp_path) if case == "agents begin again" else tree)) as run:
@@ -225,6 +230,7 @@ def test_other_features_work_with_partial_rollouts(tmp_path: Path, case: str) ->
     assert sum(row["partial/in_flight_groups"] for row in told) > 0 == told[-1]["partial/in_flight_groups"]
     if case == "filtered groups":
         assert sum(row["filter/dropped_prompts"] for row in told) > 0
+        assert told[0]["partial/oversample"] == 1.5 and "against a synchronous step" in told[-1]["partial/oversample_reason"]
         assert all(-3.6 < np.mean([s.reward for s in step.samples[at : at + 4]]) < 0 for step in steps for at in range(0, 32, 4))
     else:
         assert all(len(s.completion.versions) == 1 for step in steps for s in step.samples)

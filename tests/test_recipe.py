@@ -176,6 +176,11 @@ def test_wrong_types_ranges_and_combinations(key: str, value: Any, said: str) ->
         ({"kl.target": 0.1, "kl.coefficient": 0.1, "kl.horizon": 51}, "algorithm.kl.horizon: must exceed a fifth of a step's 256 samples"),
         ({"kl.place": "reward", "kl.unbiased_gradient": True, "kl.coefficient": 0.1}, "algorithm.kl.unbiased_gradient"),
         ({"batch_samples": 8, "updates_per_step": 2}, "algorithm.batch_samples: set either this or algorithm.updates_per_step"),
+        ({"advantage.estimator": "on_policy_distill"}, "algorithm.kl: with on_policy_distill a token's reward is the KL to the teacher"),
+        (
+            {"advantage.estimator": "on_policy_distill", "kl.coefficient": 1.0, "kl.place": "reward", "kl.estimator": "k1"},
+            "reference.path: on_policy_distill needs a teacher; name its folder",
+        ),
         ({"advantage.lambd": 0.9}, "algorithm.advantage.lambd: only gae uses it, so with group_norm it must be 1"),
         ({"batch_samples": 257}, "algorithm.batch_samples: must not exceed prompts.batch_prompts"),
         ({"remainder": "carry"}, "algorithm.remainder: needs algorithm.batch_samples; set it, or leave this out"),

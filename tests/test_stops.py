@@ -138,7 +138,7 @@ class Ended:
         run.least_mb, run.memory_fit = {}, Fit(run.recipe, [])
         run.ledger = SimpleNamespace(begin_step=lambda step: None, totals_since=lambda row: {})
         run.autoscaler = SimpleNamespace(
-            state=lambda: {}, observe_update=lambda *_: None, observe_step=lambda *_: None, settle=lambda: None
+            state=lambda: {}, observe_update=lambda *_: None, observe_step=lambda *_: None, settle=lambda: None, bids=None
         )
         run.phases = SimpleNamespace(take=lambda: ({}, 1.0), phase=lambda *_: nullcontext())
         pool = SimpleNamespace(close=lambda: self.did.append(f"close as {self.status()}"), replacements=0)
@@ -160,7 +160,7 @@ class Ended:
         )
         run.context = RunContext(run.recipe, None, SlotBroker(run.leases), run.phases, run.record, run.autoscaler, 1)  # type: ignore[arg-type]
         run.learn_stage = LearnStage(run.context, run.worker_group)
-        run.rollout_stage = rollout = SimpleNamespace(pool=pool, state=dict, restore=lambda state: None)
+        run.rollout_stage = rollout = SimpleNamespace(pool=pool, state=dict, restore=lambda state: None, drafts=None)
         run.stages = Stages(FailureBudget(3), None, rollout, rollout, run.learn_stage, None)  # type: ignore[arg-type]
         run.learn_stage.plan = SimpleNamespace(reason="")  # type: ignore[assignment]
 

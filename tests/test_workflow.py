@@ -62,7 +62,7 @@ def reduced(root: Path) -> dict[str, Any]:
     """recipes/workflow.yaml with a tiny policy and a few rows of everything."""
     tree: dict[str, Any] = yaml.safe_load((ROOT / "recipes" / "workflow.yaml").read_text())
     tree["run"] = {"root": str(root / "runs"), "name": "workflow"}
-    tree["settings"] = {"watch": {"tensorboard": False, "wandb": "off", "progress": "plain"}, "functions": {"slot": "cpu"}}
+    tree["settings"] = {"watch": {"tensorboard": False, "wandb": "off", "progress": "plain"}}
     every = [inner for stage in tree["stages"] for inner in stage.get("stages", [stage])]
     for stage in every:
         recipe = next(stage[kind] for kind in ("train", "generate", "evaluate") if kind in stage)
@@ -86,7 +86,7 @@ def reduced(root: Path) -> dict[str, Any]:
 @pytest.mark.ray
 @pytest.mark.engine
 @pytest.mark.learner
-def test_the_recipe_runs_and_goes_on_after_a_stop(tmp_path: Path, ray_cluster: None) -> None:
+def test_the_recipe_runs_and_goes_on_after_a_stop(tmp_path: Path, no_ray: None) -> None:
     file = tmp_path / "workflow.yaml"
     file.write_text(yaml.safe_dump(reduced(tmp_path)))
     folder = tmp_path / "runs" / "workflow"

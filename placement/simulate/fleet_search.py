@@ -43,6 +43,14 @@ class FleetSearch:
     best: tuple[Fleet, ...]
     refused: dict[str, str]
 
+    def calibrated(self, factor: float) -> FleetSearch:
+        """Return the search with all times multiplied by a factor, which is measured over planned seconds of a run."""
+
+        def scaled(some: tuple[Fleet, ...]) -> tuple[Fleet, ...]:
+            return tuple(replace(fleet, time_s=factor * fleet.time_s, rollout_s=factor * fleet.rollout_s) for fleet in some)
+
+        return FleetSearch(scaled(self.fleets), scaled(self.best), self.refused)
+
 
 def search_fleets(setting: Setting, devices: Sequence[Device], most: int, spot_discount: float | None = None) -> FleetSearch:
     """Try 1, 2, 4, … up to `most` devices of each kind, at each width, with the phases one after the other on all devices.

@@ -29,6 +29,7 @@ class MarketBids:
     def __init__(self, pool: Pool, objective: Objective, learner_ranks: int) -> None:
         self.pool, self.objective, self.learner_ranks = pool, objective, learner_ranks
         self.rollout: Bid | None = None  # of the next rollout
+        self.besides = 0  # slots that the run holds beside its engines then
 
     def divide(self, frontiers: Mapping[int, Sequence[Plan]], besides: int) -> tuple[dict[int, list[Plan]], str]:
         """Return the plans that the pool would have slots for now, by the engines' width, and why others were left out.
@@ -39,13 +40,18 @@ class MarketBids:
         quickest: dict[int, float] = {}
         for slots, seconds in points:
             quickest[slots] = min(seconds, quickest.get(slots, seconds))
-        self.rollout = self._bid(sorted(quickest.items()))
+        self.rollout, self.besides = self._bid(sorted(quickest.items())), besides
         cleared = self.pool.what_if(self.rollout)
         room = cleared.slots[self.rollout.run] - besides
         left = {width: [plan for plan in plans if plan.actors * width <= room] for width, plans in frontiers.items()}
         kept = {width: plans or [min(frontiers[width], key=lambda plan: plan.actors)] for width, plans in left.items()}
         fewer = any(len(kept[width]) < len(plans) for width, plans in frontiers.items())
         return kept, cleared.reasons[self.rollout.run] if fewer else ""
+
+    @property
+    def most(self) -> int:
+        """Slots that engines of the planned rollout would have work for."""
+        return 0 if self.rollout is None else self.rollout.most - self.besides
 
     def begin_rollout(self) -> None:
         if self.rollout is not None:

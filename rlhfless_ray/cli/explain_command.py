@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import typer
 
 from rlhfless_ray.cli.passthrough import split_options
 from rlhfless_ray.common.errors import UserError
+
+if TYPE_CHECKING:
+    from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation
 
 
 def explain(ctx: typer.Context) -> None:
@@ -15,31 +19,38 @@ def explain(ctx: typer.Context) -> None:
 
     Prints its dialect, the slots that it needs, the recipe, and which flags are honoured, read as hints, without effect or
     refused. The command may be a whole one, with `ray job submit … --`, `srun` or `bash -c` around it, a launch script, or
-    flags alone. `rlhfless explain --flags` lists every flag of the newest version, and the recipe keys that it still lacks.
+    flags alone. `rlhfless explain --flags [LAUNCHER]` lists every flag of a launcher, of train_ppo_ray if none is named.
     Exit code 0 if the command would run, 2 if not.
     """
     chosen, argv = split_options(ctx.args, "--json", "--flags")
-    from rlhfless_ray.compat.openrlhf.explain_report import as_data, explanation, flags_today
-    from rlhfless_ray.compat.openrlhf.memory import too_large_here, width_note
-    from rlhfless_ray.compat.openrlhf.resources import fit
-
-    if "--flags" in chosen:
-        print(flags_today())
-        return
-    from rlhfless_ray.compat.openrlhf.command import find, is_submission
+    from rlhfless_ray.compat.openrlhf.command import MOLT, find, is_submission
     from rlhfless_ray.compat.openrlhf.dialect import Unreadable
+    from rlhfless_ray.compat.openrlhf.explain_report import as_data, explanation, flags_of_launcher, flags_today
     from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
+    from rlhfless_ray.compat.openrlhf.inference import translate_inference
+    from rlhfless_ray.compat.openrlhf.inference_table import LAUNCHERS
+    from rlhfless_ray.compat.openrlhf.memory import too_large_here, width_note
+    from rlhfless_ray.compat.openrlhf.molt import translate_molt
+    from rlhfless_ray.compat.openrlhf.resources import fit
+    from rlhfless_ray.compat.openrlhf.supervised import translate_supervised
     from rlhfless_ray.compat.openrlhf.supervised_table import TASKS
     from rlhfless_ray.compat.openrlhf.translate import problem, translate
 
-    launch = find(argv)
-    if launch.launcher in TASKS:
-        _explain_supervised(launch.launcher, launch.flags, as_json="--json" in chosen)
+    if "--flags" in chosen:
+        name = argv[0].rpartition(".")[2] if argv else LAUNCHER
+        if name not in (LAUNCHER, *TASKS, *LAUNCHERS):
+            raise UserError(f"explain --flags {name}: name one of {', '.join((LAUNCHER, *TASKS, *LAUNCHERS))}")
+        print(flags_today() if name == LAUNCHER else flags_of_launcher(name))
         return
-    if launch.launcher != LAUNCHER:
+    launch = find(argv)
+    if launch.launcher in (*TASKS, *LAUNCHERS):
+        translate_other = translate_supervised if launch.launcher in TASKS else translate_inference
+        _explain_other(translate_other(launch.launcher, launch.flags), as_json="--json" in chosen)
+        return
+    if launch.launcher not in (LAUNCHER, MOLT):
         raise UserError(f"openrlhf.cli.{launch.launcher}: `explain` reads launchers that train; start this one with `rlhfless run`")
     try:
-        found = translate(launch.flags)
+        found = translate_molt(launch.flags) if launch.launcher == MOLT else translate(launch.flags)
     except Unreadable as error:
         raise UserError(f"{error} (read as OpenRLHF {error.version})") from None
     fewer = "" if is_submission(argv) else fit(found)  # a job runs on another machine
@@ -59,24 +70,15 @@ def explain(ctx: typer.Context) -> None:
         raise typer.Exit(2)
 
 
-def _explain_supervised(launcher: str, flags: list[str], as_json: bool) -> None:
-    from rlhfless_ray.compat.openrlhf.supervised import translate_supervised
-
-    found = translate_supervised(launcher, flags)
-    wrong = ""
-    if found.refusal() is None:
-        try:
-            found.recipe()
-        except UserError as error:
-            wrong = str(error)
+def _explain_other(found: LauncherTranslation, as_json: bool) -> None:
+    """Explain a command of a launcher beside PPO's."""
+    error = None if found.refusal() else found.problem()
+    wrong = str(error) if error else ""
     runs = not wrong and found.refusal() is None
     if as_json:
         outcomes = [{"flag": flag, "status": status, "why": why} for flag, status, why in found.outcomes]
-        print(
-            json.dumps(
-                {"dialect": found.version, "runs": runs, "flags": outcomes, "problem": wrong or None, "recipe": found.tree}, indent=2
-            )
-        )
+        described = {"dialect": found.version, "runs": runs, "flags": outcomes, "problem": wrong or None, "recipe": found.tree}
+        print(json.dumps(described, indent=2))
     else:
         print(found.explanation())
         if wrong:

@@ -28,6 +28,7 @@ def show_fleets(
     column: str | None,
     steps: int,
     spot_discount: float | None,
+    calibrate: float,
     as_json: bool,
 ) -> None:
     """Print the fleets that no other beats on time and cost, the cheapest of every other device, and why a device cannot do it."""
@@ -41,8 +42,10 @@ def show_fleets(
         raise UserError(f"--steps: must be at least 1, got {steps}")
     if spot_discount is not None and not 0 <= spot_discount < 1:
         raise UserError(f"--spot-discount: must be a share from 0 to below 1, got {spot_discount:g}")
+    if not calibrate > 0:
+        raise UserError(f"--calibrate: must be above 0, got {calibrate:g}")
     try:
-        found = search(lengths, model, device, most, column, spot_discount)
+        found = search(lengths, model, device, most, column, spot_discount).calibrated(calibrate)
         if not found.best:
             raise UserError("nothing fits: " + "; ".join(f"{name}: {why}" for name, why in found.refused.items()))
         choice = choose(found.best, objective)

@@ -46,6 +46,9 @@ def import_logs(
             fleet = _planned(write, model, device, devices)
             ours = f"{fleet.time_s:.4g} s, of them rollout {fleet.rollout_s:.4g} s"
             print(f"{yours}; planned here: {ours} ({devices} × {device}, engines of {fleet.width})")
+            if found.step_s is not None:
+                factor = found.step_s / fleet.time_s
+                print(f"for plans with your times: rlhfless plan {write} --model {model} --fleet … --calibrate {factor:.3g}")
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from None
 

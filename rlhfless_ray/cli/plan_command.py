@@ -66,6 +66,9 @@ def plan(
     spot_discount: Annotated[
         float | None, typer.Option(help="With --fleet: share off the on-demand price on spot. Default: the table's own spot prices.")
     ] = None,
+    calibrate: Annotated[
+        float, typer.Option(help="With --fleet: measured over planned seconds, as import-logs prints it. Scales times and costs.")
+    ] = 1.0,
     memory: Annotated[bool, typer.Option("--memory", help="Show the memory that a recipe's functions need, instead of plans.")] = False,
 ) -> None:
     """Show the frontier of time and cost of a rollout with these lengths, and the plan that a goal selects."""
@@ -84,7 +87,18 @@ def plan(
                 "--fleet chooses devices, widths and speed itself: leave out --actors, --devices, --speed, --pool, --scenarios, --plot"
             )
         goal = _objective(prefer, deadline, budget, knee)
-        show_fleets(lengths, model, device, fleet, goal, column=column, steps=steps, spot_discount=spot_discount, as_json=as_json)
+        show_fleets(
+            lengths,
+            model,
+            device,
+            fleet,
+            goal,
+            column=column,
+            steps=steps,
+            spot_discount=spot_discount,
+            calibrate=calibrate,
+            as_json=as_json,
+        )
         return
     from placement import NotFeasible, choose
     from placement.forecast.recorded_lengths import read_lengths

@@ -70,6 +70,8 @@ def _serve(asked: argparse.Namespace) -> None:
     )
     made = create_server(scorer, asked.host, asked.port)
     print(f"serving {asked.model} at http://{asked.host}:{made.server_port}{PATH}", flush=True)
+    if asked.host == "127.0.0.1":
+        print("only this machine can reach it; OpenRLHF's listens on every address, which --host 0.0.0.0 does here", flush=True)
     try:
         made.serve_forever()
     except KeyboardInterrupt:

@@ -1,11 +1,11 @@
-"""What OpenRLHF's launchers of supervised stages have in common here."""
+"""What OpenRLHF's launchers beside PPO's have in common here."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 # what torchrun and deepspeed set for each process
 STARTERS_OWN = re.compile(
@@ -14,40 +14,31 @@ STARTERS_OWN = re.compile(
 
 
 def main(launcher: str, arguments: Sequence[str] | None = None) -> None:
-    """Train. Exit code 0 after the final save, 1 for a failed run, and 2 for a mistake.
+    """Train. Exit code 0 after the final save, 1 for a failed run, and 2 for a mistake. The first process runs all ranks on Ray."""
+    start(lambda tokens: _train(launcher, tokens), arguments)
 
-    torchrun and deepspeed start this module once for each rank. The first process runs all ranks on Ray; the others end at once.
-    """
+
+def start(action: Callable[[list[str]], None], arguments: Sequence[str] | None = None) -> None:
+    """Run `action` with the command line in the first process that torchrun or deepspeed starts. The others end at once."""
     from rlhfless_ray.cli.main import guarded
 
     if int(os.environ.get("RANK", "0")) > 0:
         return
     tokens = list(sys.argv[1:] if arguments is None else arguments)
-    guarded(lambda: _train(launcher, tokens))
+    guarded(lambda: action(tokens))
 
 
 def _train(launcher: str, tokens: Sequence[str]) -> None:
     from rlhfless_ray.cli.main import print_results
-    from rlhfless_ray.common.errors import UserError
-    from rlhfless_ray.compat.openrlhf.launcher_flags import HINT
     from rlhfless_ray.compat.openrlhf.supervised import translate_supervised
     from rlhfless_ray.local.machine_memory import visible_gpus
 
     found = translate_supervised(launcher, tokens, ranks=max(1, visible_gpus()))
-    if refused := found.refusal():
-        raise refused
+    found.check()
     recipe = found.recipe()
-    print(f"[rlhfless] command line of {launcher}, OpenRLHF {found.version}", flush=True)
-    for flag, status, why in found.outcomes:
-        if status == HINT:
-            print(f"[rlhfless] {flag} read as: {why}", flush=True)
-    for note in found.notes:
-        print(f"[rlhfless] {note}", flush=True)
     for name in [name for name in os.environ if STARTERS_OWN.fullmatch(name)]:
         del os.environ[name]  # the ranks get their own from Ray Train; with torchrun's they would wait for its store
     from rlhfless_ray.supervise.run_supervised import has_checkpoint, run_supervised
 
-    try:
+    with found.flags_in_errors():
         print_results(run_supervised(recipe, resume=found.resumes and has_checkpoint(recipe)).path)
-    except UserError as error:
-        raise found.by_flag(error) from None

@@ -6,12 +6,16 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.disk_space import DiskFull
 from rlhfless_ray.common.errors import Stopped, UserError
 from rlhfless_ray.compat.openrlhf.dialect import Unreadable
 from rlhfless_ray.compat.openrlhf.flags import newest
 from rlhfless_ray.compat.openrlhf.parsers import PROGRAM, usage
+
+if TYPE_CHECKING:
+    from rlhfless_ray.compat.openrlhf.translate import Translation
 
 HELP = """
 Every flag of OpenRLHF 0.8.0 to {newest} is accepted; the usage above is that of {newest}. Recipe settings
@@ -31,11 +35,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _train(tokens: Sequence[str]) -> None:
+    from rlhfless_ray.compat.openrlhf.translate import translate
+
+    train_translated(translate(tokens))
+
+
+def train_translated(found: Translation) -> None:
+    """Train with what a command line was translated to."""
     from rlhfless_ray.compat.openrlhf.explain_report import summary
     from rlhfless_ray.compat.openrlhf.resources import fit
-    from rlhfless_ray.compat.openrlhf.translate import by_flag, recipe_of, refusals, translate
+    from rlhfless_ray.compat.openrlhf.translate import by_flag, recipe_of, refusals
 
-    found = translate(tokens)
     fewer = fit(found)
     if refused := refusals(found):
         raise refused

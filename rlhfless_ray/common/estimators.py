@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-EstimatorName = Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce"]
+EstimatorName = Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce", "on_policy_distill"]
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,7 @@ class Estimator:
     discounts: bool = False  # a gamma other than 1 is meant to be used
     critic: bool = False
     least_samples: int = 1  # per prompt; 2 where the responses to one prompt are compared with each other
+    teacher: bool = False  # a token earns what a teacher says of it; rewards do not count
     whole_batch: bool = False  # the baseline needs every reward of the rollout batch, not only the group's
 
 
@@ -25,4 +26,5 @@ ESTIMATORS: dict[str, Estimator] = {
     "group_norm": Estimator(least_samples=2),  # GRPO, arXiv 2402.03300
     "dr_grpo": Estimator(least_samples=2),  # arXiv 2503.20783; the constant-length division is the loss's
     "flash_reinforce": Estimator(whole_batch=True),  # OpenRLHF 0.11.2
+    "on_policy_distill": Estimator(teacher=True),  # arXiv 2306.13649 with the reverse KL, one token at a time
 }

@@ -20,12 +20,14 @@ from rlhfless_ray.functions.slot_pool import NAMESPACE, TICK_S, SlotPool, Unknow
 
 BEAT_S = 1.0  # interval of heartbeats
 ANSWER_S = 10.0  # timeout of a call to the pool, after which it is replaced
+START_S = 300.0  # time for the pool to start, as long as for any other process (`functions.lease_deadline_s`)
 REPLACE_S = 60.0  # time for a lost pool to be replaced, before the run ends
+STANDING_S = 30.0  # longest wait for a slot that a phase asks for while it works
 WAIT_S = 0.2  # longest wait within the pool for one slot, between two checks for a stop signal
 
 
 class PoolClient:
-    """It asks for slots as `RayGroups` does, and keeps the heartbeat in a thread of its own."""
+    """It asks for slots as `RayGroups` does. A thread keeps the heartbeat, and `view` up to date."""
 
     def __init__(self, resource: str, info: RunInfo, say: Callable[[str], None] = lambda text: None) -> None:
         """Join the cluster's pool; the first run starts it. Raises UserError if the pool refuses the run.
@@ -63,6 +65,10 @@ class PoolClient:
                 return None
         request.from_s = min(time.time(), max(request.from_s, slot.granted_s))  # nodes' clocks may differ a little
         return Grant(slot.id, slot.node, slot.device)
+
+    def arrival(self, request: LeaseRequest) -> Any:
+        """Return a reference that resolves when the request is granted, or at the latest after STANDING_S. Then `wait` tells."""
+        return self.handle.wait.remote(self._asked(request), STANDING_S)
 
     def withdraw(self, requests: list[LeaseRequest]) -> None:
         for request in requests:
@@ -103,7 +109,6 @@ class PoolClient:
         if self.closed.is_set():
             return
         self.closed.set()
-        self.thread.join(ANSWER_S)
         with suppress(RayActorError, GetTimeoutError):  # the end of the heartbeat says the same a little later
             if ray.get(self.handle.leave.remote(self.info.run), timeout=ANSWER_S):
                 ray.get(self.handle.end_if_empty.remote(), timeout=ANSWER_S)
@@ -138,15 +143,15 @@ class PoolClient:
         return remote.remote(self.resource)
 
     def _join_first(self) -> None:
-        end = time.monotonic() + REPLACE_S
+        end = time.monotonic() + START_S
         while True:
             try:
-                refused, _ = ray.get(self.handle.join.remote(self.info, []), timeout=REPLACE_S)
+                refused, _ = ray.get(self.handle.join.remote(self.info, []), timeout=START_S)
                 break
-            except RayActorError:  # it ended with the last run before
+            except (RayActorError, GetTimeoutError) as error:  # it ended with the last run before
                 STOP.check()
                 if time.monotonic() > end:
-                    raise
+                    raise RunError(f"the slot pool of this cluster did not start within {START_S:.0f} s") from error
                 time.sleep(TICK_S)
                 self.handle = self._find()
         if refused:
@@ -168,6 +173,8 @@ class PoolClient:
     def _rejoin(self, error: Exception) -> None:
         """Find the pool again, and join it if it does not know this run."""
         with self.lock, suppress(RayActorError, GetTimeoutError):  # after another failure the caller tries again
+            if self.closed.is_set():
+                return
             if isinstance(error, GetTimeoutError):  # it hangs: Ray starts another one
                 ray.kill(self.handle, no_restart=False)
             time.sleep(TICK_S)
@@ -184,11 +191,11 @@ class PoolClient:
                 self.say("the slot pool of the cluster was replaced; this run goes on with what it holds")
 
     def _beat(self) -> None:
-        while not self.closed.wait(BEAT_S) and not self.lost:
+        while not self.closed.is_set() and not self.lost:
             with self.lock:
                 released = list(self.released)
             try:
-                self.view = ray.get(self.handle.beat.remote(self.info.run, released), timeout=ANSWER_S)
+                self.view = ray.get(self.handle.watch.remote(self.info.run, released, self.view.surplus, BEAT_S), timeout=BEAT_S + ANSWER_S)
             except (RayActorError, GetTimeoutError, UnknownRun) as error:
                 self._rejoin(error)
                 continue

@@ -25,7 +25,7 @@ class RunInfo:
     weight: float = 1.0
     least: int = 1  # slots that it cannot do without
     folder: str = ""
-    job: str = ""  # Ray's id of its driver
+    job: str = ""  # Ray's id of its driver, whose processes are ended with a run that is silent for too long
     price: float = 0.0  # money of a slot-hour
 
 

@@ -51,6 +51,7 @@ class SlotPool:
         # of an earlier pool: they are removed unless a run claims them
         self.orphans = {info["name"]: _group(id) for id, info in placement_group_table().items() if self._is_ours(info)}
         self.orphans_until_s = now + SILENT_S
+        self.changed = asyncio.Event()  # set for a moment when slots or requests have changed
         self.tasks: set[asyncio.Task[None]] = set()  # asyncio keeps weak references only
         self._begin(self._tick())
 
@@ -106,6 +107,15 @@ class SlotPool:
         now = time.monotonic()
         self.state.heard(run, now)
         return self.state.view(run, now)
+
+    async def watch(self, run: str, released: list[str], surplus: int, seconds: float) -> PoolView:
+        """Do as `beat` does, and reply as soon as the run's surplus is another one than this, or after `seconds`."""
+        view, end_s = await self.beat(run, released), time.monotonic() + seconds
+        while view.surplus == surplus and (left_s := end_s - time.monotonic()) > 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.changed.wait(), left_s)
+            view = self.state.view(run, self._known(run))
+        return view
 
     async def release(self, run: str, ids: list[str]) -> None:
         """End requests, and make the slots free that were granted for them."""
@@ -203,12 +213,14 @@ class SlotPool:
         return time.monotonic()
 
     def _match(self) -> None:
-        """Hand free slots to those who wait."""
+        """Hand free slots to those who wait, and wake those who watch."""
         for slot in self.state.match(time.monotonic()):
             slot.granted_s = time.time()
             if (waits := self.waits.pop(slot.request, None)) is not None and not waits.done():
                 waits.set_result(slot)
             self._abandon(slot.request)
+        self.changed.set()
+        self.changed.clear()
 
     def _abandon(self, id: str) -> None:
         """End the request to Ray that was made for this one, and the wait for it."""
@@ -272,7 +284,8 @@ class SlotPool:
             self.look()
             for info in self.state.silent(now):
                 self._forget(info.run)
-                _end_processes(info.job)
+                if info.job:
+                    _end_processes(info.job)
                 self.state.leave(info.run, now)
             self._match()
             for slot in self.state.idle(now):

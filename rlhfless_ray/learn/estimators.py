@@ -21,6 +21,7 @@ BASELINES: dict[str, Callable[[np.ndarray], np.ndarray]] = {  # rewards (prompts
     "group_norm": partial(group_advantages, epsilon=1e-9),
     "dr_grpo": centred,
     "flash_reinforce": batch_centred,
+    "on_policy_distill": lambda rewards: 0.0 * uncentred(rewards),  # NaN of a missing reward stays
 }
 
 
@@ -93,7 +94,7 @@ def advantages_of(
             raise ValueError(f"{name} needs the critic's values")
         advantages, returns = gae(reward, np.where(action, values, 0.0), lengths, gamma, lambd)
     else:
-        returns = discounted_returns(reward, lengths, gamma if estimator.discounts else 1.0)
+        returns = discounted_returns(reward, lengths, 0.0 if estimator.teacher else gamma if estimator.discounts else 1.0)
         advantages = returns
     return np.where(action, advantages, 0.0), np.where(action, returns, 0.0)
 

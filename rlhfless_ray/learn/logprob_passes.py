@@ -141,7 +141,7 @@ class StepPasses:
         if reference is not None:
             self.reference = Passes(context, reference, "reference", ("reference",), self.obstacle is None)
         samples = recipe.prompts.batch_prompts * recipe.rollout.samples_per_prompt
-        names = () if with_gradients else passes(recipe.algorithm, recipe.lora, samples)
+        names = () if with_gradients else passes(recipe.algorithm, recipe.lora, samples, apart=recipe.has_reference)
         if names:
             self.logprobs = Passes(context, worker_group, "logprobs", names, self.obstacle is None)
         if critic is not None:

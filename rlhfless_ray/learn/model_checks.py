@@ -31,10 +31,11 @@ def refusal(config: Mapping[str, Any], width: int) -> str | None:
     return f"{width} does not divide the model's {' and '.join(uneven)}" if uneven else None
 
 
-def check_division(recipe: Recipe, config: Mapping[str, Any]) -> None:
-    """Raise UserError if the policy with this config.json cannot be divided among ranks as the recipe says."""
-    for section, width in (("learner", recipe.learner.tensor_parallel), ("reference", recipe.reference.tensor_parallel)):
-        if width > 1 and (why := refusal(config, width)):
+def check_division(recipe: Recipe, config: Mapping[str, Any], of_reference: Mapping[str, Any] | None = None) -> None:
+    """Raise UserError if the policy, or the reference of another config.json, cannot be divided among ranks as the recipe says."""
+    divided = (("learner", recipe.learner.tensor_parallel, config), ("reference", recipe.reference.tensor_parallel, of_reference or config))
+    for section, width, asked in divided:
+        if width > 1 and (why := refusal(asked, width)):
             raise UserError(f"{section}.tensor_parallel: {why}")
 
 

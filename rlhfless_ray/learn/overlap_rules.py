@@ -25,18 +25,18 @@ def obstacle(recipe: Recipe) -> str | None:
     return inexact(recipe.algorithm, recipe.learner, recipe.lora)
 
 
-def passes(algorithm: AlgorithmConfig, lora: LoraConfig, samples: int) -> tuple[str, ...]:
+def passes(algorithm: AlgorithmConfig, lora: LoraConfig, samples: int, apart: bool = False) -> tuple[str, ...]:
     """Return the names of the learner's forward passes before an update of `samples` samples.
 
     `old`: log-probabilities before the first optimizer step. `reference`: those of the initial policy, if that is the learner's model
-    without its adapters (otherwise the reference is a worker group of its own). Each depends on its sample and the step's weights
+    without its adapters and the reference is not a worker group `apart`. Each depends on its sample and the step's weights
     only. It is the same, up to rounding, whenever it is computed.
     """
     kl, most = algorithm.kl, algorithm.batch_samples
     several = algorithm.updates_per_step > 1 or algorithm.epochs > 1 or (most is not None and most < samples)
     several |= algorithm.remainder == "carry"  # a sample may be learned from after steps of its own rollout
     old = several or lora.dropout > 0 or (kl.coefficient > 0 and kl.place == "reward")
-    reference = kl.coefficient > 0 and lora.rank > 0
+    reference = kl.coefficient > 0 and lora.rank > 0 and not apart
     return (*(["old"] if old else []), *(["reference"] if reference else []))
 
 

@@ -93,7 +93,7 @@ class Recipe(RecipeFile):
         if self.prompts.sources and not self.policy.path:
             raise ValueError("policy.path: name a local Hugging Face model folder; only built-in tasks create their own policy")
         estimator, samples = self.algorithm.advantage.estimator, self.rollout.samples_per_prompt
-        if samples < ESTIMATORS[estimator].least_samples:
+        if self.learns and samples < ESTIMATORS[estimator].least_samples:
             raise ValueError(f"rollout.samples_per_prompt: {estimator} compares the responses to one prompt, so it must be at least 2")
         if samples < 2 and self.algorithm.filter_range is not None:
             raise ValueError("rollout.samples_per_prompt: algorithm.filter_range compares groups, so it must be at least 2")
@@ -103,6 +103,8 @@ class Recipe(RecipeFile):
         if self.reference != ReferenceConfig() and not self.has_reference:
             why = "lora.rank makes it the policy without its adapters" if self.lora.rank else "algorithm.kl.coefficient is 0"
             raise ValueError(f"reference: {why}, so leave its settings out")
+        if ESTIMATORS[estimator].teacher and not self.reference.path:
+            raise ValueError(f"reference.path: {estimator} needs a teacher; name its folder")
         if self.lora.rank and self.ema.beta is not None:
             raise ValueError("ema.beta: an average of adapters is not the average of the merged weights; leave it out with lora.rank")
         if self.lora != LoraConfig() and not self.lora.rank:
@@ -237,12 +239,12 @@ class Recipe(RecipeFile):
     @property
     def has_reference(self) -> bool:
         """Whether the reference is a function of its own. With adapters it is the policy without them."""
-        return self.algorithm.keeps_reference and not self.lora.rank
+        return self.algorithm.keeps_reference and (bool(self.reference.path) or not self.lora.rank)
 
     @property
     def keeps_start(self) -> bool:
         """Whether a run keeps its initial policy: as the reference, or because only adapters are trained."""
-        return self.algorithm.keeps_reference or self.lora.rank > 0
+        return (self.algorithm.keeps_reference and not self.reference.path) or self.lora.rank > 0
 
     @property
     def optimizer_steps(self) -> int:

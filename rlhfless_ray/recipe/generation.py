@@ -17,7 +17,11 @@ from rlhfless_ray.recipe.rollout_sections import RolloutConfig
 
 OF_LEARNING = ("task", "data", "loss", "algorithm", "learner", "critic", "reference", "lora", "ema", "checkpoint", "save")
 OF_STEPS = {"run": ("steps", "episodes", "epochs"), "rollout": ("max_lag_steps", "partial", "oversample", "ahead", "agreement")}
-FIXED: dict[str, dict[str, Any]] = {"run": {"episodes": 1}, "learner": {"overlap": "off"}, "checkpoint": {"memory_every_steps": 0}}
+FIXED: dict[str, dict[str, Any]] = {
+    "run": {"episodes": 1},
+    "learner": {"overlap": "off", "zero_stage": 1},
+    "checkpoint": {"memory_every_steps": 0},
+}
 BATCH_PROMPTS = 256
 
 

@@ -17,7 +17,8 @@ class AdvantageConfig(Section):
     """How rewards become advantages. `group_norm` (GRPO): a group's rewards, centred and divided by their deviation. `dr_grpo`:
     only centred. `rloo`: minus the mean of the others in the group. `reinforce_baseline`: centred, then whitened over the batch.
     `reinforce`: the rewards, whitened over the batch. `flash_reinforce`: minus the batch's mean, without groups. `gae` (PPO):
-    generalised advantages over a critic's values, whitened over the batch."""
+    generalised advantages over a critic's values, whitened over the batch. `on_policy_distill`: log-probability of each token under the
+    teacher in `reference.path` minus that under the policy; rewards are reported only."""
     gamma: Share = 1.0
     """Discount per token, for `gae` and `reinforce`."""
     lambd: Share = 1.0
@@ -136,6 +137,11 @@ class AlgorithmConfig(Section):
         if not self.advantage.normalize_std and not self.advantage.whitens:
             why = f"{name} does not do" if self.advantage.whiten is None else "algorithm.advantage.whiten turns off"
             raise ValueError(f"algorithm.advantage.normalize_std: applies to whitening, which {why}; leave it out")
+        if ESTIMATORS[name].teacher and not (self.kl.coefficient and self.kl.place == "reward" and self.kl.estimator == "k1"):
+            raise ValueError(
+                f"algorithm.kl: with {name} a token's reward is the KL to the teacher; set algorithm.kl.coefficient to 1, "
+                "algorithm.kl.place to reward and algorithm.kl.estimator to k1"
+            )
         if self.loss.kind == "gspo" and self.loss_mean != "sequence":
             raise ValueError("algorithm.loss_mean: gspo is a loss of sequences, so it must be `sequence`")
         if self.loss.ratio_to == "sampler" and self.loss.kind != "gspo":
@@ -299,10 +305,13 @@ class CriticConfig(Section):
 
 
 class ReferenceConfig(Section):
+    path: str = ""
+    """A Hugging Face folder of the reference, or of the teacher that `on_policy_distill` needs. Its tokenizer must have the policy's
+    vocabulary. Empty: the initial policy."""
     ranks: int = Field(1, ge=1)
     """Processes that share the reference's passes. Micro-batches, threads and deadline are the learner's."""
     tensor_parallel: int = Field(1, ge=1)
-    """Number of processes that share one copy of the initial policy, as with `learner.tensor_parallel`. 1: each holds all of it."""
+    """Number of processes that share one copy of the reference, as with `learner.tensor_parallel`. 1: each holds all of it."""
 
     @model_validator(mode="after")
     def _check_tensor_parallel(self) -> ReferenceConfig:

@@ -144,6 +144,10 @@ def _cost_cards(record: RunRecord, last_row: Row) -> list[Row]:
         out.append(_card("Idle share", percent(idle / full), "of the full cost"))
     if spent is not None:
         out.append(_card("Money", money(spent), _price(record)))
+    lent, borrowed = (finite(last_row.get(f"shared/{name}_slot_s")) for name in ("lent", "borrowed"))
+    if lent is not None and borrowed is not None and (finite(last_row.get("shared/runs")) or 0) > 1:
+        under = "slots of this run's share that other runs of the cluster used, and slots of theirs"
+        out.append(_card("Lent / borrowed", f"{slot_time(lent)} / {slot_time(borrowed)}", under))
     return out
 
 

@@ -50,13 +50,17 @@ class TextScorer:
 
     def rewards(self, texts: list[str]) -> list[float]:
         """Return rewards in the order of the texts. As in OpenRLHF, text beyond `max_tokens` is dropped, with a warning."""
-        found = np.zeros(len(texts))
         encoded = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         if cut := sum(len(ids) > self.max_tokens for ids in encoded):
-            print(f"{cut} of {len(texts)} texts are longer than {self.max_tokens} tokensand were truncated", file=sys.stderr)
+            print(f"{cut} of {len(texts)} texts are longer than {self.max_tokens} tokens and were truncated", file=sys.stderr)
         tokens = [np.asarray(ids[: self.max_tokens], np.int64) for ids in encoded]
         if any(len(ids) == 0 for ids in tokens):
             raise ValueError("cannot score an empty text")
+        return self.rewards_of(tokens)
+
+    def rewards_of(self, tokens: list[np.ndarray]) -> list[float]:
+        """Return the rewards of sequences of token ids."""
+        found = np.zeros(len(tokens))
         with self._lock:
             for batch in self._batches([len(ids) for ids in tokens]):
                 found[batch] = (self.model.values([tokens[i] for i in batch]) - self.head.mean) / self.head.deviation

@@ -27,6 +27,7 @@ from rlhfless_ray.rollout.listener import RolloutListener
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequest
 from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_into, fetch_weights
 from rlhfless_ray.rollout.shared_drafts import SharedDrafts
+from rlhfless_ray.rollout.shared_slots import GIVEN, SharedSlots
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import Completion, EngineStep, Request, Span, WeightVersion
 
@@ -53,6 +54,7 @@ class RolloutDriver:
         before: What earlier rollouts generated for some of the requests.
         is_enough: Whether the rollout may end, given the finished keys in order. Unfinished requests are cut then.
         drafts: What engines share of their drafts.
+        shared: Takes slots from other runs of the cluster, and gives slots to them. None: there are no others.
     """
 
     def __init__(
@@ -74,11 +76,12 @@ class RolloutDriver:
         before: Sequence[Completion] = (),
         is_enough: Callable[[Collection[int]], bool] = lambda finished: False,
         drafts: SharedDrafts | None = None,
+        shared: SharedSlots | None = None,
     ) -> None:
         self.pool, self.expected, self.weights, self.interval_s = pool, expected, weights, interval_s
         self.silence_s, self.needed_next, self.start_s = silence_s, needed_next, start_s
         self.drained, self.give_back, self.on_progress, self.migration = drained, give_back, on_progress, migration
-        self.listener = listener
+        self.listener, self.shared = listener, shared
         self.token_log = TokenLog(requests, before)
         self.is_enough, self.stopping = is_enough, False
         self.calls = EngineCalls(pool, self.token_log, interval_s, drafts)
@@ -116,7 +119,7 @@ class RolloutDriver:
         self.start_sources()
         while self.has_work or self.calls.running:
             left = deadline_s - (time.monotonic() - start)
-            others = self.listener.refs() if self.listener is not None else []
+            others = [ref for source in (self.listener, self.shared) if source is not None for ref in source.refs()]
             sources = self.sources()
             refs = [*self.calls.running, *sources, *others]
             for ready in wait_any(refs, left, self.awaited, within_s=LOOK_S, of_s=deadline_s):
@@ -128,6 +131,8 @@ class RolloutDriver:
             self.on_progress(self.done, self.total)
             self.stop_if_enough()
             self.evacuate_draining()
+            if self.shared is not None:
+                self.shared.poll(self)
             self.decide_moves()
             if self.listener is not None and self.has_work:
                 self.listener.poll(self.tail_s(), self.decide_lease)
@@ -286,6 +291,9 @@ class RolloutDriver:
         if instance.slot.node in self.draining:
             self.pool.leave(instance)
             return
+        if self.shared is not None and number in self.shared.leaving:
+            self.give_back(instance, GIVEN)
+            return
         if self.listener is None or not self.listener.take(instance, self.tail_s()):
             self.give_back(instance, self.decide_lease())
 
@@ -339,6 +347,10 @@ class RolloutDriver:
                 self.pool.assign_leases(took)
                 fetch_weights(self.pool, self.weights)
         stay = [number for number in self.calls.available() if self.calls.engines[number] not in leaving]
+        self.evacuate(leaving, stay, "the node is drained")
+
+    def evacuate(self, leaving: list[Instance], stay: list[int], reason: str) -> None:
+        """Move the requests of engines to the engines with the numbers `stay`. An engine without requests is drained."""
         for instance in leaving if stay else ():
             number = self.calls.number(instance)
             if self.calls.find(number) is None:
@@ -347,7 +359,7 @@ class RolloutDriver:
             owed = [i for i in self.token_log.owed(number).tolist() if i not in self.migrations.leaving]
             for k, target in enumerate(stay):
                 if part := owed[k :: len(stay)]:
-                    for move in self._moves(np.array(part), number, target, "the node is drained"):
+                    for move in self._moves(np.array(part), number, target, reason):
                         self.migrations.start(move)
 
     def _moves(self, requests: np.ndarray, source: int, target: int, reason: str) -> list[MigrationRequest]:

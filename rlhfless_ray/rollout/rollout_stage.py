@@ -17,6 +17,7 @@ from rlhfless_ray.agent.episode_samples import EpisodeSamples
 from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease, Slot
+from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.driver import RolloutDriver
 from rlhfless_ray.rollout.listener import OnSamples, RolloutListener
@@ -29,6 +30,7 @@ from rlhfless_ray.rollout.requests import make_evaluation_requests, make_step_re
 from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_into
 from rlhfless_ray.rollout.samples import ResponseSamples
 from rlhfless_ray.rollout.shared_drafts import SharedDrafts
+from rlhfless_ray.rollout.shared_slots import SharedSlots
 from rlhfless_ray.rollout.weight_traffic import WeightTraffic
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Prompt, Request, Sample, Step, WeightVersion
@@ -227,6 +229,7 @@ class RolloutStage:
         more: dict[str, Any] = {}
         if partial_batch is not None:
             more = {"before": partial_batch.before(), "is_enough": lambda finished: partial_batch.is_enough(finished) or until()}
+        shared = more["shared"] = self._shared_slots() if migration is not None else None
         driver = self._driver(listener.samples, requests)(  # type: ignore[arg-type]
             self.pool,
             requests,
@@ -244,9 +247,13 @@ class RolloutStage:
             drafts=self.drafts,
             **more,
         )
-        result = driver.run(shares, recipe.rollout.deadline_s)
+        try:
+            result = driver.run(shares, recipe.rollout.deadline_s)
+        finally:
+            if shared is not None:
+                shared.close()
         if self.drafts is not None:
-            self.drafts.end([engine.id for engine in driver.calls.engines], result.steps)
+            self.drafts.end(result.steps)
             result.drafts_saved_s = self.drafts.saved_s(result.steps)
         overhead_s = time.monotonic() - self.began_s - max(result.decode_s.values(), default=0.0)
         self.traffic.loaded(weights.version, (node for node, _ in result.loads))
@@ -254,6 +261,14 @@ class RolloutStage:
             autoscaler.observe_load(self.weight_bytes, seconds, away=node not in self.publisher.learner_nodes)
         autoscaler.observe_rollout(result.steps, overhead_s if all_warm else None)
         return result
+
+    def _shared_slots(self) -> SharedSlots | None:
+        """Return what exchanges slots with other runs of the cluster, if the run shares a pool with any and engines have one slot."""
+        source, bids = self.context.leases.source, self.context.autoscaler.bids
+        if bids is None or not isinstance(source, PoolClient) or self.pool.width > 1:
+            return None
+        most = min(bids.most, self.context.most_engines(1))
+        return SharedSlots(self.context.leases, source, most, self.context.autoscaler.terms.warm_start.predict())
 
     def give_back(self, instance: Instance, decision: Decision) -> None:
         """Release the lease of an idle engine if the decision says so. An engine that is still starting keeps it."""

@@ -48,11 +48,13 @@ class SharedDrafts:
         for i, prompt in enumerate(self.prompts):
             self.groups.setdefault(prompt, []).append(i)
         self.text_names = [next(self.names) for _ in self.prompts]
+        self.instances: dict[int, str] = {}  # ids of the engines' instances, by number
         self.told: dict[tuple[int, int], int] = {}  # (request, engine) → tokens of the response that the engine was told
 
     def for_call(self, number: int, instance: str, indices: Sequence[int]) -> DraftNews:
         """Return what an engine should know that begins to work on these requests."""
         said = []
+        self.instances[number] = instance
         for prompt in dict.fromkeys(self.prompts[i] for i in indices if i < len(self.prompts)):
             for text in self.earlier.get(prompt, ()):
                 if instance not in text.known_by:
@@ -84,8 +86,8 @@ class SharedDrafts:
         """Learn what became of an engine's drafts."""
         self.learned.acceptance.merge(observed)
 
-    def end(self, instances: Sequence[str], steps: Sequence[EngineStep]) -> None:
-        """Fit the step times, and keep the responses of the rollout. `instances`: ids of its engines by number."""
+    def end(self, steps: Sequence[EngineStep]) -> None:
+        """Fit the step times to the rollout's engine steps, and keep its responses."""
         times = self.learned.times
         for has_drafts in (False, True):
             kind = [step for step in steps if step.new_tokens == step.running and (step.drafted > 0) == has_drafts]
@@ -93,9 +95,9 @@ class SharedDrafts:
                 verifies = bool(step.drafted or step.draft_s)
                 times.add(step.running, step.context_tokens, step.drafted, step.seconds - step.draft_s, verifies)
         times.fit()
-        known_by = [{instances[owner]} if owner != NO_ENGINE else set() for owner in self.log.owner.tolist()]
+        known_by = [{self.instances[owner]} if owner != NO_ENGINE else set() for owner in self.log.owner.tolist()]
         for i, engine in self.told:
-            known_by[i].add(instances[engine])
+            known_by[i].add(self.instances[engine])
         for i, prompt in enumerate(self.prompts):
             if self.log.finished[i] and self.log.length[i]:
                 self._keep(prompt, _Text(self.text_names[i], self.log.tokens(i), known_by[i]))

@@ -121,7 +121,7 @@ class RunFolder:
         if recipe.checkpoint.path and not (folder.path / "status.json").is_file():
             return cls.create(recipe)
         folder._check_same_policy(recipe)
-        if recipe.algorithm.kl.coefficient > 0 and not (folder.path / "reference").is_dir():
+        if recipe.algorithm.kl.coefficient > 0 and recipe.keeps_start and not (folder.path / "reference").is_dir():
             raise UserError(
                 f"algorithm.kl.coefficient: {folder.path} began with 0 and kept no reference policy, so it must stay 0; start "
                 "without --resume to have one"

@@ -97,9 +97,10 @@ def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, 
     others = [("in driver and object store", peak_memory.DRIVER_BYTES + policy.parameters * width + _kept_bytes(recipe, policy))]
     if recipe.has_reference:
         batch = micro_batch(recipe, lengths, recipe.reference.ranks)
-        parts = peak_memory.pass_parts(policy.config, policy.parameters, width, batch)
+        model = models.get("reference", policy)
+        parts = peak_memory.pass_parts(model.config, model.parameters, width, batch)
         ranks = recipe.reference.ranks
-        found.append(Need("a reference rank", policy.key, parts, True, predicted=True, function="reference", processes=ranks))
+        found.append(Need("a reference rank", model.key, parts, True, predicted=True, function="reference", processes=ranks))
         others.append(("in the parked reference", ranks * peak_memory.PASS_BYTES))
     at_work = _engines_beside_update(recipe, most)
     waiting = (("in engines", at_work * engine_bytes), ("in parked engines", (most - at_work) * peak_memory.ENGINE_BYTES))

@@ -55,13 +55,20 @@ class Model:
 
 
 def models_of(recipe: Recipe, fetch: bool = True) -> dict[str, Model]:
-    """Return the models by name ("policy", "critic", "reward", "drafter"), without unreadable folders and policies made from scratch.
+    """Return the models by name ("policy", "critic", "reference", "reward", "drafter"), without unreadable folders and policies made from
+    scratch.
 
     `fetch`: ask the Hugging Face hub for the configuration of a policy that is not on this machine.
     """
     from rlhfless_ray.weights.load_policy import cached_folder, small_files
 
-    named = {"policy": "policy.path", "critic": "critic.path", "reward": "reward.model_path", "drafter": "rollout.drafter"}
+    named = {
+        "policy": "policy.path",
+        "critic": "critic.path",
+        "reference": "reference.path",
+        "reward": "reward.model_path",
+        "drafter": "rollout.drafter",
+    }
     found: dict[str, Model] = {}
     for who, key in named.items():
         section, _, field = key.partition(".")
@@ -138,7 +145,8 @@ def device_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths = UN
     for group in training_groups(recipe, models, lengths):
         found.append(Need(f"a {group.name} rank", group.model.key, group.rank.on_device, True))
     if policy and recipe.has_reference:
-        found.append(Need("a reference rank", policy.key, (("weights", policy.parameters * width),), True))
+        model = models.get("reference", policy)
+        found.append(Need("a reference rank", model.key, (("weights", model.parameters * width),), True))
     if reward := models.get("reward"):
         found.append(Need("a reward model rank", reward.key, (("weights", reward.body * width),), True))
     return found
@@ -195,10 +203,10 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
             )
         )
 
-    weights = policy.parameters * width
     works("an engine", recipe.rollout.min_actors, policy.key, *engines)
     if recipe.has_reference:
-        works("a reference rank", recipe.reference.ranks, policy.key, ("in the reference", weights))
+        model = models.get("reference", policy)
+        works("a reference rank", recipe.reference.ranks, model.key, ("in the reference", model.parameters * width))
     if reward := models.get("reward"):
         works("a reward model rank", 1, reward.key, ("in the reward model", reward.body * width))
     return found
@@ -220,7 +228,8 @@ def least_mb(recipe: Recipe, config: dict[str, Any], parameters: int, lengths: L
     weights = parameters * memory.VALUE_BYTES[recipe.policy.dtype] / 1e6
     found["engines"] = (parameters * _engine_width(recipe) + recipe.rollout.kv_cache_mb * 2**20) / 1e6
     if recipe.has_reference:
-        found["reference"] = recipe.reference.ranks * weights
+        other = Model.of(Path(recipe.reference.path), "reference.path") if recipe.reference.path else None
+        found["reference"] = recipe.reference.ranks * (weights if other is None else weights / parameters * other.parameters)
     return found
 
 

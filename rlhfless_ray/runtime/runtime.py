@@ -56,7 +56,7 @@ from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.runtime.step_operations import StepOperations
 from rlhfless_ray.runtime.worker_pools import ActorClasses, check_adapter, create_worker_pools, join_pool
 from rlhfless_ray.types import Step
-from rlhfless_ray.weights.load_policy import cache_policy, cached_folder, context_tokens, initial_policy, policy_tokenizer
+from rlhfless_ray.weights.load_policy import cache_policy, cached_folder, context_tokens, initial_policy, other_model, policy_tokenizer
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
 from rlhfless_ray.weights.remote_folder import StoredFiles, writer
 
@@ -107,12 +107,14 @@ class Runtime(StepOperations):
         self.files, self.owes_warm_start = initial_policy(recipe)
         check_adapter(recipe, self.files)
         check_heads(recipe, config_of(self.files), "policy.path" if recipe.policy.path else "a policy made from scratch")
-        check_division(recipe, config_of(self.files))
         check_routers(recipe, config_of(self.files))
         self.critic_files = read_folder(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
         if recipe.critic.normalize:
             output_scale(config_of(self.critic_files or self.files), "critic.path", "critic.normalize")
         self.tokenizer = policy_tokenizer(recipe, self.files)
+        self.reference = other_model(recipe.reference.path, "reference.path", self.tokenizer) if recipe.reference.path else None
+        of_reference = config_of(read_folder(self.reference)) if self.reference else None
+        check_division(recipe, config_of(self.files), of_reference)
         recipe, self.speculation_note = check_speculation(recipe, self.files)
         self.drafter_files = read_drafter(recipe, self.tokenizer)
         self.prompts = self._load_prompts(recipe)
@@ -350,7 +352,8 @@ class Runtime(StepOperations):
             self.broker.put(self.worker_group.park())
             of_critic = StoredFiles(Path(self.recipe.critic.path), self.critic_files) if self.critic_files else policy
             self.learn_stage.worker_groups.open_critic(of_critic, self.cluster.private, state)
-            self.learn_stage.worker_groups.open_reference(policy, self.cluster.private)
+            of_reference = policy if self.reference is None else StoredFiles(self.reference, read_folder(self.reference))
+            self.learn_stage.worker_groups.open_reference(of_reference, self.cluster.private)
             if self.stages.agents is not None:
                 self.stages.agents.check()
         if checkpoint is None:

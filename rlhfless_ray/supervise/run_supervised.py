@@ -27,8 +27,9 @@ from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.closing import close_folder
 from rlhfless_ray.run.folder import RunFolder, check_writable, put_files
 from rlhfless_ray.supervise.examples import RowOrder
-from rlhfless_ray.supervise.load_rows import SupervisedRows, load_rows
-from rlhfless_ray.weights.load_policy import check_files, context_tokens, load_tokenizer, model_folder, quiet_libraries
+from rlhfless_ray.supervise.load_rows import load_rows
+from rlhfless_ray.supervise.row_reader import SupervisedRows
+from rlhfless_ray.weights.load_policy import check_files, context_tokens, load_tokenizer, model_folder, other_model, quiet_libraries
 from rlhfless_ray.weights.model_folder import read_files, read_folder, with_dtype, without_weights, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
@@ -409,22 +410,9 @@ def _initial_model(recipe: SupervisedRecipe) -> tuple[Path | None, Files]:
 
 
 def _second_model(recipe: SupervisedRecipe, tokenizer: Any) -> Path | None:
-    """Return the folder of another reference or of the teacher. Raises UserError for a teacher with another vocabulary."""
+    """Return the folder of another reference or of the teacher."""
     key, path = ("teacher.path", recipe.teacher.path) if recipe.teacher.path else ("reference.path", recipe.reference.path)
-    if not path:
-        return None
-    folder = model_folder(path, key).resolve()
-    files = read_folder(folder, key)
-    check_files(files)
-    if recipe.teacher.path:
-        ours, theirs = tokenizer.get_vocab(), load_tokenizer(files, recipe.policy.trust_remote_code).get_vocab()
-        if ours != theirs:
-            token = next(token for token in {**ours, **theirs} if ours.get(token) != theirs.get(token))
-            raise UserError(
-                f"teacher.path: its tokenizer has another vocabulary than that of policy.path ({token!r} is {theirs.get(token, 'unknown')} "
-                f"and {ours.get(token, 'unknown')}), so their probabilities do not compare; choose another teacher"
-            )
-    return folder
+    return other_model(path, key, tokenizer) if path else None
 
 
 def _arrays(rows: SupervisedRows) -> list[Any]:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.lora import LoraAdapters
 from rlhfless_ray.learn.micro_batch_tensors import padded, passed
@@ -120,8 +119,6 @@ class SupervisedRank:
             base = wrapped
             if second is not None:
                 base = TokenLogprobs(load_model(second, policy.dtype, policy.trust_remote_code))
-                if base.model.config.get_text_config().vocab_size != wrapped.model.config.get_text_config().vocab_size:
-                    raise RunError("reference.path: its vocabulary is not that of policy.path, so their log-probabilities do not compare")
             known = [self._reference_sums(base.to(self.device), examples) for examples in data]
             del base
         self.references = dict(enumerate(known or []))

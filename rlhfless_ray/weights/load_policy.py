@@ -152,6 +152,28 @@ def load_tokenizer(files: Files, trust_remote_code: bool, setting: str = "policy
             raise UserError(f"{setting}: its tokenizer cannot be loaded: {one_line(error, 200)}") from None
 
 
+def other_model(path: str, setting: str, tokenizer: Any) -> Path:
+    """Return the folder of a model whose log-probabilities are compared with the policy's, which `tokenizer` belongs to.
+
+    Raises UserError, which names `setting`, for a folder that cannot be read, or with another vocabulary.
+    """
+    folder = model_folder(path, setting).resolve()
+    files = read_folder(folder, setting)
+    try:
+        check_files(files)
+        theirs = load_tokenizer(files, False).get_vocab()
+    except UserError as error:
+        raise UserError(str(error).replace("policy.path", setting)) from None
+    ours = tokenizer.get_vocab()
+    if ours != theirs:
+        token = next(token for token in {**ours, **theirs} if ours.get(token) != theirs.get(token))
+        raise UserError(
+            f"{setting}: its tokenizer has another vocabulary than that of policy.path ({token!r} is {theirs.get(token, 'unknown')} and "
+            f"{ours.get(token, 'unknown')}), so their log-probabilities do not compare; choose another model"
+        )
+    return folder
+
+
 # Config keys of the context length, in the order of their families' age; vLLM uses the same ones.
 CONTEXT_KEYS = (
     "max_position_embeddings",

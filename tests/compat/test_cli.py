@@ -141,6 +141,13 @@ def test_explain_what_is_wrong():
     assert done.returncode == 2 and "--teacher_model: name the teacher" in done.stdout
     done = command_here("explain", "--flags")
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 167
+    for launcher, least, named in (
+        ("train_prm", 60, "--placeholder_token"),
+        ("batch_inference", 36, "--best_of_n"),
+        ("train_sft", 75, "--data.multiturn"),
+    ):
+        done = command_here("explain", "--flags", launcher)
+        assert done.returncode == 0 and len(done.stdout.splitlines()) >= least and named in done.stdout
 
 
 def test_run_and_submit_build_the_command():
@@ -152,6 +159,9 @@ def test_run_and_submit_build_the_command():
     assert done.stdout.rstrip().endswith("-- python3 -m rlhfless_ray.cli.train_ppo_ray --seed 3")
     done = command_here("submit", "--dry-run", "--address", "http://h:1", "--", *start, "--sed", "3")
     assert done.returncode == 2 and "--sed" in done.stderr
+    rows = ["python3", "-m", "openrlhf.cli.train_kd", "--pretrain", "m", "--dataset", "d"]
+    done = command_here("submit", "--dry-run", "--address", "http://h:1", "--", *rows)
+    assert done.returncode == 2 and "--teacher_model: name the teacher" in done.stderr
     done = command_here("submit", "--dry-run", "--no-package", "--working-dir", ".", "--", "bash", "train.sh")
     assert "py_modules" not in done.stdout and done.stdout.rstrip().endswith("-- python3 -m rlhfless_ray run -- bash train.sh")
     assert command_here("submit", "--dry-run").returncode == 2

@@ -164,6 +164,7 @@ def test_words_are_those_of_bash(words):
         'f() { A=("${@:2}" "${@:1:1}"); }; f a "b c" d e; V=(1 2 3 4); W=abcdef; '
         'set -- "${A[@]}" ${V[@]:1:2} "${V[@]:3}" ${W:2} ${W:1:3} "${W: -2}" ${V[@]: -1}',
         'G=8; T=2; f() { echo --x $G "$1"; }; set -- $(expr $G / $T) $(f "y  z") "$(f "y  z")" $(echo -n a b) "q$(expr $G - 1)"',
+        'V=aBC; W=V; X=none; set -- ${V,,} ${V^^} ${V,} ${V^} "${!W}" ${!W} a~b',
         "V=a; N=0; while [[ $N -gt 0 ]]; do V=c; done; until [ $V = a ]; do V=b; done; set -- $V",
         'while [ ! -z "$NONE" ]; do V=1; done; for x in p q; do W=$x; break; done; set -- ${V:-none} $W',
     ],
@@ -174,6 +175,12 @@ def test_expansions_are_those_of_bash(setup):
     real[0] = real[0].rpartition("\n")[2]
     ours = next(words for words, _ in simple_commands(setup, {}) if words[0] == "set")
     assert ours[2:] == real
+
+
+def test_the_home_folder_and_an_eval_without_end():
+    script = """e='eval "$e"'; eval "$e"; set -- ~/m ~ "~/m" x~ ~y"""
+    (found,) = [words for words, _ in simple_commands(script, {"HOME": "/home/me"}) if words[0] == "set"]
+    assert found[2:] == ["/home/me/m", "/home/me", "~/m", "x~", "~y"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "srun -n 1 /bin/bash -s"])

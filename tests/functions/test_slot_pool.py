@@ -206,12 +206,12 @@ def test_a_run_that_was_silent_too_long_learns_that_its_slots_are_gone(runs, mon
     one, other = runs("one"), runs("other")
     one.source.closed.set()  # its heartbeat ends
     one.source.thread.join()
+    one.source.closed.clear()
     held = one.take(4, "rollout")
     ray.get(one.source.handle.__ray_call__.remote(lambda self: self.state.leave("one", time.monotonic())))
     assert len(other.take(4, "rollout")) == 4
     with pytest.raises(RunError, match=r"did not answer for 20 s, and its slots went to other runs of the cluster; --resume continues it"):
         one.take(1, "rollout")
-    one.source.closed.clear()
     one.held.clear()
     assert len(held) == 4
 

@@ -29,9 +29,14 @@ WHITENS = ("gae", "reinforce", "reinforce_baseline")
 def recipe(**changes: Any) -> Recipe:
     tree = {"prompts": {"task": "chain"}, "reward": {"function": "task", **changes.get("reward", {})}}
     rollout = {"samples_per_prompt": 3, "max_tokens": MOST}
-    return Recipe.parse({
-        **tree, "rollout": rollout, "algorithm": changes.get("algorithm", {}), "learner": changes.get("learner", {}),
-    })  # fmt: skip
+    reference = {"path": "teacher"} if "on_policy_distill" in str(changes) else {}
+    sections = {"algorithm": changes.get("algorithm", {}), "learner": changes.get("learner", {}), "reference": reference}
+    return Recipe.parse({**tree, "rollout": rollout, **sections})
+
+
+def with_estimator(name: str) -> dict[str, Any]:
+    kl = {"kl": {"coefficient": 1.0, "place": "reward", "estimator": "k1"}} if ESTIMATORS[name].teacher else {}
+    return {"advantage": {"estimator": name}, **kl}
 
 
 def by_hand(
@@ -139,7 +144,7 @@ def test_the_stage_makes_the_advantages_of_the_recipe(changes: dict[str, Any], i
 def test_the_recipe_knows_the_estimators_as_they_are() -> None:
     assert set(AdvantageConfig.model_fields["estimator"].annotation.__args__) == set(ESTIMATORS)
     for name, estimator in ESTIMATORS.items():
-        assert recipe(algorithm={"advantage": {"estimator": name}}).algorithm.has_critic == estimator.critic
+        assert recipe(algorithm=with_estimator(name)).algorithm.has_critic == estimator.critic
     assert set(COMPARES) == {name for name, e in ESTIMATORS.items() if e.least_samples > 1}
     assert set(WHITENS) == {name for name, e in ESTIMATORS.items() if e.whitens}
     assert {"gae", "reinforce"} == {name for name, e in ESTIMATORS.items() if e.discounts}
@@ -236,7 +241,7 @@ def test_with_a_critic_the_gangs_take_turns_under_the_same_leases() -> None:
     np.testing.assert_allclose(batch.advantages, (flat - flat.mean()) / flat.std(), rtol=1e-5, atol=1e-6)
 
 
-PARTS = [*({"advantage": {"estimator": name}} for name in ESTIMATORS), {"kl": {"coefficient": 0.1, "place": "reward"}}]
+PARTS = [*map(with_estimator, ESTIMATORS), {"kl": {"coefficient": 0.1, "place": "reward"}}]
 
 
 @pytest.mark.parametrize("algorithm", PARTS)

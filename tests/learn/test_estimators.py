@@ -43,6 +43,8 @@ def by_hand(name: str, case: Case, gamma: float, lambd: float, divide: bool) -> 
             r = (r - statistics.fmean(group)) / (statistics.stdev(group) + 1e-9)
         elif name == "flash_reinforce":
             r -= statistics.fmean(flat)
+        elif name == "on_policy_distill":
+            r = 0.0
         r = min(max(r, -2.0), 3.0)
         mask, kl, values = (x[at : at + length].tolist() for x in (case.mask, case.kl, case.values))
         token = [-0.2 * k if m else 0.0 for k, m in zip(kl, mask, strict=True)]
@@ -50,7 +52,7 @@ def by_hand(name: str, case: Case, gamma: float, lambd: float, divide: bool) -> 
             token[max(t for t in range(length) if mask[t])] += r
         v = [x if m and name == "gae" else 0.0 for x, m in zip(values, mask, strict=True)] + [0.0]
         decay = lambd if name == "gae" else 1.0
-        discount = gamma if name in ("gae", "reinforce") else 1.0
+        discount = gamma if name in ("gae", "reinforce") else 0.0 if name == "on_policy_distill" else 1.0
         row = []
         for t in range(length):
             terms = ((discount * decay) ** (s - t) * (token[s] + discount * v[s + 1] - v[s]) for s in range(t, length))
@@ -128,6 +130,32 @@ def test_which_estimator_has_what() -> None:
     assert {n for n, e in ESTIMATORS.items() if e.whitens} == {"gae", "reinforce", "reinforce_baseline"}
     assert {n for n, e in ESTIMATORS.items() if e.least_samples > 1} == {"rloo", "reinforce_baseline", "group_norm", "dr_grpo"}
     assert [n for n, e in ESTIMATORS.items() if e.critic] == ["gae"]
+    assert [n for n, e in ESTIMATORS.items() if e.teacher] == ["on_policy_distill"]
+
+
+def test_on_policy_distillation_follows_the_reverse_kl() -> None:
+    """Over all responses of two tokens, weighted by their probability, the policy gradient of the first token's reward is that of
+    -KL(policy ‖ teacher) at the first token, and that of the second token's is -KL at the second, given the first."""
+    from torch import log_softmax, tensor
+    from torch.autograd import grad
+
+    rng = np.random.default_rng(4)
+    theta = tensor(rng.normal(size=(4, 3)), requires_grad=True)  # logits of the first token, and of the second after each first
+    teacher = log_softmax(tensor(rng.normal(size=(4, 3))), dim=-1)
+    policy = log_softmax(theta, dim=-1)
+    surrogate, exact = tensor(0.0).double(), -(policy[0].exp() * (policy[0] - teacher[0])).sum()
+    for first in range(3):
+        chance = policy[0, first].exp().detach()
+        exact = exact - chance * (policy[1 + first].exp() * (policy[1 + first] - teacher[1 + first])).sum()
+        for second in range(3):
+            chosen = policy[0, first], policy[1 + first, second]
+            kl = np.array([(policy[0, first] - teacher[0, first]).item(), (chosen[1] - teacher[1 + first, second]).item()])
+            reward = np.array([[rng.normal()]])  # it must not matter
+            advantages, _ = estimate("on_policy_distill", reward, np.array([2]), kl=kl, kl_coefficient=1.0)
+            np.testing.assert_allclose(advantages, -kl)
+            weight = (chosen[0] + chosen[1]).exp().detach()
+            surrogate = surrogate + weight * sum(a * x for a, x in zip(advantages.tolist(), chosen, strict=True))
+    np.testing.assert_allclose(grad(surrogate, theta, retain_graph=True)[0].numpy(), grad(exact, theta)[0].numpy(), atol=1e-12)
 
 
 def test_what_cannot_be_estimated_is_refused() -> None:

@@ -17,6 +17,7 @@ from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.learner_rank import LearnerRank
 from rlhfless_ray.learn.micro_batch_tensors import padded
 from rlhfless_ray.learn.policy_model import TokenLogprobs
+from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Completion, Prompt, Sample
 
@@ -124,7 +125,8 @@ def test_the_agents_tokens_have_no_gradient(mean: str) -> None:
     model = load(files)
     learner.trainer.engine, learner.trainer.backward = TokenLogprobs(model), lambda loss: loss.backward()  # type: ignore[method-assign]
     weights = learner._weights(torch.from_numpy(batch.response_lengths))
-    found = learner._backward(batch, np.arange(len(batch)), None, weights, 1.0)
+    (share,) = Cutter(1, settings.learner.max_micro_batch_tokens, learner.sharing, learner.algorithm).of_update(batch)
+    found = learner._backward(share, share.steps[0], None, weights, 1.0)
     assert found.tokens == 14
 
     plain, start, flat = load(files), 0, 0

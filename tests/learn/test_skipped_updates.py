@@ -10,6 +10,7 @@ import pytest
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.learn import worker_group as module
 from rlhfless_ray.learn.recovery import Recovery
+from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.learn.update_stats import merged, nothing
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.types import UpdateStats
@@ -23,13 +24,20 @@ def step(applied: str) -> UpdateStats:
     return UpdateStats(**{**numbers, **counts, "grad_norm": 1.0 if good else float("nan"), "reason": "" if good else "nan"})
 
 
+class Whole(Cutter):
+    """Gives every rank what an update is asked with, which is no batch here."""
+
+    def of_update(self, batch: Any) -> list[Any]:
+        return [batch]
+
+
 @pytest.fixture
 def worker_group(monkeypatch: pytest.MonkeyPatch) -> WorkerGroup:
     monkeypatch.setattr(module, "ray", SimpleNamespace(put=lambda value: value))
     made = WorkerGroup.__new__(WorkerGroup)
     made.by_rank, made.max_skipped, made.skipped_in_a_row = [SimpleNamespace(leases=[])], 3, 0
     made.by_rank[0].actor = SimpleNamespace(update=SimpleNamespace(remote=lambda batch, threads: batch))
-    made.name, made.recovery = "learner", Recovery(1)
+    made.name, made.recovery, made.ranks, made.cutter = "learner", Recovery(1), 1, Whole()
     made._all = lambda refs, what, deadline_s=None: [(refs[0], [])]
     made._spans = lambda instance, spans: None
     return made

@@ -80,6 +80,14 @@ def test_a_reward_that_is_no_accuracy_is_a_number_not_a_percentage(finished_run:
     assert chart is not None and chart.title == "Reward on held-out prompts" and "tickformat" not in chart.layout["yaxis"]
 
 
+@pytest.mark.parametrize(("runs", "shown"), [(3, "12.5 slot-s / 4 slot-s"), (1, None)])
+def test_a_run_that_shared_a_cluster_says_what_it_lent_and_borrowed(tmp_path: Path, runs: int, shown: str | None) -> None:
+    row = {"step": 1, "shared/runs": runs, "shared/lent_slot_s": 12.5, "shared/borrowed_slot_s": 4.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    found = {card["label"]: card["value"] for card in cards(RunRecord.read(tmp_path))}
+    assert found.get("Lent / borrowed") == shown
+
+
 def test_every_chart_has_data_and_a_place_on_the_page(page: Page, finished_run: Path) -> None:
     figures = page.json("charts")
     places = {value for tag, key, value in page.attributes if key == "data-chart"}

@@ -3,11 +3,13 @@ in real processes under real leases."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,6 +52,8 @@ def engine_class(hears: bool = True) -> type:
 
         def __init__(self, log: str, pace: str) -> None:
             self.control_queue, self.log, self.pace, self.steps = ControlQueue(), log, pace, 0
+            self.texts: dict[int, list[int]] = {}  # told for drafts, by name
+            self.learned: dict[str, Any] = {}
 
         def open(self, threads: int) -> dict[str, Any]:
             return {"memory_mb": 1.0, "spans": []}
@@ -64,8 +68,18 @@ def engine_class(hears: bool = True) -> type:
         def enqueue(self, epoch: int, command: EngineCommand) -> bool:
             return hears and self.control_queue.put(epoch, command)
 
-        def rollout(self, epoch: int, requests: list[Request], interval_s: float, threads: int) -> Iterator[Any]:
+        def heard(self) -> tuple[dict[int, list[int]], dict[str, Any]]:
+            return self.texts, self.learned
+
+        def hear(self, drafts: Any) -> None:
+            if drafts is not None:
+                self.learned = drafts.learned or self.learned
+                for name, tokens in drafts.said:
+                    self.texts[name] = self.texts.get(name, []) + tokens.tolist()
+
+        def rollout(self, epoch: int, requests: list[Request], interval_s: float, threads: int, drafts: Any = None) -> Iterator[Any]:
             self.control_queue.open(epoch)
+            self.hear(drafts)
             live = {r.key: [r, len(r.generated), len(r.generated)] for r in requests}  # generated, told
             start = last = time.time()
             log = open(f"{self.log}.{os.getpid()}", "a", buffering=1)  # noqa: SIM115
@@ -84,10 +98,12 @@ def engine_class(hears: bool = True) -> type:
                         del live[key]
                 span = Span("work", "generate", start, time.time())
                 start = span.to_s
-                return TokenDeltas.of(self.version, news, tokens, np.array(logprobs)), [EngineStep(1, 1, 1, token_s)], [span]
+                deltas = TokenDeltas.of(self.version, news, tokens, np.array(logprobs))
+                return replace(deltas, observed=[(np.array([3, 4]), 1)]), [EngineStep(1, 1, 1, token_s)], [span]
 
             while live or not self.control_queue.close_if_empty():
                 for order in self.control_queue.take():
+                    self.hear(order.drafts)
                     for request in order.add:
                         assert request.key not in live
                         live[request.key] = [request, len(request.generated), len(request.generated)]
@@ -213,6 +229,35 @@ def killer(context: RunContext, engine: int, at: int, number: signal.Signals = s
             os.kill(pid, number)
 
     return on_progress
+
+
+def test_siblings_hear_each_other_while_they_decode_and_a_resumed_run_hears_them_all(context: RunContext) -> None:
+    """All requests have one prompt. A response may outlive the news of its last tokens, so the end may be missing."""
+    import ray
+
+    from rlhfless_ray.rollout.shared_drafts import SharedDrafts
+
+    context.pool.resize(2, [], need=2)
+    shared, lengths, engines = SharedDrafts(), [120, 130, 140, 150], list(context.pool.working)
+    assert len(ray.get([engine.actor.pid.remote() for engine in engines], timeout=240)) == 2, "they have started"
+    texts = [[token(length, p) for p in range(length)] for length in lengths]
+
+    def run(drafts: SharedDrafts, shares: list[list[int]]) -> list[tuple[dict[int, list[int]], dict[str, Any]]]:
+        stream = context.run(lengths, shares, drafts=drafts)
+        drafts.end(stream.steps)
+        return [ray.get(instance.actor.heard.remote(), timeout=60) for instance in engines]
+
+    for (heard, _), others in zip(run(shared, [[0, 1], [2, 3]]), ((2, 3), (0, 1)), strict=True):
+        assert sorted(heard) == list(others)
+        assert all(len(said) > 20 and said == texts[i][: len(said)] for i, said in heard.items())
+    learned = shared.state()["learned"]
+    assert learned["tried"][0] == learned["tried"][1] == learned["accepted"][0] > 2, "of every report"
+    assert learned["terms"] is not None
+    resumed = SharedDrafts()
+    resumed.names = itertools.count(1000)  # the run's engines would be new
+    resumed.restore(shared.state())
+    for heard, known in run(resumed, [[0], [1, 2, 3]]):
+        assert [heard[name] for name in range(1000, 1004)] == texts and known == learned
 
 
 @pytest.mark.parametrize("engines", [1, 2])

@@ -67,7 +67,7 @@ def test_siblings_on_other_engines_hear_each_token_once_and_later_steps_hear_the
     say(log, 0, 0, [4], STOP)
     assert shared.spread([0], 0) == {}, "no sibling goes on"
     say(log, 1, 2, [3], STOP)
-    shared.end(["engine 0", "engine 1"], [])
+    shared.end([])
 
     resumed = SharedDrafts()
     resumed.restore(json.loads(json.dumps(shared.state())))
@@ -93,8 +93,9 @@ def test_memory_is_bounded_by_tokens_and_prompts_heard_of_longest_ago_go_first()
         log = TokenLog([Request(0, (prompt,), 0, 50, 1.0)])
         shared.begin(log)
         log.assign(np.array([0]), 0)
+        shared.for_call(0, "e", [0])
         say(log, 0, 0, [number] * 10, STOP)
-        shared.end(["e"], [])
+        shared.end([])
         assert shared.total == sum(len(text.tokens) for texts in shared.earlier.values() for text in texts) <= 25
     assert [[int(text.tokens[0]) for text in texts] for texts in shared.earlier.values()] == [[3]]
 
@@ -106,7 +107,7 @@ def test_prices_and_acceptance_of_all_engines_reach_the_next_call() -> None:
     steps = [EngineStep(4, 4, 100, 0.012 + 0.001 * (k % 3), drafted=k % 3, draft_s=0.002 * (k % 3 > 0)) for k in range(64)]
     shared.observe([one])
     shared.observe([other])
-    shared.end(["e"], [*steps, EngineStep(4, 90, 100, 9.0)])  # a step with prompts says nothing
+    shared.end([*steps, EngineStep(4, 90, 100, 9.0)])  # a step with prompts says nothing
     learned = shared.for_call(0, "e", [0]).learned
     assert learned["cells"] == [3, 4] and learned["tried"] == [1.0, 2.0] and learned["accepted"] == [1.0, 1.0]
     assert learned["trials"] == 42 and sum(learned["terms"][3:]) > 0

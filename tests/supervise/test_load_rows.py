@@ -14,7 +14,8 @@ from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.task_tokenizer import build_tokenizer
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.supervise.examples import Examples
-from rlhfless_ray.supervise.load_rows import SupervisedRows, load_rows
+from rlhfless_ray.supervise.load_rows import load_rows
+from rlhfless_ray.supervise.row_reader import SupervisedRows
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}a{% endif %}"
 

@@ -15,12 +15,14 @@ import yaml
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.flags import LAUNCHER, launchers
+from rlhfless_ray.compat.openrlhf.inference_table import LAUNCHERS
 from rlhfless_ray.compat.openrlhf.shell import simple_commands
 from rlhfless_ray.compat.openrlhf.supervised_table import TASKS
 
-OURS = (LAUNCHER, *TASKS, "serve_rm", "lora_combiner")
+MOLT = "train_rl_ray"
+OURS = (LAUNCHER, *TASKS, *LAUNCHERS, MOLT, "serve_rm", "lora_combiner")
 """Launchers with a module of the same name in rlhfless_ray.cli."""
-MODULE = re.compile(r"(?:openrlhf|rlhfless_ray)\.cli\.(\w+)")
+MODULE = re.compile(rf"(?:(?:openrlhf|rlhfless_ray)\.cli\.|molt\.cli\.(?={MOLT}\b))(\w+)")
 FILE = re.compile(r"(?:\S*/)?(?:openrlhf|rlhfless_ray)/cli/(\w+)\.py")
 INSIDE = re.compile(rf"{MODULE.pattern}|{FILE.pattern}")
 MODULE_FLAGS = ("-m", "--module")
@@ -133,7 +135,7 @@ def _pairs(options: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _with_own_launchers(text: str) -> str:
-    text = re.sub(rf"\bopenrlhf\.cli\.({'|'.join(OURS)})\b", r"rlhfless_ray.cli.\1", text)
+    text = re.sub(rf"\b(?:openrlhf|molt)\.cli\.({'|'.join(OURS)})\b", r"rlhfless_ray.cli.\1", text)
     return re.sub(rf"(?<![\w./-])(?:[\w.-]*/)*openrlhf/cli/({'|'.join(OURS)})\.py", r"-m rlhfless_ray.cli.\1", text)
 
 

@@ -11,9 +11,12 @@ import yaml
 
 from rlhfless_ray.compat.openrlhf.flag_table import KINDS, RULES
 from rlhfless_ray.compat.openrlhf.flags import all_flags, flags_of, history, newest, span_text, versions
+from rlhfless_ray.compat.openrlhf.inference import RULES as INFERENCE_RULES
+from rlhfless_ray.compat.openrlhf.launcher_flags import flags_of as other_flags
 from rlhfless_ray.compat.openrlhf.memory import memory_lines, needs_of
 from rlhfless_ray.compat.openrlhf.normalise import targets
 from rlhfless_ray.compat.openrlhf.resources import slots_of
+from rlhfless_ray.compat.openrlhf.supervised_table import RULES as SUPERVISED_RULES
 from rlhfless_ray.compat.openrlhf.translate import HINT, HONOURED, NO_EFFECT, Outcome, Translation, supported_today
 
 
@@ -157,6 +160,18 @@ def flags_today() -> str:
         + (f"  needs {lacking[rule.name]}" if lacking[rule.name] and rule.kind in ("exact", "cond") else "")
         for rule in RULES
     )
+
+
+def flags_of_launcher(launcher: str) -> str:
+    """List every flag of a launcher beside PPO's, in all its versions, with its class and what it sets."""
+    known = {flag for version in versions() for flag in other_flags(launcher, version)}
+    lines = []
+    for rule in INFERENCE_RULES.get(launcher, SUPERVISED_RULES):
+        names = [f"--{name}" for name in dict.fromkeys((rule.name, rule.older)) if name in known]
+        if names:
+            keys = ", ".join(rule.keys) if rule.kind == "exact" else rule.reading
+            lines.append(f"{' '.join(names):<48}  {KINDS[rule.kind]:<27}  {keys}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -21,7 +22,7 @@ HONOURED, HINT, NO_EFFECT, REFUSED = "honoured", "hint", "no effect", "refused"
 CONVERTERS: dict[str | None, Any] = {"int": int, "float": float, None: None}
 
 Values = dict[str, Any]  # by the newest names
-Kind = Literal["exact", "hint", "noop", "refused"]
+Kind = Literal["exact", "hint", "noop"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class FlagRule:
     make: Callable[[Any, Values], dict[str, Any]] | None = None
     refuses: Callable[[Any, Values], str] = lambda x, v: ""
     reading: str = ""
+    reads: Callable[[Values], bool] = lambda v: True  # whether OpenRLHF's code reads the flag with these values
 
     def settings(self, v: Values) -> dict[str, Any]:
         if self.kind != "exact" or self.name not in v:
@@ -84,6 +86,22 @@ class LauncherTranslation:
     def problem(self) -> UserError | None:
         """Return the first error of the settings that no flag is refused for, which names the flags, or None."""
         return None
+
+    def check(self) -> None:
+        """Print what a user should know before the start. Raises UserError if the command cannot run."""
+        if wrong := self.refusal() or self.problem():
+            raise wrong
+        print(f"[rlhfless] command line of {self.launcher}, OpenRLHF {self.version}", flush=True)
+        for note in [*(f"{flag} read as: {why}" for flag, status, why in self.outcomes if status == HINT), *self.notes]:
+            print(f"[rlhfless] {note}", flush=True)
+
+    @contextmanager
+    def flags_in_errors(self) -> Iterator[None]:
+        """Make UserErrors name the flags that decide the keys they name."""
+        try:
+            yield
+        except UserError as error:
+            raise self.by_flag(error) from None
 
     def by_flag(self, error: UserError) -> UserError:
         """Return the error with the flags that decide the keys it names."""

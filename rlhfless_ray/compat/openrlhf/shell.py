@@ -21,6 +21,7 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[(\w+)\])?(\+?)=")
 DECLARES = ("export", "declare", "local", "readonly", "typeset")
 FUNCTION = re.compile(r"(?:function\s+)?([A-Za-z_][\w-]*)\s*\(\s*\)\s*\{|function\s+([A-Za-z_][\w-]*)\s*\{")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "a": "\a"}
+HOME = re.compile(r"~(?=[/\s;]|$)")
 MAX_CALL_DEPTH = 20  # of functions that call functions
 
 
@@ -112,6 +113,9 @@ def _step(r: Reader) -> None:
         r.inner += _read_substitution(r.scope, inner)
         _add(r, f"`{inner}`")
         r.at += len(inner) + 2
+    elif char == "~" and r.word is None and HOME.match(rest) and r.scope.values("HOME"):
+        _add(r, "".join(r.scope.variables["HOME"]))
+        r.at += 1
     else:
         _add(r, char)
         r.at += 1
@@ -211,8 +215,10 @@ def _run_command(r: Reader, words: list[str], environment: dict[str, str]) -> No
     scope = r.scope
     if words[0] == "shift" and scope.arguments is not None:
         scope.arguments = scope.arguments[int(words[1]) if words[1:2] and words[1].isdigit() else 1 :]
-    elif words[0] == "eval":
+    elif words[0] == "eval" and scope.depth < MAX_CALL_DEPTH:
+        scope.depth += 1
         _read(" ".join(words[1:]), scope, r.commands)
+        scope.depth -= 1
     elif words[0] in scope.functions and scope.depth < MAX_CALL_DEPTH:
         scope.called.add(words[0])
         before, scope.arguments = scope.arguments, words[1:]

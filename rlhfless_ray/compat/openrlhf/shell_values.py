@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 NAME = re.compile(r"[A-Za-z_]\w*")
-BRACED = re.compile(r"(#?)([A-Za-z_]\w*|\d+|[@*#])(?:\[([@*]|\w+)\])?(?:(:?[-=+?]|%%?|##?|//?|:(?=[\s\w$(]))(.*))?", re.DOTALL)
+BRACED = re.compile(r"([#!]?)([A-Za-z_]\w*|\d+|[@*#])(?:\[([@*]|\w+)\])?(?:(:?[-=+?]|%%?|##?|//?|,,?|\^\^?|:(?=[\s\w$(]))(.*))?", re.DOTALL)
 
 
 @dataclass
@@ -82,6 +82,11 @@ def _expand_braced(whole: str, end: int, scope: Scope, words_of: Callable[[str, 
     if parts is None:
         return Expansion([whole], end, is_whole=True)
     measured, name, subscript, how, argument = parts.groups()
+    if measured == "!":  # the variable whose name this one holds
+        pointed = scope.values(name)
+        if subscript or not pointed or NAME.fullmatch(pointed[0]) is None:
+            return Expansion([whole], end)
+        measured, name = "", pointed[0]
     known = scope.values(name)
     is_list = name == "@" or subscript == "@"
     every = is_list or name == "*" or subscript == "*"
@@ -113,6 +118,9 @@ def _expand_braced(whole: str, end: int, scope: Scope, words_of: Callable[[str, 
         texts = argument.partition("/")[::2] if kind[0] == "/" else (argument, "")
         pattern, by = (" ".join(words_of(text, scope)) for text in texts)
         values = [_edit(value, kind, pattern, by) for value in values]
+    if kind and kind[0] in ",^" and not argument:
+        change = str.lower if kind[0] == "," else str.upper
+        values = [change(value) if len(kind) == 2 else change(value[:1]) + value[1:] for value in values]
     return Expansion(values, end, is_list)
 
 

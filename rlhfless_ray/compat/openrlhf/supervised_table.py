@@ -16,7 +16,7 @@ ALL_ROWS = 10**6  # the launchers' default for "all rows" is this or more
 
 def _dtype(x: Any, v: Values) -> dict[str, Any]:
     """`--bf16` is a switch until 0.9.1; without it the folder's own type counts."""
-    name = ("bf16" if x else stored_dtype(Path(v["model.model_name_or_path"] or ""))) if isinstance(x, bool) else x
+    name = ("bf16" if x else stored_dtype(Path(v["model.model_name_or_path"] or "")) or "float32") if isinstance(x, bool) else x
     return {"policy.dtype": DTYPES.get(str(name), str(name))}
 
 

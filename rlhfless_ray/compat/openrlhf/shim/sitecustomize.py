@@ -1,4 +1,4 @@
-"""With this folder on PYTHONPATH, `python -m openrlhf.cli.train_ppo_ray` runs rlhfless_ray.
+"""With this folder on PYTHONPATH, `python -m openrlhf.cli.train_ppo_ray` runs rlhfless_ray, and so does Molt's launcher.
 
 Python imports this file at its start. It installs a finder that runs before any folder is searched and finds the launchers only.
 The rest of an installed OpenRLHF, or of a checkout in the working folder, stays in use. A package named openrlhf in this folder
@@ -12,7 +12,20 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(HERE))))
-OURS = ("train_ppo_ray", "train_sft", "train_rm", "train_dpo", "train_kto", "train_kd", "train_prm", "serve_rm", "lora_combiner")
+OURS = (
+    "train_ppo_ray",
+    "train_sft",
+    "train_rm",
+    "train_dpo",
+    "train_kto",
+    "train_kd",
+    "train_prm",
+    "batch_inference",
+    "interactive_chat",
+    "serve_rm",
+    "lora_combiner",
+)
+PACKAGES = {"openrlhf": OURS, "molt": ("train_rl_ray",)}
 
 
 class Launchers:
@@ -20,20 +33,21 @@ class Launchers:
 
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name.partition(".")[0] != "openrlhf":
+        package = name.partition(".")[0]
+        if package not in PACKAGES:
             return None
         real = importlib.machinery.PathFinder.find_spec(name, path)
-        if name in ("openrlhf", "openrlhf.cli"):
+        if name in (package, f"{package}.cli"):
             if real is not None:
                 return real
-            package = importlib.machinery.ModuleSpec(name, None, is_package=True)
-            package.submodule_search_locations = []
-            return package
+            found = importlib.machinery.ModuleSpec(name, None, is_package=True)
+            found.submodule_search_locations = []
+            return found
         parent, _, launcher = name.rpartition(".")
-        if parent != "openrlhf.cli":
+        if parent != f"{package}.cli":
             return None
         ours = os.path.join(ROOT, "rlhfless_ray", "cli", launcher + ".py")
-        if launcher in OURS and os.path.isfile(ours):
+        if launcher in PACKAGES[package] and os.path.isfile(ours):
             if ROOT not in sys.path:
                 sys.path.append(ROOT)
             return importlib.util.spec_from_file_location(name, ours)
@@ -51,7 +65,7 @@ def _run_next_sitecustomize():
 
 
 STARTED = [argument.removeprefix("-m") for argument in getattr(sys, "orig_argv", ())]  # Python 3.9 and older has no orig_argv
-if any(argument.startswith("openrlhf.cli.") for argument in STARTED):
+if any(argument.startswith(("openrlhf.cli.", "molt.cli.")) for argument in STARTED):
     sys.meta_path.insert(0, Launchers)
 if any(argument.startswith("rlhfless_ray.cli.") for argument in STARTED) and ROOT not in sys.path:
     sys.path.append(ROOT)

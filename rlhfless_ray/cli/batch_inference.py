@@ -1,0 +1,18 @@
+"""`python -m rlhfless_ray.cli.batch_inference`: generate responses or rewards with the flags of OpenRLHF's launcher of this name."""
+
+from __future__ import annotations
+
+from rlhfless_ray.cli.supervised_launcher import start
+from rlhfless_ray.compat.openrlhf.batch_inference import run_batch
+from rlhfless_ray.compat.openrlhf.inference import translate_inference
+from rlhfless_ray.compat.openrlhf.inference_table import BATCH
+
+
+def _run(tokens: list[str]) -> None:
+    found = translate_inference(BATCH, tokens)
+    found.check()
+    run_batch(found)
+
+
+if __name__ == "__main__":
+    start(_run)

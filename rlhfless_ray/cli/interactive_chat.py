@@ -1,0 +1,101 @@
+"""`python -m rlhfless_ray.cli.interactive_chat`: talk to a model, with the flags of OpenRLHF's launcher of this name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlhfless_ray.cli.supervised_launcher import start
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.compat.openrlhf.inference import translate_inference
+from rlhfless_ray.compat.openrlhf.inference_table import CHAT
+
+ASKS = "Please enter a prompt (or type 'exit' to quit): "
+
+
+class Conversation:
+    """The text so far. Without a chat template it is one text, which prompts and responses are added to."""
+
+    def __init__(self, settings: dict[str, Any], tokenizer: Any) -> None:
+        self.settings, self.tokenizer = settings, tokenizer
+        self.turns: list[dict[str, str]] = []
+        self.text = ""
+        if path := settings.get("chat.ta_prompt"):
+            try:
+                self.text = Path(path).read_text(encoding="utf-8")
+            except OSError as error:
+                raise UserError(f"--ta_prompt {path}: {error.strerror or error}") from None
+        if settings["chat.apply_chat_template"] and not getattr(tokenizer, "chat_template", None):
+            raise UserError("--apply_chat_template: the tokenizer of --pretrain has no chat template; leave it out")
+
+    def clear(self) -> None:
+        self.turns, self.text = [], ""
+
+    def ask(self, prompt: str) -> str:
+        """Add a prompt; return the whole text that the model continues."""
+        if self.settings["chat.apply_chat_template"]:
+            self.turns.append({"role": "user", "content": prompt})
+            self.text = self.tokenizer.apply_chat_template(self.turns, tokenize=False, add_generation_prompt=True)
+        else:
+            self.text += "\n" + self.settings["chat.input_template"].format(prompt)
+        if self.settings["chat.enable_csft"]:
+            self.text += self.settings["chat.csft_prompt"].strip() + " "
+        return self.text
+
+    def answer(self, response: str) -> None:
+        self.turns.append({"role": "assistant", "content": response})
+        self.text += response
+
+
+def _run(tokens: list[str]) -> None:
+    found = translate_inference(CHAT, tokens)
+    found.check()
+    with found.flags_in_errors():
+        _talk(found.settings)
+
+
+def _talk(settings: dict[str, Any]) -> None:
+    import torch
+
+    from rlhfless_ray.learn.policy_model import load_model
+    from rlhfless_ray.weights.load_policy import load_tokenizer, model_folder
+    from rlhfless_ray.weights.model_folder import read_folder
+
+    folder = model_folder(settings["policy.path"], "policy.path")
+    tokenizer = load_tokenizer(read_folder(folder), True)
+    conversation = Conversation(settings, tokenizer)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_model(folder, settings["policy.dtype"], True).eval().to(device)
+    samples = {} if settings["chat.greedy_sampling"] else {"top_p": settings["chat.top_p"], "temperature": settings["chat.temperature"]}
+    while True:
+        try:
+            said = input(ASKS)
+        except EOFError:
+            return
+        if said.strip().lower() == "exit":
+            return
+        if said.strip().lower() == "clear":
+            conversation.clear()
+            continue
+        ids = tokenizer(conversation.ask(said), return_tensors="pt", add_special_tokens=False)["input_ids"].to(device)
+        if ids.shape[1] >= settings["chat.max_len"]:
+            print(f"the conversation has {ids.shape[1]} tokens, and --max_len is {settings['chat.max_len']}; type clear to begin anew")
+            continue
+        with torch.inference_mode():
+            found = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_length=settings["chat.max_len"],
+                do_sample=not settings["chat.greedy_sampling"],
+                repetition_penalty=settings["chat.repetition_penalty"],
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+                **samples,
+            )
+        response = tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+        conversation.answer(response)
+        print(response, flush=True)
+
+
+if __name__ == "__main__":
+    start(_run)

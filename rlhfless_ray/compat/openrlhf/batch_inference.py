@@ -1,0 +1,138 @@
+"""Run batch_inference: responses to a data set's prompts, or rewards of a data set's responses, as JSONL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.compat.openrlhf.inference import InferenceTranslation
+from rlhfless_ray.compat.openrlhf.post_processors import processed
+from rlhfless_ray.prompts.sources import read_sources
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from rlhfless_ray.run.folder import check_writable
+from rlhfless_ray.run.responses import write_rows
+from rlhfless_ray.supervise.row_reader import RowReader
+from rlhfless_ray.types import Prompt
+from rlhfless_ray.weights.load_policy import load_tokenizer, model_folder
+from rlhfless_ray.weights.model_folder import read_folder
+
+
+def run_batch(found: InferenceTranslation) -> Path:
+    """Do what the command line says, and return the file that it names."""
+    output = Path(found.settings["batch_inference.output"])
+    output.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(output.absolute().parent, "--output_path")
+    rows = _generated(found) if found.generates else _rewarded(found)
+    count = write_rows(output, rows)
+    print(f"{count} rows: {output}")
+    return output
+
+
+def _reader(found: InferenceTranslation) -> RowReader:
+    """Return a reader that renders and tokenizes rows as OpenRLHF's data sets do."""
+    settings = found.settings
+    recipe = SupervisedRecipe.parse(
+        {
+            "task": "sft",
+            "policy": {"path": settings["policy.path"]},
+            "data": {
+                "path": "read here",
+                "contract": "openrlhf",
+                "overlong": "leave_out",
+                "prompt_column": settings["prompts.prompt_column"],
+                "response_column": settings.get("batch_inference.response_column", ""),
+                "template": settings.get("prompts.template", "none"),
+                "input_template": settings.get("prompts.input_template"),
+                "max_tokens": settings.get("batch_inference.max_tokens", 2048),
+                "add_bos": False,
+            },
+        }
+    )
+    with found.flags_in_errors():
+        tokenizer = load_tokenizer(read_folder(model_folder(settings["policy.path"], "policy.path")), True)
+        return RowReader(recipe, tokenizer, None)
+
+
+def _rows(found: InferenceTranslation) -> list[tuple[str, dict[str, Any]]]:
+    settings = found.settings
+    sources = settings.get("prompts.paths") or [settings["prompts.path"]]
+    options = {"probabilities": settings.get("prompts.probabilities"), "max_rows": settings.get("prompts.max_rows")}
+    with found.flags_in_errors():
+        rows = read_sources(sources, "train", "prompts", seed=settings["run.seed"], **options)
+    start, end = settings.get("batch_inference.rows", [0, len(rows)])
+    if start >= len(rows):
+        raise UserError(f"--iter: it begins at row {start + 1}, but --dataset has {len(rows)} rows")
+    return rows[start:end]
+
+
+# ---------------------------------------------------------------- responses
+
+
+def _generated(found: InferenceTranslation) -> Iterable[dict[str, Any]]:
+    """Generate, and yield all first responses in the order of the data set, then all second ones, and so on."""
+    from rlhfless_ray.run.responses import RESPONSES, read_groups
+    from rlhfless_ray.runtime.generation import Generation
+
+    recipe = found.recipe()
+    assert recipe is not None
+    reader = _reader(found)
+    prompts = _prompts(found, reader)
+    with Generation(recipe, prompts=prompts) as run:
+        for _ in run:
+            pass
+    groups = list(read_groups(run.folder.path / RESPONSES))
+    keeps_special = found.settings["batch_inference.task"] == "generate_vllm"
+    for sample in range(recipe.rollout.samples_per_prompt):
+        for group in groups:
+            text = reader.tokenizer.decode(group[sample]["token_ids"], skip_special_tokens=not keeps_special)
+            yield {"input": group[sample]["prompt"], "output": text}
+
+
+def _prompts(found: InferenceTranslation, reader: RowReader) -> list[Prompt]:
+    settings = found.settings
+    limit, suffix = settings["prompts.max_prompt_tokens"], settings.get("batch_inference.prompt_suffix", "")
+    prompts = []
+    for index, (name, row) in enumerate(_rows(found)):
+        text = reader.prompt_text(name, row) + suffix
+        tokens = reader.tokenizer(text, add_special_tokens=settings["batch_inference.task"] == "generate_vllm")["input_ids"]
+        prompts.append(Prompt(index, text, tuple(tokens[-limit:]), row, max(0, len(tokens) - limit)))
+    return prompts
+
+
+# ---------------------------------------------------------------- rewards
+
+
+def _rewarded(found: InferenceTranslation) -> list[dict[str, Any]]:
+    """Score the data set's responses, and apply the processor."""
+    import torch
+
+    from rlhfless_ray.reward.reward_server import TextScorer
+
+    settings, reader = found.settings, _reader(found)
+    texts = [(name, *reader.texts(name, row)) for name, row in _rows(found)]
+    tokens = [reader.tokens_as_openrlhf(prompt, response) for _, prompt, response in texts]
+    kept = [number for number, found_tokens in enumerate(tokens) if found_tokens is not None]
+    if len(kept) < len(tokens):
+        print(f"{len(tokens) - len(kept)} rows without a response, or whose prompt is too long (--max_len), are left out")
+    scorer = TextScorer(
+        model_folder(settings["policy.path"], "--pretrain"),
+        settings["batch_inference.value_head"],
+        settings["policy.dtype"],
+        "cuda" if torch.cuda.is_available() else "cpu",
+        normalize=True,
+        trust_remote_code=True,
+        setting="--pretrain",
+    )
+    rewards = scorer.rewards_of([np.asarray(tokens[i]) for i in kept])
+    rows = [{"input": texts[i][1], "output": texts[i][2], "reward": reward} for i, reward in zip(kept, rewards, strict=True)]
+    print(f"reward mean: {np.mean(rewards):.4f}, std: {np.std(rewards, ddof=1) if len(rewards) > 1 else 0.0:.4f}")
+    return processed(
+        rows,
+        settings.get("batch_inference.processor", ""),
+        reward_template=settings.get("batch_inference.reward_template"),
+        normalize=settings["batch_inference.normalize"],
+    )

@@ -1,0 +1,109 @@
+"""Translate command lines of OpenRLHF's batch_inference and interactive_chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.compat.openrlhf.elastic_flags import separate
+from rlhfless_ray.compat.openrlhf.flag_semantics import stored_dtype
+from rlhfless_ray.compat.openrlhf.inference_table import BATCH, BATCH_RULES, CHAT, CHAT_RULES, GENERATES, HF, VLLM
+from rlhfless_ray.compat.openrlhf.launcher_flags import NO_EFFECT, REFUSED, LauncherTranslation, Values, defaults, read
+from rlhfless_ray.compat.openrlhf.recipe_keys import nested
+from rlhfless_ray.recipe.generation import GenerationRecipe
+from rlhfless_ray.recipe.reading import known_keys
+
+RULES = {BATCH: BATCH_RULES, CHAT: CHAT_RULES}
+
+
+@dataclass
+class InferenceTranslation(LauncherTranslation):
+    """A command line as settings. Those of `batch_inference` and `chat` are not the recipe's."""
+
+    values: Values = field(default_factory=dict)
+    """Every flag of the dialect with its value."""
+
+    @property
+    def generates(self) -> bool:
+        return self.settings.get("batch_inference.task") in GENERATES
+
+    def problem(self) -> UserError | None:
+        try:
+            self.recipe()
+        except UserError as error:
+            return error
+        return None
+
+    def recipe(self) -> GenerationRecipe | None:
+        """Return the recipe of a generation, None for the others. Raises UserError, which names the flag of an invalid value."""
+        if not self.generates:
+            return None
+        try:
+            of_recipe = {key: value for key, value in self.settings.items() if not key.startswith("batch_inference.")}
+            return GenerationRecipe.of(nested(of_recipe), BATCH)
+        except UserError as error:
+            raise self.by_flag(error) from None
+
+
+def translate_inference(launcher: str, tokens: Sequence[str]) -> InferenceTranslation:
+    """Translate a command line. Raises UserError if no version accepts it."""
+    theirs, ours, wanted = separate(tokens)
+    version, given = read(launcher, theirs, wanted)
+    values = defaults(launcher, version) | {flag[2:]: value for flag, value in given.items()}
+    found = InferenceTranslation(launcher, version, {}, values=values)
+    for rule in RULES[launcher]:
+        if rule.name not in values:
+            continue
+        flag, value = f"--{rule.name}", values[rule.name]
+        reads = rule.reads(values)
+        if reads:
+            found.settings |= {key: x for key, x in rule.settings(values).items() if x is not None}
+            found.owners |= {key: flag for key in rule.keys if rule.kind == "exact"}
+        if flag in given:
+            unread = (NO_EFFECT, f"OpenRLHF's {values.get('eval_task')} does not read it")
+            found.outcomes.append((flag, *(rule.outcome(value, values) if reads else unread)))
+        elif reads and (why := rule.refuses(value, values)):
+            found.outcomes.append((flag, REFUSED, why))
+    if found.generates:
+        found.settings |= _always(values)
+        found.notes += _notes(values)
+    _apply_own(ours, found)
+    return found
+
+
+def _always(values: Values) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "prompts.overlong": "cut_left",
+        "prompts.answer_column": "",
+        "watch.wandb": "off",
+        "watch.tensorboard": False,
+    }
+    if values["eval_task"] == VLLM:
+        settings["policy.dtype"] = str(stored_dtype(Path(values["pretrain"] or "")) or "float32")
+    return settings
+
+
+def _notes(values: Values) -> list[str]:
+    if values["eval_task"] == HF:
+        return [
+            "responses are in the order of the data set; OpenRLHF shuffles them",
+            "prompts above --prompt_max_len lose their first tokens; OpenRLHF cuts the last ones here",
+        ]
+    return []
+
+
+def _apply_own(ours: list[tuple[str, str | None]], found: InferenceTranslation) -> None:
+    """Apply --elastic.SECTION.FIELD. Raises UserError for what is unknown, and what a flag decides."""
+    keys = known_keys(GenerationRecipe) if found.generates else ()
+    for flag, text in ours:
+        key = flag.removeprefix("--elastic.")
+        if key not in keys:
+            raise UserError(f"{flag}: {found.launcher} has no such setting")
+        if key in found.owners:
+            raise UserError(f"{flag}: OpenRLHF's {found.owners[key]} sets this; use that flag")
+        found.settings[key] = True if text is None else yaml.safe_load(text)

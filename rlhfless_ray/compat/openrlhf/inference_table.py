@@ -1,0 +1,146 @@
+"""What the flags of batch_inference and interactive_chat mean. Their names did not change while OpenRLHF had these launchers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlhfless_ray.compat.openrlhf.flag_semantics import DTYPES, stored_dtype
+from rlhfless_ray.compat.openrlhf.launcher_flags import FlagRule, Kind, Values, only, row
+from rlhfless_ray.compat.openrlhf.supervised_table import ALL_ROWS, NOT_HERE, PLAIN_ATTENTION
+
+BATCH, CHAT = "batch_inference", "interactive_chat"
+LAUNCHERS = (BATCH, CHAT)
+VLLM, HF, REWARD = "generate_vllm", "generate", "rm"
+GENERATES = (VLLM, HF)
+PROCESSORS = ("rs", "csft", "iter_dpo")
+
+
+def _flag(
+    name: str, kind: Kind, keys: str = "", make: Any = None, *, of: tuple[str, ...] = (), refuses: Any = None, reading: str = ""
+) -> FlagRule:
+    """A row. `of`: values of --eval_task whose code reads the flag; none: all."""
+    rule = row(name, name, kind, keys, make, refuses=refuses, reading=reading)
+    return rule if not of else replace(rule, reads=lambda v: v["eval_task"] in of)
+
+
+def _needed(what: str) -> Any:
+    return lambda x, v: "" if x else f"name {what}"
+
+
+def _dtype(x: Any, v: Values) -> dict[str, Any]:
+    """`--bf16` is a switch until 0.9.1; without it the folder's own type counts."""
+    name = ("bf16" if x else stored_dtype(Path(v["pretrain"] or "")) or "float32") if isinstance(x, bool) else x
+    return {"policy.dtype": DTYPES.get(str(name), str(name))}
+
+
+def _dataset(x: str | None, v: Values) -> dict[str, Any]:
+    return {"prompts.paths": [part.strip() for part in x.split(",")]} if x and ("," in x or "@" in x) else {"prompts.path": x or ""}
+
+
+def _probabilities(x: str | None, v: Values) -> dict[str, Any]:
+    shares = [float(part) for part in str(x or "").split(",") if part.strip()]
+    return {"prompts.probabilities": shares} if len(shares) > 1 else {}
+
+
+def _rows(x: int | None, v: Values) -> dict[str, Any]:
+    return {} if x is None else {"batch_inference.rows": [x * v["rollout_batch_size"], (x + 1) * v["rollout_batch_size"]]}
+
+
+def _suffix(x: bool, v: Values) -> dict[str, Any]:
+    return {"batch_inference.prompt_suffix": v["csft_prompt"].strip() + " "} if x else {}
+
+
+def _width(x: Any, v: Values) -> dict[str, Any]:
+    return {"rollout.tensor_parallel": x} if isinstance(x, int) else {}
+
+
+NO_HUB = only(False, "the ModelScope hub " + NOT_HERE)
+SAME_TOKENS = "tokenizers give the same tokens"
+
+_COMMON: tuple[FlagRule, ...] = (
+    _flag("pretrain", "exact", "policy.path", lambda x, v: {"policy.path": x or ""}, refuses=_needed("the model")),
+    _flag("attn_implementation", "noop", reading=PLAIN_ATTENTION),
+    _flag("flash_attn", "noop", reading=PLAIN_ATTENTION),
+    _flag("disable_fast_tokenizer", "noop", reading=SAME_TOKENS),
+    _flag("use_ms", "noop", refuses=NO_HUB, reading="the default"),
+)
+
+BATCH_RULES: tuple[FlagRule, ...] = (
+    _flag(
+        "eval_task",
+        "exact",
+        "batch_inference.task",
+        refuses=lambda x, v: "" if x in (*GENERATES, REWARD) else "choose generate_vllm, generate or rm",
+    ),
+    *_COMMON,
+    *[_flag(name, "exact", "policy.dtype", _dtype, of=(HF, REWARD)) for name in ("bf16", "param_dtype")],
+    _flag("zero_stage", "noop", reading="nothing is trained"),
+    _flag("local_rank", "noop", reading="there are no ranks"),
+    _flag("micro_batch_size", "noop", reading="batches are cut to fit the memory, which changes no result"),
+    _flag("seed", "exact", "run.seed"),
+    _flag("full_determinism", "noop", reading="a run is repeatable anyway"),
+    _flag("dataset", "exact", "prompts.path prompts.paths", _dataset, refuses=_needed("the data set")),
+    _flag("dataset_probs", "exact", "prompts.probabilities", _probabilities),
+    _flag("input_key", "exact", "prompts.prompt_column"),
+    _flag("apply_chat_template", "exact", "prompts.template", lambda x, v: {"prompts.template": "chat"} if x else {}),
+    _flag(
+        "input_template",
+        "exact",
+        "prompts.input_template",
+        lambda x, v: {"prompts.input_template": x} if x and "{}" in x and not v["apply_chat_template"] else {},
+    ),
+    _flag("max_samples", "exact", "prompts.max_rows", lambda x, v: {"prompts.max_rows": int(x)} if x < ALL_ROWS else {}),
+    _flag("output_path", "exact", "batch_inference.output", refuses=_needed("the file to write")),
+    # generation
+    _flag("prompt_max_len", "exact", "prompts.max_prompt_tokens", of=GENERATES),
+    _flag("max_new_tokens", "exact", "rollout.max_tokens", of=GENERATES),
+    _flag("temperature", "exact", "rollout.temperature", of=GENERATES),
+    _flag("greedy_sampling", "exact", "rollout.temperature", lambda x, v: {"rollout.temperature": 0.0} if x else {}, of=(HF,)),
+    _flag("top_p", "exact", "rollout.top_p", of=GENERATES),
+    _flag(
+        "repetition_penalty",
+        "noop",
+        refuses=only(1.0, "penalties of repeated tokens have no counterpart here yet"),
+        of=GENERATES,
+        reading="the default",
+    ),
+    _flag("best_of_n", "exact", "rollout.samples_per_prompt", of=GENERATES),
+    _flag("tp_size", "exact", "rollout.tensor_parallel", _width, of=(VLLM,)),
+    _flag("max_num_seqs", "exact", "rollout.max_running", of=(VLLM,)),
+    _flag("enable_prefix_caching", "noop", of=(VLLM,), reading="engines always reuse common prefixes, which changes no result"),
+    _flag("iter", "exact", "batch_inference.rows", _rows, of=GENERATES),
+    _flag("rollout_batch_size", "exact", "batch_inference.rows", lambda x, v: {}, of=GENERATES),
+    _flag("enable_csft", "exact", "batch_inference.prompt_suffix", _suffix, of=GENERATES),
+    _flag("csft_prompt", "exact", "batch_inference.prompt_suffix", lambda x, v: {}, of=GENERATES),
+    # rewards
+    _flag("output_key", "exact", "batch_inference.response_column", of=(REWARD,)),
+    _flag("max_len", "exact", "batch_inference.max_tokens", of=(REWARD,)),
+    _flag("value_head_prefix", "exact", "batch_inference.value_head", of=(REWARD,)),
+    _flag(
+        "post_processor",
+        "exact",
+        "batch_inference.processor",
+        lambda x, v: {} if x in (None, "null") else {"batch_inference.processor": x},
+        of=(REWARD,),
+        refuses=lambda x, v: "" if x in (None, "null", *PROCESSORS) else f"choose {', '.join(PROCESSORS)}",
+    ),
+    _flag("normalize_reward", "exact", "batch_inference.normalize", of=(REWARD,)),
+    _flag(
+        "reward_template",
+        "exact",
+        "batch_inference.reward_template",
+        of=(REWARD,),
+        refuses=lambda x, v: "" if x is None or ("{input}" in x and "{reward}" in x) else "it needs {input} and {reward}",
+    ),
+)
+
+CHAT_RULES: tuple[FlagRule, ...] = (
+    *_COMMON,
+    *[_flag(name, "exact", "policy.dtype", _dtype) for name in ("bf16", "param_dtype")],
+    _flag("load_in_4bit", "noop", refuses=only(False, "4-bit weights have no counterpart here yet"), reading="the default"),
+    *[_flag(name, "exact", f"chat.{name}") for name in ("max_len", "greedy_sampling", "top_p", "temperature", "repetition_penalty")],
+    _flag("input_template", "exact", "chat.input_template", lambda x, v: {"chat.input_template": x if x and "{}" in x else "{}"}),
+    *[_flag(name, "exact", f"chat.{name}") for name in ("apply_chat_template", "ta_prompt", "enable_csft", "csft_prompt")],
+)

@@ -1,0 +1,107 @@
+"""Slots that a rollout takes from the pool of the cluster while it runs, and those that it gives to other runs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import ray
+
+from placement.scaling.resize_policy import Release
+from rlhfless_ray.functions.instance import Instance
+from rlhfless_ray.functions.lease import LeaseManager, LeaseRequest
+from rlhfless_ray.functions.pool_client import PoolClient
+from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.rollout.engine_calls import EngineCalls
+from rlhfless_ray.rollout.inflight_migrations import InflightMigrations
+from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_weights
+from rlhfless_ray.rollout.token_log import TokenLog
+from rlhfless_ray.types import WeightVersion
+
+PAUSE_S = 1.0  # between two decisions to give slots: until the pool has seen the last one
+GIVEN = Release(0, "another run of the cluster waits for its slot")
+
+
+class Rollout(Protocol):
+    """What this needs of a `RolloutDriver`."""
+
+    pool: WorkerPool
+    weights: WeightVersion
+    calls: EngineCalls
+    token_log: TokenLog
+    migrations: InflightMigrations
+    result: RolloutResult
+    stopping: bool
+    start_s: float
+
+    def tail_s(self) -> float: ...
+
+    def evacuate(self, leaving: list[Instance], stay: list[int], reason: str) -> None: ...
+
+
+class SharedSlots:
+    """A rollout may grow when another run lets a slot go, and shrink when another run waits for its own. Requests move between engines."""
+
+    def __init__(self, leases: LeaseManager, source: PoolClient, most: int, start_s: float) -> None:
+        """`most`: engines of one slot that would have work. `start_s`: time until a warm engine works on a slot."""
+        self.leases, self.source, self.most, self.start_s = leases, source, most, start_s
+        self.request: LeaseRequest | None = None
+        self.answer: Any = None  # resolves when the request is granted
+        self.leaving: set[int] = set()  # engines that give up their slots
+        self.look_again_s = 0.0
+        self.taken = self.given = 0
+
+    def refs(self) -> list[Any]:
+        return [] if self.answer is None else [self.answer]
+
+    def poll(self, driver: Rollout) -> None:
+        """Give slots that other runs wait for, or else take one that is granted, and ask for more if they have work."""
+        if driver.stopping:
+            self.close()
+            return
+        self._give(driver)
+        if self.answer is not None and ray.wait([self.answer], timeout=0)[0]:
+            self._take(driver)
+        wanted = not self.leaving and len(driver.pool.working) < self.most and driver.tail_s() > self._wait_s(driver)
+        if not wanted:
+            self.close()
+        elif self.request is None:
+            [self.request] = self.leases.ask(1, labels=driver.pool.labels)
+            self.answer = self.source.arrival(self.request)
+
+    def close(self) -> None:
+        """End the request."""
+        if self.request is not None:
+            self.leases.withdraw([self.request])
+            self.request = self.answer = None
+
+    def metrics(self) -> dict[str, int]:
+        return {"shared/slots_taken": self.taken, "shared/slots_given": self.given}
+
+    def _wait_s(self, driver: Rollout) -> float:
+        """Return how long the rollout must go on for one more engine to pay."""
+        return 2 * (self.start_s if any(instance.memory_mb > 0 for instance in driver.pool.parked) else driver.start_s)
+
+    def _take(self, driver: Rollout) -> None:
+        request, self.request, self.answer = self.request, None, None
+        if request is None or request.id not in self.leases.asked:  # a worker group withdrew it
+            return
+        got = self.leases.without_lost(self.leases.collect([request], driver.pool.kind, 0.0))
+        if got:
+            self.taken += 1
+            driver.pool.assign_leases(got)  # the next moves give it requests
+            fetch_weights(driver.pool, driver.weights)
+
+    def _give(self, driver: Rollout) -> None:
+        working = {driver.calls.number(instance): instance for instance in driver.pool.working}
+        self.given += len(self.leaving - set(working))
+        self.leaving &= set(working)
+        now, spare = time.monotonic(), len(working) - len(self.leaving) - 1
+        if (surplus := min(self.source.surplus, spare)) > 0 and now > self.look_again_s and not driver.migrations.leaving:
+            by_work = sorted(set(working) - self.leaving, key=lambda number: len(driver.token_log.owed(number)))
+            self.leaving |= set(by_work[:surplus])
+            self.look_again_s = now + PAUSE_S
+            driver.result.decisions.append(f"{surplus} engines leave: {GIVEN.reason}")
+        if self.leaving:
+            stay = [number for number in driver.calls.available() if number not in self.leaving]
+            driver.evacuate([working[number] for number in sorted(self.leaving)], stay, GIVEN.reason)

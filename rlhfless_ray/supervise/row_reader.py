@@ -1,0 +1,372 @@
+"""Rows of a data set → sequences of tokens, as a recipe of a supervised stage says."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rlhfless_ray.common.errors import UserError, one_line
+from rlhfless_ray.prompts.read_rows import NamedRow
+from rlhfless_ray.recipe.supervised_sections import PAIRED, WITH_NEXT, SupervisedRecipe
+from rlhfless_ray.supervise.examples import Example, Examples
+
+NAMED = 5  # rows that a note names
+
+
+@dataclass(frozen=True)
+class SupervisedRows:
+    train: Examples
+    heldout: Examples
+    reward_tokens: list[int] | None = None  # prm: what labels are out of; None: all tokens
+    notes: tuple[str, ...] = ()  # messages for the user about rows that were left out or cut
+
+
+class _LeftOut(Exception):
+    """A row that the recipe says to leave out."""
+
+
+Rendered = tuple[list[Example], float]
+
+
+class RowReader:
+    """Turns rows into sequences of tokens, and counts those that it leaves out or cuts."""
+
+    def __init__(self, recipe: SupervisedRecipe, tokenizer: Any, context_tokens: int | None) -> None:
+        self.recipe, self.data, self.task = recipe, recipe.data, recipe.task
+        self.tokenizer, self.context_tokens = tokenizer, context_tokens
+        self.left_out: list[str] = []
+        self.cut: list[str] = []
+        self.where = self.name = ""
+        self.bos: list[int] = []
+        self.reward_tokens: list[int] = []
+        if self.data.add_bos and getattr(tokenizer, "bos_token_id", None) is not None:
+            self.bos = [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
+        if context_tokens is not None and self.data.max_tokens > context_tokens:
+            self.data = self.data.model_copy(update={"max_tokens": context_tokens})
+        if tokenizer.eos_token_id is None:
+            raise UserError("policy.path: its tokenizer has no end-of-sequence token, so responses would have no end; set eos_token")
+        if self.data.template == "chat" and not getattr(tokenizer, "chat_template", None):
+            raise UserError("data.template: the tokenizer of policy.path has no chat template; set data.template to none")
+
+        if self.task == "prm":
+            self.placeholder = self._single(self.data.placeholder_token, "data.placeholder_token")
+            self.reward_tokens = [self._single(token, "data.reward_tokens") for token in self.data.reward_tokens or []]
+
+    def read(self, rows: Sequence[NamedRow], where: str) -> list[Rendered]:
+        self.where = where
+        found = []
+        for name, row in rows:
+            self.name = f"{where}, {name}"
+            try:
+                found.append(self._row(row))
+            except _LeftOut:
+                self.left_out.append(name)
+        if rows and not found:
+            raise UserError(f"{where}: all {len(rows)} rows are too long or empty and are left out; raise data.max_tokens")
+        return found
+
+    def found(self, train: list[Rendered], heldout: list[Rendered]) -> SupervisedRows:
+        return SupervisedRows(self._examples(train), self._examples(heldout), self.reward_tokens or None, self._notes())
+
+    def _examples(self, rows: list[Rendered]) -> Examples:
+        if self.task == "kto":  # each response with the prompt of another row, to estimate the KL divergence
+            others = [[row[0][0], self._mismatched(row, rows[number - 1])] for number, row in enumerate(rows)]
+            rows = [(pair, extra) for pair, (_, extra) in zip(others, rows, strict=True)]
+        return Examples.of([row for row, _ in rows], [extra for _, extra in rows])
+
+    def _mismatched(self, row: Rendered, other: Rendered) -> Example:
+        (own,), (theirs,) = row[0], other[0]
+        tokens = [*own.tokens[: own.context_tokens], *theirs.tokens[theirs.context_tokens :]][: self.data.max_tokens]
+        return Example(tokens, own.context_tokens)
+
+    def _notes(self) -> tuple[str, ...]:
+        notes = []
+        for names, what in ((self.left_out, "left out: they are too long or have no response"), (self.cut, "cut at their end")):
+            if names:
+                shown = ", ".join(names[:NAMED]) + (", …" if len(names) > NAMED else "")
+                notes.append(f"{len(names)} rows of more than {self.data.max_tokens} tokens (data.max_tokens) are {what}: {shown}")
+        return tuple(notes)
+
+    # ---- what else is made of a row -------------------------------------------------------------------------------------
+
+    def prompt_text(self, name: str, row: dict[str, Any]) -> str:
+        """Return the prompt as a model sees it."""
+        self.name = name
+        prompt = self._cell(row, self.data.prompt_column, "prompt_column")
+        if self.data.template == "chat":
+            return self._template(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}], prompts=True)
+        return prompt if self.data.input_template is None else self.data.input_template.format(prompt)
+
+    def texts(self, name: str, row: dict[str, Any]) -> tuple[str, str]:
+        """Return prompt and response as a model sees them."""
+        self.name = name
+        prompt, response = (
+            self._cell(row, column, key)
+            for column, key in ((self.data.prompt_column, "prompt_column"), (self.data.response_column, "response_column"))
+        )
+        return self._texts(prompt, response, self.data.response_column)
+
+    def tokens_as_openrlhf(self, prompt: str, response: str) -> Sequence[int] | None:
+        """Return the sequence that OpenRLHF makes of these texts, None if it leaves the row out."""
+        try:
+            return self._as_openrlhf(prompt, response).tokens
+        except _LeftOut:
+            return None
+
+    # ---- one row ------------------------------------------------------------------------------------------------------
+
+    def _row(self, row: dict[str, Any]) -> Rendered:
+        data = self.data
+        if self.task in PAIRED:
+            chosen, rejected = (self._pair_side(row, column) for column in (data.chosen_column, data.rejected_column))
+            if data.contract == "own" and list(chosen.tokens) == list(rejected.tokens):
+                raise UserError(
+                    f"{self.name}: `{data.chosen_column}` and `{data.rejected_column}` are the same, so there is nothing to prefer; "
+                    "remove the row"
+                )
+            margin = row.get(data.margin_column) or 0.0 if self.task == "rm" else 0.0
+            if not isinstance(margin, (int, float)) or isinstance(margin, bool):
+                raise UserError(f"{self.name}: the margin in column `{data.margin_column}` is {margin!r}, not a number; fix the row")
+            return [chosen, rejected], float(margin)
+        if self.task == "prm":
+            return [self._steps(row)], 0.0
+        extra = 0.0
+        if self.task == "kto":
+            label = self._cell(row, data.label_column, "label_column")
+            if label not in (True, False):
+                raise UserError(f"{self.name}: the label in column `{data.label_column}` is {label!r}, neither true nor false; fix the row")
+            extra = float(label)
+        if data.train_on == "assistant":
+            return [self._every_turn(self._turns(row))], extra
+        prompt = self._cell(row, data.prompt_column, "prompt_column") if data.prompt_column else None
+        response = self._cell(row, data.response_column, "response_column") if data.response_column else None
+        return [self._sequence(prompt, response, data.response_column or data.prompt_column)], extra
+
+    def _pair_side(self, row: dict[str, Any], column: str) -> Example:
+        prompt = self._cell(row, self.data.prompt_column, "prompt_column") if self.data.prompt_column else None
+        response = self._cell(row, column, "chosen_column" if column == self.data.chosen_column else "rejected_column")
+        return self._sequence(prompt, response, column)
+
+    def _cell(self, row: dict[str, Any], column: str, key: str) -> Any:
+        if column not in row:
+            close = difflib.get_close_matches(column, [str(c) for c in row], n=1, cutoff=0.5)
+            hint = f"did you mean `{close[0]}`? Set" if close else "set"
+            raise UserError(
+                f"{self.name}: no column `{column}`, only {', '.join(f'`{c}`' for c in row) or 'an empty row'}; {hint} data.{key}"
+            )
+        value = row[column]
+        turns = isinstance(value, list) and all(isinstance(turn, dict) for turn in value)
+        if key != "label_column" and not (isinstance(value, str) or (turns and self.data.template == "chat")):
+            kind = "null" if value is None else "a list of turns" if turns else f"of type {type(value).__name__}"
+            need = "a string or a list of turns" if self.data.template == "chat" else "a string"
+            hint = "; set data.template to chat" if turns else "; fix the row or the column's name"
+            raise UserError(f"{self.name}: column `{column}` is {kind}, not {need}{hint}")
+        return value
+
+    def _sequence(self, prompt: Any, response: Any, column: str) -> Example:
+        """Return one sequence. Without a prompt or without a response the other is the whole text or conversation."""
+        before, after = self._texts(prompt, response, column)
+        if self.data.template == "chat":
+            if self.data.contract == "openrlhf":
+                return self._as_openrlhf(before, after)
+            return self._marked(before + after, [(len(before), len(before) + len(after))])
+        if not after.strip("\n") if self.data.contract == "openrlhf" else not after:
+            if self.data.overlong == "leave_out":
+                raise _LeftOut
+            raise UserError(f"{self.name}: column `{column}` is empty; fix or remove the row")
+        if self.data.contract == "openrlhf":
+            return self._as_openrlhf(before, after)
+        head, tail = [*self.bos, *(self._ids(before) if before else [])], self._ids(after)
+        return self._limited([*head, *tail, *self._end(tail)], len(head))
+
+    def _texts(self, prompt: Any, response: Any, column: str) -> tuple[str, str]:
+        """Return the text before what is trained, and that text."""
+        whole = self.data.train_on == "all" or (self.task == "rm" and prompt is None)
+        if self.data.template == "chat":
+            before, after = self._rendered(prompt, response, column)
+            return ("", before + after) if whole else (before, after)
+        if prompt is not None and self.data.input_template is not None:
+            prompt = self.data.input_template.format(prompt)
+        if prompt is None or response is None:
+            if not whole:
+                raise UserError(
+                    f"{self.name}: there is no {'prompt' if prompt is None else 'response'} beside column `{column}`; name its column, "
+                    "or set data.train_on to all"
+                )
+            return "", prompt or response
+        return ("", prompt + response) if whole else (prompt, response)
+
+    def _end(self, tail: list[int]) -> list[int]:
+        """The end-of-sequence token, unless the text ends with it or is trained as a piece of a longer one."""
+        eos = self.tokenizer.eos_token_id
+        return [] if self.data.train_on == "all" or tail[-1:] == [eos] else [eos]
+
+    def _limited(self, tokens: list[int], context: int, mask: np.ndarray | None = None) -> Example:
+        """Apply the limit. `mask` (tokens,) bool: what is trained; None: all after `context`."""
+        limit = self.data.max_tokens - (self.task in WITH_NEXT)
+        if len(tokens) > limit:
+            if self.data.overlong == "stop":
+                raise UserError(
+                    f"{self.name}: {len(tokens)} tokens are more than {limit} (data.max_tokens, or what the model takes); raise the limit, "
+                    "shorten or remove the row, or set data.overlong to leave_out"
+                )
+            if self.data.overlong == "leave_out":
+                raise _LeftOut
+            self.cut.append(self.name.rpartition(", ")[2])
+            tokens = tokens[:limit]
+            mask = None if mask is None else mask[:limit]
+        context = max(1, context)
+        if self.task == "rm":  # the value at the last token is the one before a token that follows it
+            return Example([*tokens, self.tokenizer.eos_token_id], min(context, len(tokens)), _only_last(tokens, context))
+        if self.task == "prm" and mask is not None:
+            return Example([*tokens, self.tokenizer.eos_token_id], 1, np.append(False, mask)[1:])
+        trained = None if mask is None else mask[context:]
+        if len(tokens) <= context or (trained is not None and not trained.any()):
+            if self.data.overlong == "stop":
+                raise UserError(f"{self.name}: nothing is left to train on; fix or remove the row")
+            raise _LeftOut
+        return Example(tokens, context, trained)
+
+    def _as_openrlhf(self, before: str, after: str) -> Example:
+        """Tokenize as OpenRLHF's data sets do: one text, cut at the limit, with the end-of-sequence token as its last."""
+        if self.data.train_on == "all":
+            return self._limited(self._ids(after)[: self.data.max_tokens], 0)
+        text, eos = (before + after).rstrip("\n"), self.tokenizer.eos_token
+        context = len(self._ids(before)) if before else 0
+        if (self.task != "rm" and context >= self.data.max_tokens - 2) or not after:
+            raise _LeftOut
+        tokens = self._ids(text if text.endswith(eos) else f"{text} {eos}")
+        limit = self.data.max_tokens - (self.task == "rm")
+        if len(tokens) > limit:
+            self.cut.append(self.name.rpartition(", ")[2])
+        tokens = [*tokens[:limit][:-1], self.tokenizer.eos_token_id]
+        return self._limited(tokens, context)
+
+    def _steps(self, row: dict[str, Any]) -> Example:
+        """Return a text whose steps end with placeholders. The token after a placeholder is the one that counts as trained."""
+        data = self.data
+        text, labels = self._cell(row, data.prompt_column, "prompt_column"), self._cell(row, data.label_column, "label_column")
+        tokens = [*self.bos, *self._ids(text)]
+        steps = tokens.count(self.placeholder)
+        if not steps:
+            raise UserError(
+                f"{self.name}: column `{data.prompt_column}` has no placeholder token `{data.placeholder_token}`, so it has no steps; "
+                "fix or remove the row, or set data.placeholder_token"
+            )
+        if not isinstance(labels, list) or len(labels) != steps:
+            found = f"{len(labels)} labels" if isinstance(labels, list) else "no list"
+            raise UserError(f"{self.name}: column `{data.label_column}` has {found} for {steps} steps; give each step a label")
+        values = [self._label(label) for label in labels]
+        if data.contract == "openrlhf" and len(tokens) > data.max_tokens - 1:
+            self.cut.append(self.name.rpartition(", ")[2])
+            tokens = tokens[: data.max_tokens - 1]
+        example = self._limited(tokens, 1, np.array(tokens) == self.placeholder)
+        assert example.mask is not None
+        if not example.mask.any():
+            raise _LeftOut
+        return replace(example, labels=values[: int(example.mask.sum())])
+
+    def _label(self, label: Any) -> float:
+        """Return a step's label as `step_loss` takes it; without reward tokens: the token."""
+        named = f"{self.name}: the label {label!r} in column `{self.data.label_column}`"
+        known = self.data.reward_tokens
+        if isinstance(label, str):
+            if known is None:
+                return float(self._single(label, named))
+            if label not in known:
+                raise UserError(f"{named} is none of data.reward_tokens {', '.join(known)}; fix the row")
+            place = known.index(label)
+            return float(1 - place if len(known) == 2 else place)
+        if isinstance(label, bool) or not isinstance(label, (int, float)) or not 0 <= label <= 1:
+            raise UserError(f"{named} is neither a reward token nor a probability from 0 to 1; fix the row")
+        if len(known or []) != 2:
+            raise UserError(f"{named} is a probability; set data.reward_tokens to two tokens, whose first it is the probability of")
+        return float(label)
+
+    def _single(self, token: str, what: str) -> int:
+        """Return the id of a text that is one token."""
+        ids = self._ids(token)
+        if len(ids) != 1:
+            raise UserError(f"{what}: `{token}` is {len(ids)} tokens of policy.path's tokenizer, not one; choose another, or add it there")
+        return ids[0]
+
+    # ---- turns --------------------------------------------------------------------------------------------------------
+
+    def _turns(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the whole conversation of a row."""
+        data = self.data
+        turns: list[dict[str, Any]] = []
+        for column, key, role in ((data.prompt_column, "prompt_column", "user"), (data.response_column, "response_column", "assistant")):
+            if column and not (key == "response_column" and column not in row):
+                cell = self._cell(row, column, key)
+                turns += cell if isinstance(cell, list) else [{"role": role, "content": cell}]
+        return turns
+
+    def _rendered(self, prompt: Any, response: Any, column: str) -> tuple[str, str]:
+        """Return the text before the response, and the rest of the conversation's text."""
+        before = prompt if isinstance(prompt, list) else [] if prompt is None else [{"role": "user", "content": prompt}]
+        after = response if isinstance(response, list) else [] if response is None else [{"role": "assistant", "content": response}]
+        turns = [*before, *after]
+        if not turns:
+            raise UserError(f"{self.name}: column `{column}` is empty; fix or remove the row")
+        if prompt is None or response is None:
+            before = turns[:-1]
+        whole = self._template(turns)
+        if not before:
+            return "", whole
+        head = self._template(before, prompts=True)
+        if not whole.startswith(head):
+            raise UserError(
+                f"{self.name}: the chat template of policy.path does not render a conversation as its beginning and a response, so the "
+                "response's tokens cannot be told apart; use another template, or data.template none"
+            )
+        return head, whole[len(head) :]
+
+    def _every_turn(self, turns: list[dict[str, Any]]) -> Example:
+        whole, spans = self._template(turns), []
+        for number, turn in enumerate(turns):
+            if turn.get("role") != "assistant":
+                continue
+            head, tail = self._template(turns[:number], prompts=True) if number else "", self._template(turns[: number + 1])
+            if not whole.startswith(tail) or not tail.startswith(head):
+                raise UserError(
+                    f"{self.name}: the chat template of policy.path renders turn {number + 1} differently when others follow it, so its "
+                    "tokens cannot be told apart; set data.train_on to response, or use another template"
+                )
+            spans.append((len(head), len(tail)))
+        if not spans:
+            raise UserError(f"{self.name}: the conversation has no turn of the assistant; fix or remove the row")
+        return self._marked(whole, spans)
+
+    def _template(self, turns: list[dict[str, Any]], prompts: bool = False) -> str:
+        try:
+            return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompts))
+        except Exception as error:  # jinja raises what the template says
+            raise UserError(f"{self.name}: the chat template of policy.path refuses the conversation: {one_line(error, 200)}") from None
+
+    def _marked(self, text: str, spans: list[tuple[int, int]]) -> Example:
+        """Tokenize a rendered conversation; the tokens that begin within `spans` of characters are trained."""
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise UserError("policy.path: its tokenizer is a slow one, which does not tell where tokens begin; save a fast tokenizer")
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        starts = np.array([start for start, _ in found["offset_mapping"]])
+        mask = np.zeros(len(starts), bool)
+        for start, end in spans:
+            mask |= (starts >= start) & (starts < end)
+        context = int(np.argmax(mask)) if mask.any() else len(mask)
+        return self._limited(found["input_ids"], context, mask)
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+
+def _only_last(tokens: list[int], context: int) -> np.ndarray:
+    """Return the mask (tokens after the context, and one more) that keeps the last."""
+    mask = np.zeros(len(tokens) + 1 - min(context, len(tokens)), bool)
+    mask[-1] = True
+    return mask

@@ -1,0 +1,204 @@
+"""Command lines of batch_inference and interactive_chat, what is made of scored responses, and a conversation."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhfless_ray.cli.interactive_chat import Conversation
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.compat.openrlhf.batch_inference import run_batch
+from rlhfless_ray.compat.openrlhf.inference import RULES, translate_inference
+from rlhfless_ray.compat.openrlhf.inference_table import BATCH, CHAT, GENERATES, LAUNCHERS
+from rlhfless_ray.compat.openrlhf.launcher_flags import flags_of, versions_data
+from rlhfless_ray.compat.openrlhf.post_processors import processed
+from rlhfless_ray.recipe.generation import GenerationRecipe
+from rlhfless_ray.recipe.reading import known_keys
+from tests.conftest import command_here
+
+LEAST = ["--pretrain", "m", "--dataset", "rows.jsonl", "--output_path", "out.jsonl"]
+
+
+def test_every_flag_of_every_version_has_a_rule() -> None:
+    for launcher in LAUNCHERS:
+        names = {rule.name for rule in RULES[launcher]}
+        found = [version for version in versions_data()["versions"] if flags_of(launcher, version)]
+        assert (found[0], found[-1]) == ("0.8.0", "0.9.5")
+        assert all(set(flags_of(launcher, version)) <= names for version in found)
+
+
+def test_every_key_is_one_of_the_recipe_or_the_launchers() -> None:
+    keys = known_keys(GenerationRecipe)
+    assert not [k for rule in RULES[BATCH] for k in rule.keys if k not in keys and not k.startswith("batch_inference.")]
+
+
+@pytest.mark.parametrize("task", GENERATES)
+def test_defaults_make_a_recipe(task: str) -> None:
+    for version in [version for version in versions_data()["versions"] if flags_of(BATCH, version)]:
+        found = translate_inference(BATCH, ["--eval_task", task, *LEAST, "--elastic.dialect", version])
+        assert found.refusal() is None and found.problem() is None
+        recipe = found.recipe()
+        assert recipe is not None and not recipe.scores
+        assert (recipe.rollout.max_tokens, recipe.prompts.max_prompt_tokens, recipe.prompts.overlong) == (1024, 1024, "cut_left")
+        assert (recipe.rollout.temperature, recipe.rollout.samples_per_prompt, recipe.run.seed) == (1.0, 1, 1234)
+        assert recipe.prompts.prompt_column == "input" and recipe.prompts.max_rows is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--best_of_n", "4", "--tp_size", "2"], {"rollout.samples_per_prompt": 4, "rollout.tensor_parallel": 2}),
+        (["--iter", "3", "--rollout_batch_size", "16"], {"batch_inference.rows": [48, 64]}),
+        (["--enable_csft", "--csft_prompt", " <rm_score>: 4.50 "], {"batch_inference.prompt_suffix": "<rm_score>: 4.50 "}),
+        (["--apply_chat_template", "--input_key", "q"], {"prompts.template": "chat", "prompts.prompt_column": "q"}),
+        (["--input_template", "Q: {}"], {"prompts.input_template": "Q: {}"}),
+        (["--dataset", "a,b", "--dataset_probs", "0.3,0.7"], {"prompts.paths": ["a", "b"], "prompts.probabilities": [0.3, 0.7]}),
+        (["--greedy_sampling"], {"rollout.temperature": 1.0}),
+    ],
+)
+def test_flags_become_settings(flags: list[str], expected: dict[str, Any]) -> None:
+    found = translate_inference(BATCH, ["--eval_task", "generate_vllm", *LEAST, *flags])
+    assert {key: found.settings.get(key) for key in expected} == expected
+
+
+def test_each_task_reads_its_own_flags() -> None:
+    greedy = ["--greedy_sampling", "--post_processor", "rs"]
+    found = {task: translate_inference(BATCH, ["--eval_task", task, *LEAST, *greedy]) for task in (*GENERATES, "rm")}
+    status = {task: {flag: what for flag, what, _ in one.outcomes} for task, one in found.items()}
+    assert status["generate_vllm"]["--greedy_sampling"] == "no effect" and status["generate"]["--greedy_sampling"] == "honoured"
+    assert found["generate"].settings["rollout.temperature"] == 0.0
+    assert status["rm"]["--post_processor"] == "honoured" and status["generate"]["--post_processor"] == "no effect"
+    assert found["rm"].settings["batch_inference.processor"] == "rs" and found["rm"].recipe() is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (LEAST, "--eval_task: choose generate_vllm, generate or rm"),
+        (["--eval_task", "generate", *LEAST[2:]], "--pretrain: name the model"),
+        (["--eval_task", "rm", *LEAST[:4]], "--output_path: name the file to write"),
+        (["--eval_task", "generate", *LEAST, "--repetition_penalty", "1.1"], "--repetition_penalty: penalties of repeated tokens"),
+        (["--eval_task", "rm", *LEAST, "--post_processor", "best"], "--post_processor: choose rs, csft, iter_dpo"),
+        (["--eval_task", "rm", *LEAST, "--reward_template", "{reward}"], "--reward_template: it needs {input} and {reward}"),
+        (["--eval_task", "rm", *LEAST, "--use_ms"], "--use_ms: the ModelScope hub"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(flags: list[str], named: str) -> None:
+    assert named in str(translate_inference(BATCH, flags).refusal())
+
+
+def test_invalid_values_and_own_settings_name_the_flag() -> None:
+    error = translate_inference(BATCH, ["--eval_task", "generate", *LEAST, "--top_p", "2"]).problem()
+    assert "--top_p: " in str(error)
+    with pytest.raises(UserError, match=r"--elastic.rollout.top_p: OpenRLHF's --top_p sets this"):
+        translate_inference(BATCH, ["--eval_task", "generate", *LEAST, "--elastic.rollout.top_p", "0.5"])
+    with pytest.raises(UserError, match=r"--elastic.rollout.max_actors: batch_inference has no such setting"):
+        translate_inference(BATCH, ["--eval_task", "rm", *LEAST, "--elastic.rollout.max_actors", "1"])
+
+
+ROWS = [
+    {"input": "a", "output": "x", "reward": 1.0},
+    {"input": "b", "output": "u", "reward": 2.0},
+    {"input": "a", "output": "y", "reward": 3.0},
+    {"input": "a", "output": "z", "reward": -2.0},
+    {"input": "a", "output": "w", "reward": 3.0},
+]
+
+
+def test_processors() -> None:
+    assert processed(ROWS, "") == ROWS
+    assert processed(ROWS, "rs") == [ROWS[2], ROWS[1]]
+    first, second = processed(ROWS, "iter_dpo")
+    assert first == {"prompt": "a", "chosen": "y", "chosen_reward": 3.0, "rejected": "z", "rejected_reward": -2.0}
+    assert second["chosen"] == second["rejected"] == "u"
+    assert [row["input"] for row in processed(ROWS, "csft")][:2] == ["a <rm_score>: 1.00 ", "b <rm_score>: 2.00 "]
+    mean = sum(row["reward"] for row in ROWS) / 5
+    deviation = math.sqrt(sum((row["reward"] - mean) ** 2 for row in ROWS) / 4)
+    found = processed(ROWS, "csft", reward_template="[{reward}] {input}", normalize=True)
+    assert found[0]["reward"] == pytest.approx((1 - mean) / deviation)
+    assert found[2]["input"] == f"[{(3 - mean) / deviation:.2f}] a"
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model of the chain task with a scalar head, whose rewards config.json normalises."""
+    import torch
+
+    from rlhfless_ray.learn.tiny_model import scratch_policy
+    from rlhfless_ray.prompts.builtin_tasks import task
+    from rlhfless_ray.recipe import Recipe
+    from rlhfless_ray.weights.model_folder import write_folder
+    from rlhfless_ray.weights.tensor_file import save_tensors
+
+    folder = tmp_path_factory.mktemp("reward") / "model"
+    recipe = Recipe.parse({"prompts": {"task": "chain"}, "policy": {"hidden_size": 64, "layers": 1}, "reward": {"function": "task"}})
+    files = scratch_policy(recipe, task("chain"))
+    config = json.loads(bytes(files["config.json"])) | {"mean": 0.5, "std": 2.0}
+    head = {"value_head.weight": torch.randn(1, 64, generator=torch.Generator().manual_seed(0))}
+    write_folder(folder, {**files, "config.json": json.dumps(config).encode(), "model-head.safetensors": save_tensors(head)})
+    return folder
+
+
+def test_rewards_are_those_of_the_model_at_the_end(tmp_path: Path, reward_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModel, AutoTokenizer
+
+    rows = [{"input": "1A1=", "output": "a2#2"}, {"input": "1A1=", "output": "#2"}, {"input": "2B1C1=", "output": ""}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = ["--eval_task", "rm", "--pretrain", str(reward_model), "--dataset", str(tmp_path / "rows.jsonl")]
+    found = translate_inference(BATCH, [*line, "--output_path", str(tmp_path / "new" / "out.jsonl"), "--max_len", "64"])
+    found.settings["policy.dtype"] = "float32"
+    written = [json.loads(text) for text in run_batch(found).read_text().splitlines()]
+    assert [(row["input"], row["output"]) for row in written] == [("1A1=", "a2#2"), ("1A1=", "#2")]
+    assert "1 rows without a response" in capsys.readouterr().out
+    tokenizer, model = AutoTokenizer.from_pretrained(reward_model), AutoModel.from_pretrained(reward_model, dtype=torch.float32)
+    head = load_file(reward_model / "model-head.safetensors")["value_head.weight"]
+    for row in written:
+        ids = tokenizer(f"{row['input']}{row['output']} {tokenizer.eos_token}", return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            value = (model(input_ids=ids).last_hidden_state[0, -1] @ head[0]).item()
+        assert row["reward"] == pytest.approx((value - 0.5) / 2.0, rel=1e-4)
+
+
+def test_rows_beyond_the_data_set_are_named(tmp_path: Path, reward_model: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"input": "1A1="}\n')
+    line = ["--eval_task", "generate", "--pretrain", str(reward_model), "--dataset", str(tmp_path / "rows.jsonl"), "--iter", "1"]
+    with pytest.raises(UserError, match="--iter: it begins at row 2049, but --dataset has 1 rows"):
+        run_batch(translate_inference(BATCH, [*line, "--output_path", str(tmp_path / "out.jsonl")]))
+
+
+class _Tokenizer:
+    chat_template = "here"
+
+    def apply_chat_template(self, turns: list[dict[str, str]], **_: Any) -> str:
+        return "|".join(f"{turn['role'][0]}:{turn['content']}" for turn in turns) + "|a:"
+
+
+def test_a_conversation_goes_on_until_it_is_cleared(tmp_path: Path) -> None:
+    settings = translate_inference(CHAT, ["--pretrain", "m", "--apply_chat_template"]).settings
+    chat = Conversation(settings, _Tokenizer())
+    assert chat.ask("hi") == "u:hi|a:"
+    chat.answer("yes")
+    assert chat.ask("so") == "u:hi|a:yes|u:so|a:"
+    chat.clear()
+    assert chat.ask("new") == "u:new|a:"
+    (tmp_path / "start.txt").write_text("Once")
+    line = ["--pretrain", "m", "--ta_prompt", str(tmp_path / "start.txt"), "--enable_csft"]
+    plain = Conversation(translate_inference(CHAT, line).settings, _Tokenizer())
+    assert plain.ask("hi") == "Once\nUser: hi\nAssistant: <rm_score>: 5.00 "
+    plain.answer("yes")
+    assert plain.ask("so").endswith("5.00 yes\nUser: so\nAssistant: <rm_score>: 5.00 ")
+    with pytest.raises(UserError, match="--ta_prompt nowhere: No such file"):
+        Conversation(translate_inference(CHAT, ["--pretrain", "m", "--ta_prompt", "nowhere"]).settings, _Tokenizer())
+
+
+def test_explain_shows_what_is_refused() -> None:
+    said = command_here("explain", "--json", "--", "deepspeed", "--module", "openrlhf.cli.batch_inference", "--eval_task", "rm", *LEAST)
+    assert said.returncode == 0 and json.loads(said.stdout)["recipe"]["batch_inference"]["task"] == "rm"
+    said = command_here("explain", "--", "python", "-m", "openrlhf.cli.interactive_chat", "--pretrain", "m", "--load_in_4bit")
+    assert said.returncode == 2 and "--load_in_4bit: 4-bit weights" in said.stdout

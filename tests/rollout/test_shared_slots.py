@@ -1,0 +1,117 @@
+"""A rollout that grows when another run lets a slot go, and shrinks when another run waits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from rlhfless_ray.functions.lease import LeaseRequest
+from rlhfless_ray.rollout import shared_slots as module
+from rlhfless_ray.rollout.shared_slots import GIVEN, SharedSlots
+
+
+class Leases:
+    """What `SharedSlots` needs of a LeaseManager."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, LeaseRequest] = {}
+        self.granted = self.withdrawn = 0
+
+    def ask(self, count: int, nodes: Any = None, labels: Any = None) -> list[LeaseRequest]:
+        request = LeaseRequest(f"r{len(self.asked)}", 0.0)
+        self.asked[request.id] = request
+        return [request]
+
+    def withdraw(self, requests: list[LeaseRequest]) -> None:
+        self.withdrawn += sum(self.asked.pop(one.id, None) is not None for one in requests)
+
+    def collect(self, requests: list[LeaseRequest], kind: str, wait_s: float) -> list[str]:
+        self.asked.pop(requests[0].id)
+        self.granted += 1
+        return ["lease"]
+
+    def without_lost(self, leases: list[str]) -> list[str]:
+        return leases
+
+
+class Driver:
+    """What it needs of a RolloutDriver: engines 0, 1, … with so many requests each."""
+
+    def __init__(self, owed: list[int]) -> None:
+        self.stopping, self.owed, self.start_s, self.tail, self.weights = False, owed, 15.0, 100.0, None
+        self.pool = SimpleNamespace(kind="rollout", labels={}, working=list(range(len(owed))), parked=[], assign_leases=self.join)
+        self.calls = SimpleNamespace(number=lambda instance: instance, available=lambda: self.pool.working)
+        self.token_log = SimpleNamespace(owed=lambda number: range(self.owed[number]))
+        self.migrations = SimpleNamespace(leaving={})
+        self.result = SimpleNamespace(decisions=[])
+        self.evacuated: list[tuple[list[int], list[int], str]] = []
+
+    def join(self, leases: list[str]) -> None:
+        self.pool.working.append(len(self.owed))
+        self.owed.append(0)
+
+    def tail_s(self) -> float:
+        return self.tail
+
+    def evacuate(self, leaving: list[int], stay: list[int], reason: str) -> None:
+        self.evacuated.append((leaving, stay, reason))
+
+
+@pytest.fixture
+def shared(monkeypatch) -> SharedSlots:
+    ready: set[str] = set()
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([ref for ref in refs if ref in ready], []))
+    monkeypatch.setattr(module, "fetch_weights", lambda pool, weights: None)
+    source = SimpleNamespace(surplus=0, arrival=lambda request: request.id, ready=ready)
+    return SharedSlots(Leases(), source, most=3, start_s=0.1)  # type: ignore[arg-type]
+
+
+def test_a_slot_that_is_granted_becomes_an_engine_and_the_next_is_asked_for(shared):
+    driver = Driver([4, 4])
+    shared.poll(driver)
+    assert shared.refs() == ["r0"] and shared.taken == 0
+    shared.source.ready.add("r0")
+    shared.poll(driver)
+    assert driver.pool.working == [0, 1, 2] and shared.taken == 1
+    assert shared.refs() == [] and not shared.leases.asked  # no fourth engine would have work
+
+
+def test_nothing_is_asked_for_where_too_little_is_left(shared):
+    driver = Driver([4, 4])
+    shared.poll(driver)
+    driver.tail = 20.0  # a cold engine takes 15 s
+    shared.poll(driver)
+    assert shared.refs() == [] and shared.leases.withdrawn == 1
+    driver.pool.parked.append(SimpleNamespace(memory_mb=300.0))
+    shared.poll(driver)
+    assert len(shared.refs()) == 1
+    driver.stopping = True
+    shared.poll(driver)
+    assert shared.refs() == [] and not shared.leases.asked
+
+
+def test_the_engine_with_the_least_work_leaves_for_another_run_and_one_always_stays(shared):
+    driver = Driver([4, 1, 3])
+    shared.source.surplus = 1
+    shared.poll(driver)
+    assert driver.evacuated == [([1], [0, 2], GIVEN.reason)] and shared.refs() == []
+    driver.pool.working.remove(1)
+    shared.source.surplus = 0
+    shared.poll(driver)
+    assert shared.metrics() == {"shared/slots_taken": 0, "shared/slots_given": 1} and len(driver.evacuated) == 1
+    shared.look_again_s, shared.source.surplus = 0.0, 5
+    shared.poll(driver)
+    assert driver.evacuated[-1][:2] == ([2], [0])
+
+
+def test_a_request_that_a_worker_group_withdrew_is_forgotten(shared):
+    driver = Driver([4, 4])
+    shared.poll(driver)
+    shared.leases.asked.clear()
+    shared.source.ready.add("r0")
+    driver.tail = 0.0
+    shared.poll(driver)
+    assert shared.taken == 0 and shared.leases.granted == 0
