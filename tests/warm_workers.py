@@ -114,6 +114,7 @@ def _become_worker(command: list[str], environment: dict[str, str], folder: str,
     """Do what `python setup_worker.py …` does, in a forked process, and exit."""
     import atexit
     import runpy
+    import tempfile
     import traceback
 
     import numpy as np
@@ -128,6 +129,7 @@ def _become_worker(command: list[str], environment: dict[str, str], folder: str,
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
+        tempfile.tempdir = None  # read TMPDIR again
         np.random.seed()
         from ray._private.runtime_env.context import RuntimeEnvContext
         from ray._private.workers import setup_worker

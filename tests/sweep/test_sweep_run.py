@@ -34,8 +34,12 @@ def reduced_example(folder: Path) -> Path:
         "checkpoint.every_steps": 2,
         "watch.wandb": "off",
     }
-    tree["grid"]["learner.learning_rate"] = [1.0e-4, 3.0e-4]
-    tree["runs"] = [{"name": "fine"}, {"name": "broken", "set": {"reward.function": "missing.py:f"}}]
+    tree["grid"]["learner.learning_rate"] = [3.0e-4]
+    tree["runs"] = [
+        {"name": "fine"},
+        {"name": "fine-too", "set": {"rollout.temperature": 0.9}},
+        {"name": "broken", "set": {"reward.function": "missing.py:f"}},
+    ]
     tree["early_stopping"]["first_step"] = 2
     path = folder / "sweep.yaml"
     path.write_text(yaml.safe_dump(tree))
@@ -69,12 +73,12 @@ def test_the_example_is_stopped_and_resumed_and_a_failed_run_ends_no_other(tmp_p
 
     again = command("sweep", str(sweep), "--resume")
     assert again.returncode == 1, again.stdout + again.stderr
-    assert "2 of 4 runs failed: broken_learning_rate-0.0001, broken_learning_rate-0.0003" in again.stderr
+    assert "1 of 3 runs failed: broken_learning_rate-0.0003" in again.stderr
     assert "goes on from its checkpoint" in again.stdout
     ended = states(tmp_path)
     fine = {name: run for name, run in ended.items() if name.startswith("fine")}
     assert {run["state"] for run in fine.values()} in ({"done"}, {"done", "ended early"})
-    assert ended["broken_learning_rate-0.0001"]["state"] == "failed" and "missing.py" in ended["broken_learning_rate-0.0001"]["reason"]
+    assert ended["broken_learning_rate-0.0003"]["state"] == "failed" and "missing.py" in ended["broken_learning_rate-0.0003"]["reason"]
     for name in (name for name, run in fine.items() if run["state"] == "done"):
         rows = [json.loads(line)["step"] for line in (tmp_path / "sweep" / name / "metrics.jsonl").read_text().splitlines()]
         assert rows == [0, 1, 2, 3, 4] and fine[name]["step"] == 4
