@@ -26,7 +26,7 @@ def run_batch(found: InferenceTranslation) -> Path:
     output = Path(found.settings["batch_inference.output"])
     output.parent.mkdir(parents=True, exist_ok=True)
     check_writable(output.absolute().parent, "--output_path")
-    rows = _generated(found) if found.generates else _rewarded(found)
+    rows = list(_generated(found)) if found.generates else _rewarded(found)
     count = write_rows(output, rows)
     print(f"{count} rows: {output}")
     return output
