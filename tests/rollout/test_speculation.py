@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asking import BLOCK, FILES, VERSIONS, answer, assert_same, requests, weights_of
+from asking import FILES, VERSIONS, answer, assert_same, requests, weights_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.rollout.control_queue import DraftNews, EngineCommand
-from rlhfless_ray.rollout.engine_settings import EngineSettings
+from rlhfless_ray.rollout.control_queue import DraftNews
 from rlhfless_ray.rollout.stop_strings import StopStrings
 
 pytestmark = pytest.mark.engine
@@ -112,34 +111,6 @@ def test_cut_and_told_responses_say_the_same(engines: dict[str, Any], seed: int,
         found = _tokens(engines[kind], rest)
         for one in rest:
             assert [*one.generated, *found[one.key]] == wanted[one.key].token_ids.tolist()
-
-
-def test_pages_of_a_cut_response_serve_an_engine_that_drafts(engines: dict[str, Any], new_engine: Callable[..., Any]) -> None:
-    """KV pages hold tokens that were accepted: those of refused drafts are overwritten before a page is whole."""
-    from rlhfless_ray.rollout.engine_actor import RolloutActor
-
-    asked = [one for one in requests(60, temperature=0.7, seed=6, longest=120) if len(one.token_ids) > 2 * BLOCK][:6]
-    wanted, actors, drafted = answer(engines["off"], asked), [], 0
-    settings_of = EngineSettings(max_model_len=320, max_running=64, block_size=BLOCK, kv_cache_mb=64, gpu_memory_share=0.5)
-    for _ in range(2):
-        actors.append(RolloutActor(FILES["A"], settings_of))
-        actors[-1].engine = new_engine(FILES["A"], prefix_kv=True, speculation="on")
-        actors[-1].engine.load(engines["off"].version, weights_of(FILES["A"]))
-    actors[0].engine.hear(DraftNews({}, tuple((key, one.token_ids[:60]) for key, one in wanted.items())))
-    said: dict[int, list[int]] = {one.key: [] for one in asked}
-    for deltas, steps, _ in actors[0].rollout(1, asked, 0.0, 1):
-        for key, begin, end in zip(deltas.keys.tolist(), deltas.bounds, deltas.bounds[1:], strict=False):
-            said[key] += deltas.token_ids[begin:end].tolist()
-        drafted += sum(step.drafted for step in steps)
-        if min(map(len, said.values())) > BLOCK + 5:
-            actors[0].enqueue(1, EngineCommand(cut=tuple(said), ticket=7))
-    bundle = actors[0].hand_over(7)
-    assert bundle is not None and max(map(len, said.values())) < 120 and drafted
-    actors[1]._add_pages(bundle)
-    rest = [replace(one, generated=tuple(said[one.key])) for one in asked]
-    for one, more in _tokens(actors[1].engine, rest).items():
-        assert said[one] + more == wanted[one].token_ids.tolist()
-    assert actors[1].engine.pages.counts["loaded"] > 0
 
 
 def _tokens(engine: Any, asked: list[Any]) -> dict[int, list[int]]:
