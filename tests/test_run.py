@@ -263,7 +263,7 @@ def shared_memory(pids: list[int]) -> set[str]:
     return found
 
 
-def test_a_driver_that_is_killed_leaves_nothing_behind(tmp_path):
+def test_a_driver_that_is_killed_leaves_nothing_behind(tmp_path, cold_workers):
     """SIGKILL, after which no line of ours runs, in the midst of a run with engines, a learner and the prefix service."""
     recipe = write_recipe(tmp_path, run__steps=1000, rollout__prefix_kv="on", evaluate__prompts=0)
     temporary = tempfile.mkdtemp(dir="/tmp")

@@ -81,6 +81,10 @@ class SlotSource(Protocol):
 
     def release(self, ids: list[str], /) -> None: ...
 
+    def drop(self, ids: list[str], /) -> None:
+        """Release slots of nodes that are lost or leave, which nobody should get again."""
+        ...
+
     def others_wait(self) -> bool: ...
 
     @property
@@ -148,6 +152,8 @@ class RayGroups:
         for id in ids:
             self.numbers.pop(id, None)
             remove_placement_group(self.groups.pop(id))
+
+    drop = release
 
     def others_wait(self) -> bool:
         return others_wait(self.resource, {group.id.hex() for group in self.groups.values()})
@@ -368,7 +374,9 @@ class LeaseManager:
         held = [lease for lease in leases if self.held.pop(lease.id, None) is not None]
         for lease in held:
             self.ledger.release(lease.id)
-        self.source.release([lease.id for lease in held])
+        going = self.lost | self.drained[0] | {node["NodeID"] for node in self.nodes if not node["Alive"]}
+        self.source.release([lease.id for lease in held if lease.slot.node not in going])
+        self.source.drop([lease.id for lease in held if lease.slot.node in going])
 
     def withdraw(self, requests: list[LeaseRequest]) -> None:
         self.source.withdraw([request for request in requests if self.asked.pop(request.id, None) is not None])

@@ -79,12 +79,16 @@ class PoolClient:
     def release(self, ids: list[str]) -> None:
         self._release([self.held.pop(id).request for id in ids])
 
-    def _release(self, requests: list[str]) -> None:
+    def drop(self, ids: list[str]) -> None:
+        """Release slots of nodes that are lost or leave. The pool may not know that yet, and would grant them again."""
+        self._release([self.held.pop(id).request for id in ids], dropped=True)
+
+    def _release(self, requests: list[str], dropped: bool = False) -> None:
         """Tell the pool. If the call is lost, the next heartbeat repeats it."""
         if requests:
             with self.lock:
                 self.released |= set(requests)
-                self.handle.release.remote(self.info.run, requests)
+                self.handle.release.remote(self.info.run, requests, dropped)
 
     def others_wait(self) -> bool:
         """Return whether another run is short of slots that this one has above its target, or another program waits for any."""

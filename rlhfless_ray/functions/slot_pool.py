@@ -117,12 +117,16 @@ class SlotPool:
             view = self.state.view(run, self._known(run))
         return view
 
-    async def release(self, run: str, ids: list[str]) -> None:
-        """End requests, and make the slots free that were granted for them."""
+    async def release(self, run: str, ids: list[str], dropped: bool = False) -> None:
+        """End requests, and make the slots free that were granted for them. `dropped`: their nodes are lost or leave, so that all free
+        slots of these nodes go back to Ray."""
         now = self._known(run)
         for id in ids:
             self._abandon(id)
+        nodes = {slot.node for slot in self.state.slots.values() if slot.request in ids} if dropped else set()
         self.state.release(ids, now)
+        for slot in [one for one in self.state.slots.values() if one.node in nodes and not one.holder]:
+            self._remove(slot)
         self._match()
 
     async def ask(self, requests: list[SlotRequest]) -> dict[str, PoolSlot]:
