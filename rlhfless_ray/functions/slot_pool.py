@@ -279,7 +279,8 @@ class SlotPool:
 
     def _number(self, node: str) -> int:
         taken = {slot.device for slot in self.state.slots.values() if slot.node == node}
-        return next(n for n in range(len(taken) + 1) if n not in taken)
+        first = self.state.nodes[node][0] if self.orphans and node in self.state.nodes else 0  # those of an earlier pool are below it
+        return next(n for n in range(first, first + len(taken) + 1) if n not in taken)
 
     async def _tick(self) -> None:
         while True:

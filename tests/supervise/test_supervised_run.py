@@ -118,7 +118,7 @@ def test_a_run_writes_model_metrics_ledger_and_report(whole: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.learner
-def test_a_killed_rank_changes_nothing(folder: Path, whole: Path) -> None:
+def test_a_killed_rank_changes_nothing(folder: Path, whole: Path, cold_workers: None) -> None:
     process = start(recipe(folder, "killed"))
     run = folder / "runs" / "killed"
     wait_for_steps(run, process)
