@@ -25,7 +25,7 @@ def start(folder: Path, name: str, address: str, steps: int, **sections: Any) ->
     folder = folder / name
     folder.mkdir()
     world = build(folder, synthetic_lengths(32, 4, 256, seed=len(name)), base_s=2e-3, per_seq_s=5e-4, start_s=0.2, learn_s=1.0, clock=2.0)
-    cluster = {"address": address, **sections.pop("cluster", {})}
+    cluster = {"address": address, "pool": True, **sections.pop("cluster", {})}
     more = {"run": {"name": name}, "functions": {"slot": "gpu"}, "objective": {"prefer": 0.95}, "cluster": cluster, **sections}
     recipe = recipe_for(world, folder, steps=steps, prompts=16, samples=4, actors=4, max_tokens=256, **more)
     path = folder / "recipe.yaml"

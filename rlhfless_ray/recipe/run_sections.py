@@ -51,7 +51,7 @@ class ClusterConfig(Section):
     """Ray address. Empty: RAY_ADDRESS or the surrounding job's cluster, else a private Ray on this machine."""
     cpus: int = Field(0, ge=0)
     """Cores of the private cluster. 0: those that this process may use."""
-    pool: bool = True
+    pool: bool = False
     """Share the slots of a joined cluster with other runs through one pool, which divides them by what they are worth to each run.
     `false`: Ray's queue alone decides. A private cluster has no other runs."""
     share: float | None = Field(None, gt=0, le=1)
@@ -62,6 +62,13 @@ class ClusterConfig(Section):
     object_store_mb: int | None = Field(None, ge=80)
     """Object store of the private cluster, MB. None: the size of weights and learner state on their way, at least 512, at most 0.3
     of the memory. Beyond it Ray writes to disk."""
+
+    @model_validator(mode="after")
+    def _check_pool(self) -> ClusterConfig:
+        if not self.pool and (self.share is not None or self.priority != 1.0):
+            key = "share" if self.share is not None else "priority"
+            raise ValueError(f"cluster.{key}: it counts in the shared pool only; set cluster.pool to true, or leave it out")
+        return self
 
 
 class ObjectiveConfig(Section):
