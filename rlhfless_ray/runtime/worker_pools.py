@@ -176,7 +176,7 @@ def join_pool(recipe: Recipe, resource: str, folder: Path, say: Callable[[str], 
     import ray
 
     from rlhfless_ray.functions.pool_client import PoolClient
-    from rlhfless_ray.functions.pool_state import RunInfo
+    from rlhfless_ray.functions.pool_messages import RunInfo
 
     least = max(recipe.learner.ranks, recipe.rollout.min_actors * recipe.rollout.least_width)
     section, job = recipe.cluster, ray.get_runtime_context().get_job_id()
