@@ -107,6 +107,10 @@ class Messages(RuleBasedStateMachine):
         self.sent: list[Statement | Reply] = []
         for name in "xyz":
             self.join(name)
+        self.ray_grants()
+
+    def teardown(self) -> None:
+        self.all_is_heard()
 
     def join(self, name: str) -> None:
         """Let a run join with what it holds. If that is gone, it ends, and resumes with nothing."""
@@ -148,10 +152,16 @@ class Messages(RuleBasedStateMachine):
         self.sent.append(self.runs[name].statement())
 
     @precondition(lambda self: self.sent)
-    @rule(data=st.data(), twice=st.booleans())
-    def a_message_arrives(self, data: st.DataObject, twice: bool) -> None:
-        which = data.draw(st.integers(0, len(self.sent) - 1))
-        self.deliver(self.sent[which] if twice else self.sent.pop(which))
+    @rule(data=st.data(), count=st.integers(1, 4), twice=st.booleans())
+    def messages_arrive(self, data: st.DataObject, count: int, twice: bool) -> None:
+        for _ in range(min(count, len(self.sent))):
+            which = data.draw(st.integers(0, len(self.sent) - 1))
+            self.deliver(self.sent[which] if twice else self.sent.pop(which))
+
+    @rule(name=st.sampled_from("xyz"))
+    def a_heartbeat(self, name: str) -> None:
+        if self.knows(run := self.runs[name]):
+            run.accept(say(self.state, run.statement(), self.now))
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
@@ -179,7 +189,7 @@ class Messages(RuleBasedStateMachine):
         for node, (count, _) in NODES.items():
             there = {slot.id for slot in self.state.slots.values() if slot.node == node}
             there |= {slot.id for run in self.runs.values() for slot in run.held.values() if slot.node == node}  # a new pool's orphans
-            if len(there) < count:
+            for _ in range(count - len(there)):
                 self.made += 1
                 self.state.put(PoolSlot(f"s{self.made}", node, self.made), self.now)
 
@@ -210,4 +220,4 @@ class Messages(RuleBasedStateMachine):
 
 
 TestMessages = Messages.TestCase
-TestMessages.settings = settings(max_examples=60, stateful_step_count=40)
+TestMessages.settings = settings(max_examples=100, stateful_step_count=40)
