@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -115,7 +117,7 @@ class Messages(RuleBasedStateMachine):
     def join(self, name: str) -> None:
         """Let a run join with what it holds. If that is gone, it ends, and resumes with nothing."""
         run = self.runs.setdefault(name, RunSlots(name))
-        if self.state.join(RunInfo(name, folder=name), self.now, list(run.held.values()), session=run.renew()):
+        if self.state.join(RunInfo(name, folder=name), self.now, [replace(slot) for slot in run.held.values()], session=run.renew()):
             self.runs[name] = run = RunSlots(name)
             self.state.join(RunInfo(name, folder=name), self.now, session=run.session)
 
