@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -109,6 +109,19 @@ class PoolClient:
         with suppress(RayActorError, GetTimeoutError):  # the end of the heartbeat says the same a little later
             if ray.get(self.handle.leave.remote(self.info.run), timeout=ANSWER_S):
                 ray.get(self.handle.end_if_empty.remote(), timeout=ANSWER_S)
+
+    # ---- memory of parked processes --------------------------------------------------------------------------------
+
+    @property
+    def runs(self) -> int:
+        return max(1, self.view.runs)
+
+    def parks(self, own_mb: Mapping[str, float]) -> None:
+        """Tell other runs, with the next message, what this one parks on each node."""
+        self.slots.parked_mb = own_mb
+
+    def others_mb(self, node: str) -> float:
+        return self.view.parked_mb.get(node, 0.0)
 
     # ---- the market ---------------------------------------------------------------------------------------------------
 

@@ -70,6 +70,7 @@ class PoolView:
     borrowed_slot_s: float
     others: Mapping[str, int] = field(default_factory=dict)  # slots of the other runs that hold any
     waiting: tuple[str, ...] = ()  # other runs below their target that want slots
+    parked_mb: Mapping[str, float] = field(default_factory=dict)  # memory of the parked processes of other runs, by node
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ class Statement:
         What slots are worth to it. None: it has made no bid yet.
     avoids : frozenset of str
         Nodes that it found lost or leaving. Ray may not know that yet.
+    parked_mb : mapping of str to float
+        Memory of its parked processes, by node.
     """
 
     run: str
@@ -97,6 +100,7 @@ class Statement:
     holds: tuple[str, ...] = ()
     bid: Bid | None = None
     avoids: frozenset[str] = frozenset()
+    parked_mb: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,7 @@ class RunSlots:
         self.held: dict[str, PoolSlot] = {}  # by request id
         self.bid: Bid | None = None
         self.avoids: frozenset[str] = frozenset()
+        self.parked_mb: Mapping[str, float] = {}
         self.renew()
 
     def renew(self) -> str:
@@ -126,7 +131,8 @@ class RunSlots:
 
     def statement(self) -> Statement:
         self.number += 1
-        return Statement(self.run, self.session, self.number, tuple(self.wants.values()), tuple(self.held), self.bid, self.avoids)
+        wants, holds = tuple(self.wants.values()), tuple(self.held)
+        return Statement(self.run, self.session, self.number, wants, holds, self.bid, self.avoids, self.parked_mb)
 
     def ask(self, requests: Iterable[SlotRequest]) -> None:
         self.wants |= {request.id: request for request in requests}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from placement.market import Bid, Clearing, Credits, clear, entitled_slots
 from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, Reply, RunInfo, SlotRequest, Statement
@@ -25,6 +25,7 @@ class PoolRun:
     number: int = 0  # of its newest statement
     holds: frozenset[str] = frozenset()  # ids of the requests whose slots it says to have
     avoids: frozenset[str] = frozenset()  # nodes on which it wants no slot
+    parked_mb: Mapping[str, float] = field(default_factory=dict)  # memory of its parked processes, by node
     held_since_s: float = 0.0
     waits_since_s: float | None = None  # since when it wants a slot and has none
     withdrew_s: float = -float("inf")  # when it last ended a request that was not granted; a later grant resets it
@@ -113,6 +114,7 @@ class PoolState:
         if statement.number <= run.number:
             return
         run.number, run.holds, run.avoids = statement.number, frozenset(statement.holds), statement.avoids
+        run.parked_mb = statement.parked_mb
         known = [one.id for one in self.requests.values() if one.run == statement.run]
         known += [slot.request for slot in self.slots.values() if slot.holder == statement.run]
         self.release(set(known) - run.holds - {one.id for one in statement.wants}, now_s)
@@ -288,6 +290,9 @@ class PoolState:
         known, cleared, held = self.runs[run], self.clearing(), self.held(run)
         waiting = {name: missing for name, missing in self.waiting(now_s).items() if name != run}
         surplus = min(max(0, held - cleared.slots[run]), sum(waiting.values()))
+        parked_mb: Counter[str] = Counter()
+        for name, other in self.runs.items():
+            parked_mb.update(other.parked_mb if name != run else {})
         return PoolView(
             self.size,
             len(self.runs),
@@ -301,6 +306,7 @@ class PoolState:
             known.borrowed_slot_s,
             {name: count for name, count in self._held().items() if name != run},
             tuple(sorted(waiting)),
+            parked_mb,
         )
 
     # ---- inside -------------------------------------------------------------------------------------------------
