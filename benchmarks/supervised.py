@@ -1,4 +1,4 @@
-"""SFT and DPO steps beside TRL's SFTTrainer and DPOTrainer: `python -m benchmarks.supervised [--size 11M|494M] [--tasks sft,dpo]`.
+"""SFT or DPO steps beside TRL's SFTTrainer or DPOTrainer: `python -m benchmarks.supervised [--size 11M|494M] [--task sft|dpo]`.
 
 Same policy, rows in the same order, batch, optimizer and cores, in turn. TRL gets the quicker of its settings: micro-batches of 8 rows
 or the whole batch, and at 494 M bfloat16 autocast. Rows are random, with responses whose lengths spread as those of real data do. The
@@ -27,6 +27,7 @@ from benchmarks.common.run_process import MeasuredProcess, run_process
 from benchmarks.peers.shared_work import HALF_BILLION, LARGE, SYMBOLS, SharedWork
 from benchmarks.peers.trl_env import HERE, trl_python
 
+OURS = "rlhfless_ray"
 DROP = 1  # first steps, which create the optimizer's state
 BETA = 0.1
 LONGEST, SHORTEST, MEDIAN, SIGMA = 192, 8, 48.0, 0.8  # tokens of a response, log-normal
@@ -116,7 +117,7 @@ def run_ours(task: str, size: Size, policy: Path, rows: Path, threads: int, scra
         {"step_s": row["step_s"], "tokens": row["tokens/per_s"] * row["step_s"], "loss": row["learn/loss"]} for row in found if row["step"]
     ]
     start_up_s = (ended.appeared_s or float("nan")) - steps[0]["step_s"]
-    return MeasuredProcess("rlhfless_ray", steps, start_up_s, ended.peak_mb, ended.processes, ended.wall_s)
+    return MeasuredProcess(OURS, steps, start_up_s, ended.peak_mb, ended.processes, ended.wall_s)
 
 
 def tokens_per_s(runs: list[MeasuredProcess]) -> Spread:
@@ -138,10 +139,10 @@ def measure(task: str, size: Size, policy: Path, threads: int, scratch: Path) ->
     for _ in range(size.rounds):
         for micro in size.micro_rows:
             found.setdefault(f"TRL, micro-batches of {micro}", []).append(run_trl(task, size, policy, rows, micro, threads, scratch))
-        found.setdefault("rlhfless_ray", []).append(run_ours(task, size, policy, rows, threads, scratch))
+        found.setdefault(OURS, []).append(run_ours(task, size, policy, rows, threads, scratch))
     for name, runs in found.items():
-        if name != "rlhfless_ray":
-            check_same_work(size, runs[0], found["rlhfless_ray"][0])
+        if name != OURS:
+            check_same_work(size, runs[0], found[OURS][0])
     return found
 
 
@@ -158,7 +159,7 @@ def summary(runs: list[MeasuredProcess]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="11M")
-    parser.add_argument("--tasks", default="sft,dpo")
+    parser.add_argument("--task", choices=["sft", "dpo"], default="sft")
     parser.add_argument("--quick", action="store_true", help="two steps only: shows that it runs, measures nothing")
     options = parser.parse_args()
     console, threads, size = make_console(), len(os.sched_getaffinity(0)), SIZES[options.size]
@@ -166,28 +167,25 @@ def main() -> None:
         size = replace(size, steps=2, rounds=1)
     trl_python()
     scratch = Path(tempfile.mkdtemp(prefix="supervised-"))
-    found, targets = {}, []
     try:
         files = size.work.write(scratch / "work")
-        for task in options.tasks.split(","):
-            found[task] = {name: summary(runs) for name, runs in measure(task, size, files.policy, threads, scratch).items()}
+        found = {name: summary(runs) for name, runs in measure(options.task, size, files.policy, threads, scratch).items()}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    table = Table("", "", "tokens/s", "step, s", "peak GB", "start-up, s", title=f"{files.parameters / 1e6:.0f} M parameters")
-    for task, systems in found.items():
-        for name, row in systems.items():
-            numbers = (row["tokens_per_s"].show(), row["step_s"].show(), f"{row['peak_mb'] / 1e3:.2f}", f"{row['start_up_s']:.1f}")
-            table.add_row(task, name, *numbers)
-        theirs = max((row for name, row in systems.items() if name != "rlhfless_ray"), key=lambda row: row["tokens_per_s"].median)
-        ours = systems["rlhfless_ray"]
-        targets += [
-            Target(f"{task}: tokens/s over TRL's", ours["tokens_per_s"].median / theirs["tokens_per_s"].median, least=1.0, unit="×"),
-            Target(f"{task}: peak memory over TRL's", ours["peak_mb"] / theirs["peak_mb"], most=1.0, unit="×"),
-        ]
+    title = f"{options.task}, {files.parameters / 1e6:.0f} M parameters, {size.batch_rows} rows a step"
+    table = Table("", "tokens/s", "step, s", "peak GB", "start-up, s", title=title)
+    for name, row in found.items():
+        numbers = (row["tokens_per_s"].show(), row["step_s"].show(), f"{row['peak_mb'] / 1e3:.2f}", f"{row['start_up_s']:.1f}")
+        table.add_row(name, *numbers)
     console.print(table)
+    theirs = max((row for name, row in found.items() if name != OURS), key=lambda row: row["tokens_per_s"].median)
+    targets = [
+        Target("tokens/s over TRL's", found[OURS]["tokens_per_s"].median / theirs["tokens_per_s"].median, least=1.0, unit="×"),
+        Target("peak memory over TRL's", found[OURS]["peak_mb"] / theirs["peak_mb"], most=1.0, unit="×"),
+    ]
     show_targets(console, targets)
-    content = {"parameters": files.parameters, "batch_rows": size.batch_rows, "tasks": found}
-    save(f"supervised_{options.size}", content, targets, console=console, quick=options.quick)
+    content = {"task": options.task, "parameters": files.parameters, "batch_rows": size.batch_rows, "systems": found}
+    save(f"supervised_{options.task}_{options.size}", content, targets, console=console, quick=options.quick)
 
 
 if __name__ == "__main__":
