@@ -16,7 +16,7 @@ from rlhfless_ray.prompts.task_tokenizer import build_tokenizer
 
 
 def test_every_estimator_is_run() -> None:
-    assert set(ESTIMATORS) == set(THERE_ARE)
+    assert set(ESTIMATORS) == set(THERE_ARE) - {"online_dpo"}, "which has another loss"
 
 
 def test_stages_have_a_target_each() -> None:
