@@ -264,6 +264,10 @@ class Attempts:
         for name in gone:
             del self.rests[name]
 
+    def forget(self, name: str) -> None:
+        """Let a sequence try again at once."""
+        self.rests.pop(name, None)
+
     def note(self, name: str, succeeded: bool) -> None:
         """Record whether a look-up gave a draft, or a draft at least one token."""
         rest = 0 if succeeded else min(max(1, 2 * self.rests.get(name, (0, 0))[1]), LONGEST_REST)

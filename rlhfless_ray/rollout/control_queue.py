@@ -14,10 +14,12 @@ from rlhfless_ray.types import Request
 @dataclass(frozen=True)
 class DraftNews:
     """What an engine is told for its drafts. `learned`: a state of `Learned`, empty if there is nothing new. `said`: (name, tokens) of
-    texts of other engines and earlier steps; a text that was told before goes on."""
+    texts of other engines and earlier steps; a text that was told before goes on. `weights`: of the drafter, {name: array} or a reference
+    to it, None if the engine has them."""
 
     learned: dict[str, Any]
     said: tuple[tuple[int, np.ndarray], ...]
+    weights: Any = None
 
 
 @dataclass(frozen=True)

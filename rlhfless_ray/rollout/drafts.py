@@ -20,6 +20,7 @@ from rlhfless_ray.rollout.text_drafts import TextSource
 from rlhfless_ray.types import EngineStep
 
 if TYPE_CHECKING:
+    from rlhfless_ray.rollout.control_queue import DraftNews
     from rlhfless_ray.rollout.model_drafts import Ask, ModelSource
 
 ALL = 1 << 30  # sequences
@@ -108,11 +109,17 @@ class Drafter:
         """Draft from a response that has ended."""
         self._read(self.text.finish, number, np.asarray(response, np.int32))
 
-    def hear(self, learned: dict[str, Any], said: Sequence[tuple[int, np.ndarray]]) -> None:
+    def hear(self, news: DraftNews) -> None:
         """Take over what a run has learned, and draft from what other engines and earlier steps have said."""
-        self.learned.restore(learned)
-        for name, tokens in said:
+        self.learned.restore(news.learned)
+        for name, tokens in news.said:
             self._read(self.text.add, ("said", name), tokens)
+        if news.weights is not None and self.model is not None:
+            try:
+                self.model.load(news.weights)
+            except Exception as error:
+                self._drop_model(error)
+            self.attempts.forget(MODEL)
 
     def _read(self, read: Callable[..., None], *text: Any) -> None:
         """Add a text, unless too little was saved by drafts to pay for it."""

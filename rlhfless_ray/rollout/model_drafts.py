@@ -46,6 +46,14 @@ class ModelSource:
         self.cached = np.zeros((self.MOST_SEQUENCES, longest_tokens), np.int64)  # tokens whose keys and values the cache has
         self.sizes = np.zeros(self.MOST_SEQUENCES, int)  # of these
 
+    @torch.inference_mode()
+    def load(self, weights: dict[str, np.ndarray]) -> None:
+        """Replace the weights. Keys and values of the old ones are dropped."""
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(torch.from_numpy(weights[name]))
+        self.slots.clear()
+        self.sizes[:] = 0
+
     def fits(self, tokens: np.ndarray, most: int) -> bool:
         """Return whether the model can read a sequence with its draft."""
         return len(tokens) + most <= self.cache.longest

@@ -312,7 +312,7 @@ class VllmEngine:
     def hear(self, drafts: DraftNews | None) -> None:
         """Learn what other engines know for drafts."""
         if drafts is not None and self.drafter is not None:
-            self.drafter.hear(drafts.learned, drafts.said)
+            self.drafter.hear(drafts)
 
     def _add(self, requests: Iterable[Request]) -> set[int]:
         from vllm import SamplingParams

@@ -68,6 +68,28 @@ def test_a_drafter_with_the_policys_weights_draws_the_policys_tokens(engines: di
     assert len(steps) < 20, "of 40 tokens"
 
 
+def test_a_drafter_that_is_trained_drafts_with_its_new_weights(engines: dict[str, Any]) -> None:
+    """Its keys and values of the old ones are dropped. Weights that do not fit cost the drafter and no token."""
+    asked, drafter = requests(8, temperature=0.7, seed=6), engines["model"].drafter
+    weights, model = weights_of(FILES["A"]), drafter.model
+    before = {name: parameter.detach().numpy().copy() for name, parameter in model.model.named_parameters()}
+    try:
+        engines["model"].take_steps()
+        assert_same(answer(engines["model"], asked), answer(engines["off"], asked))
+        engines["model"].hear(DraftNews({}, (), weights))
+        asked = [replace(one, seed=one.seed + 1) for one in asked]
+        engines["model"].take_steps()
+        assert_same(answer(engines["model"], asked), answer(engines["off"], asked))
+        drafted, accepted = (sum(counts) for counts in zip(*(step.by_model for step in engines["model"].take_steps()), strict=True))
+        assert drafted > 100 and accepted > 0.95 * drafted, "they are the policy's"
+        engines["model"].hear(DraftNews({}, (), {"other": np.zeros(1)}))
+        assert drafter.model is None
+        assert_same(answer(engines["model"], asked), answer(engines["off"], asked))
+    finally:
+        drafter.model = model
+        model.load(before)
+
+
 def test_a_drafter_that_fails_costs_drafts_and_no_token(engines: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     asked, drafter = requests(8, temperature=0.7, seed=4), engines["model"].drafter
     model = drafter.model
