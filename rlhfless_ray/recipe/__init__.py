@@ -190,7 +190,8 @@ class Recipe(RecipeFile):
             raise ValueError("rollout.drafter_train: it needs slots that engines leave, and with functions.elastic=false they leave none")
         if trains and rollout.max_lag_steps:
             raise ValueError(
-                "rollout.drafter_train: a rollout with rollout.max_lag_steps leaves no slots to train the drafter on; set one of them to 0 or off"
+                "rollout.drafter_train: a rollout with rollout.max_lag_steps leaves no slots to train the drafter on; set it to off, or "
+                "max_lag_steps to 0"
             )
 
     def _check_partial(self) -> None:

@@ -103,8 +103,8 @@ class RolloutConfig(Section):
     """Folder (or Hugging Face hub name) of a small causal language model with the policy's tokenizer. Each engine loads it, and drafts
     with it where text promises little. It draws with the numbers that the policy will draw with. Needs `speculation`."""
     drafter_train: Annotated[Literal["on", "off"], OffIsAWord] = "off"
-    """Train the drafter on the responses, on slots that engines have left at the end of a rollout. Without a `drafter` it starts as a small
-    model with random weights. Needs `speculation` and `functions.elastic`. Rollouts beside an update and with `partial` leave no such slots."""
+    """Train the drafter on the responses, on slots that engines have left at the end of a rollout. Without a `drafter` it starts as a
+    small model with random weights. Needs `speculation` and `functions.elastic`, and `max_lag_steps` must be 0."""
     drafter_hidden_size: int = Field(64, ge=32, multiple_of=32)
     """Width of a drafter with random weights."""
     drafter_layers: int = Field(1, ge=1)

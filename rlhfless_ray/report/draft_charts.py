@@ -43,7 +43,7 @@ def drafter(rows: Sequence[Row]) -> Chart | None:
         shown.append({"step": row["step"], "share": share, "kl": row.get("drafter/kl")})
     names = [("share", "accepted share of its tokens", "@learn", "solid"), ("kl", "log p of policy − drafter, nats", "@muted", "dot")]
     note = (
-        f"{total(rows, 'drafter/updates'):.0f} updates in {duration(total(rows, 'drafter/train_s') or 0.0)}, on slots that engines had left. "
+        f"{total(rows, 'drafter/updates'):.0f} updates in {duration(total(rows, 'drafter/train_s') or 0.0)}, on slots that engines left. "
         f"Engines drafted with up to {max(int(row.get('drafter/version') or 0) for row in rows)} versions of its weights."
     )
     data = lines(shown, names, width=1.8, hovertemplate="%{y:.3f}")

@@ -53,8 +53,8 @@ class RolloutStage:
         on_end_near: Callable[[float, Slot], None] = lambda seconds, slot: None,
     ) -> None:
         """`publisher`: the learner, which makes the weights and needs the slots next. `prefix`: sends KV that others have computed.
-        `agents`: processes that answer the policy in multi-turn samples. `drafter`: is trained on the responses. `on_end_near`: called with the seconds until the rollout
-        ends and a slot that will be free then."""
+        `agents`: processes that answer the policy in multi-turn samples. `drafter`: is trained on the responses. `on_end_near`: called
+        with the seconds until the rollout ends and a slot that will be free then."""
         self.context, self.pool, self.publisher, self.on_end_near = context, pool, publisher, on_end_near
         self.tokenizer, self.weight_bytes = tokenizer, weight_bytes
         self.began_s = 0.0

@@ -36,7 +36,8 @@ FETCH_S = 30.0  # timeout for the weights of a checkpoint
 class TrainedDrafter:
     def __init__(self, context: RunContext, pool: WorkerPool) -> None:
         self.context, self.pool = context, pool
-        self.version, self.weights = 0, None  # the newest ones: number, and a reference to {name: array}, None: the initial files
+        self.version = 0
+        self.weights: Any = None  # reference to {name: array} of that version; None: the initial files
         self.queue: deque[Said] = deque()  # sequences that no process has yet
         self.owed = 0  # tokens that updates are still to read
         self.running: list[Any] = []  # references to the result and the weights of a call
