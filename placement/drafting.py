@@ -250,7 +250,7 @@ class Attempts:
         if step_s is None or not times.is_known:
             return max(1, running // 4) if self.number % 2 else 0
         self.balance = min(self.balance + ALLOWED_LOSS, MOST_BALANCE)
-        affordable = self.balance * step_s - times.path_s
+        affordable = max(self.balance * step_s - times.path_s, 0.0)
         return min(running, int(affordable / self.look_up_s)) if self.look_up_s else int(affordable > 0)
 
     def due(self, names: Sequence[str], most: int) -> list[int]:

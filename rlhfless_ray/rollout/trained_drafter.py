@@ -89,9 +89,8 @@ class TrainedDrafter:
         self.queue.clear()
         weights = None if instance.version == self.version else self.weights
         self.call, instance.version = next(self.calls), self.version
-        budget_s = min(CALL_S, seconds / 2)
         self.running = instance.actor.train.options(num_returns=2).remote(
-            self.call, said, self.owed, budget_s, len(instance.leases), weights
+            self.call, said, self.owed, min(CALL_S, seconds), len(instance.leases), weights
         )
         return left
 
