@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 
 from rlhfless_ray.common.deadlines import get
 from rlhfless_ray.common.errors import RunError
-from rlhfless_ray.functions.instance import reason_of
+from rlhfless_ray.functions.instance import Instance, reason_of
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.drafter_trainer import KEPT_TOKENS, Said, Trained
@@ -70,7 +70,12 @@ class TrainedDrafter:
 
     @property
     def wants_slot(self) -> bool:
-        return self.owed > 0 and not self.running and self.failures < MAX_FAILURES
+        """Whether there is work, and a process that can do it: one that still imports would hold a slot for nothing."""
+        has_work = self.owed > 0 and not self.running and self.failures < MAX_FAILURES
+        return has_work and (not self.pool.parked or any(map(self._is_ready, self.pool.parked)))
+
+    def _is_ready(self, instance: Instance) -> bool:
+        return bool(ray.wait([self.imported[instance.id]], timeout=0)[0])
 
     def refs(self) -> list[Any]:
         return self.running[:1]
@@ -82,8 +87,8 @@ class TrainedDrafter:
         parked = [one for one in self.pool.parked if any(self.pool.fits(one, lease.slot) for lease in leases)]
         if not parked:
             self.prewarm(leases[0].slot)
-        if not parked or not ray.wait([self.imported[parked[0].id]], timeout=0)[0]:
-            return leases  # without a slot it imports, and the end of the rollout need not wait for it
+        if not any(map(self._is_ready, parked)):
+            return leases
         left = self.pool.resize(1, leases)
         instance, said = self.pool.working[0], list(self.queue)
         self.queue.clear()
@@ -128,10 +133,14 @@ class TrainedDrafter:
         instance = self.pool.working[0]
         leases = instance.leases
         self.pool.end(instance)
+        del self.imported[instance.id]
         self.failures += 1
         goes_on = "another one goes on" if self.failures < MAX_FAILURES else "it is not trained any more"
         self.context.record.progress.message(f"the drafter's process failed, so {goes_on}: {reason_of(error)}")
-        return self.context.leases.without_lost(leases)
+        leases = self.context.leases.without_lost(leases)
+        if leases and self.failures < MAX_FAILURES:
+            self.prewarm(instance.slot)
+        return leases
 
     def metrics(self) -> dict[str, Any]:
         """Return metrics since the last call."""
