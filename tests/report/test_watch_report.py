@@ -357,7 +357,7 @@ def test_the_training_of_a_drafter() -> None:
         {"step": 2, "rollout/model_drafted": 40, "rollout/model_drafts_accepted": 10},
     ]
     chart = drafter(rows)
-    assert chart is not None and "5 updates in 1.5 s" in chart.note and "up to 2 versions" in chart.note
+    assert chart is not None and "5 updates in 1.50 s" in chart.note and "up to 2 versions" in chart.note
     assert {trace["name"]: (trace["x"], trace["y"]) for trace in chart.data} == {
         "accepted share of its tokens": ([2], [0.25]),
         "log p of policy − drafter, nats": ([1], [0.7]),
