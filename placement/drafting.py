@@ -18,6 +18,7 @@ from placement.speed.robust_fit import nonnegative
 
 SOURCES = ("text", "model")  # of drafts, by number
 MOST_TOKENS = 16  # drafted for one sequence in one step
+MODEL_SEQUENCES = 16  # that a drafter is asked for at once, and has a KV cache for: beyond, verification costs more than it brings
 PRIOR_WEIGHT = 4.0  # tokens whose acceptance was seen weigh as much as the source's estimate
 FORGET_AFTER = 20_000  # drafted tokens, after which older ones count half: a policy changes while it learns
 MATCH_EDGES = (2, 3, 5, 9)  # lower ends of the buckets of match lengths, after the first

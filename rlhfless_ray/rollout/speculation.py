@@ -50,23 +50,29 @@ def read_drafter(recipe: Recipe, tokenizer: Any, policy: Files) -> Files | None:
     return files
 
 
+def random_drafter_config(recipe: Recipe, policy: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a drafter with random weights. `policy`: that of the policy."""
+    text, width = policy.get("text_config") or policy, recipe.rollout.drafter_hidden_size
+    return {
+        "model_type": "qwen2",
+        "vocab_size": text["vocab_size"],
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": recipe.rollout.drafter_layers,
+        "num_attention_heads": width // 32,
+        "num_key_value_heads": width // 32,
+        "max_position_embeddings": text.get("max_position_embeddings", 1 << 15),
+        "tie_word_embeddings": True,
+        "initializer_range": 0.5 * width**-0.5,
+    }
+
+
 def _random_drafter(recipe: Recipe, policy: dict[str, Any]) -> Files:
     """Return the files of a small model with the policy's tokens. Its weights follow from the run's seed."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    text, width = policy.get("text_config") or policy, recipe.rollout.drafter_hidden_size
-    config = Qwen2Config(
-        vocab_size=text["vocab_size"],
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=recipe.rollout.drafter_layers,
-        num_attention_heads=width // 32,
-        num_key_value_heads=width // 32,
-        max_position_embeddings=text.get("max_position_embeddings", 1 << 15),
-        tie_word_embeddings=True,
-        initializer_range=0.5 * width**-0.5,
-    )
+    config = Qwen2Config(**random_drafter_config(recipe, policy))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.run.seed % 2**63)
         model: Any = Qwen2ForCausalLM(config)
