@@ -10,6 +10,8 @@ import numpy as np
 
 from rlhfless_ray.types import Request
 
+NO_CALL = 0  # epoch of no call: a command for it only brings pages
+
 
 @dataclass(frozen=True)
 class DraftNews:
@@ -26,12 +28,14 @@ class DraftNews:
 class EngineCommand:
     """A command to cut requests, to add some, or both.
 
-    `cut`: keys of requests to stop; their last tokens are sent with end "cut". `what`: name in the timeline. `ticket`: if not 0,
-    the engine keeps the KV pages of cut requests under this number until they are fetched. `pages`: references to the KV pages
-    of added requests. `drafts`: see `DraftNews`.
+    `cut`: keys of requests to stop; their last tokens are sent with end "cut". `copy`: keys of requests that go on, and whose full KV
+    blocks are copied. `what`: name in the timeline. `ticket`: if not 0, the engine keeps the KV pages of cut or copied requests under this
+    number until they are fetched. `pages`: references to the KV pages of added requests, or of some that will be added. `drafts`: see
+    `DraftNews`.
     """
 
     cut: tuple[int, ...] = ()
+    copy: tuple[int, ...] = ()
     add: tuple[Request, ...] = ()
     what: str = ""
     ticket: int = 0

@@ -24,6 +24,7 @@ from rlhfless_ray.weights.model_folder import stored_weights, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
 PAGES_S = 5.0  # timeout for the KV pages of a moved request; computing them takes no longer
+POLL_S = 0.002  # interval of looking for pages that the engine copies after its current step
 DRAFTER_S = 5.0  # timeout for the drafter's weights; an engine drafts with older ones too
 
 
@@ -155,8 +156,11 @@ class RolloutActor:
         self._fetch(command.pages)
         return self.control_queue.put(epoch, replace(command, drafts=fetch_drafter(command.drafts)))
 
-    def hand_over(self, ticket: int) -> Bundle | None:
-        """Return the KV pages kept under a ticket, once, or None if there are none. Runs beside `rollout`."""
+    def hand_over(self, ticket: int, wait_s: float = 0.0) -> Bundle | None:
+        """Return the KV pages kept under a ticket, once, or None if there are none within `wait_s`. Runs beside `rollout`."""
+        end = time.monotonic() + wait_s
+        while ticket not in self.engine.kept and time.monotonic() < end:
+            time.sleep(POLL_S)
         pages = self.engine.kept.pop(ticket, None)
         if not pages:
             return None

@@ -264,6 +264,7 @@ class VllmEngine:
             self.sampler.take()
             if self.pages is not None:
                 self.pages.computed.clear()
+                self.pages.copied.clear()
 
     def _record_step(self, seconds: float) -> None:
         drawn = self.sampler
@@ -303,11 +304,21 @@ class VllmEngine:
         self.engine.abort_request([str(number) for number in self.live.cut(command.cut)])
         if self.pages is not None and keep:
             self.kept[command.ticket] = self.pages.take_saved(names)
+        if command.copy and self.pages is not None:
+            self.kept[command.ticket] = self._copy_pages(command.copy)
         added = self._add(command.add)
         self.hear(command.drafts)
         if command.what:
             self.spans.append(Span("transfer", command.what, begin, time.time()))
         return added
+
+    def _copy_pages(self, keys: Sequence[int]) -> dict[bytes, np.ndarray]:
+        """Return {address: page} of the full KV blocks of running requests, which go on."""
+        scheduler, found = self.core.scheduler, {}
+        for number in (str(self.live.number[key]) for key in keys if key in self.live.number):
+            if (request := scheduler.requests.get(number)) is not None:
+                found.update(scheduler.connector.copy(request, scheduler.kv_cache_manager.get_block_ids(number)[0]))
+        return found
 
     def hear(self, drafts: DraftNews | None) -> None:
         """Learn what other engines know for drafts."""

@@ -218,8 +218,8 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
     works("an engine", recipe.rollout.min_actors, policy.key, *engines)
     if recipe.rollout.drafter_train == "on" and (drafter := models.get("drafter")):
         trainer = ("in the drafter's training", drafter.parameters * TRAINED_BYTES)
-        beside = ((what, recipe.rollout.min_actors * size) for what, size in engines)
-        found.append(Need("the drafter's training beside the rollout", drafter.key, (*opened, *beside, trainer)))
+        working = ((what, recipe.rollout.min_actors * size) for what, size in engines)
+        found.append(Need("the drafter's training beside the rollout", drafter.key, (*opened, *working, trainer)))
     if recipe.has_reference:
         model = models.get("reference", policy)
         works("a reference rank", recipe.reference.ranks, model.key, ("in the reference", model.parameters * width))
