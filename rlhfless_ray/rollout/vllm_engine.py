@@ -314,10 +314,11 @@ class VllmEngine:
 
     def _copy_pages(self, keys: Sequence[int]) -> dict[bytes, np.ndarray]:
         """Return {address: page} of the full KV blocks of running requests, which go on."""
-        scheduler, found = self.core.scheduler, {}
-        for number in (str(self.live.number[key]) for key in keys if key in self.live.number):
-            if (request := scheduler.requests.get(number)) is not None:
-                found.update(scheduler.connector.copy(request, scheduler.kv_cache_manager.get_block_ids(number)[0]))
+        scheduler, numbers = self.core.scheduler, {self.live.number.get(key) for key in keys}
+        found: dict[bytes, np.ndarray] = {}
+        for name, request in scheduler.requests.items():  # by vLLM's own names
+            if request.sampling_params.extra_args["key"] in numbers:
+                found.update(scheduler.connector.copy(request, scheduler.kv_cache_manager.get_block_ids(name)[0]))
         return found
 
     def hear(self, drafts: DraftNews | None) -> None:
