@@ -206,7 +206,7 @@ def main() -> None:
             f"{row['batch']}",
             ", ".join(f"{name} {speed:.2f}×" for name, speed in row["over_off"].items()),
             ", ".join(f"{row['accepted'][name] / max(count, 1):.0%} of {count}" for name, count in row["drafted"].items()),
-            ", ".join(f"{share:.1%}" for share in row["draft_share"].values()),
+            ", ".join(f"{share:.1%}" for share in row.get("draft_share", {}).values()),
             f"{row['same_responses']:.1%}",
         )
     console.print(table)

@@ -147,6 +147,8 @@ class VllmEngine:
         self.core = core
         self.sampler = install_sampler(core.model_executor.driver_worker)
         self.drafter = _attach_drafter(core.model_executor.driver_worker, settings.speculation, drafter)
+        # Otherwise vLLM fills up requests whose prompt is cached with drafts of -1, for CUDA graphs. A step that reads none would fail.
+        core.scheduler.num_spec_tokens = 0
         self.live = RunningRequests(self.sampler)
         self.on_cpu = on_cpu
         self._name_blocks()
