@@ -138,7 +138,8 @@ class Recipe(RecipeFile):
         if self.learner.tensor_parallel > 1 and self.lora.rank:
             raise ValueError("learner.tensor_parallel: adapters of divided matrices are not built; set it to 1, or lora.rank to 0")
         algorithm = self.algorithm
-        corrected = algorithm.importance_cap > 0 or algorithm.loss.correction_level != "off" or algorithm.loss.ratio_to == "sampler"
+        weighted = algorithm.importance_cap > 0 or algorithm.loss.correction_level != "off" or algorithm.loss.ratio_to == "sampler"
+        corrected = weighted or ESTIMATORS[estimator].pairs  # a pair counts the same whatever it was drawn from
         if self.rollout.quantization != "off" and not corrected:
             raise ValueError(
                 f"rollout.quantization: {self.rollout.quantization} changes what engines sample from, and nothing corrects for it; set "

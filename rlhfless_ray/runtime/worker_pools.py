@@ -27,7 +27,7 @@ from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
     from rlhfless_ray.functions.broker import SlotBroker
-    from rlhfless_ray.functions.lease import LeaseManager, SlotSource
+    from rlhfless_ray.functions.lease import LeaseManager
     from rlhfless_ray.functions.pool_client import PoolClient
     from rlhfless_ray.functions.worker_pool import WorkerPool
     from rlhfless_ray.learn.worker_group import WorkerGroup
@@ -82,13 +82,14 @@ def create_worker_pools(
     folder: Path,
     actors: ActorClasses,
     say: Callable[[str], None],
-    source: SlotSource | None = None,
+    source: PoolClient | None = None,
     drafter_files: Files | None = None,
 ) -> WorkerPools:
     """Create the pools, all empty. Instances get everything they need as bytes, because nodes lack the driver's files.
 
     `files`: of the initial policy's folder. `folder`: of the run; its path and the time name the run's leases on a shared cluster.
-    `say`: callback for log messages. `source`: of the slots; default: Ray's queue. `drafter_files`: of the model that drafts.
+    `say`: callback for log messages. `source`: the slots that the runs of the cluster share; default: Ray's queue. `drafter_files`: of the
+    model that drafts.
     """
     import ray
 
@@ -110,7 +111,7 @@ def create_worker_pools(
     leases = LeaseManager(resource, ledger, recipe.functions.lease_deadline_s, run_id, source)
     broker = SlotBroker(leases)
     faults = FailureBudget(recipe.functions.max_replacements)
-    parked = WarmMemoryBudget(recipe.functions.parked_mb, leases.memory_mb, say)
+    parked = WarmMemoryBudget(recipe.functions.parked_mb, leases.memory_mb, say, source)
     ledger.price_of = prices(recipe, resource, leases)
     ledger.parked_share, ledger.slot_mb = recipe.price.parked_share, leases.slot_mb
     ledger.core_per_hour = recipe.price.cpu_slot_per_hour
@@ -184,7 +185,7 @@ def join_pool(recipe: Recipe, resource: str, folder: Path, say: Callable[[str], 
     import ray
 
     from rlhfless_ray.functions.pool_client import PoolClient
-    from rlhfless_ray.functions.pool_state import RunInfo
+    from rlhfless_ray.functions.pool_messages import RunInfo
 
     least = max(recipe.learner.ranks, recipe.rollout.min_actors * recipe.rollout.least_width)
     section, job = recipe.cluster, ray.get_runtime_context().get_job_id()
