@@ -79,7 +79,7 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
     "cli/train_ppo_ray.py": [
         (
             "        ray.init(\n",
-            "        ray.init(\n            num_gpus=4,\n            num_cpus=8,\n            include_dashboard=False,\n",
+            '        ray.init(\n            address="local",\n            num_gpus=4,\n            num_cpus=8,\n            include_dashboard=False,\n',
         )
     ],
 }
