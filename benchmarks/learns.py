@@ -3,9 +3,9 @@
 One run of the quickstart's task and warm-started policy for each estimator, shorter than the quickstart, on the same prompts and
 seed; then group_norm with engines in int8, one step off, and with partial rollouts, where importance weights correct; then PPO as it
 is usually meant: a critic, a KL penalty in the reward and a reward model (`train_reward_model.py`) in the verifier's place. On-policy
-distillation has a policy of half the width learn from the quickstart's. Accuracy is the verifier's in all of them, on held-out prompts,
-before the first step and after the last one. Supervised stages (`supervised_stages.py`) come first. All runs share this process, and
-those with rollouts one Ray. Curves do not depend on what else the machine does; times do, and are not reported.
+distillation has the quickstart's policy learn from the one that DPO makes of it. Accuracy is the verifier's in all of them, on
+held-out prompts, before the first step and after the last one. Supervised stages (`supervised_stages.py`) come first. All runs share
+this process, and those with rollouts one Ray. Curves do not depend on what else the machine does; times do, and are not reported.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class Curve:
         return 100 * (self.after["sampled"] - self.before["sampled"])
 
 
-def settings(name: str, model: RewardModelTraining | None, teacher: Path = Path()) -> list[str]:
-    """Overrides of the recipe. `teacher`: folder of the quickstart's policy."""
+def settings(name: str, model: RewardModelTraining | None, root: Path = Path()) -> list[str]:
+    """Overrides of the recipe. `root`: folder with the quickstart's policy and the one that DPO makes of it."""
     if name == DISTILLATION:
-        return [f"reference.path={teacher}", "run.steps=150", "rollout.max_tokens=160"]
+        return [f"policy.path={root / 'policy'}", f"reference.path={root / 'dpo' / 'model'}", "run.steps=40", "rollout.max_tokens=160"]
     if name == INT8:
         return ["algorithm.advantage.estimator=group_norm", "rollout.quantization=int8"]
     if name == LAG:
@@ -193,7 +193,7 @@ def main() -> None:
     cluster = RayCluster(base)
     curves: list[Curve] = []
     try:
-        chosen = [name for name in names if name in STAGES]
+        chosen = [name for name in STAGES if name in names or (name == "dpo" and DISTILLATION in names)]
         stages = train_stages(chosen, policy, root, options.quick) if chosen else []
         model = verdicts(files, warm_start_key(base), 30 if options.quick else VERDICT_STEPS) if PPO in names else None
         finish(stages, curves, names, model, overrides, console, quick=options.quick)
@@ -203,7 +203,7 @@ def main() -> None:
         for name in runs:
             console.print(name, highlight=False)
             here = [f"run.root={root}", f"run.name=run-{len(curves)}"]
-            own = [*here, *overrides, *settings(name, model, policy), *small, *options.overrides]
+            own = [*here, *overrides, *settings(name, model, root), *small, *options.overrides]
             curves.append(run(name, Recipe.load(DISTILLED if name == DISTILLATION else RECIPE, own)))
             finish(stages, curves, names, model, overrides, console, quick=options.quick)
     finally:

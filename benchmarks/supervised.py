@@ -41,12 +41,11 @@ class Size:
     work: SharedWork
     batch_rows: int
     steps: int
-    rounds: int
     micro_rows: tuple[int, ...]  # settings of TRL that are tried
     bfloat16: bool
 
 
-SIZES = {"11M": Size(replace(LARGE, vocabulary=128), 32, 9, 2, (8, 32), False), "494M": Size(HALF_BILLION, 8, 4, 1, (8,), True)}
+SIZES = {"11M": Size(replace(LARGE, vocabulary=128), 32, 8, (8, 32), False), "494M": Size(HALF_BILLION, 8, 4, (8,), True)}
 
 
 def write_rows(path: Path, task: str, count: int, seed: int) -> None:
@@ -131,12 +130,12 @@ def check_same_work(size: Size, trl: MeasuredProcess, ours: MeasuredProcess) -> 
         raise RuntimeError(f"not the same work: TRL has {a}, rlhfless_ray {b}")
 
 
-def measure(task: str, size: Size, policy: Path, threads: int, scratch: Path) -> dict[str, list[MeasuredProcess]]:
+def measure(task: str, size: Size, rounds: int, policy: Path, threads: int, scratch: Path) -> dict[str, list[MeasuredProcess]]:
     """Return the runs of each system; TRL's settings are systems of their own."""
     rows = scratch / f"{task}.jsonl"
     write_rows(rows, task, size.batch_rows * size.steps, size.work.seed)
     found: dict[str, list[MeasuredProcess]] = {}
-    for _ in range(size.rounds):
+    for _ in range(rounds):
         for micro in size.micro_rows:
             found.setdefault(f"TRL, micro-batches of {micro}", []).append(run_trl(task, size, policy, rows, micro, threads, scratch))
         found.setdefault(OURS, []).append(run_ours(task, size, policy, rows, threads, scratch))
@@ -160,16 +159,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="11M")
     parser.add_argument("--task", choices=["sft", "dpo"], default="sft")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each system, in turn")
     parser.add_argument("--quick", action="store_true", help="two steps only: shows that it runs, measures nothing")
     options = parser.parse_args()
     console, threads, size = make_console(), len(os.sched_getaffinity(0)), SIZES[options.size]
     if options.quick:
-        size = replace(size, steps=2, rounds=1)
+        size = replace(size, steps=2)
     trl_python()
     scratch = Path(tempfile.mkdtemp(prefix="supervised-"))
     try:
         files = size.work.write(scratch / "work")
-        found = {name: summary(runs) for name, runs in measure(options.task, size, files.policy, threads, scratch).items()}
+        found = {name: summary(runs) for name, runs in measure(options.task, size, options.rounds, files.policy, threads, scratch).items()}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     title = f"{options.task}, {files.parameters / 1e6:.0f} M parameters, {size.batch_rows} rows a step"
