@@ -18,6 +18,7 @@ from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.local.process_memory import large_page_environment
 from rlhfless_ray.prefix.supported_models import unsupported
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.rollout.drafter_trainer import DrafterSettings
 from rlhfless_ray.rollout.engine_settings import engine_settings
 from rlhfless_ray.weights.adapter import choose_publish, not_served
 from rlhfless_ray.weights.load_policy import check_kv_cache
@@ -44,15 +45,17 @@ class ActorClasses:
     prefill: type | None = None  # None: the engines keep no pages
     critic: type | None = None
     reference: type | None = None
+    drafter: type | None = None  # None: a drafter is not trained
     computes: bool = True  # whether engines and learner compute a policy, so that log-probabilities can be compared
 
     @classmethod
     def real(cls) -> ActorClasses:
         from rlhfless_ray.learn.rank_actors import CriticActor, LearnerActor, ReferenceActor
         from rlhfless_ray.reward.scoring import RewardActor
+        from rlhfless_ray.rollout.drafter_trainer import DrafterActor
         from rlhfless_ray.rollout.prefill_actor import PageActor
 
-        return cls(PageActor, RewardActor, LearnerActor, PageActor, CriticActor, ReferenceActor)
+        return cls(PageActor, RewardActor, LearnerActor, PageActor, CriticActor, ReferenceActor, DrafterActor)
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class WorkerPools:
     critic: WorkerGroup | None = None
     reference: WorkerGroup | None = None
     prefix_blocked: str | None = None  # why there is no prefix KV although the recipe asks for it
+    drafter: WorkerPool | None = None  # that trains it
 
 
 def create_worker_pools(
@@ -158,6 +162,9 @@ def create_worker_pools(
     engines: dict[str, Any] = {"on_device": True, "give_back_after_s": GIVE_BACK_AFTER_S}
     rollout = pool("rollout", start_engine, labels=recipe.rollout.nodes, width=recipe.rollout.least_width, **engines)
     reward = starter(actors.reward, reward_ref, recipe.reward.timeout_s, resource)
+    trains = bool(drafter) and recipe.rollout.drafter_train == "on" and actors.drafter is not None
+    section = recipe.rollout
+    learns = DrafterSettings(section.drafter_learning_rate, section.temperature, "cuda" if resource == "gpu" else "cpu")
     has_critic, has_reference = recipe.algorithm.has_critic, recipe.has_reference
     return WorkerPools(
         broker,
@@ -169,6 +176,7 @@ def create_worker_pools(
         worker_group("critic", actors.critic, critic_settings, recipe.critic.ranks, "critic") if has_critic else None,
         worker_group("reference", actors.reference, reference_settings, recipe.reference.ranks, "reference") if has_reference else None,
         f"KV cannot be shared, and contexts of moved responses are computed again: {unshared}" if unshared else None,
+        pool("drafter", starter(actors.drafter, *drafter, learns), on_device=True) if trains else None,
     )
 
 
