@@ -1,4 +1,4 @@
-"""Moving responses between engines: `python -m benchmarks.migrate [--quick] [--only latency|real|replayed]`.
+"""Moving responses between engines: `python -m benchmarks.migrate [--quick] [--large] [--only latency|real|replayed]`.
 
 latency   a response is moved back and forth between two engines that decode others too: from the wish to the first token there, by
           the length of its context, which is computed again (re-prefill) or comes as KV pages
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from benchmarks.common.prefix_engines import large_policy
 from benchmarks.common.replay import ReplayedRuntime
 from benchmarks.common.replay_setup import build, recipe_for, synthetic_lengths
 from benchmarks.common.results import Spread, Target, make_console, save, show_targets
@@ -65,8 +66,9 @@ class Shuttle:
         pass
 
 
-def latency(contexts: list[int], rounds: int, others: int) -> dict[int, dict[str, list[float]]]:
-    """Seconds of the moves by context tokens and way; each engine decodes `others` responses besides."""
+def latency(contexts: list[int], rounds: int, others: int, large: bool = False) -> dict[int, dict[str, list[float]]]:
+    """Seconds of the moves by context tokens and way; each engine decodes `others` responses besides. `large`: of a policy of 494 M
+    parameters in bfloat16."""
     import ray
 
     from placement.scaling.resize_policy import Hold
@@ -81,14 +83,18 @@ def latency(contexts: list[int], rounds: int, others: int) -> dict[int, dict[str
     from rlhfless_ray.weights.model_folder import without_weights
 
     interval_s, tokens = 0.05, rounds * 40
-    files = policy(ends=False)
-    from safetensors.numpy import load
+    files: dict[str, Any]
+    if large:
+        files, weights = large_policy(8192)
+    else:
+        from safetensors.numpy import load
 
-    weights = load(files["model.safetensors"])
+        files = policy(ends=False)
+        weights = load(files["model.safetensors"])
     settings = EngineSettings(
         device="cpu",
         max_model_len=max(contexts) + tokens,
-        dtype="float32",
+        dtype="bfloat16" if large else "float32",
         trust_remote_code=False,
         max_running=64,
         block_size=32,
@@ -284,17 +290,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--drop", type=int, default=2, help="first steps of a run that are not steady state")
+    parser.add_argument("--large", action="store_true", help="latency of a policy of 494 M parameters, fewer moves")
     parser.add_argument("--quick", action="store_true", help="everything small: shows that it runs, measures nothing")
     options = parser.parse_args()
     if options.quick:
         options.contexts, options.rounds, options.steps, options.drop = [64, 256], 1, 3, 1
         options.gpus, options.prompts, options.prefer, options.clock = 3, 8, [0.5], 8.0
+    if options.large:
+        options.only, options.contexts = "latency", [128, 512, 2048]
     console = make_console()
     scratch = Path(tempfile.mkdtemp(prefix="rlhfless-migrate-"))
     targets, content = [], {"options": vars(options)}
     try:
         if options.only in (None, "latency"):
-            moves = latency(options.contexts, 5 if options.quick else 20, others=8)
+            moves = latency(options.contexts, 5 if options.quick or options.large else 20, others=8, large=options.large)
             spreads = {
                 context: {way: Spread.of(1e3 * s for s in seconds) for way, seconds in ways.items()} for context, ways in moves.items()
             }
@@ -332,7 +341,8 @@ def main() -> None:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     show_targets(console, targets)
-    save("migrate", content, targets, console=console, quick=options.quick or options.only is not None)
+    name, partial = ("migrate_large", False) if options.large else ("migrate", options.only is not None)
+    save(name, content, targets, console=console, quick=options.quick or partial)
 
 
 def judge(name: str, compared: dict[str, Any]) -> list[Target]:
