@@ -109,7 +109,7 @@ class TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        parts = [_target_logprobs(*rows, temperature) for rows in _blocks(logits, targets)]
+        parts = [_target_logprobs(rows, ids, temperature) for rows, ids in _blocks(logits, targets)]
         logprobs, total, mean = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         ctx.save_for_backward(logits, targets, total, mean)
         ctx.temperature = temperature
@@ -120,7 +120,7 @@ class TargetLogprobs(torch.autograd.Function):
         logits, targets, total, mean = ctx.saved_tensors
         found = torch.empty_like(logits)
         for out, *rows in _blocks(found, logits, targets, total, mean, *gradients):
-            out.copy_(_slope(*rows, ctx.temperature))
+            out.copy_(_slope(rows, ctx.temperature))
         return found, None, None
 
 
@@ -139,8 +139,9 @@ def _target_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tup
     return logprobs, total, torch.linalg.vecdot(p, _finite(z))
 
 
-def _slope(logits: Tensor, targets: Tensor, total: Tensor, mean: Tensor, by_logprob: Tensor, by_entropy: Tensor, temperature: float) -> Tensor:
-    """Return the gradient of the logits."""
+def _slope(rows: list[Tensor], temperature: float) -> Tensor:
+    """Return the gradient of the logits. `rows`: of logits, targets, log Σ exp z, E_p[z], and the gradients of both results."""
+    logits, targets, total, mean, by_logprob, by_entropy = rows
     z = _scaled(logits, temperature)
     p = z.sub(total[:, None]).exp_()
     # -p·(g + h·(z - mean)), and g more at the target

@@ -296,6 +296,8 @@ class TrainerRank:
                 start, size = parameter.data_ptr(), parameter.nbytes
                 parameter.data = as_tensor(weights[name])
                 release_pages(start, size)
+        gc.collect()  # an update leaves 0.3 GB behind at 494 M parameters
+        release_free_heap()
 
     def _merged(self) -> dict[str, Tensor] | None:
         """Return the weights that engines get, adapters merged, from rank 0. Every rank must call it."""

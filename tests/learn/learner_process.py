@@ -9,7 +9,8 @@ A case is a dict: `settings` and `files` of the learner, `batches` to update wit
 start from, `looks`: names of what to ask of `logprobs` before each update, `passes`: the same, in three parts that the update is
 then given,
 `early`: how many groups of each batch are accumulated ahead, one at a time, `snapshots`: after how many
-updates to take one, `parks`: whether to leave the device after each, `reads`: whether to read the published weights after each, `device`. The result holds `stats` per update and,
+updates to take one, `parks`: whether to leave the device after each, `reads`: whether to read the published weights after each,
+`device`. The result holds `stats` per update and,
 from rank 0, `weights` after each update, and `snapshots` as {updates done: this rank's files}; on GPU `memory` as (bytes at work,
 bytes away) per update.
 """
