@@ -272,8 +272,9 @@ class WorkerGroup:
 
     def _updated(self, batch: Batch, replies: list[Any]) -> Any:
         self.recovery.did("update", batch)
-        reading, self.reading = self.reading, []
-        self._all(reading, f"the {self.name} to read its published weights")  # which it did before the update
+        if self.reading:  # which was done before the update
+            self._all(self.reading, f"the {self.name} to read its published weights")
+            self.reading = []
         self._book(spans for _, spans in replies)
         self.update_s = max(sum(span.to_s - span.from_s for span in spans) for _, spans in replies)
         stats = replies[0][0]
