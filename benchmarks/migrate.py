@@ -1,7 +1,8 @@
-"""Moving responses between engines: `python -m benchmarks.migrate [--quick] [--large] [--only latency|real|replayed]`.
+"""Moving responses between engines: `python -m benchmarks.migrate [--quick] [--only latency|real|replayed]`.
 
-latency   a response is moved back and forth between two engines that decode others too: from the wish to the first token there, by
-          the length of its context, which is computed again (re-prefill) or comes as KV pages
+latency   a response is moved back and forth between two engines that decode others too: from the cut to the first token there, by
+          the length of its context, which is computed again (re-prefill), comes as KV pages, or comes as pages of which the full
+          ones were copied while it was still decoded (`--size 494M`: with the shape of Qwen2.5-0.5B, in bfloat16)
 real      the runtime on this machine's cores, on a long-tailed workload: the step's time and full cost without moves, by the
           RLHFless paper's rule (tau) and by ours (auto); same seed, hence the same tokens
 replayed  the same comparison on logical GPUs with replayed engines, for a number of engines that this machine does not have, whose
@@ -24,16 +25,16 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks.common.prefix_engines import large_policy
 from benchmarks.common.replay import ReplayedRuntime
 from benchmarks.common.replay_setup import build, recipe_for, synthetic_lengths
 from benchmarks.common.results import Spread, Target, make_console, save, show_targets
 from benchmarks.common.run_process import run_process
 from benchmarks.elastic import Mode, check_same_work
+from benchmarks.peers.shared_work import HALF_BILLION
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 
 RULES = ("off", "tau", "auto")
-WAYS = ("prefill", "pages")
+WAYS = ("prefill", "pages", "copied")
 MOVE_S = 0.1  # wanted of a move, at the median
 VOCABULARY = 256  # an untrained policy ends a response with about one token in so many
 SHOWN = ("step_s", "full_slot_s", "rollout_slot_s", "engines", "moved", "move_p50_s")
@@ -43,13 +44,13 @@ SHOWN = ("step_s", "full_slot_s", "rollout_slot_s", "engines", "moved", "move_p5
 
 
 class Shuttle:
-    """In place of a Migration: at every look one response goes to the other engine, another one each time, by either way in
-    turn."""
+    """In place of a Migration: at every look one response goes to the other engine, another one each time, by each way in turn."""
 
     def __init__(self, count: int) -> None:
         self.count, self.next = count, 0
 
     def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> Any:
+        from rlhfless_ray.rollout import inflight_migrations
         from rlhfless_ray.rollout.migration_policy import MigrationRequest, MigrationRequests
 
         live = [i for i in range(self.count) if not token_log.finished[i]]
@@ -59,16 +60,17 @@ class Shuttle:
         self.next += 1
         source = int(token_log.owner[i])
         target = next(number for number in engines if number != source)
-        how = WAYS[self.next // len(live) % 2]
-        return MigrationRequests((MigrationRequest(np.array([i]), source, target, "back and forth", how),), time_saved_s=1.0)
+        way = WAYS[self.next % len(WAYS)]
+        inflight_migrations.COPY_TOKENS = 0 if way == "copied" else 1 << 30
+        how = "prefill" if way == "prefill" else "pages"
+        return MigrationRequests((MigrationRequest(np.array([i]), source, target, way, how),), time_saved_s=1.0)
 
     def observe(self, context_tokens: float, seconds: float, how: str) -> None:
         pass
 
 
-def latency(contexts: list[int], rounds: int, others: int, large: bool = False) -> dict[int, dict[str, list[float]]]:
-    """Seconds of the moves by context tokens and way; each engine decodes `others` responses besides. `large`: of a policy of 494 M
-    parameters in bfloat16."""
+def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Path) -> dict[int, dict[str, list[float]]]:
+    """Pauses of the moves in seconds by context tokens and way; each engine decodes `others` responses of `tokens` tokens besides."""
     import ray
 
     from placement.scaling.resize_policy import Hold
@@ -80,21 +82,16 @@ def latency(contexts: list[int], rounds: int, others: int, large: bool = False) 
     from rlhfless_ray.rollout.engine_actor import RolloutActor
     from rlhfless_ray.types import Request, WeightVersion
     from rlhfless_ray.weights.checksum import checksum
-    from rlhfless_ray.weights.model_folder import without_weights
+    from rlhfless_ray.weights.model_folder import read_folder, stored_weights, without_weights
+    from rlhfless_ray.weights.tensor_file import as_numpy
 
-    interval_s, tokens = 0.05, rounds * 40
-    files: dict[str, Any]
-    if large:
-        files, weights = large_policy(8192)
-    else:
-        from safetensors.numpy import load
-
-        files = policy(ends=False)
-        weights = load(files["model.safetensors"])
+    longs = 12 if size == "small" else 6
+    files = policy(ends=False) if size == "small" else read_folder(HALF_BILLION.write(folder).policy)
+    weights = {name: as_numpy(tensor) for name, tensor in stored_weights(files)}
     settings = EngineSettings(
         device="cpu",
         max_model_len=max(contexts) + tokens,
-        dtype="bfloat16" if large else "float32",
+        dtype="float32" if size == "small" else "bfloat16",
         trust_remote_code=False,
         max_running=64,
         block_size=32,
@@ -115,8 +112,8 @@ def latency(contexts: list[int], rounds: int, others: int, large: bool = False) 
             instance.start_result(120.0)
         version = WeightVersion(1, ray.put(weights), checksum(weights))
         rng = np.random.default_rng(0)
-        for context in (contexts[0], *contexts):  # the first rollout of an engine compiles what it needs
-            sizes = [context] * 4 + [32] * (2 * others)
+        for context in (64, *contexts):  # the first rollout of an engine compiles what it needs
+            sizes = [context] * longs + [32] * (2 * others)
             requests = [Request(key, tuple(rng.integers(5, VOCABULARY, size).tolist()), key, tokens, 1.0) for key, size in enumerate(sizes)]
             shares = [np.arange(len(sizes))[number::2] for number in range(2)]
             driver = RolloutDriver(
@@ -124,15 +121,18 @@ def latency(contexts: list[int], rounds: int, others: int, large: bool = False) 
                 requests,
                 np.full(len(sizes), float(tokens)),
                 version,
-                interval_s=interval_s,
+                interval_s=0.05,
                 silence_s=60.0,
                 needed_next=2,
                 drained=lambda tail_s, needed: Hold(1, "kept"),
                 give_back=lambda *_: None,
-                migration=Shuttle(4),  # type: ignore[arg-type]
+                migration=Shuttle(longs),  # type: ignore[arg-type]
             )
             stream = driver.run(shares, deadline_s=600.0)
-            found[context] = {way: [moved.seconds for moved in stream.moved if moved.how == way] for way in WAYS}
+            # An engine that a response comes back to has its old blocks, so first moves alone count.
+            first = {moved.key: moved for moved in reversed(stream.moved)}.values()
+            found[context] = {way: [moved.pause_s for moved in first if moved.reason == way] for way in WAYS}
+        del found[64]
         pool.close()
         leases.release_all()
     finally:
@@ -281,6 +281,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="section.key=value, of the real runs")
     parser.add_argument("--only", choices=("latency", "real", "replayed"))
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 1024, 2048])
+    parser.add_argument("--size", choices=("small", "494M"), default="small", help="of the policy, for latency")
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--gpus", type=int, default=8, help="logical, of the replayed runs")
     parser.add_argument("--prompts", type=int, default=32, help="of a replayed step")
@@ -290,30 +291,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--drop", type=int, default=2, help="first steps of a run that are not steady state")
-    parser.add_argument("--large", action="store_true", help="latency of a policy of 494 M parameters, fewer moves")
     parser.add_argument("--quick", action="store_true", help="everything small: shows that it runs, measures nothing")
     options = parser.parse_args()
     if options.quick:
         options.contexts, options.rounds, options.steps, options.drop = [64, 256], 1, 3, 1
         options.gpus, options.prompts, options.prefer, options.clock = 3, 8, [0.5], 8.0
-    if options.large:
-        options.only, options.contexts = "latency", [128, 512, 2048]
     console = make_console()
     scratch = Path(tempfile.mkdtemp(prefix="rlhfless-migrate-"))
     targets, content = [], {"options": vars(options)}
     try:
         if options.only in (None, "latency"):
-            moves = latency(options.contexts, 5 if options.quick or options.large else 20, others=8, large=options.large)
+            large = options.size != "small"
+            tokens, others = (60, 1) if large else (40 * (5 if options.quick else 20), 8)
+            moves = latency(options.contexts, tokens, others, options.size, scratch / "policy")
             spreads = {
                 context: {way: Spread.of(1e3 * s for s in seconds) for way, seconds in ways.items()} for context, ways in moves.items()
             }
-            title = "From the wish to move to the first token"
-            table = Table("context, tokens", "by re-prefill, ms", "by KV pages, ms", "moves", title=title, title_justify="left")
+            title = f"From the cut to the first token elsewhere, {options.size}"
+            heads = ("context, tokens", "by re-prefill, ms", "by KV pages, ms", "copied ahead, ms", "moves")
+            table = Table(*heads, title=title, title_justify="left")
             for context, spread in spreads.items():
                 counts = " + ".join(str(spread[way].count) for way in WAYS)
                 table.add_row(str(context), *(spread[way].show() for way in WAYS), counts)
             console.print(table)
-            for way, name in zip(WAYS, ("re-prefill", "KV pages"), strict=True):
+            for way, name in zip(WAYS, ("re-prefill", "KV pages", "KV pages in two stages"), strict=True):
                 p50 = float(np.median([s for ways in moves.values() for s in ways[way]]))
                 targets.append(Target(f"a move by {name}, median", 1e3 * p50, most=1e3 * MOVE_S, unit=" ms"))
             content["latency_ms"] = spreads
@@ -341,8 +342,7 @@ def main() -> None:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     show_targets(console, targets)
-    name, partial = ("migrate_large", False) if options.large else ("migrate", options.only is not None)
-    save(name, content, targets, console=console, quick=options.quick or partial)
+    save("migrate", content, targets, console=console, quick=options.quick or options.only is not None)
 
 
 def judge(name: str, compared: dict[str, Any]) -> list[Target]:

@@ -52,7 +52,6 @@ def small_recipe(folder: Path, **overrides: Any) -> dict[str, Any]:
         "rollout": {"samples_per_prompt": 4, "max_tokens": 24, "kv_cache_mb": 64, "max_running": 64},
         "reward": {"function": f"{folder / 'reward_file.py'}:shorter"},
         "learner": {"learning_rate": 0.001},
-        "cluster": {"pool": False},  # on a Ray that is there already: spares the start of its pool
         "checkpoint": {"every_steps": 2},
         "watch": {"progress": "plain", "tensorboard": False, "wandb": "off", "samples_per_step": 0},
     }

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rlhfless_ray.common.deadlines import POLL_S, STOP
+from rlhfless_ray.common.deadlines import POLL_S, STOP, fetch
 from rlhfless_ray.common.disk_space import FULL, DiskFull
 from rlhfless_ray.common.errors import RunError, Stopped, UserError, one_line
 from rlhfless_ray.functions.ledger import Ledger
@@ -35,6 +35,7 @@ from rlhfless_ray.weights.tensor_file import Files
 
 CHECKPOINTS = "checkpoints"
 RESIZE_S = 60.0  # interval in which Ray Train looks for slots of more ranks
+INBOX_S, INBOX = 60.0, "the actor that the ranks report to"
 STOP_S = 60.0  # time for the ranks to finish their step and save after Ctrl-C
 
 
@@ -243,12 +244,10 @@ class SupervisedStage:
 
     def _follow(self, fit: threading.Thread) -> None:
         """Record what the ranks tell until they have ended. Raises what ended them."""
-        import ray
-
         stopped_s: float | None = None
         while True:
             ended = not fit.is_alive()
-            for kind, content in ray.get(self.inbox.take.remote()):
+            for kind, content in fetch(self.inbox.take.remote(), INBOX_S, INBOX):
                 self.told_s = time.monotonic()
                 getattr(self, f"_on_{kind}")(content)
             if ended:
@@ -256,7 +255,7 @@ class SupervisedStage:
             if STOP.number is not None and stopped_s is None:
                 number, stopped_s = STOP.number, time.monotonic()
                 self.progress.message("stopping once this step is finished and saved; press Ctrl-C again to stop now")
-                ray.get(self.inbox.stop.remote())
+                fetch(self.inbox.stop.remote(), INBOX_S, INBOX)
                 STOP.acknowledge()
                 self.stopped = Stopped(number)
             elif STOP.number is not None or (stopped_s is not None and time.monotonic() - stopped_s > STOP_S):

@@ -19,7 +19,7 @@ from rlhfless_ray.types import UpdateStats
 def step(applied: str) -> UpdateStats:
     """One optimizer step: "x" is applied, "-" is skipped."""
     good = applied == "x"
-    numbers: dict[str, Any] = dict.fromkeys(UpdateStats.__dataclass_fields__, 0.0)
+    numbers: dict[str, Any] = {**dict.fromkeys(UpdateStats.__dataclass_fields__, 0.0), "kl_by_lag": {}}
     counts = {"trained_tokens": 5 * good, "skipped": int(not good), "applied": int(good), "skipped_last": int(not good)}
     return UpdateStats(**{**numbers, **counts, "grad_norm": 1.0 if good else float("nan"), "reason": "" if good else "nan"})
 
