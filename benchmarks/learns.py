@@ -2,9 +2,10 @@
 
 One run of the quickstart's task and warm-started policy for each estimator, shorter than the quickstart, on the same prompts and
 seed; then group_norm with engines in int8, one step off, and with partial rollouts, where importance weights correct; then PPO as it
-is usually meant: a critic, a KL penalty in the reward and a reward model (`train_reward_model.py`) in the verifier's place. Accuracy
-is the verifier's in all of them, on held-out prompts, before the first step and after the last one. All runs share this process
-and one Ray. Curves do not depend on what else the machine does; times do, and are not reported.
+is usually meant: a critic, a KL penalty in the reward and a reward model (`train_reward_model.py`) in the verifier's place. On-policy
+distillation has the quickstart's policy learn from the one that DPO makes of it. Accuracy is the verifier's in all of them, on
+held-out prompts, before the first step and after the last one. Supervised stages (`supervised_stages.py`) come first. All runs share
+this process, and those with rollouts one Ray. Curves do not depend on what else the machine does; times do, and are not reported.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rich.table import Table
 from benchmarks.common.results import Target, make_console, save, show_targets
 from benchmarks.common.run_metadata import ROOT
 from benchmarks.common.svg import sparkline
+from benchmarks.learning.supervised_stages import STAGES, StageResult, train_stages
 from benchmarks.learning.train_reward_model import RewardModelTraining, in_order, verdicts
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.learn.warm_start import warm_start
@@ -31,6 +33,7 @@ from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.prompts.chain_task import Chain
 from rlhfless_ray.types import Sample
 from rlhfless_ray.weights.load_policy import cache_policy, initial_policy, warm_start_key
+from rlhfless_ray.weights.model_folder import write_folder
 
 LEAST = 10.0  # points that held-out accuracy, sampled, has to rise
 VERDICT_STEPS = 1000
@@ -47,7 +50,9 @@ COMMON = (
     "watch.samples_per_step=1",
 )
 CRITIC = ("critic.learning_rate=1.0e-3", "critic.schedule=constant", "critic.warmup_share=0", "algorithm.advantage.lambd=0.95")
-ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce")
+DISTILLATION = "on_policy_distill"
+DISTILLED = RECIPE.parent / "on_policy_distillation.yaml"
+ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce", DISTILLATION)
 INT8 = "group_norm, int8 engines"
 LAG = "group_norm, one step off"
 PARTIAL = "group_norm, partial rollouts"
@@ -73,8 +78,10 @@ class Curve:
         return 100 * (self.after["sampled"] - self.before["sampled"])
 
 
-def settings(name: str, model: RewardModelTraining | None) -> list[str]:
-    """Overrides of the recipe."""
+def settings(name: str, model: RewardModelTraining | None, root: Path = Path()) -> list[str]:
+    """Overrides of the recipe. `root`: folder with the quickstart's policy and the one that DPO makes of it."""
+    if name == DISTILLATION:
+        return [f"policy.path={root / 'policy'}", f"reference.path={root / 'dpo' / 'model'}", "run.steps=40", "rollout.max_tokens=160"]
     if name == INT8:
         return ["algorithm.advantage.estimator=group_norm", "rollout.quantization=int8"]
     if name == LAG:
@@ -168,49 +175,73 @@ def show(curves: list[Curve], console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="section.key=value")
-    parser.add_argument("--only", nargs="+", choices=[*ESTIMATORS, "int8", "lag", "partial", "ppo"], help="some of the runs")
-    parser.add_argument("--quick", action="store_true", help="two runs of 3 steps from a policy that knows little")
+    choices = [*STAGES, *ESTIMATORS, "int8", "lag", "partial", "ppo"]
+    parser.add_argument("--only", nargs="+", choices=choices, help="some of the runs")
+    parser.add_argument("--quick", action="store_true", help="two runs of 3 steps from a policy that knows little, and a stage of 2 steps")
     options = parser.parse_args()
     torch.set_num_threads(1)  # of this process: two that wait for each other crawl where anything else runs
     console = make_console()
-    names = [
-        {"int8": INT8, "lag": LAG, "partial": PARTIAL, "ppo": PPO}.get(name, name)
-        for name in options.only or [*ESTIMATORS, "int8", "lag", "partial", "ppo"]
-    ]
+    names = [{"int8": INT8, "lag": LAG, "partial": PARTIAL, "ppo": PPO}.get(name, name) for name in options.only or choices]
     small = ["run.steps=3", "evaluate.prompts=32", "warm_start.steps=30"] if options.quick else []
-    if options.quick:
-        names = names[-2:]
+    if options.quick and not options.only:
+        names = [STAGES[0], *names[-2:]]
     overrides = [*COMMON, *small, *options.overrides]
     root = Path(tempfile.mkdtemp(prefix="rlhfless-learns-"))
     base = Recipe.load(RECIPE, overrides)
     files = warm_policy(base)
-    model = verdicts(files, warm_start_key(base), 30 if options.quick else VERDICT_STEPS) if PPO in names else None
+    policy = write_folder(root / "policy", files)
     cluster = RayCluster(base)
-    cluster.start()
     curves: list[Curve] = []
     try:
-        for name in names:
+        chosen = [name for name in STAGES if name in names or (name == "dpo" and DISTILLATION in names)]
+        stages = train_stages(chosen, policy, root, options.quick) if chosen else []
+        model = verdicts(files, warm_start_key(base), 30 if options.quick else VERDICT_STEPS) if PPO in names else None
+        finish(stages, curves, names, model, overrides, console, quick=options.quick)
+        runs = [name for name in names if name not in STAGES]
+        if runs:
+            cluster.start()
+        for name in runs:
             console.print(name, highlight=False)
-            own = [f"run.root={root}", f"run.name=run-{len(curves)}", *overrides, *settings(name, model), *options.overrides]
-            curves.append(run(name, Recipe.load(RECIPE, own)))
-            finish(curves, names, model, overrides, console, quick=options.quick)
+            here = [f"run.root={root}", f"run.name=run-{len(curves)}"]
+            own = [*here, *overrides, *settings(name, model, root), *small, *options.overrides]
+            curves.append(run(name, Recipe.load(DISTILLED if name == DISTILLATION else RECIPE, own)))
+            finish(stages, curves, names, model, overrides, console, quick=options.quick)
     finally:
         cluster.stop()
         shutil.rmtree(root, ignore_errors=True)
 
 
+def show_stages(stages: list[StageResult], console: Console) -> None:
+    title = "Supervised stages: held-out accuracy by the verifier, sampled (of the policy that they are compared with)"
+    table = Table("", "steps", "loss", "accuracy, %", "pairs told, %", title=title, title_justify="left")
+    for stage in stages:
+        table.add_row(*stage.row())
+    console.print(table)
+
+
 def finish(
-    curves: list[Curve], asked: list[str], model: RewardModelTraining | None, overrides: list[str], console: Console, *, quick: bool
+    stages: list[StageResult],
+    curves: list[Curve],
+    asked: list[str],
+    model: RewardModelTraining | None,
+    overrides: list[str],
+    console: Console,
+    *,
+    quick: bool,
 ) -> None:
     """Show and write down what there is: after every run, so that one that is cut short leaves the others."""
-    show(curves, console)
-    reached = targets(curves, model)
+    if stages:
+        show_stages(stages, console)
+    if curves:
+        show(curves, console)
+    reached = [*(stage.target() for stage in stages), *targets(curves, model)]
     show_targets(console, reached)
     content: dict[str, Any] = {
         "recipe": RECIPE.name,
         "overrides": overrides,
         "asked": asked,
-        "settings": {name: [one for one in settings(name, model) if "model_path" not in one] for name in asked},
+        "settings": {name: [one for one in settings(name, model) if "_path" not in one] for name in asked if name not in STAGES},
+        "stages": [asdict(stage) for stage in stages],
         "runs": [{**asdict(curve), "rise_points": curve.rise} for curve in curves],
         "reward_model": None if model is None else {k: v for k, v in asdict(model).items() if k != "folder"},
     }

@@ -1,7 +1,8 @@
 """Moving responses between engines: `python -m benchmarks.migrate [--quick] [--only latency|real|replayed]`.
 
-latency   a response is moved back and forth between two engines that decode others too: from the wish to the first token there, by
-          the length of its context, which is computed again (re-prefill) or comes as KV pages
+latency   a response is moved back and forth between two engines that decode others too: from the cut to the first token there, by
+          the length of its context, which is computed again (re-prefill), comes as KV pages, or comes as pages of which the full
+          ones were copied while it was still decoded (`--size 494M`: with the shape of Qwen2.5-0.5B, in bfloat16)
 real      the runtime on this machine's cores, on a long-tailed workload: the step's time and full cost without moves, by the
           RLHFless paper's rule (tau) and by ours (auto); same seed, hence the same tokens
 replayed  the same comparison on logical GPUs with replayed engines, for a number of engines that this machine does not have, whose
@@ -29,10 +30,11 @@ from benchmarks.common.replay_setup import build, recipe_for, synthetic_lengths
 from benchmarks.common.results import Spread, Target, make_console, save, show_targets
 from benchmarks.common.run_process import run_process
 from benchmarks.elastic import Mode, check_same_work
+from benchmarks.peers.shared_work import HALF_BILLION
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 
 RULES = ("off", "tau", "auto")
-WAYS = ("prefill", "pages")
+WAYS = ("prefill", "pages", "copied")
 MOVE_S = 0.1  # wanted of a move, at the median
 VOCABULARY = 256  # an untrained policy ends a response with about one token in so many
 SHOWN = ("step_s", "full_slot_s", "rollout_slot_s", "engines", "moved", "move_p50_s")
@@ -42,13 +44,13 @@ SHOWN = ("step_s", "full_slot_s", "rollout_slot_s", "engines", "moved", "move_p5
 
 
 class Shuttle:
-    """In place of a Migration: at every look one response goes to the other engine, another one each time, by either way in
-    turn."""
+    """In place of a Migration: at every look one response goes to the other engine, another one each time, by each way in turn."""
 
     def __init__(self, count: int) -> None:
         self.count, self.next = count, 0
 
     def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> Any:
+        from rlhfless_ray.rollout import inflight_migrations
         from rlhfless_ray.rollout.migration_policy import MigrationRequest, MigrationRequests
 
         live = [i for i in range(self.count) if not token_log.finished[i]]
@@ -58,15 +60,17 @@ class Shuttle:
         self.next += 1
         source = int(token_log.owner[i])
         target = next(number for number in engines if number != source)
-        how = WAYS[self.next // len(live) % 2]
-        return MigrationRequests((MigrationRequest(np.array([i]), source, target, "back and forth", how),), time_saved_s=1.0)
+        way = WAYS[self.next % len(WAYS)]
+        inflight_migrations.COPY_TOKENS = 0 if way == "copied" else 1 << 30
+        how = "prefill" if way == "prefill" else "pages"
+        return MigrationRequests((MigrationRequest(np.array([i]), source, target, way, how),), time_saved_s=1.0)
 
     def observe(self, context_tokens: float, seconds: float, how: str) -> None:
         pass
 
 
-def latency(contexts: list[int], rounds: int, others: int) -> dict[int, dict[str, list[float]]]:
-    """Seconds of the moves by context tokens and way; each engine decodes `others` responses besides."""
+def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Path) -> dict[int, dict[str, list[float]]]:
+    """Pauses of the moves in seconds by context tokens and way; each engine decodes `others` responses of `tokens` tokens besides."""
     import ray
 
     from placement.scaling.resize_policy import Hold
@@ -78,17 +82,16 @@ def latency(contexts: list[int], rounds: int, others: int) -> dict[int, dict[str
     from rlhfless_ray.rollout.engine_actor import RolloutActor
     from rlhfless_ray.types import Request, WeightVersion
     from rlhfless_ray.weights.checksum import checksum
-    from rlhfless_ray.weights.model_folder import without_weights
+    from rlhfless_ray.weights.model_folder import read_folder, stored_weights, without_weights
+    from rlhfless_ray.weights.tensor_file import as_numpy
 
-    interval_s, tokens = 0.05, rounds * 40
-    files = policy(ends=False)
-    from safetensors.numpy import load
-
-    weights = load(files["model.safetensors"])
+    longs = 12 if size == "small" else 6
+    files = policy(ends=False) if size == "small" else read_folder(HALF_BILLION.write(folder).policy)
+    weights = {name: as_numpy(tensor) for name, tensor in stored_weights(files)}
     settings = EngineSettings(
         device="cpu",
         max_model_len=max(contexts) + tokens,
-        dtype="float32",
+        dtype="float32" if size == "small" else "bfloat16",
         trust_remote_code=False,
         max_running=64,
         block_size=32,
@@ -109,8 +112,8 @@ def latency(contexts: list[int], rounds: int, others: int) -> dict[int, dict[str
             instance.start_result(120.0)
         version = WeightVersion(1, ray.put(weights), checksum(weights))
         rng = np.random.default_rng(0)
-        for context in (contexts[0], *contexts):  # the first rollout of an engine compiles what it needs
-            sizes = [context] * 4 + [32] * (2 * others)
+        for context in (64, *contexts):  # the first rollout of an engine compiles what it needs
+            sizes = [context] * longs + [32] * (2 * others)
             requests = [Request(key, tuple(rng.integers(5, VOCABULARY, size).tolist()), key, tokens, 1.0) for key, size in enumerate(sizes)]
             shares = [np.arange(len(sizes))[number::2] for number in range(2)]
             driver = RolloutDriver(
@@ -118,15 +121,18 @@ def latency(contexts: list[int], rounds: int, others: int) -> dict[int, dict[str
                 requests,
                 np.full(len(sizes), float(tokens)),
                 version,
-                interval_s=interval_s,
+                interval_s=0.05,
                 silence_s=60.0,
                 needed_next=2,
                 drained=lambda tail_s, needed: Hold(1, "kept"),
                 give_back=lambda *_: None,
-                migration=Shuttle(4),  # type: ignore[arg-type]
+                migration=Shuttle(longs),  # type: ignore[arg-type]
             )
             stream = driver.run(shares, deadline_s=600.0)
-            found[context] = {way: [moved.seconds for moved in stream.moved if moved.how == way] for way in WAYS}
+            # An engine that a response comes back to has its old blocks, so first moves alone count.
+            first = {moved.key: moved for moved in reversed(stream.moved)}.values()
+            found[context] = {way: [moved.pause_s for moved in first if moved.reason == way] for way in WAYS}
+        del found[64]
         pool.close()
         leases.release_all()
     finally:
@@ -275,6 +281,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="section.key=value, of the real runs")
     parser.add_argument("--only", choices=("latency", "real", "replayed"))
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 1024, 2048])
+    parser.add_argument("--size", choices=("small", "494M"), default="small", help="of the policy, for latency")
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--gpus", type=int, default=8, help="logical, of the replayed runs")
     parser.add_argument("--prompts", type=int, default=32, help="of a replayed step")
@@ -294,17 +301,20 @@ def main() -> None:
     targets, content = [], {"options": vars(options)}
     try:
         if options.only in (None, "latency"):
-            moves = latency(options.contexts, 5 if options.quick else 20, others=8)
+            large = options.size != "small"
+            tokens, others = (60, 1) if large else (40 * (5 if options.quick else 20), 8)
+            moves = latency(options.contexts, tokens, others, options.size, scratch / "policy")
             spreads = {
                 context: {way: Spread.of(1e3 * s for s in seconds) for way, seconds in ways.items()} for context, ways in moves.items()
             }
-            title = "From the wish to move to the first token"
-            table = Table("context, tokens", "by re-prefill, ms", "by KV pages, ms", "moves", title=title, title_justify="left")
+            title = f"From the cut to the first token elsewhere, {options.size}"
+            heads = ("context, tokens", "by re-prefill, ms", "by KV pages, ms", "copied ahead, ms", "moves")
+            table = Table(*heads, title=title, title_justify="left")
             for context, spread in spreads.items():
                 counts = " + ".join(str(spread[way].count) for way in WAYS)
                 table.add_row(str(context), *(spread[way].show() for way in WAYS), counts)
             console.print(table)
-            for way, name in zip(WAYS, ("re-prefill", "KV pages"), strict=True):
+            for way, name in zip(WAYS, ("re-prefill", "KV pages", "KV pages in two stages"), strict=True):
                 p50 = float(np.median([s for ways in moves.values() for s in ways[way]]))
                 targets.append(Target(f"a move by {name}, median", 1e3 * p50, most=1e3 * MOVE_S, unit=" ms"))
             content["latency_ms"] = spreads

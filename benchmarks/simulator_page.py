@@ -104,9 +104,10 @@ def drafted(content: dict[str, Any]) -> str:
         ("off", AS_BUILT, "plain", "ours as built, no drafts, over `fixed`"),
         ("text", AS_BUILT, "plain", "**ours as built** over `fixed`"),
         ("text", AS_BUILT, "same", "**ours as built** over `fixed+spec`"),
-        ("trained", "fixed", "plain", "*planned*: `fixed+spec` over `fixed`"),
-        ("trained", "ours", "plain", "*planned*: ours over `fixed`"),
-        ("trained", "ours", "same", "*planned*: ours over `fixed+spec`"),
+        ("trained", "fixed", "plain", "trained drafter: `fixed+spec` over `fixed`"),
+        ("trained", AS_BUILT, "plain", "trained drafter: **ours as built** over `fixed`"),
+        ("trained", AS_BUILT, "same", "trained drafter: **ours as built** over `fixed+spec`"),
+        ("trained", "ours", "same", "trained drafter: *planned* over `fixed+spec`"),
     ]
     rows, sums = [], np.zeros((len(columns), 2))
     for name, entry in entries.items():

@@ -1,10 +1,11 @@
 """What drafting gains by batch and temperature. `python -m benchmarks.speculation [--only CASE …] [--rounds N]`.
 
-Engines of one policy with `rollout.speculation` off, on and auto answer the same requests in turn, in one process on one core. Times are
-of the processor, so that other work does not count. `chain` is
-the quickstart's policy after its warm start: groups of 8 responses, other prompts in each round, and responses that repeat
-themselves. `random` has as many parameters and random weights: there is little to draft from but at temperature 0. The first rounds, in
-which drafts have nothing to go by, do not count. Cases that are left out keep their rows of the last run.
+Engines of one policy, without drafts and with them, answer the same requests in turn, in one process on one core. Times are of the
+processor, so that other work does not count. `chain` is the quickstart's policy after its warm start: groups of 8 responses, other
+prompts in each round, and responses that repeat themselves. `random` has as many parameters and random weights: there is little to draft
+from but at temperature 0. `27M` says what `chain` says and computes as much as 27 M parameters (`common/widen.py`). It is drafted for
+from text, by `chain`'s own policy, and by a drafter of 1 M parameters that starts from random weights and has learned from 16 steps'
+responses. The first rounds, in which drafts have nothing to go by, do not count. Cases that are left out keep their rows of the last run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import itertools
 import json
 import time
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -24,26 +24,36 @@ from rich.table import Table
 from benchmarks.common.results import FOLDER, Target, make_console, save, show_targets
 from benchmarks.peers.shared_work import HALF_BILLION, SMALL
 
-KINDS = ("off", "on", "auto")
-CASES = ("chain", "random", "494M")
-BATCHES = {"chain": (1, 4, 16, 64), "random": (1, 4, 16, 64), "494M": (1, 4)}
-TEMPERATURES = {"chain": (1.0, 0.5, 0.0), "random": (1.0, 0.0), "494M": (1.0, 0.0)}
+CASES = ("chain", "random", "27M", "494M")
+BATCHES = {"chain": (1, 4, 16, 64), "random": (1, 4, 16, 64), "27M": (1, 4, 16), "494M": (1, 4)}
+TEMPERATURES = {"chain": (1.0, 0.5, 0.0), "random": (1.0, 0.0), "27M": (1.0,), "494M": (1.0, 0.0)}
 GROUP, WARM = 8, 2
-TOKENS = {"chain": 160, "random": 96, "494M": 32}
+TOKENS = {"chain": 160, "random": 96, "27M": 160, "494M": 32}
+LEARNED_STEPS, STEP_PROMPTS = 16, 32  # of the quickstart, from whose responses the drafter of `27M` has learned
+DRAFTER_HIDDEN, DRAFTER_LAYERS = 192, 2
+
+
+def kinds_of(case: str) -> dict[str, str]:
+    """Return the case's engines: name → `rollout.speculation`."""
+    if case == "27M":
+        return {"off": "off", "text": "auto", "own": "auto", "trained": "auto"}
+    return {kind: kind for kind in ("off", "on", "auto")}
 
 
 def files_of(case: str, scratch: Path) -> dict[str, bytes]:
+    from benchmarks.common.widen import widened
     from rlhfless_ray import Recipe
     from rlhfless_ray.weights.load_policy import initial_policy
     from rlhfless_ray.weights.model_folder import read_folder
 
-    if case == "chain":
-        return initial_policy(Recipe.load("recipes/quickstart.yaml"))[0]
+    if case in ("chain", "27M"):
+        files = initial_policy(Recipe.load("recipes/quickstart.yaml"))[0]
+        return files if case == "chain" else widened(files, 512, 8)
     return read_folder((SMALL if case == "random" else HALF_BILLION).write(scratch / case).policy)
 
 
 def prompts_of(case: str, files: dict[str, bytes], count: int, number: int) -> list[tuple[int, ...]]:
-    if case != "chain":
+    if case not in ("chain", "27M"):
         rng = np.random.default_rng(number)
         return [tuple(rng.integers(2, 60, 24).tolist()) for _ in range(count)]
     from rlhfless_ray.prompts.builtin_tasks import task
@@ -53,46 +63,97 @@ def prompts_of(case: str, files: dict[str, bytes], count: int, number: int) -> l
     return [tuple(tokenizer(row["prompt"])["input_ids"]) for row in task("chain").rows(count, number, "train")]
 
 
-def measure(case: str, rounds: int, scratch: Path) -> list[dict[str, Any]]:
-    """Return a row for each temperature and batch: tokens per second by kind, and what became of the drafts."""
+def drafters_of(case: str, scratch: Path) -> dict[str, Path]:
+    """Return the folders of the drafters, by engine."""
+    from rlhfless_ray import Recipe
+    from rlhfless_ray.rollout.speculation import read_drafter
+    from rlhfless_ray.weights.model_folder import write_folder
+
+    if case != "27M":
+        return {}
+    sizes = [f"rollout.drafter_hidden_size={DRAFTER_HIDDEN}", f"rollout.drafter_layers={DRAFTER_LAYERS}"]
+    recipe = Recipe.load("recipes/quickstart.yaml", ["rollout.speculation=auto", "rollout.drafter_train=on", *sizes])
+    policy = files_of("chain", scratch)
+    untrained = read_drafter(recipe, None, policy)
+    assert untrained is not None
+    return {"own": write_folder(scratch / "own", policy), "trained": write_folder(scratch / "trained", untrained)}
+
+
+def engine(case: str, name: str, kind: str, files: dict[str, Any], scratch: Path, drafter: Path | None = None) -> Any:
+    """Build an engine with its weights."""
     import torch
 
     from rlhfless_ray.rollout.engine_settings import EngineSettings
     from rlhfless_ray.rollout.vllm_engine import VllmEngine
-    from rlhfless_ray.types import Request
     from rlhfless_ray.weights.model_folder import stored_weights, without_weights, write_folder
     from rlhfless_ray.weights.tensor_file import as_numpy
 
-    files, engines, rows = files_of(case, scratch), {}, []
-    weights = {name: as_numpy(tensor) for name, tensor in stored_weights(files)}
-    for kind in KINDS:
-        settings = EngineSettings(
-            max_model_len=320,
-            max_running=64,
-            block_size=32,
-            kv_cache_mb=128,
-            gpu_memory_share=0.5,
-            speculation=kind,
-            dtype="bfloat16" if case == "494M" else "float32",
-        )
-        engines[kind] = VllmEngine(write_folder(scratch / f"{case}-{kind}", without_weights(files)), settings)
-        engines[kind].load(1, weights)
-        torch.set_num_threads(1)
+    settings = EngineSettings(
+        max_model_len=320,
+        max_running=64,
+        block_size=32,
+        kv_cache_mb=256,
+        gpu_memory_share=0.5,
+        speculation=kind,  # type: ignore[arg-type]
+        dtype="bfloat16" if case == "494M" else "float32",
+    )
+    made = VllmEngine(write_folder(scratch / f"{case}-{name}", without_weights(files)), settings, drafter=drafter)
+    made.load(1, {name: as_numpy(tensor) for name, tensor in stored_weights(files)})
+    torch.set_num_threads(1)
+    return made
 
-    def answer(kind: str, requests: list[Request]) -> tuple[dict[int, list[int]], float]:
-        begin, tokens = time.process_time(), {request.key: [] for request in requests}
-        for news in engines[kind].generate(requests):
-            ends = np.cumsum(news.counts)
-            for key, count, end in zip(news.keys.tolist(), news.counts.tolist(), ends.tolist(), strict=True):
-                tokens[key] += news.token_ids[end - count : end].tolist()
-        return tokens, time.process_time() - begin
 
+def answer(engine: Any, requests: list[Any]) -> tuple[dict[int, list[int]], float]:
+    """Return the responses by key, and the seconds of the processor that they took."""
+    begin, tokens = time.process_time(), {request.key: [] for request in requests}
+    for news in engine.generate(requests):
+        ends = np.cumsum(news.counts)
+        for key, count, end in zip(news.keys.tolist(), news.counts.tolist(), ends.tolist(), strict=True):
+            tokens[key] += news.token_ids[end - count : end].tolist()
+    return tokens, time.process_time() - begin
+
+
+def trained(folder: Path, scratch: Path) -> dict[str, np.ndarray]:
+    """Return the drafter's weights after it has learned from responses of `chain`, as a run trains it."""
+    from rlhfless_ray.rollout.drafter_trainer import DrafterSettings, DrafterTrainer, Said
+    from rlhfless_ray.rollout.trained_drafter import PASSES
+    from rlhfless_ray.types import Request
+
+    policy = files_of("chain", scratch)
+    source, trainer = engine("chain", "source", "off", policy, scratch), DrafterTrainer(folder, DrafterSettings(2e-3, 1.0))
+    for step in range(LEARNED_STEPS):
+        said, prompts = [], prompts_of("chain", policy, STEP_PROMPTS, 10_000 + step)
+        for part in range(0, STEP_PROMPTS * GROUP, 64):
+            keys = range(part, part + 64)
+            found, _ = answer(
+                source, [Request(key, prompts[key // GROUP], 10**6 + 1000 * step + key, TOKENS["chain"], 1.0) for key in keys]
+            )
+            for key, tokens in found.items():
+                prompt = prompts[key // GROUP]
+                logprobs = np.concatenate([np.full(len(prompt), np.nan, np.float32), np.zeros(len(tokens), np.float32)])
+                said.append(Said(np.array([*prompt, *tokens], np.int32), logprobs))
+        trainer.add(said)
+        trainer.train(PASSES * sum(int(np.isfinite(one.logprobs).sum()) for one in said), lambda seconds: True)
+    return trainer.weights()
+
+
+def measure(case: str, rounds: int, scratch: Path) -> list[dict[str, Any]]:
+    """Return a row for each temperature and batch: tokens per second by engine, and what became of the drafts."""
+    from rlhfless_ray.rollout.control_queue import DraftNews
+    from rlhfless_ray.types import Request
+
+    files, rows, kinds, drafters = files_of(case, scratch), [], kinds_of(case), drafters_of(case, scratch)
+    weights = trained(drafters["trained"], scratch) if "trained" in drafters else None
+    engines = {name: engine(case, name, kind, files, scratch, drafters.get(name)) for name, kind in kinds.items()}
+    if weights is not None:
+        engines["trained"].hear(DraftNews({}, (), weights))
+    names, drafting = list(kinds), list(kinds)[1:]
     numbers = itertools.count()
     for temperature, batch in itertools.product(TEMPERATURES[case], BATCHES[case]):
-        seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        seconds: dict[str, list[float]] = {name: [] for name in names}
         made, same = 0, 0
-        for engine in engines.values():
-            engine.take_steps()
+        for one in engines.values():
+            one.take_steps()
         for round_number in range(WARM + rounds):
             prompts = prompts_of(case, files, max(1, batch // GROUP), next(numbers))
             asked = [
@@ -100,22 +161,26 @@ def measure(case: str, rounds: int, scratch: Path) -> list[dict[str, Any]]:
                 for key in range(batch)
             ]
             found = {}
-            for kind in KINDS[round_number % 3 :] + KINDS[: round_number % 3]:
-                found[kind], taken = answer(kind, asked)
+            turn = round_number % len(names)
+            for name in names[turn:] + names[:turn]:
+                found[name], taken = answer(engines[name], asked)
                 if round_number >= WARM:
-                    seconds[kind].append(taken)
+                    seconds[name].append(taken)
             made += batch
-            same += sum(all(found[kind][key] == found["off"][key] for kind in KINDS) for key in found["off"])
-        steps = {kind: engine.take_steps() for kind, engine in engines.items()}
+            same += sum(all(found[name][key] == found["off"][key] for name in names) for key in found["off"])
+        steps = {name: one.take_steps() for name, one in engines.items()}
         rows.append(
             {
                 "case": case,
                 "temperature": temperature,
                 "batch": batch,
-                "over_off": {kind: median(o / s for o, s in zip(seconds["off"], seconds[kind], strict=True)) for kind in KINDS[1:]},
-                "drafted": {kind: sum(step.drafted for step in steps[kind]) for kind in KINDS[1:]},
-                "accepted": {kind: sum(step.accepted for step in steps[kind]) for kind in KINDS[1:]},
-                "draft_share": sum(step.draft_s for step in steps["auto"]) / sum(step.seconds for step in steps["auto"]),
+                "over_off": {name: sum(seconds["off"]) / sum(seconds[name]) for name in drafting},
+                "drafted": {name: sum(step.drafted for step in steps[name]) for name in drafting},
+                "accepted": {name: sum(step.accepted for step in steps[name]) for name in drafting},
+                "by_model": {name: np.sum([step.by_model for step in steps[name]], axis=0).tolist() for name in drafting},
+                "draft_share": {
+                    name: sum(step.draft_s for step in steps[name]) / sum(step.seconds for step in steps[name]) for name in drafting
+                },
                 "same_responses": same / made,
             }
         )
@@ -133,23 +198,23 @@ def main() -> None:
     before = FOLDER / "speculation.json"
     kept = json.loads(before.read_text())["rows"] if before.exists() else []
     rows = [row for case in CASES for row in (rows if case in options.only else kept) if row["case"] == case]
-    table = Table(
-        "policy", "temperature", "batch", "on", "auto", "accepted (auto)", "look-up", "same responses", title="Speed over no drafts"
-    )
+    table = Table("policy", "temperature", "batch", "speed", "accepted", "drafting", "same responses", title="Speed over no drafts")
     for row in rows:
-        share = row["accepted"]["auto"] / max(row["drafted"]["auto"], 1)
         table.add_row(
             row["case"],
             f"{row['temperature']}",
             f"{row['batch']}",
-            *(f"{row['over_off'][kind]:.2f}×" for kind in KINDS[1:]),
-            f"{share:.0%} of {row['drafted']['auto']}",
-            f"{row.get('draft_share', 0.0):.1%}",
+            ", ".join(f"{name} {speed:.2f}×" for name, speed in row["over_off"].items()),
+            ", ".join(f"{row['accepted'][name] / max(count, 1):.0%} of {count}" for name, count in row["drafted"].items()),
+            ", ".join(f"{share:.1%}" for share in row.get("draft_share", {}).values()),
             f"{row['same_responses']:.1%}",
         )
     console.print(table)
     small = [row["over_off"]["auto"] for row in rows if row["case"] == "chain" and row["batch"] <= 4 and row["temperature"] <= 0.5]
-    targets = [Target("auto over off, anywhere", min(row["over_off"]["auto"] for row in rows), least=0.98, unit="×")]
+    decided = [(row, name) for row in rows for name in row["over_off"] if kinds_of(row["case"])[name] == "auto"]
+    targets = [Target("auto over off, anywhere", min(row["over_off"][name] for row, name in decided), least=0.98, unit="×")]
+    if drafted := [row["over_off"]["trained"] for row in rows if row["case"] == "27M" and row["batch"] <= 4]:
+        targets.append(Target("a trained drafter over off, 27 M, at most 4 responses", min(drafted), least=1.5, unit="×"))
     if small:
         targets.append(Target("auto over off, chain, at most 4 responses and temperature 0.5", min(small), least=1.8, unit="×"))
     show_targets(console, targets)

@@ -18,6 +18,7 @@ from placement.speed.robust_fit import nonnegative
 
 SOURCES = ("text", "model")  # of drafts, by number
 MOST_TOKENS = 16  # drafted for one sequence in one step
+MODEL_SEQUENCES = 16  # that a drafter is asked for at once, and has a KV cache for: beyond, verification costs more than it brings
 PRIOR_WEIGHT = 4.0  # tokens whose acceptance was seen weigh as much as the source's estimate
 FORGET_AFTER = 20_000  # drafted tokens, after which older ones count half: a policy changes while it learns
 MATCH_EDGES = (2, 3, 5, 9)  # lower ends of the buckets of match lengths, after the first
@@ -250,7 +251,7 @@ class Attempts:
         if step_s is None or not times.is_known:
             return max(1, running // 4) if self.number % 2 else 0
         self.balance = min(self.balance + ALLOWED_LOSS, MOST_BALANCE)
-        affordable = self.balance * step_s - times.path_s
+        affordable = max(self.balance * step_s - times.path_s, 0.0)
         return min(running, int(affordable / self.look_up_s)) if self.look_up_s else int(affordable > 0)
 
     def due(self, names: Sequence[str], most: int) -> list[int]:
@@ -263,6 +264,10 @@ class Attempts:
         gone = self.rests.keys() - set(names)
         for name in gone:
             del self.rests[name]
+
+    def forget(self, name: str) -> None:
+        """Let a sequence try again at once."""
+        self.rests.pop(name, None)
 
     def note(self, name: str, succeeded: bool) -> None:
         """Record whether a look-up gave a draft, or a draft at least one token."""

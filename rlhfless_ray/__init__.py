@@ -1,4 +1,4 @@
-"""rlhfless-ray: an elastic runtime for synchronous RLHF on Ray. The names users need are loaded when asked for."""
+"""rlhfless-ray: an elastic runtime for RLHF on Ray. The names users need are loaded when asked for."""
 
 from __future__ import annotations
 

@@ -158,6 +158,7 @@ class UpdateStats:
     last_grad_norm: float = 0.0  # before clipping, of the last optimizer step
     router_balance: float = 0.0  # the routers' auxiliary loss before its weight, where there is one
     effective_share: float = 1.0  # effective sample size of the tokens' importance weights p_old / p_sampler, as a share of the tokens
+    kl_by_lag: dict[int, float] = field(default_factory=dict)  # KL(version that drew a token ‖ weights before the update), by lag
 
 
 @dataclass(frozen=True)

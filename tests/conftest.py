@@ -52,7 +52,6 @@ def small_recipe(folder: Path, **overrides: Any) -> dict[str, Any]:
         "rollout": {"samples_per_prompt": 4, "max_tokens": 24, "kv_cache_mb": 64, "max_running": 64},
         "reward": {"function": f"{folder / 'reward_file.py'}:shorter"},
         "learner": {"learning_rate": 0.001},
-        "cluster": {"pool": False},  # on a Ray that is there already: spares the start of its pool
         "checkpoint": {"every_steps": 2},
         "watch": {"progress": "plain", "tensorboard": False, "wandb": "off", "samples_per_step": 0},
     }
@@ -232,7 +231,8 @@ def cpu_s() -> float:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fork the workers of the first test's Ray, and of all after it, from one process that has imported everything."""
     if item.get_closest_marker("ray") and warm_workers.PREFIX not in os.environ:
-        warm_workers.start(item.config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
+        own = item.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        warm_workers.start(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 
 
 @pytest.fixture

@@ -5,15 +5,19 @@ from __future__ import annotations
 import gc
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 from ray.util.placement_group import placement_group_table
+from safetensors.numpy import load_file
 
 from rlhfless_ray import Recipe, Runtime
-from tests.conftest import samples, small_recipe, two_nodes
+from tests.conftest import ROOT, environment, samples, small_recipe, two_nodes, write_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 
@@ -76,6 +80,36 @@ def test_a_run_on_another_node_survives_a_killed_engine_and_leaves_nothing(clust
         assert min(now.values()) > 0, "it does not stay idle"
         time.sleep(0.5)
     assert all(now[node] > before for node, before in idle.items()), "it does not stay idle"
+
+
+def test_two_runs_on_one_pool_learn_what_each_learns_alone(cluster, tmp_path, uninterrupted):
+    """Slots pass between them in the middle of their steps, and neither samples another token for it."""
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir()
+        name, address = folder.name, cluster.address
+        write_recipe(folder, run__name=name, cluster__pool=True, cluster__address=address, rollout__max_actors=2)
+    beside = [sys.executable, "-m", "rlhfless_ray", "train", str(folders[1] / "small.yaml")]
+    other = subprocess.Popen(beside, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment())
+    try:
+        with Runtime(Recipe.load(folders[0] / "small.yaml")) as run:
+            assert run.shared_pool is not None
+            for _ in run:
+                passed = ray.get(run.shared_pool.handle.status.remote())["handovers"]
+        said = other.communicate(timeout=300)[0]
+        assert other.returncode == 0, said
+    finally:
+        other.kill()
+        other.wait()
+    assert passed > 0
+    alone = load_file(uninterrupted / "model" / "model.safetensors")
+    for folder in folders:
+        mine = folder / "runs" / folder.name
+        for step in range(1, 5):
+            assert [s["response"] for s in samples(mine, step)] == [s["response"] for s in samples(uninterrupted, step)]
+        learned = load_file(mine / "model" / "model.safetensors")
+        for key, weight in alone.items():
+            np.testing.assert_allclose(learned[key].astype(np.float32), weight.astype(np.float32), rtol=1e-3, atol=1e-5)
 
 
 def test_more_slots_than_the_cluster_has_are_refused_before_anything_starts(cluster, tmp_path):

@@ -45,16 +45,26 @@ def test_each_tokens_log_probability_is_that_of_the_version_that_drew_it(tmp_pat
     assert drawn_by == ({1: {0}, 2: {1}, 3: {2}} if lag == 0 else {1: {0}, 2: {0}, 3: {1}})
     with as_folder(files) as initial:
         model = load_model(initial, "float32", False)
-    for step in steps:
-        (version,) = drawn_by[step.number]
+
+    def under(version: int, samples: list[Sample]) -> list[np.ndarray]:
         weights = load_file(folder / "checkpoints" / f"step_{version}" / "model.safetensors")
         model.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()}, strict=False)
-        for sample in step.samples:
+        found = []
+        for sample in samples:
             prompt, response = sample.prompt.token_ids, sample.completion.token_ids
             with torch.no_grad():
                 logits = model(torch.tensor([[*prompt, *response.tolist()]])).logits[0, len(prompt) - 1 : -1]
-            found = logits.log_softmax(-1).numpy()[np.arange(len(response)), response]
+            found.append(logits.log_softmax(-1).numpy()[np.arange(len(response)), response])
+        return found
+
+    for step, row in zip(steps, rows(folder), strict=True):
+        (version,) = drawn_by[step.number]
+        drawn = under(version, step.samples)
+        for sample, found in zip(step.samples, drawn, strict=True):
             np.testing.assert_allclose(found, sample.completion.logprobs, atol=1e-4)
+        if lag and version < step.number - 1:
+            change = np.concatenate(under(step.number - 1, step.samples)) - np.concatenate(drawn)
+            assert row["lag/kl_1"] == pytest.approx(np.mean(np.exp(change) - 1 - change), rel=0.02) and "lag/kl_0" not in row
     if lag:
         told = [(row["lag/mean"], row["lag/max"]) for row in rows(folder)]
         assert told == [(0, 0), (1, 1), (1, 1)]

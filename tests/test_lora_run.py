@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from rlhfless_ray.run.find_model import find_model
 from tests.conftest import command, samples, write_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -82,6 +83,10 @@ def test_the_output_is_an_adapter_and_the_model_has_it_merged(run: tuple[Path, s
     for name, tensor in load_file(path / "model" / "model.safetensors").items():
         np.testing.assert_allclose(tensor, by_peft[name].numpy(), atol=1e-6)
     AutoModelForCausalLM.from_pretrained(path / "model")
+    merged = find_model(path / "checkpoints" / "step_2", "--model", out.parent / "found")
+    assert {file.name for file in merged.iterdir()} == {file.name for file in (path / "model").iterdir()}
+    found, final = (load_file(folder / "model.safetensors") for folder in (merged, path / "model"))
+    assert found.keys() == final.keys() and all(np.array_equal(found[name], final[name]) for name in found)
 
 
 def test_a_resumed_run_ends_where_this_one_did(run: tuple[Path, str]) -> None:

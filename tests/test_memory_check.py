@@ -15,7 +15,7 @@ from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.local import machine_memory as machine
 from rlhfless_ray.run import memory_check as sizes
 from rlhfless_ray.run.memory_check import DoesNotFit, Room, check, check_ahead
-from rlhfless_ray.run.memory_needs import Lengths, Model, device_needs, models_of
+from rlhfless_ray.run.memory_needs import Lengths, Model, device_needs, host_needs, models_of
 from rlhfless_ray.weights import load_policy as policy_files
 from tests.conftest import command, small_recipe
 from tests.placement.test_memory import LLAMA_70B, MIXTRAL, QWEN_05B, QWEN_7B, config
@@ -186,6 +186,21 @@ def test_critic_reference_and_reward_model_are_sized_too(tmp_path):
     needs = {need.who: need for need in device_needs(wide, models_of(wide))}
     assert needs["a reference rank"].bytes == 2 * 46_702_792_704
     assert "a reference rank" not in {n.who for n in device_needs(recipe(large), models_of(recipe(large)))}
+
+
+def test_a_drafter_is_sized_beside_an_engine_and_where_it_is_trained(tmp_path):
+    large, half = folder(tmp_path / "large", QWEN_7B), folder(tmp_path / "half", QWEN_05B)
+    wanted = recipe(large, rollout={"speculation": "auto", "drafter": str(half), "max_tokens": 1000, "gpu_memory_share": 0.99})
+    needs = {need.who: need for need in device_needs(wanted, models_of(wanted), Lengths(24, 24))}
+    width = memory.VALUE_BYTES[wanted.policy.dtype]
+    kv = 16 * 1024 * 2 * 24 * 2 * 64 * width  # sequences, tokens, keys and values, layers, heads, their width
+    assert needs["the drafter beside an engine"].bytes == width * 494_032_768 + kv
+    assert refusal(H100, wanted).startswith("rollout.drafter: the drafter beside an engine needs at least")
+    trained = recipe(half, rollout={"speculation": "auto", "drafter_train": "on"})
+    needs = {need.who: need for need in host_needs(trained, models_of(trained), False)}
+    (size,) = (size for what, size in needs["the drafter's training beside the rollout"].parts if what == "in the drafter's training")
+    layer = 4 * 64 * 64 + 3 * 64 + 3 * 64 * 192 + 2 * 64
+    assert size == 16 * (151_936 * 64 + layer + 64)
 
 
 def test_prompts_as_long_as_they_are_count_once_they_are_read(tmp_path):

@@ -158,6 +158,13 @@ def test_wrong_types_ranges_and_combinations(key: str, value: Any, said: str) ->
     assert said in refused((key, value))
 
 
+ONLINE_DPO = {
+    "advantage.estimator": "online_dpo",
+    "importance_cap": 0,
+    **{"kl.coefficient": 0.1, "kl.place": "reward", "kl.estimator": "k1", "kl.limit": None},
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -181,6 +188,10 @@ def test_wrong_types_ranges_and_combinations(key: str, value: Any, said: str) ->
             {"advantage.estimator": "on_policy_distill", "kl.coefficient": 1.0, "kl.place": "reward", "kl.estimator": "k1"},
             "reference.path: on_policy_distill needs a teacher; name its folder",
         ),
+        ({"advantage.estimator": "online_dpo"}, "algorithm.kl: online_dpo compares the policy with a reference"),
+        ({**ONLINE_DPO, "epochs": 2}, "algorithm.updates_per_step: online_dpo takes one optimizer step per rollout batch"),
+        ({**ONLINE_DPO, "importance_cap": 2.0}, "algorithm.importance_cap: a pair of online_dpo counts the same"),
+        ({**ONLINE_DPO, "loss_mean": "sequence"}, "algorithm.loss_mean: online_dpo needs `token`"),
         ({"advantage.lambd": 0.9}, "algorithm.advantage.lambd: only gae uses it, so with group_norm it must be 1"),
         ({"batch_samples": 257}, "algorithm.batch_samples: must not exceed prompts.batch_prompts"),
         ({"remainder": "carry"}, "algorithm.remainder: needs algorithm.batch_samples; set it, or leave this out"),
@@ -392,6 +403,8 @@ def test_an_episode_is_as_long_as_its_limit() -> None:
 def test_a_lag_needs_importance_weights_and_keeps_no_samples_for_longer() -> None:
     lag = ("rollout.max_lag_steps", 1)
     assert "rollout.max_lag_steps: responses of older weights need" in refused(lag, ("algorithm.importance_cap", 0))
+    pairs = Recipe.parse(merged(lag, *((f"algorithm.{key}", value) for key, value in ONLINE_DPO.items())))
+    assert pairs.rollout.max_lag_steps == 1 and pairs.algorithm.importance_cap == 0
     assert "algorithm.remainder=carry" in refused(lag, ("algorithm.batch_samples", 8), ("algorithm.remainder", "carry"))
     assert "rollout.max_lag_steps" in refused(("rollout.max_lag_steps", 2))
     assert (

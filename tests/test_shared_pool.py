@@ -14,7 +14,7 @@ import ray
 from benchmarks.common.replay_setup import build, recipe_for, synthetic_lengths
 from rlhfless_ray.functions.ledger import read_rows
 from rlhfless_ray.functions.pool_client import PoolClient
-from rlhfless_ray.functions.pool_state import RunInfo
+from rlhfless_ray.functions.pool_messages import RunInfo
 from tests.conftest import ROOT, command, environment
 
 pytestmark = pytest.mark.ray

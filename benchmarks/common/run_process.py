@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.common.core_seconds import CoreSeconds
 from benchmarks.common.peak_memory import PeakMemory
 from benchmarks.common.run_metadata import ROOT
 
@@ -40,6 +41,7 @@ class ProcessResult:
     peak_mb: float
     processes: int
     appeared_s: float | None  # seconds until `watched` had a row of step 1
+    cores: CoreSeconds | None = None
 
 
 def run_process(
@@ -50,22 +52,30 @@ def run_process(
     watched: Path | None = None,
     timeout_s: float = 3600.0,
     memory: bool = True,
+    cores: bool = False,
+    folder: Path = ROOT,
 ) -> ProcessResult:
-    """Run to the end. Raises RuntimeError with the log's tail when it fails or takes longer than `timeout_s`."""
+    """Run to the end in `folder`. Raises RuntimeError with the log's tail when it fails or takes longer than `timeout_s`.
+
+    `memory`, `cores`: whether to sample peak memory, and CPU time.
+    """
     start = time.monotonic()
     appeared: float | None = None
     with log.open("w") as file:
         process = subprocess.Popen(
             [str(part) for part in command],
-            cwd=ROOT,
+            cwd=folder,
             env=dict(environment) if environment is not None else None,
             stdout=file,
             stderr=subprocess.STDOUT,
             preexec_fn=end_with_parent,
         )
         peak = PeakMemory(process.pid)
+        used = CoreSeconds(process.pid) if cores else None
         if memory:
             peak.__enter__()
+        if used is not None:
+            used.__enter__()
         try:
             while process.poll() is None:
                 if appeared is None and watched is not None and _has_step(watched):
@@ -77,9 +87,11 @@ def run_process(
             end_process(process)
             if memory:
                 peak.__exit__()
+            if used is not None:
+                used.__exit__()
     if process.returncode:
         raise RuntimeError(f"exit code {process.returncode}: {_tail(log)}")
-    return ProcessResult(time.monotonic() - start, peak.peak_mb, peak.processes, appeared)
+    return ProcessResult(time.monotonic() - start, peak.peak_mb, peak.processes, appeared, used)
 
 
 def end_process(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:

@@ -2,7 +2,7 @@
 
 Every policy takes its best width of engines, and has the same drafts. What the runtime does not do is forbidden to `ours (as
 built)`: a learner that grows within a step, engines awake beside it or woken before its update ends, optimizer state on the host
-except during the update, whitened gradients by linearity, and a drafter that is trained.
+except during the update, and whitened gradients by linearity.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ def measure_drafted(setting: Setting, seeds: Sequence[int]) -> dict[str, Any]:
     for drafts in DRAFTS:
         chance = acceptance(setting, drafts)
         built = variant(AS_BUILT, without=lambda _, k: k.awake or k.hosted or k.linear or 0 < k.early < k.late, prewarmed=False)
-        policies = ["fixed", "ours"] if drafts == "trained" else ["fixed", built, "ours"]
-        runs[drafts] = [simulate(wide.but(acceptance=chance), policies, seed) for seed in seeds]
+        runs[drafts] = [simulate(wide.but(acceptance=chance), ["fixed", built, "ours"], seed) for seed in seeds]
     rows: dict[str, Any] = {}
     for drafts, found in runs.items():
         for name in found[0].policies:

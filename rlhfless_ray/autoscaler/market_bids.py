@@ -9,7 +9,7 @@ from placement.market import Bid, Clearing, bid_of
 from placement.planning.objective import Objective
 from placement.planning.plan import Plan
 from placement.scaling.learner_size import LearnerSize
-from rlhfless_ray.functions.pool_state import PoolView, RunInfo
+from rlhfless_ray.functions.pool_messages import PoolView, RunInfo
 
 
 class Pool(Protocol):

@@ -42,7 +42,7 @@ def evaluate(
         list[str] | None, typer.Option("--model", help="A model or run folder. Several are compared.", show_default=False)
     ] = None,
     data: Annotated[
-        list[str] | None, typer.Option("--data", help="A data set, or several. None: the held-out prompts.", show_default=False)
+        list[str] | None, typer.Option("--data", help="A data set, or several. Default: the held-out prompts.", show_default=False)
     ] = None,
     k: Annotated[list[int] | None, typer.Option("--k", help="Responses for pass@k.", show_default=False)] = None,
     resume: Annotated[bool, RESUME] = False,

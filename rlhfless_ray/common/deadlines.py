@@ -120,3 +120,11 @@ def get(ref: Any, seconds: float, what: str) -> Any:
             except GetTimeoutError:
                 raise RunError(f"timed out after {seconds:.0f} s waiting for {what}") from None
     return [values[r] for r in refs] if isinstance(ref, list) else values[ref]
+
+
+def fetch(ref: Any, seconds: float, what: str) -> Any:
+    """Return the value of a reference like `get`, without looking for stop signals: in ranks, and where a stop is handled later."""
+    try:
+        return ray.get(ref, timeout=seconds)
+    except GetTimeoutError:
+        raise RunError(f"timed out after {seconds:.0f} s waiting for {what}") from None

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-EstimatorName = Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce", "on_policy_distill"]
+EstimatorName = Literal[
+    "gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce", "on_policy_distill", "online_dpo"
+]
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,8 @@ class Estimator:
     critic: bool = False
     least_samples: int = 1  # per prompt; 2 where the responses to one prompt are compared with each other
     teacher: bool = False  # a token earns what a teacher says of it; rewards do not count
-    whole_batch: bool = False  # the baseline needs every reward of the rollout batch, not only the group's
+    whole_batch: bool = False  # an advantage depends on the whole rollout batch, not only on the group
+    pairs: bool = False  # of each group the best and the worst response are learned from, whichever version drew them
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -27,4 +30,5 @@ ESTIMATORS: dict[str, Estimator] = {
     "dr_grpo": Estimator(least_samples=2),  # arXiv 2503.20783; the constant-length division is the loss's
     "flash_reinforce": Estimator(whole_batch=True),  # OpenRLHF 0.11.2
     "on_policy_distill": Estimator(teacher=True),  # arXiv 2306.13649 with the reverse KL, one token at a time
+    "online_dpo": Estimator(least_samples=2, whole_batch=True, pairs=True),  # arXiv 2305.18290 and 2402.04792
 }

@@ -212,12 +212,14 @@ class LeaseManager:
         """Return `have` and the granted ones of `requests`; those not granted in time are withdrawn.
 
         The first `need` leases have until the lease deadline, the others `wait_s`. If there are fewer than `need`, all are
-        released and RunError names what is missing.
+        released and RunError names what is missing. The run's other requests are withdrawn before it waits for what it needs: they
+        may hold the only slot, and nobody collects that meanwhile.
         """
         start = time.monotonic()
         leases = list(have or [])
         for request in requests:
-            needed = len(leases) < need
+            if needed := len(leases) < need:
+                self.withdraw([one for one in self.asked.values() if one not in requests])
             grant = self.source.wait(request, start + (self.deadline_s if needed else wait_s))
             while grant is None and needed and self.source.may_wait():
                 grant = self.source.wait(request, time.monotonic() + PREFERRED_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +15,7 @@ from placement.market import Bid, Clearing
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.functions.lease import Grant, LeaseRequest, others_wait
-from rlhfless_ray.functions.pool_state import SILENT_S, PoolSlot, PoolView, RunInfo, SlotRequest
+from rlhfless_ray.functions.pool_messages import SILENT_S, PoolView, Reply, RunInfo, RunSlots, SlotRequest
 from rlhfless_ray.functions.slot_pool import NAMESPACE, TICK_S, SlotPool, UnknownRun
 
 BEAT_S = 1.0  # interval of heartbeats
@@ -35,9 +35,7 @@ class PoolClient:
         `say`: callback for log messages.
         """
         self.resource, self.info, self.say = resource, info, say
-        self.held: dict[str, PoolSlot] = {}
-        self.granted: dict[str, PoolSlot] = {}  # by request id, until they are waited for
-        self.released: set[str] = set()  # ids of requests, not confirmed by the pool yet
+        self.slots = RunSlots(info.run)
         self.view = PoolView(0, 1, 0, 0, 0, 0.0, "", 0.0, 0.0, 0.0)
         self.lock, self.closed = threading.RLock(), threading.Event()
         self.lost = ""  # why this run's slots are no longer its own
@@ -51,44 +49,39 @@ class PoolClient:
 
     def ask(self, requests: list[LeaseRequest]) -> None:
         if requests:
-            self._take(self._call("ask", [self._asked(one) for one in requests]))
+            with self.lock:
+                self.slots.ask(SlotRequest(self._id(one), self.info.run, one.node, one.labels) for one in requests)
+            self._tell()
 
     def wait(self, request: LeaseRequest, until_s: float) -> Grant | None:
         """Return what was granted, or None at the time `until_s` (monotonic)."""
-        while (slot := self.granted.pop(self._id(request), None)) is None:
+        while (slot := self.slots.held.get(self._id(request))) is None:
             STOP.check()
-            request.from_s, seconds = time.time(), max(0.0, until_s - time.monotonic())
-            found = self._call("wait", self._asked(request), min(WAIT_S, seconds))
-            if found is not None:
-                self._take({self._id(request): found})
-            elif not seconds:
+            request.from_s, seconds = time.time(), until_s - time.monotonic()
+            self._tell(max(0.0, min(WAIT_S, seconds)))
+            if seconds <= 0 and self._id(request) not in self.slots.held:
                 return None
         request.from_s = min(time.time(), max(request.from_s, slot.granted_s))  # nodes' clocks may differ a little
-        return Grant(slot.id, slot.node, slot.device)
+        return Grant(slot.request, slot.node, slot.device)
 
     def arrival(self, request: LeaseRequest) -> Any:
         """Return a reference that resolves when the request is granted, or at the latest after STANDING_S. Then `wait` tells."""
-        return self.handle.wait.remote(self._asked(request), STANDING_S)
+        return self.handle.arrival.remote(self.info.run, self._id(request), STANDING_S)
 
     def withdraw(self, requests: list[LeaseRequest]) -> None:
-        for request in requests:
-            if (slot := self.granted.pop(self._id(request), None)) is not None:
-                del self.held[slot.id]
-        self._release([self._id(request) for request in requests])
+        self.release([self._id(request) for request in requests])
 
     def release(self, ids: list[str]) -> None:
-        self._release([self.held.pop(id).request for id in ids])
+        if ids:
+            with self.lock:
+                self.slots.end(ids)
+                self._said()  # if it is lost, the next heartbeat says the same
 
     def drop(self, ids: list[str]) -> None:
         """Release slots of nodes that are lost or leave. The pool may not know that yet, and would grant them again."""
-        self._release([self.held.pop(id).request for id in ids], dropped=True)
-
-    def _release(self, requests: list[str], dropped: bool = False) -> None:
-        """Tell the pool. If the call is lost, the next heartbeat repeats it."""
-        if requests:
-            with self.lock:
-                self.released |= set(requests)
-                self.handle.release.remote(self.info.run, requests, dropped)
+        with self.lock:
+            self.slots.avoid(ids)
+            self.release(ids)
 
     def others_wait(self) -> bool:
         """Return whether another run is short of slots that this one has above its target, or another program waits for any."""
@@ -100,7 +93,7 @@ class PoolClient:
 
     def may_wait(self) -> bool:
         """Return whether a needed slot comes although its deadline is over: other runs hold slots, and give back what is this run's."""
-        self.view = self._call("beat", self.info.run, [])
+        self._tell()
         others = self.view.others
         if others and not self.waits_said:
             self.waits_said = True
@@ -117,28 +110,48 @@ class PoolClient:
             if ray.get(self.handle.leave.remote(self.info.run), timeout=ANSWER_S):
                 ray.get(self.handle.end_if_empty.remote(), timeout=ANSWER_S)
 
+    # ---- memory of parked processes --------------------------------------------------------------------------------
+
+    @property
+    def runs(self) -> int:
+        return max(1, self.view.runs)
+
+    def parks(self, own_mb: Mapping[str, float]) -> None:
+        """Tell other runs, with the next message, what this one parks on each node."""
+        self.slots.parked_mb = own_mb
+
+    def others_mb(self, node: str) -> float:
+        return self.view.parked_mb.get(node, 0.0)
+
     # ---- the market ---------------------------------------------------------------------------------------------------
 
     def bid(self, bid: Bid) -> None:
         """Say what slots are worth to the run from now on."""
-        self.view = self._call("bid", bid)
+        with self.lock:
+            self.slots.bid = bid
+        self._tell()
 
     def what_if(self, bid: Bid) -> Clearing:
         """Return how the pool would be divided if this run bid so."""
-        return self._call("what_if", bid)
+        return self._call(lambda: self.handle.what_if.remote(bid))
 
     # ---- inside -------------------------------------------------------------------------------------------------------
 
     def _id(self, request: LeaseRequest) -> str:
         return f"{self.info.run}/{request.id}"
 
-    def _asked(self, request: LeaseRequest) -> SlotRequest:
-        return SlotRequest(self._id(request), self.info.run, request.node, request.labels)
+    def _tell(self, seconds: float = 0.0) -> None:
+        """Tell the pool everything, and take what it has granted by now, or does within `seconds`."""
+        self._accept(self._call(lambda: self._said(seconds)))
 
-    def _take(self, granted: dict[str, PoolSlot]) -> None:
+    def _said(self, *how: Any) -> Any:
         with self.lock:
-            self.granted |= granted
-            self.held |= {slot.id: slot for slot in granted.values()}
+            return self.handle.tell.remote(self.slots.statement(), *how)
+
+    def _accept(self, reply: Reply) -> None:
+        with self.lock:
+            self.slots.accept(reply)
+            self.view = reply.view
 
     def _find(self) -> Any:
         options = {"name": f"slot-pool-{self.resource}", "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
@@ -150,7 +163,7 @@ class PoolClient:
         end = time.monotonic() + START_S
         while True:
             try:
-                refused, _ = ray.get(self.handle.join.remote(self.info, []), timeout=START_S)
+                refused, _ = ray.get(self.handle.join.remote(self.info, self.slots.session, []), timeout=START_S)
                 break
             except (RayActorError, GetTimeoutError) as error:  # it ended with the last run before
                 STOP.check()
@@ -161,14 +174,14 @@ class PoolClient:
         if refused:
             raise UserError(f"{refused}; `rlhfless cluster` shows who is on it")
 
-    def _call(self, method: str, *arguments: Any) -> Any:
-        """Call the pool. One that is lost is replaced, and learns again what this run holds."""
+    def _call(self, call: Callable[[], Any]) -> Any:
+        """Call the pool, and return its reply. A pool that is lost is replaced, and learns again what this run holds."""
         end = time.monotonic() + REPLACE_S
         while True:
             if self.lost:
                 raise RunError(self.lost)
             try:
-                return ray.get(getattr(self.handle, method).remote(*arguments), timeout=ANSWER_S)
+                return ray.get(call(), timeout=ANSWER_S)
             except (RayActorError, GetTimeoutError, UnknownRun) as error:
                 if time.monotonic() > end:
                     raise RunError(f"the slot pool of this cluster did not answer within {REPLACE_S:.0f} s") from error
@@ -184,9 +197,10 @@ class PoolClient:
             time.sleep(TICK_S)
             self.handle = self._find()
             with suppress(UnknownRun):
-                ray.get(self.handle.beat.remote(self.info.run, []), timeout=ANSWER_S)
+                ray.get(self._said(), timeout=ANSWER_S)
                 return  # another thread was quicker
-            refused, gone = ray.get(self.handle.join.remote(self.info, list(self.held.values()), self.view.slot_s), timeout=ANSWER_S)
+            mine = self.slots.renew(), list(self.slots.held.values()), self.view.slot_s
+            refused, gone = ray.get(self.handle.join.remote(self.info, *mine), timeout=ANSWER_S)
             if refused or gone:
                 self.lost = refused or (
                     f"this run did not answer for {SILENT_S:.0f} s, and its slots went to other runs of the cluster; --resume continues it"
@@ -196,12 +210,7 @@ class PoolClient:
 
     def _beat(self) -> None:
         while not self.closed.is_set() and not self.lost:
-            with self.lock:
-                released = list(self.released)
             try:
-                self.view = ray.get(self.handle.watch.remote(self.info.run, released, self.view.surplus, BEAT_S), timeout=BEAT_S + ANSWER_S)
+                self._accept(ray.get(self._said(BEAT_S, self.view.surplus), timeout=BEAT_S + ANSWER_S))
             except (RayActorError, GetTimeoutError, UnknownRun) as error:
                 self._rejoin(error)
-                continue
-            with self.lock:
-                self.released -= set(released)

@@ -5,61 +5,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from placement.market import Bid, Clearing, Credits, clear, entitled_slots
+from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, Reply, RunInfo, SlotRequest, Statement
 
-SILENT_S = 20.0  # a run that was not heard of for so long has ended, and its slots are free
 IDLE_S = 2.0  # a slot that no run takes for so long goes back to Ray; a new grant of a slot that was just freed takes Ray up to 0.8 s
 RECENT_S = 2.0  # a run that withdrew its request counts as waiting for so long: a worker group asks again after a short pause
 HANDOVER_S = 0.05  # longest hand-over on CPU, for the market's payback
 MAX_PAST = 200  # ended runs whose cost is remembered
 
 
-@dataclass(frozen=True)
-class RunInfo:
-    """A run as it joins: its name, what it is entitled to (see `Bid`), and where it runs."""
-
-    run: str
-    share: float | None = None
-    weight: float = 1.0
-    least: int = 1  # slots that it cannot do without
-    folder: str = ""
-    job: str = ""  # Ray's id of its driver, whose processes are ended with a run that is silent for too long
-    price: float = 0.0  # money of a slot-hour
-
-
-@dataclass(frozen=True)
-class SlotRequest:
-    """A wish for one slot, on a node (any if empty) that has these labels."""
-
-    id: str
-    run: str
-    node: str = ""
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class PoolSlot:
-    """A slot that Ray has granted to the pool. `group`: its placement group, which this module does not look at."""
-
-    id: str
-    node: str
-    device: int | str
-    group: Any = None
-    holder: str = ""  # name of the run; empty: free
-    request: str = ""  # id of the request that it was granted for
-    since_s: float = 0.0  # time of the last hand-over
-    granted_s: float = 0.0  # the same as wall-clock time, for the ledger of the run
-    last: str = ""  # the run that held it before
-
-
 @dataclass
 class PoolRun:
     info: RunInfo
+    session: str
     bid: Bid
     heard_s: float
     joined_s: float
+    number: int = 0  # of its newest statement
+    holds: frozenset[str] = frozenset()  # ids of the requests whose slots it says to have
+    avoids: frozenset[str] = frozenset()  # nodes on which it wants no slot
+    parked_mb: Mapping[str, float] = field(default_factory=dict)  # memory of its parked processes, by node
     held_since_s: float = 0.0
     waits_since_s: float | None = None  # since when it wants a slot and has none
     withdrew_s: float = -float("inf")  # when it last ended a request that was not granted; a later grant resets it
@@ -76,24 +42,6 @@ class PastRun:
     joined_s: float
     ended_s: float
     slot_s: float
-
-
-@dataclass(frozen=True)
-class PoolView:
-    """What a run sees of the pool. `surplus`: slots above its target that runs below theirs wait for."""
-
-    slots: int
-    runs: int
-    held: int
-    target: int
-    surplus: int
-    price: float
-    reason: str
-    slot_s: float
-    lent_slot_s: float
-    borrowed_slot_s: float
-    others: Mapping[str, int] = field(default_factory=dict)  # slots of the other runs that hold any
-    waiting: tuple[str, ...] = ()  # other runs below their target that want slots
 
 
 class PoolState:
@@ -126,13 +74,14 @@ class PoolState:
             return f"cluster.share: {info.share:g} and the shares of other runs ({others}) add up to {total:g}, more than the pool"
         return ""
 
-    def join(self, info: RunInfo, now_s: float, held: Iterable[PoolSlot] = (), paid_slot_s: float = 0.0) -> list[str]:
+    def join(self, info: RunInfo, now_s: float, held: Iterable[PoolSlot] = (), paid_slot_s: float = 0.0, session: str = "") -> list[str]:
         """Add a run that is not refused. Returns the ids of slots that other runs hold by now.
 
         `held`: slots that it has held since before this state knew it. `paid_slot_s`: what it has paid so far.
         """
         self.leave(info.run, now_s)
-        self.runs[info.run] = PoolRun(info, Bid(info.run, (info.least,), (0.0,), info.share, info.weight), now_s, now_s, slot_s=paid_slot_s)
+        bid = Bid(info.run, (info.least,), (0.0,), info.share, info.weight)
+        self.runs[info.run] = PoolRun(info, session, bid, now_s, now_s, slot_s=paid_slot_s)
         gone = []
         for slot in held:
             known = self.slots.setdefault(slot.id, slot)
@@ -158,8 +107,26 @@ class PoolState:
         balance = {name: amount for name, amount in self.credits.balance.items() if name != run}
         self.credits, self._cleared = Credits(balance), None
 
-    def heard(self, run: str, now_s: float) -> None:
-        self.runs[run].heard_s = now_s
+    def tell(self, statement: Statement, now_s: float) -> None:
+        """Make requests, slots and bid of a run what it states, unless it has stated something newer."""
+        run = self.runs[statement.run]
+        run.heard_s = now_s
+        if statement.number <= run.number:
+            return
+        run.number, run.holds, run.avoids = statement.number, frozenset(statement.holds), statement.avoids
+        run.parked_mb = statement.parked_mb
+        known = [one.id for one in self.requests.values() if one.run == statement.run]
+        known += [slot.request for slot in self.slots.values() if slot.holder == statement.run]
+        self.release(set(known) - run.holds - {one.id for one in statement.wants}, now_s)
+        for request in statement.wants:
+            self.ask(request, now_s)
+        if statement.bid is not None:
+            self.bid(statement.bid, now_s)
+
+    def reply(self, run: str, now_s: float) -> Reply:
+        """Return what a run does not know yet: slots that it has not confirmed, and the state of the pool."""
+        mine = [slot for slot in self.slots.values() if slot.holder == run and slot.request not in self.runs[run].holds]
+        return Reply(self.runs[run].session, {slot.request: replace(slot) for slot in mine}, self.view(run, now_s))
 
     def silent(self, now_s: float) -> list[RunInfo]:
         """Return the runs that were silent for too long."""
@@ -244,8 +211,9 @@ class PoolState:
         return granted
 
     def idle(self, now_s: float) -> list[PoolSlot]:
-        """Return the free slots that should go back to Ray."""
-        return [slot for slot in self.slots.values() if not slot.holder and now_s - slot.since_s > IDLE_S]
+        """Return the free slots that should go back to Ray: nobody took them for a while, or a run found their nodes lost or leaving."""
+        avoided = {node for run in self.runs.values() for node in run.avoids}
+        return [slot for slot in self.slots.values() if not slot.holder and (now_s - slot.since_s > IDLE_S or slot.node in avoided)]
 
     def drop(self, id: str, now_s: float) -> None:
         """Forget a slot that went back to Ray, or whose node is gone."""
@@ -322,6 +290,9 @@ class PoolState:
         known, cleared, held = self.runs[run], self.clearing(), self.held(run)
         waiting = {name: missing for name, missing in self.waiting(now_s).items() if name != run}
         surplus = min(max(0, held - cleared.slots[run]), sum(waiting.values()))
+        parked_mb: Counter[str] = Counter()
+        for name, other in self.runs.items():
+            parked_mb.update(other.parked_mb if name != run else {})
         return PoolView(
             self.size,
             len(self.runs),
@@ -335,12 +306,15 @@ class PoolState:
             known.borrowed_slot_s,
             {name: count for name, count in self._held().items() if name != run},
             tuple(sorted(waiting)),
+            parked_mb,
         )
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
     def _fits(self, request: SlotRequest, slot: PoolSlot) -> bool:
         labels = self.nodes.get(slot.node, (0, {}))[1]
+        if slot.node in self.runs[request.run].avoids:
+            return False
         return request.node in ("", slot.node) and all(labels.get(name) == value for name, value in request.labels.items())
 
     def _give(self, slot: PoolSlot, request: SlotRequest, now_s: float) -> None:

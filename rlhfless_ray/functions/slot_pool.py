@@ -23,7 +23,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from placement.market import Bid, Clearing
 from rlhfless_ray.functions.lease import POOL_PREFIX, bundle_of, device_ids, device_named, node_slots
-from rlhfless_ray.functions.pool_state import SILENT_S, PoolSlot, PoolState, PoolView, RunInfo, SlotRequest
+from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, Reply, RunInfo, SlotRequest, Statement
+from rlhfless_ray.functions.pool_state import PoolState
 
 NAMESPACE = "rlhfless"
 TICK_S = 0.25  # interval at which the pool looks for silent runs and idle slots
@@ -44,7 +45,6 @@ class SlotPool:
         now = time.monotonic()
         self.resource, self.bundle = resource, bundle_of(resource)
         self.state = PoolState(now)
-        self.waits: dict[str, asyncio.Future[PoolSlot]] = {}  # by request id
         self.creating: dict[str, PlacementGroup] = {}  # groups that Ray has not granted yet, by the request they were asked for
         self.counter, self.began_s, self.empty_s, self.looked_s = 0, time.time(), now, -float("inf")
         self.look()
@@ -67,27 +67,25 @@ class SlotPool:
 
     # ---- calls of the runs ----------------------------------------------------------------------------------------
 
-    async def join(self, info: RunInfo, held: list[PoolSlot], paid_slot_s: float = 0.0) -> tuple[str, list[str]]:
+    async def join(self, info: RunInfo, session: str, held: list[PoolSlot], paid_slot_s: float = 0.0) -> tuple[str, list[str]]:
         """Add a run. Returns why it cannot join, or an empty string, and the ids of those of `held` that it has no more.
 
-        `held`: slots that it holds, as far as it knows.
+        `session`: of its statements. `held`: slots that it holds, as far as it knows.
         """
         self.look()
         if refused := self.state.refusal(info):
             return refused, []
-        self._forget(info.run)
         there = [one for one in held if placement_group_table(one.group)["state"] == "CREATED"]
         for one in there:
             self.orphans.pop(one.id, None)
-        taken = self.state.join(info, time.monotonic(), [replace(one) for one in there], paid_slot_s)
+        taken = self.state.join(info, time.monotonic(), [replace(one) for one in there], paid_slot_s, session)
         removed = [one.id for one in held if one not in there and one.node in self.state.nodes]
         return "", [*taken, *removed]
 
     async def leave(self, run: str) -> bool:
         """Remove a run. Returns whether it was the last one."""
-        self._forget(run)
         self.state.leave(run, time.monotonic())
-        self._match()
+        self._settle()
         return not self.state.runs
 
     async def end_if_empty(self) -> None:
@@ -101,62 +99,30 @@ class SlotPool:
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
         await asyncio.sleep(TICK_S)
 
-    async def beat(self, run: str, released: list[str]) -> PoolView:
-        """Say that the run is alive, and what it has released. Returns what it sees of the pool."""
-        await self.release(run, released)
-        now = time.monotonic()
-        self.state.heard(run, now)
-        return self.state.view(run, now)
+    async def tell(self, statement: Statement, seconds: float = 0.0, surplus: int | None = None) -> Reply:
+        """Do as a run states, and reply as soon as it has a slot that it does not know of, or another surplus than `surplus`, or after
+        `seconds`."""
+        run, now = statement.run, self._known(statement.run, statement.session)
+        self.state.tell(statement, now)
+        self._settle()
+        end_s = now + seconds
+        while True:
+            reply = self.state.reply(run, now)
+            if reply.granted or surplus not in (None, reply.view.surplus) or now >= end_s:
+                return reply
+            await self._change(end_s - now)
+            now = self._known(run, statement.session)
 
-    async def watch(self, run: str, released: list[str], surplus: int, seconds: float) -> PoolView:
-        """Do as `beat` does, and reply as soon as the run's surplus is another one than this, or after `seconds`."""
-        view, end_s = await self.beat(run, released), time.monotonic() + seconds
-        while view.surplus == surplus and (left_s := end_s - time.monotonic()) > 0:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self.changed.wait(), left_s)
-            view = self.state.view(run, self._known(run))
-        return view
-
-    async def release(self, run: str, ids: list[str], dropped: bool = False) -> None:
-        """End requests, and make the slots free that were granted for them. `dropped`: their nodes are lost or leave, so that all free
-        slots of these nodes go back to Ray."""
-        now = self._known(run)
-        for id in ids:
-            self._abandon(id)
-        nodes = {slot.node for slot in self.state.slots.values() if slot.request in ids} if dropped else set()
-        self.state.release(ids, now)
-        for slot in [one for one in self.state.slots.values() if one.node in nodes and not one.holder]:
-            self._remove(slot)
-        self._match()
-
-    async def ask(self, requests: list[SlotRequest]) -> dict[str, PoolSlot]:
-        """Ask for slots. Returns {request id: slot} of those granted at once; `wait` waits for the others."""
-        for request in requests:
-            self.state.ask(request, self._known(request.run))
-        self._match()
-        for request in requests:
-            if request.id in self.state.requests and request.id not in self.creating:  # no free slot for it: Ray may have one
-                self._create(request)
-        return {one.id: slot for one in requests if (slot := self.state.granted(one.id)) is not None}
-
-    async def wait(self, request: SlotRequest, seconds: float) -> PoolSlot | None:
-        """Return the slot for a request, or None if there is none within `seconds`."""
-        if granted := await self.ask([request]):  # also if a lost pool was asked for it
-            return granted[request.id]
-        waits = self.waits[request.id] = asyncio.get_running_loop().create_future()
-        with suppress(TimeoutError, asyncio.CancelledError):
-            return await asyncio.wait_for(waits, seconds)
-        return None
-
-    async def bid(self, bid: Bid) -> PoolView:
-        now = self._known(bid.run)
-        self.state.bid(bid, now)
-        self._match()
-        return self.state.view(bid.run, now)
+    async def arrival(self, run: str, id: str, seconds: float) -> None:
+        """Return when a request is granted or ended, at the latest after `seconds`. This changes nothing."""
+        end_s = time.monotonic() + seconds
+        while id in self.state.requests and (left_s := end_s - time.monotonic()) > 0:
+            await self._change(left_s)
 
     async def what_if(self, bid: Bid) -> Clearing:
         """Return the division of the pool if this run bid so."""
-        self._known(bid.run)
+        if bid.run not in self.state.runs:
+            raise UnknownRun(bid.run)
         return self.state.what_if(bid)
 
     async def status(self) -> dict[str, Any]:
@@ -210,32 +176,31 @@ class SlotPool:
         self.tasks.add(task := asyncio.get_event_loop().create_task(work))
         task.add_done_callback(self.tasks.discard)
 
-    def _known(self, run: str) -> float:
+    def _known(self, run: str, session: str) -> float:
         """Return the time, if the run is known."""
-        if run not in self.state.runs:
+        if run not in self.state.runs or self.state.runs[run].session != session:
             raise UnknownRun(run)
         return time.monotonic()
 
-    def _match(self) -> None:
-        """Hand free slots to those who wait, and wake those who watch."""
-        for slot in self.state.match(time.monotonic()):
+    async def _change(self, seconds: float) -> None:
+        """Wait until slots or requests change, at most for so long."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.changed.wait(), seconds)
+
+    def _settle(self) -> None:
+        """Hand free slots to those who wait, ask Ray for a slot for each of the others, and wake those who watch."""
+        now = time.monotonic()
+        for slot in self.state.idle(now):
+            self._remove(slot)
+        for slot in self.state.match(now):
             slot.granted_s = time.time()
-            if (waits := self.waits.pop(slot.request, None)) is not None and not waits.done():
-                waits.set_result(slot)
-            self._abandon(slot.request)
+        for id in set(self.creating) - set(self.state.requests):
+            remove_placement_group(self.creating.pop(id))
+        for request in self.state.requests.values():
+            if request.id not in self.creating:
+                self._create(request)
         self.changed.set()
         self.changed.clear()
-
-    def _abandon(self, id: str) -> None:
-        """End the request to Ray that was made for this one, and the wait for it."""
-        if (group := self.creating.pop(id, None)) is not None:
-            remove_placement_group(group)
-        if (waits := self.waits.pop(id, None)) is not None:
-            waits.cancel()
-
-    def _forget(self, run: str) -> None:
-        for request in [one for one in self.state.requests.values() if one.run == run]:
-            self._abandon(request.id)
 
     def _remove(self, slot: PoolSlot) -> None:
         self.state.drop(slot.id, time.monotonic())
@@ -244,7 +209,9 @@ class SlotPool:
     def _create(self, request: SlotRequest) -> None:
         self.counter += 1
         name = f"{POOL_PREFIX}{self.resource}-{int(1e6 * self.began_s):x}-{self.counter}"
-        selector = dict(request.labels) | ({"ray.io/node-id": request.node} if request.node else {})
+        avoided = self.state.runs[request.run].avoids
+        node = request.node or (f"!in({','.join(sorted(avoided))})" if avoided else "")
+        selector = dict(request.labels) | ({"ray.io/node-id": node} if node else {})
         selectors = [selector] if selector else None
         group = placement_group([dict(self.bundle)], name=name, lifetime="detached", bundle_label_selector=selectors)
         self.creating[request.id] = group
@@ -263,14 +230,13 @@ class SlotPool:
             device = await self._device(group) if self.resource == "gpu" else self._number(node)
         except RayError:  # the node was lost before it could name the device
             if self.creating.get(request.id) is group:
-                del self.creating[request.id]
-                remove_placement_group(group)
-                self._create(request)
+                remove_placement_group(self.creating.pop(request.id))
+                self._settle()
             return
         if self.creating.get(request.id) is group:  # otherwise it was abandoned meanwhile
             del self.creating[request.id]
             self.state.put(PoolSlot(name, node, device, group), time.monotonic())
-            self._match()
+            self._settle()
 
     async def _device(self, group: PlacementGroup) -> int | str:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
@@ -288,13 +254,10 @@ class SlotPool:
             now = time.monotonic()
             self.look()
             for info in self.state.silent(now):
-                self._forget(info.run)
                 if info.job:
                     _end_processes(info.job)
                 self.state.leave(info.run, now)
-            self._match()
-            for slot in self.state.idle(now):
-                self._remove(slot)
+            self._settle()
             if self.orphans and now > self.orphans_until_s:
                 for group in self.orphans.values():
                     remove_placement_group(group)

@@ -314,6 +314,8 @@ class WorkerPool:
                 self._give_back(instance)
             elif instance.kept_mb is None:
                 self._gave_back(instance)
+        if self.parked_memory is not None:
+            self.parked_memory.enforce()  # other runs may need the memory by now
         return len(over)
 
     def end(self, instance: Instance) -> None:

@@ -22,7 +22,8 @@ class Batch:
     prompt's position. mask (Σ (length - prompt length),) bool: which tokens after the prompts the policy wrote; None: all. Only
     these are learned from, the others are context. Per token of the policy, (Σ response length,) float32: logprobs of the
     sampler; advantages; and, None if they are not needed or not known yet, `old`: log-probabilities of the learner
-    before the step, `reference`: of the policy that the run began with, `values`: the critic's, `returns`: what it is to learn.
+    before the step, `reference`: of the policy that the run began with, `values`: the critic's, `returns`: what it is to learn;
+    `lags` (int8): updates since the version that drew the token, in runs with a lag.
     `kl_coefficient`: of this step, where it is not the recipe's. `steps`: sequence indices of each optimizer step, where they do not
     follow from the recipe's section `algorithm` alone (see `carry.py`); an index may come again in another step.
     """
@@ -37,6 +38,7 @@ class Batch:
     reference: np.ndarray | None = None
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
+    lags: np.ndarray | None = None
     kl_coefficient: float | None = None
     mask: np.ndarray | None = None
     steps: tuple[np.ndarray, ...] | None = None
@@ -84,7 +86,7 @@ class Batch:
             ends = np.cumsum(lengths)
             return np.concatenate([values[:0], *(values[ends[i] - lengths[i] : ends[i]] for i in indices)])
 
-        by_token = {name: getattr(self, name) for name in ("logprobs", "advantages", "old", "reference", "values", "returns")}
+        by_token = {name: getattr(self, name) for name in ("logprobs", "advantages", "old", "reference", "values", "returns", "lags")}
         taken: dict[str, Any] = {name: None if x is None else pieces(x, self.response_lengths) for name, x in by_token.items()}
         return replace(
             self,
@@ -104,6 +106,14 @@ def batch_of(samples: Sequence[Sample], per_prompt: int) -> Batch:
         [(s.prompt.token_ids, s.completion.token_ids, s.completion.logprobs, 0.0, s.completion.key // per_prompt) for s in samples],
         [s.action_mask for s in samples],
     )
+
+
+def lags_of(samples: Sequence[Sample], newest: int) -> np.ndarray:
+    """Return the updates between the version that drew a token and version `newest`, of all tokens that the policy wrote:
+    (Σ response length,) int8."""
+    lags = [np.repeat(newest - versions, tokens) for versions, tokens in (np.array(s.completion.versions).T for s in samples)]
+    parts = [x if s.action_mask is None else x[s.action_mask] for x, s in zip(lags, samples, strict=True)]
+    return np.concatenate([np.empty(0, np.int8), *parts]).astype(np.int8)
 
 
 def mask_of(masks: Sequence[np.ndarray | None], lengths: Sequence[int]) -> np.ndarray | None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from rlhfless_ray.common.estimators import ESTIMATORS, Estimator
 from rlhfless_ray.learn.advantage import batch_centred, discounted_returns, gae, group_advantages, leave_one_out, uncentred
+from rlhfless_ray.learn.preference_pairs import pair_advantages
 from rlhfless_ray.learn.reward_shaping import clipped, token_rewards
 from rlhfless_ray.learn.whiten import Moments, whiten
 
@@ -22,6 +23,7 @@ BASELINES: dict[str, Callable[[np.ndarray], np.ndarray]] = {  # rewards (prompts
     "dr_grpo": centred,
     "flash_reinforce": batch_centred,
     "on_policy_distill": lambda rewards: 0.0 * uncentred(rewards),  # NaN of a missing reward stays
+    "online_dpo": uncentred,
 }
 
 
@@ -73,6 +75,8 @@ def shaped_rewards(
     shaped = BASELINES[name](rewards).reshape(-1)
     if clip_range is not None:
         shaped = clipped(shaped, *clip_range)
+    if estimator.pairs:
+        return pair_advantages(shaped.reshape(rewards.shape), lengths, kl, kl_coefficient, mask)
     return token_rewards(shaped, lengths, kl, kl_coefficient, mask)
 
 
@@ -94,7 +98,8 @@ def advantages_of(
             raise ValueError(f"{name} needs the critic's values")
         advantages, returns = gae(reward, np.where(action, values, 0.0), lengths, gamma, lambd)
     else:
-        returns = discounted_returns(reward, lengths, 0.0 if estimator.teacher else gamma if estimator.discounts else 1.0)
+        alone = estimator.teacher or estimator.pairs  # a token earns what is its own
+        returns = discounted_returns(reward, lengths, 0.0 if alone else gamma if estimator.discounts else 1.0)
         advantages = returns
     return np.where(action, advantages, 0.0), np.where(action, returns, 0.0)
 

@@ -14,7 +14,7 @@ from placement.scaling.resize_policy import Decision
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.learn.advantage import spans
-from rlhfless_ray.learn.batch import Batch, batch_of, counts_of, mask_of
+from rlhfless_ray.learn.batch import Batch, batch_of, counts_of, lags_of, mask_of
 from rlhfless_ray.learn.carry import FILE, as_bytes, carried, of_bytes
 from rlhfless_ray.learn.colocation import ColocatedGroups
 from rlhfless_ray.learn.compute_advantages import compute_advantages, penalized
@@ -121,6 +121,8 @@ class LearnStage:
         known = np.isfinite(rewards)
         learned = [sample for sample, scored in zip(samples, known, strict=True) if scored]
         batch = batch_of(learned, recipe.rollout.samples_per_prompt)
+        if recipe.rollout.max_lag_steps:
+            batch = replace(batch, lags=lags_of(learned, self.number - 1))
         lengths = np.array([len(s.completion.token_ids) for s in samples], np.int64)
         mask = mask_of([s.action_mask for s in samples], lengths.tolist())
         scored_tokens = np.repeat(known, lengths) if mask is None else np.repeat(known, lengths) & mask

@@ -32,6 +32,7 @@ SUMS = (
     *("loss", "policy_loss", "kl", "router_balance", "entropy", "clipped", "importance", "capped", "mismatch", "ppo_kl"),
     *("sampler_kl", "reference_gap", "ratio", "ratio_squared"),
 )
+LAGS = 9  # kinds of tokens whose divergence is summed apart: 0 to 8 updates old, the largest `rollout.max_lag_steps`
 WEIGHTED = 4  # of SUMS, the first ones: weighted as the loss is; the others count every token the same
 
 
@@ -183,8 +184,10 @@ class LearnerRank:
             tokens["old"] = old
         if batch.reference is not None:
             tokens["reference"] = torch.from_numpy(batch.reference).to(self.device)
+        if batch.lags is not None:
+            tokens["lags"] = torch.from_numpy(batch.lags).long().to(self.device)
         kl_coefficient = self.algorithm.kl.coefficient if batch.kl_coefficient is None else batch.kl_coefficient
-        sums = torch.zeros(len(SUMS), dtype=torch.float64)
+        sums = torch.zeros(len(SUMS) + 2 * LAGS, dtype=torch.float64)
         most = torch.zeros(1, dtype=torch.float64)
         for cut in step.cuts:
             # A rank without work still joins the collectives: one sequence at weight 0.
@@ -206,8 +209,9 @@ class LearnerRank:
         rate = self.trainer.rate()
         norm, applied, reason = self.trainer.step(bool(torch.isfinite(sums[0])), scale)
         sums[:WEIGHTED] *= scale
-        sums[WEIGHTED:] /= found.tokens  # statistics are means over tokens, whatever the loss averages over
-        named = dict(zip(SUMS, sums.tolist(), strict=True))
+        divergence, of_lag = sums[len(SUMS) :].view(2, LAGS)
+        sums[WEIGHTED : len(SUMS)] /= found.tokens  # statistics are means over tokens, whatever the loss averages over
+        named = dict(zip(SUMS, sums[: len(SUMS)].tolist(), strict=True))
         effective = named["ratio"] ** 2 / named["ratio_squared"] if named["ratio_squared"] else 0.0
         if self.correction is not None and self.correction.gates_sequences:
             named["capped"] *= found.tokens / found.sequences
@@ -235,6 +239,7 @@ class LearnerRank:
             last_grad_norm=norm,
             effective_share=effective,
             router_balance=named["router_balance"],
+            kl_by_lag={lag: float(divergence[lag] / count) for lag, count in enumerate(of_lag.tolist()) if count},
         )
 
     def _micro_loss(
@@ -280,7 +285,11 @@ class LearnerRank:
         ratio = token_ratios(before, drawn).double()
         apart = (before - logprobs.detach(), drawn - before, gap, ratio, ratio.square())
         terms = [loss, policy_loss, kl, balance, *((each * x).sum() for x in (entropy, clipped, importance, capped, mismatch, *apart))]
-        values = torch.stack([t.detach().double().cpu() for t in terms])
+        by_lag = torch.zeros(2, LAGS, dtype=torch.float64, device=self.device)
+        if "lags" in mine:
+            divergence = bounded_kl(drawn, before, "k3", limit=None).double()
+            by_lag.index_add_(1, mine["lags"], torch.stack([each * divergence, each.double()]))
+        values = torch.cat([torch.stack([t.detach().double().cpu() for t in terms]), by_lag.flatten().cpu()])
         worst = mismatch.max().detach().double().cpu() if mismatch.numel() else torch.zeros(1).double()
         return loss, values, worst
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,15 +14,17 @@ Stats = TypeVar("Stats", UpdateStats, CriticStats)
 
 def nothing(kind: type[Stats], reason: str) -> Stats:
     """Of an update that had nothing to learn from."""
-    numbers: dict[str, Any] = dict.fromkeys(kind.__dataclass_fields__, 0.0)
-    counts: dict[str, Any] = {"trained_tokens": 0, "skipped": 1, "applied": 0, "skipped_last": 1, "reason": reason}
-    return kind(**{**numbers, **counts})
+    return _zeros(kind, skipped=1, skipped_last=1, reason=reason)
 
 
 def untouched(kind: type[Stats]) -> Stats:
     """Of a step without an optimizer step: the policy was not to be trained, or its samples fill none."""
-    numbers: dict[str, Any] = dict.fromkeys(kind.__dataclass_fields__, 0.0)
-    return kind(**{**numbers, "trained_tokens": 0, "skipped": 0, "applied": 0, "skipped_last": 0, "reason": ""})
+    return _zeros(kind)
+
+
+def _zeros(kind: type[Stats], **others: Any) -> Stats:
+    counts: dict[str, Any] = {"trained_tokens": 0, "skipped": 0, "applied": 0, "skipped_last": 0, "reason": "", "kl_by_lag": {}}
+    return kind(**{name: others.get(name, counts.get(name, 0.0)) for name in kind.__dataclass_fields__})
 
 
 def merged(stats: list[Stats]) -> Stats:
@@ -30,11 +33,13 @@ def merged(stats: list[Stats]) -> Stats:
         return stats[0]
     found: dict[str, Any] = {}
     for name in type(stats[0]).__dataclass_fields__:
-        values = [getattr(s, name) for s in stats]
+        values: list[Any] = [getattr(s, name) for s in stats]
         if name == "reason":
             found[name] = "; ".join(v for v in values if v)
         elif name in ("next_learning_rate", "last_grad_norm"):
             found[name] = values[-1]
+        elif name == "kl_by_lag":
+            found[name] = {lag: float(np.mean([v[lag] for v in values if lag in v])) for lag in sorted({*chain(*values)})}
         elif name == "mismatch_max":
             found[name] = max(values)
         elif name in ("trained_tokens", "skipped", "applied"):

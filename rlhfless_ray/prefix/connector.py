@@ -130,6 +130,13 @@ class PageConnector(KVConnectorBase_V1):
             self.store.seconds["save"] += time.perf_counter() - start
         return False, None
 
+    def copy(self, request: Any, block_ids: Sequence[int]) -> dict[bytes, np.ndarray]:
+        """Copy out the full pages of a running request between two steps."""
+        name, full = request.sampling_params.extra_args["name"], request.num_computed_tokens // self.block_size
+        if self.store.refused or not full or not is_identified_by_tokens(request):
+            return {}
+        return self.store.copy(name, request.block_hashes[:full], block_ids[:full])
+
     # ---- the worker's side -----------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

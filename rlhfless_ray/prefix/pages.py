@@ -6,6 +6,7 @@ therefore accepted if its address was requested, and if its checksum, which cove
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class PageStore:
         self.to_save: set[str] = set()  # names of requests whose pages are saved when they end
         self.known: set[bytes] = set()  # pages that the requester has already
         self.saved: dict[str, tuple[list[bytes], np.ndarray]] = {}
+        self.copied: dict[str, set[bytes]] = {}  # request name → pages that were copied while it went on
         self.copy_out: Callable[[Sequence[int]], np.ndarray] | None = None  # block numbers → (blocks, page_bytes)
         self.computed: dict[str, int] = {}  # request name → context tokens of a continued request that were computed here
         self.counts: Counter[str] = Counter()
@@ -122,10 +124,20 @@ class PageStore:
 
     # ---- out -------------------------------------------------------------------------------------------------
 
-    def request_save(self, names: Iterable[str], known: Iterable[bytes] = ()) -> None:
-        """Save the pages of these requests when they finish or are cut, except those with `known` addresses."""
+    def request_save(self, names: Sequence[str], known: Iterable[bytes] = ()) -> None:
+        """Save the pages of these requests when they finish or are cut, except those with `known` addresses and those copied before."""
         self.to_save |= set(names)
-        self.known |= set(known)
+        self.known |= set(known).union(*(self.copied.pop(name, set()) for name in names))
+
+    def copy(self, name: str, addresses: Sequence[bytes], blocks: Sequence[int]) -> dict[bytes, np.ndarray]:
+        """Copy pages of a request that goes on, and return {address: page}. Another copy of the same request is whole again."""
+        assert self.copy_out is not None
+        start = time.perf_counter()
+        pages = self.copy_out(blocks)
+        self.copied[name] = set(addresses)
+        self.counts["copied"] += len(addresses)
+        self.seconds["save"] += time.perf_counter() - start
+        return dict(zip(addresses, pages, strict=True))
 
     def save(self, name: str, addresses: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Copy a request's pages out of the engine's cache, each address once. The connector calls this when the request ends."""

@@ -138,7 +138,8 @@ class Recipe(RecipeFile):
         if self.learner.tensor_parallel > 1 and self.lora.rank:
             raise ValueError("learner.tensor_parallel: adapters of divided matrices are not built; set it to 1, or lora.rank to 0")
         algorithm = self.algorithm
-        corrected = algorithm.importance_cap > 0 or algorithm.loss.correction_level != "off" or algorithm.loss.ratio_to == "sampler"
+        weighted = algorithm.importance_cap > 0 or algorithm.loss.correction_level != "off" or algorithm.loss.ratio_to == "sampler"
+        corrected = weighted or ESTIMATORS[estimator].pairs  # a pair counts the same whatever it was drawn from
         if self.rollout.quantization != "off" and not corrected:
             raise ValueError(
                 f"rollout.quantization: {self.rollout.quantization} changes what engines sample from, and nothing corrects for it; set "
@@ -154,8 +155,7 @@ class Recipe(RecipeFile):
                 "rollout.max_lag_steps: samples that algorithm.remainder=carry keeps for later steps would be older than this bound; set "
                 "remainder to `short` or `drop`, or max_lag_steps to 0"
             )
-        if self.rollout.drafter and self.rollout.speculation == "off":
-            raise ValueError("rollout.drafter: rollout.speculation is off, so nothing is drafted; set it to auto, or leave the drafter out")
+        self._check_drafter()
         self._check_partial()
         if self.price.rollout_slot_per_hour is not None and not self.rollout.nodes:
             raise ValueError("price.rollout_slot_per_hour: it is the price of the nodes that rollout.nodes names, which is empty")
@@ -180,6 +180,20 @@ class Recipe(RecipeFile):
         if len(sources) > 1:
             raise ValueError(f"reward.{sources[1]}: rewards have one source; set it or reward.{sources[0]}")
         return self
+
+    def _check_drafter(self) -> None:
+        rollout = self.rollout
+        trains = rollout.drafter_train == "on"
+        if (rollout.drafter or trains) and rollout.speculation == "off":
+            key = "drafter_train" if trains else "drafter"
+            raise ValueError(f"rollout.{key}: rollout.speculation is off, so nothing is drafted; set it to auto, or leave the drafter out")
+        if trains and not self.functions.elastic:
+            raise ValueError("rollout.drafter_train: it needs slots that engines leave, and with functions.elastic=false they leave none")
+        if trains and rollout.max_lag_steps:
+            raise ValueError(
+                "rollout.drafter_train: a rollout with rollout.max_lag_steps leaves no slots to train the drafter on; set it to off, or "
+                "max_lag_steps to 0"
+            )
 
     def _check_partial(self) -> None:
         """Raise ValueError for what partial rollouts need and lack."""

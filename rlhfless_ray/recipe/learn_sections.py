@@ -18,7 +18,8 @@ class AdvantageConfig(Section):
     only centred. `rloo`: minus the mean of the others in the group. `reinforce_baseline`: centred, then whitened over the batch.
     `reinforce`: the rewards, whitened over the batch. `flash_reinforce`: minus the batch's mean, without groups. `gae` (PPO):
     generalised advantages over a critic's values, whitened over the batch. `on_policy_distill`: log-probability of each token under the
-    teacher in `reference.path` minus that under the policy; rewards are reported only."""
+    teacher in `reference.path` minus that under the policy; rewards are reported only. `online_dpo`: DPO's loss on the best and the
+    worst response of each group, with the β in `algorithm.kl.coefficient`."""
     gamma: Share = 1.0
     """Discount per token, for `gae` and `reinforce`."""
     lambd: Share = 1.0
@@ -142,6 +143,8 @@ class AlgorithmConfig(Section):
                 f"algorithm.kl: with {name} a token's reward is the KL to the teacher; set algorithm.kl.coefficient to 1, "
                 "algorithm.kl.place to reward and algorithm.kl.estimator to k1"
             )
+        if ESTIMATORS[name].pairs:
+            self._check_pairs()
         if self.loss.kind == "gspo" and self.loss_mean != "sequence":
             raise ValueError("algorithm.loss_mean: gspo is a loss of sequences, so it must be `sequence`")
         if self.loss.ratio_to == "sampler" and self.loss.kind != "gspo":
@@ -166,6 +169,29 @@ class AlgorithmConfig(Section):
         if self.remainder != "short" and self.batch_samples is None:
             raise ValueError("algorithm.remainder: needs algorithm.batch_samples; set it, or leave this out")
         return self
+
+    def _check_pairs(self) -> None:
+        """DPO's gradient is that of the policy loss in the first optimizer step of a batch, without weights and over all its tokens."""
+        name = self.advantage.estimator
+        if not (self.kl.coefficient and self.kl.place == "reward" and self.kl.estimator == "k1" and self.kl.limit is None):
+            raise ValueError(
+                f"algorithm.kl: {name} compares the policy with a reference; set algorithm.kl.coefficient to β (such as 0.1), "
+                "algorithm.kl.place to reward, algorithm.kl.estimator to k1 and algorithm.kl.limit to null"
+            )
+        if self.updates_per_step > 1 or self.epochs > 1 or self.batch_samples is not None:
+            raise ValueError(
+                f"algorithm.updates_per_step: {name} takes one optimizer step per rollout batch; leave out "
+                "algorithm.updates_per_step, algorithm.epochs and algorithm.batch_samples"
+            )
+        if self.importance_cap > 0 or self.loss.correction_level != "off":
+            raise ValueError(
+                f"algorithm.importance_cap: a pair of {name} counts the same whichever version drew it; set it to 0, and "
+                "algorithm.loss.correction_level to off"
+            )
+        if self.loss_mean != "token" or self.loss.kind != "ppo" or self.advantage.whitens:
+            raise ValueError(
+                f"algorithm.loss_mean: {name} needs `token`, algorithm.loss.kind ppo and algorithm.advantage.whiten off or left out"
+            )
 
     @property
     def keeps_reference(self) -> bool:

@@ -102,6 +102,15 @@ class RolloutConfig(Section):
     drafter: str = ""
     """Folder (or Hugging Face hub name) of a small causal language model with the policy's tokenizer. Each engine loads it, and drafts
     with it where text promises little. It draws with the numbers that the policy will draw with. Needs `speculation`."""
+    drafter_train: Annotated[Literal["on", "off"], OffIsAWord] = "off"
+    """Train the drafter on the responses, on slots that engines have left at the end of a rollout. Without a `drafter` it starts as a
+    small model with random weights. Needs `speculation` and `functions.elastic`, and `max_lag_steps` must be 0."""
+    drafter_hidden_size: int = Field(64, ge=32, multiple_of=32)
+    """Width of a drafter with random weights."""
+    drafter_layers: int = Field(1, ge=1)
+    """Layers of a drafter with random weights."""
+    drafter_learning_rate: float = Field(2e-3, gt=0)
+    """Learning rate of the drafter's training (AdamW)."""
     block_size: int = Field(32, ge=1)
     """Tokens of a KV block. Prefixes are shared in whole blocks."""
     prefix_kv: Annotated[Literal["auto", "on", "off"], OffIsAWord] = "auto"

@@ -37,7 +37,7 @@ class FunctionsConfig(Section):
     parked_mb: float | None = Field(None, ge=0)
     """Memory, MB, that processes without work may hold on each node: prewarmed or parked engines, prefill and reward processes, not
     the learner. Beyond it none is started ahead, and those that have waited longest end. None: half of what Ray counts as the
-    node's memory."""
+    node's memory, which the runs of a shared pool divide."""
     lease_deadline_s: float = Field(300.0, gt=0)
     """A lease that Ray cannot grant within this time ends the run and names what is missing. A process that has not started by then
     is replaced."""

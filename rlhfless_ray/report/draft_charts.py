@@ -1,4 +1,4 @@
-"""Chart of speculative decoding by step: tokens that drafts added to an engine step, and tokens drafted in vain."""
+"""Charts of speculative decoding by step: tokens that drafts added to an engine step, tokens drafted in vain, and a drafter that learns."""
 
 from __future__ import annotations
 
@@ -30,3 +30,21 @@ def drafts(rows: Sequence[Row]) -> Chart | None:
         f"drafts {'saved' if saved_s >= 0 else 'cost'} {duration(abs(saved_s))} of engines' time."
     )
     return Chart("drafts", "Drafted tokens", note, data, {"yaxis": {"title": "tokens per engine step", "rangemode": "tozero"}})
+
+
+def drafter(rows: Sequence[Row]) -> Chart | None:
+    """Draw how near a drafter that is trained comes to the policy."""
+    if not total(rows, "drafter/updates"):
+        return None
+    shown = []
+    for row in rows:
+        drafted = row.get("rollout/model_drafted")
+        share = row["rollout/model_drafts_accepted"] / drafted if drafted else None
+        shown.append({"step": row["step"], "share": share, "kl": row.get("drafter/kl")})
+    names = [("share", "accepted share of its tokens", "@learn", "solid"), ("kl", "log p of policy − drafter, nats", "@muted", "dot")]
+    note = (
+        f"{total(rows, 'drafter/updates'):.0f} updates in {duration(total(rows, 'drafter/train_s') or 0.0)}, on slots that engines left. "
+        f"Engines drafted with up to {max(int(row.get('drafter/version') or 0) for row in rows)} versions of its weights."
+    )
+    data = lines(shown, names, width=1.8, hovertemplate="%{y:.3f}")
+    return Chart("drafter", "Training of the drafter", note, data, {"yaxis": {"title": "share, nats per token", "rangemode": "tozero"}})

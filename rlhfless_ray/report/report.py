@@ -47,6 +47,7 @@ def render(record: RunRecord) -> str:
         charts.forecast(drawn),
         charts.calibration(drawn),
         draft_charts.drafts(steps),
+        draft_charts.drafter(steps),
     )
     prefix = _present(prefix_charts.tokens(drawn), prefix_charts.saved(drawn), prefix_charts.break_even(drawn))
     health, constant = charts.health(drawn)

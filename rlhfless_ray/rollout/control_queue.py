@@ -10,26 +10,32 @@ import numpy as np
 
 from rlhfless_ray.types import Request
 
+NO_CALL = 0  # epoch of no call: a command for it only brings pages
+
 
 @dataclass(frozen=True)
 class DraftNews:
     """What an engine is told for its drafts. `learned`: a state of `Learned`, empty if there is nothing new. `said`: (name, tokens) of
-    texts of other engines and earlier steps; a text that was told before goes on."""
+    texts of other engines and earlier steps; a text that was told before goes on. `weights`: of the drafter, {name: array} or a reference
+    to it, None if the engine has them."""
 
     learned: dict[str, Any]
     said: tuple[tuple[int, np.ndarray], ...]
+    weights: Any = None
 
 
 @dataclass(frozen=True)
 class EngineCommand:
     """A command to cut requests, to add some, or both.
 
-    `cut`: keys of requests to stop; their last tokens are sent with end "cut". `what`: name in the timeline. `ticket`: if not 0,
-    the engine keeps the KV pages of cut requests under this number until they are fetched. `pages`: references to the KV pages
-    of added requests. `drafts`: see `DraftNews`.
+    `cut`: keys of requests to stop; their last tokens are sent with end "cut". `copy`: keys of requests that go on, and whose full KV
+    blocks are copied. `what`: name in the timeline. `ticket`: if not 0, the engine keeps the KV pages of cut or copied requests under this
+    number until they are fetched. `pages`: references to the KV pages of added requests, or of some that will be added. `drafts`: see
+    `DraftNews`.
     """
 
     cut: tuple[int, ...] = ()
+    copy: tuple[int, ...] = ()
     add: tuple[Request, ...] = ()
     what: str = ""
     ticket: int = 0

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from placement.drafting import MOST_TOKENS, Attempts, Draft, Learned, choose_lengths
+from placement.drafting import MODEL_SEQUENCES, MOST_TOKENS, Attempts, Draft, Learned, choose_lengths
 from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.rollout.text_drafts import TextSource
 from rlhfless_ray.types import EngineStep
 
 if TYPE_CHECKING:
+    from rlhfless_ray.rollout.control_queue import DraftNews
     from rlhfless_ray.rollout.model_drafts import Ask, ModelSource
 
 ALL = 1 << 30  # sequences
@@ -108,11 +109,17 @@ class Drafter:
         """Draft from a response that has ended."""
         self._read(self.text.finish, number, np.asarray(response, np.int32))
 
-    def hear(self, learned: dict[str, Any], said: Sequence[tuple[int, np.ndarray]]) -> None:
+    def hear(self, news: DraftNews) -> None:
         """Take over what a run has learned, and draft from what other engines and earlier steps have said."""
-        self.learned.restore(learned)
-        for name, tokens in said:
+        self.learned.restore(news.learned)
+        for name, tokens in news.said:
             self._read(self.text.add, ("said", name), tokens)
+        if news.weights is not None and self.model is not None:
+            try:
+                self.model.load(news.weights)
+            except Exception as error:
+                self._drop_model(error)
+            self.attempts.forget(MODEL)
 
     def _read(self, read: Callable[..., None], *text: Any) -> None:
         """Add a text, unless too little was saved by drafts to pay for it."""
@@ -149,7 +156,7 @@ class Drafter:
         drafts = [self.text.propose(one.key, one.prompt_tokens, one.tokens, one.most) for one in due]
         if self.model is not None and due:
             self.model.forget_all_but(keys)
-            if self.always or (len(due) <= self.model.MOST_SEQUENCES and self.attempts.due([MODEL], 1)):
+            if self.always or (len(due) <= MODEL_SEQUENCES and self.attempts.due([MODEL], 1)):
                 self._draft_by_model(self.model, due, drafts, running, context_tokens)
         for row, draft, count in zip(tries, drafts, self._choose(drafts, running, context_tokens), strict=True):
             if count:
@@ -183,7 +190,7 @@ class Drafter:
         """Replace drafts from text by the model's where those promise more."""
         acceptance, times = self.learned.acceptance, self.learned.times
         promised = acceptance.survival(drafts).sum(1)
-        least = np.argsort(promised)[: model.MOST_SEQUENCES].tolist()
+        least = np.argsort(promised)[:MODEL_SEQUENCES].tolist()
         places = [i for i in least if due[i].most and model.fits(due[i].tokens, due[i].most) and promised[i] < ENOUGH_PROMISED]
         if not places:
             return

@@ -121,12 +121,13 @@ class RolloutDriver:
             left = deadline_s - (time.monotonic() - start)
             others = [ref for source in (self.listener, self.shared) if source is not None for ref in source.refs()]
             sources = self.sources()
-            refs = [*self.calls.running, *sources, *others]
+            refs = [*self.calls.running, *sources, *others, *self.migrations.refs()]
             for ready in wait_any(refs, left, self.awaited, within_s=LOOK_S, of_s=deadline_s):
                 if ready in self.calls.running:
                     self.receive(ready)
                 elif ready in sources:
                     self.receive_source(ready)
+            self.migrations.poll()
             self.remove_silent()
             self.on_progress(self.done, self.total)
             self.stop_if_enough()
@@ -235,7 +236,7 @@ class RolloutDriver:
         self.calls.share_drafts(call, self.token_log.indices(deltas.keys), deltas.observed)
         for moved in self.migrations.complete(call, deltas):
             if self.migration is not None:
-                self.migration.observe(moved.context_tokens, moved.seconds, moved.how)
+                self.migration.observe(moved.context_tokens, moved.pause_s, moved.how)
         call.assigned.difference_update(cut.tolist())
         if self.stopping:
             self.cut_owed(call)
@@ -421,6 +422,8 @@ class RolloutDriver:
             self.pool.end_lost(instance, why, cause)
             return
         others = [number for number in self.calls.available() if number != call.number]
+        if not others:  # one that still starts may hold the only slot that is left, so that to wait for another one would never end
+            others = [self.calls.number(other) for other in self.pool.working if other is not instance]
         if not others:
             self.migrations.cancel(orphans.tolist())
             successor = self.calls.number(self.pool.replace(instance, why, cause))

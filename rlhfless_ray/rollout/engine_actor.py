@@ -6,6 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +24,8 @@ from rlhfless_ray.weights.model_folder import stored_weights, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
 PAGES_S = 5.0  # timeout for the KV pages of a moved request; computing them takes no longer
+POLL_S = 0.002  # interval of looking for pages that the engine copies after its current step
+DRAFTER_S = 5.0  # timeout for the drafter's weights; an engine drafts with older ones too
 
 
 class RolloutActor:
@@ -134,7 +137,7 @@ class RolloutActor:
             self.engine.kept.pop(ticket, None)
         self.old_tickets = set(self.engine.kept)
         self._fetch(pages)
-        self.engine.hear(drafts)
+        self.engine.hear(fetch_drafter(drafts))
         self.control_queue.open(epoch)
         start = time.time()
         try:
@@ -151,10 +154,13 @@ class RolloutActor:
     def enqueue(self, epoch: int, command: EngineCommand) -> bool:
         """Add a command for the call with this epoch. Runs beside `rollout`. Returns False if that call is over."""
         self._fetch(command.pages)
-        return self.control_queue.put(epoch, command)
+        return self.control_queue.put(epoch, replace(command, drafts=fetch_drafter(command.drafts)))
 
-    def hand_over(self, ticket: int) -> Bundle | None:
-        """Return the KV pages kept under a ticket, once, or None if there are none. Runs beside `rollout`."""
+    def hand_over(self, ticket: int, wait_s: float = 0.0) -> Bundle | None:
+        """Return the KV pages kept under a ticket, once, or None if there are none within `wait_s`. Runs beside `rollout`."""
+        end = time.monotonic() + wait_s
+        while ticket not in self.engine.kept and time.monotonic() < end:
+            time.sleep(POLL_S)
         pages = self.engine.kept.pop(ticket, None)
         if not pages:
             return None
@@ -201,6 +207,19 @@ def set_threads(threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
+
+
+def fetch_drafter(drafts: DraftNews | None) -> DraftNews | None:
+    """Fetch the drafter's weights. Without them, if they do not arrive in time."""
+    import ray
+    from ray.exceptions import RayError
+
+    if drafts is None or drafts.weights is None:
+        return drafts
+    try:
+        return replace(drafts, weights=ray.get(drafts.weights, timeout=DRAFTER_S))
+    except RayError:
+        return replace(drafts, weights=None)
 
 
 def fill_between(spans: list[Span], what: str, start: float, end: float) -> list[Span]:

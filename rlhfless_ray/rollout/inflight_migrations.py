@@ -6,15 +6,19 @@ import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import ray
 
-from rlhfless_ray.rollout.control_queue import EngineCommand
+from rlhfless_ray.rollout.control_queue import NO_CALL, EngineCommand
 from rlhfless_ray.rollout.engine_calls import EngineCall, EngineCalls, count_sequences
 from rlhfless_ray.rollout.migration_policy import MigrationRequest
 from rlhfless_ray.rollout.token_deltas import TokenDeltas
 from rlhfless_ray.rollout.token_log import TokenLog
 
+COPY_TOKENS = 256  # shortest context whose full blocks are copied before the cut: a copy costs messages, and saves a transfer
+COPY_S = 2.0  # timeout for the copy
 _tickets = itertools.count(1)  # identify KV pages that an engine keeps for the next one
 
 
@@ -22,7 +26,8 @@ _tickets = itertools.count(1)  # identify KV pages that an engine keeps for the 
 class MigrationStats:
     """A completed move of a request.
 
-    `seconds`: from the decision to the first token on the new engine, measured by the driver. `how`: the chosen transfer
+    `seconds`: from the decision to the first token on the new engine, measured by the driver. `pause_s`: of these, without the time in
+    which it was still decoded while its blocks were copied. `how`: the chosen transfer
     method, "prefill" or "pages". `computed_tokens`: context tokens that the new engine computed; None if it does not report that.
     """
 
@@ -34,6 +39,7 @@ class MigrationStats:
     reason: str
     how: str = "prefill"
     computed_tokens: int | None = None
+    pause_s: float = 0.0
 
     @property
     def fell_back(self) -> bool:
@@ -48,6 +54,7 @@ class _Route:
     decided_s: float
     reason: str
     ticket: int  # 0: the context is computed again
+    cut_s: float = 0.0  # when the cut was requested
 
 
 class InflightMigrations:
@@ -56,18 +63,51 @@ class InflightMigrations:
         self.leaving: dict[int, _Route] = {}  # by request: the cut was requested
         self.landing: dict[int, _Route] = {}  # sent on, without a token since
         self.moved: list[MigrationStats] = []
+        self.copying: dict[Any, tuple[MigrationRequest, float]] = {}  # by reference to the copy's arrival: the move, and when to cut anyway
 
     def start(self, move: MigrationRequest) -> None:
-        """Ask the source to cut the requests. Does nothing if its call has just ended, because then it has none."""
+        """Ask the source to cut the requests, or first to copy their full KV blocks. Does nothing if its call has just ended, because
+        then it has none."""
         call = self.calls.find(move.source)
         if call is None:
             return
-        now, ticket = time.monotonic(), next(_tickets) if move.how == "pages" else 0
-        for i in move.requests.tolist():
+        now, ticket, requests = time.monotonic(), next(_tickets) if move.how == "pages" else 0, move.requests.tolist()
+        for i in requests:
             self.leaving[i] = _Route(move.source, move.target, now, move.reason, ticket)
-        keys = tuple(self.token_log.requests[i].key for i in move.requests.tolist())
+        if ticket and int((self.token_log.prompt[requests] + self.token_log.length[requests]).max()) >= COPY_TOKENS:
+            copied = next(_tickets)
+            keys = tuple(self.token_log.requests[i].key for i in requests)
+            self.calls.send_command(call, EngineCommand(copy=keys, what=f"copy {count_sequences(len(keys))}", ticket=copied))
+            pages = call.instance.actor.hand_over.options(concurrency_group="pages").remote(copied, COPY_S)
+            target = self.calls.engines[move.target].actor
+            arrived = target.enqueue.options(concurrency_group="control").remote(NO_CALL, EngineCommand(pages=(pages,)))
+            self.copying[arrived] = move, now + 2 * COPY_S
+        else:
+            self._cut(move)
+
+    def _cut(self, move: MigrationRequest) -> None:
+        """Ask the source to cut those requests of a move that have not ended."""
+        requests = [i for i in move.requests.tolist() if i in self.leaving and self.leaving[i].source == move.source]
+        if not requests or (call := self.calls.find(move.source)) is None:
+            return
+        for i in requests:
+            self.leaving[i].cut_s = time.monotonic()
+        keys = tuple(self.token_log.requests[i].key for i in requests)
         what = f"move {count_sequences(len(keys))} to {self.calls.engines[move.target].id}"
-        self.calls.send_command(call, EngineCommand(cut=keys, what=what, ticket=ticket))
+        self.calls.send_command(call, EngineCommand(cut=keys, what=what, ticket=self.leaving[requests[0]].ticket))
+
+    def refs(self) -> list[Any]:
+        """Return references to copies on their way."""
+        return list(self.copying)
+
+    def poll(self) -> None:
+        """Cut the requests whose full blocks have arrived, or failed to."""
+        if not self.copying:
+            return
+        arrived, _ = ray.wait(list(self.copying), num_returns=len(self.copying), timeout=0, fetch_local=False)
+        now = time.monotonic()
+        for ref in [ref for ref, (_, late_s) in self.copying.items() if ref in arrived or now > late_s]:
+            self._cut(self.copying.pop(ref)[0])
 
     def is_target(self, number: int) -> bool:
         """Return whether a request is on its way to this engine."""
@@ -103,6 +143,7 @@ class InflightMigrations:
             source = self.calls.engines[route.source].id
             how = "pages" if route.ticket else "prefill"
             seconds, computed = now - route.decided_s, deltas.computed.get(key)
-            done.append(MigrationStats(key, source, call.instance.id, context, seconds, route.reason, how, computed))
+            pause_s = now - (route.cut_s or route.decided_s)
+            done.append(MigrationStats(key, source, call.instance.id, context, seconds, route.reason, how, computed, pause_s))
         self.moved += done
         return done

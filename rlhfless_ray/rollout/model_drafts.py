@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from placement.drafting import SOURCES, Draft
+from placement.drafting import MODEL_SEQUENCES, SOURCES, Draft
 from rlhfless_ray.rollout.keyed_sampler import draw_in_chunks
 
 
@@ -33,8 +33,6 @@ class Ask:
 
 
 class ModelSource:
-    MOST_SEQUENCES = 16  # in one forward pass, and with a KV cache: for more, verification costs more than it brings
-
     def __init__(self, folder: Path, vocabulary: int, longest_tokens: int, device: torch.device) -> None:
         """`vocabulary`: of the policy, whose tokens alone are drafted. `longest_tokens`: of a sequence with its draft."""
         model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, attn_implementation="sdpa")
@@ -43,8 +41,16 @@ class ModelSource:
         longest_tokens = min(longest_tokens, getattr(self.model.config, "max_position_embeddings", None) or longest_tokens)
         self.cache = _SlotCache(longest_tokens)
         self.slots: dict[int, int] = {}  # by sequence
-        self.cached = np.zeros((self.MOST_SEQUENCES, longest_tokens), np.int64)  # tokens whose keys and values the cache has
-        self.sizes = np.zeros(self.MOST_SEQUENCES, int)  # of these
+        self.cached = np.zeros((MODEL_SEQUENCES, longest_tokens), np.int64)  # tokens whose keys and values the cache has
+        self.sizes = np.zeros(MODEL_SEQUENCES, int)  # of these
+
+    @torch.inference_mode()
+    def load(self, weights: dict[str, np.ndarray]) -> None:
+        """Replace the weights. Keys and values of the old ones are dropped."""
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(torch.from_numpy(weights[name]))
+        self.slots.clear()
+        self.sizes[:] = 0
 
     def fits(self, tokens: np.ndarray, most: int) -> bool:
         """Return whether the model can read a sequence with its draft."""
@@ -56,11 +62,11 @@ class ModelSource:
 
     @torch.inference_mode()
     def propose(self, asked: Sequence[Ask], goes_on: Callable[[list[Draft]], bool]) -> list[Draft]:
-        """Return a draft for each of at most `MOST_SEQUENCES` sequences.
+        """Return a draft for each of at most `MODEL_SEQUENCES` sequences.
 
         goes_on: whether a further token is worth its pass, given the drafts so far.
         """
-        free = sorted(set(range(self.MOST_SEQUENCES)) - set(self.slots.values()))
+        free = sorted(set(range(MODEL_SEQUENCES)) - set(self.slots.values()))
         known = {ask.name for ask in asked}
         for name in [name for name in self.slots if name not in known]:
             free.append(self.slots[name])
@@ -140,7 +146,7 @@ class _SlotCache(DynamicCache):  # type: ignore[misc]
         return tuple(found)
 
     def _empty(self, states: torch.Tensor) -> torch.Tensor:
-        return states.new_zeros(ModelSource.MOST_SEQUENCES, states.shape[1], self.longest, states.shape[3])
+        return states.new_zeros(MODEL_SEQUENCES, states.shape[1], self.longest, states.shape[3])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.width

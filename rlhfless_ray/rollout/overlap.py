@@ -10,17 +10,26 @@ from __future__ import annotations
 from typing import Any
 
 from rlhfless_ray.functions.broker import SlotBroker
-from rlhfless_ray.rollout.neighbours import EarlyLearning, EarlyScoring
+from rlhfless_ray.rollout.neighbours import EarlyDrafting, EarlyLearning, EarlyScoring
 from rlhfless_ray.types import Sample
 
 
 class OverlapScheduler:
-    def __init__(self, scoring: EarlyScoring, learning: EarlyLearning, broker: SlotBroker, prompts: int, count: int) -> None:
+    def __init__(
+        self,
+        scoring: EarlyScoring,
+        learning: EarlyLearning,
+        broker: SlotBroker,
+        prompts: int,
+        count: int,
+        drafting: EarlyDrafting | None = None,
+    ) -> None:
         """Schedule the tail of a step with `prompts` prompts and `count` samples each.
 
-        It works on the free leases of `broker`. During a rollout these are the ones that engines have left.
+        It works on the free leases of `broker`. During a rollout these are the ones that engines have left. `drafting`: trains a drafter
+        on those that the others do not need now.
         """
-        self.scoring, self.learning, self.broker, self.count = scoring, learning, broker, count
+        self.scoring, self.learning, self.broker, self.count, self.drafting = scoring, learning, broker, count, drafting
         scoring.begin(prompts * count)
         learning.begin(prompts * count)
         self.unscored: list[Sample] = []
@@ -31,18 +40,23 @@ class OverlapScheduler:
         """Add finished responses."""
         self.unscored += samples
         self.learning.passes.heard(samples)
+        if self.drafting is not None:
+            self.drafting.heard(samples)
 
     def wants_slot(self) -> bool:
         """Return whether one more slot would have work."""
-        return not self.broker.free and (bool(self.unscored) or self.learning.wants_slot)
+        drafts = self.drafting is not None and self.drafting.wants_slot
+        return not self.broker.free and (bool(self.unscored) or self.learning.wants_slot or drafts)
 
     def refs(self) -> list[Any]:
         """Return references to the work in progress."""
-        return [*self.scoring.refs(), *self.learning.pending()]
+        return [*self.scoring.refs(), *self.learning.pending(), *(self.drafting.refs() if self.drafting is not None else ())]
 
     def poll(self, seconds: float) -> None:
         """Collect finished work and start more. `seconds`: time for which engines will continue."""
         given_back = [*self.scoring.done_ahead(), *self.learning.done_ahead()]  # may also put leases of lost ranks into the broker
+        if self.drafting is not None:
+            given_back += self.drafting.done_ahead()
         leases = [*self.broker.take(), *given_back]
         if leases and self.unscored and seconds > 0:
             samples, self.unscored = self.unscored, []
@@ -59,11 +73,18 @@ class OverlapScheduler:
                 self.learned += len(samples)
         if leases:
             leases = self.learning.passes.look(leases, seconds)
+        if self.drafting is not None:
+            leases = self.drafting.look(leases, seconds)
         self.broker.put(leases)
+
+    def finish(self) -> None:
+        """End what may not outlive the rollout."""
+        if self.drafting is not None:
+            self.broker.put(self.drafting.finish())
 
     def _is_done(self, group: list[Sample]) -> bool:
         return len(group) == self.count and all(s.reward is not None or s.error is not None for s in group)
 
     def metrics(self) -> dict[str, Any]:
         found = {"overlap/scored": self.scored, "overlap/learned": self.learned, "overlap/obstacle": self.learning.obstacle or ""}
-        return found | self.learning.passes.metrics()
+        return found | self.learning.passes.metrics() | (self.drafting.metrics() if self.drafting is not None else {})

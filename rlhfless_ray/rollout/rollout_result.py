@@ -52,6 +52,7 @@ class RolloutResult:
         return {
             **{name: value + (before or {}).get(name, 0) for name, value in sums.items()},
             "rollout/move_p50_s": float(np.median(seconds)) if seconds else None,
+            "rollout/move_pause_p50_s": float(np.median([one.pause_s for one in self.moved])) if seconds else None,
             "rollout/move_reason": self.decisions[-1] if self.decisions else "",
         }
 

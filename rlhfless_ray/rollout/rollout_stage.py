@@ -31,9 +31,11 @@ from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_into
 from rlhfless_ray.rollout.samples import ResponseSamples
 from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 from rlhfless_ray.rollout.shared_slots import SharedSlots
+from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.rollout.weight_traffic import WeightTraffic
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Prompt, Request, Sample, Step, WeightVersion
+from rlhfless_ray.weights.tensor_file import Files
 
 
 class RolloutStage:
@@ -47,15 +49,16 @@ class RolloutStage:
         *,
         prefix: PrefixPages | None = None,
         agents: AgentProcesses | None = None,
+        drafter: TrainedDrafter | None = None,
         on_end_near: Callable[[float, Slot], None] = lambda seconds, slot: None,
     ) -> None:
         """`publisher`: the learner, which makes the weights and needs the slots next. `prefix`: sends KV that others have computed.
-        `agents`: processes that answer the policy in multi-turn samples. `on_end_near`: called with the seconds until the rollout
-        ends and a slot that will be free then."""
+        `agents`: processes that answer the policy in multi-turn samples. `drafter`: is trained on the responses. `on_end_near`: called
+        with the seconds until the rollout ends and a slot that will be free then."""
         self.context, self.pool, self.publisher, self.on_end_near = context, pool, publisher, on_end_near
         self.tokenizer, self.weight_bytes = tokenizer, weight_bytes
         self.began_s = 0.0
-        self.prefix, self.agents = prefix, agents
+        self.prefix, self.agents, self.drafter = prefix, agents, drafter
         self.traffic = WeightTraffic()
         self.drafts = SharedDrafts() if context.recipe.rollout.speculation != "off" else None
         rollout = context.recipe.rollout
@@ -168,6 +171,8 @@ class RolloutStage:
         samples = self._samples(step.prompts, count, weights)
         listener = self._listener(samples, overlap if self.context.recipe.functions.elastic else None, on_samples)
         result = self._run(requests, shares, lengths.mean(1), weights, self.migration, listener, partial_batch, until)
+        if overlap is not None:
+            overlap.finish()
         step.metrics |= {**result.metrics(step.metrics), **(overlap.metrics() if overlap is not None else {})}
         step.metrics |= self.traffic.metrics(weights, self.publisher.held_weights)
         if isinstance(samples, EpisodeSamples):
@@ -229,6 +234,8 @@ class RolloutStage:
         more: dict[str, Any] = {}
         if partial_batch is not None:
             more = {"before": partial_batch.before(), "is_enough": lambda finished: partial_batch.is_enough(finished) or until()}
+        if self.drafts is not None and self.drafter is not None:
+            self.drafts.weights = self.drafter.version, self.drafter.weights
         shared = more["shared"] = self._shared_slots() if migration is not None else None
         driver = self._driver(listener.samples, requests)(  # type: ignore[arg-type]
             self.pool,
@@ -278,6 +285,14 @@ class RolloutStage:
     def state(self) -> dict[str, Any]:
         """Return the fitted times of moves, for a checkpoint."""
         return self.migration.state() if self.migration is not None else {}
+
+    def files(self) -> Files:
+        """Return the state that is too large for JSON, as files."""
+        return self.drafter.files() if self.drafter is not None else {}
+
+    def restore_files(self, files: Files) -> None:
+        if self.drafter is not None:
+            self.drafter.restore(files)
 
     def restore(self, state: dict[str, Any]) -> None:
         if self.migration is not None:

@@ -39,6 +39,8 @@ class SharedDrafts:
         self.earlier: dict[str, list[_Text]] = {}  # by prompt, the one heard of longest ago first
         self.total = 0  # tokens of these
         self.names = itertools.count()
+        self.weights: tuple[int, Any] = (0, None)  # newest ones of a drafter that is trained: version, and a reference to {name: array}
+        self.versions: dict[str, int] = {}  # of the drafter, by id of the instance that has it
 
     def begin(self, token_log: TokenLog) -> None:
         """Start a rollout. Prompts that come later, as in multi-turn rollouts, share no text."""
@@ -61,7 +63,9 @@ class SharedDrafts:
                     text.known_by.add(instance)
                     said.append((text.name, text.tokens))
             said += self._news((i for i in self.groups[prompt] if self.log.owner[i] != number), number)
-        return DraftNews(self.learned.state(), tuple(said))
+        version, weights = self.weights
+        known, self.versions[instance] = self.versions.get(instance, 0), version
+        return DraftNews(self.learned.state(), tuple(said), None if known == version else weights)
 
     def spread(self, indices: Iterable[int], number: int) -> dict[int, DraftNews]:
         """Return what to tell other engines of these requests, on which an engine has reported: those with unfinished siblings."""

@@ -8,7 +8,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.prefix.supported_models import unsupported
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.load_policy import load_tokenizer, model_folder
-from rlhfless_ray.weights.model_folder import config_of, read_folder
+from rlhfless_ray.weights.model_folder import config_of, read_folder, split_files
 from rlhfless_ray.weights.tensor_file import Files
 
 KEY = "rollout.drafter"
@@ -26,18 +26,18 @@ def check_speculation(recipe: Recipe, policy: Files) -> tuple[Recipe, str | None
         return recipe, None
     if rollout.speculation == "on":
         raise UserError(f"rollout.speculation: this policy cannot verify drafts, because {why}; set it to auto or off")
-    without = rollout.model_copy(update={"speculation": "off", "drafter": ""})
+    without = rollout.model_copy(update={"speculation": "off", "drafter": "", "drafter_train": "off"})
     return recipe.model_copy(update={"rollout": without}), f"no tokens are drafted, because of the policy: {why}"
 
 
-def read_drafter(recipe: Recipe, tokenizer: Any) -> Files | None:
-    """Return the files of `rollout.drafter`, None without one.
+def read_drafter(recipe: Recipe, tokenizer: Any, policy: Files) -> Files | None:
+    """Return the files of `rollout.drafter`, those of a small random one if it is trained, None without one. `policy`: the policy's files.
 
     Raises UserError if it is no model, or one with other tokens than the policy's.
     """
     rollout = recipe.rollout
     if not rollout.drafter:
-        return None
+        return _random_drafter(recipe, config_of(policy)) if rollout.drafter_train == "on" else None
     files = read_folder(model_folder(rollout.drafter, KEY), KEY)
     config, words = config_of(files), tokenizer.get_vocab()
     if why := unsupported(config):
@@ -48,3 +48,32 @@ def read_drafter(recipe: Recipe, tokenizer: Any) -> Files | None:
     if size < tokens:
         raise UserError(f"{KEY}: its vocab_size {size} does not cover the tokenizer's {tokens} tokens; name a model that has them all")
     return files
+
+
+def random_drafter_config(recipe: Recipe, policy: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a drafter with random weights. `policy`: that of the policy."""
+    text, width = policy.get("text_config") or policy, recipe.rollout.drafter_hidden_size
+    return {
+        "model_type": "qwen2",
+        "vocab_size": text["vocab_size"],
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": recipe.rollout.drafter_layers,
+        "num_attention_heads": width // 32,
+        "num_key_value_heads": width // 32,
+        "max_position_embeddings": text.get("max_position_embeddings", 1 << 15),
+        "tie_word_embeddings": True,
+        "initializer_range": 0.5 * width**-0.5,
+    }
+
+
+def _random_drafter(recipe: Recipe, policy: dict[str, Any]) -> Files:
+    """Return the files of a small model with the policy's tokens. Its weights follow from the run's seed."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(**random_drafter_config(recipe, policy))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.run.seed % 2**63)
+        model: Any = Qwen2ForCausalLM(config)
+    return {"config.json": config.to_json_string().encode(), **split_files(dict(model.named_parameters()))}

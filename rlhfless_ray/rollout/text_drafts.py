@@ -61,7 +61,8 @@ class TextSource:
         if not len(tokens):
             return
         number, size = self.texts.get(name) or (next(self.numbers), 0)
-        SuffixTree.extend_ndarray(self.tree, number, np.ascontiguousarray(tokens, np.int32))
+        # The tree takes no read-only array, and those that come through Ray are.
+        SuffixTree.extend_ndarray(self.tree, number, np.require(tokens, np.int32, ["C", "W"]))
         self.texts[name] = number, size + len(tokens)
         self.total += len(tokens)
 

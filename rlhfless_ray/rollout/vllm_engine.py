@@ -147,6 +147,8 @@ class VllmEngine:
         self.core = core
         self.sampler = install_sampler(core.model_executor.driver_worker)
         self.drafter = _attach_drafter(core.model_executor.driver_worker, settings.speculation, drafter)
+        # Otherwise vLLM fills up requests whose prompt is cached with drafts of -1, for CUDA graphs. A step that reads none would fail.
+        core.scheduler.num_spec_tokens = 0
         self.live = RunningRequests(self.sampler)
         self.on_cpu = on_cpu
         self._name_blocks()
@@ -264,6 +266,7 @@ class VllmEngine:
             self.sampler.take()
             if self.pages is not None:
                 self.pages.computed.clear()
+                self.pages.copied.clear()
 
     def _record_step(self, seconds: float) -> None:
         drawn = self.sampler
@@ -303,16 +306,27 @@ class VllmEngine:
         self.engine.abort_request([str(number) for number in self.live.cut(command.cut)])
         if self.pages is not None and keep:
             self.kept[command.ticket] = self.pages.take_saved(names)
+        if command.copy and self.pages is not None:
+            self.kept[command.ticket] = self._copy_pages(command.copy)
         added = self._add(command.add)
         self.hear(command.drafts)
         if command.what:
             self.spans.append(Span("transfer", command.what, begin, time.time()))
         return added
 
+    def _copy_pages(self, keys: Sequence[int]) -> dict[bytes, np.ndarray]:
+        """Return {address: page} of the full KV blocks of running requests, which go on."""
+        scheduler, numbers = self.core.scheduler, {self.live.number.get(key) for key in keys}
+        found: dict[bytes, np.ndarray] = {}
+        for name, request in scheduler.requests.items():  # by vLLM's own names
+            if request.sampling_params.extra_args["key"] in numbers:
+                found.update(scheduler.connector.copy(request, scheduler.kv_cache_manager.get_block_ids(name)[0]))
+        return found
+
     def hear(self, drafts: DraftNews | None) -> None:
         """Learn what other engines know for drafts."""
         if drafts is not None and self.drafter is not None:
-            self.drafter.hear(drafts.learned, drafts.said)
+            self.drafter.hear(drafts)
 
     def _add(self, requests: Iterable[Request]) -> set[int]:
         from vllm import SamplingParams
@@ -540,7 +554,19 @@ def _reload(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) -> set[st
             if hasattr(module, "cpu_linear") and id(weight) in seen:
                 module.quant_method.process_weights_after_loading(module)
             seen.add(id(weight))
+        _drop_packed_embeddings(model)
     return missing
+
+
+def _drop_packed_embeddings(model: Any) -> None:
+    """Release the packed copy that vLLM (0.32) makes of embeddings. Nothing is multiplied by them where the model has a head."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    modules = list(model.modules())
+    if any(isinstance(module, ParallelLMHead) for module in modules):
+        for module in modules:
+            if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+                module.cpu_linear = _only_embeds
 
 
 def _forget_packed_experts(model: Any) -> None:
@@ -599,6 +625,10 @@ def _drop_memory(worker: Any) -> None:
 
 def _without_weights(*_: Any) -> Any:
     raise RuntimeError("this engine was parked without its weights, and has loaded none since")
+
+
+def _only_embeds(*_: Any) -> Any:
+    raise RuntimeError("these embeddings are the model's output head too, and their packed copy was dropped")
 
 
 def read_stop_tokens(folder: Path) -> list[int]:

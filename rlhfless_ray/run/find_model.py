@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -10,8 +11,18 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.checkpoints import swap_folder
+from rlhfless_ray.weights.adapter import CONFIG, Adapter, merge_folder
 from rlhfless_ray.weights.load_policy import initial_policy, model_folder
-from rlhfless_ray.weights.model_folder import WEIGHTS, read_content, read_folder, split_files, with_dtype, without_weights, write_folder
+from rlhfless_ray.weights.model_folder import (
+    WEIGHTS,
+    as_folder,
+    read_content,
+    read_folder,
+    split_files,
+    with_dtype,
+    without_weights,
+    write_folder,
+)
 from rlhfless_ray.weights.tensor_file import Files, iterate_tensors
 
 
@@ -19,9 +30,9 @@ def find_model(name: str | Path, setting: str, written: Path) -> Path:
     """Return the folder of a model.
 
     `name`: a model folder, a hub model, a checkpoint, or a run folder, whose final model counts, else its newest checkpoint. `setting`: for
-    messages. `written`: folder into which the model of a checkpoint is written, below its run's name.
+    messages. `written`: folder into which the model of a checkpoint is written, below its run's name, with adapters merged.
 
-    Raises UserError if there is no model, or if the checkpoint holds adapters only.
+    Raises UserError if there is no model.
     """
     path = Path(name)
     if (path / "config.json").is_file() or not path.is_dir():
@@ -35,12 +46,11 @@ def find_model(name: str | Path, setting: str, written: Path) -> Path:
     checkpoint = path if (path / "learner.json").is_file() else _newest_checkpoint(path)
     if run is None or checkpoint is None:
         raise UserError(f"{setting}: {path} is neither a model folder nor a run folder with a model or a checkpoint")
-    weights = [file for file in sorted(checkpoint.glob(f"model*{WEIGHTS}"))]
-    if not weights:
-        raise UserError(f"{setting}: {checkpoint} holds adapters only; let the run end, which writes the merged model")
     target = written / f"{run.name}-{checkpoint.name}"
     if not target.is_dir():
-        swap_folder(target, lambda folder: write_folder(folder, _model_files(run, weights)))
+        adapted = (checkpoint / CONFIG).is_file()
+        write = partial(_merge, run, checkpoint) if adapted else lambda folder: write_folder(folder, _model_files(run, checkpoint))
+        swap_folder(target, write)
     return target
 
 
@@ -50,16 +60,24 @@ def _newest_checkpoint(run: Path) -> Path | None:
     return max(found, key=lambda path: (path / "learner.json").stat().st_mtime, default=None)
 
 
-def _model_files(run: Path, weights: list[Path]) -> Files:
+def _merge(run: Path, checkpoint: Path, target: Path) -> None:
+    """Write the run's first model with the checkpoint's adapters merged."""
+    first, dtype = _first_model(run), yaml.safe_load((run / "recipe.yaml").read_text())["policy"]["dtype"]
+    with as_folder(first) as base:
+        merge_folder(base, Adapter.read(checkpoint), target, dtype)
+    index = {name: content for name, content in first.items() if name.endswith(".index.json")}
+    write_folder(target, {**with_dtype(without_weights(first), [read_content(file) for file in target.glob(f"*{WEIGHTS}")]), **index})
+
+
+def _model_files(run: Path, checkpoint: Path) -> Files:
     """Return a model folder's files: weights of a checkpoint, by the names of `save_pretrained`, and the rest of the run's first model."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rlhfless_ray.weights.model_folder import as_folder
     from rlhfless_ray.weights.saved_names import saved_state
 
     others = without_weights(_first_model(run))
-    live = {name: tensor for file in weights for name, tensor in iterate_tensors(read_content(file))}
+    live = {name: tensor for file in sorted(checkpoint.glob(f"model*{WEIGHTS}")) for name, tensor in iterate_tensors(read_content(file))}
     with as_folder(others) as folder, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     files = split_files(saved_state(model, live))

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from placement import memory
+from placement.drafting import MODEL_SEQUENCES
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.rollout.speculation import random_drafter_config
 from rlhfless_ray.weights.model_folder import WEIGHTS, stored_tensors
 
 if TYPE_CHECKING:
     from rlhfless_ray.types import Prompt
 
+TRAINED_BYTES = 4 + memory.GRADIENT_BYTES + memory.MOMENT_BYTES  # of a drafter's parameter, in float32
 MIN_LISTED_BYTES = 5e7  # smaller parts of a need are not listed: they would read 0.0 GB
 
 
@@ -81,6 +84,11 @@ def models_of(recipe: Recipe, fetch: bool = True) -> dict[str, Model]:
             found[who] = model
     if recipe.algorithm.has_critic and not recipe.critic.path and "policy" in found:
         found["critic"] = found["policy"]
+    if recipe.rollout.drafter_train == "on" and not recipe.rollout.drafter and "policy" in found:
+        config = random_drafter_config(recipe, found["policy"].config)
+        size = memory.parameter_count(config)
+        assert size is not None
+        found["drafter"] = Model("rollout.drafter_train", config, size, size, 0)
     return found
 
 
@@ -142,6 +150,10 @@ def device_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths = UN
         kv = memory.kv_bytes(policy.config, recipe.longest_tokens(lengths.longest_prompt), width, slots)
         parts = (("weights", policy.parameters * _engine_width(recipe) // slots), (_of_kv(recipe, lengths), kv))
         found.append(Need("an engine", policy.key, parts, True, recipe.rollout.gpu_memory_share, slots))
+        if drafter := models.get("drafter"):
+            kv = MODEL_SEQUENCES * memory.kv_bytes(drafter.config, recipe.longest_tokens(lengths.longest_prompt), width)
+            parts = (("weights", drafter.parameters * width), (f"KV of {MODEL_SEQUENCES} sequences", kv))
+            found.append(Need("the drafter beside an engine", drafter.key, parts, True, 1 - recipe.rollout.gpu_memory_share))
     for group in training_groups(recipe, models, lengths):
         found.append(Need(f"a {group.name} rank", group.model.key, group.rank.on_device, True))
     if policy and recipe.has_reference:
@@ -204,6 +216,10 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
         )
 
     works("an engine", recipe.rollout.min_actors, policy.key, *engines)
+    if recipe.rollout.drafter_train == "on" and (drafter := models.get("drafter")):
+        trainer = ("in the drafter's training", drafter.parameters * TRAINED_BYTES)
+        working = ((what, recipe.rollout.min_actors * size) for what, size in engines)
+        found.append(Need("the drafter's training beside the rollout", drafter.key, (*opened, *working, trainer)))
     if recipe.has_reference:
         model = models.get("reference", policy)
         works("a reference rank", recipe.reference.ranks, model.key, ("in the reference", model.parameters * width))

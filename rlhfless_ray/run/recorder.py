@@ -99,6 +99,7 @@ class RunRecorder:
             del stats["reason"], stats["skipped_last"]
             if not self.recipe.rollout.max_lag_steps:
                 del stats["effective_share"]
+            row |= {f"lag/kl_{lag}": kl for lag, kl in stats.pop("kl_by_lag").items()}
             row |= {f"learn/{name}": value for name, value in stats.items()}
         row["tokens/per_s"] = row["tokens/generated"] / wall_s if wall_s else 0.0
         step.metrics = row

@@ -124,7 +124,8 @@ class CheckpointedRun:
         def learner(folder: Path) -> dict[str, str]:
             if not learned:
                 return {}
-            return self.learn_stage.worker_groups.save(folder, deadline_s) | writer(self.learn_stage.files())(folder)
+            large = {**self.learn_stage.files(), **self.rollout_stage.files()}
+            return self.learn_stage.worker_groups.save(folder, deadline_s) | writer(large)(folder)
 
         state = self._driver_state()
         model = trained_policy(self.recipe, self.folder, self.files, self.worker_group) if self.checkpoints.exports else None

@@ -84,7 +84,8 @@ class Generation(Runtime):
         return load_prompts(recipe.model_copy(update={"evaluate": evaluate}), self.tokenizer, context_tokens(self.files))
 
     def actor_classes(self) -> ActorClasses:
-        return replace(ActorClasses.real(), computes=False)  # there is no learner to compare log-probabilities with
+        # there is no learner to compare log-probabilities with, and the policy stays the same
+        return replace(ActorClasses.real(), drafter=None, computes=False)
 
     def _folder_to_resume(self) -> RunFolder:
         root, name = Path(self.recipe.run.root), self.recipe.run.name

@@ -116,7 +116,7 @@ class Runtime(StepOperations):
         of_reference = config_of(read_folder(self.reference)) if self.reference else None
         check_division(recipe, config_of(self.files), of_reference)
         recipe, self.speculation_note = check_speculation(recipe, self.files)
-        self.drafter_files = read_drafter(recipe, self.tokenizer)
+        self.drafter_files = read_drafter(recipe, self.tokenizer, self.files)
         self.prompts = self._load_prompts(recipe)
         self.reward_source = load_reward(recipe, self.tokenizer)
         if isinstance(self.reward_source, AgentSource):
@@ -327,6 +327,8 @@ class Runtime(StepOperations):
                     self.rollout.prewarm(slot)
                 if self.learn_stage.worker_groups.reference is not None:
                     self.learn_stage.worker_groups.reference.prewarm(home)
+                if self.rollout_stage.drafter is not None:
+                    self.rollout_stage.drafter.prewarm(home)
             if self.stages.agents is None:
                 self.reward.prewarm(home)
             if self.owes_warm_start and checkpoint is None:
@@ -347,6 +349,7 @@ class Runtime(StepOperations):
             if checkpoint:
                 self._restore_driver(checkpoint[2])
                 self.learn_stage.restore_files(checkpoint[1].files)
+                self.rollout_stage.restore_files(checkpoint[1].files)
                 self._end_when_prompts_are_used_up(self.steps_done)
             self.weights = self.worker_group.publish(self.steps_done)
             self.broker.put(self.worker_group.park())

@@ -17,6 +17,7 @@ from rlhfless_ray.reward.prescored_stage import PrescoredStage
 from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.reward.source import Source
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
+from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.weights.model_folder import config_of, without_weights
 from rlhfless_ray.weights.tensor_file import Files
@@ -66,6 +67,7 @@ class Stages:
             weight_bytes,
             prefix=prefix,
             agents=agents,
+            drafter=TrainedDrafter(context, worker_pools.drafter) if worker_pools.drafter is not None else None,
             on_end_near=score.prepare,
         )
         return cls(faults, prefix, rollout, score, learn, agents)
@@ -75,6 +77,8 @@ class Stages:
         yield from self.learn.worker_groups.pools()
         if self.prefix is not None:
             yield self.prefix.pool
+        if self.rollout.drafter is not None:
+            yield self.rollout.drafter.pool
 
     @property
     def replacements(self) -> int:
@@ -87,6 +91,8 @@ class Stages:
             pool.close()
         if self.prefix is not None:
             self.prefix.close()
+        if self.rollout.drafter is not None:
+            self.rollout.drafter.pool.close()
         if self.agents is not None:
             self.agents.close()
 

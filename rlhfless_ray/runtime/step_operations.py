@@ -183,7 +183,8 @@ class StepOperations(CheckpointedRun):
         count = self.recipe.rollout.samples_per_prompt
         overlap = None
         if not self.in_update and step.partial_batch is None:
-            overlap = OverlapScheduler(self.score_stage, self.learn_stage, self.broker, len(step.prompts), count)
+            drafter = self.rollout_stage.drafter
+            overlap = OverlapScheduler(self.score_stage, self.learn_stage, self.broker, len(step.prompts), count, drafter)
         samples = self.rollout_stage.generate(step, self.weights, overlap, lambda: self.in_update and self.update.is_ready())
         if step.partial_batch is not None:
             return self._take_groups(step, step.partial_batch, samples)

@@ -18,6 +18,7 @@ from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.local.process_memory import large_page_environment
 from rlhfless_ray.prefix.supported_models import unsupported
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.rollout.drafter_trainer import DrafterSettings
 from rlhfless_ray.rollout.engine_settings import engine_settings
 from rlhfless_ray.weights.adapter import choose_publish, not_served
 from rlhfless_ray.weights.load_policy import check_kv_cache
@@ -26,7 +27,7 @@ from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
     from rlhfless_ray.functions.broker import SlotBroker
-    from rlhfless_ray.functions.lease import LeaseManager, SlotSource
+    from rlhfless_ray.functions.lease import LeaseManager
     from rlhfless_ray.functions.pool_client import PoolClient
     from rlhfless_ray.functions.worker_pool import WorkerPool
     from rlhfless_ray.learn.worker_group import WorkerGroup
@@ -44,15 +45,17 @@ class ActorClasses:
     prefill: type | None = None  # None: the engines keep no pages
     critic: type | None = None
     reference: type | None = None
+    drafter: type | None = None  # None: a drafter is not trained
     computes: bool = True  # whether engines and learner compute a policy, so that log-probabilities can be compared
 
     @classmethod
     def real(cls) -> ActorClasses:
         from rlhfless_ray.learn.rank_actors import CriticActor, LearnerActor, ReferenceActor
         from rlhfless_ray.reward.scoring import RewardActor
+        from rlhfless_ray.rollout.drafter_trainer import DrafterActor
         from rlhfless_ray.rollout.prefill_actor import PageActor
 
-        return cls(PageActor, RewardActor, LearnerActor, PageActor, CriticActor, ReferenceActor)
+        return cls(PageActor, RewardActor, LearnerActor, PageActor, CriticActor, ReferenceActor, DrafterActor)
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class WorkerPools:
     critic: WorkerGroup | None = None
     reference: WorkerGroup | None = None
     prefix_blocked: str | None = None  # why there is no prefix KV although the recipe asks for it
+    drafter: WorkerPool | None = None  # that trains it
 
 
 def create_worker_pools(
@@ -78,13 +82,14 @@ def create_worker_pools(
     folder: Path,
     actors: ActorClasses,
     say: Callable[[str], None],
-    source: SlotSource | None = None,
+    source: PoolClient | None = None,
     drafter_files: Files | None = None,
 ) -> WorkerPools:
     """Create the pools, all empty. Instances get everything they need as bytes, because nodes lack the driver's files.
 
     `files`: of the initial policy's folder. `folder`: of the run; its path and the time name the run's leases on a shared cluster.
-    `say`: callback for log messages. `source`: of the slots; default: Ray's queue. `drafter_files`: of the model that drafts.
+    `say`: callback for log messages. `source`: the slots that the runs of the cluster share; default: Ray's queue. `drafter_files`: of the
+    model that drafts.
     """
     import ray
 
@@ -106,7 +111,7 @@ def create_worker_pools(
     leases = LeaseManager(resource, ledger, recipe.functions.lease_deadline_s, run_id, source)
     broker = SlotBroker(leases)
     faults = FailureBudget(recipe.functions.max_replacements)
-    parked = WarmMemoryBudget(recipe.functions.parked_mb, leases.memory_mb, say)
+    parked = WarmMemoryBudget(recipe.functions.parked_mb, leases.memory_mb, say, source)
     ledger.price_of = prices(recipe, resource, leases)
     ledger.parked_share, ledger.slot_mb = recipe.price.parked_share, leases.slot_mb
     ledger.core_per_hour = recipe.price.cpu_slot_per_hour
@@ -157,6 +162,9 @@ def create_worker_pools(
     engines: dict[str, Any] = {"on_device": True, "give_back_after_s": GIVE_BACK_AFTER_S}
     rollout = pool("rollout", start_engine, labels=recipe.rollout.nodes, width=recipe.rollout.least_width, **engines)
     reward = starter(actors.reward, reward_ref, recipe.reward.timeout_s, resource)
+    trains = bool(drafter) and recipe.rollout.drafter_train == "on" and actors.drafter is not None
+    section = recipe.rollout
+    learns = DrafterSettings(section.drafter_learning_rate, section.temperature, "cuda" if resource == "gpu" else "cpu")
     has_critic, has_reference = recipe.algorithm.has_critic, recipe.has_reference
     return WorkerPools(
         broker,
@@ -168,6 +176,7 @@ def create_worker_pools(
         worker_group("critic", actors.critic, critic_settings, recipe.critic.ranks, "critic") if has_critic else None,
         worker_group("reference", actors.reference, reference_settings, recipe.reference.ranks, "reference") if has_reference else None,
         f"KV cannot be shared, and contexts of moved responses are computed again: {unshared}" if unshared else None,
+        pool("drafter", starter(actors.drafter, *drafter, learns), on_device=True) if trains else None,
     )
 
 
@@ -176,7 +185,7 @@ def join_pool(recipe: Recipe, resource: str, folder: Path, say: Callable[[str], 
     import ray
 
     from rlhfless_ray.functions.pool_client import PoolClient
-    from rlhfless_ray.functions.pool_state import RunInfo
+    from rlhfless_ray.functions.pool_messages import RunInfo
 
     least = max(recipe.learner.ranks, recipe.rollout.min_actors * recipe.rollout.least_width)
     section, job = recipe.cluster, ray.get_runtime_context().get_job_id()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import shutil
 import signal
@@ -14,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rlhfless_ray.common.deadlines import POLL_S, STOP
+from rlhfless_ray.common.deadlines import POLL_S, STOP, fetch
 from rlhfless_ray.common.disk_space import FULL, DiskFull
 from rlhfless_ray.common.errors import RunError, Stopped, UserError, one_line
 from rlhfless_ray.functions.ledger import Ledger
@@ -27,6 +28,7 @@ from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.closing import close_folder
 from rlhfless_ray.run.folder import RunFolder, check_writable, put_files
 from rlhfless_ray.supervise.examples import RowOrder
+from rlhfless_ray.supervise.inbox import INBOX, Inbox
 from rlhfless_ray.supervise.load_rows import load_rows
 from rlhfless_ray.supervise.row_reader import SupervisedRows
 from rlhfless_ray.weights.load_policy import check_files, context_tokens, load_tokenizer, model_folder, other_model, quiet_libraries
@@ -34,7 +36,9 @@ from rlhfless_ray.weights.model_folder import read_files, read_folder, with_dtyp
 from rlhfless_ray.weights.tensor_file import Files
 
 CHECKPOINTS = "checkpoints"
+PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 RESIZE_S = 60.0  # interval in which Ray Train looks for slots of more ranks
+INBOX_S = 60.0  # deadline of its answers
 STOP_S = 60.0  # time for the ranks to finish their step and save after Ctrl-C
 
 
@@ -156,7 +160,7 @@ class SupervisedStage:
         """Run the ranks in Ray Train, and record what they tell."""
         import ray
 
-        from rlhfless_ray.supervise.train_loop import Inbox, RankStart
+        from rlhfless_ray.supervise.train_loop import RankStart
 
         path, name = self.storage
         file = self.folder.path / "ledger.csv"
@@ -205,13 +209,16 @@ class SupervisedStage:
         from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
 
+        private = self.cluster.private
+
         class Trainer(TorchTrainer):
-            """On a private Ray without Ray Train's cleaner of placement groups: it asks the dashboard, which is not there, and its end
-            would be waited for 12 s. The groups end with that Ray."""
+            """Without Ray Train's manager of Ray Data's sets, which are none here. On a private Ray also without its cleaner of placement
+            groups: it asks the dashboard, which is not there, and its end would be waited for 12 s. The groups end with that Ray."""
 
             def _create_default_callbacks(inner) -> Any:
+                unused = ("DatasetsCallback", *(("PlacementGroupCleanerCallback",) if private else ()))
                 callbacks = super()._create_default_callbacks()  # type: ignore[misc]
-                return [one for one in callbacks if not (self.cluster.private and type(one).__name__ == "PlacementGroupCleanerCallback")]
+                return [one for one in callbacks if type(one).__name__ not in unused]
 
         from rlhfless_ray.supervise.train_loop import train_rank
 
@@ -219,6 +226,8 @@ class SupervisedStage:
         recipe, (path, name) = self.recipe, self.storage
         ranks = recipe.learner.ranks
         workers: Any = ranks if recipe.min_ranks == ranks else (recipe.min_ranks, ranks)
+        if private:  # its only node is this machine, which nobody drains: a process less
+            os.environ[PREEMPTION_WATCHER] = "0"
         try:
             Trainer(
                 train_rank,
@@ -240,15 +249,16 @@ class SupervisedStage:
             ).fit()
         except BaseException as error:  # of any type, and this thread must not hide it
             self.failure = error
+        finally:
+            if private:
+                del os.environ[PREEMPTION_WATCHER]
 
     def _follow(self, fit: threading.Thread) -> None:
         """Record what the ranks tell until they have ended. Raises what ended them."""
-        import ray
-
         stopped_s: float | None = None
         while True:
             ended = not fit.is_alive()
-            for kind, content in ray.get(self.inbox.take.remote()):
+            for kind, content in fetch(self.inbox.take.remote(), INBOX_S, INBOX):
                 self.told_s = time.monotonic()
                 getattr(self, f"_on_{kind}")(content)
             if ended:
@@ -256,7 +266,7 @@ class SupervisedStage:
             if STOP.number is not None and stopped_s is None:
                 number, stopped_s = STOP.number, time.monotonic()
                 self.progress.message("stopping once this step is finished and saved; press Ctrl-C again to stop now")
-                ray.get(self.inbox.stop.remote())
+                fetch(self.inbox.stop.remote(), INBOX_S, INBOX)
                 STOP.acknowledge()
                 self.stopped = Stopped(number)
             elif STOP.number is not None or (stopped_s is not None and time.monotonic() - stopped_s > STOP_S):

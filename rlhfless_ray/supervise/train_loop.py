@@ -19,10 +19,12 @@ import ray
 import ray.train
 import torch
 
+from rlhfless_ray.common.deadlines import fetch
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.learn.trainer_rank import read_state
 from rlhfless_ray.recipe.supervised_sections import WITH_REFERENCE, SupervisedRecipe
 from rlhfless_ray.supervise.examples import Examples, RowOrder
+from rlhfless_ray.supervise.inbox import INBOX
 from rlhfless_ray.supervise.supervised_rank import StepResult, SupervisedRank
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.model_folder import read_content, write_folder
@@ -48,33 +50,13 @@ class RankStart:
     threads: int
 
 
-class Inbox:
-    """What the ranks tell the driver, and whether the driver asks them to stop. A Ray actor on the driver's node."""
-
-    def __init__(self) -> None:
-        self.items: list[tuple[str, Any]] = []
-        self.stops = False
-
-    def post(self, kind: str, content: Any) -> bool:
-        """Take a message; return whether the ranks should stop."""
-        self.items.append((kind, content))
-        return self.stops
-
-    def take(self) -> list[tuple[str, Any]]:
-        items, self.items = self.items, []
-        return items
-
-    def stop(self) -> None:
-        self.stops = True
-
-
 def train_rank(config: dict[str, Any]) -> None:
     """Train until the last step, or until the driver asks to stop. `config`: {"start": RankStart}."""
     start: RankStart = config["start"]
     try:
         _Loop(start).run()
     except (UserError, RunError) as error:  # another attempt would end in the same way
-        ray.get(start.inbox.post.remote("error", error))
+        fetch(start.inbox.post.remote("error", error), start.recipe.learner.deadline_s, INBOX)
 
 
 class _Loop:
@@ -90,11 +72,14 @@ class _Loop:
         self.saved = -1
 
     def post(self, kind: str, content: Any) -> bool:
-        return bool(ray.get(self.start.inbox.post.remote(kind, content)))
+        return bool(self._fetch(self.start.inbox.post.remote(kind, content), INBOX))
+
+    def _fetch(self, ref: Any, what: str) -> Any:
+        return fetch(ref, self.recipe.learner.deadline_s, f"{what} (learner.deadline_s)")
 
     def run(self) -> None:
         begin = time.time()
-        train, heldout = ray.get(self.start.data)
+        train, heldout = self._fetch(self.start.data, "the rows")
         done = self._open([train, heldout])
         if self.rank == 0:
             self.post("opened", done)
@@ -122,7 +107,7 @@ class _Loop:
     def _open(self, data: list[Examples]) -> int:
         """Open the engine, from the newest checkpoint if there is one; return the steps that are done."""
         state, done = None, 0
-        model = self.start.model if isinstance(self.start.model, Path) else ray.get(self.start.model)
+        model = self.start.model if isinstance(self.start.model, Path) else self._fetch(self.start.model, "the first model")
         references = self.start.storage / REFERENCES
         known = None
         if self.recipe.task in WITH_REFERENCE and references.is_file():

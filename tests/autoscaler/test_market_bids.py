@@ -9,7 +9,8 @@ import pytest
 from placement.planning.objective import Objective
 from placement.scaling.learner_size import LearnerSize
 from rlhfless_ray.autoscaler.market_bids import MarketBids
-from rlhfless_ray.functions.pool_state import PoolState, RunInfo
+from rlhfless_ray.functions.pool_messages import RunInfo
+from rlhfless_ray.functions.pool_state import PoolState
 from tests.functions.test_pool_state import pool
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from benchmarks.learning.supervised_stages import STAGES, StageResult, recipe
 from benchmarks.learning.train_reward_model import Response, RewardModelTraining, in_order, labelled, response
 from benchmarks.learns import ESTIMATORS, LEAST, PPO, Curve, settings, targets
 from rlhfless_ray.common.estimators import ESTIMATORS as THERE_ARE
@@ -13,7 +16,14 @@ from rlhfless_ray.prompts.task_tokenizer import build_tokenizer
 
 
 def test_every_estimator_is_run() -> None:
-    assert set(ESTIMATORS) == set(THERE_ARE) - {"on_policy_distill"}, "which has no reward to raise"
+    assert set(ESTIMATORS) == set(THERE_ARE) - {"online_dpo"}, "which has another loss"
+
+
+def test_stages_have_a_target_each() -> None:
+    told = StageResult("rm", 8, 0.7, 0.1, pairs_told=0.96)
+    found = [StageResult("sft", 8, 2.0, 1.0, 0.5, 0.48), StageResult("dpo", 8, 0.7, 0.1, 0.5, 0.59), told]
+    assert [one.target().met for one in found] == [True, False, True]
+    assert {stage: recipe(stage, Path("start"), Path("root"), False).task for stage in STAGES} == {stage: stage for stage in STAGES}
 
 
 def test_a_run_has_to_rise_and_a_reward_model_to_tell_right_from_wrong(tmp_path) -> None:

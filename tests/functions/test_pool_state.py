@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from placement.market import Bid
-from rlhfless_ray.functions.pool_state import IDLE_S, SILENT_S, PoolSlot, PoolState, RunInfo, SlotRequest
+from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, RunInfo, SlotRequest
+from rlhfless_ray.functions.pool_state import IDLE_S, PoolState
 
 NODES = {"a": (3, {"zone": "1"}), "b": (2, {})}
 
@@ -129,7 +130,7 @@ class SharedSlots(RuleBasedStateMachine):
     def the_silent_end(self, heard: list[str]) -> None:
         for run in heard:
             if run in self.state.runs:
-                self.state.heard(run, self.now)
+                self.state.runs[run].heard_s = self.now
         for info in self.state.silent(self.now):
             assert info.run not in heard
             self.state.leave(info.run, self.now)
@@ -187,7 +188,7 @@ def test_a_run_that_is_silent_loses_its_slots_and_one_that_speaks_does_not():
     state.join(RunInfo("x"), 0.0), state.join(RunInfo("y"), 0.0)
     ask(state, "x", 1, 0.0), ask(state, "y", 1, 0.0)
     state.match(0.0)
-    state.heard("y", SILENT_S)
+    state.runs["y"].heard_s = SILENT_S
     assert [info.run for info in state.silent(SILENT_S + 1)] == ["x"]
 
 
@@ -252,7 +253,7 @@ def test_a_day_of_arrivals_kills_and_stops(seed: int) -> None:
                 continue
             if run.dead:
                 continue
-            state.heard(name, now)
+            state.runs[name].heard_s = now
             granted = [slot.request for slot in state.slots.values() if slot.holder == name]
             run.work -= 0.5 * len(granted) * (len(granted) >= run.need)
             if run.work <= 0:

@@ -21,7 +21,7 @@ from rlhfless_ray.functions import pool_client
 from rlhfless_ray.functions.lease import POOL_PREFIX, LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool_client import PoolClient
-from rlhfless_ray.functions.pool_state import RunInfo
+from rlhfless_ray.functions.pool_messages import RunInfo
 from rlhfless_ray.functions.slot_pool import find_pools
 from tests.conftest import ROOT, environment
 
@@ -32,7 +32,7 @@ from placement.market import Bid
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool_client import PoolClient
-from rlhfless_ray.functions.pool_state import RunInfo
+from rlhfless_ray.functions.pool_messages import RunInfo
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
 source = PoolClient("cpu", RunInfo("other", folder="there", job=ray.get_runtime_context().get_job_id()))
 leases = LeaseManager("cpu", Ledger("cpu"), 60.0, "other", source)

@@ -7,8 +7,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.learn.batch import Batch, mini_batches, optimizer_steps
+from rlhfless_ray.learn.batch import Batch, lags_of, mini_batches, optimizer_steps
 from rlhfless_ray.recipe import AlgorithmConfig
+from rlhfless_ray.types import Completion, Prompt, Sample
 
 
 def batch_of(sizes: list[tuple[int, int, int]]) -> Batch:
@@ -33,6 +34,17 @@ def test_layout() -> None:
     assert len(batch) == 3
     kinds = (batch.tokens, batch.lengths, batch.groups, batch.logprobs, batch.advantages)
     assert [a.dtype for a in kinds] == [np.int64, np.int64, np.int64, np.float32, np.float32]
+
+
+def test_the_lag_of_every_token_the_policy_wrote() -> None:
+    def sample(versions: tuple[tuple[int, int], ...], mask: list[bool] | None = None) -> Sample:
+        length = sum(tokens for _, tokens in versions)
+        completion = Completion(0, np.zeros(length, np.int32), np.zeros(length, np.float32), "stop", versions[-1][0], versions)
+        return Sample(Prompt(0, (1,), "p"), 0, completion, action_mask=None if mask is None else np.array(mask))
+
+    found = lags_of([sample(((3, 2), (5, 1))), sample(((4, 2), (5, 2)), [True, False, False, True])], newest=5)
+    assert found.tolist() == [2, 2, 0, 1, 0] and found.dtype == np.int8
+    assert lags_of([], newest=5).tolist() == []
 
 
 def test_an_empty_batch_is_a_batch() -> None:

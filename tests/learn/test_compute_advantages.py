@@ -35,8 +35,9 @@ def recipe(**changes: Any) -> Recipe:
 
 
 def with_estimator(name: str) -> dict[str, Any]:
-    kl = {"kl": {"coefficient": 1.0, "place": "reward", "estimator": "k1"}} if ESTIMATORS[name].teacher else {}
-    return {"advantage": {"estimator": name}, **kl}
+    compares = ESTIMATORS[name].teacher or ESTIMATORS[name].pairs
+    kl = {"kl": {"coefficient": 1.0, "place": "reward", "estimator": "k1", "limit": None}} if compares else {}
+    return {"advantage": {"estimator": name}, **kl, **({"importance_cap": 0} if ESTIMATORS[name].pairs else {})}
 
 
 def by_hand(
@@ -145,7 +146,7 @@ def test_the_recipe_knows_the_estimators_as_they_are() -> None:
     assert set(AdvantageConfig.model_fields["estimator"].annotation.__args__) == set(ESTIMATORS)
     for name, estimator in ESTIMATORS.items():
         assert recipe(algorithm=with_estimator(name)).algorithm.has_critic == estimator.critic
-    assert set(COMPARES) == {name for name, e in ESTIMATORS.items() if e.least_samples > 1}
+    assert {*COMPARES, "online_dpo"} == {name for name, e in ESTIMATORS.items() if e.least_samples > 1}
     assert set(WHITENS) == {name for name, e in ESTIMATORS.items() if e.whitens}
     assert {"gae", "reinforce"} == {name for name, e in ESTIMATORS.items() if e.discounts}
     assert set(BASELINES) == set(ESTIMATORS)

@@ -29,7 +29,26 @@ class Case:
         self.arguments = {"kl": self.kl, "kl_coefficient": 0.2, "clip_range": (-2.0, 3.0), "mask": self.mask}
 
 
+def pairs_by_hand(case: Case) -> list[list[float]]:
+    rewards, ends = [min(max(r, -2.0), 3.0) for r in case.rewards.reshape(-1).tolist()], np.cumsum(case.lengths)
+    spans = [slice(end - length, end) for end, length in zip(ends, case.lengths, strict=True)]
+    gaps = [sum(k for k, m in zip(case.kl[span], case.mask[span], strict=True) if m) for span in spans]
+    weights = [0.0] * len(rewards)
+    pairs = []
+    for first in range(0, len(rewards), SAMPLES):
+        group = range(first, first + SAMPLES)
+        worst, best = min(group, key=lambda i: (rewards[i], i)), max(group, key=lambda i: (rewards[i], -i))
+        if rewards[best] > rewards[worst]:
+            pairs.append((best, worst))
+    for best, worst in pairs:
+        weights[best] = 0.2 / (1 + math.exp(0.2 * (gaps[best] - gaps[worst]))) * int(case.mask.sum()) / len(pairs)
+        weights[worst] = -weights[best]
+    return [[w if m else 0.0 for m in case.mask[span]] for w, span in zip(weights, spans, strict=True)]
+
+
 def by_hand(name: str, case: Case, gamma: float, lambd: float, divide: bool) -> list[list[float]]:
+    if name == "online_dpo":
+        return pairs_by_hand(case)
     flat, out = case.rewards.reshape(-1).tolist(), []
     at = 0
     for i, length in enumerate(case.lengths.tolist()):
@@ -128,9 +147,11 @@ def test_gamma_is_for_those_that_discount() -> None:
 def test_which_estimator_has_what() -> None:
     """As the launcher's help and code say."""
     assert {n for n, e in ESTIMATORS.items() if e.whitens} == {"gae", "reinforce", "reinforce_baseline"}
-    assert {n for n, e in ESTIMATORS.items() if e.least_samples > 1} == {"rloo", "reinforce_baseline", "group_norm", "dr_grpo"}
+    compares = {"rloo", "reinforce_baseline", "group_norm", "dr_grpo", "online_dpo"}
+    assert {n for n, e in ESTIMATORS.items() if e.least_samples > 1} == compares
     assert [n for n, e in ESTIMATORS.items() if e.critic] == ["gae"]
     assert [n for n, e in ESTIMATORS.items() if e.teacher] == ["on_policy_distill"]
+    assert [n for n, e in ESTIMATORS.items() if e.pairs] == ["online_dpo"]
 
 
 def test_on_policy_distillation_follows_the_reverse_kl() -> None:
@@ -156,6 +177,34 @@ def test_on_policy_distillation_follows_the_reverse_kl() -> None:
             weight = (chosen[0] + chosen[1]).exp().detach()
             surrogate = surrogate + weight * sum(a * x for a, x in zip(advantages.tolist(), chosen, strict=True))
     np.testing.assert_allclose(grad(surrogate, theta, retain_graph=True)[0].numpy(), grad(exact, theta)[0].numpy(), atol=1e-12)
+
+
+def test_online_dpo_has_the_gradient_of_dpo() -> None:
+    """Of a table of logits: responses of random lengths to three prompts, one of which has equal rewards and so no pair."""
+    import torch
+    from torch.autograd import grad
+    from torch.nn.functional import logsigmoid
+
+    rng, beta = np.random.default_rng(5), 0.3
+    theta = torch.tensor(rng.normal(size=(12, 9, 6)), requires_grad=True)  # (responses, positions, tokens)
+    reference = torch.log_softmax(torch.tensor(rng.normal(size=(12, 9, 6))), -1)
+    lengths = rng.integers(1, 10, 12)
+    drawn = [torch.tensor(rng.integers(0, 6, n)) for n in lengths]
+
+    def logprobs(table: torch.Tensor) -> list[torch.Tensor]:
+        return [table[i, torch.arange(len(tokens)), tokens] for i, tokens in enumerate(drawn)]
+
+    policy, base = logprobs(torch.log_softmax(theta, -1)), logprobs(reference)
+    rewards = np.array([[0.0, 1.0, 0.5, 0.2], [1.0, 1.0, 1.0, 1.0], [3.0, -1.0, np.nan, 3.0]])
+    gaps = [(mine - its).sum() for mine, its in zip(policy, base, strict=True)]
+    exact = -(logsigmoid(beta * (gaps[1] - gaps[0])) + logsigmoid(beta * (gaps[8] - gaps[9]))) / 2
+    kl = torch.cat([mine - its for mine, its in zip(policy, base, strict=True)]).detach().numpy()
+    advantages, _ = estimate("online_dpo", rewards, lengths, kl=kl, kl_coefficient=beta)
+    scored = ~np.isnan(advantages)
+    surrogate = -(torch.tensor(advantages[scored]) * torch.cat(policy)[torch.tensor(scored)]).sum() / int(scored.sum())
+    found, wanted = (grad(x, theta, retain_graph=True)[0].numpy() for x in (surrogate, exact))
+    np.testing.assert_allclose(found, wanted, atol=1e-12)
+    assert np.abs(wanted).max() > 1e-3
 
 
 def test_what_cannot_be_estimated_is_refused() -> None:

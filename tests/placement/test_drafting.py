@@ -177,6 +177,21 @@ def test_attempts_lose_next_to_nothing_and_gain_where_there_is_a_gain(chance: fl
         assert speed > 1.5
 
 
+def test_nothing_is_looked_up_in_debt() -> None:
+    learned = Learned()
+    learned.times.terms, learned.times.trials = np.array([3e-3, 2e-5, 0.0, 2e-5, 1e-4]), TRIAL_STEPS
+    attempts = Attempts(learned)
+    attempts.observe_look_up(5e-5, 1)
+    attempts.balance = -1.0
+    assert attempts.begin_step(64, 0) == 0
+    attempts.balance = 1.0
+    assert 0 < attempts.begin_step(64, 0) <= 64
+    attempts.note("a", False)
+    attempts.note("a", False)
+    attempts.forget("a")
+    assert attempts.due(["a"], 1) == [0]
+
+
 def test_sequences_whose_drafts_fail_rest_longer_and_longer() -> None:
     _, attempts = attempt(0.0, 500)
     assert max(rest for _, rest in attempts.rests.values()) > 2

@@ -100,6 +100,20 @@ def test_each_page_is_saved_once_and_known_ones_are_not() -> None:
     assert store.take_saved(["a"]) == {}
 
 
+def test_pages_that_were_copied_while_a_request_went_on_are_not_saved_again() -> None:
+    store = store_of()
+    addresses = addresses_of(store, TOKENS)
+    store.copy_out = lambda blocks: np.repeat(np.array(blocks, np.uint8)[:, None], BYTES, 1)
+    copied = store.copy("a", addresses[:2], [5, 6])
+    assert {address: int(page[0]) for address, page in copied.items()} == {addresses[0]: 5, addresses[1]: 6}
+    store.request_save(["a"])
+    store.save("a", addresses, [5, 6, 7])
+    assert {address: int(page[0]) for address, page in store.take_saved(["a"]).items()} == {addresses[2]: 7}
+    store.request_save(["a"])
+    store.save("a", addresses, [5, 6, 7])
+    assert len(store.take_saved(["a"])) == 3, "a later move, which may go elsewhere"
+
+
 def test_without_an_engine_there_are_no_pages() -> None:
     with pytest.raises(RuntimeError, match="not built yet"):
         PageStore().wanted("version 1", [TOKENS])

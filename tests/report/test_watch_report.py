@@ -346,3 +346,20 @@ def test_drafts_by_source_and_what_they_saved() -> None:
         "drafted in vain": [0.8, 0.0],
     }
     assert drafts(rows[1:]) is None and drafts([{"step": 1}]) is None
+
+
+def test_the_training_of_a_drafter() -> None:
+    from rlhfless_ray.report.draft_charts import drafter
+
+    trained = {"drafter/updates": 5, "drafter/train_s": 1.5, "drafter/version": 2, "drafter/kl": 0.7}
+    rows = [
+        {"step": 1, "rollout/model_drafted": 0, "rollout/model_drafts_accepted": 0, **trained},
+        {"step": 2, "rollout/model_drafted": 40, "rollout/model_drafts_accepted": 10},
+    ]
+    chart = drafter(rows)
+    assert chart is not None and "5 updates in 1.50 s" in chart.note and "up to 2 versions" in chart.note
+    assert {trace["name"]: (trace["x"], trace["y"]) for trace in chart.data} == {
+        "accepted share of its tokens": ([2], [0.25]),
+        "log p of policy − drafter, nats": ([1], [0.7]),
+    }
+    assert drafter(rows[1:]) is None

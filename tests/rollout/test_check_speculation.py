@@ -46,20 +46,25 @@ def test_layers_that_cannot_take_back_a_draft_are_refused_or_go_without(tmp_path
 def test_a_drafter_needs_speculation(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rollout.drafter: rollout.speculation is off"):
         recipe(tmp_path, drafter="some/folder")
+    with pytest.raises(UserError, match=r"rollout.drafter_train: rollout.speculation is off"):
+        recipe(tmp_path, drafter_train="on")
+    for other in ({"functions__elastic": False}, {"rollout__max_lag_steps": 1}):
+        with pytest.raises(UserError, match=r"rollout.drafter_train: .*(elastic|max_lag_steps)"):
+            Recipe.parse(small_recipe(tmp_path, rollout__speculation="auto", rollout__drafter_train="on", **other))
 
 
 @pytest.mark.slow
 def test_a_drafter_must_mean_the_same_tokens(tmp_path: Path) -> None:
     from rlhfless_ray.learn.tiny_model import scratch_policy
 
-    policy = TaskTokenizer(task("chain"))
+    policy, of_policy = TaskTokenizer(task("chain")), scratch_policy(recipe(tmp_path), task("chain"))
 
     def read(name: str, files: dict[str, bytes]) -> Any:
         write_folder(tmp_path / name, files)
-        return read_drafter(recipe(tmp_path, speculation="auto", drafter=str(tmp_path / name)), policy)
+        return read_drafter(recipe(tmp_path, speculation="auto", drafter=str(tmp_path / name)), policy, of_policy)
 
-    assert read_drafter(recipe(tmp_path), policy) is None
-    files = scratch_policy(recipe(tmp_path), task("chain"))
+    assert read_drafter(recipe(tmp_path), policy, of_policy) is None
+    files = of_policy
     assert read("same", files).keys() == files.keys()
     for name, changed, why in (
         ("words", scratch_policy(recipe(tmp_path), task("sort")), "its tokenizer has other tokens"),
@@ -70,7 +75,7 @@ def test_a_drafter_must_mean_the_same_tokens(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"^rollout.drafter: .*{why}"):
             read(name, changed)
     with pytest.raises(UserError, match=r"rollout\.drafter"):
-        read_drafter(recipe(tmp_path, speculation="on", drafter=str(tmp_path / "nowhere")), policy)
+        read_drafter(recipe(tmp_path, speculation="on", drafter=str(tmp_path / "nowhere")), policy, of_policy)
 
 
 def _with(files: dict[str, bytes], **changes: Any) -> bytes:

@@ -123,18 +123,28 @@ def moved_often(roll_out: Any, whole: Any, how: str, versions: range) -> list[An
     raise AssertionError(f"hardly anything was moved in {len(streams)} rollouts")
 
 
-@pytest.mark.parametrize("how", ["prefill", "pages"])
-def test_moved_while_they_decode_responses_stay_what_they_are(pool: WorkerPool, roll_out: Any, whole: Any, how: str) -> None:
+@pytest.mark.parametrize("stages", ["prefill", "pages", "copy, then pages"])
+def test_moved_while_they_decode_responses_stay_what_they_are(
+    pool: WorkerPool, roll_out: Any, whole: Any, stages: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In two stages full blocks go ahead, and with the cut those that were filled meanwhile."""
     import ray
 
+    import rlhfless_ray.rollout.inflight_migrations as moving
+
+    how, copies = stages.split(", then ")[-1], stages.startswith("copy")
+    monkeypatch.setattr(moving, "COPY_TOKENS", 2 * BLOCK if copies else 10**9)
     before = ray.get([instance.actor.counts.remote() for instance in pool.working], timeout=60)
-    streams = moved_often(roll_out, whole, how, range(10, 20) if how == "prefill" else range(20, 30))
+    first = {"prefill": 10, "pages": 20, "copy, then pages": 60}[stages]
+    streams = moved_often(roll_out, whole, how, range(first, first + 10))
     after = ray.get([instance.actor.counts.remote() for instance in pool.working], timeout=60)
     moved = [one for stream in streams for one in stream.moved]
     assert {one.how for one in moved} == {how}
-    loaded, damaged = (
-        sum(b.get(name, 0) - a.get(name, 0) for (_, a), (_, b) in zip(before, after, strict=True)) for name in ("loaded", "damaged")
+    loaded, copied, damaged = (
+        sum(b.get(name, 0) - a.get(name, 0) for (_, a), (_, b) in zip(before, after, strict=True))
+        for name in ("loaded", "copied", "damaged")
     )
+    assert (copied > 10) == copies and all(0 < one.pause_s <= one.seconds for one in moved)
     assert (loaded > 10) == (how == "pages") and damaged == 0
     if how == "pages":
         came = [one for one in moved if not one.fell_back]

@@ -68,6 +68,28 @@ def test_a_drafter_with_the_policys_weights_draws_the_policys_tokens(engines: di
     assert len(steps) < 20, "of 40 tokens"
 
 
+def test_a_drafter_that_is_trained_drafts_with_its_new_weights(engines: dict[str, Any]) -> None:
+    """Its keys and values of the old ones are dropped. Weights that do not fit cost the drafter and no token."""
+    asked, drafter = requests(8, temperature=0.7, seed=6), engines["model"].drafter
+    weights, model = weights_of(FILES["A"]), drafter.model
+    before = {name: parameter.detach().numpy().copy() for name, parameter in model.model.named_parameters()}
+    try:
+        engines["model"].take_steps()
+        assert_same(answer(engines["model"], asked), answer(engines["off"], asked))
+        engines["model"].hear(DraftNews({}, (), weights))
+        asked = [replace(one, seed=one.seed + 1) for one in asked]
+        engines["model"].take_steps()
+        assert_same(answer(engines["model"], asked), answer(engines["off"], asked))
+        drafted, accepted = (sum(counts) for counts in zip(*(step.by_model for step in engines["model"].take_steps()), strict=True))
+        assert drafted > 100 and accepted > 0.95 * drafted, "they are the policy's"
+        engines["model"].hear(DraftNews({}, (), {"other": np.zeros(1)}))
+        assert drafter.model is None
+        assert_same(answer(engines["model"], asked), answer(engines["off"], asked))
+    finally:
+        drafter.model = model
+        model.load(before)
+
+
 def test_a_drafter_that_fails_costs_drafts_and_no_token(engines: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     asked, drafter = requests(8, temperature=0.7, seed=4), engines["model"].drafter
     model = drafter.model
@@ -160,5 +182,6 @@ def test_drafts_come_from_other_responses_until_newer_ones_take_their_place() ->
     assert draft("fourth", np.concatenate([prompt + 6, text[20:30]])) == [] and source.texts["fourth"][1] == 10, "one that was preempted"
     source.finish("fourth", text[20:34])
     assert source.texts["fourth"][1] == 14 and source.known == {}
+    text.setflags(write=False)  # as what comes through Ray
     source.finish("sixth", text[:8])
     assert draft("seventh", np.concatenate([prompt + 6, text[:4]])) == text[4:8].tolist(), "from one that was never looked up"

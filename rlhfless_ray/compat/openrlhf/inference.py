@@ -32,13 +32,6 @@ class InferenceTranslation(LauncherTranslation):
     def generates(self) -> bool:
         return self.settings.get("batch_inference.task") in GENERATES
 
-    def problem(self) -> UserError | None:
-        try:
-            self.recipe()
-        except UserError as error:
-            return error
-        return None
-
     def recipe(self) -> GenerationRecipe | None:
         """Return the recipe of a generation, None for the others. Raises UserError, which names the flag of an invalid value."""
         if not self.generates:

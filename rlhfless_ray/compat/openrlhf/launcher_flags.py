@@ -85,6 +85,14 @@ class LauncherTranslation:
 
     def problem(self) -> UserError | None:
         """Return the first error of the settings that no flag is refused for, which names the flags, or None."""
+        try:
+            self.recipe()
+        except UserError as error:
+            return error
+        return None
+
+    def recipe(self) -> Any:
+        """Return the recipe, if the launcher's work has one. Raises UserError, which names the flag of an invalid value."""
         return None
 
     def check(self) -> None:

@@ -29,13 +29,6 @@ class SupervisedTranslation(LauncherTranslation):
     def tree(self) -> dict[str, Any]:
         return nested({"task": TASKS[self.launcher], **self.settings})
 
-    def problem(self) -> UserError | None:
-        try:
-            self.recipe()
-        except UserError as error:
-            return error
-        return None
-
     def recipe(self) -> SupervisedRecipe:
         """Return the recipe. Raises UserError, which names the flag of an invalid value."""
         try:

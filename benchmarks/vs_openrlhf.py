@@ -1,0 +1,368 @@
+"""OpenRLHF 0.11.2 and this project on one command line, in turn: `python -m benchmarks.vs_openrlhf [--case NAME] [--size SIZE]`.
+
+OpenRLHF runs on CPU cores after small changes (`peers/openrlhf_port.py`), in an environment that is made at the first run. Cases: GRPO
+with a reward file; PPO with a critic and a reward model; an agent file with two turns. At 0.7 M parameters the policy is the quickstart's,
+and both results are evaluated on the same held-out prompts. At 11 M it is random, and only times count. Both write TensorBoard logs
+under the same names, which are what is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common.results import Spread, Target, make_console, save, show_targets
+from benchmarks.common.run_metadata import ROOT
+from benchmarks.common.run_process import run_process
+from benchmarks.peers.openrlhf_port import ENVIRONMENT, FLAGS, FOLDER, openrlhf_python
+from benchmarks.peers.shared_work import LARGE
+
+OPENRLHF, OURS = "OpenRLHF", "rlhfless_ray"
+CASES, SIZES = ("grpo", "ppo", "agent"), ("0.7M", "11M")
+DROP = 2  # first steps, which are not steady state
+LAST = 4  # steps whose mean is the reached reward
+SEEDS_APART = 0.03  # difference of final accuracies that seeds alone make
+LOGGED = {
+    "reward": "train/reward",
+    "response_length": "train/response_length",
+    "policy_loss": "train/policy_loss",
+    "actor_grad_norm": "train/actor_grad_norm",
+    "actor_lr": "train/actor_lr",
+    "critic_loss": "train/critic_loss",
+    "critic_grad_norm": "train/critic_grad_norm",
+    "critic_lr": "train/critic_lr",
+    "generation_s": "train/timing/generation",
+    "ppo_train_s": "train/timing/ppo_train",
+    "broadcast_s": "train/timing/broadcast",
+}
+
+REWARD = """import sys
+
+sys.path.append({root!r})
+from rlhfless_ray.prompts.chain_task import Chain
+
+
+def right(query, prompt, label):
+    return Chain().verify(query[len(prompt):].removesuffix({end!r}), {{"answer": label}})
+
+
+def reward_func(queries, prompts, labels, **kwargs):
+    import torch
+
+    rewards = torch.tensor([right(*row) for row in zip(queries, prompts, labels)])
+    return {{"rewards": rewards, "scores": rewards, "extra_logs": {{}}}}
+"""
+
+LETTERS = """def reward_func(queries, prompts, labels, **kwargs):
+    import torch
+
+    texts = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
+    rewards = torch.tensor([sum("a" <= c.lower() <= "m" for c in text) / max(1, len(text)) for text in texts])
+    return {"rewards": rewards, "scores": rewards, "extra_logs": {}}
+"""
+
+AGENT = '''import sys
+
+import torch
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+sys.path.append({root!r})
+from rlhfless_ray.prompts.chain_task import Chain
+
+
+class AgentInstance(AgentInstanceBase):
+    """A second try after a wrong answer, for half of the reward."""
+
+    def __init__(self, *args, **kwargs):
+        self.turn = 0
+
+    async def step(self, states, **kwargs):
+        self.turn += 1
+        right = Chain().verify(states["action_text"].removesuffix({end!r}), {{"answer": states["label"]}})
+        reward = torch.tensor(right / self.turn)
+        done = bool(right) or self.turn == 2
+        feedback = "" if done else ";" + states["observation_text"]
+        return {{"rewards": reward, "scores": reward, "environment_feedback": feedback, "done": done,
+                 "sampling_params": states["sampling_params"], "extra_logs": {{"turns": torch.tensor(float(self.turn))}}}}
+
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)
+'''
+
+
+@dataclass(frozen=True)
+class Work:
+    """Files of one case at one size, and the command's sizes."""
+
+    folder: Path
+    parameters: int
+    prompts: int
+    group: int
+    max_tokens: int
+    max_len: int
+    learning_rate: float
+    learns: bool  # whether held-out accuracy means something
+
+
+@dataclass(frozen=True)
+class SystemRun:
+    """One run. Rows of `steps`: step_s, core_s, and those of LOGGED that the case has."""
+
+    system: str
+    seed: int
+    first_step_s: float  # from the start of the command to the end of its first step
+    steps: list[dict[str, float]]
+    peak_mb: float
+    processes: int
+    wall_s: float
+    accuracy: float | None = None  # greedy, on held-out prompts
+
+    def steady(self, name: str) -> Spread:
+        return Spread.of(row[name] for row in self.steps[DROP:])
+
+    def reached(self) -> float:
+        return float(np.mean([row["reward"] for row in self.steps[-LAST:]]))
+
+
+def prepare(size: str, steps: int, folder: Path, ppo: bool) -> Work:
+    """Make policy, prompts, reward and agent files in `folder`, and for PPO a reward model."""
+    folder.mkdir(parents=True)
+    if size != "0.7M":
+        made = LARGE.write(folder / "work")
+        shutil.move(made.policy, folder / "model")
+        rows = [{"prompt": row["prompt"], "label": "0"} for row in made.rows()]
+        _write_rows(folder / "data.jsonl", rows[: LARGE.prompts * steps])
+        (folder / "reward.py").write_text(LETTERS)
+        longest = LARGE.longest_prompt + LARGE.max_tokens
+        return Work(folder, made.parameters, LARGE.prompts, LARGE.group, LARGE.max_tokens, longest, LARGE.learning_rate, False)
+    from benchmarks.learning.train_reward_model import verdicts
+    from benchmarks.learns import RECIPE, VERDICT_STEPS, warm_policy
+    from rlhfless_ray import Recipe
+    from rlhfless_ray.prompts.chain_task import Chain
+    from rlhfless_ray.weights.load_policy import load_tokenizer, warm_start_key
+    from rlhfless_ray.weights.model_folder import parameter_count, write_folder
+
+    recipe = Recipe.load(RECIPE, [])
+    files = warm_policy(recipe)
+    write_folder(folder / "model", files)
+    rows = Chain().rows(recipe.prompts.batch_prompts * steps, 0, "train")
+    _write_rows(folder / "data.jsonl", [{"prompt": row["prompt"], "label": row["answer"]} for row in rows])
+    names = {"root": str(ROOT), "end": load_tokenizer(files, False).eos_token}
+    (folder / "reward.py").write_text(REWARD.format(**names))
+    (folder / "agent.py").write_text(AGENT.format(**names))
+    if ppo:
+        shutil.copytree(verdicts(files, warm_start_key(recipe), VERDICT_STEPS).folder, folder / "reward_model")
+    rollout, rate = recipe.rollout, recipe.learner.learning_rate
+    longest = rollout.max_tokens + 32
+    return Work(
+        folder, parameter_count(files), recipe.prompts.batch_prompts, rollout.samples_per_prompt, rollout.max_tokens, longest, rate, True
+    )
+
+
+def _write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def flags(case: str, work: Work, out: Path, seed: int) -> list[str]:
+    """Return the command's flags, the same for both systems."""
+    folder, samples = work.folder, work.prompts * work.group
+    chosen: dict[str, Any] = {
+        "actor.model_name_or_path": folder / "model",
+        "ckpt.output_dir": out / "model",
+        "ckpt.path": out / "checkpoints",
+        "data.prompt_dataset": folder / "data.jsonl",
+        "data.input_key": "prompt",
+        "data.label_key": "label",
+        "data.max_len": work.max_len * (2 if case == "agent" else 1),
+        "algo.advantage.estimator": "gae" if case == "ppo" else "group_norm",
+        "algo.kl.init_coef": 0.01 if case == "ppo" else 0,
+        "rollout.batch_size": work.prompts,
+        "rollout.n_samples_per_prompt": work.group,
+        "rollout.micro_batch_size": 32,
+        "train.batch_size": samples,
+        "train.micro_batch_size": 32,
+        "train.seed": seed,
+        "actor.adam.lr": work.learning_rate,
+        "actor.num_nodes": 1,
+        "actor.num_gpus_per_node": 1,
+        "ds.zero_stage": 2,
+        "ds.param_dtype": "bf16",
+        "vllm.num_engines": 1,
+        "vllm.tensor_parallel_size": 1,
+        "logger.tensorboard_dir": out / "logs",
+        "logger.wandb.run_name": "run",
+    }
+    if case == "agent":
+        chosen["train.agent_func_path"] = folder / "agent.py"
+    else:
+        chosen["rollout.max_new_tokens"] = work.max_tokens
+    if case == "grpo":
+        chosen["reward.remote_url"] = folder / "reward.py"
+    if case == "ppo":
+        chosen |= {"reward.model_name_or_path": folder / "reward_model", "critic.model_name_or_path": folder / "reward_model"}
+        chosen |= {f"{part}.{name}": 1 for part in ("critic", "reward", "ref") for name in ("num_nodes", "num_gpus_per_node")}
+        chosen |= {"critic.adam.lr": 3 * work.learning_rate, "algo.advantage.lambd": 0.95, "algo.kl.estimator": "k1"}
+    switches = ["--reward.normalize_enable"] if case == "ppo" else []
+    return [part for name, value in chosen.items() for part in (f"--{name}", str(value))] + switches + list(FLAGS)
+
+
+def run_system(system: str, case: str, work: Work, seed: int, scratch: Path, environment: Path) -> SystemRun:
+    out = scratch / system / f"seed-{seed}"
+    out.mkdir(parents=True)
+    line = ["-m", "openrlhf.cli.train_ppo_ray", *flags(case, work, out, seed)]
+    variables = {**os.environ, "RAY_DISABLE_IMPORT_WARNING": "1"}
+    if system == OPENRLHF:
+        variables.pop("PYTHONPATH", None)
+        # two threads that wait for each other are slower than one
+        variables |= {**ENVIRONMENT, "OMP_NUM_THREADS": "1", "RAY_TMPDIR": str(scratch / "ray")}
+        command: list[Any] = [openrlhf_python(environment), *line]
+    else:
+        command = [sys.executable, "-m", "rlhfless_ray", "run", "--", "python", *line]
+        variables["PYTHONPATH"] = str(ROOT)
+    began_s = time.time()
+    ended = run_process(command, scratch / f"{system}.log", environment=variables, cores=True, folder=out, timeout_s=1800)
+    assert ended.cores is not None
+    ends, rows = logged(out / "logs" / "run")
+    starts = [began_s, *ends]
+    for row, start_s, end_s in zip(rows, starts, ends, strict=False):
+        row |= {"step_s": end_s - start_s, "core_s": ended.cores.between(start_s, end_s)}
+    return SystemRun(system, seed, ends[0] - began_s, rows, ended.peak_mb, ended.processes, ended.wall_s)
+
+
+def logged(folder: Path) -> tuple[list[float], list[dict[str, float]]]:
+    """Return when each step ended, and what was logged of it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    found = {name: events.Scalars(tag) for name, tag in LOGGED.items() if tag in events.Tags()["scalars"]}
+    return [one.wall_time for one in found["reward"]], [
+        {name: row[i].value for name, row in found.items() if i < len(row)} for i in range(len(found["reward"]))
+    ]
+
+
+def accuracies(models: list[Path], prompts: int, scratch: Path) -> list[float]:
+    """Return the greedy accuracy of each model on held-out prompts, 0 to 1."""
+    arguments = [part for path in models for part in ("--model", str(path))]
+    settings = {
+        "prompts.task": "chain",
+        "reward.function": "task",
+        "rollout.max_tokens": 160,
+        "evaluate.temperature": 0,
+        "evaluate.prompts": prompts,
+        "run.root": scratch,
+        "run.name": "judged",
+    }
+    command = [sys.executable, "-m", "rlhfless_ray", "evaluate", *arguments, *(f"{key}={value}" for key, value in settings.items())]
+    run_process(command, scratch / "judged.log", environment={**os.environ, "PYTHONPATH": str(ROOT)}, memory=False)
+    found = json.loads((scratch / "judged" / "evaluation.json").read_text())["scores"]
+    assert len(found) == len(models)
+    return [one["mean"] for one in found]
+
+
+def show(runs: list[SystemRun], start: float | None, title: str, console: Console) -> None:
+    table = Table(
+        "",
+        "reward, first → last",
+        "length",
+        "accuracy",
+        "step, s",
+        "core-s a step",
+        "first step after, s",
+        "peak GB, processes",
+        title=title,
+    )
+    for run in runs:
+        lengths = [row["response_length"] for row in run.steps]
+        table.add_row(
+            f"{run.system}, seed {run.seed}",
+            f"{run.steps[0]['reward']:.3f} → {run.reached():.3f}",
+            f"{lengths[0]:.0f} → {np.mean(lengths[-LAST:]):.0f}",
+            "" if run.accuracy is None or start is None else f"{100 * start:.1f} → {100 * run.accuracy:.1f} %",
+            run.steady("step_s").show(),
+            run.steady("core_s").show(),
+            f"{run.first_step_s:.0f}",
+            f"{run.peak_mb / 1e3:.1f}, {run.processes}",
+        )
+    console.print(table)
+
+
+def targets(runs: list[SystemRun]) -> list[Target]:
+    by = {system: [run for run in runs if run.system == system] for system in (OPENRLHF, OURS)}
+
+    def ratio(name: str) -> float:
+        ours, theirs = (Spread.of(row[name] for run in by[system] for row in run.steps[DROP:]).median for system in (OURS, OPENRLHF))
+        return ours / theirs
+
+    peak = max(run.peak_mb for run in by[OURS]) / max(run.peak_mb for run in by[OPENRLHF])
+    found = [
+        Target("step time over OpenRLHF's", ratio("step_s"), most=1.0, unit="×"),
+        Target("core-seconds over OpenRLHF's", ratio("core_s"), most=1.0, unit="×"),
+        Target("peak memory over OpenRLHF's", peak, most=1.0, unit="×"),
+    ]
+    reached = {system: [run.accuracy for run in mine if run.accuracy is not None] for system, mine in by.items()}
+    if all(reached.values()):
+        apart = abs(float(np.mean(reached[OURS]) - np.mean(reached[OPENRLHF])))
+        found.append(Target("difference of held-out accuracy", 100 * apart, most=100 * SEEDS_APART, unit=" points"))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, default="grpo")
+    parser.add_argument("--size", choices=SIZES, default="0.7M", help="11M: grpo only")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--environment", type=Path, default=FOLDER, help="folder of OpenRLHF's environment")
+    parser.add_argument("--keep", type=Path, help="folder for logs and models, which stays")
+    parser.add_argument("--quick", action="store_true", help="three steps: shows that it runs, measures nothing")
+    options = parser.parse_args()
+    if options.size != "0.7M" and options.case != "grpo":
+        parser.error("--size 11M has no reward model and no agent; use --case grpo")
+    steps = 3 if options.quick else options.steps
+    console = make_console()
+    openrlhf_python(options.environment)
+    scratch = options.keep or Path(tempfile.mkdtemp(prefix="vs-openrlhf-"))
+    runs: list[SystemRun] = []
+    start = None
+    try:
+        work = prepare(options.size, steps, scratch / "work", options.case == "ppo")
+        for seed in options.seeds:
+            runs += [run_system(system, options.case, work, seed, scratch, options.environment) for system in (OPENRLHF, OURS)]
+        if work.learns:
+            models = [work.folder / "model", *(scratch / run.system / f"seed-{run.seed}" / "model" for run in runs)]
+            start, *judged = accuracies(models, 32 if options.quick else 256, scratch)
+            runs = [replace(run, accuracy=accuracy) for run, accuracy in zip(runs, judged, strict=True)]
+    finally:
+        if options.keep is None:
+            shutil.rmtree(scratch, ignore_errors=True)
+    show(runs, start, f"{options.case}, {work.parameters / 1e6:.1f} M parameters, {work.prompts} × {work.group} samples", console)
+    reached = targets(runs)
+    show_targets(console, reached)
+    line = ["-m", "openrlhf.cli.train_ppo_ray", *flags(options.case, replace(work, folder=Path("work")), Path("out"), 0)]
+    content = {
+        "case": options.case,
+        "parameters": work.parameters,
+        "command": " ".join(["python", *line]),
+        "accuracy_before": start,
+        "runs": [{**asdict(run), "step_s": run.steady("step_s"), "core_s": run.steady("core_s")} for run in runs],
+    }
+    save(f"vs_openrlhf_{options.case}_{options.size}", content, reached, console=console, quick=options.quick)
+
+
+if __name__ == "__main__":
+    main()

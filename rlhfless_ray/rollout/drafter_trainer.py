@@ -1,0 +1,205 @@
+"""Training of a drafter on what the policy has sampled, in a process of its own.
+
+The drafter learns the policy's distribution from its tokens, by cross-entropy. A drafter that is behind the policy, or has died, costs
+drafts and no token: engines verify what it drafts.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from rlhfless_ray.types import Span
+from rlhfless_ray.weights.load_policy import quiet_libraries
+from rlhfless_ray.weights.model_folder import write_folder
+from rlhfless_ray.weights.tensor_file import Files
+
+KEPT_TOKENS = 200_000  # of the newest sequences, from which batches are drawn
+BATCH_TOKENS = 1024  # of an update, padding included. Small, because the end of a rollout waits for the update that is under way
+WINDOW_TOKENS = 512  # longest part of a sequence that an update reads
+WARM_UP = 20  # updates in which the learning rate rises
+MOST_NORM = 1.0  # of a gradient
+
+
+@dataclass(frozen=True)
+class DrafterSettings:
+    learning_rate: float
+    temperature: float  # of the tokens that are learned from
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Said:
+    """A sequence to learn from. `tokens`: (n,) int32, prompt included. `logprobs`: (n,) float32, the policy's; NaN for tokens that it
+    has not sampled."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a call has trained. `loss`, `kl`: means over its updates, per token; `kl` is log p of the policy minus that of the drafter."""
+
+    updates: int
+    tokens: int  # that the updates read
+    loss: float
+    kl: float
+    update_s: float  # of the last update
+    spans: list[Span]
+
+
+class DrafterTrainer:
+    """A causal language model with its optimizer and the newest sequences."""
+
+    def __init__(self, folder: Path, settings: DrafterSettings) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        quiet_libraries()
+        self.settings, self.torch = settings, torch
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        self.model.train()
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self.updates = 0
+        self.said: deque[Said] = deque()
+        self.tokens = 0  # of `said`
+        self.rng = np.random.default_rng(0)
+
+    def move(self, device: str) -> None:
+        """Move weights and moments to a device."""
+        self.model.to(device)
+        for state in self.optimizer.state.values():
+            state.update({name: value.to(device) for name, value in state.items() if name != "step"})
+
+    def load(self, weights: dict[str, np.ndarray]) -> None:
+        with self.torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self.torch.from_numpy(weights[name]))
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Return a copy of the weights, float32. Tied ones appear once."""
+        return {name: parameter.detach().cpu().numpy().copy() for name, parameter in self.model.named_parameters()}
+
+    def add(self, said: Sequence[Said]) -> None:
+        self.said += said
+        self.tokens += sum(len(one.tokens) for one in said)
+        while self.tokens > KEPT_TOKENS and len(self.said) > 1:
+            self.tokens -= len(self.said.popleft().tokens)
+
+    def train(self, tokens: int, goes_on: Callable[[float], bool]) -> tuple[list[tuple[float, float]], int, float]:
+        """Make updates until they have read `tokens` tokens. Returns (loss, kl) of each, the tokens read and the last one's seconds.
+
+        goes_on: called before each update with the seconds that the last one took, 0 before the first.
+        """
+        found, read, took_s = [], 0, 0.0
+        while self.said and read < tokens and goes_on(took_s):
+            begin = time.monotonic()
+            *means, count = self._update()
+            found.append((means[0], means[1]))
+            read, took_s = read + count, time.monotonic() - begin
+        return found, read, took_s
+
+    def _update(self) -> tuple[float, float, int]:
+        torch = self.torch
+        tokens, logprobs = self._batch()
+        at = torch.from_numpy(tokens).to(self.settings.device)
+        sampled = torch.from_numpy(logprobs[:, 1:]).to(self.settings.device)
+        learned = ~sampled.isnan()
+        # Padding follows a sequence, so causal attention keeps it from the tokens that count.
+        logits = self.model(at, use_cache=False).logits[:, :-1].float() / self.settings.temperature
+        own = torch.log_softmax(logits, -1).gather(2, at[:, 1:, None]).squeeze(2)[learned]
+        loss = -own.mean()
+        self.updates += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.learning_rate * min(1.0, self.updates / WARM_UP)
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MOST_NORM)
+        self.optimizer.step()
+        return loss.item(), (sampled[learned] - own).mean().item(), int(learned.sum())
+
+    def _batch(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens (sequences, columns) and the policy's log-probabilities, NaN in the padding, of sequences drawn at random."""
+        parts: list[Said] = []
+        while True:
+            one = self.said[int(self.rng.integers(len(self.said)))]
+            begin = int(self.rng.integers(max(1, len(one.tokens) - WINDOW_TOKENS + 1)))
+            part = Said(one.tokens[begin : begin + WINDOW_TOKENS], one.logprobs[begin : begin + WINDOW_TOKENS])
+            columns = max(len(part.tokens), *(len(other.tokens) for other in parts)) if parts else len(part.tokens)
+            if parts and columns * (len(parts) + 1) > BATCH_TOKENS:
+                break
+            parts.append(part)
+        columns = max(len(part.tokens) for part in parts)
+        tokens, logprobs = np.zeros((len(parts), columns), np.int64), np.full((len(parts), columns), np.nan, np.float32)
+        for row, part in enumerate(parts):
+            tokens[row, : len(part.tokens)], logprobs[row, : len(part.tokens)] = part.tokens, part.logprobs
+        return tokens, logprobs
+
+
+class DrafterActor:
+    """The process of the drafter's training. A plain class, which the pool wraps in an actor."""
+
+    concurrency_groups: ClassVar = {"control": 1}  # `stop` runs beside `train`
+
+    def __init__(self, files: Files, settings: DrafterSettings) -> None:
+        """Imports only, so that a process can be prewarmed without a lease. `files`: of the drafter's folder."""
+        start = time.time()
+        import torch  # noqa: F401
+        from transformers import AutoModelForCausalLM  # noqa: F401
+
+        self.files, self.settings = files, settings
+        self.stopped = 0  # the newest call that has to end
+        self.imported = Span("start", "import torch", start, time.time())
+
+    def open(self, threads: int) -> dict[str, Any]:
+        from rlhfless_ray.local.process_memory import own_memory_mb
+
+        start = time.time()
+        with tempfile.TemporaryDirectory(prefix="rlhfless-drafter-") as name:
+            self.trainer = DrafterTrainer(write_folder(Path(name) / "model", self.files), self.settings)
+        spans = [self.imported, Span("start", "load the drafter", start, time.time())]
+        return {"memory_mb": own_memory_mb(), "spans": spans}
+
+    def train(
+        self, call: int, said: list[Said], tokens: int, seconds: float, threads: int, weights: dict[str, np.ndarray] | None
+    ) -> tuple[Trained, dict[str, np.ndarray]]:
+        """Learn from these and earlier sequences until the updates have read `tokens` tokens, for at most about `seconds`.
+
+        `call`: its number, for `stop`. `weights`: what to go on from; None: from what this process has.
+        """
+        import torch
+
+        start, end = time.time(), time.monotonic() + seconds
+        torch.set_num_threads(threads)
+        if weights is not None:
+            self.trainer.load(weights)
+        self.trainer.move(self.settings.device)
+        self.trainer.add(said)
+        means, read, update_s = self.trainer.train(tokens, lambda took_s: self.stopped < call and time.monotonic() + took_s < end)
+        loss, kl = np.mean(means, axis=0).tolist() if means else (0.0, 0.0)
+        done = Trained(len(means), read, loss, kl, update_s, [Span("work", "train the drafter", start, time.time())])
+        return done, self.trainer.weights()
+
+    def stop(self, call: int) -> None:
+        """End a call after the update that is under way. Runs beside it."""
+        self.stopped = max(self.stopped, call)
+
+    def park(self) -> dict[str, Any]:
+        """Leave the device."""
+        import torch
+
+        from rlhfless_ray.local.process_memory import report_parked_memory
+
+        start = time.time()
+        self.trainer.move("cpu")
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return report_parked_memory([Span("transfer", "leave the device", start, time.time())])

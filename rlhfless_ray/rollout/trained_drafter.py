@@ -1,0 +1,172 @@
+"""The driver's side of a drafter that is trained while the run goes on, on slots that the tail of a rollout leaves idle.
+
+Its failures end nothing: engines go on with the weights they have, and a new process goes on from the newest ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayError
+
+from rlhfless_ray.common.deadlines import get
+from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.functions.instance import Instance, reason_of
+from rlhfless_ray.functions.lease import Lease, Slot
+from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.rollout.drafter_trainer import KEPT_TOKENS, Said, Trained
+from rlhfless_ray.run.context import RunContext
+from rlhfless_ray.types import Sample
+from rlhfless_ray.weights.tensor_file import Files, as_numpy, as_tensor, load_tensors, read_metadata, save_tensors
+
+FILE = "drafter.safetensors"  # in a checkpoint
+PASSES = 4  # over each sampled token
+CALL_S = 1.0  # longest call, after which the slot is offered to the learner again
+FIRST_UPDATE_S = 0.1  # until one was measured
+STOP_S = 10.0  # timeout for the update under way at the end of a rollout
+MAX_FAILURES = 3  # in a row, after which the drafter is no longer trained
+FETCH_S = 30.0  # timeout for the weights of a checkpoint
+
+
+class TrainedDrafter:
+    def __init__(self, context: RunContext, pool: WorkerPool) -> None:
+        self.context, self.pool = context, pool
+        self.version = 0
+        self.weights: Any = None  # reference to {name: array} of that version; None: the initial files
+        self.queue: deque[Said] = deque()  # sequences that no process has yet
+        self.owed = 0  # tokens that updates are still to read
+        self.running: list[Any] = []  # references to the result and the weights of a call
+        self.calls = itertools.count(1)
+        self.call = 0
+        self.update_s = FIRST_UPDATE_S
+        self.failures = 0
+        self.imported: dict[str, Any] = {}  # by instance: a reference that is ready once its process is
+        self.done: list[Trained] = []  # in this step
+
+    def prewarm(self, slot: Slot) -> None:
+        """Start a process without a lease."""
+        if (instance := self.pool.prewarm(slot)) is not None:
+            self.imported[instance.id] = instance.actor.__ray_ready__.remote()
+
+    # ---- while engines work, see `OverlapScheduler` ----------------------------------------------------------------
+
+    def heard(self, samples: Sequence[Sample]) -> None:
+        """Queue finished samples."""
+        for sample in samples:
+            prompt, logprobs = sample.prompt.token_ids, sample.completion.logprobs.copy()
+            if sample.action_mask is not None:
+                logprobs[~sample.action_mask] = np.nan
+            tokens = np.concatenate([np.array(prompt, np.int32), sample.completion.token_ids])
+            self.queue.append(Said(tokens, np.concatenate([np.full(len(prompt), np.nan, np.float32), logprobs])))
+            self.owed += PASSES * sample.written_tokens
+        self.owed = min(self.owed, PASSES * KEPT_TOKENS)
+        while sum(len(said.tokens) for said in self.queue) > KEPT_TOKENS:
+            self.queue.popleft()
+
+    @property
+    def wants_slot(self) -> bool:
+        """Whether there is work, and a process that can do it: one that still imports would hold a slot for nothing."""
+        has_work = self.owed > 0 and not self.running and self.failures < MAX_FAILURES
+        return has_work and (not self.pool.parked or any(map(self._is_ready, self.pool.parked)))
+
+    def _is_ready(self, instance: Instance) -> bool:
+        return bool(ray.wait([self.imported[instance.id]], timeout=0)[0])
+
+    def refs(self) -> list[Any]:
+        return self.running[:1]
+
+    def look(self, leases: list[Lease], seconds: float) -> list[Lease]:
+        """Train under one of the leases, if the tail of `seconds` has time for two updates. Returns the leases that are not used."""
+        if not leases or not self.wants_slot or seconds < 2 * self.update_s:
+            return leases
+        parked = [one for one in self.pool.parked if any(self.pool.fits(one, lease.slot) for lease in leases)]
+        if not parked:
+            self.prewarm(leases[0].slot)
+        if not any(map(self._is_ready, parked)):
+            return leases
+        left = self.pool.resize(1, leases)
+        instance, said = self.pool.working[0], list(self.queue)
+        self.queue.clear()
+        weights = None if instance.version == self.version else self.weights
+        self.call, instance.version = next(self.calls), self.version
+        self.running = instance.actor.train.options(num_returns=2).remote(
+            self.call, said, self.owed, min(CALL_S, seconds), len(instance.leases), weights
+        )
+        return left
+
+    def done_ahead(self) -> list[Lease]:
+        """Collect a call that has ended, and return its lease."""
+        return self._collect(0.0) if self.running and ray.wait(self.running[:1], timeout=0)[0] else []
+
+    # ---- the end of a rollout -------------------------------------------------------------------------------------
+
+    def finish(self) -> list[Lease]:
+        """End the call under way after its current update, and return its lease."""
+        if not self.running:
+            return []
+        self.pool.working[0].actor.stop.options(concurrency_group="control").remote(self.call)
+        return self._collect(STOP_S)
+
+    def _collect(self, seconds: float) -> list[Lease]:
+        instance, (result, weights), self.running = self.pool.working[0], self.running, []
+        try:
+            done: Trained = get(result, seconds, "the drafter's update")
+            self.context.record_start(instance)
+        except (RayError, RunError) as error:
+            return self._end_failed(error)
+        self.failures = 0
+        self.pool.ledger.spans([lease.id for lease in instance.leases], done.spans)
+        if done.updates:
+            self.version, self.weights, self.update_s = self.version + 1, weights, done.update_s
+            instance.version = self.version
+        self.owed = max(0, self.owed - done.tokens)
+        self.done.append(done)
+        return self.pool.park(instance)
+
+    def _end_failed(self, error: Exception) -> list[Lease]:
+        """End the process of a call that failed, and return its lease. What it was to read is lost, and so are its moments."""
+        instance = self.pool.working[0]
+        leases = instance.leases
+        self.pool.end(instance)
+        del self.imported[instance.id]
+        self.failures += 1
+        goes_on = "another one goes on" if self.failures < MAX_FAILURES else "it is not trained any more"
+        self.context.record.progress.message(f"the drafter's process failed, so {goes_on}: {reason_of(error)}")
+        leases = self.context.leases.without_lost(leases)
+        if leases and self.failures < MAX_FAILURES:
+            self.prewarm(instance.slot)
+        return leases
+
+    def metrics(self) -> dict[str, Any]:
+        """Return metrics since the last call."""
+        done, self.done = self.done, []
+        updates = sum(one.updates for one in done)
+        found: dict[str, Any] = {"drafter/version": self.version, "drafter/updates": updates, "drafter/failures": self.failures}
+        found["drafter/train_s"] = sum(span.to_s - span.from_s for one in done for span in one.spans)
+        if updates:
+            found["drafter/loss"] = sum(one.updates * one.loss for one in done) / updates
+            found["drafter/kl"] = sum(one.updates * one.kl for one in done) / updates
+        return found
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def files(self) -> Files:
+        """Return the newest weights as a file. The moments are not saved: a resumed run warms its learning rate up again."""
+        if self.weights is None:
+            return {}
+        try:
+            weights = get(self.weights, FETCH_S, "the drafter's weights")
+        except (RayError, RunError) as error:
+            self.context.record.progress.message(f"the checkpoint has no weights of the drafter: {reason_of(error)}")
+            return {}
+        return {FILE: save_tensors({name: as_tensor(array) for name, array in weights.items()}, {"version": str(self.version)})}
+
+    def restore(self, files: Files) -> None:
+        if FILE in files:
+            self.version = int(read_metadata(files[FILE])["version"])
+            self.weights = ray.put({name: as_numpy(tensor).copy() for name, tensor in load_tensors(files[FILE]).items()})

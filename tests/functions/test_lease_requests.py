@@ -1,0 +1,72 @@
+"""A run's own requests do not stand in one another's way."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rlhfless_ray.functions.lease import Grant, LeaseManager, LeaseRequest
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.pool_messages import RunSlots, SlotRequest
+from rlhfless_ray.functions.pool_state import PoolState
+from tests.functions.test_pool_messages import joined, say
+from tests.functions.test_pool_state import pool
+
+
+class Source:
+    """A shared pool without Ray. Each call reaches it at once, and a wait ends at once."""
+
+    surplus = None
+
+    def __init__(self, state: PoolState, slots: RunSlots) -> None:
+        self.state, self.slots = state, slots
+
+    def tell(self) -> None:
+        self.slots.accept(say(self.state, self.slots.statement()))
+
+    def ask(self, requests: list[LeaseRequest]) -> None:
+        self.slots.ask(SlotRequest(one.id, self.slots.run, one.node) for one in requests)
+        self.tell()
+
+    def wait(self, request: LeaseRequest, until_s: float) -> Grant | None:
+        self.tell()
+        slot = self.slots.held.get(request.id)
+        return None if slot is None else Grant(slot.request, slot.node, slot.device)
+
+    def withdraw(self, requests: list[LeaseRequest]) -> None:
+        self.release([one.id for one in requests])
+
+    def release(self, ids: list[str]) -> None:
+        self.slots.end(ids)
+        self.tell()
+
+    drop = release
+
+    def others_wait(self) -> bool:
+        return False
+
+    def may_wait(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_standing_request_does_not_keep_the_only_slot_from_one_that_is_needed():
+    """A rollout asks for one more engine and then loses its only one with its node. The slot that is left goes to the standing request,
+    which the rollout does not look at while it waits for a successor."""
+    state = pool(2)
+    [slots] = joined(state, "x")
+    source: Any = Source(state, slots)
+    leases = LeaseManager("cpu", Ledger("cpu"), 0.5, "x", source)
+    [lost, other] = leases.take(2, "rollout")
+    [standing] = leases.ask(1)
+    leases.release([other])
+    source.tell()
+    assert standing.id in slots.held and standing.id in leases.asked  # granted, and not collected
+    state.drop(slots.held[lost.id].id, 0.0)
+    leases.release([lost])
+    began_s = time.monotonic()
+    [successor] = leases.take(1, "rollout", need=1)
+    assert time.monotonic() - began_s < 0.4 and list(leases.held) == [successor.id] and not leases.asked
+    assert state.held("x") == 1 and not state.requests

@@ -1,0 +1,225 @@
+"""What runs and their pool say to each other: whatever is lost, repeated or late, no slot is lost and none has two holders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from placement.market import Bid
+from rlhfless_ray.functions.pool_messages import PoolSlot, Reply, RunInfo, RunSlots, SlotRequest, Statement
+from rlhfless_ray.functions.pool_state import PoolState
+from tests.functions.test_pool_state import pool
+
+NODES = {"a": (3, {}), "b": (2, {})}
+
+
+def joined(state: PoolState, *names: str) -> list[RunSlots]:
+    runs = [RunSlots(name) for name in names]
+    for run in runs:
+        assert state.join(RunInfo(run.run), 0.0, session=run.session) == []
+    return runs
+
+
+def say(state: PoolState, statement: Statement, now_s: float = 0.0) -> Reply:
+    """Deliver a statement."""
+    state.tell(statement, now_s)
+    state.match(now_s)
+    return state.reply(statement.run, now_s)
+
+
+def test_a_request_that_comes_after_its_end_is_not_granted():
+    """A rollout's standing request overtakes its withdrawal. Before, the pool granted it to nobody and kept the slot for good."""
+    state = pool(1)
+    x, y = joined(state, "x", "y")
+    x.ask([SlotRequest("x/1", "x")])
+    late = x.statement()
+    x.end(["x/1"])
+    say(state, x.statement())
+    assert say(state, late).granted == {} and not state.requests
+    y.ask([SlotRequest("y/1", "y")])
+    y.accept(say(state, y.statement()))
+    assert list(y.held) == ["y/1"] and state.held("x") == 0
+
+
+def test_a_slot_that_is_granted_while_its_request_ends_is_free_again():
+    state = pool(1)
+    x, y = joined(state, "x", "y")
+    x.ask([SlotRequest("x/1", "x")])
+    y.ask([SlotRequest("y/1", "y")])
+    reply = say(state, x.statement())
+    say(state, y.statement())
+    x.end(["x/1"])
+    x.accept(reply)  # comes too late
+    assert list(reply.granted) == ["x/1"] and not x.held
+    say(state, x.statement())
+    assert list(say(state, y.statement()).granted) == ["y/1"]
+
+
+def test_a_grant_is_told_until_the_run_confirms_it():
+    state = pool(2)
+    [x] = joined(state, "x")
+    x.ask([SlotRequest("x/1", "x")])
+    say(state, x.statement())  # the reply is lost
+    again = say(state, x.statement())
+    x.accept(again)
+    assert list(again.granted) == ["x/1"] == list(x.held)
+    assert say(state, x.statement()).granted == {} and state.held("x") == 1
+
+
+def test_what_a_process_said_before_its_run_resumed_counts_no_more():
+    state = pool(1)
+    [old] = joined(state, "x")
+    old.ask([SlotRequest("x/1", "x")])
+    late = say(state, old.statement())
+    [new] = joined(state, "x")
+    new.ask([SlotRequest("x/1", "x")])
+    new.accept(late)
+    assert not new.held
+    new.accept(say(state, new.statement()))
+    assert list(new.held) == ["x/1"] and state.held("x") == 1
+
+
+def test_a_node_that_a_run_found_lost_is_granted_to_none_of_its_requests():
+    state = pool(2, node="a")
+    state.set_nodes({"a": (2, {}), "b": (1, {})}, 0.0)
+    state.put(PoolSlot("s9", "b", 0), 0.0)
+    [x] = joined(state, "x")
+    x.ask([SlotRequest("x/1", "x", "a")])
+    x.accept(say(state, x.statement()))
+    x.avoid(["x/1"])
+    x.end(["x/1"])
+    x.ask([SlotRequest("x/2", "x"), SlotRequest("x/3", "x")])
+    x.accept(say(state, x.statement()))
+    assert [slot.node for slot in x.held.values()] == ["b"] and list(x.wants) == ["x/3"]
+    assert {slot.id for slot in state.idle(0.0)} == {"s0", "s1"}
+
+
+class Messages(RuleBasedStateMachine):
+    """Runs ask, withdraw, release and bid. Their statements and the replies arrive in any order, twice, or never. Nodes come and go."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.now, self.asked, self.made = 0.0, 0, 0
+        self.state = PoolState(0.0)
+        self.state.set_nodes(NODES, 0.0)
+        self.runs: dict[str, RunSlots] = {}
+        self.sent: list[Statement | Reply] = []
+        for name in "xyz":
+            self.join(name)
+        self.ray_grants()
+
+    def teardown(self) -> None:
+        self.all_is_heard()
+
+    def join(self, name: str) -> None:
+        """Let a run join with what it holds. If that is gone, it ends, and resumes with nothing."""
+        run = self.runs.setdefault(name, RunSlots(name))
+        if self.state.join(RunInfo(name, folder=name), self.now, [replace(slot) for slot in run.held.values()], session=run.renew()):
+            self.runs[name] = run = RunSlots(name)
+            self.state.join(RunInfo(name, folder=name), self.now, session=run.session)
+
+    def knows(self, run: RunSlots) -> bool:
+        return run.run in self.state.runs and self.state.runs[run.run].session == run.session
+
+    def deliver(self, message: Statement | Reply) -> None:
+        if isinstance(message, Reply):
+            for run in self.runs.values():
+                run.accept(message)
+        elif message.run in self.state.runs and self.state.runs[message.run].session == message.session:
+            self.sent.append(say(self.state, message, self.now))
+
+    @rule(name=st.sampled_from("xyz"), count=st.integers(1, 3), node=st.sampled_from(["", "a", "b"]))
+    def ask(self, name: str, count: int, node: str) -> None:
+        for _ in range(count):
+            self.asked += 1
+            self.runs[name].ask([SlotRequest(f"{name}/{self.asked}", name, node)])
+        self.sent.append(self.runs[name].statement())
+
+    @rule(name=st.sampled_from("xyz"), lost=st.booleans(), data=st.data())
+    def end(self, name: str, lost: bool, data: st.DataObject) -> None:
+        run = self.runs[name]
+        if ids := [*run.wants, *run.held]:
+            ended = data.draw(st.lists(st.sampled_from(ids), min_size=1, unique=True))
+            if lost:
+                run.avoid([id for id in ended if id in run.held and run.held[id].node == "b"])
+            run.end(ended)
+        self.sent.append(run.statement())
+
+    @rule(name=st.sampled_from("xyz"), worth=st.floats(0.1, 50.0))
+    def bid(self, name: str, worth: float) -> None:
+        self.runs[name].bid = Bid(name, (1, 3), (0.0, worth))
+        self.sent.append(self.runs[name].statement())
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data(), count=st.integers(1, 4), twice=st.booleans())
+    def messages_arrive(self, data: st.DataObject, count: int, twice: bool) -> None:
+        for _ in range(min(count, len(self.sent))):
+            which = data.draw(st.integers(0, len(self.sent) - 1))
+            self.deliver(self.sent[which] if twice else self.sent.pop(which))
+
+    @rule(name=st.sampled_from("xyz"))
+    def a_heartbeat(self, name: str) -> None:
+        if self.knows(run := self.runs[name]):
+            run.accept(say(self.state, run.statement(), self.now))
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def a_message_is_lost(self, data: st.DataObject) -> None:
+        self.sent.pop(data.draw(st.integers(0, len(self.sent) - 1)))
+
+    @rule(name=st.sampled_from("xyz"))
+    def a_run_is_silent(self, name: str) -> None:
+        self.state.leave(name, self.now)
+
+    @rule()
+    def the_pool_is_replaced(self) -> None:
+        held = [slot for slot in self.state.slots.values() if slot.holder]
+        self.state = PoolState(self.now)
+        self.state.set_nodes(NODES, self.now)
+        assert all(slot.node in NODES for slot in held)
+
+    @rule(node=st.sampled_from(["a", "b"]))
+    def a_node_is_lost(self, node: str) -> None:
+        self.state.set_nodes({name: found for name, found in NODES.items() if name != node}, self.now)
+        self.state.set_nodes(NODES, self.now)  # another one of this name, with other slots
+
+    @rule()
+    def ray_grants(self) -> None:
+        for node, (count, _) in NODES.items():
+            there = {slot.id for slot in self.state.slots.values() if slot.node == node}
+            there |= {slot.id for run in self.runs.values() for slot in run.held.values() if slot.node == node}  # a new pool's orphans
+            for _ in range(count - len(there)):
+                self.made += 1
+                self.state.put(PoolSlot(f"s{self.made}", node, self.made), self.now)
+
+    @rule()
+    def all_is_heard(self) -> None:
+        """After a heartbeat of every run, the pool has of each what it has itself, and no more."""
+        for name, run in self.runs.items():
+            if not self.knows(run):
+                self.join(name)
+        for run in self.runs.values():
+            say(self.state, run.statement(), self.now)
+        for _ in range(2):
+            for run in self.runs.values():
+                run.accept(say(self.state, run.statement(), self.now))
+        for name, run in self.runs.items():
+            there = {slot.request: slot.id for slot in self.state.slots.values() if slot.holder == name}
+            assert set(there) <= set(run.held)
+            for id, slot in run.held.items():
+                assert id in there or slot.id not in self.state.slots
+            assert {one.id for one in self.state.requests.values() if one.run == name} == set(run.wants)
+
+    @invariant()
+    def no_slot_has_two_holders(self) -> None:
+        for name, run in self.runs.items():
+            for id, slot in run.held.items() if self.knows(run) else ():
+                if (known := self.state.slots.get(slot.id)) is not None:  # otherwise its node is lost
+                    assert (known.holder, known.request) == (name, id)
+
+
+TestMessages = Messages.TestCase
+TestMessages.settings = settings(max_examples=100, stateful_step_count=40)

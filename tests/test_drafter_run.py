@@ -1,0 +1,71 @@
+"""A run whose drafter is trained on the slot that one engine leaves while the other still works."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import ray
+
+from benchmarks.common.fault_injection import pid_of
+from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
+from rlhfless_ray.functions.ledger import read_rows
+from rlhfless_ray.rollout import driver as rollout
+from rlhfless_ray.rollout.overlap import OverlapScheduler
+from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
+from tests.conftest import small_recipe
+from tests.test_overlap import HeldPage, uneven
+
+pytestmark = [pytest.mark.ray, pytest.mark.engine]
+
+
+def test_a_drafter_learns_in_the_tail_dies_and_goes_on_after_a_resume(
+    no_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RolloutPlan, "shares", uneven)
+    monkeypatch.setattr(rollout.RolloutDriver, "tail_s", lambda self: 1000.0)
+    more = {
+        "run__steps": 5,
+        "rollout__min_actors": 2,
+        "rollout__migrate": "off",
+        "rollout__stream_interval_s": 0.02,
+        "rollout__speculation": "on",
+        "rollout__drafter_train": "on",
+        "evaluate__prompts": 0,
+        "learner__overlap": "off",
+        "cluster__cpus": 2,
+    }
+    recipe = Recipe.parse(small_recipe(tmp_path, **more))
+    killed: list[int] = []
+
+    def enough(tail: OverlapScheduler) -> bool:
+        """The second and fourth rollout have time until there is a new version. In the third the process is killed while it makes one."""
+        drafter = tail.drafting
+        assert isinstance(drafter, TrainedDrafter)
+        if run.step.number == 3 and drafter.running and not killed:
+            killed.append(pid_of(drafter.pool.working[0]) or 0)
+            os.kill(killed[0], signal.SIGKILL)
+        return drafter.failures == 1 if run.step.number == 3 else drafter.version > (run.step.number == 4)
+
+    with HeldPage(recipe, enough) as run:
+        for step in run:
+            drafter = run.rollout_stage.drafter
+            assert drafter is not None
+            ray.get(list(drafter.imported.values()), timeout=60)
+            if step.number == 4:
+                break
+        folder = run.folder.path
+    with Runtime(recipe, resume=True) as resumed:
+        assert resumed.rollout_stage.drafter is not None and resumed.rollout_stage.drafter.version >= 2, "of the checkpoint"
+        steps = list(resumed)
+    assert [step.number for step in steps] == [5] and steps[0].metrics["rollout/model_drafted"] > 0
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["drafter/failures"] for row in rows] == [0, 0, 1, 0, 0] and not any(row["faults/bugs"] for row in rows)
+    assert rows[1]["drafter/version"] >= 1 and rows[3]["drafter/version"] >= 2
+    assert all(row["drafter/kl"] > 0 for row in rows if row["drafter/updates"])
+    held = [row for row in read_rows(folder / "ledger.csv") if row.kind == "drafter" and row.slots]
+    assert {row.what for row in held} >= {"train the drafter"} and sum(row.money for row in held) > 0
