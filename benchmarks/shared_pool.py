@@ -40,7 +40,7 @@ from rlhfless_ray.recipe import Recipe
 
 WAYS = {"queue": "one after the other", "parts": "each its part", "unshared": "Ray's queue", "shared": "one pool"}
 # task, hidden size, prompts, response tokens, steps; every second run is short
-REAL = [("chain", 128, 32, 128, 40), ("sort", 64, 32, 64, 24), ("chain", 64, 32, 96, 24), ("sort", 128, 24, 64, 16)]
+REAL = [("chain", 128, 32, 128, 30), ("sort", 64, 32, 64, 20), ("chain", 64, 32, 96, 20), ("sort", 128, 24, 64, 12)]
 BASE_S, PER_SEQ_S = 8.5e-3, 3e-5  # a 3 B model's decode step on one L40S, as in `control`
 LIMIT_S = 1800.0
 EPS_S = 0.002  # of clocks

@@ -228,7 +228,7 @@ def run_system(system: str, case: str, work: Work, seed: int, scratch: Path, env
     if system == OPENRLHF:
         variables.pop("PYTHONPATH", None)
         # two threads that wait for each other are slower than one
-        variables |= {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+        variables |= {**ENVIRONMENT, "OMP_NUM_THREADS": "1", "RAY_TMPDIR": str(scratch / "ray")}
         command: list[Any] = [openrlhf_python(environment), *line]
     else:
         command = [sys.executable, "-m", "rlhfless_ray", "run", "--", "python", *line]

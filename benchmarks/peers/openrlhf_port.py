@@ -75,13 +75,8 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
         ("        self.model_runner.model.load_weights(weights=[(name, weight)])\n\n        del weight\n", LOAD),
     ],
     "trainer/ray/ppo_actor.py": [("broadcast(param.data, src=0, stream=torch.cuda.current_stream())", "broadcast(param.data, src=0)")],
-    # logical GPUs; the dashboard's memory and time would count as OpenRLHF's
-    "cli/train_ppo_ray.py": [
-        (
-            "        ray.init(\n",
-            "        ray.init(\n            num_gpus=4,\n            num_cpus=8,\n            include_dashboard=False,\n",
-        )
-    ],
+    # a Ray of its own with logical GPUs; the dashboard's memory and time would count as OpenRLHF's
+    "cli/train_ppo_ray.py": [("ray.init(", 'ray.init(address="local", num_gpus=4, num_cpus=8, include_dashboard=False,')],
 }
 
 # Imported by name, and called with packed samples or ring attention only.

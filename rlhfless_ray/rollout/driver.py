@@ -422,6 +422,8 @@ class RolloutDriver:
             self.pool.end_lost(instance, why, cause)
             return
         others = [number for number in self.calls.available() if number != call.number]
+        if not others:  # one that still starts may hold the only slot that is left, so that to wait for another one would never end
+            others = [self.calls.number(other) for other in self.pool.working if other is not instance]
         if not others:
             self.migrations.cancel(orphans.tolist())
             successor = self.calls.number(self.pool.replace(instance, why, cause))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import shutil
 import signal
@@ -27,6 +28,7 @@ from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.closing import close_folder
 from rlhfless_ray.run.folder import RunFolder, check_writable, put_files
 from rlhfless_ray.supervise.examples import RowOrder
+from rlhfless_ray.supervise.inbox import INBOX, Inbox
 from rlhfless_ray.supervise.load_rows import load_rows
 from rlhfless_ray.supervise.row_reader import SupervisedRows
 from rlhfless_ray.weights.load_policy import check_files, context_tokens, load_tokenizer, model_folder, other_model, quiet_libraries
@@ -34,8 +36,9 @@ from rlhfless_ray.weights.model_folder import read_files, read_folder, with_dtyp
 from rlhfless_ray.weights.tensor_file import Files
 
 CHECKPOINTS = "checkpoints"
+PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 RESIZE_S = 60.0  # interval in which Ray Train looks for slots of more ranks
-INBOX_S, INBOX = 60.0, "the actor that the ranks report to"
+INBOX_S = 60.0  # deadline of its answers
 STOP_S = 60.0  # time for the ranks to finish their step and save after Ctrl-C
 
 
@@ -157,7 +160,7 @@ class SupervisedStage:
         """Run the ranks in Ray Train, and record what they tell."""
         import ray
 
-        from rlhfless_ray.supervise.train_loop import Inbox, RankStart
+        from rlhfless_ray.supervise.train_loop import RankStart
 
         path, name = self.storage
         file = self.folder.path / "ledger.csv"
@@ -206,13 +209,16 @@ class SupervisedStage:
         from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
 
+        private = self.cluster.private
+
         class Trainer(TorchTrainer):
-            """On a private Ray without Ray Train's cleaner of placement groups: it asks the dashboard, which is not there, and its end
-            would be waited for 12 s. The groups end with that Ray."""
+            """Without Ray Train's manager of Ray Data's sets, which are none here. On a private Ray also without its cleaner of placement
+            groups: it asks the dashboard, which is not there, and its end would be waited for 12 s. The groups end with that Ray."""
 
             def _create_default_callbacks(inner) -> Any:
+                unused = ("DatasetsCallback", *(("PlacementGroupCleanerCallback",) if private else ()))
                 callbacks = super()._create_default_callbacks()  # type: ignore[misc]
-                return [one for one in callbacks if not (self.cluster.private and type(one).__name__ == "PlacementGroupCleanerCallback")]
+                return [one for one in callbacks if type(one).__name__ not in unused]
 
         from rlhfless_ray.supervise.train_loop import train_rank
 
@@ -220,6 +226,8 @@ class SupervisedStage:
         recipe, (path, name) = self.recipe, self.storage
         ranks = recipe.learner.ranks
         workers: Any = ranks if recipe.min_ranks == ranks else (recipe.min_ranks, ranks)
+        if private:  # its only node is this machine, which nobody drains: a process less
+            os.environ[PREEMPTION_WATCHER] = "0"
         try:
             Trainer(
                 train_rank,
@@ -241,6 +249,9 @@ class SupervisedStage:
             ).fit()
         except BaseException as error:  # of any type, and this thread must not hide it
             self.failure = error
+        finally:
+            if private:
+                del os.environ[PREEMPTION_WATCHER]
 
     def _follow(self, fit: threading.Thread) -> None:
         """Record what the ranks tell until they have ended. Raises what ended them."""

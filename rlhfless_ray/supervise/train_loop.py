@@ -24,12 +24,12 @@ from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.learn.trainer_rank import read_state
 from rlhfless_ray.recipe.supervised_sections import WITH_REFERENCE, SupervisedRecipe
 from rlhfless_ray.supervise.examples import Examples, RowOrder
+from rlhfless_ray.supervise.inbox import INBOX
 from rlhfless_ray.supervise.supervised_rank import StepResult, SupervisedRank
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.model_folder import read_content, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
-INBOX = "the driver's inbox"
 MODEL, PROGRESS, REFERENCES = "model", "progress.json", "reference_logprobs.npz"
 
 
@@ -48,26 +48,6 @@ class RankStart:
     inbox: Any  # actor handle of an `Inbox`
     device: str
     threads: int
-
-
-class Inbox:
-    """What the ranks tell the driver, and whether the driver asks them to stop. A Ray actor on the driver's node."""
-
-    def __init__(self) -> None:
-        self.items: list[tuple[str, Any]] = []
-        self.stops = False
-
-    def post(self, kind: str, content: Any) -> bool:
-        """Take a message; return whether the ranks should stop."""
-        self.items.append((kind, content))
-        return self.stops
-
-    def take(self) -> list[tuple[str, Any]]:
-        items, self.items = self.items, []
-        return items
-
-    def stop(self) -> None:
-        self.stops = True
 
 
 def train_rank(config: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
 from placement.scaling.resize_policy import Hold
 from rlhfless_ray.functions import lease
@@ -103,6 +104,21 @@ def test_an_engine_that_dies_on_a_drained_node_is_not_replaced_while_others_go_o
     rollout.calls.running = {ref: one for ref, one in rollout.calls.running.items() if one is not call}
     rollout.handle_loss(call, FailureCause.DIED, "killed")
     assert pool.log == log and rollout.token_log.owner.tolist() == [second, second]
+
+
+def test_what_the_last_working_engine_had_goes_to_one_that_still_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may hold the only slot that is left, as where a node was lost with all engines but this one: no other slot would ever come."""
+    pool = Pool(["a", "b"], set())
+    rollout = rollout_on(pool, 1)
+    first, second = (rollout.calls.number(engine) for engine in pool.working)
+    rollout.assign(first, np.array([0]))
+    pool.working[1].loading = "not loaded yet"
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: ([], refs))
+    call = rollout.calls.find(first)
+    assert call is not None
+    rollout.calls.running.clear()
+    rollout.handle_loss(call, FailureCause.NODE_LOST, "killed")
+    assert pool.log == ["lost", "prewarmed"] and rollout.token_log.owner.tolist() == [second]
 
 
 def test_what_was_to_leave_an_engine_that_died_alone_leaves_no_more() -> None:

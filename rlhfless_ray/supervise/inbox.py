@@ -1,0 +1,27 @@
+"""What the ranks tell the driver. In a module of its own, so that its process imports little."""
+
+from __future__ import annotations
+
+from typing import Any
+
+INBOX = "the actor that the ranks report to"
+
+
+class Inbox:
+    """What the ranks tell the driver, and whether the driver asks them to stop. A Ray actor on the driver's node."""
+
+    def __init__(self) -> None:
+        self.items: list[tuple[str, Any]] = []
+        self.stops = False
+
+    def post(self, kind: str, content: Any) -> bool:
+        """Take a message; return whether the ranks should stop."""
+        self.items.append((kind, content))
+        return self.stops
+
+    def take(self) -> list[tuple[str, Any]]:
+        items, self.items = self.items, []
+        return items
+
+    def stop(self) -> None:
+        self.stops = True
