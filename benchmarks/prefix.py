@@ -1,4 +1,4 @@
-"""What computing each distinct prompt prefix once saves: `python -m benchmarks.prefix [--quick] [--base] [--repeats N]`.
+"""What computing each distinct prompt prefix once saves: `python -m benchmarks.prefix [--quick] [--base] [--large] [--repeats N]`.
 
 Real vLLM engines and the real service on a local Ray. 64 prompts share a header and have 60 to 124 tokens of their own; each is
 answered by a group of samples. Groups are split over the rollout engines, or kept on one engine each. A step is measured up to
@@ -8,7 +8,7 @@ are those of the prefill instance and of the engines: computing, saving, sealing
 seconds of the engines' processes; those of the wall stand beside them in the JSON.
 
 Two policies of random weights: the quickstart's size (0.6 M parameters), where half of what an engine does is the handling of
-requests, and one of 10.8 M, the base case alone.
+requests, and one of 10.8 M, the base case alone. `--large`: one of 494 M in bfloat16 instead, with fewer prompts and headers.
 
 Of a prompt, what fills no block cannot be found in an engine's own cache: without the service it is computed for each sample.
 """
@@ -25,18 +25,19 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks.common.prefix_engines import VOCABULARY, open_engine, policy
+from benchmarks.common.prefix_engines import LARGE, VOCABULARY, open_engine, policy
 from benchmarks.common.results import Spread, Target, make_console, save, show_targets
 from placement.scaling.prefix_benefit import PrefixChoice, PrefixSpeed, choose_prefix
 from placement.scaling.resize_policy import assign_groups
 from rlhfless_ray.prefix.block_hash import distinct_prefixes
 from rlhfless_ray.prefix.page_service import PrefixService, Producer
 from rlhfless_ray.prefix.prefix_stats import prefix_demand
+from rlhfless_ray.weights.checksum import checksum
 
 BLOCK = 32
 HEADERS, ENGINES, GROUPS = (64, 256, 1024, 4096), (1, 2, 4), (4, 8, 16)
 BASE = (1024, 4, 8)
-PROMPTS, QUICK_PROMPTS = 64, 12
+PROMPTS, QUICK_PROMPTS, LARGE_PROMPTS = 64, 12, 8
 OWN = (60, 124)  # tokens of a prompt besides the header
 WITHIN_S = 900.0
 
@@ -85,11 +86,12 @@ class PrefixWorld:
         import ray
 
         ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
-                 object_store_memory=2**30)  # fmt: skip
+                 object_store_memory=2**30 if name != LARGE else 3 * 2**30)  # fmt: skip
         files, weights = policy(name, longest)
-        self.plain = open_engine(files, weights, longest, BLOCK, False)
-        self.user = open_engine(files, weights, longest, BLOCK, True)
-        self.maker = open_engine(files, weights, longest, BLOCK, True)
+        shared = (ray.put(weights), checksum(weights), longest, BLOCK)
+        dtype = "bfloat16" if name == LARGE else "float32"
+        del weights
+        self.plain, self.user, self.maker = (open_engine(files, *shared, keeps, dtype) for keeps in (False, True, True))
         self.page_bytes = ray.get(self.maker.kind.remote()).page_bytes
         self.service = PrefixService("benchmark", 2**29, heartbeat_s=120)
         self.service.start()
@@ -172,6 +174,11 @@ def cases(quick: bool) -> list[PrefixCase]:
     return [PrefixCase(h, e, g, split) for (h, e, g), split in itertools.product(dict.fromkeys(found), (True, False))]
 
 
+def large_cases() -> list[PrefixCase]:
+    """Around the break-even: short headers, few engines."""
+    return [PrefixCase(header, engines, 4, True) for header, engines in ((64, 2), (256, 2), (1024, 2), (256, 4))]
+
+
 def targets(tables: dict[str, list[PrefixMeasurement]]) -> list[Target]:
     every = [row for rows in tables.values() for row in rows]
     together = [row.off_s.median / row.auto_s.median for row in every if not row.case.split]
@@ -210,20 +217,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--base", action="store_true", help="the base case alone")
+    parser.add_argument("--large", action="store_true", help="a policy of 494 M parameters alone, without targets")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     console = make_console()
     base = [PrefixCase(*BASE, True), PrefixCase(*BASE, False)]
     plan = {"quickstart": base if options.base else cases(options.quick)} | ({} if options.quick else {"medium": base})
     count, repeats = (QUICK_PROMPTS, 1) if options.quick else (PROMPTS, options.repeats)
+    if options.large:
+        plan, count = {LARGE: large_cases()}, LARGE_PROMPTS
     tables, said = {}, {}
     for name, chosen in plan.items():
         tables[name], said[name] = run(name, chosen, count, repeats)
         show(console, name, tables[name])
-    met = targets(tables)
+    met = [] if options.large else targets(tables)
     show_targets(console, met)
     setting = {"prompts": count, "own_tokens": OWN, "block_size": BLOCK}
-    save("prefix", {**setting, "policies": said}, met, console=console, quick=options.quick)
+    save("prefix_large" if options.large else "prefix", {**setting, "policies": said}, met, console=console, quick=options.quick)
 
 
 if __name__ == "__main__":

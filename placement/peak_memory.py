@@ -19,7 +19,7 @@ CHUNK_COPIES = 3.5  # logits in the model's dtype and in float32, probabilities,
 LEARNER_BYTES = 600_000_000  # imports of a rank on CPU, and DeepSpeed's buffers
 ENGINE_BYTES = 560_000_000  # imports of an engine on CPU
 PASS_BYTES = 450_000_000  # imports of a process that computes passes only
-DRIVER_BYTES = 700_000_000  # driver, Ray and reward processes
+DRIVER_BYTES = 500_000_000  # driver, Ray and reward processes
 CUDA_BYTES = 600_000_000  # a process's context on a GPU
 USED_SHARE = 0.85  # of the memory that chosen settings may take: predictions are up to 15 % off
 

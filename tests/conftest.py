@@ -231,7 +231,8 @@ def cpu_s() -> float:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fork the workers of the first test's Ray, and of all after it, from one process that has imported everything."""
     if item.get_closest_marker("ray") and warm_workers.PREFIX not in os.environ:
-        warm_workers.start(item.config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
+        own = item.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        warm_workers.start(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 
 
 @pytest.fixture

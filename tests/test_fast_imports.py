@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 from pathlib import Path
 
@@ -59,3 +60,25 @@ def test_a_collector_that_was_off_stays_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+TOKENIZER = """
+import os, sys
+from rlhfless_ray.local.fast_imports import transformers_without_torch
+
+for _ in range(2):
+    with transformers_without_torch():
+        from transformers import Qwen2Tokenizer
+        tokenizer = Qwen2Tokenizer(vocab={"<pad>": 0, "a": 1, "b": 2}, merges=[], unk_token=None, pad_token="<pad>")
+    assert not {"torch", "transformers"} & sys.modules.keys() and "TRANSFORMERS_NO_ADVISORY_WARNINGS" not in os.environ
+assert tokenizer("ab")["input_ids"] == [1, 2]
+assert tokenizer("ab", return_tensors="pt")["input_ids"].tolist() == [[1, 2]]
+from transformers import Qwen2Config, Qwen2ForCausalLM  # whole now
+sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, vocab_size=3)
+Qwen2ForCausalLM(Qwen2Config(**sizes))
+"""
+
+
+def test_a_tokenizer_needs_no_torch_and_models_come_later() -> None:
+    done = subprocess.run([sys.executable, "-c", TOKENIZER], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "PyTorch" not in done.stderr, done.stderr[-2000:]

@@ -1,9 +1,9 @@
 """Fork Ray's workers from a process that has imported vLLM, torch and DeepSpeed.
 
 Imports are most of what a short run costs: with workers of their own a run of four steps takes 29 CPU seconds, forked it takes 11.
-`start` starts a server that imports everything once, in one thread, and forks. It also sets `WORKER_PREFIX`, so that the tests' Rays
-start workers through this file. Run as a program, this file hands its arguments, environment and outputs to the server, and ends with
-the forked worker. If it is killed, the worker is, too.
+`start` starts a server that imports everything once, in one thread, and forks: one for all processes of pytest. It also sets
+`WORKER_PREFIX`, so that the tests' Rays start workers through this file. Run as a program, this file hands its arguments, environment
+and outputs to the server, and ends with the forked worker. If it is killed, the worker is, too.
 """
 
 from __future__ import annotations
@@ -15,20 +15,33 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 PREFIX = "RLHFLESS_WORKER_PREFIX"  # see rlhfless_ray/local/local_ray.py
+READY_S, POLL_S = 30.0, 0.05  # Ray gives a worker 60 s to register
 
 
 def start(folder: Path) -> None:
-    """Start the server, which ends with this process. Workers that start before it is ready import by themselves."""
+    """Have a server in `folder`, shared with others that call this. It ends with the last of them."""
     address = str(folder / "warm")
     if len(address) > 100:  # the limit of a socket's path is 107
         return
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-    keep.append(subprocess.Popen([sys.executable, __file__, "serve", address], stdin=subprocess.PIPE, env=one_thread))
+    users = address + "_users"  # a pipe that every user keeps open, and whose end the server reads
+    from filelock import FileLock  # `ask` runs without site-packages
+
+    with FileLock(address + ".lock"):
+        if Path(users).exists():
+            keep.append(os.open(users, os.O_WRONLY))
+        else:
+            os.mkfifo(users)
+            reads = os.open(users, os.O_RDONLY | os.O_NONBLOCK)
+            keep.append(os.open(users, os.O_WRONLY))
+            one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+            keep.append(subprocess.Popen([sys.executable, __file__, "serve", address], stdin=reads, env=one_thread))
+            os.close(reads)
     os.environ[PREFIX] = subprocess.list2cmdline([sys.executable, "-I", "-S", __file__, "ask", address])
 
 
@@ -38,9 +51,12 @@ keep: list[Any] = []
 def ask(address: str, command: list[str]) -> None:
     """Have a worker forked, wait until it ends and exit as it does. Run the command here if there is no server."""
     server = socket.socket(socket.AF_UNIX)
-    try:
-        server.connect(address)
-    except OSError:
+    for _ in range(int(READY_S / POLL_S)):  # it imports everything first, which every worker would do otherwise
+        with suppress(OSError):
+            server.connect(address)
+            break
+        time.sleep(POLL_S)
+    else:
         os.execv(command[0], command)
     wanted = json.dumps([command, dict(os.environ), os.getcwd()]).encode()
     socket.send_fds(server, [len(wanted).to_bytes(4, "big")], [1, 2])

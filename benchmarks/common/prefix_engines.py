@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.peers.shared_work import HALF_BILLION
 from rlhfless_ray.rollout.engine_actor import set_threads
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.prefill_actor import PageActor
@@ -18,7 +20,8 @@ from rlhfless_ray.types import Request
 POLICIES = {  # layers, hidden size, heads of 32; parameters about 0.6 M and 10.8 M
     "quickstart": (3, 128, 4), "medium": (8, 320, 10),
 }  # fmt: skip
-VOCABULARY = 128
+VOCABULARY = 128  # of these; tokens of prompts are below it in every policy
+LARGE = "494M"  # the shape of Qwen2.5-0.5B, in bfloat16
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,10 @@ def _noted(outputs: list[Any], cached: list[int]) -> list[Any]:
     return outputs
 
 
-def policy(name: str, longest: int) -> tuple[dict[str, bytes], dict[str, np.ndarray]]:
+def policy(name: str, longest: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Config files and random weights of a Qwen2 policy."""
+    if name == LARGE:
+        return large_policy(longest)
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -109,17 +114,29 @@ def policy(name: str, longest: int) -> tuple[dict[str, bytes], dict[str, np.ndar
     return files, {key: tensor.detach().numpy() for key, tensor in model.state_dict().items()}
 
 
-def open_engine(files: dict[str, bytes], weights: dict[str, np.ndarray], longest: int, block_size: int, prefix_kv: bool) -> Any:
-    """An actor with version 1 of the weights."""
+def large_policy(longest: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Config files and weights of `LARGE`, for sequences of up to `longest` tokens."""
+    from rlhfless_ray.weights.model_folder import read_files, stored_weights, without_weights
+    from rlhfless_ray.weights.tensor_file import as_numpy
+
+    with tempfile.TemporaryDirectory() as folder:
+        files = read_files(HALF_BILLION.write(Path(folder)).policy)
+        weights = {key: as_numpy(tensor.clone()) for key, tensor in stored_weights(files)}
+    config = json.loads(bytes(files["config.json"])) | {"max_position_embeddings": longest}
+    return without_weights(files) | {"config.json": json.dumps(config).encode()}, weights
+
+
+def open_engine(
+    files: dict[str, Any], weights: Any, digest: int, longest: int, block_size: int, prefix_kv: bool, dtype: str = "float32"
+) -> Any:
+    """An actor with version 1 of the weights. `weights`: reference to them."""
     import ray
 
-    from rlhfless_ray.weights.checksum import checksum
-
     settings = EngineSettings(
-        device="cpu", max_model_len=longest, dtype="float32", trust_remote_code=False, max_running=256,
+        device="cpu", max_model_len=longest, dtype=dtype, trust_remote_code=False, max_running=256,
         block_size=block_size, kv_cache_mb=1024, gpu_memory_share=0.5, prefix_kv=prefix_kv,
     )  # fmt: skip
     actor: Any = ray.remote(TimedActor).options(num_cpus=0).remote(files, settings)
     ray.get(actor.open.remote(1), timeout=400)
-    ray.get(actor.load.remote(1, weights, checksum(weights)), timeout=60)
+    ray.get(actor.load.remote(1, weights, digest), timeout=60)
     return actor

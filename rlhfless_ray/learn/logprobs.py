@@ -6,7 +6,7 @@ several such matrices. Here the head runs on a few tokens at a time, forward and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhfless_ray.rollout.nucleus import nucleus
 
-CHUNK_BYTES = 1 << 28  # of one chunk's float32 logits; about three times as much is held while it is worked on
+CHUNK_BYTES = 1 << 28  # of one chunk's float32 logits; on GPU about three times as much is held while it is worked on
+BLOCK_BYTES = 1 << 23  # of the rows of a chunk that are in float32 at once on CPU
 
 
 def chunked_logprobs(
@@ -108,25 +109,45 @@ class TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        z = _scaled(logits, temperature)
-        total = torch.logsumexp(z, dim=-1)
-        logprobs = z.gather(-1, targets[:, None]).squeeze(-1) - total
-        p = z.sub(total[:, None]).exp_()
-        mean = torch.linalg.vecdot(p, _finite(z))
+        parts = [_target_logprobs(rows, ids, temperature) for rows, ids in _blocks(logits, targets)]
+        logprobs, total, mean = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         ctx.save_for_backward(logits, targets, total, mean)
         ctx.temperature = temperature
         return logprobs, total - mean
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        by_logprob, by_entropy = gradients
         logits, targets, total, mean = ctx.saved_tensors
-        z = _scaled(logits, ctx.temperature)
-        p = z.sub(total[:, None]).exp_()
-        # -p·(g + h·(z - mean)), and g more at the target
-        slope = _finite(z).sub_(mean[:, None]).mul_(by_entropy[:, None]).add_(by_logprob[:, None]).mul_(p).neg_()
-        slope.scatter_add_(-1, targets[:, None], by_logprob[:, None])
-        return slope.div_(ctx.temperature).to(logits.dtype), None, None
+        found = torch.empty_like(logits)
+        for out, *rows in _blocks(found, logits, targets, total, mean, *gradients):
+            out.copy_(_slope(rows, ctx.temperature))
+        return found, None, None
+
+
+def _blocks(logits: Tensor, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield a few rows of all these tensors at a time. Rows do not depend on each other, and float32 copies of few are small."""
+    rows = max(1, BLOCK_BYTES // (4 * logits.shape[-1])) if logits.device.type == "cpu" else max(1, len(logits))
+    return zip(*(tensor.split(rows) for tensor in (logits, *more)), strict=True)
+
+
+def _target_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probabilities of the targets, log Σ exp z, and E_p[z]."""
+    z = _scaled(logits, temperature)
+    total = torch.logsumexp(z, dim=-1)
+    logprobs = z.gather(-1, targets[:, None]).squeeze(-1) - total
+    p = z.sub(total[:, None]).exp_()
+    return logprobs, total, torch.linalg.vecdot(p, _finite(z))
+
+
+def _slope(rows: list[Tensor], temperature: float) -> Tensor:
+    """Return the gradient of the logits. `rows`: of logits, targets, log Σ exp z, E_p[z], and the gradients of both results."""
+    logits, targets, total, mean, by_logprob, by_entropy = rows
+    z = _scaled(logits, temperature)
+    p = z.sub(total[:, None]).exp_()
+    # -p·(g + h·(z - mean)), and g more at the target
+    slope = _finite(z).sub_(mean[:, None]).mul_(by_entropy[:, None]).add_(by_logprob[:, None]).mul_(p).neg_()
+    slope.scatter_add_(-1, targets[:, None], by_logprob[:, None])
+    return slope.div_(temperature)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:

@@ -115,6 +115,10 @@ class LearnerActor(RankActor):
 
         return LearnerRank
 
+    def build(self, files: Source, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
+        built = super().build(files, rendezvous, threads, state)
+        return {**built, "reads_published": self.rank.trainer.reads_published}
+
     def warm_start(self, files: Files, recipe: Recipe, threads: int) -> tuple[Files, list[Span]]:
         from rlhfless_ray.learn.warm_start import warm_start
 
@@ -141,6 +145,10 @@ class LearnerActor(RankActor):
 
         weights, spans = self.rank.weights()
         return weights, (digests(weights) if weights is not None else {}, spans)
+
+    def read_published(self, weights: dict[str, np.ndarray]) -> None:
+        """See `TrainerRank.read_published`. `weights`: those that this rank published last, as views of the object store."""
+        self.rank.trainer.read_published(weights)
 
 
 class CriticActor(RankActor):

@@ -72,6 +72,8 @@ class WorkerGroup:
         self.scheduler = GangScheduler(pool, ranks, broker, name)
         self.update_s = 0.0  # of the slowest rank's work in the last update
         self.coming: list[list[Any]] = []  # (weights, digests) of each rank, requested together with the update before
+        self.reads_published = False  # the first rank keeps no weights of its own between updates, see `TrainerRank.read_published`
+        self.reading: list[Any] = []  # reference of a call for that
 
     def assign_leases(self, spare: list[Lease]) -> list[Lease]:
         """Assign leases to the ranks, see `GangScheduler.take`, and restore lost ranks. Returns the leases that are left."""
@@ -171,7 +173,7 @@ class WorkerGroup:
     def _end(self) -> None:
         for instance in self.by_rank:
             self.pool.end(instance)
-        self.by_rank, self.coming = [], []
+        self.by_rank, self.coming, self.reading = [], [], []
 
     def _come_back(self) -> None:
         """Give new processes the newest snapshot, and the batches that the lost ones got since."""
@@ -234,6 +236,7 @@ class WorkerGroup:
         told = self._all(refs, f"the {self.name} to load its model")
         self._book(one["spans"] for one in told)
         self.cutter = told[0]["cutter"]
+        self.reads_published = told[0].get("reads_published", False)
         if self.cutter.sharing is not None and (obstacle := self.cutter.sharing.obstacle):
             self.recovery.say(f"the {self.name} computes a copy of the prompt for each response: {obstacle}")
         for instance, one in zip(self.by_rank, told, strict=True):
@@ -269,6 +272,9 @@ class WorkerGroup:
 
     def _updated(self, batch: Batch, replies: list[Any]) -> Any:
         self.recovery.did("update", batch)
+        if self.reading:  # which was done before the update
+            self._all(self.reading, f"the {self.name} to read its published weights")
+            self.reading = []
         self._book(spans for _, spans in replies)
         self.update_s = max(sum(span.to_s - span.from_s for span in spans) for _, spans in replies)
         stats = replies[0][0]
@@ -374,6 +380,8 @@ class WorkerGroup:
 
         replies = self._surely(ask, "the learner to publish weights")
         self._book(spans for _, spans in replies)
+        if self.reads_published:
+            self.reading = [self.by_rank[0].actor.read_published.remote(weights[0])]
         node = self.by_rank[0].slot.node
         copy, there = copy_to_driver_node(weights[0], node)
         told = replies[0][0]  # a digest of each tensor; of a replayed learner one number

@@ -554,7 +554,19 @@ def _reload(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) -> set[st
             if hasattr(module, "cpu_linear") and id(weight) in seen:
                 module.quant_method.process_weights_after_loading(module)
             seen.add(id(weight))
+        _drop_packed_embeddings(model)
     return missing
+
+
+def _drop_packed_embeddings(model: Any) -> None:
+    """Release the packed copy that vLLM (0.32) makes of embeddings. Nothing is multiplied by them where the model has a head."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    modules = list(model.modules())
+    if any(isinstance(module, ParallelLMHead) for module in modules):
+        for module in modules:
+            if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+                module.cpu_linear = _only_embeds
 
 
 def _forget_packed_experts(model: Any) -> None:
@@ -613,6 +625,10 @@ def _drop_memory(worker: Any) -> None:
 
 def _without_weights(*_: Any) -> Any:
     raise RuntimeError("this engine was parked without its weights, and has loaded none since")
+
+
+def _only_embeds(*_: Any) -> Any:
+    raise RuntimeError("these embeddings are the model's output head too, and their packed copy was dropped")
 
 
 def read_stop_tokens(folder: Path) -> list[int]:

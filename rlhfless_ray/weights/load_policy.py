@@ -11,12 +11,14 @@ import re
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from placement.memory import VALUE_BYTES
 from rlhfless_ray.common.disk_space import writing
 from rlhfless_ray.common.errors import UserError, one_line
+from rlhfless_ray.local.fast_imports import transformers_without_torch
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.task_tokenizer import TaskTokenizer
 from rlhfless_ray.recipe import Recipe
@@ -136,8 +138,12 @@ def quiet_libraries() -> None:
 
 
 def policy_tokenizer(recipe: Recipe, files: Files) -> Any:
-    """Return the policy's tokenizer. Built-in policies get an equivalent without transformers, which takes seconds to import."""
-    return load_tokenizer(files, recipe.policy.trust_remote_code) if recipe.policy.path else TaskTokenizer(task(recipe.prompts.task))
+    """Return the policy's tokenizer for the driver. Built-in policies get an equivalent without transformers, whose import takes
+    seconds. A model's own code may need torch."""
+    if not recipe.policy.path:
+        return TaskTokenizer(task(recipe.prompts.task))
+    with nullcontext() if recipe.policy.trust_remote_code else transformers_without_torch():
+        return load_tokenizer(files, recipe.policy.trust_remote_code)
 
 
 def load_tokenizer(files: Files, trust_remote_code: bool, setting: str = "policy.path") -> Any:
@@ -161,7 +167,8 @@ def other_model(path: str, setting: str, tokenizer: Any) -> Path:
     files = read_folder(folder, setting)
     try:
         check_files(files)
-        theirs = load_tokenizer(files, False).get_vocab()
+        with transformers_without_torch():
+            theirs = load_tokenizer(files, False).get_vocab()
     except UserError as error:
         raise UserError(str(error).replace("policy.path", setting)) from None
     ours = tokenizer.get_vocab()
@@ -242,13 +249,14 @@ def text_config(files: Files) -> dict[str, Any]:
     raw = _config(files)
     if raw.get("model_type") == "qwen2" and raw.keys() >= COMPLETE_QWEN2:
         return raw
-    from transformers import AutoConfig
+    with transformers_without_torch():
+        from transformers import AutoConfig
 
-    try:
-        family = AutoConfig.for_model(**raw)
-    except Exception:  # an unknown family, or an invalid value, which loading the model will report
-        return raw.get("text_config") or raw
-    return family.get_text_config().to_dict()
+        try:
+            family = AutoConfig.for_model(**raw)
+        except Exception:  # an unknown family, or an invalid value, which loading the model will report
+            return raw.get("text_config") or raw
+        return family.get_text_config().to_dict()
 
 
 def _config(files: Files) -> Any:

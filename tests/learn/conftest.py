@@ -222,6 +222,9 @@ class Cases:
         add("bf16 lora", self.bf16, self.batches, 2, dtype="bfloat16", lora={**lora, "target_modules": ["q_proj", "embed_tokens"]})
         for of in self.PARKED:  # the device's part is played by the host's own memory
             cases[of.replace("/", " parked/")] = {**cases[of], "parks": True, "snapshots": (1,)}
+        add("bf16 nan", self.bf16, self.with_nan, 1, 2, 3, dtype="bfloat16")
+        for of in self.READS:
+            cases[of.replace("/", " reads/")] = {**cases[of], "reads": True, "snapshots": (1,)}
         add("sequence", self.files, self.batches, 0, 2, algorithm=sequence)
         for of, groups in EARLY.items():
             cases[of.replace("/", " early/")] = {**cases[of], "early": groups, "snapshots": ()}
@@ -238,11 +241,12 @@ class Cases:
         cases["critic scaled/0"] = {**cases["critic/0"], "settings": critic_settings(ranks, normalize=True), "files": self.scaled}
         for stage in (0, 3):
             cases[f"critic lora/{stage}"] = {**cases[f"critic/{stage}"], "settings": critic_settings(ranks, stage, rank=2, alpha=8)}
-        add("bf16 nan", self.bf16, self.with_nan, 1, 2, 3, dtype="bfloat16")
         return cases
 
     PASSED: ClassVar = ("full/3", "shuffled/1", "lora/1", "kl in reward/0")
     PARKED: ClassVar = ("plain/0", "plain/2", "plain/3", "bf16/1", "lora/0", "lora/2", "lora/3", "hosted/1", "hosted/3", "lora hosted/2")
+
+    READS: ClassVar = ("plain/1", "plain/2", "full/2", "tied/2", "averaged/2", "hosted/1", "bf16/1", "bf16/2", "bf16 nan/1")
 
     # (a run, its number of ranks, the ZeRO stage at which another gang goes on from its snapshot), by that gang's ranks
     CONTINUED: ClassVar = {

@@ -9,13 +9,15 @@ A case is a dict: `settings` and `files` of the learner, `batches` to update wit
 start from, `looks`: names of what to ask of `logprobs` before each update, `passes`: the same, in three parts that the update is
 then given,
 `early`: how many groups of each batch are accumulated ahead, one at a time, `snapshots`: after how many
-updates to take one, `parks`: whether to leave the device after each, `device`. The result holds `stats` per update and,
+updates to take one, `parks`: whether to leave the device after each, `reads`: whether to read the published weights after each,
+`device`. The result holds `stats` per update and,
 from rank 0, `weights` after each update, and `snapshots` as {updates done: this rank's files}; on GPU `memory` as (bytes at work,
 bytes away) per update.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import pickle
@@ -39,6 +41,19 @@ def _values(weights: dict[str, np.ndarray] | None) -> dict[str, np.ndarray] | No
     if weights is None:
         return None
     return {k: as_tensor(v).float().numpy() if v.dtype == BFLOAT16 else v.copy() for k, v in weights.items()}
+
+
+def _read_published(trainer: Any, weights: dict[str, np.ndarray]) -> None:
+    """Read a copy that cannot be written to. Memory that would be released is spoilt instead, so that its use would be seen."""
+    from rlhfless_ray.learn import trainer_rank
+
+    trainer_rank.release_pages = lambda start, size: ctypes.memset(start, 255, size)
+    copies = {name: array.copy() for name, array in weights.items()}
+    for array in copies.values():
+        array.setflags(write=False)
+    trainer.read_published(copies)
+    read = {name: parameter.data_ptr() for name, parameter in trainer.engine.module.model.named_parameters()}
+    assert all(read[name] == array.ctypes.data for name, array in copies.items())
 
 
 def _copied(found: Any) -> Any:
@@ -123,6 +138,8 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
         found["stats"].append(stats)
         weights, _ = learner.weights()  # arrays of the live parameters: Ray would copy them
         found["weights"].append(_values(weights))
+        if case.get("reads"):
+            _read_published(learner.trainer, weights or {})
         if number in case.get("snapshots", ()):
             found["snapshots"][number] = _copied(learner.trainer.state_files())
         if case.get("parks"):

@@ -290,6 +290,17 @@ def test_leaving_the_device_and_returning_changes_nothing(cases: Any, ranks: int
         assert parked["snapshots"][1] == stayed["snapshots"][1] == parked["snapshots"]["1 away"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_reading_the_published_weights_changes_nothing(cases: Any, ranks: int) -> None:
+    """Bit by bit, also after a skipped update, which leaves the rank without weights of its own. So does a snapshot meanwhile."""
+    for name in cases.READS:
+        own, read = cases.result(name, ranks), cases.result(name.replace("/", " reads/"), ranks)
+        assert repr(read["stats"]) == repr(own["stats"])
+        assert all(same(a, b) for a, b in zip(read["weights"], own["weights"], strict=True))
+        for file, content in own["snapshots"].get(1, {}).items():
+            assert read["snapshots"][1][file] == content, (name, file)
+
+
 # ---- snapshot and continue --------------------------------------------------------------------------------------
 
 
