@@ -47,6 +47,9 @@ class Draft:
 NOTHING = Draft([], [], 0)
 
 
+News = tuple[np.ndarray, np.ndarray]  # cells of drafted tokens that were tried (n,), and whether each was accepted (n,) bool
+
+
 class Acceptance:
     """Learns how often drafted tokens are accepted, by source, match length, position in the draft and the source's estimate.
 
@@ -59,52 +62,57 @@ class Acceptance:
     def __init__(self) -> None:
         size = int(np.prod(self.SHAPE))
         self.tried, self.accepted = np.zeros(size), np.zeros(size)
-        self.news: list[tuple[np.ndarray, int]] = []  # since the last `take_news`: cells that were tried, and how many were accepted
+        self.news: list[News] = []  # since the last `take_news`
 
     def survival(self, drafts: Sequence[Draft]) -> np.ndarray:
         """Return (drafts, MOST_TOKENS) the probability that a token and all before it are accepted, 0 behind a draft's end."""
+        cells, estimates = self._cells_of(drafts)
+        chance = (PRIOR_WEIGHT * estimates + self.accepted[cells]) / (PRIOR_WEIGHT + self.tried[cells])
+        return np.cumprod(np.where(estimates > 0, np.minimum(chance, 1.0), 0.0), axis=1)
+
+    def observe(self, drafts: Sequence[Draft], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Learn from a step: of each draft the first `drafted` tokens were verified, and the first `accepted` of these were accepted.
+
+        Tokens after the first refused one were not tried.
+        """
+        if not drafts:
+            return
+        hits = np.array(accepted, int)
+        tried = np.minimum(hits + 1, drafted)
+        column = np.arange(MOST_TOKENS)
+        cells = self._cells_of(drafts)[0][column < tried[:, None]]
+        news = cells, (column < hits[:, None])[column < tried[:, None]]
+        self._add(*news)
+        self.news.append(news)
+
+    def _add(self, cells: np.ndarray, hits: np.ndarray) -> None:
+        self.tried += np.bincount(cells, minlength=len(self.tried))
+        self.accepted += np.bincount(cells[hits], minlength=len(self.tried))
+        if self.tried.sum() > FORGET_AFTER:
+            self.tried /= 2
+            self.accepted /= 2
+
+    def take_news(self) -> list[News]:
+        """Return what was observed since the last call, for `merge`."""
+        news, self.news = self.news, []
+        return news
+
+    def merge(self, news: Sequence[News]) -> None:
+        """Add what another engine has observed."""
+        for cells, hits in news:
+            self._add(cells, hits)
+
+    def _cells_of(self, drafts: Sequence[Draft]) -> tuple[np.ndarray, np.ndarray]:
+        """Return (drafts, MOST_TOKENS) the cell of each token, and its estimate, 0 behind a draft's end."""
         counts = np.array([len(draft.tokens) for draft in drafts], int)
         estimates = np.zeros((len(drafts), MOST_TOKENS))
         estimates[np.arange(MOST_TOKENS) < counts[:, None]] = np.fromiter(
             itertools.chain.from_iterable(draft.estimates for draft in drafts), float, counts.sum()
         )
         match = np.searchsorted(MATCH_EDGES, [draft.match for draft in drafts], side="right")[:, None]
-        cells = self._cells(np.array([draft.source for draft in drafts], int)[:, None], match, estimates)
-        chance = (PRIOR_WEIGHT * estimates + self.accepted[cells]) / (PRIOR_WEIGHT + self.tried[cells])
-        return np.cumprod(np.where(estimates > 0, np.minimum(chance, 1.0), 0.0), axis=1)
-
-    def observe(self, draft: Draft, drafted: int, accepted: int) -> None:
-        """Learn from the first `drafted` tokens of a draft, of which the first `accepted` were accepted.
-
-        Tokens after the first refused one were not tried.
-        """
-        tried = min(accepted + 1, drafted)
-        match = np.searchsorted(MATCH_EDGES, draft.match, side="right")
-        cells = self._cells(draft.source, match, np.array(draft.estimates[:tried]))
-        self._add(cells, accepted)
-        self.news.append((cells, accepted))
-
-    def _add(self, cells: np.ndarray, accepted: int) -> None:
-        np.add.at(self.tried, cells, 1.0)
-        np.add.at(self.accepted, cells[:accepted], 1.0)
-        if self.tried.sum() > FORGET_AFTER:
-            self.tried /= 2
-            self.accepted /= 2
-
-    def take_news(self) -> list[tuple[np.ndarray, int]]:
-        """Return what was observed since the last call, for `merge`."""
-        news, self.news = self.news, []
-        return news
-
-    def merge(self, news: Sequence[tuple[np.ndarray, int]]) -> None:
-        """Add what another engine has observed."""
-        for cells, accepted in news:
-            self._add(cells, accepted)
-
-    def _cells(self, source: Any, match: Any, estimates: np.ndarray) -> np.ndarray:
+        source = np.array([draft.source for draft in drafts], int)[:, None]
         bucket = np.minimum((estimates * ESTIMATE_BUCKETS).astype(int), ESTIMATE_BUCKETS - 1)
-        position = self.POSITIONS[: estimates.shape[-1]]
-        return np.asarray(((source * self.SHAPE[1] + match) * self.SHAPE[2] + position) * ESTIMATE_BUCKETS + bucket)
+        return ((source * self.SHAPE[1] + match) * self.SHAPE[2] + self.POSITIONS) * ESTIMATE_BUCKETS + bucket, estimates
 
 
 def choose_lengths(

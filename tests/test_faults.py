@@ -321,7 +321,9 @@ def test_a_lost_node_takes_engines_and_parked_processes_with_it(
     assert run.total("faults/bugs") == 0 and run.total("faults/preempted") >= 1 and not on(run, passing.node_id)
 
 
-@pytest.mark.parametrize("moment", ["published", "published, no copy, two ranks", "loading", "begun, one slot left"])
+@pytest.mark.parametrize(
+    "moment", ["published", "published, no copy, two ranks", "loading", "begun, one slot left", "begun, one slot left of a shared pool"]
+)
 def test_weights_whose_node_is_lost_are_had_from_elsewhere(
     nodes: Any, world: ReplaySetup, clean: Hit, tmp_path: Path, passing: Any, taken: list[Any], moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +348,7 @@ def test_weights_whose_node_is_lost_are_had_from_elsewhere(
         objective={"prefer": 1.0},
         functions={"max_replacements": 0},
         learner={"ranks": ranks},
+        cluster={"pool": "shared pool" in moment},
     )
     run = HeavyHit(recipe)
     if not moment.startswith("begun"):

@@ -96,10 +96,11 @@ class Drafter:
 
     def observe_step(self, step: EngineStep, tried: Mapping[str, tuple[int, int]]) -> None:
         """Learn from a step: its time, and what it saved. `tried`: by vLLM's request id, drafted tokens and those accepted."""
-        for name, (drafted, accepted) in tried.items():
-            if (draft := self.verified.get(name)) is not None:
-                self.learned.acceptance.observe(draft, drafted, accepted)
-                self.attempts.note(name, accepted > 0)
+        known = {name: counts for name, counts in tried.items() if name in self.verified}
+        drafted, accepted = ([counts[i] for counts in known.values()] for i in (0, 1))
+        self.learned.acceptance.observe([self.verified[name] for name in known], drafted, accepted)
+        for name, (_, hits) in known.items():
+            self.attempts.note(name, hits > 0)
         if step.new_tokens == step.running:  # the step computed no prompt
             verifies = self.runner.speculative_config is not None
             self.learned.times.observe(step.running, step.context_tokens, step.drafted, step.seconds - step.draft_s, verifies)

@@ -426,6 +426,8 @@ class RolloutDriver:
             others = [self.calls.number(other) for other in self.pool.working if other is not instance]
         if not others:
             self.migrations.cancel(orphans.tolist())
+            if self.listener is not None:
+                self.listener.release()  # the run may hold the only slot that is left, and nobody would grant it another one
             successor = self.calls.number(self.pool.replace(instance, why, cause))
             fetch_weights(self.pool, self.weights)
             if len(orphans):

@@ -48,6 +48,12 @@ class RolloutListener:
         self.overlap.broker.put(self.park(instance))
         return True
 
+    def release(self) -> None:
+        """Release the slots that engines have left and on which no work goes on, though the next phase needs them."""
+        if self.overlap is not None:
+            self.overlap.poll(0.0)
+            self.overlap.broker.release()
+
     def refs(self) -> list[Any]:
         return self.overlap.refs() if self.overlap is not None else []
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from placement.drafting import Learned
+from placement.drafting import Learned, News
 from rlhfless_ray.rollout.control_queue import DraftNews
 from rlhfless_ray.rollout.token_log import NO_ENGINE, TokenLog
 from rlhfless_ray.types import EngineStep
@@ -86,7 +86,7 @@ class SharedDrafts:
                 self.told[i, number] = int(self.log.length[i])
         return found
 
-    def observe(self, observed: Sequence[tuple[np.ndarray, int]]) -> None:
+    def observe(self, observed: Sequence[News]) -> None:
         """Learn what became of an engine's drafts."""
         self.learned.acceptance.merge(observed)
 

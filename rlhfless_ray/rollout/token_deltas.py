@@ -30,7 +30,7 @@ class TokenDeltas:
     token_ids: np.ndarray
     logprobs: np.ndarray
     computed: dict[int, int] = field(default_factory=dict)
-    observed: Sequence[tuple[np.ndarray, int]] = ()
+    observed: Sequence[tuple[np.ndarray, np.ndarray]] = ()
 
     @classmethod
     def of(

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 
 from rlhfless_ray.common.deadlines import get
 from rlhfless_ray.common.errors import RunError
-from rlhfless_ray.functions.instance import Instance, reason_of
+from rlhfless_ray.functions.instance import Instance, lost_on_the_way, reason_of
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.drafter_trainer import KEPT_TOKENS, Said, Trained
@@ -89,7 +89,9 @@ class TrainedDrafter:
             self.prewarm(leases[0].slot)
         if not any(map(self._is_ready, parked)):
             return leases
-        left = self.pool.resize(1, leases)
+        left = self.pool.resize(1, leases, need=0)
+        if not self.pool.working:  # the leases are of a node that is lost
+            return left
         instance, said = self.pool.working[0], list(self.queue)
         self.queue.clear()
         weights = None if instance.version == self.version else self.weights
@@ -118,6 +120,8 @@ class TrainedDrafter:
             done: Trained = get(result, seconds, "the drafter's update")
             self.context.record_start(instance)
         except (RayError, RunError) as error:
+            if lost_on_the_way(result):  # with the node that had made them: begin again
+                self.weights = None
             return self._end_failed(error)
         self.failures = 0
         self.pool.ledger.spans([lease.id for lease in instance.leases], done.spans)

@@ -71,7 +71,7 @@ def test_acceptance_approaches_the_true_chances_and_follows_them_when_they_chang
     for chance in (0.3, 0.8):
         for _ in range(FORGET_AFTER):
             accepted = int(np.argmin([*(rng.random(3) < chance), False]))
-            learned.observe(draft, 3, accepted)
+            learned.observe([draft], [3], [accepted])
         assert learned.survival([draft])[0, :3] == pytest.approx(np.cumprod([chance] * 3), abs=0.05)
     other = Draft(tokens=[1], estimates=[0.2], match=1)
     assert learned.survival([other])[0, :1] == pytest.approx([0.2]), "other matches and estimates are cells of their own"
@@ -81,7 +81,7 @@ def test_a_refused_token_says_nothing_of_those_behind_it() -> None:
     learned = Acceptance()
     draft = Draft(tokens=[1, 2, 3], estimates=[0.5, 0.6, 0.7], match=2)
     for _ in range(10_000):
-        learned.observe(draft, 3, 0)
+        learned.observe([draft], [3], [0])
     chances = learned.survival([draft])[0]
     assert chances[0] < 0.01
     assert chances[1] / chances[0] == pytest.approx(0.6) and chances[2] / chances[1] == pytest.approx(0.7)
@@ -119,7 +119,7 @@ def test_what_was_learned_comes_back_from_a_state_and_from_news() -> None:
     one, other = Learned(), Learned()
     drafts = [Draft([1, 2], [0.9, 0.4], 3), Draft([3], [0.7], 0, source=1)]
     for draft in drafts:
-        one.acceptance.observe(draft, len(draft.tokens), 1)
+        one.acceptance.observe([draft], [len(draft.tokens)], [1])
     other.acceptance.merge(one.acceptance.take_news())
     assert one.acceptance.take_news() == []
     assert (other.acceptance.survival(drafts) == one.acceptance.survival(drafts)).all()
@@ -148,7 +148,7 @@ def attempt(chance: float, steps: int, running: int = 16, look_up_s: float = 5e-
         accepted = 0
         for name, count in offered.items():
             got = int(np.argmin([*(rng.random(count) < chance), False]))
-            learned.acceptance.observe(draft, count, got)
+            learned.acceptance.observe([draft], [count], [got])
             attempts.note(name, got > 0)
             accepted += got
         due = attempts.due(names, most)

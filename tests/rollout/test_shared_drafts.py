@@ -103,7 +103,7 @@ def test_memory_is_bounded_by_tokens_and_prompts_heard_of_longest_ago_go_first()
 def test_prices_and_acceptance_of_all_engines_reach_the_next_call() -> None:
     shared = SharedDrafts()
     shared.begin(TokenLog([Request(0, (1,), 0, 50, 1.0)]))
-    one, other = (np.array([3, 4]), 1), (np.array([4]), 1)
+    one, other = (np.array([3, 4]), np.array([True, False])), (np.array([4]), np.array([True]))
     steps = [EngineStep(4, 4, 100, 0.012 + 0.001 * (k % 3), drafted=k % 3, draft_s=0.002 * (k % 3 > 0)) for k in range(64)]
     shared.observe([one])
     shared.observe([other])

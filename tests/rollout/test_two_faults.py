@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.driver import RolloutDriver
+from rlhfless_ray.rollout.listener import RolloutListener
 from rlhfless_ray.rollout.migration_policy import MigrationRequest
 from rlhfless_ray.types import Request, WeightVersion
 
@@ -119,6 +120,22 @@ def test_what_the_last_working_engine_had_goes_to_one_that_still_starts(monkeypa
     rollout.calls.running.clear()
     rollout.handle_loss(call, FailureCause.NODE_LOST, "killed")
     assert pool.log == ["lost", "prewarmed"] and rollout.token_log.owner.tolist() == [second]
+
+
+def test_slots_that_engines_left_are_released_before_a_successor_needs_one() -> None:
+    """They are kept for the next phase, and one of them may be the only slot that is left."""
+    pool = Pool(["a"], set())
+    rollout = rollout_on(pool, 1)
+    broker = SimpleNamespace(release=lambda: pool.log.append("released"))
+    overlap: Any = SimpleNamespace(poll=lambda seconds: pool.log.append("looked at"), broker=broker)
+    rollout.listener = RolloutListener(cast(Any, None), overlap, lambda instance: [], 0.0)
+    first = rollout.calls.number(pool.working[0])
+    rollout.assign(first, np.array([0]))
+    call = rollout.calls.find(first)
+    assert call is not None
+    rollout.calls.running.clear()
+    rollout.handle_loss(call, FailureCause.NODE_LOST, "killed")
+    assert pool.log == ["looked at", "released", "replaced"]
 
 
 def test_what_was_to_leave_an_engine_that_died_alone_leaves_no_more() -> None:
