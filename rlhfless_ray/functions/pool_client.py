@@ -13,7 +13,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from placement.market import Bid, Clearing
 from rlhfless_ray.common.deadlines import STOP
-from rlhfless_ray.common.errors import RunError, UserError
+from rlhfless_ray.common.errors import RunError, UserError, one_line_with_type
 from rlhfless_ray.functions.lease import Grant, LeaseRequest, others_wait
 from rlhfless_ray.functions.pool_messages import SILENT_S, PoolView, Reply, RunInfo, RunSlots, SlotRequest
 from rlhfless_ray.functions.slot_pool import NAMESPACE, TICK_S, SlotPool, UnknownRun
@@ -214,3 +214,5 @@ class PoolClient:
                 self._accept(ray.get(self._said(BEAT_S, self.view.surplus), timeout=BEAT_S + ANSWER_S))
             except (RayActorError, GetTimeoutError, UnknownRun) as error:
                 self._rejoin(error)
+            except Exception as error:  # the run's next call ends it with this sentence
+                self.lost = f"the heartbeat to the slot pool failed: {one_line_with_type(error, 300)}"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from placement.market import Bid
-from rlhfless_ray.functions.pool_messages import PoolSlot, Reply, RunInfo, RunSlots, SlotRequest, Statement
+from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.functions.pool_client import PoolClient
+from rlhfless_ray.functions.pool_messages import PoolSlot, PoolView, Reply, RunInfo, RunSlots, SlotRequest, Statement
 from rlhfless_ray.functions.pool_state import PoolState
 from tests.functions.test_pool_state import pool
 
@@ -223,3 +227,12 @@ class Messages(RuleBasedStateMachine):
 
 TestMessages = Messages.TestCase
 TestMessages.settings = settings(max_examples=100, stateful_step_count=40)
+
+
+def test_a_heartbeat_that_fails_ends_the_run_with_its_reason():
+    client = object.__new__(PoolClient)
+    client.slots, client.view = RunSlots("x"), PoolView(0, 1, 0, 0, 0, 0.0, "", 0.0, 0.0, 0.0)
+    client.lock, client.closed, client.lost, client.handle = threading.RLock(), threading.Event(), "", object()  # not an actor
+    client._beat()
+    with pytest.raises(RunError, match="the heartbeat to the slot pool failed: AttributeError"):
+        client.bid(Bid("x", (1,), (0.0,)))
