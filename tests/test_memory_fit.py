@@ -58,7 +58,7 @@ def test_smaller_micro_batches_come_before_recomputing(tmp_path):
     found = [fitted(node(size), wanted) for size in (48, 28, 24, 22)]
     assert [chosen(one) for one in found] == [(8192, False, False), (4096, False, False), (2048, False, False), (8192, True, False)]
     assert found[0].reason == "" and found[1].reason == (
-        "learner.micro_batch_tokens=4096 (auto: with the defaults the learner's update would take about 28.9 GB, more than 85% of 28.0 GB)"
+        "learner.micro_batch_tokens=4096 (auto: with the defaults the learner's update would take about 28.7 GB, more than 85% of 28.0 GB)"
     )
     assert found[0].predicted_mb["learner"] > found[1].predicted_mb["learner"] > 9000 and "engines" in found[0].predicted_mb
     step_mb = found[1].step_mb(engines=2)
@@ -87,7 +87,7 @@ def test_what_a_recipe_sets_stays_and_what_it_may_cost_is_said(tmp_path):
     both = recipe(model, rollout={"max_tokens": 128}, learner={"micro_batch_tokens": 8192, "gradient_checkpointing": False})
     found = fitted(node(17), both)
     assert chosen(found) == (8192, False, False) and found.reason.startswith("learner.overlap=off (auto: with the defaults")
-    assert found.note.startswith("the memory may not be enough: policy.path: the learner's update needs about 26.6 GB (")
+    assert found.note.startswith("the memory may not be enough: policy.path: the learner's update needs about 26.4 GB (")
     assert found.note.endswith(
         "and this machine has 17.0 GB, also with learner.overlap=off; it may fit with learner.micro_batch_tokens=1024"
     )
@@ -98,7 +98,7 @@ def test_where_nothing_fits_the_run_is_refused_with_what_would(tmp_path):
     with pytest.raises(DoesNotFit) as error:
         fitted(node(15), wanted)
     said = str(error.value)
-    assert said.startswith("policy.path: the learner's update needs about 15.3 GB (1.0 GB weights, 5.9 GB optimizer state, ")
+    assert said.startswith("policy.path: the learner's update needs about 15.1 GB (1.0 GB weights, 5.9 GB optimizer state, ")
     tried = "learner.micro_batch_tokens=512 and learner.gradient_checkpointing=true and learner.overlap=off"
     assert f"also with {tried}; it may fit with lora.rank=16" in said
     assert "\n" not in said

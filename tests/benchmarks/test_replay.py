@@ -70,7 +70,7 @@ def test_an_engine_cuts_and_goes_on_as_told(monkeypatch):
     first, second = Request(0, (1, 2), 0, 64, 1.0), Request(1, (1, 2), 1, 64, 1.0)
     call = engine.rollout(7, [first], 0.01, 1)
     parts = [next(call)]
-    assert not engine.enqueue(6, EngineCommand(cut=(0,))) and engine.enqueue(7, EngineCommand((0,), (second,), "move"))
+    assert not engine.enqueue(6, EngineCommand(cut=(0,))) and engine.enqueue(7, EngineCommand((0,), add=(second,), what="move"))
     parts += list(call)
     token_log = TokenLog([first, second])
     token_log.owner[:] = 0
