@@ -160,7 +160,9 @@ class Ended:
         )
         run.context = RunContext(run.recipe, None, SlotBroker(run.leases), run.phases, run.record, run.autoscaler, 1)  # type: ignore[arg-type]
         run.learn_stage = LearnStage(run.context, run.worker_group)
-        run.rollout_stage = rollout = SimpleNamespace(pool=pool, state=dict, restore=lambda state: None, drafts=None, drafter=None)
+        run.rollout_stage = rollout = SimpleNamespace(
+            pool=pool, state=dict, restore=lambda state: None, drafts=None, drafter=None, files=dict
+        )
         run.stages = Stages(FailureBudget(3), None, rollout, rollout, run.learn_stage, None)  # type: ignore[arg-type]
         run.learn_stage.plan = SimpleNamespace(reason="")  # type: ignore[assignment]
 
