@@ -115,16 +115,17 @@ def get(ref: Any, seconds: float, what: str) -> Any:
     end = time.monotonic() + seconds
     while left := [r for r in refs if r not in values]:
         for ready in wait_any(left, max(0.0, end - time.monotonic()), what, of_s=seconds):
-            try:  # the value exists, but may be on a node that does not respond
-                values[ready] = ray.get(ready, timeout=max(POLL_S, end - time.monotonic()))
-            except GetTimeoutError:
-                raise RunError(f"timed out after {seconds:.0f} s waiting for {what}") from None
+            # the value exists, but may be on a node that does not respond
+            values[ready] = fetch(ready, max(POLL_S, end - time.monotonic()), what, of_s=seconds)
     return [values[r] for r in refs] if isinstance(ref, list) else values[ref]
 
 
-def fetch(ref: Any, seconds: float, what: str) -> Any:
-    """Return the value of a reference like `get`, without looking for stop signals: in ranks, and where a stop is handled later."""
+def fetch(ref: Any, seconds: float, what: str, *, of_s: float | None = None) -> Any:
+    """Return the value of a reference like `get`, without looking for stop signals: in ranks, and where a stop is handled later.
+
+    `of_s`: as in `wait_any`.
+    """
     try:
         return ray.get(ref, timeout=seconds)
     except GetTimeoutError:
-        raise RunError(f"timed out after {seconds:.0f} s waiting for {what}") from None
+        raise RunError(f"timed out after {seconds if of_s is None else of_s:.0f} s waiting for {what}") from None

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from placement.drafting import News
 
 GOES_ON, STOP, LENGTH, CUT = range(4)
 ENDS = ("", "stop", "length", "cut")  # by index; "stop" and "length" are vLLM's finish reasons
@@ -30,7 +34,7 @@ class TokenDeltas:
     token_ids: np.ndarray
     logprobs: np.ndarray
     computed: dict[int, int] = field(default_factory=dict)
-    observed: Sequence[tuple[np.ndarray, np.ndarray]] = ()
+    observed: Sequence[News] = ()
 
     @classmethod
     def of(
