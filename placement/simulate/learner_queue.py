@@ -88,7 +88,7 @@ def run_learner(work: LearnerWork, learner: LearnerDevices, costs: LearnerCosts)
             learned += tokens
             models = work.gradients if grown is None or work.later is None else work.later
             spent = models * costs.gradients_s(tokens, size)
-        elif forward > max(least, 1e-9):
+        elif here > prepared and (grown is not None or forward > least):  # also responses without a token of their own
             upto = int(np.searchsorted(arrived, arrived[prepared] + full, side="right")) - 1
             upto = min(here, max(upto, prepared + 1))
             spent = costs.prepare_s(float(arrived[upto] - arrived[prepared]), size)

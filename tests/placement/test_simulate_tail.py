@@ -104,3 +104,11 @@ def test_against_a_walk_through_time_in_small_steps(n: int, seed: int) -> None:
                 running, free = ("p", i), clock + tokens[i] * PREPARE
         clock = round(clock + 0.01, 2)
     assert mine == pytest.approx(free, abs=0.02 * n)
+
+
+def test_responses_without_tokens_of_their_own_end_the_learners_work_too() -> None:
+    """A response that an earlier step decoded to its end brings no tokens, and the last ones to be prepared may all be such."""
+    work = LearnerWork(np.array([1.0, 2.0, 3.0]), np.array([4.0, 0.0, 0.0]), np.array([0, 1, 1]), 1.0)
+    some = LearnerWork(work.finish_s[:1], work.tokens[:1], work.group[:1], 1.0)
+    devices = LearnerDevices(1, 1, 0.0, 10.0)
+    assert run_learner(work, devices, costs()).end_s == pytest.approx(run_learner(some, devices, costs()).end_s)
