@@ -85,7 +85,7 @@ def command(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
-def command_here(*arguments: str, module: str = "rlhfless_ray.cli.main") -> subprocess.CompletedProcess[str]:
+def command_here(*arguments: str, module: str = "rlhfless_ray.cli.main", cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run `rlhfless …`, or the `main` of another module, in this process and return what it said. Spares a process and its imports;
     for commands that start nothing."""
     said, complained = io.StringIO(), io.StringIO()
@@ -93,7 +93,7 @@ def command_here(*arguments: str, module: str = "rlhfless_ray.cli.main") -> subp
         patched.setattr(sys, "argv", ["rlhfless", *arguments])
         patched.setattr(os, "_exit", sys.exit)
         patched.delenv("RAY_ADDRESS", raising=False)
-        patched.chdir(ROOT)
+        patched.chdir(cwd)
         with pytest.raises(SystemExit) as ended:
             importlib.import_module(module).main()
     return subprocess.CompletedProcess(arguments, ended.value.code or 0, said.getvalue(), complained.getvalue())  # type: ignore[arg-type]

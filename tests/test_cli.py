@@ -41,7 +41,7 @@ def test_an_unknown_key_on_the_command_line(tmp_path):
 
 
 def test_an_adapter_that_engines_cannot_hold(tmp_path):
-    done = command("train", write_recipe(tmp_path), "lora.rank=4", "lora.publish=adapter", "lora.target_modules=[embed_tokens]")
+    done = command_here("train", write_recipe(tmp_path), "lora.rank=4", "lora.publish=adapter", "lora.target_modules=[embed_tokens]")
     assert done.returncode == 2 and "lora.publish: engines adapt linear layers only" in sentence(done)
     assert not (tmp_path / "runs").exists()
 
@@ -54,12 +54,12 @@ def test_a_quantisation_that_the_device_cannot_do(tmp_path):
 
 
 def test_a_recipe_that_is_not_there(tmp_path):
-    done = command("train", str(tmp_path / "nothing.yaml"))
+    done = command_here("train", str(tmp_path / "nothing.yaml"))
     assert done.returncode == 2 and "no such file" in sentence(done)
 
 
 def test_resuming_what_never_ran(tmp_path):
-    done = command("train", write_recipe(tmp_path), "--resume")
+    done = command_here("train", write_recipe(tmp_path), "--resume")
     assert done.returncode == 2 and "no run with a checkpoint" in sentence(done)
     assert not (tmp_path / "runs").exists()
 

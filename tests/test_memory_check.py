@@ -17,7 +17,7 @@ from rlhfless_ray.run import memory_check as sizes
 from rlhfless_ray.run.memory_check import DoesNotFit, Room, check, check_ahead
 from rlhfless_ray.run.memory_needs import Lengths, Model, device_needs, host_needs, models_of
 from rlhfless_ray.weights import load_policy as policy_files
-from tests.conftest import command, small_recipe
+from tests.conftest import command, command_here, small_recipe
 from tests.placement.test_memory import LLAMA_70B, MIXTRAL, QWEN_05B, QWEN_7B, config
 
 H100 = Room("gpu", 8, 85_520_809_984)
@@ -346,7 +346,7 @@ def test_of_a_model_on_the_hub_the_configuration_alone_is_fetched(tmp_path, monk
 
 def test_a_train_command_exits_with_two(tmp_path):
     (tmp_path / "small.yaml").write_text(json.dumps(small_recipe(tmp_path, policy__path=str(folder(tmp_path / "big", ENORMOUS)))))
-    done = command("train", str(tmp_path / "small.yaml"))
+    done = command_here("train", str(tmp_path / "small.yaml"))
     assert done.returncode == 2 and re.match(r"error: policy.path: .* needs at least [\d,]+\.\d GB", done.stderr), done.stderr
     assert not (tmp_path / "runs").exists() and "Traceback" not in done.stderr
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.disk_space import replace_file
 from rlhfless_ray.report import charts, cost_charts, draft_charts, plan_charts, prefix_charts, summary, supervised_charts
@@ -15,6 +15,9 @@ from rlhfless_ray.report.charts import Chart, thin
 from rlhfless_ray.report.formatting import duration, percent
 from rlhfless_ray.report.gantt import gantt
 from rlhfless_ray.report.read_run import RunRecord
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 PAGE = Path(__file__).parent / "page"
 
@@ -102,11 +105,7 @@ def learning_charts(record: RunRecord) -> list[Chart]:
 
 def render_page(template: str, drawn: Sequence[Chart], leases: dict[str, Any] | None = None, **values: Any) -> str:
     """Render a page with its charts, and the scripts that draw them. leases: of the timeline, if the page has one."""
-    from jinja2 import Environment, FileSystemLoader
-
-    environment = Environment(loader=FileSystemLoader(PAGE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"duration": duration, "percent": percent}
-    return environment.get_template(template).render(
+    return _template(template).render(
         **values,
         leases=leases,
         css=(PAGE / "report.css").read_text(encoding="utf-8"),
@@ -115,6 +114,16 @@ def render_page(template: str, drawn: Sequence[Chart], leases: dict[str, Any] | 
         leases_json=_json(leases),
         plotly=_plotly() if drawn else "",
     )
+
+
+@cache
+def _template(name: str) -> Template:
+    """Compile a page's template, which takes half as long as a short run's report."""
+    from jinja2 import Environment, FileSystemLoader
+
+    environment = Environment(loader=FileSystemLoader(PAGE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"duration": duration, "percent": percent}
+    return environment.get_template(name)
 
 
 def _present(*found: Chart | None) -> list[Chart]:

@@ -296,7 +296,7 @@ def _run_name(record: RunRecord) -> str:
 
 def _recipe(record: RunRecord) -> Row:
     try:
-        tree = yaml.safe_load(record.recipe)
+        tree = yaml.load(record.recipe, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError:
         return {}
     return tree if isinstance(tree, dict) else {}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from rlhfless_ray.compat.openrlhf.memory import memory_lines, too_large_here, width_note
 from rlhfless_ray.compat.openrlhf.translate import translate
 from rlhfless_ray.run import memory_check as sizes
-from tests.conftest import ROOT, command_here, environment
+from tests.conftest import command_here
 from tests.placement.test_memory import LLAMA_70B, QWEN_7B
 from tests.test_memory_check import ENORMOUS, folder
 
@@ -90,9 +88,6 @@ def test_what_this_machine_cannot_hold_exits_with_two(tmp_path):
     flags = line(folder(tmp_path / "big", ENORMOUS), "--vllm_tensor_parallel_size", "2")
     done = command_here("explain", "--", "python3", "-m", "openrlhf.cli.train_ppo_ray", *flags)
     assert done.returncode == 2 and "\ndoes not run: --pretrain" in done.stdout and " GB" in done.stdout.splitlines()[-1], done.stderr
-    run = subprocess.run(
-        [sys.executable, "-m", "rlhfless_ray.cli.train_ppo_ray", *flags], capture_output=True, text=True, timeout=120, cwd=tmp_path,
-        env=environment() | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    run = command_here(*flags, "--elastic.run.root", str(tmp_path / "runs"), module="rlhfless_ray.cli.train_ppo_ray")
     assert run.returncode == 2 and "error: --pretrain" in run.stderr and "needs at least" in run.stderr and "Traceback" not in run.stderr
     assert not (tmp_path / "runs").exists()

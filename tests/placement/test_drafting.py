@@ -69,9 +69,9 @@ def test_acceptance_approaches_the_true_chances_and_follows_them_when_they_chang
     draft = Draft(tokens=[1, 2, 3], estimates=[0.9, 0.9, 0.9], match=6)
     assert learned.survival([draft])[0, :3] == pytest.approx([0.9, 0.81, 0.729]), "the source's own estimates, before any evidence"
     for chance in (0.3, 0.8):
-        for _ in range(FORGET_AFTER):
-            accepted = int(np.argmin([*(rng.random(3) < chance), False]))
-            learned.observe([draft], [3], [accepted])
+        for _ in range(FORGET_AFTER // 32):
+            accepted = np.cumprod(rng.random((32, 3)) < chance, axis=1).sum(axis=1)
+            learned.observe([draft] * 32, [3] * 32, accepted.tolist())
         assert learned.survival([draft])[0, :3] == pytest.approx(np.cumprod([chance] * 3), abs=0.05)
     other = Draft(tokens=[1], estimates=[0.2], match=1)
     assert learned.survival([other])[0, :1] == pytest.approx([0.2]), "other matches and estimates are cells of their own"
@@ -80,8 +80,8 @@ def test_acceptance_approaches_the_true_chances_and_follows_them_when_they_chang
 def test_a_refused_token_says_nothing_of_those_behind_it() -> None:
     learned = Acceptance()
     draft = Draft(tokens=[1, 2, 3], estimates=[0.5, 0.6, 0.7], match=2)
-    for _ in range(10_000):
-        learned.observe([draft], [3], [0])
+    for _ in range(100):
+        learned.observe([draft] * 100, [3] * 100, [0] * 100)
     chances = learned.survival([draft])[0]
     assert chances[0] < 0.01
     assert chances[1] / chances[0] == pytest.approx(0.6) and chances[2] / chances[1] == pytest.approx(0.7)
@@ -145,12 +145,11 @@ def attempt(chance: float, steps: int, running: int = 16, look_up_s: float = 5e-
     for _ in range(steps):
         most = attempts.begin_step(running, 0)
         drafted = sum(offered.values())
-        accepted = 0
-        for name, count in offered.items():
-            got = int(np.argmin([*(rng.random(count) < chance), False]))
-            learned.acceptance.observe([draft], [count], [got])
-            attempts.note(name, got > 0)
-            accepted += got
+        got = [int(np.argmin([*(rng.random(count) < chance), False])) for count in offered.values()]
+        learned.acceptance.observe([draft] * len(got), [*offered.values()], got)
+        for name, count in zip(offered, got, strict=True):
+            attempts.note(name, count > 0)
+        accepted = sum(got)
         due = attempts.due(names, most)
         draft_s = look_up_s * len(due)
         if due:
