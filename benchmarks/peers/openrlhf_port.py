@@ -76,7 +76,7 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
     ],
     "trainer/ray/ppo_actor.py": [("broadcast(param.data, src=0, stream=torch.cuda.current_stream())", "broadcast(param.data, src=0)")],
     # a Ray of its own with logical GPUs; the dashboard's memory and time would count as OpenRLHF's
-    "cli/train_ppo_ray.py": [("ray.init(", 'ray.init(address="local", num_gpus=4, num_cpus=8, include_dashboard=False,')],
+    "cli/train_ppo_ray.py": [("ray.init(", 'ray.init(address="local", num_gpus=8, num_cpus=8, include_dashboard=False,')],
 }
 
 # Imported by name, and called with packed samples or ring attention only.
