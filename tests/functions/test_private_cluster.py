@@ -91,7 +91,7 @@ port = server.add_insecure_port("127.0.0.1:0")
 server.start()
 channel = grpc.insecure_channel(f"127.0.0.1:{port}")
 grpc.channel_ready_future(channel).result(60)
-print(collections.Counter(subprocess.Popen([sys.executable, "-c", ""], preexec_fn=int).wait() for _ in range(8)))
+print(collections.Counter(subprocess.Popen([sys.executable, "-c", ""], preexec_fn=int).wait() for _ in range(20)))
 channel.close()
 server.stop(None)
 """
@@ -101,7 +101,7 @@ def test_processes_that_ray_starts_outlive_grpcs_fork_handlers() -> None:
     """These, which a run with the prefix service leaves in a notebook, crash few children only, but tell of every one."""
     kept = {k: v for k, v in environment().items() if k != "GRPC_ENABLE_FORK_SUPPORT"}
     ended = subprocess.run([sys.executable, "-c", FORKS], cwd=ROOT, env=kept, capture_output=True, text=True, timeout=200)
-    assert ended.stdout.splitlines() == ["Counter({0: 8})"] and "fork" not in ended.stderr, ended.stdout + ended.stderr
+    assert ended.stdout.splitlines() == ["Counter({0: 20})"] and "fork" not in ended.stderr, ended.stdout + ended.stderr
 
 
 LATE = """

@@ -68,7 +68,7 @@ def test_phases_are_flops_over_peak_and_efficiency() -> None:
 
 @pytest.fixture(scope="module", params=["grpo", "ppo"])
 def everything(request: pytest.FixtureRequest):
-    return simulate(small(algorithm=request.param, devices_per_node=4, prompts=4, samples=2, prefer=0.7), seed=3)
+    return simulate(small(algorithm=request.param, prompts=4, prefer=0.7), seed=3)
 
 
 def test_holds_add_up_to_the_cost_and_fit_the_cluster(everything) -> None:
@@ -103,7 +103,7 @@ def test_a_cluster_without_a_device_beside_the_trainers_cannot_be_disaggregated(
 
 
 def test_the_same_seed_gives_the_same_run_and_another_does_not() -> None:
-    policies, tiny = ["fixed", "ours"], small(devices_per_node=4, prompts=4, samples=2, epochs=1)
+    policies, tiny = ["fixed", "ours"], small(prompts=4, samples=2, epochs=1)
     a, b, c = (simulate(tiny, policies, seed) for seed in (1, 1, 2))
     for name in policies:
         assert [s.time_s for s in a.policies[name].steps] == [s.time_s for s in b.policies[name].steps]
