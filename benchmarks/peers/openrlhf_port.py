@@ -75,7 +75,8 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
         ("        self.model_runner.model.load_weights(weights=[(name, weight)])\n\n        del weight\n", LOAD),
     ],
     "trainer/ray/ppo_actor.py": [("broadcast(param.data, src=0, stream=torch.cuda.current_stream())", "broadcast(param.data, src=0)")],
-    # a Ray of its own with logical GPUs; the dashboard's memory and time would count as OpenRLHF's
+    # a Ray of its own, with logical GPUs for PPO's five actors and some to spare; the dashboard's memory and time would count
+    # as OpenRLHF's
     "cli/train_ppo_ray.py": [("ray.init(", 'ray.init(address="local", num_gpus=8, num_cpus=8, include_dashboard=False,')],
 }
 

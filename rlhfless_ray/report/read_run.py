@@ -6,8 +6,11 @@ import csv
 import json
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
+
+import yaml
 
 from rlhfless_ray.report.formatting import finite
 from rlhfless_ray.report.metrics import read_rows
@@ -46,6 +49,15 @@ class RunRecord:
     def is_supervised(self) -> bool:
         """Whether this is a supervised stage, which generates nothing."""
         return re.search(r"^task:", self.recipe, re.MULTILINE) is not None
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The recipe's sections by name; empty if it cannot be read."""
+        try:
+            tree = yaml.safe_load(self.recipe)
+        except yaml.YAMLError:
+            return {}
+        return tree if isinstance(tree, dict) else {}
 
     @property
     def steps(self) -> list[dict[str, Any]]:

@@ -118,7 +118,7 @@ def render_page(template: str, drawn: Sequence[Chart], leases: dict[str, Any] | 
 
 @cache
 def _template(name: str) -> Template:
-    """Compile a page's template, which takes half as long as a short run's report."""
+    """Compile a page's template once per process: compiling takes half the time of a short run's report."""
     from jinja2 import Environment, FileSystemLoader
 
     environment = Environment(loader=FileSystemLoader(PAGE), autoescape=True, trim_blocks=True, lstrip_blocks=True)

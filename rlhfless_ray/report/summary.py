@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-import yaml
-
 from rlhfless_ray.report.cost_charts import by_kind, total
 from rlhfless_ray.report.formatting import DASH, are_shares, duration, finite, money, number, percent, short, slot_time
 from rlhfless_ray.report.read_run import RunRecord
@@ -278,7 +276,7 @@ def _step_time(steps: Sequence[Row]) -> str:
 
 
 def _price(record: RunRecord) -> str:
-    price = _recipe(record).get("price")
+    price = record.settings.get("price")
     if not isinstance(price, dict):
         return ""
     kinds = {str(row.get("resource")) for row in record.ledger} or {"cpu", "gpu"}
@@ -289,17 +287,9 @@ def _price(record: RunRecord) -> str:
 
 
 def _run_name(record: RunRecord) -> str:
-    run = _recipe(record).get("run")
+    run = record.settings.get("run")
     name = run.get("name") if isinstance(run, dict) else None
     return str(name or record.folder.resolve().name)
-
-
-def _recipe(record: RunRecord) -> Row:
-    try:
-        tree = yaml.load(record.recipe, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.YAMLError:
-        return {}
-    return tree if isinstance(tree, dict) else {}
 
 
 def _moment(value: Any) -> str | None:

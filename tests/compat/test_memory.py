@@ -88,6 +88,6 @@ def test_what_this_machine_cannot_hold_exits_with_two(tmp_path):
     flags = line(folder(tmp_path / "big", ENORMOUS), "--vllm_tensor_parallel_size", "2")
     done = command_here("explain", "--", "python3", "-m", "openrlhf.cli.train_ppo_ray", *flags)
     assert done.returncode == 2 and "\ndoes not run: --pretrain" in done.stdout and " GB" in done.stdout.splitlines()[-1], done.stderr
-    run = command_here(*flags, "--elastic.run.root", str(tmp_path / "runs"), module="rlhfless_ray.cli.train_ppo_ray")
+    run = command_here(*flags, module="rlhfless_ray.cli.train_ppo_ray", cwd=tmp_path)
     assert run.returncode == 2 and "error: --pretrain" in run.stderr and "needs at least" in run.stderr and "Traceback" not in run.stderr
     assert not (tmp_path / "runs").exists()

@@ -108,9 +108,9 @@ def test_every_entry_of_commands_yaml_is_needed_and_gives_a_reason() -> None:
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if c.is_fast], ids=lambda command: command.where)
-def test_fast_commands_run(command, tmp_path: Path) -> None:
+def test_fast_commands_run(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process; `make docs-check` runs them as they stand."""
-    make_scratch(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", make_scratch(tmp_path)["XDG_CACHE_HOME"])
     program, *words = shlex.split(command.run)
     done = command_here(*words, cwd=tmp_path)
     assert program == "rlhfless" and done.returncode == 0, done.stderr
