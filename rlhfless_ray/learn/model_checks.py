@@ -31,9 +31,18 @@ def refusal(config: Mapping[str, Any], width: int) -> str | None:
     return f"{width} does not divide the model's {' and '.join(uneven)}" if uneven else None
 
 
-def check_division(recipe: Recipe, config: Mapping[str, Any], of_reference: Mapping[str, Any] | None = None) -> None:
-    """Raise UserError if the policy, or the reference of another config.json, cannot be divided among ranks as the recipe says."""
-    divided = (("learner", recipe.learner.tensor_parallel, config), ("reference", recipe.reference.tensor_parallel, of_reference or config))
+def check_division(
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    of_reference: Mapping[str, Any] | None = None,
+    of_critic: Mapping[str, Any] | None = None,
+) -> None:
+    """Raise UserError if the policy, or a reference or critic of another config.json, cannot be divided among ranks as the recipe says."""
+    divided = (
+        ("learner", recipe.learner.tensor_parallel, config),
+        ("reference", recipe.reference.tensor_parallel, of_reference or config),
+        ("critic", recipe.critic.tensor_parallel, of_critic or config),
+    )
     for section, width, asked in divided:
         if width > 1 and (why := refusal(asked, width)):
             raise UserError(f"{section}.tensor_parallel: {why}")

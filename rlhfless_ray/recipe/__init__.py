@@ -135,8 +135,11 @@ class Recipe(RecipeFile):
             raise ValueError("rollout.min_actors: must not exceed rollout.max_actors")
         if self.rollout.least_width > 1:
             self._check_tensor_parallel()
-        if self.learner.tensor_parallel > 1 and self.lora.rank:
-            raise ValueError("learner.tensor_parallel: adapters of divided matrices are not built; set it to 1, or lora.rank to 0")
+        for key, width in (("learner", self.learner.tensor_parallel), ("critic", self.critic.tensor_parallel)):
+            if width > 1 and self.lora.rank:
+                raise ValueError(f"{key}.tensor_parallel: adapters of divided matrices are not built; set it to 1, or lora.rank to 0")
+        if self.critic.tensor_parallel > 1 and self.learner.zero_stage == 3:
+            raise ValueError("critic.tensor_parallel: DeepSpeed divides matrices with a learner.zero_stage of 0, 1 or 2")
         algorithm = self.algorithm
         weighted = algorithm.importance_cap > 0 or algorithm.loss.correction_level != "off" or algorithm.loss.ratio_to == "sampler"
         corrected = weighted or ESTIMATORS[estimator].pairs  # a pair counts the same whatever it was drawn from
@@ -278,4 +281,4 @@ class Recipe(RecipeFile):
         """Section `learner` as it holds for the critic: the settings that both sections have are those of `critic`."""
         both = LearnerConfig.model_fields.keys() & CriticConfig.model_fields.keys()
         own = {name: getattr(self.critic, name) for name in both}
-        return self.learner.model_copy(update={**own, "warmup_steps": 0, "decay_all": False, "tensor_parallel": 1})
+        return self.learner.model_copy(update={**own, "warmup_steps": 0, "decay_all": False})

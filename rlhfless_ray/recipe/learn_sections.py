@@ -297,7 +297,9 @@ class CriticConfig(Section):
     path: str = ""
     """A local Hugging Face folder of a causal LM, reward model or critic. Empty: the policy the run starts from."""
     ranks: int = Field(1, ge=1)
-    """Number of the critic's data-parallel ranks. ZeRO stage, micro-batches, threads and deadline are the learner's."""
+    """Number of the critic's ranks, which share each batch. ZeRO stage, micro-batches, threads and deadline are the learner's."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Number of ranks that share one copy of the critic, as with `learner.tensor_parallel`. 1: each holds all of it, or its ZeRO shard."""
     value_head: str = Field("score", min_length=1)
     """Name of the scalar head's weights in that folder; `value_head_prefix` in its config.json goes before it. Weights that
     the folder lacks are drawn."""
@@ -328,6 +330,12 @@ class CriticConfig(Section):
     """As learner.adam_eps."""
     grad_clip: float = Field(1.0, gt=0)
     """As learner.grad_clip."""
+
+    @model_validator(mode="after")
+    def _check_tensor_parallel(self) -> CriticConfig:
+        if self.ranks % self.tensor_parallel:
+            raise ValueError(f"critic.tensor_parallel: {self.tensor_parallel} does not divide critic.ranks, which is {self.ranks}")
+        return self
 
 
 class ReferenceConfig(Section):

@@ -270,11 +270,11 @@ def training_groups(recipe: Recipe, models: dict[str, Model], lengths: Lengths) 
     for name, model in (("learner", models.get("policy")), ("critic", models.get("critic"))):
         if model is None or not recipe.learns:
             continue
-        ranks = section.ranks if name == "learner" else recipe.critic.ranks
-        division = (section.tensor_parallel, memory.end_parameters(model.config)) if name == "learner" else (1, 0)
-        training = memory.Training(ranks, section.zero_stage, width, section.offloads_optimizer, recipe.lora.rank > 0, *division)
+        of, parameters = (section, model.parameters) if name == "learner" else (recipe.critic, model.body)
+        whole = memory.end_parameters(model.config) - (model.parameters - parameters)  # a critic has no output head
+        division = (of.tensor_parallel, whole)
+        training = memory.Training(of.ranks, section.zero_stage, width, section.offloads_optimizer, recipe.lora.rank > 0, *division)
         activations = memory.activation_bytes(model.config, lengths.shortest_prompt + 1, width)
-        parameters = model.parameters if name == "learner" else model.body
         found.append(TrainingGroup(name, model, parameters, training, memory.rank_memory(parameters, training, activations)))
     return found
 

@@ -114,7 +114,8 @@ class Runtime(StepOperations):
         self.tokenizer = policy_tokenizer(recipe, self.files)
         self.reference = other_model(recipe.reference.path, "reference.path", self.tokenizer) if recipe.reference.path else None
         of_reference = config_of(read_folder(self.reference)) if self.reference else None
-        check_division(recipe, config_of(self.files), of_reference)
+        of_critic = config_of(self.critic_files) if self.critic_files else None
+        check_division(recipe, config_of(self.files), of_reference, of_critic)
         recipe, self.speculation_note = check_speculation(recipe, self.files)
         self.drafter_files = read_drafter(recipe, self.tokenizer, self.files)
         self.prompts = self._load_prompts(recipe)

@@ -17,7 +17,7 @@ from tests.conftest import made_once
 from tests.learn.conftest import Cases, learner_settings, run_gangs
 from tests.rollout import families
 
-STAGES = ("plain/0", "plain/1", "plain/2", "full/1")
+STAGES = ("plain/0", "plain/1", "plain/2", "full/1", "critic/0", "critic/1")
 CHANGES = {"tensor_parallel": 2}
 
 
