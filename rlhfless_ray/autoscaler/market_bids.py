@@ -72,17 +72,7 @@ class MarketBids:
         return min(room, slots_per_rank), view.reason if room < slots_per_rank else ""
 
     def metrics(self) -> dict[str, Any]:
-        view = self.pool.view
-        return {
-            "shared/runs": view.runs,
-            "shared/slots": view.held,
-            "shared/target_slots": view.target,
-            "shared/price_slot_s": view.price,
-            "shared/paid_slot_s": view.slot_s,
-            "shared/lent_slot_s": view.lent_slot_s,
-            "shared/borrowed_slot_s": view.borrowed_slot_s,
-            "shared/reason": view.reason,
-        }
+        return self.pool.view.metrics()
 
     def _bid(self, points: Sequence[tuple[int, float]]) -> Bid:
         return bid_of(self.pool.info.run, points, self.objective)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,6 +19,7 @@ from rlhfless_ray.common.errors import RunError, UserError, one_line_with_type
 from rlhfless_ray.functions.lease import Grant, LeaseRequest, others_wait
 from rlhfless_ray.functions.pool_messages import SILENT_S, PoolView, Reply, RunInfo, RunSlots, SlotRequest
 from rlhfless_ray.functions.slot_pool import NAMESPACE, TICK_S, SlotPool, UnknownRun
+from rlhfless_ray.recipe.run_sections import ClusterConfig, PriceConfig
 
 BEAT_S = 1.0  # interval of heartbeats
 ANSWER_S = 10.0  # timeout of a call to the pool, after which it is replaced
@@ -216,3 +219,22 @@ class PoolClient:
                 self._rejoin(error)
             except Exception as error:  # the run's next call ends it with this sentence
                 self.lost = f"the heartbeat to the slot pool failed: {one_line_with_type(error, 300)}"
+
+
+def join_pool(
+    cluster: ClusterConfig, price: PriceConfig, resource: str, least: int, folder: Path, new: bool, say: Callable[[str], None]
+) -> PoolClient:
+    """Join the pool of slots that all runs of the cluster share.
+
+    `least`: slots that the run needs at once. `folder`: of the run; if it is `new` and the pool refuses the run, it is deleted.
+    Raises UserError if the pool refuses the run.
+    """
+    job = ray.get_runtime_context().get_job_id()
+    per_hour = price.gpu_slot_per_hour if resource == "gpu" else price.cpu_slot_per_hour
+    info = RunInfo(folder.name, cluster.share, cluster.priority, least, str(folder.resolve()), job, per_hour)
+    try:
+        return PoolClient(resource, info, say)
+    except UserError:
+        if new:
+            shutil.rmtree(folder)
+        raise

@@ -72,6 +72,18 @@ class PoolView:
     waiting: tuple[str, ...] = ()  # other runs below their target that want slots
     parked_mb: Mapping[str, float] = field(default_factory=dict)  # memory of the parked processes of other runs, by node
 
+    def metrics(self) -> dict[str, Any]:
+        return {
+            "shared/runs": self.runs,
+            "shared/slots": self.held,
+            "shared/target_slots": self.target,
+            "shared/price_slot_s": self.price,
+            "shared/paid_slot_s": self.slot_s,
+            "shared/lent_slot_s": self.lent_slot_s,
+            "shared/borrowed_slot_s": self.borrowed_slot_s,
+            "shared/reason": self.reason,
+        }
+
 
 @dataclass(frozen=True)
 class Statement:

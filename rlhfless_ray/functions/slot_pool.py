@@ -30,6 +30,7 @@ NAMESPACE = "rlhfless"
 TICK_S = 0.25  # interval at which the pool looks for silent runs and idle slots
 LOOK_S = 1.0  # interval at which it looks at the cluster's nodes
 POLL_S = (0.002, 0.05)  # shortest and longest pause between two looks at a placement group that Ray has not granted yet
+LOOKS_PER_S = 200  # most looks at all of them: each takes Ray's table 0.3 ms, in which the pool answers nobody
 EMPTY_S = 5.0  # a pool that no run has joined for so long ends
 
 
@@ -222,7 +223,7 @@ class SlotPool:
         pause, longest = POLL_S
         while (table := placement_group_table(group))["state"] != "CREATED":
             await asyncio.sleep(pause)
-            pause = min(longest, 1.5 * pause)
+            pause = max(min(longest, 1.5 * pause), len(self.creating) / LOOKS_PER_S)
             if self.creating.get(request.id) is not group:
                 return
         node = table["bundles_to_node_id"][0]

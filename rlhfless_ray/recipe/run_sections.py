@@ -51,9 +51,9 @@ class ClusterConfig(Section):
     """Ray address. Empty: RAY_ADDRESS or the surrounding job's cluster, else a private Ray on this machine."""
     cpus: int = Field(0, ge=0)
     """Cores of the private cluster. 0: those that this process may use."""
-    pool: bool = False
+    pool: bool = True
     """Share the slots of a joined cluster with other runs through one pool, which divides them by what they are worth to each run.
-    `false`: Ray's queue alone decides. A private cluster has no other runs."""
+    `false`: Ray's queue alone decides. A private cluster has no other runs and no pool."""
     share: float | None = Field(None, gt=0, le=1)
     """Share of the pool's slots that this run may always have while it can use them. None: what the shares of other runs leave, in equal
     parts."""

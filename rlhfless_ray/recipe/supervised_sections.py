@@ -34,8 +34,8 @@ class SupervisedRun(Section):
     seed: int = 0
     """Seed of the order of rows and of weights that are drawn."""
     min_ranks: int | None = Field(None, ge=1)
-    """Fewest ranks with which training starts, and continues after a node was lost. Ray Train takes up to `learner.ranks` if there
-    are slots for them. What is learned does not depend on their number. None: `learner.ranks`."""
+    """Fewest ranks with which training starts, and continues after a node was lost or while another run needs slots. It takes up to
+    `learner.ranks` if there are slots for them. What is learned does not depend on their number. None: `learner.ranks`."""
     max_restarts: int = Field(3, ge=0)
     """Number of times that the ranks start again from the last checkpoint because one of them died, before the run ends."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import platform
-import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -25,7 +24,7 @@ from rlhfless_ray.autoscaler.initial_speed import ANY_SPEED, expected_widths
 from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.disk_space import FULL, DiskFull
-from rlhfless_ray.common.errors import Stopped, UserError, one_line
+from rlhfless_ray.common.errors import Stopped, one_line
 from rlhfless_ray.common.step_timer import StepTimer
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.learn.colocation import of_learner
@@ -54,7 +53,7 @@ from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
 from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.runtime.step_operations import StepOperations
-from rlhfless_ray.runtime.worker_pools import ActorClasses, check_adapter, create_worker_pools, join_pool
+from rlhfless_ray.runtime.worker_pools import ActorClasses, check_adapter, create_worker_pools
 from rlhfless_ray.types import Step
 from rlhfless_ray.weights.load_policy import cache_policy, cached_folder, context_tokens, initial_policy, other_model, policy_tokenizer
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
@@ -249,12 +248,12 @@ class Runtime(StepOperations):
 
     def _join_pool(self, resource: str) -> PoolClient:
         """Join the slots that the runs of the cluster share. A run that is refused leaves no folder."""
-        try:
-            return join_pool(self.recipe, resource, self.folder.path, lambda text: self.record.progress.message(text))
-        except UserError:
-            if not self.resume:
-                shutil.rmtree(self.folder.path)
-            raise
+        from rlhfless_ray.functions.pool_client import join_pool
+
+        recipe = self.recipe
+        least = max(recipe.learner.ranks, recipe.rollout.min_actors * recipe.rollout.least_width)
+        say = lambda text: self.record.progress.message(text)  # noqa: E731 - the record is created later
+        return join_pool(recipe.cluster, recipe.price, resource, least, self.folder.path, not self.resume, say)
 
     def _create_stages(self, resource: str) -> None:
         longest = max(len(p.token_ids) for p in itertools.chain(self.prompts.train, self.prompts.heldout))

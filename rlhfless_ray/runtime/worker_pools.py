@@ -180,20 +180,6 @@ def create_worker_pools(
     )
 
 
-def join_pool(recipe: Recipe, resource: str, folder: Path, say: Callable[[str], None]) -> PoolClient:
-    """Join the pool of slots that all runs of the cluster share. Raises UserError if it refuses the run."""
-    import ray
-
-    from rlhfless_ray.functions.pool_client import PoolClient
-    from rlhfless_ray.functions.pool_messages import RunInfo
-
-    least = max(recipe.learner.ranks, recipe.rollout.min_actors * recipe.rollout.least_width)
-    section, job = recipe.cluster, ray.get_runtime_context().get_job_id()
-    price = recipe.price.gpu_slot_per_hour if resource == "gpu" else recipe.price.cpu_slot_per_hour
-    info = RunInfo(folder.name, section.share, section.priority, least, str(folder.resolve()), job, price)
-    return PoolClient(resource, info, say)
-
-
 def _no_pages(recipe: Recipe, files: Files) -> str | None:
     """Return why engines cannot exchange KV pages, or None if they can."""
     if recipe.rollout.tensor_parallel != 1:

@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.deadlines import POLL_S, STOP, fetch
 from rlhfless_ray.common.disk_space import FULL, DiskFull
@@ -35,11 +36,21 @@ from rlhfless_ray.weights.load_policy import check_files, context_tokens, load_t
 from rlhfless_ray.weights.model_folder import read_files, read_folder, with_dtype, without_weights, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
+if TYPE_CHECKING:
+    from rlhfless_ray.functions.pool_client import PoolClient
+    from rlhfless_ray.supervise.leased_ranks import LeasedRanks
+    from rlhfless_ray.supervise.train_loop import RankStart
+
 CHECKPOINTS = "checkpoints"
+NO_SLOT = {"memory": 2.0**20}  # what a worker of Ray Train takes whose slot is leased: a bundle must not be empty
 PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 RESIZE_S = 60.0  # interval in which Ray Train looks for slots of more ranks
 INBOX_S = 60.0  # deadline of its answers
 STOP_S = 60.0  # time for the ranks to finish their step and save after Ctrl-C
+
+
+class RanksFailed(RunError):
+    """A rank was lost, or raised an error that is no mistake of the user's."""
 
 
 def run_supervised(recipe: SupervisedRecipe, *, resume: bool = False) -> RunFolder:
@@ -100,6 +111,9 @@ class SupervisedStage:
         self.recipe = recipe.model_copy(update={"run": run})
         megabytes = sum(part.nbytes for part in _arrays(self.rows)) // 2**20 + sum(len(x) for x in self.files.values()) // 2**20
         self.cluster = RayCluster(self.recipe, store_mb=recipe.cluster.object_store_mb or MIN_STORE_MB + 2 * megabytes)
+        self.slots: LeasedRanks | None = None  # None: Ray Train takes them from Ray's queue
+        self.leases_of: dict[int, list[str]] = {}  # ids of the leases of each rank that has started
+        self.changes = False  # whether the ranks end in order to start again in another number
         self.failure: BaseException | None = None
         self.lost, self.restarts = 0, False  # since the last row; whether the ranks have not opened since then
 
@@ -121,6 +135,7 @@ class SupervisedStage:
             if not self.resume:
                 self.folder = RunFolder.create(self.recipe)
                 stack.enter_context(self.folder.locked())
+            shares = self._join_pool(resource, stack)
             self.folder.begin(self.recipe, f"{platform.machine()}, {slots} {resource} slots", 0)
             self.ledger = Ledger(resource)
             self.ledger.name_of = self.cluster.node_name
@@ -130,6 +145,7 @@ class SupervisedStage:
             for message in filter(None, [*self.rows.notes, self.folder.deletion_note]):
                 self.progress.message(message)
             stack.push(self._close)
+            self.slots = shares and self._leased_ranks(shares)
             self._train(resource)
             self._write_model()
         return self.folder
@@ -153,6 +169,31 @@ class SupervisedStage:
             raise UserError(f"{key}: {needed} slots at once, but the cluster has {slots} ({unit}); lower it or add nodes")
         return slots
 
+    def _join_pool(self, resource: str, stack: ExitStack) -> PoolClient | None:
+        """Join the slots that the runs of the cluster share. None: Ray Train takes slots from Ray's queue."""
+        section = self.recipe.cluster
+        if self.cluster.private or not section.pool:
+            return None
+        if resource == "gpu":
+            if section.share is not None or section.priority != 1.0:
+                key = "share" if section.share is not None else "priority"
+                raise UserError(f"cluster.{key}: ranks of a supervised stage take GPUs from Ray's queue, not from the pool; leave it out")
+            return None
+        from rlhfless_ray.functions.pool_client import join_pool
+
+        least = self.recipe.min_ranks * self._threads(resource)
+        say = lambda text: self.progress.message(text)  # noqa: E731 - the display is created later
+        pool = join_pool(section, self.recipe.price, resource, least, self.folder.path, not self.resume, say)
+        stack.callback(pool.close)
+        return pool
+
+    def _leased_ranks(self, pool: PoolClient) -> LeasedRanks:
+        from rlhfless_ray.supervise.leased_ranks import LeasedRanks
+
+        recipe, threads = self.recipe, self._threads(pool.resource)
+        deadline_s = recipe.functions.lease_deadline_s
+        return LeasedRanks(pool, self.ledger, deadline_s, recipe.min_ranks, recipe.learner.ranks, threads, self.folder.path.name)
+
     def _threads(self, resource: str) -> int:
         return self.recipe.learner.max_slots_per_rank if resource == "cpu" else 1
 
@@ -166,8 +207,6 @@ class SupervisedStage:
         file = self.folder.path / "ledger.csv"
         self._open_metrics(_steps_saved(path / name))
         self.ledger.resume_from(file, self.done)
-        here = ray.get_runtime_context().get_node_id()
-        self.inbox: Any = ray.remote(Inbox).options(num_cpus=0, label_selector={"ray.io/node-id": here}).remote()
         start = RankStart(
             recipe=self.recipe,
             order=self.order,
@@ -176,13 +215,45 @@ class SupervisedStage:
             second=self.second,
             reward_tokens=self.rows.reward_tokens,
             storage=path / name,
-            inbox=self.inbox,
+            inbox=None,
             device=resource,
             threads=self._threads(resource),
         )
-        fit = threading.Thread(target=self._fit, args=(start, resource), daemon=True)
+        if self.slots is None:
+            self._run_ranks(start, None)
+        else:
+            self._run_leased_ranks(start, self.slots)
+
+    def _run_leased_ranks(self, start: RankStart, slots: LeasedRanks) -> None:
+        """Run the ranks on slots of the pool. Start them again after a loss, and in another number if the pool says so."""
+        losses = 0
+        while True:
+            self.progress.phase("waiting for slots")
+            self.leases_of.clear()
+            try:
+                self._run_ranks(start, slots.take())
+                if not self.changes or self.done == self.recipe.run.steps:
+                    return
+            except RanksFailed as error:
+                losses += 1
+                if losses > self.recipe.run.max_restarts:
+                    raise
+                self._on_loss(f"the ranks start again from the last checkpoint: {error}")
+            finally:
+                slots.release()
+
+    def _run_ranks(self, start: RankStart, nodes: list[str] | None) -> None:
+        """Run the ranks once, and record what they tell until they have ended.
+
+        `nodes`: of the ranks, whose slots are leased. None: Ray Train finds slots, and starts ranks that were lost again.
+        """
+        import ray
+
+        here = ray.get_runtime_context().get_node_id()
+        self.inbox: Any = ray.remote(Inbox).options(num_cpus=0, label_selector={"ray.io/node-id": here}).remote()
+        fit = threading.Thread(target=self._fit, args=(replace(start, inbox=self.inbox), nodes), daemon=True)
         self.progress.phase("starting the ranks")
-        self.told_s, self.began = time.monotonic(), False
+        self.told_s, self.began, self.changes, self.failure = time.monotonic(), False, False, None
         fit.start()
         self._follow(fit)
 
@@ -204,7 +275,7 @@ class SupervisedStage:
         self.ledger.started_s, self.restarts = started_s, False
         self.progress.message(f"the ranks go on after step {done}")
 
-    def _fit(self, start: Any, resource: str) -> None:
+    def _fit(self, start: RankStart, nodes: list[str] | None) -> None:
         """In a thread: start the ranks and wait for their end. What fails goes to `failure`."""
         from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
@@ -226,24 +297,29 @@ class SupervisedStage:
         recipe, (path, name) = self.recipe, self.storage
         ranks = recipe.learner.ranks
         workers: Any = ranks if recipe.min_ranks == ranks else (recipe.min_ranks, ranks)
+        takes = {"CPU": 1, "GPU": 1} if start.device == "gpu" else {"CPU": start.threads}
+        selectors = None
+        if nodes is not None:
+            workers, takes, selectors = len(nodes), NO_SLOT, [{"ray.io/node-id": node} for node in nodes]
         if private:  # its only node is this machine, which nobody drains: a process less
             os.environ[PREEMPTION_WATCHER] = "0"
         try:
             Trainer(
                 train_rank,
                 train_loop_config={"start": start},
-                torch_config=TorchConfig(backend="nccl" if resource == "gpu" else "gloo"),
+                torch_config=TorchConfig(backend="nccl" if start.device == "gpu" else "gloo"),
                 scaling_config=ScalingConfig(
                     num_workers=workers,
                     # to grow, Ray Train starts the ranks again from the last checkpoint
                     elastic_resize_monitor_interval_s=RESIZE_S if recipe.checkpoint.every_steps else float("inf"),  # type: ignore[call-arg]
-                    use_gpu=resource == "gpu",
-                    resources_per_worker={"CPU": 1, "GPU": 1} if resource == "gpu" else {"CPU": start.threads},
+                    use_gpu=start.device == "gpu",
+                    resources_per_worker=takes,
+                    label_selector=selectors,
                 ),
                 run_config=RunConfig(
                     name=name,
                     storage_path=str(path),
-                    failure_config=FailureConfig(max_failures=recipe.run.max_restarts),
+                    failure_config=FailureConfig(max_failures=recipe.run.max_restarts if nodes is None else 0),
                     checkpoint_config=CheckpointConfig(num_to_keep=recipe.checkpoint.keep),
                 ),
             ).fit()
@@ -269,6 +345,10 @@ class SupervisedStage:
                 fetch(self.inbox.stop.remote(), INBOX_S, INBOX)
                 STOP.acknowledge()
                 self.stopped = Stopped(number)
+            elif stopped_s is None and not self.changes and self.opened and self.slots is not None and (reason := self.slots.change()):
+                self.changes = True
+                self.progress.message(reason)
+                fetch(self.inbox.stop.remote(), INBOX_S, INBOX)
             elif STOP.number is not None or (stopped_s is not None and time.monotonic() - stopped_s > STOP_S):
                 raise self.stopped
             self._check_deadline()
@@ -287,7 +367,7 @@ class SupervisedStage:
             raise root
         if isinstance(root, OSError) and root.errno in FULL:
             raise DiskFull(Path(root.filename or self.folder.path)) from self.failure
-        raise RunError(f"the ranks failed: {one_line(root, 600)}") from self.failure
+        raise RanksFailed(f"the ranks failed: {one_line(root, 600)}") from self.failure
 
     def _check_deadline(self) -> None:
         """Raise RunError if the ranks have not started, or have told nothing, for longer than the recipe allows."""
@@ -303,20 +383,27 @@ class SupervisedStage:
         """A rank has started. The first of a new group ends the leases of the one before."""
         rank, ranks, node, device, began_s = content
         self.began = True
-        if f"rank-{rank}" in self.ledger.open:
+        if rank in self.leases_of:
             self.ledger.close()
-            self.restarts, self.opened = True, False
-            self.lost += 1
-            self.progress.message(f"a rank was lost: {ranks} of them start again from the last checkpoint")
-        for slot in range(self._threads(self.ledger.resource)):
-            lease = f"rank-{rank}" + (f"-{slot}" if slot else "")
-            self.ledger.hold(lease, node, device, "learner", f"rank {rank}", since_s=began_s)
+            self.leases_of.clear()
+            self._on_loss(f"a rank was lost: {ranks} of them start again from the last checkpoint")
+        if self.slots is None:
+            leases = [f"rank-{rank}" + (f"-{slot}" if slot else "") for slot in range(self._threads(self.ledger.resource))]
+            for lease in leases:
+                self.ledger.hold(lease, node, device, "learner", f"rank {rank}", since_s=began_s)
+        else:
+            leases = self.slots.assign(rank, node)
+        self.leases_of[rank] = leases
         self.progress.phase("opening the model")
+
+    def _on_loss(self, message: str) -> None:
+        self.restarts, self.opened = True, False
+        self.lost += 1
+        self.progress.message(message)
 
     def _on_spans(self, content: tuple[int, Any]) -> None:
         rank, spans = content
-        leases = [lease for lease in self.ledger.open if lease == f"rank-{rank}" or lease.startswith(f"rank-{rank}-")]
-        self.ledger.spans(leases, spans)
+        self.ledger.spans(self.leases_of.get(rank, []), spans)
         if not self.opened:
             self.opened = True
             self.ledger.begin_step(self.done + 1, spans[-1].to_s)
@@ -340,6 +427,9 @@ class SupervisedStage:
             "faults/replaced": self.lost,
             "time_left_s": measured["step_s"] * ((self.recipe.run.steps or 0) - done),
         }
+        if self.slots is not None:
+            self.slots.expect(row["time_left_s"])
+            row |= self.slots.metrics()
         if skipped:
             self.progress.message(f"step {done}: the update was skipped: {skipped}")
         self.lost = 0

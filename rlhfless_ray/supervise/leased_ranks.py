@@ -1,0 +1,90 @@
+"""Slots of a supervised stage's ranks that the pool of the cluster counts. Ray Train's own group of workers then takes no slots.
+
+Ray Train makes one placement group for its workers and waits in Ray's queue for it. With the pool, the stage has its slots before, and
+Ray Train's group only says on which node each rank is.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from placement.market import bid_of
+from placement.planning.objective import Objective
+from rlhfless_ray.functions.lease import Lease, LeaseManager
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.pool_client import PoolClient
+
+GROW_S = 60.0  # time without a change after which a stage takes slots that are free; starting its ranks again takes about 10 s
+WAIT_S = 1.0  # longest wait for the slots of a rank that is not needed
+BID_S = 10.0  # interval of bids
+FIRST_GUESS_S = 600.0  # time left, as the first bid says it, before a step was measured
+
+
+class LeasedRanks:
+    """Leases of the ranks that train now."""
+
+    def __init__(
+        self, pool: PoolClient, ledger: Ledger, deadline_s: float, min_ranks: int, max_ranks: int, slots_per_rank: int, name: str
+    ) -> None:
+        self.pool, self.min_ranks, self.max_ranks, self.slots_per_rank = pool, min_ranks, max_ranks, slots_per_rank
+        self.leases = LeaseManager(pool.resource, ledger, deadline_s, name, pool)
+        self.ranks: list[list[Lease]] = []  # the leases of each, in no order that Ray Train knows
+        self.unassigned: list[list[Lease]] = []
+        self.wanted, self.left_s = max_ranks, FIRST_GUESS_S
+        self.changed_s = self.bid_s = -float("inf")
+
+    def take(self) -> list[str]:
+        """Lease slots for at least `min_ranks` ranks, and return the node of each rank. Raises RunError after the lease deadline."""
+        self._bid()
+        while len(self.ranks) < self.wanted:
+            needed = len(self.ranks) < self.min_ranks
+            leases, _ = self.leases.take_together(self.slots_per_rank, "learner", [], set(), {}, needed, WAIT_S)
+            if not leases:
+                break
+            self.ranks.append(leases)
+        self.unassigned, self.changed_s, self.wanted = list(self.ranks), time.monotonic(), self.max_ranks
+        return [leases[0].slot.node for leases in self.ranks]
+
+    def assign(self, rank: int, node: str) -> list[str]:
+        """Return the ids of the leases on which a rank works that has started on a node."""
+        leases = next(one for one in self.unassigned if one[0].slot.node == node)
+        self.unassigned.remove(leases)
+        for lease in leases:
+            self.leases.hand_over(lease, "learner", f"rank {rank}")
+        return [lease.id for lease in leases]
+
+    def release(self) -> None:
+        self.leases.release(self.leases.without_lost([lease for leases in self.ranks for lease in leases]))
+        self.ranks = []
+
+    def change(self) -> str:
+        """Return why the ranks should start again in another number, which `take` will then ask for, or an empty string."""
+        now, ranks = time.monotonic(), len(self.ranks)
+        fewer = max(self.min_ranks, ranks - -(-self.pool.surplus // self.slots_per_rank))
+        if fewer < ranks:
+            self.wanted = fewer
+            return f"another run waits for its slots: training goes on with {fewer} of {ranks} ranks"
+        view = self.pool.view
+        free = view.slots - view.held - sum(view.others.values())
+        more = min(self.max_ranks, view.target // self.slots_per_rank, ranks + free // self.slots_per_rank)
+        if more > ranks and now - self.changed_s > GROW_S:
+            self.wanted = more
+            return f"the pool has free slots: training goes on with {more} ranks after {ranks}"
+        return ""
+
+    def expect(self, left_s: float) -> None:
+        """Say how long training goes on with the ranks that it has: what slots are worth follows from it."""
+        self.left_s = left_s
+        if time.monotonic() - self.bid_s > BID_S:
+            self._bid()
+
+    def metrics(self) -> dict[str, Any]:
+        return self.pool.view.metrics()
+
+    def _bid(self) -> None:
+        """Bid as if ranks divided the work evenly."""
+        self.bid_s, now = time.monotonic(), len(self.ranks) or self.max_ranks
+        numbers = range(self.min_ranks, self.max_ranks + 1)
+        points = [(count * self.slots_per_rank, self.left_s * now / count) for count in numbers]
+        self.pool.bid(bid_of(self.pool.info.run, points, Objective(prefer=0.5)))

@@ -1,0 +1,52 @@
+"""A supervised stage on slots of the pool that the runs of a cluster share."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from placement.market import Bid
+from rlhfless_ray.functions.lease import LeaseRequest
+from rlhfless_ray.functions.ledger import read_rows
+from rlhfless_ray.functions.pool_client import PoolClient
+from rlhfless_ray.functions.pool_messages import RunInfo
+from tests.conftest import command
+from tests.supervise.test_supervised_run import finish, recipe, rows, start, wait_for_steps, weights
+
+pytestmark = [pytest.mark.ray, pytest.mark.learner]
+
+
+def test_a_stage_gives_a_rank_to_a_run_that_waits_and_learns_the_same(ray_cluster, tmp_path: Path) -> None:
+    address = ray.get_runtime_context().gcs_address
+    shared = {"cluster": {"address": address}, "functions": {"slot": "cpu"}, "learner": {"ranks": 2, "learning_rate": 1e-3}}
+    run = {"root": str(tmp_path / "runs"), "seed": 3, "steps": 40}
+    other = PoolClient("cpu", RunInfo("other", least=0))
+    try:
+        other.bid(Bid("other", (0, 2), (0.0, 1.0)))
+        held = [LeaseRequest(f"held-{n}", time.time()) for n in range(2)]
+        other.ask(held)
+        assert all(other.wait(one, time.monotonic() + 60) for one in held)
+        process = start(recipe(tmp_path, "shares", run={**run, "name": "shares", "min_ranks": 1}, **shared))
+        folder = tmp_path / "runs" / "shares"
+        wait_for_steps(folder, process, 3)
+        assert other.view.others == {"shares": 2}
+        other.bid(Bid("other", (0, 3), (0.0, 1e9)))
+        more = LeaseRequest("more", time.time())
+        other.ask([more])
+        assert other.wait(more, time.monotonic() + 60) is not None
+        said = finish(process)
+        assert other.view.others == {}
+        found = json.loads(command("cluster", "--address", address, "--json").stdout)[0]
+    finally:
+        other.close()
+    assert "another run waits for its slots: training goes on with 1 of 2 ranks" in said
+    (paid,) = [one["slot_s"] for one in found["past"] if one["name"] == "shares"]
+    assert paid == pytest.approx(sum(row.seconds * row.slots for row in read_rows(folder / "ledger.csv")), rel=0.02)
+    assert [row["step"] for row in rows(folder)] == list(range(41))
+    finish(start(recipe(tmp_path, "alone", run={**run, "name": "alone", "min_ranks": 2}, learner=shared["learner"])))
+    one, two = weights(folder), weights(tmp_path / "runs" / "alone")
+    assert all(abs(one[name] - two[name]).max() < 1e-4 for name in one)
