@@ -23,6 +23,7 @@ from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 import rlhfless_ray  # noqa: F401 - sets what has to be set before grpc is loaded
+from rlhfless_ray.local.local_ray import WORKER_PREFIX
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from tests import warm_workers
 
@@ -230,7 +231,7 @@ def cpu_s() -> float:
 @pytest.hookimpl(tryfirst=True)  # before fixtures
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fork the workers of the first test's Ray, and of all after it, from one process that has imported everything."""
-    if item.get_closest_marker("ray") and warm_workers.PREFIX not in os.environ:
+    if item.get_closest_marker("ray") and WORKER_PREFIX not in os.environ:
         own = item.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         warm_workers.start(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 
@@ -238,7 +239,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture
 def cold_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers import by themselves, as a user's do."""
-    monkeypatch.delenv(warm_workers.PREFIX, raising=False)
+    monkeypatch.delenv(WORKER_PREFIX, raising=False)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -289,7 +290,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def make(folder: Path) -> None:
         with pytest.MonkeyPatch.context() as patched:
-            patched.delenv(warm_workers.PREFIX, raising=False)
+            patched.delenv(WORKER_PREFIX, raising=False)
             done = command("train", write_recipe(folder, rollout__max_actors=2))
         assert done.returncode == 0, done.stderr
         assert "report.html" in done.stdout
