@@ -238,7 +238,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def cold_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers import by themselves, as a user's do."""
+    """Workers are forked from a server of their run, as a user's are, and not from the tests'."""
     monkeypatch.delenv(WORKER_PREFIX, raising=False)
 
 
@@ -286,7 +286,7 @@ def page_connector_ends() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of four steps with up to two engines from start to end, started as a user starts it: its
-    workers import by themselves."""
+    workers are forked from its own server."""
 
     def make(folder: Path) -> None:
         with pytest.MonkeyPatch.context() as patched:

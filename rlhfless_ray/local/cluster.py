@@ -116,7 +116,7 @@ class RayCluster:
                 raise RunError(f"a private Ray did not start on this machine: {one_line(error, 200)}") from error
 
     def _forks(self) -> dict[str, str]:
-        """Start the server that workers are forked from, if there are engines on cores. Returns the variables with which workers find it."""
+        """Start the server that forks workers, if there are engines on cores. Returns the variables with which workers find it."""
         has_gpus = self.recipe.functions.slot != "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
         if self.architectures is None or has_gpus or WORKER_PREFIX in os.environ:
             return {}
