@@ -72,7 +72,8 @@ class Worker:
     def about(self):
         return os.getpid(), "vllm" in sys.modules, os.environ.get("NAME"), len(os.listdir("/proc/self/task"))
 
-workers = [Worker.options(runtime_env={"env_vars": variables}).remote() for variables in ({"NAME": "a"}, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})]
+environments = {"NAME": "a"}, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+workers = [Worker.options(runtime_env={"env_vars": variables}).remote() for variables in environments]
 (forked, *rest), (own, *others) = ray.get([worker.about.remote() for worker in workers], timeout=150)
 server = cluster.fork_server.process
 said = {"forked": rest[:2], "own": others[:2], "parents": [psutil.Process(one).ppid() == server.pid for one in (forked, own)]}
