@@ -23,6 +23,7 @@ from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 import rlhfless_ray  # noqa: F401 - sets what has to be set before grpc is loaded
+from rlhfless_ray.local.local_ray import WORKER_PREFIX
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from tests import warm_workers
 
@@ -230,15 +231,15 @@ def cpu_s() -> float:
 @pytest.hookimpl(tryfirst=True)  # before fixtures
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fork the workers of the first test's Ray, and of all after it, from one process that has imported everything."""
-    if item.get_closest_marker("ray") and warm_workers.PREFIX not in os.environ:
+    if item.get_closest_marker("ray") and WORKER_PREFIX not in os.environ:
         own = item.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         warm_workers.start(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 
 
 @pytest.fixture
 def cold_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers import by themselves, as a user's do."""
-    monkeypatch.delenv(warm_workers.PREFIX, raising=False)
+    """Workers are forked from a server of their run, as a user's are, and not from the tests'."""
+    monkeypatch.delenv(WORKER_PREFIX, raising=False)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -285,11 +286,11 @@ def page_connector_ends() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of four steps with up to two engines from start to end, started as a user starts it: its
-    workers import by themselves."""
+    workers are forked from its own server."""
 
     def make(folder: Path) -> None:
         with pytest.MonkeyPatch.context() as patched:
-            patched.delenv(warm_workers.PREFIX, raising=False)
+            patched.delenv(WORKER_PREFIX, raising=False)
             done = command("train", write_recipe(folder, rollout__max_actors=2))
         assert done.returncode == 0, done.stderr
         assert "report.html" in done.stdout

@@ -14,14 +14,15 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError, Stopped, UserError, one_line
-from rlhfless_ray.local.local_ray import local_ray
+from rlhfless_ray.local.fork_server import ForkServer, worker_prefix
+from rlhfless_ray.local.local_ray import WORKER_PREFIX, local_ray
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.local.orphan_reaper import OrphanReaper
 from rlhfless_ray.recipe import Recipe
@@ -43,7 +44,7 @@ class RayCluster:
     @contextmanager
     def shared(cls, recipe: Recipe | SupervisedRecipe, parameters: int = 0, store_mb: int | None = None) -> Iterator[None]:
         """Keep one Ray for runs that follow one another inside the block. Arguments as those of the constructor."""
-        cluster = cls(recipe, parameters, store_mb)
+        cluster = cls(recipe, parameters, store_mb, architectures=())
         with STOP.listening():
             try:
                 cluster.start()
@@ -57,15 +58,22 @@ class RayCluster:
                 cls.shared_is_private = False
                 cluster.stop()
 
-    def __init__(self, recipe: Recipe | SupervisedRecipe, parameters: int = 0, store_mb: int | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe | SupervisedRecipe,
+        parameters: int = 0,
+        store_mb: int | None = None,
+        architectures: Sequence[str] | None = None,
+    ) -> None:
         """`parameters`: number of the policy's parameters. A private object store is sized to hold several versions of them, unless
-        `store_mb` says its size."""
-        self.recipe, self.parameters, self.store_mb = recipe, parameters, store_mb
+        `store_mb` says its size. `architectures`: of the policies of engines, where they are known. None: there are no engines."""
+        self.recipe, self.parameters, self.store_mb, self.architectures = recipe, parameters, store_mb, architectures
         self.private = False
         self.joined = False
         self.names: dict[str, str] = {}
         self.temporary: Path | None = None  # session folder and TMPDIR of a private Ray
         self.sweeper: OrphanReaper | None = None
+        self.fork_server: ForkServer | None = None
 
     def start(self) -> None:
         import ray
@@ -93,7 +101,7 @@ class RayCluster:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
         self.temporary = _temporary_folder()
         self.sweeper = OrphanReaper(self.temporary)
-        with _detached_sessions(self.sweeper.watch), _temporary_files_in(self.temporary), local_ray():
+        with _detached_sessions(self.sweeper.watch), _environment({"TMPDIR": str(self.temporary), **self._forks()}), local_ray():
             try:
                 ray.init(
                     address="local",
@@ -106,6 +114,16 @@ class RayCluster:
                 )
             except Exception as error:  # Ray raises plain exceptions if its processes do not start in time
                 raise RunError(f"a private Ray did not start on this machine: {one_line(error, 200)}") from error
+
+    def _forks(self) -> dict[str, str]:
+        """Start the server that forks workers, if there are engines on cores. Returns the variables with which workers find it."""
+        has_gpus = self.recipe.functions.slot != "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
+        if self.architectures is None or has_gpus or WORKER_PREFIX in os.environ:
+            return {}
+        assert self.temporary is not None and self.sweeper is not None
+        self.fork_server = ForkServer(self.temporary, self.architectures)
+        self.sweeper.watch(self.fork_server.process.pid)
+        return {WORKER_PREFIX: worker_prefix(self.fork_server.address)}
 
     @staticmethod
     def largest_store_mb(recipe: Recipe | SupervisedRecipe) -> int:
@@ -132,6 +150,8 @@ class RayCluster:
             gc.collect()
         if self.private and not self.joined:
             _bind_to_loopback(False)
+        if self.fork_server is not None:
+            self.fork_server.close()
         if self.temporary is not None:
             shutil.rmtree(self.temporary, ignore_errors=True)
         if self.sweeper is not None:
@@ -285,17 +305,19 @@ def _lock(folder: Path) -> int | None:
 
 
 @contextmanager
-def _temporary_files_in(folder: Path) -> Iterator[None]:
-    """Set TMPDIR for processes started inside the block, so that the files of killed ones are removed with the folder."""
-    before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = str(folder)
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for processes started inside the block. With TMPDIR in a folder of ours, the files of killed processes are
+    removed with the folder."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["TMPDIR"]
-        else:
-            os.environ["TMPDIR"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager

@@ -139,7 +139,7 @@ class Runtime(StepOperations):
         self.partial_rollouts = PartialRollouts(recipe)
         self.least_mb: dict[str, float] = {}
         self.autoscaler = Autoscaler(recipe, ANY_SPEED)
-        self.cluster = RayCluster(recipe, parameter_count(self.files))
+        self.cluster = RayCluster(recipe, parameter_count(self.files), architectures=config_of(self.files).get("architectures") or ())
         self.shared_pool: PoolClient | None = None  # with the slots of all runs of the cluster, see `cluster.pool`
         self.cursor_done = self.cursor.state()
         self._steps: Iterator[Step] | None = None

@@ -119,7 +119,7 @@ class SweepRunner:
         file = self.sweep.file
         memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
         recipe = self.sweep.runs[0].recipe.model_copy(update={"cluster": file.cluster})
-        cluster = RayCluster(recipe, store_mb=file.cluster.object_store_mb or int(STORE_SHARE * memory_mb))
+        cluster = RayCluster(recipe, store_mb=file.cluster.object_store_mb or int(STORE_SHARE * memory_mb), architectures=())
         stack.callback(cluster.stop)
         try:
             cluster.start()

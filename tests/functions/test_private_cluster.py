@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -14,7 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from rlhfless_ray.local.cluster import _lock, _temporary_folder
-from rlhfless_ray.local.local_ray import local_ray
+from rlhfless_ray.local.fork_server import FAILED, worker_prefix
+from rlhfless_ray.local.local_ray import WORKER_PREFIX, local_ray
 from tests.conftest import ROOT, environment
 
 SCRIPT = """
@@ -55,11 +57,68 @@ def test_a_signal_to_the_drivers_group_leaves_ray_alone_and_its_files_go_with_it
     assert "local_ray.py" in names and not [one for one in ("dashboard.py", "DashboardAgent", "monitor.py") if one in names], names
 
 
+FORKED = """
+import json, os, signal, sys
+import psutil, ray
+from rlhfless_ray import Recipe
+from rlhfless_ray.local.cluster import RayCluster
+
+tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "cluster": {"cpus": 1}}
+cluster = RayCluster(Recipe.parse(tree), architectures=["Qwen2ForCausalLM"])
+cluster.start()
+
+@ray.remote(num_cpus=0)
+class Worker:
+    def about(self):
+        return os.getpid(), "vllm" in sys.modules, os.environ.get("NAME"), len(os.listdir("/proc/self/task"))
+
+environments = {"NAME": "a"}, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+workers = [Worker.options(runtime_env={"env_vars": variables}).remote() for variables in environments]
+(forked, *rest), (own, *others) = ray.get([worker.about.remote() for worker in workers], timeout=150)
+server = cluster.fork_server.process
+said = {"forked": rest[:2], "own": others[:2], "parents": [psutil.Process(one).ppid() == server.pid for one in (forked, own)]}
+os.kill(forked, signal.SIGKILL)
+try:
+    ray.get(workers[0].about.remote(), timeout=60)
+except ray.exceptions.RayActorError:
+    said["killed"] = True
+cluster.stop()
+said["left"] = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+print(json.dumps({**said, "server": server.poll() is not None, "prefix": os.environ.get("RLHFLESS_WORKER_PREFIX")}))
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.engine
+def test_workers_are_forked_unless_a_variable_counts_when_a_program_is_loaded() -> None:
+    kept = {k: v for k, v in environment().items() if k != WORKER_PREFIX}
+    ended = subprocess.run([sys.executable, "-c", FORKED], cwd=ROOT, env=kept, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    said = json.loads(ended.stdout.splitlines()[-1])
+    assert said == {
+        "forked": [True, "a"],
+        "own": [False, None],
+        "parents": [True, False],
+        "killed": True,
+        "left": [],
+        "server": True,
+        "prefix": None,
+    }
+
+
+def test_a_worker_runs_by_itself_where_the_server_has_failed(tmp_path: Path) -> None:
+    address = str(tmp_path / "fork")
+    Path(address + FAILED).touch()
+    command = [*shlex.split(worker_prefix(address)), sys.executable, "-c", "print('by itself')"]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=20).stdout == "by itself\n"
+
+
 AFTER = """
 import ray
 from rlhfless_ray import Recipe
 from rlhfless_ray.local.cluster import RayCluster
-from rlhfless_ray.local.local_ray import local_ray
+from rlhfless_ray.local.fork_server import FAILED, worker_prefix
+from rlhfless_ray.local.local_ray import WORKER_PREFIX, local_ray
 
 with local_ray():
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)

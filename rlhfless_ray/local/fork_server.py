@@ -1,0 +1,208 @@
+"""Fork a private Ray's workers from one process that has imported vLLM, torch and DeepSpeed.
+
+Imports are most of what starting an engine costs: 5.2 CPU seconds and 0.4 GB, of which each forked worker needs nothing. The server imports
+everything in one thread. Ray starts workers through `worker_prefix`: this file, run as a program, hands its arguments, environment and
+outputs to the server, and ends with the forked worker. If it is killed, the worker is, too. Without a server it runs the worker itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+READY_S, POLL_S = 30.0, 0.05  # Ray gives a worker 60 s to register
+END_S = 5.0  # for a server to end, which has little to do but may still import
+FAILED = ".failed"  # suffix of a file that says that the server could not start
+AT_LOADING = "GLIBC_TUNABLES"  # a variable that counts when a program is loaded, so not in a forked process
+MAX_ADDRESS = 100  # characters; a socket's path has at most 107
+
+
+class ForkServer:
+    """A server that ends with this process, and its workers with it."""
+
+    def __init__(self, folder: Path, architectures: Sequence[str]) -> None:
+        """`folder`: for its socket and log. `architectures`: of the models of vLLM engines, as config.json names them."""
+        self.address = str(folder / "fork")
+        with (folder / "fork_server.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                server_command(self.address, architectures),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=server_environment(),
+                start_new_session=True,
+            )
+
+    def close(self) -> None:
+        """End the server and the workers that are left."""
+        try:
+            self.process.communicate(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.communicate()
+
+
+def server_command(address: str, architectures: Sequence[str]) -> list[str]:
+    """Return the command of a server, which ends with its standard input. It imports from where this process does."""
+    lines = ("import sys", f"sys.path[:] = {sys.path!r}", f"from {__name__} import serve", f"serve({address!r}, {[*architectures]!r})")
+    return [sys.executable, "-c", "\n".join(lines)]
+
+
+def server_environment() -> dict[str, str]:
+    """Return the environment of a server: with one thread, because a process with several must not fork."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def worker_prefix(address: str) -> str:
+    """Return the beginning of the command of Ray's workers, for `WORKER_PREFIX`."""
+    return subprocess.list2cmdline([sys.executable, "-I", "-S", __file__, address])
+
+
+def ask(address: str, command: list[str]) -> None:
+    """Have a worker forked, wait until it ends and exit as it does. Run the command here if there is no server."""
+    server = socket.socket(socket.AF_UNIX)
+    end = time.monotonic() + READY_S  # it imports everything first, which every worker would do otherwise
+    while True:
+        with suppress(OSError):
+            server.connect(address)
+            break
+        if time.monotonic() > end or os.path.exists(address + FAILED):
+            os.execv(command[0], command)
+        time.sleep(POLL_S)
+    wanted = json.dumps([command, dict(os.environ), os.getcwd()]).encode()
+    socket.send_fds(server, [len(wanted).to_bytes(4, "big")], [1, 2])
+    server.sendall(wanted)
+    sys.exit(int.from_bytes(server.recv(1) or b"\1", "big"))
+
+
+def serve(address: str, architectures: Sequence[str]) -> None:
+    """Fork a worker for each connection until standard input ends. Then its workers end."""
+    try:
+        _import_everything(architectures)
+    except BaseException:
+        Path(address + FAILED).touch()
+        raise
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(address)
+    listening.listen(64)
+    watched = selectors.DefaultSelector()
+    watched.register(listening, selectors.EVENT_READ)
+    watched.register(sys.stdin, selectors.EVENT_READ)
+    while True:
+        for key, _ in watched.select():
+            if key.fileobj is sys.stdin:
+                for other in watched.get_map().values():
+                    if other.data is not None:
+                        with suppress(ProcessLookupError):
+                            os.kill(other.data[2], signal.SIGKILL)
+                return
+            if key.fileobj is listening:
+                _fork(listening, watched)
+            elif key.fileobj in watched.get_map():  # its other event, of the same round, may have ended it
+                _end(key, watched)
+
+
+def _import_everything(architectures: Sequence[str]) -> None:
+    from rlhfless_ray.local.fast_imports import fast_imports
+
+    with fast_imports(["ray"]):  # reads its settings from the environment when it is imported
+        from rlhfless_ray.rollout.vllm_engine import prepare
+
+        prepare(True, architectures)
+        import deepspeed  # noqa: F401
+        import peft  # noqa: F401
+
+        import rlhfless_ray.learn.learner_rank
+        import rlhfless_ray.rollout.engine_actor  # noqa: F401
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:
+        raise RuntimeError(f"a process must not fork that has {threads} threads")
+
+
+def _fork(listening: socket.socket, watched: selectors.BaseSelector) -> None:
+    """Fork a worker for the next connection, and watch both."""
+    client, _ = listening.accept()
+    size, outputs, *_ = socket.recv_fds(client, 4, 2)
+    with client.makefile("rb") as received:
+        wanted = json.loads(received.read(int.from_bytes(size, "big")))
+    process = os.fork()
+    if process == 0:
+        for inherited in (watched, listening, client):
+            inherited.close()
+        _become_worker(*wanted, outputs)
+    for output in outputs:
+        os.close(output)
+    ended = os.pidfd_open(process)
+    for event in (client, ended):
+        watched.register(event, selectors.EVENT_READ, (client, ended, process))
+
+
+def _end(key: selectors.SelectorKey, watched: selectors.BaseSelector) -> None:
+    """Pass a worker's exit status on to its client, or kill the worker of a client that was killed."""
+    client, ended, process = key.data
+    if key.fileobj is client:
+        os.kill(process, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    for event in (client, ended):
+        watched.unregister(event)
+    with suppress(OSError):  # killed
+        client.sendall(bytes([status % 256]))
+    client.close()
+    os.close(ended)
+
+
+def _become_worker(command: list[str], environment: dict[str, str], folder: str, outputs: list[int]) -> NoReturn:
+    """Do what `python setup_worker.py …` does, in a forked process, and exit."""
+    import atexit
+    import runpy
+    import tempfile
+    import traceback
+
+    import numpy as np
+
+    code = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, output in enumerate(outputs, 1):
+            os.dup2(output, number)
+            os.close(output)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        tempfile.tempdir = None  # read TMPDIR again
+        np.random.seed()
+        from ray._private.runtime_env.context import RuntimeEnvContext
+        from ray._private.workers import setup_worker
+        from ray.core.generated.common_pb2 import Language
+
+        known, sys.argv = setup_worker.parser.parse_known_args(command[2:])
+        context = RuntimeEnvContext.deserialize(known.serialized_runtime_env_context or "{}")
+        if context.command_prefix or context.py_executable != sys.executable or AT_LOADING in context.env_vars:
+            context.exec_worker(sys.argv, Language.Value(known.language))
+        os.environ.update(context.env_vars)
+        paths = [path for path in os.environ.get("PYTHONPATH", "").split(":") if path]
+        sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    ask(sys.argv[1], sys.argv[2:])
