@@ -97,8 +97,8 @@ def wait_any(refs: list[Any], seconds: float, what: str, within_s: float = float
     while True:
         STOP.check()
         ready, _ = ray.wait(refs, num_returns=1, timeout=min(POLL_S, max(0.0, end - time.monotonic())), fetch_local=False)
-        if ready:
-            return ready
+        if ready:  # with a number of 1, small values that are here would always come before what arrives on other nodes
+            return ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0] if len(refs) > 1 else ready
         if time.monotonic() >= end:
             raise RunError(f"timed out after {seconds if of_s is None else of_s:.0f} s waiting for {what}")
         if time.monotonic() - begin >= within_s:

@@ -45,7 +45,7 @@ class ScoreStage:
 
     def done_ahead(self) -> list[Lease]:
         """Collect available scores. Returns the leases once every request is answered, else []."""
-        if self.ahead is None or not self.pool.working:
+        if self.ahead is None:
             return []
         self.ahead.collect(can_wait=False)  # engines may hold every other slot
         return self._park() if not self.ahead.running else []

@@ -116,11 +116,18 @@ class Scoring:
         if not self.running:
             return False
         ready, _ = ray.wait(list(self.running), timeout=wait_s)
-        late = [ref for ref, call in self.running.items() if ref not in ready and self._is_late(call)]
-        for ref in [*ready, *late]:
-            call = self.running.pop(ref)
-            self._handle_scores(call, _fetch_scores(self.pool, call.worker, ref) if ref in ready else None, can_wait)
-        return bool(ready or late)
+        over = [ref for ref, call in self.running.items() if ref in ready or self._is_late(call)]
+        for ref in over:
+            if (call := self.running.get(ref)) is None:  # of a worker that was lost, and taken over with its other calls
+                continue
+            scores = _fetch_scores(self.pool, call.worker, ref) if ref in ready else None
+            if scores is None:
+                self._handle_loss(call.worker, can_wait)
+            else:
+                del self.running[ref]
+                self._record(scores)
+                self._send(call.worker, _without(call.remaining, scores), call.one_by_one)
+        return bool(over)
 
     def _is_late(self, call: _Call) -> bool:
         now = time.monotonic()
@@ -128,26 +135,31 @@ class Scoring:
             call.sent_s = now
         return now > call.sent_s + REPLY_AFTER_S + self.call_s + SLACK_S
 
-    def _handle_scores(self, call: _Call, scores: list[Score] | None, can_wait: bool) -> None:
-        worker, one_by_one = call.worker, call.one_by_one
-        if scores is None:
-            cause = self.pool.cause(worker)
-            suspect = self.samples[call.remaining[0][0]] if one_by_one and not cause.is_preemption else None
-            one_by_one = one_by_one or not cause.is_preemption
-            if suspect is None and not can_wait and not self.pool.leases.without_lost(worker.leases):
-                self.pool.end_lost(worker, _loss_reason(self.timeout_s), cause)
-                self.unassigned.append((call.remaining, one_by_one))
-                return
-            worker = _replace_worker(self.pool, worker, suspect, self.timeout_s, cause)
-            scores = [Score(call.remaining[0][0], None, _loss_error(self.timeout_s))] if suspect else []
+    def _handle_loss(self, worker: Instance, can_wait: bool) -> None:
+        """Send what a lost worker owes to its successor. It worked on the oldest of its calls."""
+        calls = [self.running.pop(ref) for ref, call in list(self.running.items()) if call.worker is worker]
+        first, cause = calls[0], self.pool.cause(worker)
+        suspect = self.samples[first.remaining[0][0]] if first.one_by_one and not cause.is_preemption else None
+        first.one_by_one = first.one_by_one or not cause.is_preemption
+        if suspect is None and not can_wait and not self.pool.leases.without_lost(worker.leases):
+            self.pool.end_lost(worker, _loss_reason(self.timeout_s), cause)
+            self.unassigned += [(call.remaining, call.one_by_one) for call in calls]
+            return
+        successor = _replace_worker(self.pool, worker, suspect, self.timeout_s, cause)
+        if suspect is not None:
+            scores = [Score(first.remaining[0][0], None, _loss_error(self.timeout_s))]
+            self._record(scores)
+            first.remaining = _without(first.remaining, scores)
+        for call in calls:
+            self._send(successor, call.remaining, call.one_by_one)
+
+    def _record(self, scores: list[Score]) -> None:
         for score in scores:
             sample = self.samples[score.key]
             sample.reward, sample.error, sample.score = score.reward, score.error, score.score
             sample.extra_logs = dict(score.extra_logs)
         self.done += len(scores)
         self.failed += sum(score.error is not None for score in scores)
-        done = {score.key for score in scores}
-        self._send(worker, [item for item in call.remaining if item[0] not in done], one_by_one)
 
     def finish(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Wait until every sample has its reward or error, or too many have failed. `say`: callback for progress messages."""
@@ -155,6 +167,12 @@ class Scoring:
             STOP.check()
             if self.collect(0.1):
                 say(f"score: {self.done} of {len(self.samples)} samples" + (f", {self.failed} failed" if self.failed else ""))
+
+
+def _without(items: list[Item], scores: list[Score]) -> list[Item]:
+    """Return the items that have no score yet."""
+    done = {score.key for score in scores}
+    return [item for item in items if item[0] not in done]
 
 
 def _function_item(key: int, sample: Sample) -> Item:

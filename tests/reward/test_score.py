@@ -279,3 +279,28 @@ def test_a_worker_that_dies_while_engines_work_is_replaced_under_its_lease() -> 
     scoring = Scoring(pool, 0.01, 1)
     scoring.add(samples)
     assert scoring.collect(can_wait=False) and scoring.running and pool.faults.used == 1
+
+
+@pytest.mark.parametrize("can_wait", [True, False])
+@pytest.mark.parametrize("cause", [FailureCause.DIED, FailureCause.NODE_LOST])
+def test_all_calls_of_a_lost_worker_go_to_one_successor(can_wait: bool, cause: FailureCause) -> None:
+    """Samples that finish later are sent to a worker that is busy still."""
+    pool, samples = FakePool(1), samples_of("lost", "bb", "ccc", "dddd")
+    pool.causes = [cause]
+    pool.leases.without_lost = lambda leases: ["its own"] if cause is FailureCause.DIED else []
+    scoring = Scoring(pool, 0.01, 4)
+    worker = pool.working[0]
+    worker.actor.score.remote = lambda items, budget_s: SimpleNamespace(ready=True, value=ENDS["die"])
+    scoring.add(samples[:2])
+    scoring.add(samples[2:])
+    assert len(scoring.running) == 2
+    samples[0].text = "a"
+    for call in scoring.running.values():
+        call.remaining = [(key, "", samples[key].text, {}) for key, *_ in call.remaining]
+    assert scoring.collect(can_wait=can_wait) and sum(pool.faults.counts.values()) == 1, "one process, one loss"
+    if scoring.unassigned:
+        assert not can_wait and cause is FailureCause.NODE_LOST and not scoring.running
+        pool.working = [pool.new()]
+        scoring.add([])
+    scoring.finish()
+    assert [s.reward for s in samples] == [1.0, 2.0, 3.0, 4.0] and sum(pool.faults.counts.values()) == 1
