@@ -32,10 +32,7 @@ def refusal(config: Mapping[str, Any], width: int) -> str | None:
 
 
 def check_division(
-    recipe: Recipe,
-    config: Mapping[str, Any],
-    of_reference: Mapping[str, Any] | None = None,
-    of_critic: Mapping[str, Any] | None = None,
+    recipe: Recipe, config: Mapping[str, Any], of_reference: Mapping[str, Any] | None = None, of_critic: Mapping[str, Any] | None = None
 ) -> None:
     """Raise UserError if the policy, or a reference or critic of another config.json, cannot be divided among ranks as the recipe says."""
     divided = (

@@ -138,7 +138,8 @@ def _fork(listening: socket.socket, watched: selectors.BaseSelector) -> None:
     if process == 0:
         for inherited in (watched, listening, client):
             inherited.close()
-        _become_worker(*wanted, outputs)
+        command, environment, folder = wanted
+        _become_worker(command, environment, folder, outputs)
     for output in outputs:
         os.close(output)
     ended = os.pidfd_open(process)
@@ -182,7 +183,7 @@ def _become_worker(command: list[str], environment: dict[str, str], folder: str,
         np.random.seed()
         from ray._private.runtime_env.context import RuntimeEnvContext
         from ray._private.workers import setup_worker
-        from ray.core.generated.common_pb2 import Language
+        from ray.core.generated.common_pb2 import Language  # type: ignore[attr-defined]
 
         known, sys.argv = setup_worker.parser.parse_known_args(command[2:])
         context = RuntimeEnvContext.deserialize(known.serialized_runtime_env_context or "{}")

@@ -145,7 +145,7 @@ class SupervisedStage:
             for message in filter(None, [*self.rows.notes, self.folder.deletion_note]):
                 self.progress.message(message)
             stack.push(self._close)
-            self.slots = shares and self._leased_ranks(shares)
+            self.slots = None if shares is None else self._leased_ranks(shares)
             self._train(resource)
             self._write_model()
         return self.folder
@@ -297,7 +297,7 @@ class SupervisedStage:
         recipe, (path, name) = self.recipe, self.storage
         ranks = recipe.learner.ranks
         workers: Any = ranks if recipe.min_ranks == ranks else (recipe.min_ranks, ranks)
-        takes = {"CPU": 1, "GPU": 1} if start.device == "gpu" else {"CPU": start.threads}
+        takes: dict[str, float] = {"CPU": 1, "GPU": 1} if start.device == "gpu" else {"CPU": start.threads}
         selectors = None
         if nodes is not None:
             workers, takes, selectors = len(nodes), NO_SLOT, [{"ray.io/node-id": node} for node in nodes]
