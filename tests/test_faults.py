@@ -159,7 +159,8 @@ def test_a_learner_killed_at_any_moment_goes_on_where_it_was(
     assert run.total("faults/learner_restarts") == run.total("faults/bugs") == len(MOMENTS)
     # from disk: those of step 1 after the first checkpoint; of 1 and 2; none after 3; of 4 and 5; of 4 to 6 before that is saved
     redone = sum(MOMENTS.values()) if every else 1 + 2 + 0 + 2 + 3
-    assert run.total("faults/updates_redone") in (redone, redone + 1), "a busy machine may end step 4's update before the blow"
+    # on a busy machine step 4's update may end before the blow, and a state in memory may not be complete at the next one
+    assert redone <= run.total("faults/updates_redone") <= redone + 2
 
 
 def test_a_loop_that_is_left_is_a_stop_and_goes_on_later(nodes: Any, world: ReplaySetup, clean: Hit, tmp_path: Path) -> None:
