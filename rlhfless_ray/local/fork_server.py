@@ -172,6 +172,7 @@ def _become_worker(command: list[str], environment: dict[str, str], folder: str,
 
     code = 1
     try:
+        os.setpgid(0, 0)  # Ray ends the process group of a worker that has ended
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number, output in enumerate(outputs, 1):
             os.dup2(output, number)
