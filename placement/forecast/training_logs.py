@@ -57,6 +57,8 @@ class TrainingLog:
 
 def read_log(path: Path) -> TrainingLog:
     """Read a log. Raises ValueError with one sentence for a file that is none."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

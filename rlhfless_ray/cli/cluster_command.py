@@ -20,7 +20,7 @@ def cluster(
 
     where = address or os.environ.get("RAY_ADDRESS", "")
     if not where:
-        raise UserError("cluster: name the cluster with --address or RAY_ADDRESS; a private one has one run only, and no pool")
+        raise UserError("cluster: name the cluster with --address or RAY_ADDRESS; the private Ray of a run has no pool")
     connect(where, "--address")
     import ray
 

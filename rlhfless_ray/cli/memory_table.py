@@ -21,9 +21,13 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
     from rlhfless_ray.run.memory_check import GPU, check, local_room
     from rlhfless_ray.run.memory_fit import AUTO_KEYS, fit
     from rlhfless_ray.run.memory_needs import Lengths, device_needs, gb, host_needs, models_of
+    from rlhfless_ray.weights.load_policy import model_folder
+    from rlhfless_ray.weights.model_folder import read_folder
 
     recipe = Recipe.load(path, overrides)
     models = models_of(recipe)
+    if "policy" not in models and recipe.policy.path:
+        read_folder(model_folder(recipe.policy.path, "policy.path"))  # says what is wrong with it
     if "policy" not in models:
         raise UserError(f"--memory {path}: the size of its policy is not known; set policy.path to a model folder")
     room = local_room(recipe)

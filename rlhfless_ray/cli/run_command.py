@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
+from itertools import pairwise
 
 import typer
 
 from rlhfless_ray.cli.passthrough import split_options
-from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.errors import UserError, one_line
+
+ADDRESS = re.compile(r"--address(=|$)")
+CONNECT_S = 5.0
 
 
 def run(ctx: typer.Context) -> None:
@@ -24,7 +29,10 @@ def run(ctx: typer.Context) -> None:
 
     if not argv:
         raise UserError("rlhfless run: give a command, for example rlhfless run -- python3 -m openrlhf.cli.train_ppo_ray …")
-    _start(submission(argv) if is_submission(argv) else replaced(argv), with_shim(dict(os.environ)), dry="--dry-run" in chosen)
+    submits, dry = is_submission(argv), "--dry-run" in chosen
+    if submits and not dry:
+        _check_address(argv[: argv.index("--")])
+    _start(submission(argv) if submits else replaced(argv), with_shim(dict(os.environ)), dry=dry)
 
 
 def submit(ctx: typer.Context) -> None:
@@ -43,7 +51,32 @@ def submit(ctx: typer.Context) -> None:
     if "--" not in rest or rest[-1] == "--":
         raise UserError("rlhfless submit: expected [OPTIONS of ray job submit] -- COMMAND")
     _check_flags(rest[rest.index("--") + 1 :])
+    if "--dry-run" not in chosen:
+        _check_address(rest[: rest.index("--")])
     _start(submission(["ray", "job", "submit", *rest], ship="--no-package" not in chosen), dict(os.environ), dry="--dry-run" in chosen)
+
+
+def _check_address(options: list[str]) -> None:
+    """Raise UserError if nothing listens at the address of the cluster, about which `ray job submit` prints a traceback.
+
+    An address behind a proxy, or one that is no URL of a dashboard, is left to Ray.
+    """
+    import socket
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    given = next((option.partition("=")[2] or following for option, following in pairwise([*options, ""]) if ADDRESS.match(option)), "")
+    address = given or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "http://127.0.0.1:8265"
+    url = urlsplit(address)
+    if url.scheme not in ("http", "https") or not url.hostname or getproxies():
+        return
+    try:
+        socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        where = "--address" if given else "--address (default)"
+        raise UserError(
+            f"{where} {address}: no cluster answers there ({one_line(error)}); give its dashboard's address, such as http://HEAD:8265"
+        ) from None
 
 
 def _check_flags(argv: list[str]) -> None:

@@ -63,14 +63,16 @@ def describe_mistake(model: type[BaseModel], error: ValidationError) -> str:
     path = [str(part) for part in first["loc"]]
     dotted = ".".join(path)
     if first["type"] == "extra_forbidden":
-        nearest = _nearest(model, dotted)
-        return f"unknown key `{dotted}`" + (f"; did you mean `{nearest}`?" if nearest else "")
+        is_section = isinstance(first.get("input"), dict)
+        nearest = _nearest(model, dotted, is_section=is_section)
+        known = f"; the keys are {', '.join(model.model_fields)}" if is_section and len(path) == 1 else ""
+        return f"unknown key `{dotted}`" + (f"; did you mean `{nearest}`?" if nearest else known)
     section = _section(model, path)
     if section is not None and first["type"] in ("model_type", "model_attributes_type"):
         example = next(iter(section.model_fields))
         return f"`{dotted}`: expected a section with keys such as `{example}`, not a value (got {first.get('input')!r})"
     message = first["msg"].removeprefix("Value error, ")
-    if not dotted:
+    if not dotted or message.startswith((f"{dotted}.", f"{dotted}:")):
         return message
     given = first.get("input")
     shown = "" if isinstance(given, (dict, BaseModel)) else f" (got {given!r})"
@@ -99,7 +101,9 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
-def _nearest(model: type[BaseModel], dotted: str) -> str | None:
+def _nearest(model: type[BaseModel], dotted: str, *, is_section: bool) -> str | None:
+    if is_section and "." not in dotted:
+        return next(iter(difflib.get_close_matches(dotted, model.model_fields, n=1, cutoff=0.6)), None)
     keys = known_keys(model)
     close = difflib.get_close_matches(dotted, keys, n=1, cutoff=0.6)
     if close:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import yaml
 from pydantic import ValidationError
@@ -15,23 +15,34 @@ from rlhfless_ray.recipe.reading import apply_override, describe_mistake, read_y
 from rlhfless_ray.recipe.section import Section
 
 
-def read_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a recipe's file as a nested dict with the overrides applied. Raises UserError."""
+def read_tree(path: Path, overrides: Sequence[str] = (), kind: str = "recipe") -> dict[str, Any]:
+    """Return a recipe's file as a nested dict with the overrides applied. Raises UserError, whose message begins with `kind`."""
     if not path.is_file():
-        raise UserError(f"recipe {path}: " + ("a folder; name the recipe's YAML file" if path.is_dir() else "no such file"))
+        raise UserError(f"{kind} {path}: " + (f"a folder; name the {kind}'s YAML file" if path.is_dir() else "no such file"))
     try:
         tree = read_yaml(path.read_text()) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"recipe {path}: not valid YAML: {one_line(error)}") from None
+        raise UserError(f"{kind} {path}: not valid YAML: {one_line(_at_line(error))}") from None
     if not isinstance(tree, dict):
-        raise UserError(f"recipe {path}: expected sections such as `rollout:` at the top, found {type(tree).__name__}")
+        example = {"recipe": "sections such as `rollout:`", "sweep": "keys such as `grid:`"}.get(kind, "the key `stages:`")
+        raise UserError(f"{kind} {path}: expected {example} at the top, found {type(tree).__name__}")
     for override in overrides:
         apply_override(tree, override)
     return tree
 
 
+def _at_line(error: Exception) -> str:
+    """Return what is wrong with a YAML text and where, without PyYAML's name for it."""
+    mark = getattr(error, "problem_mark", None)
+    what = " ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None))))
+    return f"line {mark.line + 1}: {what}" if mark is not None and what else str(error)
+
+
 class RecipeFile(Section):
     """A whole recipe: what `rlhfless train` reads."""
+
+    kind: ClassVar[str] = "recipe"
+    """What messages call the file."""
 
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Self:
@@ -46,13 +57,13 @@ class RecipeFile(Section):
             ('quickstart', 0.7)
         """
         path = Path(path)
-        tree = read_tree(path, overrides)
+        tree = read_tree(path, overrides, cls.kind)
         if "task" in tree and "task" not in cls.model_fields:
-            raise UserError(f"recipe {path}: `task` makes it a supervised stage; run it with `rlhfless train`")
+            raise UserError(f"{cls.kind} {path}: `task` makes it a supervised stage; run it with `rlhfless train`")
         run = tree.get("run")
         if run is None or (isinstance(run, dict) and not run.get("name")):
             tree["run"] = {**(run or {}), "name": re.sub(r"[^\w.-]+", "-", path.stem).lstrip(".-")}
-        return cls.parse(tree, where=f"recipe {path}")
+        return cls.parse(tree, where=f"{cls.kind} {path}")
 
     @classmethod
     def parse(cls, tree: dict[str, Any], where: str = "recipe") -> Self:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -89,6 +89,7 @@ class Workflow(RecipeFile):
     settings: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Sections that every stage's recipe gets, such as `watch` and `cluster`. A recipe's own keys count more."""
     stages: list[WorkflowStage] = Field(min_length=1)
+    kind: ClassVar[str] = "workflow"
 
     @property
     def folder(self) -> Path:

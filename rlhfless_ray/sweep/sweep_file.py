@@ -119,9 +119,7 @@ class Sweep:
 
 def load_sweep(path: Path) -> Sweep:
     """Read a sweep's file and every recipe that it makes. Raises UserError for the first mistake."""
-    if not path.is_file():
-        raise UserError(f"sweep {path}: " + ("a folder; name the sweep's YAML file" if path.is_dir() else "no such file"))
-    tree = read_tree(path)
+    tree = read_tree(path, kind="sweep")
     tree["name"] = tree.get("name") or re.sub(r"[^\w.-]+", "-", path.stem).lstrip(".-")
     where = f"sweep {path}"
     try:
@@ -131,6 +129,7 @@ def load_sweep(path: Path) -> Sweep:
     runs = tuple(_planned(file, given, point, path.parent, where) for given in file.runs for point in _points(file.grid))
     _check_names([run.name for run in runs], where)
     _check_metric(file, runs, where)
+    _check_shares(file, runs, where)
     return Sweep(file, runs)
 
 
@@ -174,6 +173,16 @@ def _check_names(names: Iterable[str], where: str) -> None:
         numbered = re.fullmatch(r"(.+)-\d+", name)
         if numbered and numbered[1] in names:
             raise UserError(f"{where}: runs {numbered[1]} and {name}: a repeated run gets such a number; give one of them another name")
+
+
+def _check_shares(file: SweepFile, runs: Iterable[PlannedRun], where: str) -> None:
+    """Raise UserError if runs that may work at the same time ask for more than the whole pool."""
+    shares = sorted((run.recipe.cluster.share or 0.0 for run in runs), reverse=True)[: file.at_most]
+    if sum(shares) > 1 + 1e-9:
+        raise UserError(
+            f"{where}: cluster.share: {len(shares)} runs at once ask for shares of {sum(shares):g} of the pool together, which may be at most 1; "
+            "lower their shares, or at_most"
+        )
 
 
 def _check_metric(file: SweepFile, runs: Iterable[PlannedRun], where: str) -> None:

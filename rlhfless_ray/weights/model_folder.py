@@ -32,7 +32,8 @@ def read_folder(path: Path, setting: str = "policy.path") -> Files:
     Raises UserError if the folder has no config, safetensors weights or tokenizer. `setting`: the recipe's key of the folder.
     """
     if not path.is_dir():
-        raise UserError(f"{setting}: {path} is not a folder; give a local Hugging Face model folder")
+        hub = ", or a name `org/name` of the Hugging Face hub" if setting == "policy.path" else ""
+        raise UserError(f"{setting}: {path} is not a folder; give a local Hugging Face model folder{hub}")
     files = {file.name: file for file in sorted(path.iterdir()) if file.is_file() and file.suffix in KEPT_SUFFIXES}
     if "config.json" not in files:
         raise UserError(f"{setting}: {path} has no config.json, so it is not a Hugging Face model folder")

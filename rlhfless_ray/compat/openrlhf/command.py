@@ -48,11 +48,19 @@ def find(argv: Sequence[str]) -> LaunchCommand:
         return LaunchCommand(LAUNCHER, list(argv))
     found = _locate(list(argv))
     if found is None:
+        scripts = [token for before, token in zip(["", *argv[:-1]], argv, strict=True) if _is_script(token, before)]
+        if missing := [script for script in scripts if not Path(script).exists()]:
+            raise UserError(f"{missing[0]}: no such file")
         raise UserError(
             f"`{' '.join(argv)[:80]}`: no launcher of OpenRLHF in it; give a command such as python3 -m openrlhf.cli.{LAUNCHER} …"
         )
     check_covered(found.launcher)
     return found
+
+
+def _is_script(token: str, before: str) -> bool:
+    """Return whether a word of a command names a shell script. `before`: the word before it."""
+    return token.endswith((".sh", ".bash", ".slurm", ".sbatch")) or (Path(before).name in ("bash", "sh") and not token.startswith("-"))
 
 
 def check_covered(launcher: str) -> None:
@@ -76,7 +84,7 @@ def _locate(argv: list[str], environment: Mapping[str, str] = os.environ) -> Lau
         if " " in token or "\n" in token:
             if INSIDE.search(token) and token[0] not in "$`":  # the commands of a substitution are read on their own
                 return _in_shell(token, environment, argv[index + 2 :] if before.startswith("-") and before.endswith("c") else None)
-        elif token.endswith((".sh", ".bash", ".slurm", ".sbatch")) and Path(token).is_file():
+        elif _is_script(token, before) and Path(token).is_file():
             return _in_shell(Path(token).read_text(encoding="utf-8", errors="replace"), environment, argv[index + 1 :])
     return None
 

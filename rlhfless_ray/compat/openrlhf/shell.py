@@ -297,7 +297,7 @@ def _read_heredoc(r: Reader, mark: str, at: int, *, literal: bool) -> None:
     if not literal:
         inner = Reader('"' + body.replace('"', '\\"') + '"', r.scope)
         _double_quoted(inner)
-        body = inner.word or ""
+        body = " ".join([*inner.words, inner.word or ""])  # an array in a here-document is one text
     if r.words[:1] == ["read"] and NAME.fullmatch(r.words[-1]):
         r.scope.variables[r.words[-1]] = [body.strip()]
     elif any(word.rpartition("/")[2] in ("bash", "sh") for word in r.words):
